@@ -1,0 +1,1 @@
+"""Communication regression tests for PyTorch FSDP. Importing this package imports no torch."""

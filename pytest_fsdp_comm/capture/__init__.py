@@ -1,0 +1,1 @@
+"""Watches torch: every collective, its owner, and how a model is sharded."""

@@ -1,0 +1,197 @@
+"""What one rank saw: immutable records of communication, in the order in which it was issued.
+
+Every record of a recording carries ``index``, its place in one sequence that all sorts of records
+share, so that the timeline of a step can be put together again from the parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, Literal
+
+ROOT_FQN: Final = ""
+"""The FQN of the outermost module, as in torch. Shown to people as ``(root)``."""
+
+
+class Phase(StrEnum):
+    """The part of a training step in which something happened."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"
+    """A forward that activation checkpointing runs again while a backward is under way."""
+    OPTIMIZER = "optimizer"
+    OUTSIDE = "outside"
+    """No module, backward or optimizer step was running: set-up, gradient clipping, checkpoints."""
+
+
+class Source(StrEnum):
+    """Who asked for a collective."""
+
+    FSDP = "fsdp"
+    DTENSOR = "dtensor"
+    DDP = "ddp"
+    OBJECT = "object"
+    """One of the ``*_object*`` collectives, which send pickled Python objects."""
+    USER = "user"
+
+
+COLLECTIVE_KINDS: Final = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "broadcast",
+    "all_to_all",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "barrier",
+)
+"""The known kinds. An operation that is none of them is kept as ``unknown:<op>``, never dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshAxis:
+    """A set of process groups that partition the ranks, as one axis of a device mesh does."""
+
+    name: str
+    """The axis of the device mesh (``"dp"``), ``"world"`` for the default group, or a description
+    by shape that is equal on every rank and in every run. Never a counter."""
+    size: int
+    """How many ranks take part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One communication call, as this rank issued it."""
+
+    index: int
+    """Place in the recording, from 0."""
+    kind: str
+    """One of `COLLECTIVE_KINDS`, or ``unknown:<op>``."""
+    op: str
+    """The dispatcher's name of the operation, e.g. ``c10d._allgather_base_``. Never compared."""
+    owner: str | None
+    """FQN of the module whose parameters or activation it serves; None if it serves no module."""
+    issued_in: str | None
+    """FQN of the module that was running when it was issued; None outside every module. Differs
+    from `owner` under prefetch."""
+    phase: Phase
+    axis: str
+    """Name of the `MeshAxis`."""
+    group_size: int
+    """How many ranks take part."""
+    dtype: str
+    """Element type as torch prints it without its prefix (``"bfloat16"``); several are joined with
+    ``+`` in order of appearance; empty for a barrier."""
+    nbytes_sent: int
+    """Bytes of the input tensors on this rank; 0 if it contributes none."""
+    nbytes_received: int
+    """Bytes of the output tensors on this rank; 0 if it receives none."""
+    source: Source
+    call_site: str
+    """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
+
+    @property
+    def nbytes(self) -> int:
+        """Message size in bytes: the larger of what goes in and what comes out on this rank.
+
+        It is the size that nccl-tests calls ``size``: the gathered tensor of an all-gather, the
+        full gradient of a reduce-scatter.
+        """
+        return max(self.nbytes_sent, self.nbytes_received)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reshard:
+    """An FSDP unit gathered its parameters, or freed them again."""
+
+    index: int
+    """Place in the recording, from 0."""
+    action: Literal["unshard", "reshard"]
+    module: str
+    """FQN of the unit's module; several modules of one unit are joined with ``+``."""
+    issued_in: str | None
+    """FQN of the module that was running; None outside every module."""
+    phase: Phase
+    nbytes: int
+    """Bytes of the unsharded parameters of the unit on this rank; 0 if unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redistribution:
+    """A DTensor changed its placements."""
+
+    index: int
+    """Place in the recording, from 0."""
+    owner: str | None
+    """FQN of the module whose activation or parameter it was; None if it serves no module."""
+    issued_in: str | None
+    """FQN of the module that was running; None outside every module."""
+    phase: Phase
+    source_placements: tuple[str, ...]
+    """One placement a mesh axis, as torch prints it: ``("Shard(dim=0)", "Replicate()")``."""
+    target_placements: tuple[str, ...]
+    """As `source_placements`, after the redistribution."""
+    mesh_axes: tuple[str, ...]
+    """Names of the mesh axes, in the order of the placements."""
+    is_explicit: bool | None
+    """True where user code asked for it, False where an operator did; None where torch does not
+    say (before 2.11)."""
+    nbytes: int
+    """Bytes of this rank's local tensor before the redistribution."""
+    call_site: str
+    """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostDeviceCopy:
+    """A copy between host and device memory."""
+
+    index: int
+    """Place in the recording, from 0."""
+    direction: Literal["H2D", "D2H"]
+    owner: str | None
+    """FQN of the module that was running; None outside every module."""
+    phase: Phase
+    nbytes: int
+    """Bytes copied."""
+    call_site: str
+    """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Wall time that this rank spent in one category. Reported, never compared."""
+
+    category: str
+    """``all_gather``, ``all_gather_object``, ``reduce``, ``resharding``, ``H2D``, ``D2H``, or
+    ``all``."""
+    seconds: float
+    """Host seconds between issue and return of the calls; 0.0 if none was made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """All that one rank recorded between entering and leaving ``comm_mode``."""
+
+    rank: int
+    """This rank, from 0; 0 without a process group."""
+    world_size: int
+    """Ranks of the default group; 1 without a process group."""
+    backend: str
+    """``gloo``, ``nccl``, ``fake``; empty without a process group. Shown, not compared."""
+    torch_version: str
+    """As ``torch.__version__``. Shown, not compared."""
+    mesh_axes: tuple[MeshAxis, ...] = ()
+    """The axes over which something was sent, sorted by name."""
+    collectives: tuple[Collective, ...] = ()
+    reshards: tuple[Reshard, ...] = ()
+    redistributions: tuple[Redistribution, ...] = ()
+    copies: tuple[HostDeviceCopy, ...] = ()
+    timings: tuple[Timing, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What a reader must know of the circumstances, e.g. that the model was unsharded at entry."""

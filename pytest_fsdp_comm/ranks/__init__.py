@@ -1,0 +1,1 @@
+"""Runs one test on many ranks and gives one verdict."""

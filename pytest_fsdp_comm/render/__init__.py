@@ -1,0 +1,1 @@
+"""Turns values and changes into text, HTML and traces."""
