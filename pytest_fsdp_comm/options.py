@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -27,15 +26,13 @@ WORLD_SIZE_PARAM: Final = "_fsdp_comm_world_size"
 """Name of the fixture that carries a parametrized world size."""
 
 MAX_PROCESSES: Final = 256
-"""Largest world size with a process for each rank. A rank takes about 200 MB of its own once torch
-ran, and a control message passes at most 253 descriptors (``SCM_MAX_FD`` in Linux)."""
+"""Largest world size with a process for each rank: beyond it, 200 MB a rank once torch ran (torch
+2.13, CPU) outgrow a machine, and a simulation tells the same."""
 MAX_SIMULATED: Final = 131_072
 """Largest world size with ``fake``: 16 times the largest mesh that the recorder was measured on."""
 
 DEFAULT_WORLD_SIZE: Final = 2
 DEFAULT_TIMEOUT_S: Final = 120.0
-
-_ALLOWED: Final = ("world_size", "backend", "ranks", "scope", "timeout_s", "device")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +81,7 @@ OPTIONS: Final = pytest.StashKey[SessionOptions]()
 """On the config's stash, from ``pytest_configure`` on."""
 
 
-class _BadValueError(ValueError):
+class BadValueError(ValueError):
     """What is wrong with one value; the caller adds where it came from."""
 
 
@@ -140,238 +137,74 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
             return default
         try:
             return parse(text)
-        except _BadValueError as problem:
+        except BadValueError as problem:
             raise pytest.UsageError(f"{where}: {problem}") from None
 
     artifacts = config.getoption("--comm-artifacts")
     return SessionOptions(
-        world_size=read("--world-size", "fsdp_comm_world_size", _world_size, DEFAULT_WORLD_SIZE),
-        backend=read("--comm-backend", "fsdp_comm_backend", _backend, None),
-        timeout_s=read("--comm-timeout", "fsdp_comm_timeout_s", _timeout_s, DEFAULT_TIMEOUT_S),
+        world_size=read(
+            "--world-size", "fsdp_comm_world_size", parse_world_size, DEFAULT_WORLD_SIZE
+        ),
+        backend=read("--comm-backend", "fsdp_comm_backend", parse_backend, None),
+        timeout_s=read("--comm-timeout", "fsdp_comm_timeout_s", parse_timeout_s, DEFAULT_TIMEOUT_S),
         snapshot_dir=config.rootpath / str(config.getini("fsdp_comm_snapshot_dir")),
         # Relative to where the user typed it, as with --junitxml.
         artifacts_dir=config.invocation_params.dir / artifacts if artifacts else None,
     )
 
 
-def marker_world_sizes(mark: pytest.Mark) -> tuple[int, ...] | None:
-    """The world sizes that a marker parametrizes over.
-
-    Returns:
-        The sizes of a valid list; None if the marker names none or one, or an invalid list, which
-        `resolve` will report with its test.
-    """
-    given = mark.args[0] if mark.args else mark.kwargs.get("world_size")
-    if not isinstance(given, (list, tuple)) or not given:
-        return None
-    try:
-        return tuple(_world_size(size) for size in given)
-    except _BadValueError:
-        return None
+def describe(options: SessionOptions) -> str:
+    """The line of the report header."""
+    backend = options.backend or "nccl with enough GPUs, else gloo"
+    return f"fsdp-comm: world size {options.world_size}, backend {backend}"
 
 
-def resolve(
-    mark: pytest.Mark,
-    options: SessionOptions,
-    *,
-    parametrized: int | None,
-    count_gpus: Callable[[], int],
-) -> DistributedSettings:
-    """Combines a marker with the session's options. A value of the marker wins.
-
-    Args:
-        mark: The test's ``distributed`` marker.
-        options: What command line and ini say.
-        parametrized: This item's world size if the marker lists several; None otherwise.
-        count_gpus: Says how many GPUs are visible; called only where the answer matters.
+def parse_world_size(value: object) -> int:
+    """A number of ranks, given as an int or in decimal.
 
     Raises:
-        ValueError: An argument is unknown, ill-typed or out of range. The text does not name the
-            test: the caller knows it.
+        BadValueError: It is something else; the text says what was expected and what came.
     """
-    given = _marker_arguments(mark)
-    asked = given["world_size"]
-    if isinstance(asked, (list, tuple)):
-        if not asked:
-            raise _BadValueError("world_size=[] lists no world size; expected e.g. [2, 4]")
-        for size in asked:
-            _labelled("world_size", _world_size, size)
-        if len(set(asked)) < len(asked):
-            raise _BadValueError(f"world_size={asked!r} lists a world size twice")
-        asked = parametrized
-    world_size = (
-        options.world_size if asked is None else _labelled("world_size", _world_size, asked)
-    )
-    device = _one_of("device", given["device"], (*get_args(Device), None))
-    backend = _labelled("backend", _backend, given["backend"]) if given["backend"] else None
-    backend = backend or options.backend or _default_backend(device, world_size, count_gpus)
-    if device == "cuda" and backend == "gloo" and count_gpus() == 0:
-        raise _BadValueError(
-            "device='cuda', but no GPU is visible; drop it, or guard the test with "
-            "pytest.mark.skipif(not torch.cuda.is_available(), reason=...) and device=None"
-        )
-    _check_process_count(world_size, backend)
-    timeout = given["timeout_s"]
-    return DistributedSettings(
-        world_size=world_size,
-        backend=backend,
-        ranks=_ranks(given["ranks"], world_size, backend),
-        scope=_one_of("scope", given["scope"] or "test", get_args(Scope)),
-        timeout_s=options.timeout_s
-        if timeout is None
-        else _labelled("timeout_s", _timeout_s, timeout),
-        device=device,
-    )
-
-
-def _marker_arguments(mark: pytest.Mark) -> Mapping[str, Any]:
-    if len(mark.args) > 1:
-        raise _BadValueError(
-            f"takes one positional argument (world_size), got {len(mark.args)}: "
-            f"{', '.join(map(repr, mark.args))}; write {MARKER_SIGNATURE}"
-        )
-    for name in mark.kwargs:
-        if name not in _ALLOWED:
-            raise _BadValueError(
-                f"unknown argument {name!r}; allowed are {', '.join(_ALLOWED)}{_hint(name)}"
-            )
-    if mark.args and "world_size" in mark.kwargs:
-        raise _BadValueError("world_size is given twice, by position and by name")
-    named = dict(mark.kwargs)
-    if mark.args:
-        named["world_size"] = mark.args[0]
-    return {name: named.get(name) for name in _ALLOWED}
-
-
-def _hint(name: str) -> str:
-    import difflib  # noqa: PLC0415  # needed only on the way to an error
-
-    aliases = {
-        "nprocs": "world_size",
-        "n": "world_size",
-        "num_ranks": "world_size",
-        "timeout": "timeout_s",
-    }
-    close = difflib.get_close_matches(name, _ALLOWED, n=1)
-    meant = aliases.get(name) or (close[0] if close else None)
-    return f"; did you mean {meant!r}?" if meant else ""
-
-
-def _labelled(name: str, parse: Callable[[Any], Any], value: Any) -> Any:
-    try:
-        return parse(value)
-    except _BadValueError as problem:
-        raise _BadValueError(f"{name}: {problem}") from None
-
-
-def _world_size(value: object) -> int:
-    number = _whole_number(value)
+    number = parse_whole_number(value)
     if number is None or number < 1 or number > MAX_SIMULATED:
-        raise _BadValueError(
+        raise BadValueError(
             f"expected a whole number of ranks from 1 to {MAX_PROCESSES} "
             f"(to {MAX_SIMULATED} with the fake backend), got {value!r}"
         )
     return number
 
 
-def _whole_number(value: object) -> int | None:
+def parse_whole_number(value: object) -> int | None:
+    """An int, or a decimal text, as an int; None for anything else, bools included."""
     if isinstance(value, str):
         return int(value) if re.fullmatch(r"\s*-?[0-9]+\s*", value) else None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _check_process_count(world_size: int, backend: Backend) -> None:
-    if backend != "fake" and world_size > MAX_PROCESSES:
-        raise _BadValueError(
-            f"world_size: {world_size} ranks are too many processes for one machine (at most "
-            f"{MAX_PROCESSES} with {backend}); simulate them in one process with backend='fake' "
-            "or --comm-backend fake"
-        )
+def parse_backend(value: object) -> Backend:
+    """The name of a backend.
 
-
-def _backend(value: object) -> Backend:
+    Raises:
+        BadValueError: It is something else; the text says what was expected and what came.
+    """
     for name in get_args(Backend):
         if value == name:
             return name  # type: ignore[no-any-return]  # get_args is untyped
-    raise _BadValueError(
+    raise BadValueError(
         f"unknown backend {value!r}; expected one of {', '.join(get_args(Backend))}"
     )
 
 
-def _default_backend(
-    device: Device | None, world_size: int, count_gpus: Callable[[], int]
-) -> Backend:
-    return "nccl" if device != "cpu" and count_gpus() >= world_size else "gloo"
+def parse_timeout_s(value: object) -> float:
+    """A deadline in seconds, greater than 0 and finite.
 
-
-def _timeout_s(value: object) -> float:
+    Raises:
+        BadValueError: It is something else; the text says what was expected and what came.
+    """
     try:
         seconds = float(value)  # type: ignore[arg-type]  # what float() rejects is reported below
     except (TypeError, ValueError):
         seconds = math.nan
     if isinstance(value, bool) or not seconds > 0 or math.isinf(seconds):
-        raise _BadValueError(f"expected a positive number of seconds, got {value!r}")
+        raise BadValueError(f"expected a positive number of seconds, got {value!r}")
     return seconds
-
-
-def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> Any:
-    if value not in allowed:
-        raise _BadValueError(
-            f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}"
-        )
-    return value
-
-
-def _ranks(given: object, world_size: int, backend: Backend) -> tuple[int, ...]:
-    if given is None:
-        return (0,) if backend == "fake" else tuple(range(world_size))
-    if backend != "fake":
-        raise _BadValueError(
-            f"ranks: chooses among simulated ranks and goes with backend='fake' only; "
-            f"the backend is {backend!r}, whose ranks all run"
-        )
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise _BadValueError(f"ranks: expected a list of ranks such as (0, 3), got {given!r}")
-    for rank in given:
-        number = _whole_number(rank)
-        if isinstance(rank, str) or number is None or not 0 <= number < world_size:
-            raise _BadValueError(
-                f"ranks: expected whole numbers from 0 to {world_size - 1}, got {rank!r}"
-            )
-    chosen = tuple(sorted(set(given)))
-    if len(chosen) > MAX_PROCESSES:
-        raise _BadValueError(
-            f"ranks: at most {MAX_PROCESSES} simulated ranks run, got {len(chosen)}"
-        )
-    return chosen
-
-
-def resolve_items(
-    items: Sequence[pytest.Item], options: SessionOptions, *, count_gpus: Callable[[], int]
-) -> None:
-    """Puts `SETTINGS` on the stash of every distributed item.
-
-    Raises:
-        pytest.UsageError: At least one marker is wrong; the text lists each with its test.
-    """
-    problems: dict[str, None] = {}
-    for item in items:
-        mark = item.get_closest_marker(MARKER_NAME)
-        if mark is None:
-            continue
-        callspec = getattr(item, "callspec", None)
-        parametrized = callspec.params.get(WORLD_SIZE_PARAM) if callspec else None
-        try:
-            item.stash[SETTINGS] = resolve(
-                mark, options, parametrized=parametrized, count_gpus=count_gpus
-            )
-        except _BadValueError as problem:
-            problems[f"{item.nodeid}: @pytest.mark.{MARKER_NAME}: {problem}"] = None
-    if problems:
-        raise pytest.UsageError("\n".join(problems))
-
-
-def describe(options: SessionOptions) -> str:
-    """The line of the report header."""
-    backend = options.backend or "nccl with enough GPUs, else gloo"
-    return f"fsdp-comm: world size {options.world_size}, backend {backend}"

@@ -1,0 +1,231 @@
+"""Resolves a test's ``distributed`` marker against the session's options, or says what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+import pytest
+
+from pytest_fsdp_comm.options import (
+    MARKER_NAME,
+    MARKER_SIGNATURE,
+    MAX_PROCESSES,
+    OPTIONS,
+    SETTINGS,
+    WORLD_SIZE_PARAM,
+    Backend,
+    BadValueError,
+    Device,
+    DistributedSettings,
+    Scope,
+    SessionOptions,
+    parse_backend,
+    parse_timeout_s,
+    parse_whole_number,
+    parse_world_size,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_ALLOWED = ("world_size", "backend", "ranks", "scope", "timeout_s", "device")
+
+
+def marker_world_sizes(mark: pytest.Mark) -> tuple[int, ...] | None:
+    """The world sizes that a marker parametrizes over.
+
+    Returns:
+        The sizes of a valid list; None if the marker names none or one, or an invalid list, which
+        `resolve` will report with its test.
+    """
+    given = mark.args[0] if mark.args else mark.kwargs.get("world_size")
+    if not isinstance(given, (list, tuple)) or not given:
+        return None
+    try:
+        return tuple(parse_world_size(size) for size in given)
+    except BadValueError:
+        return None
+
+
+def resolve(
+    mark: pytest.Mark,
+    options: SessionOptions,
+    *,
+    parametrized: int | None,
+    count_gpus: Callable[[], int],
+) -> DistributedSettings:
+    """Combines a marker with the session's options. A value of the marker wins.
+
+    Args:
+        mark: The test's ``distributed`` marker.
+        options: What command line and ini say.
+        parametrized: This item's world size if the marker lists several; None otherwise.
+        count_gpus: Says how many GPUs are visible; called only where the answer matters.
+
+    Raises:
+        ValueError: An argument is unknown, ill-typed or out of range. The text does not name the
+            test: the caller knows it.
+    """
+    given = _marker_arguments(mark)
+    asked = given["world_size"]
+    if isinstance(asked, (list, tuple)):
+        if not asked:
+            raise BadValueError("world_size=[] lists no world size; expected e.g. [2, 4]")
+        for size in asked:
+            _labelled("world_size", parse_world_size, size)
+        if len(set(asked)) < len(asked):
+            raise BadValueError(f"world_size={asked!r} lists a world size twice")
+        asked = parametrized
+    world_size = (
+        options.world_size if asked is None else _labelled("world_size", parse_world_size, asked)
+    )
+    device = _one_of("device", given["device"], (*get_args(Device), None))
+    backend = (
+        options.backend or _default_backend(device, world_size, count_gpus)
+        if given["backend"] is None
+        else _labelled("backend", parse_backend, given["backend"])
+    )
+    if device == "cuda" and backend == "gloo" and count_gpus() == 0:
+        raise BadValueError(
+            "device='cuda', but no GPU is visible; drop it, or guard the test with "
+            "pytest.mark.skipif(not torch.cuda.is_available(), reason=...) and device=None"
+        )
+    if backend == options.backend == "nccl" and given["backend"] is None and count_gpus() == 0:
+        raise BadValueError(
+            "the session's backend is nccl, but no GPU is visible; drop --comm-backend nccl (ini "
+            "fsdp_comm_backend) to use gloo, or run on a machine with a GPU for each rank"
+        )
+    _check_process_count(world_size, backend)
+    timeout = given["timeout_s"]
+    return DistributedSettings(
+        world_size=world_size,
+        backend=backend,
+        ranks=_ranks(given["ranks"], world_size, backend),
+        scope=_one_of("scope", given["scope"] or "test", get_args(Scope)),
+        timeout_s=options.timeout_s
+        if timeout is None
+        else _labelled("timeout_s", parse_timeout_s, timeout),
+        device=device,
+    )
+
+
+def _marker_arguments(mark: pytest.Mark) -> Mapping[str, Any]:
+    if len(mark.args) > 1:
+        raise BadValueError(
+            f"takes one positional argument (world_size), got {len(mark.args)}: "
+            f"{', '.join(map(repr, mark.args))}; write {MARKER_SIGNATURE}"
+        )
+    for name in mark.kwargs:
+        if name not in _ALLOWED:
+            raise BadValueError(
+                f"unknown argument {name!r}; allowed are {', '.join(_ALLOWED)}{_hint(name)}"
+            )
+    if mark.args and "world_size" in mark.kwargs:
+        raise BadValueError("world_size is given twice, by position and by name")
+    named = dict(mark.kwargs)
+    if mark.args:
+        named["world_size"] = mark.args[0]
+    return {name: named.get(name) for name in _ALLOWED}
+
+
+def _hint(name: str) -> str:
+    import difflib  # noqa: PLC0415  # needed only on the way to an error
+
+    aliases = {
+        "nprocs": "world_size",
+        "n": "world_size",
+        "num_ranks": "world_size",
+        "timeout": "timeout_s",
+    }
+    close = difflib.get_close_matches(name, _ALLOWED, n=1)
+    meant = aliases.get(name) or (close[0] if close else None)
+    return f"; did you mean {meant!r}?" if meant else ""
+
+
+def resolve_items(
+    session: pytest.Session, items: list[pytest.Item], *, count_gpus: Callable[[], int]
+) -> None:
+    """Puts `SETTINGS` on the stash of every distributed item.
+
+    Raises:
+        pytest.UsageError: At least one marker is wrong; the text lists each with its test. In an
+            xdist worker the session is stopped with the same text instead.
+    """
+    problems: dict[str, None] = {}
+    for item in items:
+        mark = item.get_closest_marker(MARKER_NAME)
+        if mark is None:
+            continue
+        callspec = getattr(item, "callspec", None)
+        parametrized = callspec.params.get(WORLD_SIZE_PARAM) if callspec else None
+        options = item.config.stash[OPTIONS]
+        try:
+            item.stash[SETTINGS] = resolve(
+                mark, options, parametrized=parametrized, count_gpus=count_gpus
+            )
+        except BadValueError as problem:
+            problems[f"{item.nodeid}: @pytest.mark.{MARKER_NAME}: {problem}"] = None
+    if not problems:
+        return
+    if hasattr(session.config, "workerinput"):
+        # A UsageError in a worker reaches the controller as an internal error or a failed assertion
+        # of its scheduler (xdist 3.8): no items and a reason end it in order, before any test.
+        items.clear()
+        session.shouldfail = "\n".join(problems)
+    else:
+        raise pytest.UsageError("\n".join(problems))
+
+
+def _labelled(name: str, parse: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return parse(value)
+    except BadValueError as problem:
+        raise BadValueError(f"{name}: {problem}") from None
+
+
+def _check_process_count(world_size: int, backend: Backend) -> None:
+    if backend != "fake" and world_size > MAX_PROCESSES:
+        raise BadValueError(
+            f"world_size: {world_size} ranks are too many processes for one machine (at most "
+            f"{MAX_PROCESSES} with {backend}); simulate them in one process with backend='fake' "
+            "or --comm-backend fake"
+        )
+
+
+def _default_backend(
+    device: Device | None, world_size: int, count_gpus: Callable[[], int]
+) -> Backend:
+    return "nccl" if device != "cpu" and count_gpus() >= world_size else "gloo"
+
+
+def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> Any:
+    if value not in allowed:
+        raise BadValueError(
+            f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}"
+        )
+    return value
+
+
+def _ranks(given: object, world_size: int, backend: Backend) -> tuple[int, ...]:
+    if given is None:
+        return (0,) if backend == "fake" else tuple(range(world_size))
+    if backend != "fake":
+        raise BadValueError(
+            f"ranks: chooses among simulated ranks and goes with backend='fake' only; "
+            f"the backend is {backend!r}, whose ranks all run"
+        )
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise BadValueError(f"ranks: expected a list of ranks such as (0, 3), got {given!r}")
+    for rank in given:
+        number = parse_whole_number(rank)
+        if isinstance(rank, str) or number is None or not 0 <= number < world_size:
+            raise BadValueError(
+                f"ranks: expected whole numbers from 0 to {world_size - 1}, got {rank!r}"
+            )
+    chosen = tuple(sorted(set(given)))
+    if len(chosen) > MAX_PROCESSES:
+        raise BadValueError(
+            f"ranks: at most {MAX_PROCESSES} simulated ranks run, got {len(chosen)}"
+        )
+    return chosen

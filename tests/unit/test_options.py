@@ -1,0 +1,151 @@
+"""Marker, command line and ini become one value, or an error that says what to write instead."""
+
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_comm.marker import marker_world_sizes, resolve
+from pytest_fsdp_comm.options import DistributedSettings, SessionOptions, describe
+
+
+def session_options(**changes):
+    values = {
+        "world_size": 2,
+        "backend": None,
+        "timeout_s": 120.0,
+        "snapshot_dir": Path("/snapshots"),
+        "artifacts_dir": None,
+    }
+    return SessionOptions(**{**values, **changes})
+
+
+def settle(*args, options=None, gpus=0, parametrized=None, **kwargs):
+    mark = pytest.mark.distributed(*args, **kwargs).mark
+    options = options or session_options()
+    return resolve(mark, options, parametrized=parametrized, count_gpus=lambda: gpus)
+
+
+def problem(*args, **kwargs):
+    with pytest.raises(ValueError, match=r".") as caught:
+        settle(*args, **kwargs)
+    return str(caught.value)
+
+
+def test_defaults():
+    assert settle() == DistributedSettings(
+        world_size=2,
+        backend="gloo",
+        ranks=(0, 1),
+        scope="test",
+        timeout_s=120.0,
+        device=None,
+    )
+
+
+def test_the_markers_value_wins_over_the_option():
+    options = session_options(world_size=8, backend="fake", timeout_s=5.0)
+    settings = settle(4, backend="gloo", timeout_s=7, options=options)
+    assert (settings.world_size, settings.backend, settings.timeout_s) == (4, "gloo", 7.0)
+    inherited = settle(options=options)
+    assert (inherited.world_size, inherited.backend, inherited.timeout_s) == (8, "fake", 5.0)
+
+
+def test_world_size_by_position_or_name():
+    assert settle(4) == settle(world_size=4)
+    assert settle(4).variant == "ws4"
+
+
+def test_a_list_parametrizes():
+    assert marker_world_sizes(pytest.mark.distributed([2, 4]).mark) == (2, 4)
+    assert marker_world_sizes(pytest.mark.distributed(world_size=(3,)).mark) == (3,)
+    assert marker_world_sizes(pytest.mark.distributed(4).mark) is None
+    assert settle([2, 4], parametrized=4).world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "backend"),
+    [(0, None, "gloo"), (1, None, "gloo"), (2, None, "nccl"), (2, "cpu", "gloo")],
+)
+def test_default_backend_follows_the_visible_gpus(gpus, device, backend):
+    assert settle(2, gpus=gpus, device=device).backend == backend
+
+
+def test_gpus_are_not_counted_where_the_answer_does_not_matter():
+    def count():
+        pytest.fail("asked for the GPUs")
+
+    mark = pytest.mark.distributed(backend="gloo").mark
+    assert resolve(mark, session_options(), parametrized=None, count_gpus=count).backend == "gloo"
+
+
+def test_ranks_of_the_fake_backend():
+    assert settle(4096, backend="fake").ranks == (0,)
+    assert settle(4096, backend="fake", ranks=[4095, 0, 0]).ranks == (0, 4095)
+
+
+@pytest.mark.parametrize("value", [0, -1, "four", 10**6, 2.5, True, "", "1e3"])
+def test_bad_world_size(value):
+    assert problem(value) == (
+        "world_size: expected a whole number of ranks from 1 to 256 (to 131072 with the fake "
+        f"backend), got {value!r}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "text"),
+    [
+        ([], {"worldsize": 4}, ("unknown argument 'worldsize'; allowed are world_size, backend, "
+         "ranks, scope, timeout_s, device; did you mean 'world_size'?")),
+        ([], {"nprocs": 4}, ("unknown argument 'nprocs'; allowed are world_size, backend, ranks, "
+         "scope, timeout_s, device; did you mean 'world_size'?")),
+        ([], {"colour": 4}, ("unknown argument 'colour'; allowed are world_size, backend, ranks, "
+         "scope, timeout_s, device")),
+        ([4, "gloo"], {}, ("takes one positional argument (world_size), got 2: 4, 'gloo'; write "
+         "distributed(world_size=None, *, backend=None, ranks=None, scope='test', "
+         "timeout_s=None, device=None)")),
+        ([4], {"world_size": 4}, "world_size is given twice, by position and by name"),
+        ([[]], {}, "world_size=[] lists no world size; expected e.g. [2, 4]"),
+        ([[2, 2]], {}, "world_size=[2, 2] lists a world size twice"),
+        ([[2, 0]], {}, ("world_size: expected a whole number of ranks from 1 to 256 (to 131072 "
+         "with the fake backend), got 0")),
+        ([512], {}, ("world_size: 512 ranks are too many processes for one machine (at most 256 "
+         "with gloo); simulate them in one process with backend='fake' or --comm-backend fake")),
+        ([], {"backend": "mpi"}, ("backend: unknown backend 'mpi'; expected one of gloo, nccl, "
+         "fake")),
+        ([], {"scope": "session"}, "scope: expected one of 'test', 'module', got 'session'"),
+        ([], {"device": "tpu"}, "device: expected one of 'cpu', 'cuda', None, got 'tpu'"),
+        ([], {"timeout_s": 0}, "timeout_s: expected a positive number of seconds, got 0"),
+        ([], {"timeout_s": "soon"}, ("timeout_s: expected a positive number of seconds, got "
+         "'soon'")),
+        ([], {"timeout_s": float("inf")}, ("timeout_s: expected a positive number of seconds, got "
+         "inf")),
+        ([], {"ranks": [0]}, ("ranks: chooses among simulated ranks and goes with backend='fake' "
+         "only; the backend is 'gloo', whose ranks all run")),
+        ([4], {"backend": "fake", "ranks": [4]}, ("ranks: expected whole numbers from 0 to 3, got "
+         "4")),
+        ([4], {"backend": "fake", "ranks": []}, ("ranks: expected a list of ranks such as (0, 3), "
+         "got []")),
+        ([], {"device": "cuda"}, ("device='cuda', but no GPU is visible; drop it, or guard the "
+         "test with pytest.mark.skipif(not torch.cuda.is_available(), reason=...) and "
+         "device=None")),
+    ],
+)  # fmt: skip
+def test_bad_arguments(args, kwargs, text):
+    assert problem(*args, **kwargs) == text
+
+
+def test_nccl_for_the_session_without_gpus():
+    assert problem(options=session_options(backend="nccl")) == (
+        "the session's backend is nccl, but no GPU is visible; drop --comm-backend nccl (ini "
+        "fsdp_comm_backend) to use gloo, or run on a machine with a GPU for each rank"
+    )
+    assert settle(options=session_options(backend="nccl"), gpus=2).backend == "nccl"
+
+
+def test_header():
+    assert describe(session_options()) == (
+        "fsdp-comm: world size 2, backend nccl with enough GPUs, else gloo"
+    )
+    assert describe(session_options(world_size=4, backend="fake")) == (
+        "fsdp-comm: world size 4, backend fake"
+    )
