@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Final
+
 import pytest
 
 from pytest_fsdp_comm import marker, options
 from pytest_fsdp_comm.fixtures import _fsdp_comm_world_size
+from pytest_fsdp_comm.ranks import spawn
+from pytest_fsdp_comm.ranks.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.gpus import visible_gpu_count
+from pytest_fsdp_comm.ranks.runner import RankRunner
+
+if TYPE_CHECKING:
+    from pytest_fsdp_comm.ranks.extension import RankExtension
 
 __all__ = ["_fsdp_comm_world_size"]
+
+_RUNNER: Final = pytest.StashKey[RankRunner]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "that parametrizes) with gloo, nccl, or simulated with fake.",
     )
     config.stash[options.OPTIONS] = options.read_session_options(config)
+    if spawn.is_spawned_rank():
+        spawn.select_own_test(config)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -46,3 +58,31 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
     """Resolves every selected test's settings; bad markers stop the session before any test."""
     marker.resolve_items(session, items, count_gpus=visible_gpu_count)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Prepares ranks before the first test can make a fork unsafe."""
+    extensions: list[RankExtension] = []
+    if spawn.is_spawned_rank():
+        spawn.become_rank(session, extensions)
+    distributed = any(options.SETTINGS in item.stash for item in session.items)
+    if distributed and not session.config.option.collectonly:
+        runner = session.config.stash[_RUNNER] = RankRunner(session, extensions)
+        runner.start()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Runs a distributed test on its ranks instead of here."""
+    if options.SETTINGS not in item.stash or RANK_CONTEXT in item.config.stash:
+        return None
+    item.config.stash[_RUNNER].run(item, nextitem, item.stash[options.SETTINGS])
+    return True
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends every rank."""
+    runner = config.stash.get(_RUNNER, None)
+    if runner is not None:
+        runner.close()

@@ -1,0 +1,87 @@
+"""JSON messages, one a line, over a Unix socket between a rank and its supervisor."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_CHUNK_NBYTES = 1 << 20
+
+
+class Channel:
+    """One end of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Takes over a connected socket."""
+        self._connection = connection
+        self._pending = b""
+        self.is_closed = False
+        """The other end is gone and everything it sent has been read."""
+
+    @classmethod
+    def connect(cls, path: Path) -> Channel:
+        """Connects to a listening supervisor."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(str(path))
+        return cls(connection)
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._connection.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends one message; blocks while the other end is busy.
+
+        What JSON cannot carry travels as its ``repr``: a strange user property must not cost the
+        whole report.
+        """
+        line = json.dumps(message, default=repr, separators=(",", ":"))
+        self._connection.sendall(line.encode("utf-8", "surrogatepass") + b"\n")
+
+    def receive(self) -> dict[str, Any] | None:
+        """Waits for one message.
+
+        Returns:
+            The message; None once the other end is gone.
+        """
+        while b"\n" not in self._pending:
+            chunk = self._connection.recv(_CHUNK_NBYTES)
+            if not chunk:
+                self.is_closed = True
+                return None
+            self._pending += chunk
+        return self._take()
+
+    def receive_available(self) -> list[dict[str, Any]]:
+        """Reads what is there, after a selector said so; never waits twice."""
+        try:
+            chunk = self._connection.recv(_CHUNK_NBYTES)
+        except ConnectionResetError:
+            chunk = b""
+        self.is_closed = not chunk
+        self._pending += chunk
+        return self.take_pending()
+
+    def take_pending(self) -> list[dict[str, Any]]:
+        """Takes the whole messages that were read along with an earlier one."""
+        messages = []
+        while b"\n" in self._pending:
+            messages.append(self._take())
+        return messages
+
+    def settimeout(self, timeout_s: float | None) -> None:
+        """Limits every later wait; 0 never waits, None waits for ever."""
+        self._connection.settimeout(timeout_s)
+
+    def close(self) -> None:
+        """Closes this end."""
+        self._connection.close()
+
+    def _take(self) -> dict[str, Any]:
+        line, _, self._pending = self._pending.partition(b"\n")
+        message: dict[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))
+        return message

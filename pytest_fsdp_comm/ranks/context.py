@@ -1,0 +1,47 @@
+"""What a rank knows about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pytest_fsdp_comm.options import Backend
+    from pytest_fsdp_comm.ranks.exchange import DirectoryExchange
+
+Gather = Callable[[str], list[str]]
+"""Out-of-band exchange: each recorded rank calls it with a text and gets the texts of all of them,
+in rank order. It never sends through a process group, so that it is never recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """One rank of one test."""
+
+    rank: int
+    """This rank, from 0."""
+    local_rank: int
+    """This rank on its machine, from 0."""
+    world_size: int
+    """Ranks of the default process group."""
+    ranks: tuple[int, ...]
+    """The ranks that really run; fewer than `world_size` with the fake backend."""
+    backend: Backend
+    """The backend of the default process group."""
+    device: str
+    """Where this rank's tensors belong: ``cpu`` or ``cuda:N``."""
+    timeout_s: float
+    """The test's deadline in seconds."""
+    directory: Path
+    """The test's own directory, shared by its ranks and gone after the test."""
+    exchange: DirectoryExchange
+    """Collects a text from every rank that runs."""
+
+
+RANK_CONTEXT: Final = pytest.StashKey[RankContext]()
+"""On the config's stash: present exactly in a rank."""

@@ -1,0 +1,75 @@
+"""Collects a text from every rank through files in the test's own directory."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from pytest_fsdp_comm.errors import RanksDivergedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_FIRST_PAUSE_S = 0.0002
+_LONGEST_PAUSE_S = 0.01
+
+
+class DirectoryExchange:
+    """One rank's end of an exchange.
+
+    Files instead of a collective: a collective would be recorded, and would hang for ever beside a
+    rank that failed.
+    """
+
+    def __init__(self, directory: Path, rank: int, ranks: tuple[int, ...]) -> None:
+        """Joins the exchange.
+
+        Args:
+            directory: A directory that the ranks of one test share, and nobody else.
+            rank: This rank.
+            ranks: All ranks that take part, ascending.
+        """
+        self._directory = directory
+        self._rank = rank
+        self._ranks = ranks
+        self._rounds = 0
+
+    def __call__(self, text: str) -> list[str]:
+        """Gives this rank's text and waits for those of the others.
+
+        Returns:
+            The texts in rank order.
+
+        Raises:
+            RanksDivergedError: Another rank ended the test without coming here as often.
+        """
+        self._rounds += 1
+        self._write(f"{self._rounds}.{self._rank}", text)
+        return [self._await(rank) for rank in self._ranks]
+
+    def leave(self) -> None:
+        """Says that this rank will not come again."""
+        self._write(f"left.{self._rank}", str(self._rounds))
+
+    def _write(self, name: str, text: str) -> None:
+        # The rename makes the whole text visible at once.
+        unfinished = self._directory / f".{name}"
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.rename(self._directory / name)
+
+    def _await(self, rank: int) -> str:
+        file = self._directory / f"{self._rounds}.{rank}"
+        left = self._directory / f"left.{rank}"
+        pause_s = _FIRST_PAUSE_S
+        # No deadline of its own: the supervisor ends the test at its deadline, with all stacks.
+        while not file.exists():
+            if left.exists() and not file.exists():
+                rounds = left.read_text(encoding="utf-8")
+                raise RanksDivergedError(
+                    f"rank {self._rank} made comparison {self._rounds} of comm_mode or fsdp_tree, "
+                    f"but rank {rank} ended the test after {rounds}; every rank has to make the "
+                    "same comparisons in the same order (is one inside an `if rank == ...`?)"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return file.read_text(encoding="utf-8")

@@ -1,0 +1,99 @@
+"""The process group of one rank."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pytest_fsdp_comm.options import DistributedSettings
+    from pytest_fsdp_comm.ranks.context import RankContext
+
+# Beyond the test's deadline, so that a hang ends in the supervisor's report of every rank and not
+# in one rank's timeout error.
+_BEYOND_DEADLINE_S = 3600.0
+
+
+def device_of(settings: DistributedSettings, rank: int) -> str:
+    """The device of a rank's tensors."""
+    wants_cuda = settings.device == "cuda" or (
+        settings.backend == "nccl" and settings.device is None
+    )
+    return f"cuda:{rank}" if wants_cuda and settings.backend != "fake" else "cpu"
+
+
+def set_environment(settings: DistributedSettings, rank: int) -> None:
+    """Sets the variables that torchrun would, and one thread a rank.
+
+    Ranks share the machine: with torch's default of a thread for each core they fight for it. Also,
+    OpenMP's pool does not survive a fork: a forked child that used the parent's pool hung 9 of 9
+    times, and never with one thread (torch 2.13, CPU).
+    """
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(settings.world_size),
+        LOCAL_WORLD_SIZE=str(settings.world_size),
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if sys.platform == "linux":
+        # Otherwise gloo looks up the host's name, which fails or waits on many laptops.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch  # noqa: PLC0415  # not in the pytest process
+
+    torch.set_num_threads(1)
+
+
+def join_group(context: RankContext) -> None:
+    """Makes the default process group of this rank.
+
+    Raises:
+        RuntimeError: There are fewer GPUs than ranks.
+    """
+    import torch  # noqa: PLC0415  # not in the pytest process
+    import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
+
+    if context.device.startswith("cuda"):
+        count = torch.cuda.device_count()
+        if count < context.world_size:
+            raise RuntimeError(
+                f"a GPU for each of the {context.world_size} ranks is needed, {count} are visible; "
+                "use fewer ranks, backend='gloo' (or None, which falls back to gloo), or skip the "
+                "test with pytest.mark.skipif(torch.cuda.device_count() < N, reason=...)"
+            )
+        torch.cuda.set_device(context.local_rank)
+    if context.backend == "fake":
+        _join_fake_group(context.rank, context.world_size)
+        return
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if context.backend == "nccl" else "gloo",
+        store=dist.FileStore(  # type: ignore[attr-defined]  # not in torch's __all__, but documented
+            str(_store_file(context.directory)), context.world_size
+        ),
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=dt.timedelta(seconds=context.timeout_s + _BEYOND_DEADLINE_S),
+    )
+
+
+def _store_file(directory: Path) -> Path:
+    return directory / "store"
+
+
+def _join_fake_group(rank: int, world_size: int) -> None:
+    import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
+
+    # Importing it registers the backend "fake". It is private, but the only in-process group that
+    # torch has (read in 2.6, 2.9, 2.11, 2.13, 2.15).
+    from torch.testing._internal.distributed.fake_pg import (  # noqa: PLC0415  # see above
+        FakeStore,
+    )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

@@ -1,0 +1,83 @@
+"""What every process of one set of ranks is told, and what a set of rank processes can do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from pytest_fsdp_comm.options import DistributedSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One set of ranks, which runs one test or, with ``scope="module"``, several."""
+
+    item_index: int
+    """The first test, as its place in the session's items."""
+    nodeid: str
+    """The first test, for ranks that collect anew."""
+    settings: DistributedSettings
+    """How the test runs on ranks."""
+    directory: Path
+    """Of this set of ranks alone; holds the socket, the logs and the stores."""
+    basetemp: Path
+    """Where the session's temporary directories are."""
+    forwards_output: bool
+    """With ``-s``: what a rank prints is shown at once."""
+
+    @property
+    def socket_path(self) -> Path:
+        """Where the supervisor listens."""
+        return self.directory / "socket"
+
+    def log_path(self, rank: int, stream: str) -> Path:
+        """Where a rank's ``stdout`` or ``stderr`` goes."""
+        return self.directory / f"rank{rank}.{stream}"
+
+    def stacks_path(self, rank: int) -> Path:
+        """Where a rank writes its stacks when asked."""
+        return self.directory / f"rank{rank}.stacks"
+
+    def test_directory(self, number: int) -> Path:
+        """What the ranks share for the set's test of this number, from 0."""
+        return self.directory / f"test{number}"
+
+    def dump(self) -> str:
+        """As one line of JSON."""
+        return json.dumps(dataclasses.asdict(self), default=str)
+
+    @classmethod
+    def load(cls, text: str) -> Launch:
+        """Reads what `dump` wrote."""
+        values: dict[str, Any] = json.loads(text)
+        settings = values.pop("settings")
+        settings["ranks"] = tuple(settings["ranks"])
+        return cls(
+            settings=DistributedSettings(**settings),
+            directory=Path(values.pop("directory")),
+            basetemp=Path(values.pop("basetemp")),
+            **values,
+        )
+
+
+class RankProcesses(Protocol):
+    """The processes of one set of ranks."""
+
+    def fileno(self) -> int | None:
+        """A descriptor that becomes readable when a process ended; None if there is none."""
+
+    def exit_statuses(self) -> dict[int, int]:
+        """The ranks whose process has ended.
+
+        Returns:
+            Exit status, or minus the signal's number, as `os.waitstatus_to_exitcode` tells it.
+        """
+
+    def send_signal(self, rank: int, number: int) -> None:
+        """Sends a signal to a rank, if it still lives."""
+
+    def end(self) -> None:
+        """Kills every process that the ranks left, and returns when they are gone."""

@@ -1,0 +1,100 @@
+"""The hooks that a rank adds: its process group, output sections, reports and warnings."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_fsdp_comm.ranks.context import RANK_CONTEXT
+from pytest_fsdp_comm.ranks.group import join_group
+
+if TYPE_CHECKING:
+    import warnings
+    from collections.abc import Generator
+    from pathlib import Path
+
+    from pytest_fsdp_comm.ranks.channel import Channel
+    from pytest_fsdp_comm.ranks.launch import Launch
+
+
+class RankPlugin:
+    """Registered in a rank, for its whole life."""
+
+    def __init__(self, config: pytest.Config, channel: Channel, launch: Launch, rank: int) -> None:
+        """Reads the rank's logs from where they are now."""
+        self._config = config
+        self._channel = channel
+        self._logs = [_Log(name, launch.log_path(rank, name)) for name in ("stdout", "stderr")]
+        self._has_group = False
+
+    # The skip marks are evaluated by a tryfirst hook, so that a skipped test makes no group; the
+    # fixtures are set up by a hook that was registered before this one, and so runs after it.
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Makes the process group before the first fixture."""
+        if not self._has_group:
+            join_group(item.config.stash[RANK_CONTEXT])
+            self._has_group = True
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, Any, Any]:
+        """Adds the phase's output to the item before the report is made of it."""
+        for log in self._logs:
+            text = log.read_new()
+            if text:
+                item.add_report_section(call.when, log.name, text)
+        return (yield)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Says which test begins."""
+        self._channel.send({"began": nodeid, "at": time.time()})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Sends a phase's report at once: the rank may die in the next phase."""
+        self._channel.send({"report": _serializable(self._config, report), "at": time.time()})
+
+    def pytest_warning_recorded(
+        self,
+        warning_message: warnings.WarningMessage,
+        when: str,
+        nodeid: str,
+        location: tuple[str, int, str] | None,
+    ) -> None:
+        """Sends a warning."""
+        category = warning_message.category
+        self._channel.send(
+            {
+                "warning": {
+                    "text": str(warning_message.message),
+                    "category": [category.__module__, category.__qualname__],
+                    "filename": warning_message.filename,
+                    "lineno": warning_message.lineno,
+                    "when": when,
+                    "nodeid": nodeid,
+                    "location": location,
+                }
+            }
+        )
+
+
+def _serializable(config: pytest.Config, report: pytest.TestReport) -> dict[str, Any]:
+    data: dict[str, Any] = config.hook.pytest_report_to_serializable(config=config, report=report)
+    return data
+
+
+class _Log:
+    """One of the rank's two output files."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name = name
+        self._file = path.open("rb")
+
+    def read_new(self) -> str:
+        with contextlib.suppress(ValueError, OSError, AttributeError):
+            getattr(sys, self.name).flush()
+        return self._file.read().decode("utf-8", "backslashreplace")

@@ -1,0 +1,113 @@
+"""Makes the copied pytest session in a rank silent and local to the rank.
+
+Private names of pytest 8.4 to 9.2 are used here and nowhere else in this package; each has a
+contract test in ``tests/unit/test_rank_pytest.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from _pytest._io import TerminalWriter
+
+from pytest_fsdp_comm.errors import UpstreamChangedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Plugins that write what only the parent may write: terminal, files, caches, xdist's channel.
+_PARENTS_PLUGINS = (
+    "terminalreporter",
+    "lfplugin",
+    "nfplugin",
+    "stepwiseplugin",
+    "pdbinvoke",
+    "pastebin",
+    "dsession",
+    "workerinteractor",
+)
+_PARENTS_CLASSES = ("LogXML", "WorkerInteractor", "DSession", "Reporter")
+
+
+class _RankTerminal:
+    """Where ``--setup-show`` and others write: the rank's own output."""
+
+    def __init__(self) -> None:
+        self._tw = TerminalWriter(sys.stdout)
+
+
+def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
+    """Takes from the session all that belongs to the parent.
+
+    Args:
+        config: The rank's copy of the session's config.
+        basetemp: This rank's directory for temporary directories. With one that the ranks share, 55
+            of 60 tests failed under ``-n 2`` with FileExistsError (pytest 9.2).
+
+    Raises:
+        UpstreamChangedError: pytest has moved a private name.
+    """
+    _release_capture(config)
+    manager = config.pluginmanager
+    for name in _PARENTS_PLUGINS:
+        if manager.has_plugin(name):
+            manager.unregister(name=name)
+    for plugin in list(manager.get_plugins()):
+        if type(plugin).__name__ in _PARENTS_CLASSES:
+            manager.unregister(plugin)
+    manager.register(_RankTerminal(), "terminalreporter")
+    _move_basetemp(config, basetemp)
+    for name in logging.root.manager.loggerDict:
+        # torch logs every c10d call at DEBUG there, which floods a failing test's captured log.
+        if name.startswith("c10d"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _release_capture(config: pytest.Config) -> None:
+    """Replaces the parent's capture, whose temporary files are shared after a fork, by none.
+
+    The rank's descriptors go to files of its own instead, which keep what came before a crash.
+    """
+    manager: Any = config.pluginmanager.getplugin("capturemanager")
+    if manager is None:
+        return
+    if not (hasattr(manager, "_global_capturing") and hasattr(manager, "_method")):
+        raise UpstreamChangedError(_moved("CaptureManager._global_capturing, ._method"))
+    # Not stop_global_capturing(): it would write the parent's captured text to the terminal.
+    manager._global_capturing = None  # noqa: SLF001  # see the module's docstring
+    manager._method = "no"  # noqa: SLF001  # see the module's docstring
+    manager.start_global_capturing()
+
+
+def _move_basetemp(config: pytest.Config, basetemp: Path) -> None:
+    factory: Any = getattr(config, "_tmp_path_factory", None)
+    if factory is None:
+        return
+    if not hasattr(factory, "_basetemp"):
+        raise UpstreamChangedError(_moved("TempPathFactory._basetemp"))
+    basetemp.mkdir(mode=0o700, parents=True, exist_ok=True)
+    factory._basetemp = basetemp  # noqa: SLF001  # see the module's docstring
+
+
+def resolve_basetemp(config: pytest.Config) -> Path:
+    """The session's directory for temporary directories, made if need be.
+
+    Raises:
+        UpstreamChangedError: pytest has moved a private name.
+    """
+    factory: Any = getattr(config, "_tmp_path_factory", None)
+    if factory is None:
+        raise UpstreamChangedError(_moved("config._tmp_path_factory"))
+    path: Path = factory.getbasetemp()
+    return path
+
+
+def _moved(name: str) -> str:
+    return (
+        f"pytest {pytest.__version__} has no {name} any more, which running ranks relies on; "
+        "pytest-fsdp-comm was read against pytest 8.4 to 9.2: use one of these, or upgrade "
+        "pytest-fsdp-comm"
+    )

@@ -1,0 +1,226 @@
+"""Runs distributed tests from the pytest process: one at a time, each with one verdict."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import socket
+import tempfile
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_fsdp_comm.ranks.launch import Launch
+from pytest_fsdp_comm.ranks.rank_pytest import resolve_basetemp
+from pytest_fsdp_comm.ranks.safety import unsafe_to_fork
+from pytest_fsdp_comm.ranks.server import ForkServer
+from pytest_fsdp_comm.ranks.spawn import SpawnedRanks
+from pytest_fsdp_comm.ranks.supervisor import Supervision
+from pytest_fsdp_comm.ranks.verdict import merge_reports
+from pytest_fsdp_comm.ranks.worker import run_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_fsdp_comm.options import DistributedSettings
+    from pytest_fsdp_comm.ranks.extension import Outcome, RankExtension
+    from pytest_fsdp_comm.ranks.results import RankResult
+
+
+class RankRunner:
+    """Starts ranks, supervises them and reports for them; one in each pytest process."""
+
+    def __init__(self, session: pytest.Session, extensions: Sequence[RankExtension]) -> None:
+        """Prepares; starts nothing.
+
+        Args:
+            session: The session, after collection.
+            extensions: What other rooms add to each test's way through the ranks.
+        """
+        self._session = session
+        self._extensions = extensions
+        self._server: ForkServer | None = None
+        self._directory: Path | None = None
+        self._sets = 0
+        self._places = {item: place for place, item in enumerate(session.items)}
+        self._kept: tuple[tuple[Any, ...], Supervision, int] | None = None
+        self.fallback_reason = ""
+        """Why ranks are started as new processes instead of forked; empty if they are forked."""
+
+    def start(self) -> None:
+        """Forks the fork server, unless the process is unsafe to fork."""
+        # Short, since a socket's path has at most 108 characters (104 on macOS).
+        self._directory = Path(tempfile.mkdtemp(prefix="fsdp-comm-"))
+        self._basetemp = resolve_basetemp(self._session.config)
+        self.fallback_reason = unsafe_to_fork()
+        if not self.fallback_reason:
+            self._server = ForkServer(self._run_rank)
+
+    def run(
+        self, item: pytest.Item, nextitem: pytest.Item | None, settings: DistributedSettings
+    ) -> None:
+        """Runs one test and logs its reports, as `pytest_runtest_protocol` has to."""
+        hook = item.ihook
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        results = self._run_ranks(item, settings)
+        reports = merge_reports(item, results, self._load, timeout_s=settings.timeout_s)
+        for report in self._extended(item, results, reports):
+            hook.pytest_runtest_logreport(report=report)
+        self._replay_warnings(results)
+        # Fixtures of wider scope that tests without ranks set up here end as without this plugin.
+        item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001  # as pytest's runner
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+    def close(self) -> None:
+        """Ends every process and removes what they shared."""
+        self._end_kept()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def _run_rank(self, launch: Launch, rank: int) -> Any:
+        run_rank(self._session, self._extensions, launch, rank)
+
+    def _run_ranks(self, item: pytest.Item, settings: DistributedSettings) -> dict[int, RankResult]:
+        module = item.getparent(pytest.Module)
+        key = (module, settings)
+        started_at = time.monotonic()
+        index = self._places[item]
+        if self._kept is not None and self._kept[0] == key:
+            _, supervision, number = self._kept
+            self._kept = (key, supervision, number + 1)
+            self._make_test_directory(number + 1)
+            run = partial(supervision.run_next, index, started_at=started_at)
+        else:
+            self._end_kept()
+            supervision = self._start_set(item, index, settings)
+            self._kept = (key, supervision, 0)
+            run = partial(supervision.run, started_at=started_at)
+        keeps = False
+        try:
+            results = run()
+            keeps = (
+                settings.scope == "module" and supervision.is_reusable and self._server is not None
+            )
+        finally:
+            # Also on Ctrl-C: no rank may outlive its test.
+            if not keeps:
+                self._end_kept()
+        return results
+
+    def _start_set(
+        self, item: pytest.Item, index: int, settings: DistributedSettings
+    ) -> Supervision:
+        if self._directory is None:
+            raise RuntimeError("start() comes before run()")
+        self._sets += 1
+        directory = self._directory / str(self._sets)
+        directory.mkdir()
+        config = self._session.config
+        launch = Launch(
+            item_index=index,
+            nodeid=item.nodeid,
+            settings=settings,
+            directory=directory,
+            basetemp=self._basetemp,
+            forwards_output=config.getoption("capture", "fd") == "no",
+        )
+        self._set_directory = directory
+        self._make_test_directory(0)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(launch.socket_path))
+        listener.listen(len(settings.ranks))
+        processes = self._server.launch(launch) if self._server else SpawnedRanks(config, launch)
+        return Supervision(launch, listener, processes)
+
+    def _make_test_directory(self, number: int) -> None:
+        (self._set_directory / f"test{number}").mkdir()
+
+    def _end_kept(self) -> None:
+        if self._kept is not None:
+            _, supervision, _ = self._kept
+            self._kept = None
+            supervision.end()
+            shutil.rmtree(self._set_directory, ignore_errors=True)
+
+    def _load(self, data: dict[str, Any]) -> pytest.TestReport:
+        config = self._session.config
+        report: pytest.TestReport = config.hook.pytest_report_from_serializable(
+            config=config, data=data
+        )
+        return report
+
+    def _extended(
+        self,
+        item: pytest.Item,
+        results: Mapping[int, RankResult],
+        reports: list[pytest.TestReport],
+    ) -> list[pytest.TestReport]:
+        """Gives the extensions what their ranks sent; their problems fail the test."""
+        outcome = _outcome(reports)
+        problems: list[str] = []
+        for place, extension in enumerate(self._extensions):
+            payloads = {
+                rank: result.payloads[place]
+                for rank, result in results.items()
+                if result.payloads is not None
+            }
+            problems += extension.merge(item, payloads, outcome)
+        if problems and outcome != "failed":
+            blamed = next((report for report in reports if report.when == "call"), reports[0])
+            blamed.outcome = "failed"
+            blamed.longrepr = "\n\n".join(problems)
+        return reports
+
+    def _replay_warnings(self, results: Mapping[int, RankResult]) -> None:
+        """Records each warning once, however many ranks gave it."""
+        seen = set()
+        for result in results.values():
+            for warning in result.warnings:
+                key = (warning["text"], warning["filename"], warning["lineno"], warning["when"])
+                if key in seen:
+                    continue
+                seen.add(key)
+                self._session.config.hook.pytest_warning_recorded.call_historic(
+                    kwargs={
+                        "warning_message": _rebuilt(warning),
+                        "when": warning["when"],
+                        "nodeid": warning["nodeid"],
+                        "location": warning["location"] and tuple(warning["location"]),
+                    }
+                )
+
+
+def _rebuilt(warning: Mapping[str, Any]) -> warnings.WarningMessage:
+    module, name = warning["category"]
+    try:
+        category = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        category = UserWarning
+    return warnings.WarningMessage(
+        message=category(warning["text"]) if _takes_text(category) else warning["text"],
+        category=category,
+        filename=warning["filename"],
+        lineno=warning["lineno"],
+    )
+
+
+def _takes_text(category: type[Warning]) -> bool:
+    try:
+        category("")
+    except TypeError:
+        return False
+    return True
+
+
+def _outcome(reports: Sequence[pytest.TestReport]) -> Outcome:
+    if any(report.failed for report in reports):
+        return "failed"
+    return "skipped" if any(report.skipped for report in reports) else "passed"

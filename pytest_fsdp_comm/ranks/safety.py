@@ -1,0 +1,43 @@
+"""Tells whether ranks may be forked from this process."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+# Threads of those who run pytest itself: execnet's live in every xdist worker and hold no lock that
+# a rank needs.
+_HARMLESS_MODULES = ("execnet", "xdist", "coverage", "pytest_timeout")
+
+
+def unsafe_to_fork() -> str:
+    """Looks for what a test module or conftest did at import that a fork does not survive.
+
+    Returns:
+        The reason in words; empty if forking is safe.
+    """
+    threads = [thread for thread in threading.enumerate() if not _is_harmless(thread)]
+    if threads:
+        names = ", ".join(repr(thread.name) for thread in threads)
+        return f"threads are running since collection: {names}"
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return ""
+    if torch.cuda.is_initialized():
+        return "CUDA was initialised during collection"
+    # torch.distributed is a package without a group API where torch was built without it.
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "a process group was made during collection"
+    return ""
+
+
+def _is_harmless(thread: threading.Thread) -> bool:
+    if thread is threading.main_thread() or thread is threading.current_thread():
+        return True
+    run: Any = getattr(thread, "_target", None) or type(thread).run
+    module = getattr(run, "__module__", "") or ""
+    return module.split(".")[0] in _HARMLESS_MODULES or isinstance(
+        thread,
+        threading._DummyThread,  # noqa: SLF001  # execnet starts its threads in C
+    )

@@ -1,0 +1,230 @@
+"""The fork server: one quiet, single-threaded process from which all ranks are forked.
+
+It is forked from the pytest process after collection, before any test ran: at that moment the
+process holds the collected items, and no test has yet started a thread, done maths or touched CUDA,
+each of which makes a later fork hang or crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from pytest_fsdp_comm.ranks.channel import Channel
+from pytest_fsdp_comm.ranks.launch import Launch
+
+# Imported once here, they cost nothing in a rank: an FSDP2 step in a fresh rank took 1.89 s without
+# and 0.18 s with them (torch 2.13, CPU).
+PRELOADED = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.debug",
+    "torch.distributed.device_mesh",
+    "torch.testing._internal.distributed.fake_pg",
+)
+
+RunRank = Callable[[Launch, int], Any]
+
+
+def fork_quietly() -> int:
+    """`os.fork` without the warning that Python 3.12 gives wherever a thread lives.
+
+    An xdist worker always has one, which never holds a lock that a rank needs.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+class ForkServer:
+    """The pytest process's end."""
+
+    def __init__(self, run_rank: RunRank) -> None:
+        """Forks the server.
+
+        Args:
+            run_rank: What each rank does after its fork; never returns.
+        """
+        ours, theirs = socket.socketpair()
+        self._pid = fork_quietly()
+        if self._pid == 0:
+            ours.close()
+            _serve(Channel(theirs), run_rank)
+        theirs.close()
+        self._channel = Channel(ours)
+        self._launches = 0
+
+    def launch(self, launch: Launch) -> ForkedRanks:
+        """Forks one set of ranks."""
+        self._launches += 1
+        self._channel.send({"launch": self._launches, "of": launch.dump()})
+        return ForkedRanks(self._channel, self._launches)
+
+    def close(self) -> None:
+        """Ends the server and every rank."""
+        self._channel.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+class ForkedRanks:
+    """One set of forked ranks, seen from the pytest process."""
+
+    def __init__(self, channel: Channel, number: int) -> None:
+        """Waits for the ranks' process ids."""
+        self._channel = channel
+        self._number = number
+        self._statuses: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
+        self._has_ended = False
+        while not self._pids:
+            self._take(channel.receive())
+
+    def fileno(self) -> int:
+        """Readable when a rank ended."""
+        return self._channel.fileno()
+
+    def exit_statuses(self) -> dict[int, int]:
+        """The ranks that ended, with exit status or minus signal number."""
+        while select.select([self._channel], [], [], 0)[0] and not self._channel.is_closed:
+            for message in self._channel.receive_available():
+                self._take(message)
+        return self._statuses
+
+    def send_signal(self, rank: int, number: int) -> None:
+        """Sends a signal to a rank, if it still lives."""
+        if rank not in self.exit_statuses():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[rank], number)
+
+    def end(self) -> None:
+        """Kills what is left and waits until it is gone."""
+        self._channel.send({"end": self._number})
+        while not self._has_ended:
+            self._take(self._channel.receive())
+
+    def _take(self, message: dict[str, Any] | None) -> None:
+        if message is None:
+            raise RuntimeError(
+                "the process from which ranks are forked has died; its output above may say why "
+                "(killed for memory?)"
+            )
+        if message["set"] != self._number:
+            return
+        if "pids" in message:
+            self._pids = {int(rank): pid for rank, pid in message["pids"].items()}
+        elif "exited" in message:
+            self._statuses[message["exited"]] = message["status"]
+        else:
+            self._has_ended = True
+
+
+def _serve(channel: Channel, run_rank: RunRank) -> NoReturn:
+    """The server's life: forks and reaps until the pytest process is gone."""
+    # Ctrl-C reaches the whole foreground group; the pytest process decides and then ends us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    server = _Server(channel, run_rank)
+    try:
+        server.run()
+    finally:
+        server.kill_all()
+        os._exit(0)
+
+
+class _Server:
+    def __init__(self, channel: Channel, run_rank: RunRank) -> None:
+        self._channel = channel
+        self._run_rank = run_rank
+        self._sets: dict[int, dict[int, int]] = {}  # set -> rank -> pid, unreaped ranks only
+        self._groups: dict[int, list[int]] = {}  # set -> process groups that it may have left
+        self._wakeup, write_end = socket.socketpair()
+        self._wakeup.settimeout(0.0)
+        write_end.settimeout(0.0)
+        self._write_end = write_end
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
+
+    def run(self) -> None:
+        while True:
+            waiting: list[Any] = [self._channel, self._wakeup]
+            readable, _, _ = select.select(waiting, [], [])
+            if self._wakeup in readable:
+                self._wakeup.recv(4096)
+                self._reap()
+            if self._channel in readable:
+                message = self._channel.receive()
+                if message is None:
+                    return
+                self._handle(message)
+
+    def kill_all(self) -> None:
+        for number in list(self._groups):
+            self._kill(number)
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        if "launch" in message:
+            self._fork(message["launch"], Launch.load(message["of"]))
+        else:
+            self._kill(message["end"])
+            self._channel.send({"set": message["end"]})
+
+    def _fork(self, number: int, launch: Launch) -> None:
+        pids = {}
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for rank in launch.settings.ranks:
+            pid = fork_quietly()
+            if pid == 0:
+                self._become_rank(launch, rank)
+            # Also done by the rank itself; whichever comes first, a kill of the group finds it.
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)
+            pids[rank] = pid
+        self._sets[number] = dict(pids)
+        self._groups[number] = list(pids.values())
+        self._channel.send({"set": number, "pids": pids})
+
+    def _become_rank(self, launch: Launch, rank: int) -> NoReturn:
+        status = 1
+        try:
+            os.setpgid(0, 0)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            # A descriptor of the pytest process's end would keep it from seeing the server's death.
+            self._channel.close()
+            self._wakeup.close()
+            self._write_end.close()
+            self._run_rank(launch, rank)
+        except BaseException:  # noqa: BLE001  # nothing may unwind into the copied pytest session
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        for number, pids in self._sets.items():
+            for rank, pid in list(pids.items()):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    del pids[rank]
+                    code = os.waitstatus_to_exitcode(status)
+                    self._channel.send({"set": number, "exited": rank, "status": code})
+
+    def _kill(self, number: int) -> None:
+        # The groups of ranks that ended too: what a test forked must not outlive it.
+        for group in self._groups.pop(number, ()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        for pid in self._sets.pop(number, {}).values():
+            os.waitpid(pid, 0)

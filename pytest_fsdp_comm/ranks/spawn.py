@@ -1,0 +1,107 @@
+"""Ranks as fresh pytest processes, where forking is unsafe: slow, but independent of the parent."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import pytest
+
+from pytest_fsdp_comm.ranks.launch import Launch
+from pytest_fsdp_comm.ranks.worker import run_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_fsdp_comm.ranks.extension import RankExtension
+
+_LAUNCH_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
+_RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
+
+
+class SpawnedRanks:
+    """One set of spawned ranks, seen from the pytest process."""
+
+    def __init__(self, config: pytest.Config, launch: Launch) -> None:
+        """Starts a pytest process for each rank, with the arguments of this one."""
+        told = launch.directory / "launch.json"
+        told.write_text(launch.dump(), encoding="utf-8")
+        arguments = [str(argument) for argument in config.invocation_params.args]
+        if config.pluginmanager.has_plugin("xdist"):
+            arguments += ["-n", "0"]
+        self._processes = {}
+        for rank in launch.settings.ranks:
+            with (
+                launch.log_path(rank, "stdout").open("ab") as stdout,
+                launch.log_path(rank, "stderr").open("ab") as stderr,
+            ):
+                self._processes[rank] = subprocess.Popen(  # noqa: S603  # pytest itself
+                    [sys.executable, "-m", "pytest", *arguments],
+                    cwd=config.invocation_params.dir,
+                    env={**os.environ, _LAUNCH_VARIABLE: str(told), _RANK_VARIABLE: str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    start_new_session=True,
+                )
+
+    def fileno(self) -> None:
+        """There is no such descriptor; the supervisor polls."""
+
+    def exit_statuses(self) -> dict[int, int]:
+        """The ranks that ended, with exit status or minus signal number."""
+        polled = {rank: process.poll() for rank, process in self._processes.items()}
+        return {rank: status for rank, status in polled.items() if status is not None}
+
+    def send_signal(self, rank: int, number: int) -> None:
+        """Sends a signal to a rank, if it still lives."""
+        self._processes[rank].send_signal(number)
+
+    def end(self) -> None:
+        """Kills what is left and waits until it is gone."""
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def is_spawned_rank() -> bool:
+    """Whether this pytest process was started as a rank."""
+    return _LAUNCH_VARIABLE in os.environ
+
+
+def select_own_test(config: pytest.Config) -> None:
+    """Makes a spawned rank collect its own test only."""
+    launch = _read_launch()
+    config.args[:] = [str(config.rootpath / launch.nodeid)]
+    # The supervisor's deadline and verdict count; a rank stops for nothing else.
+    config.option.maxfail = 0
+
+
+def become_rank(session: pytest.Session, extensions: Sequence[RankExtension]) -> NoReturn:
+    """Runs the rank that this process was started as.
+
+    Raises:
+        pytest.UsageError: The test was not collected again.
+    """
+    launch = _read_launch()
+    places = [place for place, item in enumerate(session.items) if item.nodeid == launch.nodeid]
+    if not places:
+        raise pytest.UsageError(
+            f"{launch.nodeid} is not there when it is collected a second time, by a rank; tests "
+            "whose names depend on chance, time or the process cannot run on spawned ranks"
+        )
+    rank = int(os.environ.pop(_RANK_VARIABLE))
+    # Tests that run pytest themselves must not take their pytest for a rank.
+    del os.environ[_LAUNCH_VARIABLE]
+    run_rank(session, extensions, dataclasses.replace(launch, item_index=places[0]), rank)
+
+
+def _read_launch() -> Launch:
+    return Launch.load(Path(os.environ[_LAUNCH_VARIABLE]).read_text(encoding="utf-8"))

@@ -1,0 +1,240 @@
+"""Watches one test on its ranks: collects what they send, and ends them at the deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pytest_fsdp_comm.ranks.channel import Channel
+from pytest_fsdp_comm.ranks.results import RankResult, Stopped
+from pytest_fsdp_comm.ranks.stacks import read_stacks
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Mapping
+
+    from pytest_fsdp_comm.ranks.launch import Launch, RankProcesses
+
+# Once a rank has failed, the others fail within a second of it (their connections close) or hang.
+GRACE_S = 1.0
+_POLL_S = 0.05
+_DUMP_S = 0.5
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What is known so far of one rank."""
+
+    channel: Channel | None = None
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    payloads: list[Any] | None = None
+    escaped: str | None = None
+    is_done: bool = False
+    status: int | None = None
+    ended_at: float | None = None
+    stopped: Stopped | None = None
+    stacks: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_done or self.status is not None
+
+    @property
+    def has_failed(self) -> bool:
+        failed = any(entry["report"]["outcome"] == "failed" for entry in self.reports)
+        return failed or self.escaped is not None or (self.status is not None and not self.is_done)
+
+
+class Supervision:
+    """One set of ranks, for the tests that it runs one after another."""
+
+    def __init__(self, launch: Launch, listener: socket.socket, processes: RankProcesses) -> None:
+        """Takes over a set of ranks that has just been started.
+
+        Args:
+            launch: What the ranks were told.
+            listener: Listens at the launch's socket path.
+            processes: The ranks' processes.
+        """
+        self._launch = launch
+        self._listener = listener
+        self._processes = processes
+        self._ranks = {rank: _Rank() for rank in launch.settings.ranks}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, None)
+        descriptor = processes.fileno()
+        if descriptor is not None:
+            self._selector.register(descriptor, selectors.EVENT_READ, None)
+        self._echo = _Echo(launch) if launch.forwards_output else None
+        self.is_reusable = False
+        """All ranks finished the last test and wait for another."""
+
+    def run(self, *, started_at: float) -> dict[int, RankResult]:
+        """Waits until every rank finished the test, failed with a grace period, or ran out of time.
+
+        Args:
+            started_at: When the ranks were started for this test (`time.monotonic`).
+
+        Returns:
+            What each rank did.
+        """
+        deadline = started_at + self._launch.settings.timeout_s
+        first_failure: float | None = None
+        while not all(rank.is_over for rank in self._ranks.values()):
+            now = time.monotonic()
+            if first_failure is None and any(rank.has_failed for rank in self._ranks.values()):
+                first_failure = now
+            if first_failure is not None and now > first_failure + GRACE_S:
+                self._stop(Stopped.AFTER_FAILURE)
+                break
+            if now > deadline:
+                self._stop(Stopped.AT_DEADLINE)
+                break
+            self._wait(min(_POLL_S, max(deadline - now, 0.001)))
+        if self._echo:
+            self._echo.copy()
+        results = {number: _result(number, rank) for number, rank in self._ranks.items()}
+        self.is_reusable = not any(rank.has_failed for rank in self._ranks.values()) and all(
+            rank.is_done and rank.status is None for rank in self._ranks.values()
+        )
+        return results
+
+    def run_next(self, item_index: int, *, started_at: float) -> dict[int, RankResult]:
+        """Runs another test on the same ranks."""
+        for number, rank in self._ranks.items():
+            self._ranks[number] = _Rank(channel=rank.channel)
+            if rank.channel is not None:
+                self._selector.unregister(rank.channel)
+                self._selector.register(rank.channel, selectors.EVENT_READ, self._ranks[number])
+                rank.channel.send({"item": item_index})
+        return self.run(started_at=started_at)
+
+    def end(self) -> None:
+        """Kills every process of the set."""
+        self._processes.end()
+        self._selector.close()
+        self._listener.close()
+        for rank in self._ranks.values():
+            if rank.channel:
+                rank.channel.close()
+
+    def _wait(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif isinstance(key.data, _Rank):
+                self._read(key.data)
+        for number, status in self._processes.exit_statuses().items():
+            rank = self._ranks[number]
+            if rank.status is None:
+                # What it sent before its end is still in the socket.
+                self._drain(rank)
+                rank.status = status
+                rank.ended_at = time.time()
+        if self._echo:
+            self._echo.copy()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        channel = Channel(connection)
+        hello = channel.receive()
+        if hello is not None:
+            rank = self._ranks[hello["rank"]]
+            rank.channel = channel
+            self._selector.register(channel, selectors.EVENT_READ, rank)
+            # What came in one piece with the greeting makes no descriptor readable again.
+            for message in channel.take_pending():
+                _record(rank, message)
+
+    def _drain(self, rank: _Rank) -> None:
+        while rank.channel is None and self._has_caller():
+            self._accept()
+        while rank.channel is not None and not rank.channel.is_closed:
+            with contextlib.suppress(BlockingIOError):
+                rank.channel.settimeout(0.0)
+                self._read(rank)
+                continue
+            break
+
+    def _has_caller(self) -> bool:
+        return any(key.fileobj is self._listener for key, _ in self._selector.select(0))
+
+    def _read(self, rank: _Rank) -> None:
+        channel = rank.channel
+        if channel is None:
+            return
+        for message in channel.receive_available():
+            _record(rank, message)
+        if channel.is_closed:
+            self._selector.unregister(channel)
+
+    def _stop(self, why: Stopped) -> None:
+        """Asks the ranks that still run for their stacks, then leaves them to `end`."""
+        running = {number: rank for number, rank in self._ranks.items() if not rank.is_over}
+        for number in running:
+            self._processes.send_signal(number, signal.SIGUSR1)
+        until = time.monotonic() + _DUMP_S
+        for number, rank in running.items():
+            rank.stopped = why
+            rank.stacks = read_stacks(self._launch.stacks_path(number), until=until)
+
+
+def _record(rank: _Rank, message: Mapping[str, Any]) -> None:
+    if "report" in message:
+        rank.reports.append({"report": message["report"], "at": message["at"]})
+    elif "warning" in message:
+        rank.warnings.append(message["warning"])
+    elif "payloads" in message:
+        rank.payloads = message["payloads"]
+    elif "escaped" in message:
+        rank.escaped = message["escaped"]
+        rank.ended_at = message["at"]
+    elif "done" in message:
+        rank.is_done = True
+
+
+def _result(number: int, rank: _Rank) -> RankResult:
+    return RankResult(
+        rank=number,
+        reports=tuple((entry["report"], entry["at"]) for entry in rank.reports),
+        warnings=tuple(rank.warnings),
+        payloads=rank.payloads,
+        escaped=rank.escaped,
+        status=None if rank.is_done else rank.status,
+        ended_at=rank.ended_at,
+        stopped=rank.stopped,
+        stacks=rank.stacks,
+    )
+
+
+class _Echo:
+    """With ``-s``: shows each rank's new lines under its name."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._offsets: dict[tuple[int, str], int] = {}
+
+    def copy(self) -> None:
+        for rank in self._launch.settings.ranks:
+            for stream in ("stdout", "stderr"):
+                self._copy_one(rank, stream)
+        sys.stdout.flush()
+
+    def _copy_one(self, rank: int, stream: str) -> None:
+        path = self._launch.log_path(rank, stream)
+        offset = self._offsets.get((rank, stream), 0)
+        if not path.exists() or path.stat().st_size <= offset:
+            return
+        with path.open("rb") as file:
+            file.seek(offset)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offsets[rank, stream] = offset + len(whole)
+        for line in whole.decode("utf-8", "backslashreplace").splitlines():
+            sys.stdout.write(f"[rank {rank}] {line}\n")

@@ -1,0 +1,342 @@
+"""Merges what the ranks did with one test into the reports of one test.
+
+The worst outcome wins. The failure that leads is the one that happened first: the others are often
+only its echo ("connection closed by peer").
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from pytest_fsdp_comm.ranks.results import RankResult, Stopped
+
+When = Literal["setup", "call", "teardown"]
+LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
+
+# A death is noticed after the others have seen its closed connections, under load by this much.
+_REAPED_LATE_S = 0.5
+
+_PHASES: tuple[When, ...] = ("setup", "call", "teardown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """One rank's failure."""
+
+    rank: int
+    when: When
+    at: float
+    """`time.time` on the rank."""
+    report: pytest.TestReport | None
+    """None if the rank died."""
+    text: str
+    """One line."""
+
+    @property
+    def detail(self) -> str:
+        """Everything that is known of it."""
+        return str(self.report.longrepr) if self.report else self.text
+
+
+def merge_reports(
+    item: pytest.Item, results: Mapping[int, RankResult], load: LoadReport, *, timeout_s: float
+) -> list[pytest.TestReport]:
+    """Makes the test's reports: set-up, call unless set-up ended the test, and teardown.
+
+    Args:
+        item: The test.
+        results: What each rank did.
+        load: Makes a report of its serialized form.
+        timeout_s: The test's deadline, for the text.
+
+    Returns:
+        The reports to log, in order.
+    """
+    reports = {
+        rank: {loaded.when: (loaded, at) for loaded, at in _loaded(result, load)}
+        for rank, result in results.items()
+    }
+    failures = sorted(
+        [*_failed_reports(reports), *_deaths(results, reports), *_timeouts(results, timeout_s)],
+        key=lambda failure: failure.at,
+    )
+    main = [failure for failure in failures if failure.when != "teardown"]
+    late = [failure for failure in failures if failure.when == "teardown"]
+    merged = []
+    for when in _PHASES:
+        present = [reports[rank][when][0] for rank in sorted(reports) if when in reports[rank]]
+        sections = _sections(reports, when)
+        blamed = late if when == "teardown" else [main[0]] if main and main[0].when == when else []
+        if blamed:
+            everyone = late if when == "teardown" else main
+            merged.append(_failed(item, when, everyone, results, (present, sections)))
+        elif present:
+            merged.append(_unfailed(item, when, present, sections))
+        if merged and merged[-1].when == "setup" and not merged[-1].passed:
+            continue
+    return _without_call_after_failed_setup(_with_disagreement(item, merged, reports, failures))
+
+
+def _loaded(result: RankResult, load: LoadReport) -> Iterable[tuple[pytest.TestReport, float]]:
+    for data, at in result.reports:
+        report = load(data)
+        place_and_reason: Any = report.longrepr
+        if isinstance(place_and_reason, list):
+            # JSON has no tuples; pytest wants one for a skip's place and reason.
+            place, line, reason = place_and_reason
+            report.longrepr = (place, line, reason)
+        yield report, at
+
+
+_Reports = Mapping[int, Mapping[Any, tuple[pytest.TestReport, float]]]
+
+
+def _failed_reports(reports: _Reports) -> Iterable[_Failure]:
+    for rank, phases in reports.items():
+        for when, (report, at) in phases.items():
+            if report.failed:
+                # The phase's end is when it failed; the report was made and sent later.
+                failed_at = getattr(report, "stop", None) or at
+                yield _Failure(
+                    rank=rank, when=when, at=failed_at, report=report, text=_crash_line(report)
+                )
+
+
+def _crash_line(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        return f"{crash.message.splitlines()[0]} ({crash.path}:{crash.lineno})"
+    text = str(report.longrepr)
+    return text.strip().splitlines()[-1] if text.strip() else "failed"
+
+
+def _deaths(results: Mapping[int, RankResult], reports: _Reports) -> Iterable[_Failure]:
+    for rank, result in results.items():
+        if result.status is None and result.escaped is None:
+            continue
+        when = _unfinished_phase(reports[rank])
+        if result.escaped is not None:
+            what = f"left the test with {result.escaped}"
+        elif result.status is not None and result.status < 0:
+            what = f"was killed by signal {-result.status} ({_signal_name(-result.status)})"
+        else:
+            what = f"ended with exit status {result.status} (os._exit, or a crash)"
+        yield _Failure(
+            rank=rank,
+            when=when,
+            at=(result.ended_at or 0.0) - _REAPED_LATE_S,
+            report=None,
+            text=f"rank {rank} {what} during {when}",
+        )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def _unfinished_phase(phases: Mapping[Any, object]) -> When:
+    return next((when for when in _PHASES if when not in phases), "teardown")
+
+
+def _timeouts(results: Mapping[int, RankResult], timeout_s: float) -> Iterable[_Failure]:
+    late = [rank for rank, result in results.items() if result.stopped is Stopped.AT_DEADLINE]
+    if not late:
+        return
+    first = results[late[0]]
+    lines = [f"{_name(late)} did not finish within {timeout_s:g} s; every rank was ended."]
+    for ranks, stack in _folded({rank: results[rank].stacks for rank in late}):
+        lines.append(f"{_name(ranks)} {'is' if len(ranks) == 1 else 'are'} at, innermost first:")
+        lines += [f"    {line}" for line in (stack or "unknown").splitlines()]
+    finished = [rank for rank in results if rank not in late]
+    if finished:
+        lines.append(f"{_name(finished)} had finished.")
+    seen = {report["when"] for report, _ in first.reports}
+    yield _Failure(
+        rank=late[0],
+        when=_unfinished_phase(dict.fromkeys(seen)),
+        at=float("inf"),
+        report=None,
+        text="\n".join(lines),
+    )
+
+
+def _failed(
+    item: pytest.Item,
+    when: When,
+    failures: Sequence[_Failure],
+    results: Mapping[int, RankResult],
+    rest: tuple[Sequence[pytest.TestReport], list[tuple[str, str]]],
+) -> pytest.TestReport:
+    """The report of a failed phase: the first failure, then what the other ranks did."""
+    present, sections = rest
+    first = failures[0]
+    story = _story(failures, results)
+    if first.report is not None:
+        report = first.report
+        report.sections = sections
+        longrepr: Any = report.longrepr
+        if story and hasattr(longrepr, "addsection"):
+            longrepr.addsection("ranks", story)
+        elif story:
+            report.longrepr = f"{longrepr}\n{story}"
+        crash = getattr(longrepr, "reprcrash", None)
+        if crash is not None and story:
+            crash.message = f"rank {first.rank}: {crash.message}"
+        return _timed(report, present)
+    text = f"{first.text}\n{story}" if story else first.text
+    return _timed(_new_report(item, when, text, sections), present)
+
+
+def _story(failures: Sequence[_Failure], results: Mapping[int, RankResult]) -> str:
+    """What the ranks other than the first did; empty if all failed alike."""
+    first = failures[0]
+    lines = []
+    texts = {failure.rank: failure.text for failure in failures}
+    stopped = [rank for rank, result in results.items() if result.stopped is Stopped.AFTER_FAILURE]
+    alike = [rank for rank, text in texts.items() if text == first.text]
+    if len(alike) == len(results):
+        return ""
+    if len(results) > 1:
+        failed = f"{_name(alike)} failed" if len(alike) > 1 else f"rank {first.rank} failed first"
+        lines.append(f"{failed}: {first.text.splitlines()[0]}")
+    others = {rank: text for rank, text in texts.items() if rank not in alike}
+    for ranks, text in _folded(others):
+        lines.append(f"{_name(ranks)} failed later: {text.splitlines()[0]}")
+    for ranks, stack in _folded({rank: results[rank].stacks for rank in stopped}):
+        lines.append(f"{_name(ranks)} still ran and {_was(ranks)} ended, innermost frame first:")
+        lines += [f"    {line}" for line in (stack or "unknown").splitlines()]
+    passed = [rank for rank in results if rank not in texts and rank not in stopped]
+    if passed and first.at != float("inf"):
+        lines.append(f"{_name(passed)} did not fail.")
+    return "\n".join(lines) if len(lines) > 1 or first.report else ""
+
+
+def _was(ranks: Sequence[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"
+
+
+def _unfailed(
+    item: pytest.Item,
+    when: When,
+    present: Sequence[pytest.TestReport],
+    sections: list[tuple[str, str]],
+) -> pytest.TestReport:
+    """The report of a phase in which no rank failed: passed unless every rank was skipped."""
+    del item, when
+    report = next((report for report in present if report.passed), present[0])
+    report.sections = sections
+    return _timed(report, present)
+
+
+def _with_disagreement(
+    item: pytest.Item,
+    merged: list[pytest.TestReport],
+    reports: _Reports,
+    failures: Sequence[_Failure],
+) -> list[pytest.TestReport]:
+    """Adds a failure where no rank failed, but ranks came to different outcomes."""
+    outcomes = {rank: _category(phases) for rank, phases in reports.items()}
+    if failures or len(set(outcomes.values())) == 1:
+        return merged
+    told = "; ".join(f"{_name(ranks)} {outcome}" for ranks, outcome in _folded(outcomes))
+    text = (
+        f"ranks disagree about the outcome: {told}.\n"
+        "A condition that only some ranks see (rank, local files, time) decides a skip or xfail."
+    )
+    others = [report for report in merged if report.when != "call"]
+    setup = [report for report in others if report.when == "setup"]
+    for report in setup:
+        report.outcome = "passed"
+        report.longrepr = None
+    failed = _timed(_new_report(item, "call", text, _sections(reports, "call")), merged)
+    return [*setup, failed, *[report for report in others if report.when == "teardown"]]
+
+
+def _category(phases: Mapping[Any, tuple[pytest.TestReport, float]]) -> str:
+    for report, _ in phases.values():
+        if report.skipped:
+            if hasattr(report, "wasxfail"):
+                return "failed as expected (xfail)"
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            return f"skipped ({str(reason).removeprefix('Skipped: ')})"
+        if report.passed and hasattr(report, "wasxfail"):
+            return "passed unexpectedly (xpass)"
+    return "passed"
+
+
+def _without_call_after_failed_setup(
+    merged: list[pytest.TestReport],
+) -> list[pytest.TestReport]:
+    # Some ranks may have come to the call while another failed in set-up.
+    if merged and merged[0].when == "setup" and not merged[0].passed:
+        return [report for report in merged if report.when != "call"]
+    return merged
+
+
+def _sections(reports: _Reports, when: When) -> list[tuple[str, str]]:
+    """Every rank's output up to and in a phase, equal ones folded."""
+    by_title: dict[str, dict[int, str]] = {}
+    for rank in sorted(reports):
+        entry = reports[rank].get(when) or reports[rank].get(_before(when))
+        for title, content in entry[0].sections if entry else ():
+            known = by_title.setdefault(title, {})
+            known[rank] = known.get(rank, "") + content
+    several = len(reports) > 1
+    return [
+        (f"{title} ({_name(ranks)})" if several else title, content)
+        for title, contents in by_title.items()
+        for ranks, content in _folded(contents)
+    ]
+
+
+def _before(when: When) -> When | None:
+    place = _PHASES.index(when)
+    return _PHASES[place - 1] if place else None
+
+
+def _timed(report: pytest.TestReport, present: Sequence[pytest.TestReport]) -> pytest.TestReport:
+    """Gives a merged report the time of the slowest rank."""
+    report.duration = max((other.duration for other in present), default=0.0)
+    return report
+
+
+def _new_report(
+    item: pytest.Item, when: When, text: str, sections: list[tuple[str, str]]
+) -> pytest.TestReport:
+    return pytest.TestReport(
+        nodeid=item.nodeid,
+        location=item.location,
+        keywords=dict.fromkeys(item.keywords, 1),
+        outcome="failed",
+        longrepr=text,
+        when=when,
+        sections=sections,
+    )
+
+
+def _folded(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
+    """Ranks with equal texts together, in order of their lowest rank."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        groups.setdefault(texts[rank], []).append(rank)
+    return [(ranks, text) for text, ranks in groups.items()]
+
+
+def _name(ranks: Sequence[int]) -> str:
+    """``rank 2``, ``ranks 0-3`` or ``ranks 0, 2-3``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -1,0 +1,137 @@
+"""One rank: runs the whole pytest protocol of a test and reports what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pytest_fsdp_comm.ranks.channel import Channel
+from pytest_fsdp_comm.ranks.context import RANK_CONTEXT, RankContext
+from pytest_fsdp_comm.ranks.exchange import DirectoryExchange
+from pytest_fsdp_comm.ranks.group import device_of, set_environment
+from pytest_fsdp_comm.ranks.rank_plugin import RankPlugin
+from pytest_fsdp_comm.ranks.rank_pytest import isolate_session
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import pytest
+
+    from pytest_fsdp_comm.ranks.extension import RankExtension
+    from pytest_fsdp_comm.ranks.launch import Launch
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def run_rank(
+    session: pytest.Session, extensions: Sequence[RankExtension], launch: Launch, rank: int
+) -> NoReturn:
+    """Runs tests until the supervisor hangs up. Never returns to the caller's frames."""
+    _tie_to_parent()
+    _redirect_output(launch, rank)
+    # The handler is C code on its own stack: it answers even where Python code holds the GIL.
+    stacks = launch.stacks_path(rank).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+    set_environment(launch.settings, rank)
+    isolate_session(session.config, basetemp=launch.basetemp / f"rank{rank}")
+    for extension in extensions:
+        extension.enter_rank(session.config)
+    channel = Channel.connect(launch.socket_path)
+    channel.send({"rank": rank, "pid": os.getpid()})
+    plugin = RankPlugin(session.config, channel, launch, rank)
+    session.config.pluginmanager.register(plugin, "fsdp-comm-rank")
+    index: int | None = launch.item_index
+    number = 0
+    while index is not None:
+        item = session.items[index]
+        context = _context(launch, rank, launch.test_directory(number))
+        session.config.stash[RANK_CONTEXT] = context
+        _run_item(item, extensions, channel)
+        context.exchange.leave()
+        _save_coverage()
+        _flush()
+        channel.send({"done": number})
+        command = channel.receive()
+        index = command["item"] if command else None
+        number += 1
+    os._exit(0)
+
+
+def _context(launch: Launch, rank: int, directory: Path) -> RankContext:
+    settings = launch.settings
+    return RankContext(
+        rank=rank,
+        local_rank=rank,
+        world_size=settings.world_size,
+        ranks=settings.ranks,
+        backend=settings.backend,
+        device=device_of(settings, rank),
+        timeout_s=settings.timeout_s,
+        directory=directory,
+        exchange=DirectoryExchange(directory, rank, settings.ranks),
+    )
+
+
+def _run_item(item: pytest.Item, extensions: Sequence[RankExtension], channel: Channel) -> None:
+    try:
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+    except BaseException as error:  # noqa: BLE001  # pytest.exit, KeyboardInterrupt, plugins' errors
+        channel.send({"escaped": _describe(error), "at": time.time()})
+    else:
+        # Left out after an escape: the verdict is known, and the session's state is not.
+        payloads = [extension.rank_payload(item) for extension in extensions]
+        channel.send({"payloads": payloads})
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _tie_to_parent() -> None:
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:
+            os._exit(1)  # the parent died before the line above
+
+
+def _redirect_output(launch: Launch, rank: int) -> None:
+    """Sends descriptors 1 and 2 to files of this rank, which survive a crash."""
+    _flush()
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        log = os.open(launch.log_path(rank, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, descriptor)
+        os.close(log)
+        # Python's own buffer would be lost in a crash.
+        stream = open(  # noqa: SIM115  # lives as long as the process
+            descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError, AttributeError):
+            stream.flush()
+
+
+def _save_coverage() -> None:
+    """Saves what coverage.py measured here: a rank ends without running exit handlers."""
+    coverage: Any = sys.modules.get("coverage")
+    current = coverage.Coverage.current() if coverage else None
+    if current is not None:
+        current.stop()
+        current.save()
+        current.start()

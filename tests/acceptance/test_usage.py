@@ -1,0 +1,159 @@
+"""What a pytest user sees before any rank runs: errors, listings, selection."""
+
+import re
+import sys
+
+import pytest
+
+FAULTY = """
+import pytest
+
+@pytest.mark.distributed(world_sizes=3)
+def test_misspelt(): pass
+
+@pytest.mark.distributed([2, 0])
+class TestClass:
+    def test_zero(self): pass
+
+def test_plain():
+    open("ran", "w").close()
+"""
+MISSPELT = (
+    "test_it.py::test_misspelt: @pytest.mark.distributed: unknown argument 'world_sizes'; "
+    "allowed are world_size, backend, ranks, scope, timeout_s, device; did you mean 'world_size'?"
+)
+ZERO = (
+    "test_it.py::TestClass::test_zero: @pytest.mark.distributed: world_size: expected a whole "
+    "number of ranks from 1 to 256 (to 131072 with the fake backend), got 0"
+)
+
+
+@pytest.fixture
+def project(pytester):
+    def make(source):
+        pytester.makepyfile(test_it=source)
+        return pytester
+
+    return make
+
+
+def test_bad_markers_stop_the_session_and_name_every_test(project):
+    pytester = project(FAULTY)
+    result = pytester.runpytest_subprocess()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines_random([f"ERROR: {MISSPELT}".replace("[", "[[]"), ZERO])
+    assert not (pytester.path / "ran").exists()
+    assert "Traceback" not in result.stdout.str() + result.stderr.str()
+
+
+def test_bad_markers_stop_an_xdist_session_too(project):
+    pytest.importorskip("xdist")
+    pytester = project(FAULTY)
+    result = pytester.runpytest_subprocess("-n", "2")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert MISSPELT in result.stdout.str()
+    assert ZERO in result.stdout.str()
+    assert not (pytester.path / "ran").exists()
+    assert "INTERNALERROR" not in result.stdout.str()
+
+
+def test_a_bad_marker_of_a_deselected_test_stops_nobody(project):
+    result = project(FAULTY).runpytest_subprocess("-k", "test_plain")
+    result.assert_outcomes(passed=1, deselected=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["--world-size", "four"],
+            "--world-size: expected a whole number of ranks from 1 to 256 (to 131072 with the fake "
+            "backend), got 'four'",
+        ),
+        (
+            ["--comm-backend", "mpi"],
+            "--comm-backend: unknown backend 'mpi'; expected one of gloo, nccl, fake",
+        ),
+        (
+            ["--comm-timeout", "0"],
+            "--comm-timeout: expected a positive number of seconds, got '0'",
+        ),
+        (
+            ["-o", "fsdp_comm_world_size=0"],
+            "ini fsdp_comm_world_size: expected a whole number of ranks from 1 to 256 (to 131072 "
+            "with the fake backend), got '0'",
+        ),
+    ],
+)
+def test_bad_options(project, arguments, text):
+    result = project("def test_it(): pass").runpytest_subprocess(*arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert f"ERROR: {text}" in result.stderr.str()
+
+
+def test_the_command_line_wins_over_ini(project):
+    pytester = project("def test_it(): pass")
+    pytester.makeini("[pytest]\nfsdp_comm_world_size = 8\nfsdp_comm_backend = fake")
+    assert "fsdp-comm: world size 8, backend fake" in pytester.runpytest_subprocess().stdout.str()
+    result = pytester.runpytest_subprocess("--world-size", "4", "--comm-backend", "gloo")
+    assert "fsdp-comm: world size 4, backend gloo" in result.stdout.str()
+
+
+def test_collect_only_lists_each_world_size_last_and_can_select_by_it(project):
+    pytester = project("""
+        import pytest
+
+        @pytest.mark.distributed(world_size=[2, 4])
+        @pytest.mark.parametrize("tied", [True, False])
+        def test_step(tied): pass
+    """)
+    result = pytester.runpytest_subprocess("--collect-only", "-q")
+    listed = re.findall(r"test_it.py::test_step\[.*\]", result.stdout.str())
+    assert sorted(listed) == [
+        "test_it.py::test_step[False-ws2]",
+        "test_it.py::test_step[False-ws4]",
+        "test_it.py::test_step[True-ws2]",
+        "test_it.py::test_step[True-ws4]",
+    ]
+    result = pytester.runpytest_subprocess("--collect-only", "-q", "-k", "ws4 and True")
+    result.stdout.fnmatch_lines(["1/4 tests collected (3 deselected)*"])
+
+
+def test_select_by_marker(project):
+    pytester = project("""
+        import pytest
+
+        @pytest.mark.distributed(2)
+        def test_distributed(): pass
+
+        def test_plain(): pass
+    """)
+    result = pytester.runpytest_subprocess("--collect-only", "-q", "-m", "distributed")
+    assert "test_distributed" in result.stdout.str()
+    assert "test_plain" not in result.stdout.str()
+
+
+def test_markers_and_fixtures_are_described(project):
+    pytester = project("def test_it(): pass")
+    result = pytester.runpytest_subprocess("--markers")
+    result.stdout.fnmatch_lines(["@pytest.mark.distributed(world_size=None, ?, backend=None*"])
+    shown = pytester.runpytest_subprocess("--fixtures").stdout.str()
+    for name in ("comm_mode", "fsdp_tree", "comm_snapshot", "dist_info", "device_mesh"):
+        assert re.search(rf"^{name} -- .*\n    \w", shown, re.MULTILINE), name
+    assert "_fsdp_comm_world_size" not in shown
+
+
+def test_no_torch_until_a_distributed_test_is_collected(project):
+    pytester = project("""
+        import sys
+
+        def test_plain():
+            assert "torch" not in sys.modules
+            assert "torch" not in str(sys.modules.get("pytest_fsdp_comm.plugin").__dict__.keys())
+    """)
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)
+
+
+def test_importing_the_package_imports_no_torch(pytester):
+    code = "import sys, pytest_fsdp_comm.plugin; sys.exit('torch' in sys.modules)"
+    assert pytester.run(sys.executable, "-c", code).ret == 0
