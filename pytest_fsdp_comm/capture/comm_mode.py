@@ -1,0 +1,221 @@
+"""The value of the fixture ``comm_mode``."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Self
+
+import torch.distributed as dist
+from torch import nn
+
+from pytest_fsdp_comm.capture.recorder import Recorder
+from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.events import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from pytest_fsdp_comm.events import Collective, Recording, Redistribution, Reshard
+    from pytest_fsdp_comm.profile import CommProfile
+
+
+class CommMode:
+    """Records the communication of a block of code.
+
+    ``with comm_mode(model):`` names modules relative to ``model``; bare ``with comm_mode:`` names
+    them relative to the outermost module that ran. If several outermost modules ran, the first one
+    gives plain names, and those of the others begin with ``@2``, ``@3`` and so on, in the order in
+    which they first ran. The result stays after the block; entering again starts anew.
+    """
+
+    def __init__(self, *, gather: Callable[[str], list[str]] = lambda text: [text]) -> None:
+        """Prepares; records nothing.
+
+        Args:
+            gather: Out-of-band exchange between the ranks of the test; the default is for one
+                process.
+        """
+        self._gather = gather
+        self._model: weakref.ref[nn.Module] | None = None
+        self._recorder: Recorder | None = None
+        self._block: AbstractContextManager[None] | None = None
+        self._recording: Recording | None = None
+
+    def __call__(self, model: nn.Module) -> Self:
+        """Chooses the module that names are relative to, for the next block.
+
+        Args:
+            model: Any module; usually the FSDP root.
+
+        Raises:
+            RecordingError: It is no module.
+        """
+        if not isinstance(model, nn.Module):
+            raise RecordingError(
+                f"comm_mode(model) takes a torch.nn.Module, got {type(model).__name__}; pass the "
+                "model itself, or use `with comm_mode:`"
+            )
+        self._model = weakref.ref(model)
+        return self
+
+    def __enter__(self) -> Self:
+        """Starts recording.
+
+        Raises:
+            RecordingError: It records already, the model is gone, or there is no process group.
+        """
+        if self._recorder is not None:
+            raise RecordingError(
+                "comm_mode records already; it cannot be entered inside itself. To look at a part, "
+                "use two blocks one after the other, or .events of the outer one"
+            )
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RecordingError(
+                "comm_mode was entered without a process group, where nothing can be sent; mark "
+                "the test with @pytest.mark.distributed(world_size=...), or enter after "
+                "torch.distributed.init_process_group()"
+            )
+        model = None
+        if self._model is not None:
+            model, self._model = self._model(), None
+            if model is None:
+                raise RecordingError(
+                    "the model given to comm_mode(model) no longer exists; keep a reference to it "
+                    "until the block is entered"
+                )
+        recorder = Recorder(model)
+        block = recorder.recording()
+        block.__enter__()
+        self._recorder, self._block, self._recording = recorder, block, None
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stops recording; after an exception what was recorded so far stays."""
+        recorder, block = self._recorder, self._block
+        self._recorder = self._block = None
+        if recorder is None or block is None:
+            return
+        try:
+            block.__exit__(kind, value, traceback)
+        finally:
+            self._recording = recorder.finish()
+
+    def __eq__(self, other: object) -> bool:
+        """Leaves a comparison with a snapshot to the snapshot."""
+        if isinstance(other, CommMode):
+            return self.profile == other.profile
+        return NotImplemented
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        """The profile of this rank as text."""
+        if self._recording is None:
+            return "<comm_mode: nothing recorded yet>"
+        from pytest_fsdp_comm.codec import format_profile  # noqa: PLC0415  # a rank that never prints needs none
+
+        return format_profile(self.profile)
+
+    @property
+    def recording(self) -> Recording:
+        """All that this rank recorded in the last block.
+
+        Raises:
+            RecordingError: No block has ended yet.
+        """
+        if self._recording is None:
+            raise RecordingError(
+                "comm_mode has no recording yet; run the code in `with comm_mode(model):` first, "
+                "and ask after the block"
+            )
+        return self._recording
+
+    @property
+    def events(self) -> tuple[Collective, ...]:
+        """The collectives in the order in which they were issued."""
+        return self.recording.collectives
+
+    @property
+    def reshards(self) -> tuple[Reshard, ...]:
+        """The unshard and reshard events of FSDP units, in order."""
+        return self.recording.reshards
+
+    @property
+    def redistributions(self) -> tuple[Redistribution, ...]:
+        """The redistributions of DTensors that communicated, in order."""
+        return self.recording.redistributions
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Host seconds by category; reported, never compared."""
+        return {timing.category: timing.seconds for timing in self.recording.timings}
+
+    @property
+    def profile(self) -> CommProfile:
+        """This rank's counts and bytes."""
+        from pytest_fsdp_comm.profile import fold  # noqa: PLC0415  # a rank that never compares needs none
+
+        return fold(self.recording)
+
+    def merged_profile(self) -> CommProfile:
+        """The counts and bytes of all ranks. Every rank has to call it."""
+        from pytest_fsdp_comm.codec import (  # noqa: PLC0415  # a rank that never compares needs none
+            dump_profile,
+            load_profile,
+        )
+        from pytest_fsdp_comm.profile import merge  # noqa: PLC0415  # see above
+
+        return merge([load_profile(text) for text in self._gather(dump_profile(self.profile))])
+
+    def counts(
+        self,
+        kind: str | None = None,
+        *,
+        phase: str | None = None,
+        owner: str | None = None,
+        axis: str | None = None,
+    ) -> int:
+        """Number of collectives on this rank that match.
+
+        Args:
+            kind: E.g. ``"all_gather"``; None for all.
+            phase: E.g. ``"backward"``; None for all.
+            owner: FQN of the owning module, ``""`` for the root; None for all.
+            axis: Name of the mesh axis; None for all.
+
+        Raises:
+            RecordingError: There is no such phase, or nothing was recorded yet.
+        """
+        return len(self._matching(kind, phase, owner, axis))
+
+    def nbytes(
+        self,
+        kind: str | None = None,
+        *,
+        phase: str | None = None,
+        owner: str | None = None,
+        axis: str | None = None,
+    ) -> int:
+        """Bytes of the collectives on this rank that match; arguments as in `counts`."""
+        return sum(event.nbytes for event in self._matching(kind, phase, owner, axis))
+
+    def _matching(
+        self, kind: str | None, phase: str | None, owner: str | None, axis: str | None
+    ) -> list[Collective]:
+        if phase is not None and phase not in list(Phase):
+            raise RecordingError(f"there is no phase {phase!r}; expected one of {', '.join(Phase)}")
+        return [
+            event
+            for event in self.events
+            if kind in {None, event.kind}
+            and phase in {None, event.phase}
+            and (owner is None or owner == event.owner)
+            and axis in {None, event.axis}
+        ]

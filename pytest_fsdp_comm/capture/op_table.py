@@ -1,0 +1,135 @@
+"""Tells of an operation whether it communicates, and where its tensors and group are.
+
+Operations are hooked, not Python functions: ``dist.all_gather_single`` is new in torch 2.13, and
+the operation below it is still ``c10d._allgather_base_``. Read in torch 2.6, 2.9, 2.11, 2.13.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+NAMESPACES: Final = frozenset(
+    {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor"}
+)
+
+# Not communication of their own: they wait for it, wrap its result, or look things up.
+SILENT: Final = frozenset(
+    {
+        "wait_tensor",
+        "_wrap_tensor_autograd",
+        "check_for_nan",
+        "mesh_get_process_group",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """How one operation communicates."""
+
+    kind: str
+    """One of `events.COLLECTIVE_KINDS`, or ``unknown:<op>``."""
+    sent: str
+    """Name of the argument that holds the tensors which this rank contributes; empty if none."""
+    received: str
+    """Name of the argument that holds the output tensors; ``return`` if they are returned; empty if
+    the input is overwritten, or nothing comes out."""
+    root: str = ""
+    """Name of the argument with the group rank that alone sends; empty if every rank does."""
+
+
+def _c10d() -> Mapping[str, Operation]:
+    def op(kind: str, sent: str, received: str, root: str = "") -> Operation:
+        return Operation(kind=kind, sent=sent, received=received, root=root)
+
+    return {
+        "_allgather_base_": op("all_gather", "input_tensor", "output_tensor"),
+        "allgather_": op("all_gather", "input_tensors", "output_tensors"),
+        "allgather_coalesced_": op("all_gather", "input_list", "output_lists"),
+        "allgather_into_tensor_coalesced_": op("all_gather", "inputs", "outputs"),
+        "_reduce_scatter_base_": op("reduce_scatter", "input_tensor", "output_tensor"),
+        "reduce_scatter_": op("reduce_scatter", "input_tensors", "output_tensors"),
+        "reduce_scatter_tensor_coalesced_": op("reduce_scatter", "inputs", "outputs"),
+        "allreduce_": op("all_reduce", "tensors", "tensors"),
+        "allreduce_coalesced_": op("all_reduce", "tensors", "tensors"),
+        "broadcast_": op("broadcast", "tensors", "tensors", "root_rank"),
+        "reduce_": op("reduce", "tensors", ""),
+        "gather_": op("gather", "input_tensors", "output_tensors"),
+        "scatter_": op("scatter", "input_tensors", "output_tensors"),
+        "alltoall_": op("all_to_all", "input_tensors", "output_tensors"),
+        "alltoall_base_": op("all_to_all", "input", "output"),
+        "send": op("send", "tensors", ""),
+        "recv_": op("recv", "", "tensors"),
+        "recv_any_source_": op("recv", "", "tensors"),
+        "barrier": op("barrier", "", ""),
+        "monitored_barrier_": op("barrier", "", ""),
+    }
+
+
+def _functional() -> Mapping[str, Operation]:
+    def op(kind: str, sent: str = "input", received: str = "return", root: str = "") -> Operation:
+        return Operation(kind=kind, sent=sent, received=received, root=root)
+
+    return {
+        "all_gather_into_tensor": op("all_gather"),
+        "all_gather_into_tensor_out": op("all_gather"),
+        "all_gather_into_tensor_coalesced": op("all_gather", "inputs"),
+        "reduce_scatter_tensor": op("reduce_scatter"),
+        "reduce_scatter_tensor_out": op("reduce_scatter"),
+        "reduce_scatter_tensor_coalesced": op("reduce_scatter", "inputs"),
+        "all_reduce": op("all_reduce"),
+        "all_reduce_": op("all_reduce"),
+        "all_reduce_coalesced": op("all_reduce", "inputs"),
+        "all_reduce_coalesced_": op("all_reduce", "inputs"),
+        "all_to_all_single": op("all_to_all"),
+        "broadcast": op("broadcast", root="src"),
+        "broadcast_": op("broadcast", root="src"),
+        "isend": op("send", "tensor", ""),
+        "irecv": op("recv", "", "tensor"),
+        "shard_dim_alltoall": op("all_to_all"),
+    }
+
+
+_TABLE: Final[Mapping[str, Operation]] = {**_c10d(), **_functional()}
+
+
+def look_up(func: Any) -> Operation | None:
+    """The operation behind an overload.
+
+    Args:
+        func: A ``torch._ops.OpOverload``.
+
+    Returns:
+        How it communicates; None if it does not. An operation of a communication namespace that the
+        table does not have is kept as ``unknown:<op>``, with all its tensors as sent.
+    """
+    if func.namespace not in NAMESPACES:
+        return None
+    name = func.overloadpacket.__name__
+    if name in SILENT:
+        return None
+    known = _TABLE.get(name)
+    return known or Operation(kind=f"unknown:{name}", sent="*", received="")
+
+
+def bind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001  # the only way to the schema; a tested contract
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors of nested lists, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))

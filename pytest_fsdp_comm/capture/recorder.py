@@ -1,0 +1,343 @@
+"""Records what one rank sends, with one `TorchDispatchMode` and no global hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pytest_fsdp_comm.capture.attribution import BackwardMap, Place, attribute, is_in_backward
+from pytest_fsdp_comm.capture.groups import GroupNames, group_of
+from pytest_fsdp_comm.capture.naming import ModuleNames
+from pytest_fsdp_comm.capture.op_table import NAMESPACES, Operation, bind, look_up, tensors_in
+from pytest_fsdp_comm.capture.redistributions import RedistributionWatch
+from pytest_fsdp_comm.capture.units import UnitWatch, param_groups
+from pytest_fsdp_comm.events import (
+    Collective,
+    HostDeviceCopy,
+    MeshAxis,
+    Recording,
+    Redistribution,
+    Reshard,
+    Source,
+    Timing,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
+
+TIMING_CATEGORIES = ("all_gather", "all_gather_object", "reduce", "resharding", "H2D", "D2H")
+_REDUCING = ("reduce_scatter", "all_reduce", "reduce")
+
+
+@dataclass(slots=True)
+class _Raw:
+    """An event before its modules and groups have names."""
+
+    event: Collective | Reshard | Redistribution | HostDeviceCopy
+    place: Place
+    group: str = ""
+
+
+class Recorder:
+    """One recording: enter, run the code, leave, `finish`."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        """Prepares.
+
+        Args:
+            model: Gives the FQNs; None takes the outermost modules that run.
+        """
+        self._roots: list[nn.Module] = [] if model is None else [model]
+        self._has_given_root = model is not None
+        self._raw: list[_Raw] = []
+        self._groups = GroupNames()
+        self._backward = BackwardMap()
+        self._units = UnitWatch(self._note_reshard, self._groups.learn_mesh)
+        self._redistributions = RedistributionWatch()
+        self._seconds = dict.fromkeys((*TIMING_CATEGORIES, "all"), 0.0)
+        self._notes: list[str] = []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Watches while the block runs."""
+        self._note_entry_state()
+        with self._units.watching(), _Mode(self):
+            yield
+
+    def finish(self) -> Recording:
+        """Names everything and lets go of every module and group.
+
+        Returns:
+            The recording.
+        """
+        names = ModuleNames(self._roots)
+        ddp = self._ddp_owner()
+        by_type: dict[type, list[Any]] = {
+            kind: [] for kind in (Collective, Reshard, Redistribution, HostDeviceCopy)
+        }
+        axes: dict[str, MeshAxis] = {}
+        for raw in self._raw:
+            changes = _named(raw, names, ddp)
+            if isinstance(raw.event, Collective) and raw.group:
+                axis = self._groups.axis(raw.group)
+                axes[axis.name] = axis
+                changes |= {"axis": axis.name, "group_size": axis.size}
+            by_type[type(raw.event)].append(_replaced(raw.event, changes))
+        self._raw.clear()
+        self._roots.clear()
+        has_group = dist.is_available() and dist.is_initialized()
+        return Recording(
+            rank=dist.get_rank() if has_group else 0,
+            world_size=dist.get_world_size() if has_group else 1,
+            backend=str(dist.get_backend()) if has_group else "",
+            torch_version=str(torch.__version__),
+            mesh_axes=tuple(axes[name] for name in sorted(axes)),
+            collectives=tuple(by_type[Collective]),
+            reshards=tuple(by_type[Reshard]),
+            redistributions=tuple(by_type[Redistribution]),
+            copies=tuple(by_type[HostDeviceCopy]),
+            timings=tuple(Timing(category=name, seconds=s) for name, s in self._seconds.items()),
+            notes=tuple(self._notes),
+        )
+
+    # Called by the mode.
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs one operation, and records it if it communicates or copies."""
+        namespace = getattr(func, "namespace", None)
+        if namespace in NAMESPACES:
+            operation = look_up(func)
+            if operation is not None:
+                return self._run_collective(operation, func, args, kwargs)
+        elif namespace == "aten":
+            direction = _copy_direction(func, args, kwargs)
+            if direction is not None:
+                return self._run_copy(direction, func, args, kwargs)
+            if not is_in_backward() or torch.is_grad_enabled():
+                self._backward.note_operation()
+        return func(*args, **kwargs)
+
+    def _run_collective(
+        self, operation: Operation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        place = self._attribute()
+        bound = bind(func, args, kwargs)
+        index = self._reserve(place)
+        started = time.perf_counter()
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            seconds = time.perf_counter() - started
+            self._add_seconds(_category(operation.kind, place.source), seconds)
+        group = group_of(bound)
+        self._raw[index].event = _collective(operation, func, bound, result, (index, place))
+        self._raw[index].group = self._groups.note(group) if group is not None else ""
+        redistribution = self._redistributions.begun(place.scan, self._groups.learn_mesh)
+        if redistribution is not None:
+            at = self._reserve(place)
+            self._raw[at].event = redistribution.event(at, place)
+        return result
+
+    def _run_copy(
+        self, direction: Literal["H2D", "D2H"], func: Any, args: Sequence[Any], kwargs: Any
+    ) -> Any:
+        place = self._attribute()
+        index = self._reserve(place)
+        started = time.perf_counter()
+        result = func(*args, **kwargs)
+        self._add_seconds(direction, time.perf_counter() - started)
+        self._raw[index].event = HostDeviceCopy(
+            index=index,
+            direction=direction,
+            owner=None,
+            phase=place.phase,
+            nbytes=sum(tensor.nbytes for tensor in tensors_in(result)),
+            call_site=place.scan.call_site,
+        )
+        return result
+
+    def _reserve(self, place: Place) -> int:
+        """Takes the next index before the call: what the call itself causes comes after it."""
+        index = len(self._raw)
+        placeholder = Reshard(
+            index=index, action="reshard", module="", issued_in=None, phase=place.phase, nbytes=0
+        )
+        self._raw.append(_Raw(placeholder, place))
+        return index
+
+    def _note_reshard(self, action: str, modules: tuple[nn.Module, ...], nbytes: int) -> None:
+        place = self._attribute()
+        index = len(self._raw)
+        event = Reshard(
+            index=index,
+            action="unshard" if action == "unshard" else "reshard",
+            module="",
+            issued_in=None,
+            phase=place.phase,
+            nbytes=nbytes,
+        )
+        owned = Place(modules, place.issued_in, place.phase, Source.FSDP, place.scan)
+        self._raw.append(_Raw(event, owned))
+
+    def _attribute(self) -> Place:
+        place = attribute(self._units, self._backward)
+        outermost = place.scan.outermost
+        place.scan.outermost = None
+        place.scan.modules = place.scan.modules[:1]
+        if not self._has_given_root and outermost is not None:
+            self._add_root(outermost)
+        return place
+
+    def _add_root(self, module: nn.Module) -> None:
+        if not any(module is known for root in self._roots for known in root.modules()):
+            # A module that contains an earlier root takes its place.
+            inside = {id(child) for child in module.modules()}
+            self._roots = [module if id(root) in inside else root for root in self._roots]
+            if not any(root is module for root in self._roots):
+                self._roots.append(module)
+
+    def _add_seconds(self, category: str | None, seconds: float) -> None:
+        self._seconds["all"] += seconds
+        if category is not None:
+            self._seconds[category] += seconds
+
+    def _ddp_owner(self) -> tuple[nn.Module, ...]:
+        from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415  # not everyone uses it
+
+        for root in self._roots:
+            for module in root.modules():
+                if isinstance(module, DistributedDataParallel):
+                    return (module,)
+        return tuple(self._roots[:1])
+
+    def _note_entry_state(self) -> None:
+        unsharded = [
+            name or "(root)"
+            for root in self._roots
+            for name, module in root.named_modules()
+            for group in param_groups(module)
+            if group.is_unsharded
+        ]
+        if unsharded:
+            self._notes.append(
+                "already unsharded when the recording began, so that its first all-gather is "
+                f"missing: {', '.join(unsharded)}"
+            )
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Sees every operation below autograd."""
+
+    # Without it a higher-order operator in the block raises.
+    supports_higher_order_operators = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._recorder = recorder
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Keeps torch.compile on under this mode (torch 2.9.1 and newer)."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            # DTensor first turns into local operations and collectives, which come back here.
+            return NotImplemented
+        return self._recorder.run(func, args, kwargs or {})
+
+
+def _named(raw: _Raw, names: ModuleNames, ddp: tuple[nn.Module, ...]) -> dict[str, Any]:
+    owner = names.joined(ddp if raw.place.source is Source.DDP else raw.place.owner)
+    issued_in = names.joined(raw.place.issued_in[:1])
+    if isinstance(raw.event, Reshard):
+        return {"module": owner if owner is not None else "", "issued_in": issued_in}
+    if isinstance(raw.event, HostDeviceCopy):
+        return {"owner": owner}
+    return {"owner": owner, "issued_in": issued_in}
+
+
+def _replaced(event: Any, changes: dict[str, Any]) -> Any:
+    return dataclasses.replace(event, **changes)
+
+
+def _collective(
+    operation: Operation, func: Any, bound: dict[str, Any], result: Any, at: tuple[int, Place]
+) -> Collective:
+    index, place = at
+    sent, received = _sent_and_received(operation, bound, result)
+    dtypes = dict.fromkeys(
+        str(tensor.dtype).removeprefix("torch.") for tensor in (sent or received)
+    )
+    return Collective(
+        index=index,
+        kind=operation.kind,
+        op=f"{func.namespace}.{func.overloadpacket.__name__}",
+        owner=None,
+        issued_in=None,
+        phase=place.phase,
+        axis="",
+        group_size=0,
+        dtype="+".join(dtypes),
+        nbytes_sent=_nbytes(sent),
+        nbytes_received=_nbytes(received),
+        source=place.source,
+        call_site=place.scan.call_site,
+    )
+
+
+def _sent_and_received(
+    operation: Operation, bound: dict[str, Any], result: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    if operation.sent == "*":
+        return list(tensors_in(bound)), []
+    sent = list(tensors_in(bound.get(operation.sent))) if operation.sent else []
+    if operation.received == "return":
+        received = list(tensors_in(result))
+    else:
+        received = list(tensors_in(bound.get(operation.received))) if operation.received else []
+    if operation.root:
+        group = group_of(bound)
+        is_root = group is not None and group.rank() == bound.get(operation.root)
+        return (sent, []) if is_root else ([], received)
+    return sent, received
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _category(kind: str, source: Source) -> str | None:
+    if kind == "all_gather":
+        return "all_gather_object" if source is Source.OBJECT else "all_gather"
+    return "reduce" if kind in _REDUCING else None
+
+
+def _copy_direction(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Literal["H2D", "D2H"] | None:
+    name = func.overloadpacket.__name__
+    if name == "_to_copy":
+        target = kwargs.get("device")
+        source = args[0].device.type
+        to = target.type if isinstance(target, torch.device) else target
+    elif name == "copy_":
+        to, source = args[0].device.type, args[1].device.type
+    else:
+        return None
+    if to is None or to == source or "meta" in (to, source):
+        return None
+    if source == "cpu":
+        return "H2D"
+    return "D2H" if to == "cpu" else None
