@@ -119,7 +119,7 @@ class CommMode:
         """The profile of this rank as text."""
         if self._recording is None:
             return "<comm_mode: nothing recorded yet>"
-        from pytest_fsdp_comm.codec import format_profile  # noqa: PLC0415  # a rank that never prints needs none
+        from pytest_fsdp_comm.document import format_profile  # noqa: PLC0415  # a rank that never prints needs none
 
         return format_profile(self.profile)
 
