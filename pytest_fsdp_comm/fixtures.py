@@ -2,7 +2,55 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
 import pytest
+
+from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.ranks.context import RANK_CONTEXT
+
+if TYPE_CHECKING:
+    from syrupy.assertion import SnapshotAssertion
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: TID251  # for the type only
+
+    from pytest_fsdp_comm.capture.comm_mode import CommMode
+    from pytest_fsdp_comm.capture.tree_factory import TreeFactory
+    from pytest_fsdp_comm.ranks.context import RankContext
+    from pytest_fsdp_comm.snapshots import CommSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistInfo:
+    """Where in its process group a test runs."""
+
+    rank: int
+    """This rank, from 0."""
+    local_rank: int
+    """This rank on its machine, from 0."""
+    world_size: int
+    """Ranks of the default process group; 1 in a test that is not distributed."""
+    backend: str
+    """``gloo``, ``nccl`` or ``fake``; empty in a test that is not distributed."""
+    device: str
+    """Where this rank's tensors belong: ``cpu`` or ``cuda:N``."""
+
+
+class MakeDeviceMesh(Protocol):
+    """What the fixture ``device_mesh`` gives."""
+
+    def __call__(self, **axes: int) -> DeviceMesh:
+        """Makes a mesh of all ranks with named axes, e.g. ``device_mesh(dp=2, tp=2)``.
+
+        Args:
+            axes: Size of each axis, outermost first; one may be -1, which takes the ranks that the
+                others leave. Without axes: one axis ``dp``.
+
+        Raises:
+            FsdpCommError: The sizes do not multiply to the world size.
+        """
+        ...
 
 
 @pytest.fixture
@@ -10,3 +58,87 @@ def _fsdp_comm_world_size(request: pytest.FixtureRequest) -> int:
     """The world size of a test whose marker lists several."""
     size: int = request.param
     return size
+
+
+@pytest.fixture
+def dist_info(request: pytest.FixtureRequest) -> DistInfo:
+    """Where this test runs: its rank, local_rank, world_size, backend and device."""
+    context = _context(request)
+    if context is None:
+        return DistInfo(rank=0, local_rank=0, world_size=1, backend="", device="cpu")
+    return DistInfo(
+        rank=context.rank,
+        local_rank=context.local_rank,
+        world_size=context.world_size,
+        backend=context.backend,
+        device=context.device,
+    )
+
+
+@pytest.fixture
+def device_mesh(dist_info: DistInfo) -> MakeDeviceMesh:
+    """Makes device meshes of all ranks, e.g. ``device_mesh(dp=2, tp=-1)``."""
+
+    def make(**axes: int) -> DeviceMesh:
+        from pytest_fsdp_comm.ranks.group import make_mesh  # noqa: PLC0415  # loads torch
+
+        sizes = mesh_sizes(axes or {"dp": -1}, dist_info.world_size)
+        mesh: DeviceMesh = make_mesh(dist_info.device.partition(":")[0], sizes)
+        return mesh
+
+    return make
+
+
+def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
+    """Fills in the axis of size -1.
+
+    Raises:
+        FsdpCommError: The sizes do not multiply to the world size.
+    """
+    given = math.prod(size for size in axes.values() if size != -1)
+    open_axes = [name for name, size in axes.items() if size == -1]
+    sizes = {
+        name: world_size // given if size == -1 and given > 0 else size
+        for name, size in axes.items()
+    }
+    if len(open_axes) > 1 or math.prod(sizes.values()) != world_size or min(sizes.values()) < 1:
+        shown = ", ".join(f"{name}={size}" for name, size in axes.items())
+        raise FsdpCommError(
+            f"device_mesh({shown}) does not fit world size {world_size}: the sizes have to "
+            "multiply to it, and at most one may be -1"
+        )
+    return sizes
+
+
+@pytest.fixture
+def comm_mode(request: pytest.FixtureRequest) -> CommMode:
+    """Records every collective of a block: ``with`` it, or what it makes of a model."""
+    from pytest_fsdp_comm.capture.comm_mode import (  # noqa: PLC0415  # torch only where it is needed
+        CommMode,
+    )
+
+    context = _context(request)
+    return CommMode(gather=context.exchange) if context else CommMode()
+
+
+@pytest.fixture
+def fsdp_tree() -> TreeFactory:
+    """Shows how a model is sharded, as a tree that snapshots can hold."""
+    from pytest_fsdp_comm.capture.tree_factory import (  # noqa: PLC0415  # torch only where it is needed
+        TreeFactory,
+    )
+
+    return TreeFactory()
+
+
+@pytest.fixture
+def comm_snapshot(request: pytest.FixtureRequest, snapshot: SnapshotAssertion) -> CommSnapshot:
+    """The reviewed snapshot of this test, for ``assert comm_mode == comm_snapshot``."""
+    from pytest_fsdp_comm.snapshots import bind_snapshot  # noqa: PLC0415  # on first use only
+
+    context = _context(request)
+    return bind_snapshot(snapshot, request.node, context.exchange if context else None)
+
+
+def _context(request: pytest.FixtureRequest) -> RankContext | None:
+    return request.config.stash.get(RANK_CONTEXT, None)

@@ -20,7 +20,7 @@ ROOT_TEXT: Final = "(root)"
 MAX_EXPANDED: Final = 10_000_000
 """The most FQNs that one pattern may stand for: far above any model, below what exhausts memory."""
 
-_RESERVED: Final = frozenset("\\{}()#")
+_RESERVED: Final = frozenset("\\{}(),#")
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))|\\")
 _DIGITS: Final = re.compile(r"([0-9]+)")
 # `+` joins the modules of one FSDP unit in `events`, so a number may stand beside it too.
@@ -56,7 +56,7 @@ def _natural_part(part: str) -> _NaturalPart:
 
 
 def escape(fqn: str) -> str:
-    r"""Writes one FQN without whitespace, braces, parentheses, ``#`` or backslashes.
+    r"""Writes one FQN without whitespace, braces, parentheses, commas, ``#`` or backslashes.
 
     Returns:
         The FQN with each such character, and each that is not printable, as ``\xHH``, ``\uHHHH`` or

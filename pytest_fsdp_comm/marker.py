@@ -110,6 +110,11 @@ def resolve(
     )
 
 
+def uses_plugin(item: pytest.Item) -> bool:
+    """Whether a test runs on ranks or compares communication."""
+    return SETTINGS in item.stash or "comm_snapshot" in getattr(item, "fixturenames", ())
+
+
 def _marker_arguments(mark: pytest.Mark) -> Mapping[str, Any]:
     if len(mark.args) > 1:
         raise BadValueError(

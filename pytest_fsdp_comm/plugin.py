@@ -7,16 +7,32 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from pytest_fsdp_comm import marker, options
-from pytest_fsdp_comm.fixtures import _fsdp_comm_world_size
+from pytest_fsdp_comm.fixtures import (
+    _fsdp_comm_world_size,
+    comm_mode,
+    comm_snapshot,
+    device_mesh,
+    dist_info,
+    fsdp_tree,
+)
 from pytest_fsdp_comm.ranks import spawn
 from pytest_fsdp_comm.ranks.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.gpus import visible_gpu_count
 from pytest_fsdp_comm.ranks.runner import RankRunner
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from pytest_fsdp_comm.ranks.extension import RankExtension
 
-__all__ = ["_fsdp_comm_world_size"]
+__all__ = [
+    "_fsdp_comm_world_size",
+    "comm_mode",
+    "comm_snapshot",
+    "device_mesh",
+    "dist_info",
+    "fsdp_tree",
+]
 
 _RUNNER: Final = pytest.StashKey[RankRunner]()
 
@@ -63,12 +79,18 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Prepares ranks before the first test can make a fork unsafe."""
-    extensions: list[RankExtension] = []
+    ours = [item for item in session.items if marker.uses_plugin(item)]
+    if not ours:
+        return
+    from pytest_fsdp_comm import replay  # noqa: PLC0415  # other sessions need none of it
+
+    config = session.config
+    config.pluginmanager.register(replay.SnapshotGuard(config, ours))
+    extensions: list[RankExtension] = [replay.RankSnapshots()]
     if spawn.is_spawned_rank():
         spawn.become_rank(session, extensions)
-    distributed = any(options.SETTINGS in item.stash for item in session.items)
-    if distributed and not session.config.option.collectonly:
-        runner = session.config.stash[_RUNNER] = RankRunner(session, extensions)
+    if any(options.SETTINGS in item.stash for item in ours) and not config.option.collectonly:
+        runner = config.stash[_RUNNER] = RankRunner(session, extensions)
         runner.start()
 
 
@@ -79,6 +101,20 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return None
     item.config.stash[_RUNNER].run(item, nextitem, item.stash[options.SETTINGS])
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_assertrepr_compare(
+    config: pytest.Config, left: object, right: object
+) -> Generator[None, list[list[str]], list[list[str]]]:
+    """Leads the explanation of a failed comparison with the change in the domain's words."""
+    explanations = yield
+    if not any(type(side).__module__ == "pytest_fsdp_comm.snapshots" for side in (left, right)):
+        return explanations
+    from pytest_fsdp_comm.snapshots import explain_comparison  # noqa: PLC0415  # loaded already
+
+    ours = explain_comparison(config, left, right)
+    return [ours, *explanations] if ours else explanations
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -9,7 +9,10 @@ import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+
+    from torch.distributed.device_mesh import DeviceMesh
 
     from pytest_fsdp_comm.options import DistributedSettings
     from pytest_fsdp_comm.ranks.context import RankContext
@@ -79,6 +82,13 @@ def join_group(context: RankContext) -> None:
         world_size=context.world_size,
         timeout=dt.timedelta(seconds=context.timeout_s + _BEYOND_DEADLINE_S),
     )
+
+
+def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Makes a device mesh of all ranks from its axes' names and sizes, outermost first."""
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  # see above
+
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def _store_file(directory: Path) -> Path:

@@ -32,6 +32,9 @@ _PARENTS_PLUGINS = (
 _PARENTS_CLASSES = ("LogXML", "WorkerInteractor", "DSession", "Reporter")
 
 
+_PARENTS_CAPTURE = pytest.StashKey[object]()
+
+
 class _RankTerminal:
     """Where ``--setup-show`` and others write: the rank's own output."""
 
@@ -76,6 +79,8 @@ def _release_capture(config: pytest.Config) -> None:
         return
     if not (hasattr(manager, "_global_capturing") and hasattr(manager, "_method")):
         raise UpstreamChangedError(_moved("CaptureManager._global_capturing, ._method"))
+    # Kept alive: collected, its files would warn of not being closed, which -W error makes fatal.
+    config.stash[_PARENTS_CAPTURE] = manager._global_capturing  # noqa: SLF001  # see above
     # Not stop_global_capturing(): it would write the parent's captured text to the terminal.
     manager._global_capturing = None  # noqa: SLF001  # see the module's docstring
     manager._method = "no"  # noqa: SLF001  # see the module's docstring

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.events import Phase
@@ -9,58 +10,76 @@ from pytest_fsdp_comm.fqn import fold_fqns
 from pytest_fsdp_comm.nbytes import show_nbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from pytest_fsdp_comm.diff import Amount, Change, Comparison
 
-MAX_CHANGES: Final = 20
-"""Lines of changes that are shown; the rest is counted."""
 _MAX_PATTERNS: Final = 3
+# pytest cuts an explanation at 8 lines or 640 characters outside CI (8.4 to 9.2).
+_SHORT_LINES: Final = 8
+_SHORT_CHARACTERS: Final = 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a comparison failed, at two lengths."""
+
+    short: tuple[str, ...]
+    """What fits where pytest cuts: the first changes, the first cause, the command."""
+    full: tuple[str, ...]
+    """Everything."""
+    is_cut: bool
+    """Whether `short` leaves something out."""
 
 
 def render_comparison(
     comparison: Comparison, *, snapshot: str, accept: str, notes: Sequence[str] = ()
-) -> list[str]:
-    """Writes the explanation of a failed comparison, the most important line first.
+) -> Explanation:
+    """Explains a failed comparison, the most important line first.
 
     Args:
         comparison: What differs.
         snapshot: Path of the snapshot, as the user would type it.
         accept: The command that accepts the change.
         notes: Circumstances of the recording.
-
-    Returns:
-        Lines without line ends.
     """
-    lines = [f"comm_mode differs from {snapshot}"]
+    head = [f"comm_mode differs from {snapshot}"]
     # What was sent comes before what FSDP did to send it: unshards repeat their all-gathers.
-    loud = [change for change in comparison.changes if change.subject != "reshard"]
-    shown = loud or list(comparison.changes)
-    lines += [f"  {line}" for change in shown[:MAX_CHANGES] for line in _change_lines(change)]
-    hidden = len(shown) - MAX_CHANGES
-    if hidden > 0:
-        lines.append(f"  ... and {hidden} more")
-    if len(shown) < len(comparison.changes):
-        count = len(comparison.changes) - len(shown)
-        lines.append(f"  (and {count} unshard or reshard {_plural('count', count)} with them)")
-    lines += [f"  likely: {cause}" for cause in comparison.causes]
-    lines += [f"  note: {note}" for note in notes]
-    lines.append(f"  accept: {accept}")
-    return lines
+    ordered = sorted(comparison.changes, key=lambda change: change.subject == "reshard")
+    lines = [f"  {_change_line(change)}" for change in ordered]
+    loud = sum(change.subject != "reshard" for change in ordered) or len(ordered)
+    causes = [f"  likely: {cause}" for cause in comparison.causes]
+    tail = [f"  accept: {accept}"]
+    full = [*head, *lines, *causes, *(f"  note: {note}" for note in notes), *tail]
+    short = _cut(head, lines[:loud], [*causes[:1], *tail], left_out=len(lines))
+    return Explanation(short=tuple(short), full=tuple(full), is_cut=short != full)
+
+
+def _cut(
+    head: Sequence[str], lines: Sequence[str], tail: Sequence[str], *, left_out: int
+) -> list[str]:
+    """As many lines as fit, at least one."""
+    for shown in range(len(lines), 0, -1):
+        hidden = left_out - shown
+        more = [f"  ... and {hidden} more {_plural('change', hidden)}, below"] if hidden else []
+        text = [*head, *lines[:shown], *more, *tail]
+        fits = len(text) <= _SHORT_LINES and sum(map(len, text)) <= _SHORT_CHARACTERS
+        if fits or shown == 1:
+            return text
+    return [*head, *tail]
 
 
 def _plural(word: str, count: int) -> str:
     return word if count == 1 else f"{word}s"
 
 
-def _change_lines(change: Change) -> Iterable[str]:
+def _change_line(change: Change) -> str:
     if change.phase is None:
-        yield f"{change.what}: {change.old_text} -> {change.new_text}"
-        return
+        return f"{change.what}: {change.old_text} -> {change.new_text}"
     where = _owners(change.owners)
     line = f"{where} {change.phase}: {change.what} {_amounts(change)}"
     site = _site(change)
-    yield f"{line}, {site}" if site else line
+    return f"{line}, {site}" if site else line
 
 
 def _owners(owners: Sequence[str | None]) -> str:
