@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from pytest_fsdp_comm.fqn import expand, fold_fqns, natural_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
+    from pytest_fsdp_comm.tree import Precision
     from pytest_fsdp_comm.tree_facts import ParameterFacts, TreeFacts, UnitFacts, UnitKey
 
 
@@ -119,16 +119,20 @@ def _unit_changes(old: UnitFacts | None, new: UnitFacts | None) -> Iterator[str]
         yield f"{_axes(old)} -> {_axes(new)}"
     if old.reshard_after_forward != new.reshard_after_forward:
         yield f"reshard_after_forward {old.reshard_after_forward} -> {new.reshard_after_forward}"
-    for entry in fields(old.precision):
-        before, after = getattr(old.precision, entry.name), getattr(new.precision, entry.name)
-        if before != after:
-            yield f"{entry.name} {before} -> {after}"
+    yield from _precision_changes(old.precision, new.precision)
     if old.offload != new.offload:
         yield "shards move to host memory" if new.offload else "shards stay on the device"
     for name in ("forward_prefetch", "backward_prefetch", "prefetch"):
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
             yield f"{name} {', '.join(before) or 'none'} -> {', '.join(after) or 'none'}"
+
+
+def _precision_changes(old: Precision, new: Precision) -> Iterator[str]:
+    for entry in fields(old):
+        before, after = getattr(old, entry.name), getattr(new, entry.name)
+        if before != after:
+            yield f"{entry.name} {before} -> {after}"
 
 
 def _axes(unit: UnitFacts) -> str:

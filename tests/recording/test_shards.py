@@ -1,0 +1,417 @@
+"""The captured tree against hand-written expectations, on simulated ranks."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pytest_fsdp_comm.capture.shards import capture_tree
+from pytest_fsdp_comm.events import MeshAxis
+from pytest_fsdp_comm.tree import Precision
+from pytest_fsdp_comm.tree_text import format_tree
+
+
+@contextlib.contextmanager
+def simulated(world_size, rank=0):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def four_ranks():
+    with simulated(4):
+        yield
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, *, layers=2, width=8, tied=False):
+        super().__init__()
+        self.embed = nn.Embedding(16, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 16, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def sharded(model=None, **policy):
+    model = Model() if model is None else model
+    for layer in model.layers:
+        fully_shard(layer, **policy)
+    return fully_shard(model, **policy)
+
+
+def unit_of(tree, name):
+    (index,) = (i for i in range(len(tree.units)) if tree.unit_name(i) == name)
+    return tree.units[index]
+
+
+def parameter(tree, fqn):
+    return dict(tree.named_parameters())[fqn]
+
+
+def placements(tree, fqn):
+    return [(entry.axis, entry.text) for entry in parameter(tree, fqn).placements]
+
+
+pytestmark = pytest.mark.usefixtures("four_ranks")
+
+
+def test_blocks_and_root():
+    tree = capture_tree(sharded())
+    assert str(tree) == (
+        "[Model] FULLY SHARDED\n"
+        "    embed[Embedding]\n"
+        "    layers[ModuleList]\n"
+        "        layers.0[Block] FULLY SHARDED\n"
+        "            layers.0.up[Linear]\n"
+        "            layers.0.down[Linear]\n"
+        "        layers.1[Block] FULLY SHARDED\n"
+        "            layers.1.up[Linear]\n"
+        "            layers.1.down[Linear]\n"
+        "    head[Linear]"
+    )
+    assert tree.module_to_fqns == {
+        "": ("embed.weight", "head.weight"),
+        "layers.0": (
+            "layers.0.up.weight",
+            "layers.0.up.bias",
+            "layers.0.down.weight",
+            "layers.0.down.bias",
+        ),
+        "layers.1": (
+            "layers.1.up.weight",
+            "layers.1.up.bias",
+            "layers.1.down.weight",
+            "layers.1.down.bias",
+        ),
+    }
+    assert (tree.world_size, tree.mesh_axes) == (4, (MeshAxis(name="world", size=4),))
+    assert tree.is_sharded
+    root, block = unit_of(tree, ""), unit_of(tree, "layers.0")
+    assert (root.is_root, root.reshard_after_forward) == (True, False)
+    assert (block.is_root, block.reshard_after_forward) == (False, True)
+    # up 16x8 + 16, down 8x16 + 8, in float32; every first dimension divides by 4.
+    assert block.nbytes_gathered == 4 * (128 + 16 + 128 + 8)
+    assert (block.nbytes_padding, block.nbytes_kept) == (0, block.nbytes_gathered // 4)
+
+
+def test_the_snapshot_of_blocks_and_root():
+    assert format_tree(capture_tree(sharded())).splitlines()[1:] == [
+        "world_size 4",
+        "mesh world=4",
+        "unit (root) fsdp2 root shard=world reshard_after_forward=false",
+        "unit layers.{0..1} fsdp2 shard=world reshard_after_forward=true",
+        "parameter embed.weight float32[16,8] world=Shard(0)",
+        "parameter head.weight float32[16,8] world=Shard(0)",
+        "parameter layers.{0..1}.down.bias float32[8] world=Shard(0)",
+        "parameter layers.{0..1}.down.weight float32[8,16] world=Shard(0)",
+        "parameter layers.{0..1}.up.bias float32[16] world=Shard(0)",
+        "parameter layers.{0..1}.up.weight float32[16,8] world=Shard(0)",
+        "total 3 units, 10 parameters",
+        "end",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "root", "block"),
+    [(True, True, True), (False, False, False), (None, False, True), (2, 2, 2), (4, True, True)],
+)
+def test_effective_reshard_after_forward(asked, root, block):
+    tree = capture_tree(sharded(reshard_after_forward=asked))
+    assert unit_of(tree, "").reshard_after_forward == root
+    assert unit_of(tree, "layers.1").reshard_after_forward == block
+
+
+def test_reshard_set_later():
+    model = sharded()
+    model.layers[1].set_reshard_after_forward(False)
+    tree = capture_tree(model)
+    assert unit_of(tree, "layers.0").reshard_after_forward is True
+    assert unit_of(tree, "layers.1").reshard_after_forward is False
+
+
+def test_without_a_root_each_block_is_one():
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer)
+    tree = capture_tree(model)
+    assert [(unit.is_root, unit.reshard_after_forward) for unit in tree.units] == [
+        (True, False),
+        (True, False),
+    ]
+    assert parameter(tree, "embed.weight").unit is None
+    assert not parameter(tree, "embed.weight").is_sharded
+
+
+@pytest.mark.parametrize("reshard", [True, False, None, 2])
+def test_running_the_model_does_not_change_its_tree(reshard):
+    model = sharded(Model(tied=True), reshard_after_forward=reshard)
+    before = capture_tree(model)
+    tokens = torch.zeros(4, dtype=torch.long)
+    loss = model(tokens).sum()
+    assert format_tree(capture_tree(model)) == format_tree(before)  # partly unsharded
+    loss.backward()
+    assert capture_tree(model) == before
+
+
+def test_capture_dispatches_nothing_and_initializes_nothing():
+    class Refuse(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(f"the capture called {func}")
+
+    model = sharded()
+    with Refuse():
+        tree = capture_tree(model)
+    assert tree.is_sharded
+    states = [model._get_fsdp_state(), model.layers[0]._get_fsdp_state()]
+    assert [state._is_root for state in states] == [None, None]
+    assert states[0]._fsdp_param_groups[0]._module_fqn is None
+
+
+def test_hsdp():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    tree = capture_tree(sharded(mesh=mesh))
+    block = unit_of(tree, "layers.0")
+    assert block.shard_axis == MeshAxis(name="shard", size=2)
+    assert block.replicate_axis == MeshAxis(name="replica", size=2)
+    assert placements(tree, "layers.0.up.bias") == [
+        ("replica", "Replicate()"),
+        ("shard", "Shard(0)"),
+    ]
+    assert parameter(tree, "layers.0.up.bias").local_numels == (8, 8, 8, 8)
+
+
+def test_tensor_parallelism_alone():
+    model = Block()
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    tree = capture_tree(model)
+    assert not tree.units
+    assert tree.is_sharded
+    assert placements(tree, "up.weight") == [("tp", "Shard(0)")]
+    assert placements(tree, "down.weight") == [("tp", "Shard(1)")]
+    assert placements(tree, "down.bias") == [("tp", "Replicate()")]
+    assert parameter(tree, "down.weight").local_numel == 8 * 16 // 4
+
+
+def test_fsdp_over_tensor_parallelism():
+    model = Block()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    tree = capture_tree(model)
+    assert placements(tree, "up.weight") == [("dp", "StridedShard(0,2)"), ("tp", "Shard(0)")]
+    assert placements(tree, "down.weight") == [("dp", "Shard(0)"), ("tp", "Shard(1)")]
+    # This rank's half of each weight and of up.bias, and down.bias whole.
+    assert tree.units[0].nbytes_gathered == 4 * (64 + 8 + 64 + 8)
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (1, 4)])
+@pytest.mark.parametrize("width", [1, 3, 5, 8])
+def test_local_numels_are_what_each_rank_keeps(mesh_shape, width):
+    names = ("dp", "tp")[: len(mesh_shape)]
+    kept = []
+    for rank in range(4):
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        model = Block(width)
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+        if "tp" in names:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(model, mesh["tp"], plan)
+        fully_shard(model, mesh=mesh["dp"])
+        tree = capture_tree(model)
+        kept.append({fqn: entry.local_numel for fqn, entry in tree.named_parameters()})
+    for fqn, entry in tree.named_parameters():
+        assert entry.local_numels == tuple(numels[fqn] for numels in kept), fqn
+
+
+def test_padding_of_uneven_shards():
+    tree = capture_tree(fully_shard(nn.Linear(10, 5)))
+    # 5 rows on 4 ranks: 2 rows each, padded to 8 rows of 10, and 8 of the bias.
+    (unit,) = tree.units
+    assert unit.nbytes_gathered == 4 * (8 * 10 + 8)
+    assert unit.nbytes_padding == 4 * (3 * 10 + 3)
+    assert unit.nbytes_kept == 4 * (2 * 10 + 2)
+    assert parameter(tree, "weight").local_numels == (20, 20, 10, 0)
+
+
+def test_mixed_precision_offload_and_prefetch():
+    model = sharded(
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        offload_policy=CPUOffloadPolicy(pin_memory=False),
+    )
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
+    model.layers[1].set_modules_to_backward_prefetch([model.layers[0]])
+    tree = capture_tree(model)
+    first, second = unit_of(tree, "layers.0"), unit_of(tree, "layers.1")
+    assert first.precision == Precision(param_dtype="bfloat16", reduce_dtype="float32")
+    assert first.offload
+    assert first.nbytes_gathered == 2 * (128 + 16 + 128 + 8)
+    assert first.nbytes_kept == 128 + 16 + 128 + 8
+    assert [tree.unit_name(i) for i in first.forward_prefetch] == ["layers.1"]
+    assert [tree.unit_name(i) for i in second.backward_prefetch] == ["layers.0"]
+    assert (
+        "unit layers.0 fsdp2 shard=world reshard_after_forward=true param_dtype=bfloat16 "
+        "reduce_dtype=float32 offload forward_prefetch=layers.1\n"
+    ) in format_tree(tree)
+
+
+def test_modules_grouped_into_one_unit():
+    model = Model()
+    fully_shard([model.head, model.layers[1]])
+    fully_shard(model)
+    tree = capture_tree(model)
+    assert unit_of(tree, "head+layers.1").nbytes_gathered == 4 * (128 + 128 + 16 + 128 + 8)
+    assert tree.module_to_fqns["head"] == ("head.weight",)
+    assert len(tree.module_to_fqns["layers.1"]) == 4
+    assert "head[Linear] FULLY SHARDED" in str(tree)
+
+
+def test_a_root_whose_children_took_all_parameters():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer)
+    tree = capture_tree(fully_shard(model))
+    assert str(tree).startswith("[Sequential] FULLY SHARDED\n")
+    root = unit_of(tree, "")
+    assert (root.is_root, root.parameters, root.reshard_after_forward) == (True, (), None)
+    assert unit_of(tree, "0").reshard_after_forward is True
+
+
+def test_tied_parameters_are_one_with_two_names():
+    tree = capture_tree(sharded(Model(tied=True)))
+    assert "head.weight" not in dict(tree.named_parameters())
+    index = [fqn for fqn, _ in tree.named_parameters()].index("embed.weight")
+    assert tree.tied_fqns(index) == ("head.weight",)
+    assert tree.module_to_fqns[""] == ("embed.weight",)
+
+
+def test_a_tie_that_two_units_broke_is_remembered():
+    model = Model(tied=True)
+    fully_shard(model.embed)
+    tree = capture_tree(sharded(model))
+    split = parameter(tree, "head.weight").split_from
+    assert tree.parameter_fqn(split) == "embed.weight"
+
+
+def test_frozen_and_ignored_parameters():
+    model = Model()
+    model.embed.weight.requires_grad = False
+    fully_shard(model, ignored_params={model.head.weight})
+    tree = capture_tree(model)
+    assert not parameter(tree, "embed.weight").trainable
+    assert parameter(tree, "embed.weight").is_sharded
+    assert parameter(tree, "head.weight").unit is None
+    text = format_tree(tree)
+    assert "parameter embed.weight float32[16,8] frozen world=Shard(0)\n" in text
+    assert "parameter head.weight float32[16,8] unmanaged\n" in text
+
+
+def test_meta_device_and_fake_tensors():
+    with torch.device("meta"):
+        model = Model()
+    tree = capture_tree(sharded(model))
+    assert {entry.device for entry in tree.parameters} == {"meta"}
+    assert tree.notes == ("10 of 10 parameters are on the meta device and hold no data yet",)
+    on_cpu = capture_tree(sharded())
+    assert format_tree(tree) == format_tree(on_cpu)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        inside = capture_tree(model)
+    assert format_tree(inside) == format_tree(on_cpu)
+
+
+def test_moving_to_another_dtype_after_sharding_is_seen():
+    model = sharded()
+    model.to(torch.bfloat16)
+    assert parameter(capture_tree(model), "layers.0.up.weight").dtype == "bfloat16"
+
+
+def test_an_unsharded_model_says_so():
+    tree = capture_tree(Model())
+    assert not tree.is_sharded
+    assert not tree.units
+    assert sum(math.prod(entry.shape) for entry in tree.parameters) == sum(
+        tensor.numel() for tensor in Model().parameters()
+    )
+
+
+def test_order_of_construction_and_class_names_do_not_show():
+    class Renamed(Model):
+        pass
+
+    model = Renamed(tied=True)
+    for module in (model, *model.layers):
+        module._modules = dict(reversed(module._modules.items()))
+    assert format_tree(capture_tree(sharded(model))) == format_tree(
+        capture_tree(sharded(Model(tied=True)))
+    )
+
+
+def test_wrappers_leave_no_trace_in_the_snapshot():
+    model = Model()
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    model.layers[1] = torch.compile(model.layers[1], backend="eager")
+    tree = capture_tree(torch.compile(sharded(model), backend="eager"))
+    assert format_tree(tree) == format_tree(capture_tree(sharded()))
+    wrappers = {tree.module_fqn(i): node.wrappers for i, node in enumerate(tree.modules)}
+    assert wrappers[""] == ("OptimizedModule",)
+    assert wrappers["layers.0"] == ("CheckpointWrapper",)
+    assert wrappers["layers.1"] == ("OptimizedModule",)
+
+
+def test_a_module_at_two_places_is_listed_once():
+    model = Model()
+    model.again = model.layers[0]
+    tree = capture_tree(sharded(model))
+    # Natural order meets `again` before `layers`; the order of registration does not matter.
+    assert "layers.0[Block] FULLY SHARDED is again" not in str(tree)
+    assert "    again[Block] FULLY SHARDED\n" in str(tree)
+    assert "        layers.0[Block] is again\n" in str(tree)
+    assert len(tree.parameters) == 10
+
+
+def test_every_parameter_is_there_with_its_global_shape():
+    model = sharded(Model(tied=True))
+    tree = capture_tree(model)
+    listed = {}
+    for index, (fqn, entry) in enumerate(tree.named_parameters()):
+        for name in (fqn, *tree.tied_fqns(index)):
+            listed[name] = entry.shape
+    state = {fqn: tuple(tensor.shape) for fqn, tensor in model.state_dict().items()}
+    assert listed == state
+    assert all(isinstance(tensor, DTensor) for tensor in model.state_dict().values())

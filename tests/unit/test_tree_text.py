@@ -1,0 +1,301 @@
+"""The tree's snapshot reads back exactly, and says where it is broken."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_fsdp_comm.errors import SnapshotFormatError
+from pytest_fsdp_comm.events import MeshAxis
+from pytest_fsdp_comm.layout import AxisPlacement
+from pytest_fsdp_comm.tree import ModuleNode, ParameterNode, Precision, ShardTree, ShardUnit
+from pytest_fsdp_comm.tree_diff import TreeChange, compare_trees
+from pytest_fsdp_comm.tree_facts import tree_facts
+from pytest_fsdp_comm.tree_text import format_tree, parse_tree
+
+AXES = (MeshAxis(name="dp", size=2), MeshAxis(name="tp ]=,", size=2))
+NAMES = st.one_of(
+    st.sampled_from(["0", "1", "2", "10", "weight", "tied", "a b", "{0}", "#", "(root)", "x,y"]),
+    st.text(min_size=1).filter(lambda name: "." not in name),
+)
+DTYPES = st.sampled_from(["float32", "bfloat16", "float8_e4m3fn"])
+PLACEMENTS = st.lists(
+    st.sampled_from(AXES).flatmap(
+        lambda axis: st.sampled_from(
+            [
+                AxisPlacement(axis=axis.name, size=axis.size, kind="shard", dim=0, text="Shard(0)"),
+                AxisPlacement(axis=axis.name, size=axis.size, kind="replicate", text="Replicate()"),
+            ]
+        )
+    ),
+    max_size=2,
+).map(tuple)
+RESHARD = st.one_of(st.none(), st.booleans(), st.integers(2, 64))
+
+
+@st.composite
+def trees(draw):
+    """Trees of a few modules, with units anywhere and names of any characters."""
+    modules = [ModuleNode(name="", parent=None, depth=0, class_name="Model")]
+    for _ in range(draw(st.integers(0, 6))):
+        parent = draw(st.integers(0, len(modules) - 1))
+        taken = {node.name for node in modules if node.parent == parent}
+        name = draw(NAMES.filter(lambda name, taken=taken: name not in taken))
+        depth = modules[parent].depth + 1
+        modules.append(ModuleNode(name=name, parent=parent, depth=depth, class_name="Block"))
+    parameters = []
+    used = {(node.parent, node.name) for node in modules}
+    for _ in range(draw(st.integers(0, 8))):
+        slot = draw(st.tuples(st.integers(0, len(modules) - 1), NAMES))
+        if slot not in used:
+            used.add(slot)
+            parameters.append(draw(parameter_nodes(slot)))
+    owners = st.lists(st.sampled_from(range(len(modules))), min_size=1, max_size=2, unique=True)
+    units = [draw(shard_units(tuple(draw(owners)))) for _ in range(draw(st.integers(0, 3)))]
+    return ShardTree(
+        rank=0,
+        world_size=4,
+        backend="gloo",
+        torch_version="2.13.0",
+        mesh_axes=AXES,
+        modules=tuple(modules),
+        parameters=tuple(parameters),
+        units=tuple(units),
+    )
+
+
+@st.composite
+def parameter_nodes(draw, slot):
+    return ParameterNode(
+        module=slot[0],
+        name=slot[1],
+        tied=draw(st.sampled_from([(), ((0, "tied to"),)])),
+        shape=tuple(draw(st.lists(st.integers(0, 99), max_size=3))),
+        dtype=draw(DTYPES),
+        itemsize=4,
+        placements=draw(PLACEMENTS),
+        local_numel=1,
+        trainable=draw(st.booleans()),
+        device="cpu",
+        unit=draw(st.sampled_from([None, 0])),
+    )
+
+
+@st.composite
+def shard_units(draw, modules):
+    axis = st.one_of(st.none(), st.sampled_from(AXES))
+    return ShardUnit(
+        kind=draw(st.sampled_from(["fsdp2", "fsdp1", "replicate", "ddp"])),
+        modules=modules,
+        parameters=(),
+        is_root=draw(st.booleans()),
+        shard_axis=draw(axis),
+        replicate_axis=draw(axis),
+        reshard_after_forward=draw(RESHARD),
+        precision=Precision(
+            param_dtype=draw(st.one_of(st.none(), DTYPES)),
+            cast_forward_inputs=draw(st.booleans()),
+        ),
+        offload=draw(st.booleans()),
+        forward_prefetch=draw(st.sampled_from([(), (0,)])),
+        prefetch=draw(st.sampled_from(["", "BACKWARD_PRE FORWARD"])),
+        nbytes_gathered=0,
+        nbytes_padding=0,
+        nbytes_kept=0,
+    )
+
+
+@given(trees())
+def test_text_round_trips(tree):
+    text = format_tree(tree)
+    facts = parse_tree(text, where="x.comm")
+    assert facts == tree_facts(tree)
+    assert compare_trees(facts, tree_facts(tree)) == ()
+
+
+@given(trees(), st.randoms())
+def test_order_of_construction_does_not_show(tree, random):
+    parameters = list(tree.parameters)
+    random.shuffle(parameters)
+    shuffled = dataclasses.replace(tree, parameters=tuple(parameters))
+    assert format_tree(shuffled) == format_tree(tree)
+
+
+@given(trees(), trees())
+def test_different_texts_have_changes_and_equal_ones_none(first, second):
+    old, new = tree_facts(first), tree_facts(second)
+    same = format_tree(first) == format_tree(second)
+    assert (compare_trees(old, new) == ()) == same
+    assert bool(compare_trees(new, old)) == bool(compare_trees(old, new))
+
+
+DOCUMENT = """\
+# pytest-fsdp-comm 1 tree | torch 2.13.0, gloo (not compared)
+world_size 4
+mesh dp=4
+unit (root) fsdp2 root shard=dp reshard_after_forward=false
+unit layers.{0..3} fsdp2 shard=dp reshard_after_forward=true param_dtype=bfloat16
+parameter embed.weight float32[512,64] dp=Shard(0) tied=head.weight
+parameter layers.{0..3}.weight float32[64,64] dp=Shard(0)
+total 5 units, 5 parameters
+end
+"""
+REMEDY = (
+    ". Nothing was overwritten: restore the file with `git checkout`, or delete it and record it "
+    "anew with --snapshot-update"
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        (
+            "world_size 4",
+            "world_size four",
+            "line 2: expected world_size and a number, got 'four'",
+        ),
+        ("world_size 4\n", "", "line 2: expected world_size ..., got 'mesh dp=4'"),
+        ("mesh dp=4", "mesh dp", "line 3: expected mesh axes such as dp=4, got 'dp'"),
+        (
+            "unit (root) fsdp2",
+            "unit (root) fsdp3",
+            "line 4: expected one of fsdp2, fsdp1, replicate, ddp after the unit, got 'fsdp3'",
+        ),
+        (
+            "reshard_after_forward=true",
+            "reshard",
+            "line 5: expected a unit's policy such as reshard_after_forward=true, got 'reshard'",
+        ),
+        (
+            "reshard_after_forward=true",
+            "reshard_after_forward=maybe",
+            "line 5: expected reshard_after_forward=true, =false or a number of ranks, got 'maybe'",
+        ),
+        (
+            "layers.{0..3} fsdp2",
+            "layers.{3..0} fsdp2",
+            "line 5: bad numbers {3..0} in 'layers.{3..0}': expected ascending numbers and ranges "
+            "such as {0..3,7}",
+        ),
+        (
+            "float32[512,64]",
+            "float32",
+            "line 6: expected a tensor such as float32[64,64] after the parameter, got 'float32'",
+        ),
+        ("dp=Shard(0)\n", "dp\n", "line 7: expected placements such as dp=Shard(0), got 'dp'"),
+        (
+            "parameter embed.weight float32[512,64] dp=Shard(0) tied=head.weight\n",
+            "",
+            "line 7: expected total 5 units, 4 parameters, as the lines above have, got 'total 5 "
+            "units, 5 parameters'",
+        ),
+        (
+            "unit layers.{0..3}",
+            "unit (root)",
+            "line 5: expected each unit once, got '(root)'",
+        ),
+        (
+            "parameter embed",
+            "<<<<<<< HEAD",
+            "line 6: expected unit, parameter or total ..., got '<<<<<<< HEAD.weight "
+            "float32[512,64] dp=Shard(0) tied=head.weight'",
+        ),
+        (
+            "tree |",
+            "comm |",
+            "line 1: expected a snapshot of kind 'tree', got \"one of kind 'comm'\"",
+        ),
+    ],
+)
+def test_broken_documents(old, new, problem):
+    assert DOCUMENT.count(old) == 1 or old == "dp=Shard(0)\n"
+    with pytest.raises(SnapshotFormatError) as caught:
+        parse_tree(DOCUMENT.replace(old, new), where="x.comm")
+    assert str(caught.value) == f"x.comm, {problem}{REMEDY}"
+
+
+LINES = DOCUMENT.splitlines(keepends=True)
+
+
+@pytest.mark.parametrize("end", ["", "end\n"])
+@pytest.mark.parametrize("kept", range(len(LINES) - 1))
+def test_truncated_documents_are_refused(kept, end):
+    document = "".join([*LINES[:kept], end])
+    with pytest.raises(SnapshotFormatError, match=r"^x\.comm"):
+        parse_tree(document, where="x.comm")
+
+
+def changes(old, new):
+    return [
+        str(change)
+        for change in compare_trees(parse_tree(DOCUMENT), parse_tree(DOCUMENT.replace(old, new)))
+    ]
+
+
+def test_a_parameter_that_became_replicated():
+    assert changes(
+        "layers.{0..3}.weight float32[64,64] dp=Shard(0)",
+        "layers.{0..3}.weight float32[64,64] dp=Replicate()",
+    ) == ["layers.{0..3}.weight: Shard(0) over dp -> Replicate() over dp"]
+
+
+def test_one_block_that_keeps_its_parameters():
+    document = DOCUMENT.replace(
+        "unit layers.{0..3} fsdp2 shard=dp reshard_after_forward=true param_dtype=bfloat16\n",
+        "unit layers.{0..1,3} fsdp2 shard=dp reshard_after_forward=true param_dtype=bfloat16\n"
+        "unit layers.2 fsdp2 shard=dp reshard_after_forward=false param_dtype=bfloat16\n",
+    )
+    assert compare_trees(parse_tree(DOCUMENT), parse_tree(document)) == (
+        TreeChange(subject="layers.2", what="reshard_after_forward True -> False"),
+    )
+
+
+def test_a_missing_root_is_named():
+    document = (
+        DOCUMENT.replace("unit (root) fsdp2 root shard=dp reshard_after_forward=false\n", "")
+        .replace("fsdp2 shard=dp reshard_after_forward=true", "fsdp2 root shard=dp")
+        .replace("float32[512,64] dp=Shard(0)", "float32[512,64] unmanaged")
+        .replace("5 units", "4 units")
+    )
+    document = document.replace("root shard=dp", "root shard=dp reshard_after_forward=false")
+    found = compare_trees(parse_tree(DOCUMENT), parse_tree(document))
+    assert [f"{change.subject}: {change.what}" for change in found] == [
+        "(root): is no unit of fsdp2 now",
+        "layers.{0..3}: becomes a root",
+        "layers.{0..3}: reshard_after_forward True -> False",
+        "embed.weight: Shard(0) over dp -> a plain tensor",
+        "embed.weight: managed by no unit any more",
+    ]
+    assert [bool(change.likely) for change in found] == [False, True, False, False, False]
+    assert found[1].likely.startswith("fully_shard on the root is missing")
+
+
+def test_every_other_change_has_its_words():
+    assert changes("world_size 4\nmesh dp=4", "world_size 8\nmesh dp=8") == [
+        "world_size: 4 -> 8",
+        "mesh: dp=4 -> dp=8",
+    ]
+    assert changes("param_dtype=bfloat16", "reduce_dtype=float32 offload") == [
+        "layers.{0..3}: param_dtype bfloat16 -> None",
+        "layers.{0..3}: reduce_dtype None -> float32",
+        "layers.{0..3}: shards move to host memory",
+    ]
+    assert changes("fsdp2 root shard=dp", "fsdp1 root shard=dp replicate=pp") == [
+        "(root): sharded by fsdp2 -> fsdp1",
+        "(root): sharded over dp -> sharded over dp, replicated over pp",
+    ]
+    assert changes("float32[512,64] dp", "bfloat16[512,32] frozen dp") == [
+        "embed.weight: shape [512, 64] -> [512, 32]",
+        "embed.weight: dtype float32 -> bfloat16",
+        "embed.weight: trainable -> frozen",
+    ]
+    assert changes(" tied=head.weight", "") == ["embed.weight: tied with head.weight -> none"]
+    assert changes("parameter embed.", "parameter encoder.") == [
+        "embed.weight: gone, was Shard(0) over dp",
+        "encoder.weight: added, Shard(0) over dp",
+    ]
+    assert changes("unit layers.{0..3}", "unit blocks.{0..3}") == [
+        "blocks.{0..3}: becomes a unit of its own (fsdp2)",
+        "layers.{0..3}: is no unit of fsdp2 now",
+    ]
