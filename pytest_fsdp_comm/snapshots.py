@@ -317,6 +317,10 @@ class CommSnapshot(SnapshotAssertion):
         finally:
             cast("CommSnapshotExtension", self.extension).allows_empty = False
 
+    def __repr__(self) -> str:
+        """Short, since pytest shows it beside every failure."""
+        return f"<comm_snapshot of {self.test_location.testname}>"
+
     __hash__ = None  # type: ignore[assignment]  # as in syrupy: comparing has effects
 
 

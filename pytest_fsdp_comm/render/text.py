@@ -44,8 +44,7 @@ def render_comparison(
         notes: Circumstances of the recording.
     """
     head = [f"comm_mode differs from {snapshot}"]
-    # What was sent comes before what FSDP did to send it: unshards repeat their all-gathers.
-    ordered = sorted(comparison.changes, key=lambda change: change.subject == "reshard")
+    ordered = sorted(comparison.changes, key=_weight)
     lines = [f"  {_change_line(change)}" for change in ordered]
     loud = sum(change.subject != "reshard" for change in ordered) or len(ordered)
     causes = [f"  likely: {cause}" for cause in comparison.causes]
@@ -53,6 +52,18 @@ def render_comparison(
     full = [*head, *lines, *causes, *(f"  note: {note}" for note in notes), *tail]
     short = _cut(head, lines[:loud], [*causes[:1], *tail], left_out=len(lines))
     return Explanation(short=tuple(short), full=tuple(full), is_cut=short != full)
+
+
+def _weight(change: Change) -> tuple[bool, bool, int]:
+    """Sorts what costs most to the front.
+
+    What was sent comes before what FSDP did to send it, since unshards repeat their all-gathers;
+    what is new comes before what is gone.
+    """
+    before = sum(amount.nbytes for amount in change.before)
+    after = sum(amount.nbytes for amount in change.after)
+    growth = (after - before) * len(change.owners)
+    return (change.subject == "reshard", change.phase is not None and growth <= 0, -abs(growth))
 
 
 def _cut(
@@ -92,7 +103,7 @@ def _owners(owners: Sequence[str | None]) -> str:
 
 
 def _amounts(change: Change) -> str:
-    each = " each" if len(change.owners) > 1 else ""
+    each = ", each" if len(change.owners) > 1 else ""
     if len(change.before) <= 1 and len(change.after) <= 1 and not _by_rank(change):
         before = change.before[0] if change.before else None
         after = change.after[0] if change.after else None
@@ -106,14 +117,9 @@ def _by_rank(change: Change) -> bool:
 
 def _simple(before: Amount | None, after: Amount | None) -> str:
     was, now = (before.count if before else 0), (after.count if after else 0)
-    nbytes = (after.nbytes if after else 0) - (before.nbytes if before else 0)
-    parts = []
-    if now != was:
-        parts.append(f"{now - was:+}")
-    if nbytes:
-        sign = "+" if nbytes > 0 else "-"
-        parts.append(f"{sign}{show_nbytes(abs(nbytes))} per rank")
-    return f"{was} -> {now} ({', '.join(parts)})" if now != was else f"{was} ({', '.join(parts)})"
+    text = f"{was} -> {now} ({now - was:+})" if now != was else f"{was}"
+    old, new = (before.nbytes if before else 0), (after.nbytes if after else 0)
+    return text if old == new else f"{text}, {show_nbytes(old)} -> {show_nbytes(new)} per rank"
 
 
 def _listed(amounts: Sequence[Amount]) -> str:

@@ -68,8 +68,8 @@ def test_a_bad_marker_of_a_deselected_test_stops_nobody(project):
         (
             ["--world-size", "four"],
             (
-                "--world-size: expected a whole number of ranks from 1 to 256 (to 131072 with the fake "
-                "backend), got 'four'"
+                "--world-size: expected a whole number of ranks from 1 to 256 (to 131072 with "
+                "the fake backend), got 'four'"
             ),
         ),
         (
@@ -83,8 +83,8 @@ def test_a_bad_marker_of_a_deselected_test_stops_nobody(project):
         (
             ["-o", "fsdp_comm_world_size=0"],
             (
-                "ini fsdp_comm_world_size: expected a whole number of ranks from 1 to 256 (to 131072 "
-                "with the fake backend), got '0'"
+                "ini fsdp_comm_world_size: expected a whole number of ranks from 1 to 256 (to "
+                "131072 with the fake backend), got '0'"
             ),
         ),
     ],

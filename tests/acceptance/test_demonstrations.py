@@ -1,0 +1,182 @@
+"""The two demonstrations: a change of communication fails, a refactor stays green.
+
+Each takes the example with its reviewed snapshots, edits the training code as a colleague would,
+and runs the README's command.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def llama(pytester):
+    """A copy of the example and its snapshots, and what edits and runs it."""
+    return Llama(pytester)
+
+
+class Llama:
+    def __init__(self, pytester):
+        self.pytester = pytester
+        self.code = pytester.path / "examples" / "llama_training.py"
+        for part in ("examples", "snapshots/examples"):
+            shutil.copytree(
+                ROOT / part,
+                pytester.path / part,
+                ignore=shutil.ignore_patterns("__pycache__"),
+            )
+        pytester.makeini("[pytest]")
+
+    def edit(self, old, new):
+        source = self.code.read_text()
+        assert source.count(old) == 1, f"{old!r} is not once in the example"
+        self.code.write_text(source.replace(old, new))
+
+    def line_of(self, code):
+        lines = self.code.read_text().splitlines()
+        return next(number for number, line in enumerate(lines, start=1) if code in line)
+
+    def run(self, *arguments, variant="untied"):
+        command = ("--world-size", "4", "-p", "no:cacheprovider", "-k", f"[{variant}]")
+        return self.pytester.runpytest_subprocess(*command, *arguments, "examples/test_llama.py")
+
+    def failure(self, **kwargs):
+        result = self.run(**kwargs)
+        result.assert_outcomes(failed=1, deselected=1)
+        return result.stdout.str()
+
+
+def explanation(text):
+    """The lines of the assertion's explanation."""
+    first = text.index("E       assert comm_mode differs")
+    lines = text[first:].splitlines()
+    return [
+        line.removeprefix("E").strip().removeprefix("assert ")
+        for line in lines[: next(n for n, line in enumerate(lines) if not line.startswith("E"))]
+    ]
+
+
+def test_unchanged(llama):
+    result = llama.run(variant="tied] or [untied")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["4 snapshots passed."])
+
+
+SNAPSHOT = "snapshots/examples/test_llama/test_train_step[untied].ws4.comm"
+ACCEPT = (
+    "accept: pytest --snapshot-update --world-size 4 "
+    '"examples/test_llama.py::test_train_step[untied]"'
+)
+# A block has 36,992 float32 parameters: q and o 64x64, k and v 32x64, three 64x128, two norms
+# of 64.
+# lm_head has 512x64, the root without it the embedding's 512x64 and a norm of 64.
+
+
+def test_reshard_after_forward_on_one_block(llama):
+    llama.edit(
+        "fully_shard(block, mesh=mesh)",
+        "fully_shard(block, mesh=mesh, reshard_after_forward=block.self_attn.layer_idx != 2)",
+    )
+    assert explanation(llama.failure()) == [
+        f"comm_mode differs from {SNAPSHOT}",
+        "model.layers.2 backward: all_gather[dp] 1 -> 0 (-1), 144.5 KiB -> 0 B per rank",
+        "... and 2 more changes, below",
+        "likely: model.layers.2 stays gathered between forward and backward "
+        "(reshard_after_forward became False, or the unit became a root): less traffic, more "
+        "memory",
+        ACCEPT,
+    ]
+
+
+def test_lm_head_gathered_for_each_loss_chunk(llama):
+    llama.edit(
+        "    fully_shard(model, mesh=mesh)",
+        "    fully_shard(model.lm_head, mesh=mesh)\n    fully_shard(model, mesh=mesh)",
+    )
+    text = llama.failure()
+    lines = explanation(text)
+    assert lines[0] == f"comm_mode differs from {SNAPSHOT}"
+    # Issued in the loop over the chunks.
+    line = llama.line_of("functional.cross_entropy(self.lm_head(part)")
+    assert lines[1] == (
+        "lm_head forward: all_gather[dp] 0 -> 4 (+4), 0 B -> 512.0 KiB per rank, issued at "
+        f"examples/llama_training.py:{line}"
+    )
+    assert lines[-2:] == [
+        "likely: lm_head is called 4 times in one forward (per chunk of the loss?) and gathered "
+        "for each call: unshard it once around the loop, or leave it in its parent's unit",
+        ACCEPT,
+    ]
+    assert "(root) forward: all_gather[dp] 1, 256.2 KiB -> 128.2 KiB per rank" in text
+
+
+def test_root_not_sharded(llama):
+    llama.edit("    fully_shard(model, mesh=mesh)\n", "")
+    text = llama.failure()
+    lines = explanation(text)
+    assert lines[0] == f"comm_mode differs from {SNAPSHOT}"
+    assert lines[-2:] == [
+        "likely: the root is no FSDP unit any more (is its fully_shard(model) missing?): its own "
+        "parameters are neither sharded nor reduced, and each block became a root of its own",
+        ACCEPT,
+    ]
+    for change in (
+        "(root) forward: all_gather[dp] 1 -> 0 (-1), 256.2 KiB -> 0 B per rank",
+        "(root) backward: reduce_scatter[dp] 1 -> 0 (-1), 256.2 KiB -> 0 B per rank",
+        "model.layers.{0..3} backward: all_gather[dp] 1 -> 0 (-1), 144.5 KiB -> 0 B per rank, each",
+    ):
+        assert change in text
+
+
+def test_accepting_a_change_takes_the_command_that_the_failure_names(llama):
+    llama.edit(
+        "fully_shard(block, mesh=mesh)",
+        "fully_shard(block, mesh=mesh, reshard_after_forward=False)",
+    )
+    text = llama.failure()
+    command = next(line for line in text.splitlines() if "accept:" in line).split("accept: ")[1]
+    assert "--snapshot-update" in command
+    result = llama.run("--snapshot-update")
+    result.assert_outcomes(passed=1, deselected=1)
+    llama.run().assert_outcomes(passed=1, deselected=1)
+
+
+REFACTORS = {
+    "a class renamed": [
+        (
+            "class ChunkedLossLlama(LlamaForCausalLM)",
+            "class LlamaWithChunkedLoss(LlamaForCausalLM)",
+        ),
+        ("return ChunkedLossLlama(config)", "return LlamaWithChunkedLoss(config)"),
+    ],
+    "modules built in another order": [
+        (
+            "    return ChunkedLossLlama(config)",
+            "    model = ChunkedLossLlama(config)\n"
+            "    for module in (model, model.model, *model.model.layers):\n"
+            "        module._modules = dict(reversed(module._modules.items()))\n"
+            "    return model",
+        )
+    ],
+    "logging under no_grad": [
+        (
+            "    optimizer.step()\n",
+            "    with torch.no_grad():\n"
+            "        shards = [p.grad.to_local() for p in model.parameters()]\n"
+            "        print('local gradient norm', torch.nn.utils.get_total_norm(shards))\n"
+            "    optimizer.step()\n",
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("edits", REFACTORS.values(), ids=REFACTORS.keys())
+def test_refactors_stay_green(llama, edits):
+    for old, new in edits:
+        llama.edit(old, new)
+    llama.run().assert_outcomes(passed=1, deselected=1)
