@@ -1,0 +1,303 @@
+"""FSDP1, DDP and ``replicate`` in the tree, against torch's own view of them."""
+
+import importlib
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.fsdp import _traversal_utils as torch_traversal
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pytest_fsdp_comm.capture.shards import capture_tree, list_handles, list_states
+from pytest_fsdp_comm.events import MeshAxis
+from pytest_fsdp_comm.tree import Precision
+from pytest_fsdp_comm.tree_text import format_tree
+
+CPU = torch.device("cpu")
+WORLD = 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(5, 7)
+        self.down = nn.Linear(7, 5)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(5, 5)
+        self.layers = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(5, 3)
+        self.head_twin = nn.Linear(5, 3)
+        self.head_twin.weight = self.head.weight
+
+    def forward(self, x):
+        return self.head(self.layers(self.embed(x))) + self.head_twin(x)
+
+
+def join(rank):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+
+
+@pytest.fixture(autouse=True)
+def _four_ranks():
+    join(0)
+    yield
+    dist.destroy_process_group()
+
+
+def wrapped(**options):
+    with warnings.catch_warnings():
+        # NO_SHARD and some strategies warn that they are old; that is no concern of the tree.
+        warnings.simplefilter("ignore")
+        policy = ModuleWrapPolicy({Block})
+        return Fsdp1(Model(), auto_wrap_policy=policy, device_id=CPU, **options)
+
+
+def unit_of(tree, name):
+    (index,) = (i for i in range(len(tree.units)) if tree.unit_name(i) == name)
+    return tree.units[index]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("run_first", [False, True])
+def test_units_and_names_are_those_of_torch(use_orig_params, run_first):
+    model = wrapped(use_orig_params=use_orig_params)
+    if run_first:
+        model(torch.ones(2, 5)).sum().backward()
+    tree = capture_tree(model)
+    expected = {}
+    for wrapper in Fsdp1.fsdp_modules(model):
+        name = next(name for name, module in model.named_modules() if module is wrapper)
+        fqns = [f"{name}.{fqn}".lstrip(".") for fqn in wrapper._handle.flat_param._fqns]
+        expected[clean_tensor_name(name)] = tuple(map(clean_tensor_name, fqns))
+    assert tree.module_to_fqns == expected
+    assert set(expected) == {"", "layers.0", "layers.1"}
+    assert list(list_states(model)) == torch_traversal._get_fsdp_states(model)
+    assert list(list_handles(model)) == torch_traversal._get_fsdp_handles(model)
+
+
+def test_the_outline_has_no_wrappers():
+    tree = capture_tree(wrapped(use_orig_params=True))
+    assert str(tree).splitlines() == [
+        "[Model] FULLY SHARDED",
+        "    embed[Linear]",
+        "    layers[Sequential]",
+        "        layers.0[Block] FULLY SHARDED",
+        "            layers.0.up[Linear]",
+        "            layers.0.down[Linear]",
+        "        layers.1[Block] FULLY SHARDED",
+        "            layers.1.up[Linear]",
+        "            layers.1.down[Linear]",
+        "    head[Linear]",
+        "    head_twin[Linear]",
+    ]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_local_numels_are_what_each_rank_keeps(use_orig_params):
+    kept = []
+    for rank in range(WORLD):
+        dist.destroy_process_group()
+        join(rank)
+        tree = capture_tree(wrapped(use_orig_params=use_orig_params))
+        kept.append({fqn: entry.local_numel for fqn, entry in tree.named_parameters()})
+    for fqn, entry in tree.named_parameters():
+        assert entry.local_numels == tuple(numels[fqn] for numels in kept), fqn
+        assert sum(entry.local_numels) == math.prod(entry.shape)
+
+
+def test_bytes_of_a_flat_parameter():
+    block = unit_of(capture_tree(wrapped(use_orig_params=False)), "layers.0")
+    # 5*7 + 7 + 7*5 + 5 = 82 elements, padded to 84 on 4 ranks, in float32.
+    assert (block.nbytes_gathered, block.nbytes_padding, block.nbytes_kept) == (336, 8, 84)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "root", "block"),
+    [
+        (ShardingStrategy.FULL_SHARD, False, True),
+        (ShardingStrategy.SHARD_GRAD_OP, False, False),
+        (ShardingStrategy.NO_SHARD, None, None),
+    ],
+)
+def test_strategies(strategy, root, block):
+    tree = capture_tree(wrapped(sharding_strategy=strategy, use_orig_params=True))
+    assert unit_of(tree, "").reshard_after_forward is root
+    assert unit_of(tree, "layers.0").reshard_after_forward is block
+    assert tree.is_sharded == (block is not None)
+    assert ("FULLY SHARDED" in str(tree)) == tree.is_sharded
+
+
+def test_hybrid_sharding():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    tree = capture_tree(
+        wrapped(
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh, use_orig_params=True
+        )
+    )
+    block = unit_of(tree, "layers.0")
+    assert block.shard_axis == MeshAxis(name="shard", size=2)
+    assert block.replicate_axis == MeshAxis(name="replica", size=2)
+    entry = dict(tree.named_parameters())["layers.0.up.weight"]
+    assert [placement.text for placement in entry.placements] == ["Replicate()", "FlatShard()"]
+    assert entry.local_numels[:2] == entry.local_numels[2:]
+
+
+def test_policies():
+    tree = capture_tree(
+        wrapped(
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.float32),
+            backward_prefetch=BackwardPrefetch.BACKWARD_POST,
+            forward_prefetch=True,
+            use_orig_params=True,
+        )
+    )
+    block = unit_of(tree, "layers.0")
+    assert block.precision == Precision(param_dtype="bfloat16", buffer_dtype="float32")
+    assert block.prefetch == "BACKWARD_POST FORWARD"
+    # use_orig_params aligns each parameter to 16 bytes: 40 + 8 + 40 + 5 elements, padded to 96.
+    assert block.nbytes_gathered == 2 * 96
+    assert "prefetch=BACKWARD_POST,FORWARD" in format_tree(tree)
+
+
+def test_tied_parameters_keep_both_names():
+    tree = capture_tree(wrapped(use_orig_params=False))
+    index = [fqn for fqn, _ in tree.named_parameters()].index("head.weight")
+    assert tree.tied_fqns(index) == ("head_twin.weight",)
+    assert len(tree.parameters) == 5 + 2 * 4
+
+
+def test_ddp():
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(Model())
+    tree = capture_tree(model)
+    assert str(tree).splitlines()[:2] == ["[Model] REPLICATED", "    embed[Linear]"]
+    (unit,) = tree.units
+    assert (unit.kind, unit.replicate_axis) == ("ddp", MeshAxis(name="world", size=1))
+    assert len(tree.module_to_fqns[""]) == len(list(model.parameters()))
+    assert not tree.is_sharded
+
+
+def test_replicate_before_its_first_forward():
+    model = Model()
+    replicate(model.layers)
+    tree = capture_tree(model)
+    (unit,) = tree.units
+    assert tree.unit_name(0) == "layers"
+    assert unit.replicate_axis == MeshAxis(name="world", size=WORLD)
+    assert "    layers[Sequential] REPLICATED\n" in str(tree)
+    assert dict(tree.named_parameters())["head.weight"].unit is None
+
+
+def test_replicate_on_the_ground_of_fsdp2():
+    module = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
+    model = Model()
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+    module.replicate(model.layers, mesh=mesh)
+    tree = capture_tree(model)
+    (unit,) = tree.units
+    assert (unit.kind, unit.shard_axis) == ("replicate", None)
+    assert unit.replicate_axis == MeshAxis(name="dp", size=WORLD)
+    assert unit.nbytes_gathered == 0
+    assert unit.reshard_after_forward is None
+    assert "    layers[Sequential] REPLICATED\n" in str(tree)
+
+
+def test_states_and_handles_of_both_kinds():
+    model = Model()
+    model.layers[0] = Fsdp1(model.layers[0], device_id=CPU, use_orig_params=True)
+    fully_shard(model.layers[1])
+    fully_shard(model.head)
+    replicate(model.embed)
+    states = list_states(model)
+    assert states == (
+        model.layers[0],
+        model.layers[1]._get_fsdp_state(),
+        model.head._get_fsdp_state(),
+    )
+    handles = list_handles(model)
+    assert handles[0] is model.layers[0]._handle
+    assert [group.modules for group in handles[1:]] == [(model.layers[1],), (model.head,)]
+
+
+def test_states_below_replicate_are_left_out_as_torch_does():
+    model = Model()
+    model.layers[0] = Fsdp1(model.layers[0], device_id=CPU, use_orig_params=True)
+    replicate(model.layers)
+    assert torch_traversal._get_fsdp_states(model) == []
+    assert list_states(model) == ()
+
+
+def test_the_private_names_are_where_they_were_read():
+    """Fails, naming the place, when an upgrade of torch moves what the readers rely on."""
+    walk = importlib.import_module("torch.distributed._composable.replicate")
+    assert hasattr(walk, "DDP")
+    assert hasattr(walk.replicate, "state")
+    contract = importlib.import_module("torch.distributed._composable.contract")
+    assert callable(contract._get_registry)
+    model = wrapped(use_orig_params=True)
+    for name in ("_handle", "_is_root", "_device_mesh", "process_group", "sharding_strategy"):
+        assert hasattr(model, name), name
+    for name in (
+        "flat_param",
+        "uses_sharded_strategy",
+        "_fwd_bwd_param_dtype",
+        "_orig_param_dtype",
+    ):
+        assert hasattr(model._handle, name), name
+    for name in (
+        "_param_infos",
+        "_shared_param_infos",
+        "_shapes",
+        "_numels",
+        "_numels_with_padding",
+        "_is_padding_mask",
+        "_shard_param_infos",
+        "_sharded_size",
+        "_params",
+        "_is_flat_param",
+    ):
+        assert hasattr(model._handle.flat_param, name), name
+    block = fully_shard(Block())
+    state = block._get_fsdp_state()
+    for name in (
+        "_modules",
+        "_is_root",
+        "_states_to_forward_prefetch",
+        "_states_to_backward_prefetch",
+    ):
+        assert hasattr(state, name), name
+    (group,) = list_handles(block)
+    for name in (
+        "fsdp_params",
+        "mesh_info",
+        "post_forward_mesh_info",
+        "mp_policy",
+        "offload_policy",
+    ):
+        assert hasattr(group, name), name
+    for name in (
+        "_module_info",
+        "sharded_param",
+        "sharded_state",
+        "_orig_size",
+        "padded_sharded_param_size",
+    ):
+        assert hasattr(group.fsdp_params[0], name), name
