@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytest
 import syrupy
@@ -18,7 +18,13 @@ from syrupy.assertion import SnapshotAssertion
 from syrupy.location import PyTestLocation
 
 from pytest_fsdp_comm.errors import FsdpCommError, UpstreamChangedError
-from pytest_fsdp_comm.snapshots import CommSnapshotExtension, bound_extension, variant_of
+from pytest_fsdp_comm.options import SETTINGS
+from pytest_fsdp_comm.snapshots import (
+    CommSnapshotExtension,
+    bound_extension,
+    describe_error,
+    variant_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -101,6 +107,9 @@ class RankSnapshots:
         index, data = made["index"], made["data"]
         if made["is_bytes"]:
             data = base64.b64decode(data)
+        settings = item.stash.get(SETTINGS, None)
+        if settings is not None and made["is_ours"]:
+            cast("CommSnapshotExtension", assertion.extension).recorded_ranks = settings.ranks
         if isinstance(index, str):
             assertion(name=index)
         else:
@@ -111,7 +120,7 @@ class RankSnapshots:
             return ""
         result = assertion.executions[assertion.num_executions - 1]
         if result.exception is not None:
-            return str(result.exception)
+            return describe_error(result, config.rootpath)
         return f"the snapshot {result.snapshot_location} changed while the test ran"
 
     def _replaying(self, extension: type) -> type:

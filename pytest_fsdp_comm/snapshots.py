@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
 
@@ -17,6 +18,7 @@ from syrupy.terminal import disable_color
 from pytest_fsdp_comm.diff import compare
 from pytest_fsdp_comm.document import END, format_profile, parse_profile, read_header
 from pytest_fsdp_comm.errors import EmptyRecordingError, FsdpCommError, SnapshotFormatError
+from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.render.text import Explanation, render_comparison
 from pytest_fsdp_comm.snapshot_names import basename, is_of_variant, snapshot_name
@@ -26,6 +28,7 @@ from pytest_fsdp_comm.tree_text import format_tree
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from syrupy.assertion import AssertionResult
     from syrupy.location import PyTestLocation
 
     from pytest_fsdp_comm.profile import CommProfile
@@ -56,6 +59,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         """Starts without an exchange; `bind_snapshot` gives one."""
         super().__init__()
         self.allows_empty = False
+        self.recorded_ranks: tuple[int, ...] = ()
         self.gather: Callable[[str], list[str]] = lambda text: [text]
         # What was serialized, by its text: with details that the text does not hold.
         self._profiles: dict[str, CommProfile] = {}
@@ -97,24 +101,27 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
                 "nothing: is fully_shard(model) missing? A test whose point is that nothing is "
                 "sharded says comm_snapshot(allow_empty=True)"
             )
-        return _merge_tree_texts(self.gather(format_tree(tree)))
+        return _merge_tree_texts(gather_alike(self.gather, "fsdp_tree", format_tree(tree)))
 
     def matches(self, *, serialized_data: Any, snapshot_data: Any) -> bool:
         """Compares what counts; exactly when updating, so that an update also refreshes a file."""
-        if self.updates:
-            # The first line names versions: a change of it alone is no reason to touch the file.
-            return _body(serialized_data) == _body(snapshot_data)
+        # The first line names versions: a change of it alone is no difference.
+        if _body(serialized_data) == _body(snapshot_data):
+            return True
         kind = read_header(snapshot_data, where="the snapshot")
-        if kind != read_header(serialized_data, where="the recording"):
+        if kind != "comm" or kind != read_header(serialized_data, where="the recording"):
             return False
-        if kind != "comm":
-            return _body(serialized_data) == _body(snapshot_data)
         new = self.profile_of(serialized_data)
+        is_part = len(new.recorded_ranks) not in {0, new.world_size}
+        # An update writes what differs in any way, but not a part over the whole.
+        if self.updates and not is_part:
+            return False
         return not compare(parse_profile(snapshot_data), new).changes
 
     def profile_of(self, text: str) -> CommProfile:
         """The profile behind a serialized text, with sites and notes if it was recorded here."""
-        return self._profiles.get(text) or parse_profile(text)
+        known = self._profiles.get(text)
+        return known or replace(parse_profile(text), recorded_ranks=self.recorded_ranks)
 
     def read_snapshot_data_from_location(
         self, *, snapshot_location: str, snapshot_name: str, session_id: str
@@ -128,7 +135,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         path = Path(snapshot_location)
         try:
             text = path.read_bytes().decode("utf-8")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, UnicodeDecodeError) as error:
             raise SnapshotFormatError(
@@ -149,20 +156,13 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         """Writes a file all at once: an interrupted update leaves the old file whole.
 
         Raises:
-            FsdpCommError: The directory cannot be written.
+            OSError: The directory cannot be made or written; `describe_error` makes it readable.
         """
         del name_order
         path = Path(snapshot_collection.location)
         for snapshot in snapshot_collection:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                _write_atomically(path, str(snapshot.data))
-            except OSError as error:
-                raise FsdpCommError(
-                    f"cannot write the snapshot {shown_path(path, cls.rootdir)} "
-                    f"({error.strerror or error}); the old one, if any, is unchanged. Make the "
-                    "directory writable, or choose another with ini fsdp_comm_snapshot_dir"
-                ) from None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write_atomically(path, str(snapshot.data))
 
     def delete_snapshots(self, *, snapshot_location: str, snapshot_names: set[str]) -> None:
         """Deletes an obsolete file, and its directory if nothing else is in it."""
@@ -373,7 +373,7 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
         return None
     where = shown_path(Path(result.snapshot_location), config.rootpath)
     if result.exception is not None:
-        return str(result.exception).splitlines() or [type(result.exception).__name__]
+        return describe_error(result, config.rootpath).splitlines()
     _keep_received(config, extension, result)
     accept = update_command(config, result.test_location.nodeid)
     if result.recalled_data is None:
@@ -388,6 +388,23 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
     details = [*(explanation.full if explanation.is_cut else ()), *difference]
     result.test_location.item.add_report_section("call", "comparison", "\n".join(details) + "\n")
     return list(explanation.short)
+
+
+def describe_error(result: AssertionResult, rootdir: Path) -> str:
+    """Says why an assertion could not be decided or written.
+
+    Args:
+        result: syrupy's result, with an exception.
+        rootdir: pytest's root directory.
+    """
+    error = result.exception
+    if isinstance(error, OSError):
+        return (
+            f"cannot write the snapshot {shown_path(Path(result.snapshot_location), rootdir)} "
+            f"({error.strerror or error}); the old one, if any, is unchanged. Make the directory "
+            "writable, or choose another with ini fsdp_comm_snapshot_dir"
+        )
+    return str(error) or type(error).__name__
 
 
 def _explain_difference(

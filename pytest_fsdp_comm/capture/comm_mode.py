@@ -11,6 +11,7 @@ from torch import nn
 from pytest_fsdp_comm.capture.recorder import Recorder
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.events import Phase
+from pytest_fsdp_comm.gathering import gather_alike
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,7 +173,8 @@ class CommMode:
         )
         from pytest_fsdp_comm.profile import merge  # noqa: PLC0415  # see above
 
-        return merge([load_profile(text) for text in self._gather(dump_profile(self.profile))])
+        texts = gather_alike(self._gather, "comm_mode", dump_profile(self.profile))
+        return merge([load_profile(text) for text in texts])
 
     def counts(
         self,

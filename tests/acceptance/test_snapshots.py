@@ -1,0 +1,403 @@
+"""The life of a snapshot, with real ranks and small models, as a user sees it."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+SOURCE = """
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+WIDTH = 8
+
+def make(mesh):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+@pytest.mark.distributed(world_size=2)
+def test_step(device_mesh, comm_mode, fsdp_tree, comm_snapshot):
+    model = make(device_mesh())
+    with comm_mode(model):
+        model(torch.randn(2, WIDTH)).sum().backward()
+    assert comm_mode == comm_snapshot
+    assert fsdp_tree(model) == comm_snapshot(name="tree")
+"""
+COMM = "snapshots/test_it/test_step.ws2.comm"
+TREE = "snapshots/test_it/test_step.ws2.tree.comm"
+# 64 float32 in each layer; the root has no parameters of its own.
+TEXT = """\
+world_size 2
+mesh dp=2
+forward {0..1} all_gather[dp] x1 256 B
+forward {0..1} reshard x1
+forward {0..1} unshard x1
+backward {0..1} all_gather[dp] x1 256 B
+backward {0..1} reduce_scatter[dp] x1 256 B
+backward {0..1} reshard x1
+backward {0..1} unshard x1
+total all_gather[dp] x4 1_024 B
+total reduce_scatter[dp] x2 512 B
+end
+"""
+
+
+class Project:
+    def __init__(self, pytester):
+        self.pytester = pytester
+        self.path = pytester.path
+        pytester.makepyfile(test_it=SOURCE)
+
+    def edit(self, old, new):
+        file = self.path / "test_it.py"
+        source = file.read_text()
+        assert old in source
+        file.write_text(source.replace(old, new))
+
+    def append(self, source):
+        with (self.path / "test_it.py").open("a") as file:
+            file.write(source)
+
+    def run(self, *arguments):
+        return self.pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
+
+    def update(self, *arguments):
+        return self.run("--snapshot-update", *arguments)
+
+    def files(self):
+        root = self.path / "snapshots"
+        return sorted(
+            str(file.relative_to(self.path)) for file in root.rglob("*") if file.is_file()
+        )
+
+    def read(self, name):
+        return (self.path / name).read_text()
+
+
+@pytest.fixture
+def project(pytester):
+    return Project(pytester)
+
+
+@pytest.fixture
+def recorded(project):
+    project.update().assert_outcomes(passed=1)
+    assert project.files() == [COMM, TREE]
+    return project
+
+
+def explained(result, *texts):
+    shown = result.stdout.str()
+    for text in texts:
+        assert text in shown
+    assert "Traceback" not in shown
+    assert "INTERNALERROR" not in shown
+
+
+def test_missing_then_recorded_then_green(project):
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    explained(
+        result,
+        f"there is no snapshot {COMM} yet",
+        'record it: pytest --snapshot-update "test_it.py::test_step"',
+    )
+    assert project.files() == []
+
+    result = project.update()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["2 snapshots generated."])
+    header, _, body = project.read(COMM).partition("\n")
+    assert header.startswith("# pytest-fsdp-comm 1 comm | torch ")
+    assert header.endswith(", gloo (not compared)")
+    assert body == TEXT
+
+    for _ in range(2):
+        result = project.run()
+        result.assert_outcomes(passed=1)
+        result.stdout.fnmatch_lines(["2 snapshots passed."])
+
+
+def test_an_update_without_a_change_touches_no_file(recorded):
+    file = recorded.path / COMM
+    # Versions in the first line are no reason to write.
+    file.write_text(file.read_text().replace("torch 2", "torch 1"))
+    before = file.read_text()
+    recorded.update().assert_outcomes(passed=1)
+    assert file.read_text() == before
+
+
+def test_the_fake_backend_compares_with_the_same_file(recorded):
+    result = recorded.run("--comm-backend", "fake")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["2 snapshots passed."])
+
+
+def test_under_xdist(project):
+    pytest.importorskip("xdist")
+    project.append("".join(
+        f"\n@pytest.mark.distributed(world_size=2)\ndef test_more_{n}(device_mesh, comm_mode, "
+        "comm_snapshot):\n    model = make(device_mesh())\n    with comm_mode(model):\n"
+        "        model(torch.randn(2, WIDTH))\n    assert comm_mode == comm_snapshot\n"
+        for n in range(4)
+    ))  # fmt: skip
+    project.update("-n", "2").assert_outcomes(passed=5)
+    assert len(project.files()) == 6
+    result = project.run("-n", "2")
+    result.assert_outcomes(passed=5)
+    result.stdout.fnmatch_lines(["6 snapshots passed."])
+
+
+def test_another_world_size_has_its_own_file(recorded):
+    recorded.edit("world_size=2", "world_size=3")
+    result = recorded.run()
+    result.assert_outcomes(failed=1)
+    explained(result, "there is no snapshot snapshots/test_it/test_step.ws3.comm yet")
+    recorded.update().assert_outcomes(passed=1)
+    # Those of the world size that did not run are not unused.
+    assert len(recorded.files()) == 4
+
+
+def test_obsolete_snapshots_are_reported_and_removed_by_an_update(recorded):
+    recorded.edit("def test_step(", "def test_renamed(")
+    recorded.update().assert_outcomes(passed=1)
+    assert recorded.files() == [
+        "snapshots/test_it/test_renamed.ws2.comm",
+        "snapshots/test_it/test_renamed.ws2.tree.comm",
+    ]
+    recorded.edit('    assert fsdp_tree(model) == comm_snapshot(name="tree")', "")
+    result = recorded.run("--snapshot-details")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    explained(result, "1 snapshot passed. 1 snapshot unused.")
+
+
+def test_foreign_files_are_left_alone(recorded):
+    notes = recorded.path / "snapshots" / "test_it" / "README.txt"
+    notes.write_text("mine")
+    recorded.update().assert_outcomes(passed=1)
+    assert notes.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "    assert False",
+        "    import os; os._exit(3)",
+        "    import os; os.kill(os.getpid(), 9)",
+        "    raise RuntimeError",
+    ],
+)
+def test_a_test_that_fails_before_it_compares_loses_nothing(recorded, failure):
+    before = {name: recorded.read(name) for name in recorded.files()}
+    recorded.edit("    model = make(device_mesh())\n    with", f"{failure}\n    with")
+    recorded.append("\ndef test_other(): pass\n")
+    recorded.update().assert_outcomes(failed=1, passed=1)
+    assert {name: recorded.read(name) for name in recorded.files()} == before
+
+
+def test_a_failing_test_without_ranks_loses_nothing(recorded):
+    recorded.edit("@pytest.mark.distributed(world_size=2)\ndef test_step", "def test_step")
+    before = recorded.files()
+    recorded.update().assert_outcomes(failed=1)
+    assert recorded.files() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda _: "", f"{COMM}, line 1: the file is empty; expected a snapshot"),
+        (lambda text: text[: len(text) // 2], "expected 'end' as the last line"),
+        (
+            lambda text: text.replace("comm 1 comm", "comm 99 comm"),
+            f"{COMM}: the snapshot has format 99, this pytest-fsdp-comm reads formats up to 1; "
+            "upgrade pytest-fsdp-comm",
+        ),
+        (
+            lambda text: text.replace("x1 256 B", "x256 B"),
+            f"{COMM}, line 4: it reads 'forward {{0..1}} all_gather[dp] x256 B'; expected",
+        ),
+        (
+            lambda text: text.replace("backward {0..1} reduce_scatter[dp] x1 256 B\n", ""),
+            "the totals do not fit the records; a line was lost, or edited by hand",
+        ),
+        (
+            lambda text: "<<<<<<< HEAD\n" + text,
+            f"{COMM}, line 1: it reads '<<<<<<< HEAD'",
+        ),
+    ],
+    ids=["empty", "truncated", "newer", "corrupted", "line lost", "merge conflict"],
+)
+def test_a_broken_snapshot_never_passes_and_is_never_overwritten(recorded, change, text):
+    file = recorded.path / COMM
+    file.write_text(change(file.read_text()))
+    broken = file.read_text()
+    for result in (recorded.run(), recorded.update()):
+        result.assert_outcomes(failed=1)
+        explained(result, text, "git checkout")
+        assert file.read_text() == broken
+
+
+def test_bytes_that_are_no_text(recorded):
+    (recorded.path / COMM).write_bytes(b"\xff\xfe\x00")
+    result = recorded.run()
+    result.assert_outcomes(failed=1)
+    explained(result, f"{COMM} cannot be read as UTF-8 text")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_unwritable_directory(recorded):
+    directory = (recorded.path / COMM).parent
+    directory.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        check_unwritable(recorded)
+    finally:
+        directory.chmod(stat.S_IRWXU)
+
+
+def test_a_directory_that_cannot_be_made(project):
+    (project.path / "snapshots").write_text("a file where the directory should be")
+    result = project.update()
+    result.assert_outcomes(failed=1)
+    explained(
+        result,
+        f"cannot write the snapshot {COMM} (",
+        "Make the directory writable, or choose another with ini fsdp_comm_snapshot_dir",
+    )
+    assert (project.path / "snapshots").is_file()
+
+
+def check_unwritable(recorded):
+    before = recorded.read(COMM)
+    recorded.edit(
+        "fully_shard(layer, mesh=mesh)",
+        "fully_shard(layer, mesh=mesh, reshard_after_forward=False)",
+    )
+    result = recorded.update()
+    result.assert_outcomes(failed=1)
+    explained(result, f"cannot write the snapshot {COMM} (Permission denied); the old one")
+    assert recorded.read(COMM) == before
+
+
+def test_another_directory(project):
+    project.pytester.makeini("[pytest]\nfsdp_comm_snapshot_dir = reviewed/comm")
+    project.update().assert_outcomes(passed=1)
+    assert not (project.path / "snapshots").exists()
+    assert (project.path / "reviewed/comm/test_it/test_step.ws2.comm").is_file()
+
+
+def test_an_empty_recording_refuses_to_become_a_snapshot(project):
+    project.edit("model(torch.randn(2, WIDTH)).sum().backward()", "pass")
+    for result in (project.run(), project.update()):
+        result.assert_outcomes(failed=1)
+        explained(
+            result,
+            "the recording has not one collective, so that a snapshot of it could never fail",
+            "comm_snapshot(allow_empty=True)",
+        )
+    assert project.files() == []
+    project.edit("comm_mode == comm_snapshot", "comm_mode == comm_snapshot(allow_empty=True)")
+    project.update().assert_outcomes(passed=1)
+    project.run().assert_outcomes(passed=1)
+
+
+def test_an_unsharded_tree_refuses_to_become_a_snapshot(project):
+    project.edit("fsdp_tree(model)", "fsdp_tree(nn.Linear(2, 2))")
+    result = project.update()
+    result.assert_outcomes(failed=1)
+    explained(result, "the tree has not one sharded parameter", "is fully_shard(model) missing?")
+
+
+def test_something_else_than_a_recording(project):
+    project.edit("assert comm_mode == comm_snapshot", "assert [1, 2] == comm_snapshot")
+    result = project.update()
+    result.assert_outcomes(failed=1)
+    explained(result, "comm_snapshot compares comm_mode and fsdp_tree(model), got list")
+
+
+def test_ranks_that_differ_are_told_and_compared(project):
+    project.edit("assert fsdp_tree", "assert True or fsdp_tree")
+    project.edit(
+        ".sum().backward()",
+        ".sum().backward()\n"
+        "        import torch.distributed as dist\n"
+        "        group = dist.new_group([0])\n"
+        "        if dist.get_rank() == 0:\n"
+        "            dist.all_reduce(torch.ones(4), group=group)",
+    )
+    project.update().assert_outcomes(passed=1)
+    line = "outside (no-module) all_reduce[size1] x1 16 B ranks 0"
+    assert line in project.read(COMM).splitlines()
+    project.run().assert_outcomes(passed=1)
+    # Rank 0 alone runs on the fake group, and is compared with its own part.
+    project.run("--comm-backend", "fake").assert_outcomes(passed=1)
+    project.edit("dist.get_rank() == 0", "dist.get_rank() == 5")
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    explained(result, "(no module) outside: all_reduce[size1] 1 (16 B) on rank 0 -> 0")
+
+
+def test_a_comparison_that_only_one_rank_makes(project):
+    project.edit(
+        "    assert comm_mode ==",
+        "    if device_mesh().get_rank() == 0:\n        assert comm_mode ==",
+    )
+    result = project.update("--comm-timeout", "30")
+    result.assert_outcomes(failed=1)
+    explained(result, "every rank has to make the same comparisons in the same order")
+
+
+def test_plain_syrupy_snapshots_work_in_ranks(project):
+    project.append(
+        "\n@pytest.mark.distributed(world_size=2)\ndef test_plain(snapshot):\n"
+        "    assert {'a': 1} == snapshot\n    assert [2] == snapshot\n"
+        "    assert 'named' == snapshot(name='x')\n"
+    )
+    result = project.update()
+    result.assert_outcomes(passed=2)
+    amber = project.path / "__snapshots__" / "test_it.ambr"
+    assert amber.read_text().count("# name: test_plain") == 3
+    result = project.run()
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["5 snapshots passed."])
+    project.edit("{'a': 1} == snapshot", "{'a': 2} == snapshot")
+    project.run().assert_outcomes(passed=1, failed=1)
+
+
+def test_names_that_differ_only_in_odd_characters(project):
+    project.edit(
+        "@pytest.mark.distributed(world_size=2)",
+        '@pytest.mark.parametrize("name", ["a/b", "a:b", "ab", "a.ws2.b"])\n'
+        "@pytest.mark.distributed(world_size=2)",
+    )
+    project.edit("def test_step(", "def test_step(name, ")
+    project.edit('    assert fsdp_tree(model) == comm_snapshot(name="tree")', "")
+    project.update().assert_outcomes(passed=4)
+    assert [Path(name).name for name in project.files()] == [
+        "test_step[a%2Ews2%2Eb].ws2.comm",
+        "test_step[a%2Fb].ws2.comm",
+        "test_step[a%3Ab].ws2.comm",
+        "test_step[ab].ws2.comm",
+    ]
+    result = project.run()
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(["4 snapshots passed."])
+
+
+def test_what_failed_comparisons_received_can_be_accepted_by_copying(recorded):
+    recorded.edit(
+        "fully_shard(layer, mesh=mesh)",
+        "fully_shard(layer, mesh=mesh, reshard_after_forward=False)",
+    )
+    result = recorded.run("--comm-artifacts", "received")
+    result.assert_outcomes(failed=1)
+    received = recorded.path / "received/test_it/test_step.ws2.comm"
+    (recorded.path / COMM).write_text(received.read_text())
+    (recorded.path / TREE).unlink()
+    result = recorded.run()
+    result.assert_outcomes(failed=1)
+    explained(result, f"there is no snapshot {TREE} yet")
