@@ -92,6 +92,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     if any(options.SETTINGS in item.stash for item in ours) and not config.option.collectonly:
         runner = config.stash[_RUNNER] = RankRunner(session, extensions)
         runner.start()
+        runner.explain_fallback()
 
 
 @pytest.hookimpl(tryfirst=True)

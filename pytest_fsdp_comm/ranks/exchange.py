@@ -45,11 +45,33 @@ class DirectoryExchange:
         """
         self._rounds += 1
         self._write(f"{self._rounds}.{self._rank}", text)
-        return [self._await(rank) for rank in self._ranks]
+        return [
+            self._await(
+                f"{self._rounds}.{rank}",
+                rank,
+                f"rank {self._rank} made comparison {self._rounds} of comm_mode or fsdp_tree, but "
+                f"rank {rank} ended the test without it; every rank has to make the same "
+                "comparisons in the same order (is one inside an `if rank == ...`?)",
+            )
+            for rank in self._ranks
+        ]
+
+    def meet(self, name: str) -> None:
+        """Waits until every rank has come to the same place.
+
+        Args:
+            name: The place; each is met at once in a test.
+
+        Raises:
+            RanksDivergedError: Another rank ended the test without coming there.
+        """
+        self._write(f"{name}.{self._rank}", "")
+        for rank in self._ranks:
+            self._await(f"{name}.{rank}", rank, f"rank {rank} ended the test before {name}")
 
     def leave(self) -> None:
         """Says that this rank will not come again."""
-        self._write(f"left.{self._rank}", str(self._rounds))
+        self._write(f"left.{self._rank}", "")
 
     def _write(self, name: str, text: str) -> None:
         # The rename makes the whole text visible at once.
@@ -57,19 +79,15 @@ class DirectoryExchange:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.rename(self._directory / name)
 
-    def _await(self, rank: int) -> str:
-        file = self._directory / f"{self._rounds}.{rank}"
+    def _await(self, name: str, rank: int, complaint: str) -> str:
+        file = self._directory / name
         left = self._directory / f"left.{rank}"
         pause_s = _FIRST_PAUSE_S
         # No deadline of its own: the supervisor ends the test at its deadline, with all stacks.
         while not file.exists():
+            # Looked at again, since it may have been written just before the rank left.
             if left.exists() and not file.exists():
-                rounds = left.read_text(encoding="utf-8")
-                raise RanksDivergedError(
-                    f"rank {self._rank} made comparison {self._rounds} of comm_mode or fsdp_tree, "
-                    f"but rank {rank} ended the test after {rounds}; every rank has to make the "
-                    "same comparisons in the same order (is one inside an `if rank == ...`?)"
-                )
+                raise RanksDivergedError(complaint)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return file.read_text(encoding="utf-8")

@@ -82,6 +82,8 @@ def join_group(context: RankContext) -> None:
         world_size=context.world_size,
         timeout=dt.timedelta(seconds=context.timeout_s + _BEYOND_DEADLINE_S),
     )
+    # Making a group is no barrier: a rank that ends right after it breaks those that still connect.
+    context.exchange.meet("joined")
 
 
 def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:

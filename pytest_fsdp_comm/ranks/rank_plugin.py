@@ -56,7 +56,14 @@ class RankPlugin:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Sends a phase's report at once: the rank may die in the next phase."""
-        self._channel.send({"report": _serializable(self._config, report), "at": time.time()})
+        self._channel.send(
+            {
+                "report": _serializable(self._config, report),
+                "at": time.time(),
+                # What comes after these places dies with the rank, unless the parent reads it.
+                "read": {log.name: log.nbytes_read for log in self._logs},
+            }
+        )
 
     def pytest_warning_recorded(
         self,
@@ -93,8 +100,11 @@ class _Log:
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self._file = path.open("rb")
+        self.nbytes_read = 0
 
     def read_new(self) -> str:
         with contextlib.suppress(ValueError, OSError, AttributeError):
             getattr(sys, self.name).flush()
-        return self._file.read().decode("utf-8", "backslashreplace")
+        new = self._file.read()
+        self.nbytes_read += len(new)
+        return new.decode("utf-8", "backslashreplace")

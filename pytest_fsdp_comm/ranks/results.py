@@ -38,3 +38,6 @@ class RankResult:
     """Why the supervisor ended it; None if it did not."""
     stacks: str
     """Where it was when it was stopped, innermost frame first; empty if unknown."""
+    unreported: dict[str, str]
+    """What it printed in the phase that it did not end, by ``stdout`` and ``stderr``; empty if it
+    finished the test."""

@@ -60,6 +60,17 @@ class RankRunner:
         if not self.fallback_reason:
             self._server = ForkServer(self._run_rank)
 
+    def explain_fallback(self) -> None:
+        """Says on the terminal why ranks are slow to start, if they are."""
+        reporter = self._session.config.pluginmanager.get_plugin("terminalreporter")
+        if self.fallback_reason and reporter is not None:
+            reporter.write_line(
+                f"fsdp-comm: {self.fallback_reason}, which a fork does not survive; ranks are "
+                "started as new pytest processes, which takes seconds for each test. Do it in a "
+                "fixture instead to have them forked",
+                yellow=True,
+            )
+
     def run(
         self, item: pytest.Item, nextitem: pytest.Item | None, settings: DistributedSettings
     ) -> None:

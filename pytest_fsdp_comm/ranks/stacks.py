@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 _PAUSE_S = 0.005
 _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)')
 # Frames of those that run the test say nothing about it.
-_RUNNERS = re.compile(r"/(_pytest|pluggy|pytest_fsdp_comm/(ranks|plugin))[/.]")
+_RUNNERS = re.compile(
+    r"/(_pytest|pytest|pluggy|xdist|execnet|pytest_fsdp_comm/(ranks|plugin))[/.]|/bin/[^/]+$|runpy(\.py|>)$"
+)
+_LIBRARY = re.compile(r"/(site-packages|dist-packages|lib/python\d\.\d+)/")
+_LIBRARY_FRAMES = 1
 
 
 def read_stacks(path: Path, *, until: float) -> str:
@@ -23,7 +27,8 @@ def read_stacks(path: Path, *, until: float) -> str:
         until: When to give up (`time.monotonic`).
 
     Returns:
-        The main thread's frames, innermost first, without those of pytest; empty if none came.
+        The main thread's frames, innermost first, those of user code before those of libraries,
+        without those of pytest; empty if none came.
     """
     text = ""
     while time.monotonic() < until:
@@ -45,4 +50,8 @@ def _main_thread(text: str) -> str:
     current = [part for part in parts if part.startswith("Current")] or parts[-1:]
     frames = [match for match in map(_FRAME.match, current[0].splitlines()) if match]
     kept = [frame for frame in frames if not _RUNNERS.search(frame["path"])]
-    return "\n".join(f"{frame['path']}:{frame['line']} in {frame['name']}" for frame in kept)
+    users = [frame for frame in kept if not _LIBRARY.search(frame["path"])]
+    inner = [frame for frame in kept if frame not in users][:_LIBRARY_FRAMES]
+    shown = [f"{frame['path']}:{frame['line']} in {frame['name']}" for frame in users]
+    shown += [f"inside {frame['name']} ({frame['path']}:{frame['line']})" for frame in inner]
+    return "\n".join(shown)

@@ -40,6 +40,7 @@ class _Rank:
     ended_at: float | None = None
     stopped: Stopped | None = None
     stacks: str = ""
+    nbytes_read: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
@@ -71,6 +72,8 @@ class Supervision:
         descriptor = processes.fileno()
         if descriptor is not None:
             self._selector.register(descriptor, selectors.EVENT_READ, None)
+        # Where the logs were when a later test of the set began.
+        self._begun_at: dict[tuple[int, str], int] = {}
         self._echo = _Echo(launch) if launch.forwards_output else None
         self.is_reusable = False
         """All ranks finished the last test and wait for another."""
@@ -99,7 +102,7 @@ class Supervision:
             self._wait(min(_POLL_S, max(deadline - now, 0.001)))
         if self._echo:
             self._echo.copy()
-        results = {number: _result(number, rank) for number, rank in self._ranks.items()}
+        results = {number: self._result(number, rank) for number, rank in self._ranks.items()}
         self.is_reusable = not any(rank.has_failed for rank in self._ranks.values()) and all(
             rank.is_done and rank.status is None for rank in self._ranks.values()
         )
@@ -108,6 +111,9 @@ class Supervision:
     def run_next(self, item_index: int, *, started_at: float) -> dict[int, RankResult]:
         """Runs another test on the same ranks."""
         for number, rank in self._ranks.items():
+            for stream in ("stdout", "stderr"):
+                path = self._launch.log_path(number, stream)
+                self._begun_at[number, stream] = path.stat().st_size if path.exists() else 0
             self._ranks[number] = _Rank(channel=rank.channel)
             if rank.channel is not None:
                 self._selector.unregister(rank.channel)
@@ -184,10 +190,36 @@ class Supervision:
             rank.stopped = why
             rank.stacks = read_stacks(self._launch.stacks_path(number), until=until)
 
+    def _result(self, number: int, rank: _Rank) -> RankResult:
+        return RankResult(
+            rank=number,
+            reports=tuple((entry["report"], entry["at"]) for entry in rank.reports),
+            warnings=tuple(rank.warnings),
+            payloads=rank.payloads,
+            escaped=rank.escaped,
+            status=None if rank.is_done else rank.status,
+            ended_at=rank.ended_at,
+            stopped=rank.stopped,
+            stacks=rank.stacks,
+            unreported={} if rank.is_done else self._unreported(number, rank),
+        )
+
+    def _unreported(self, number: int, rank: _Rank) -> dict[str, str]:
+        """What a rank printed in the phase that it did not end."""
+        found = {}
+        for stream in ("stdout", "stderr"):
+            path = self._launch.log_path(number, stream)
+            if path.exists():
+                with path.open("rb") as file:
+                    file.seek(rank.nbytes_read.get(stream, self._begun_at.get((number, stream), 0)))
+                    found[stream] = file.read().decode("utf-8", "backslashreplace")
+        return {stream: text for stream, text in found.items() if text}
+
 
 def _record(rank: _Rank, message: Mapping[str, Any]) -> None:
     if "report" in message:
         rank.reports.append({"report": message["report"], "at": message["at"]})
+        rank.nbytes_read = message["read"]
     elif "warning" in message:
         rank.warnings.append(message["warning"])
     elif "payloads" in message:
@@ -197,20 +229,6 @@ def _record(rank: _Rank, message: Mapping[str, Any]) -> None:
         rank.ended_at = message["at"]
     elif "done" in message:
         rank.is_done = True
-
-
-def _result(number: int, rank: _Rank) -> RankResult:
-    return RankResult(
-        rank=number,
-        reports=tuple((entry["report"], entry["at"]) for entry in rank.reports),
-        warnings=tuple(rank.warnings),
-        payloads=rank.payloads,
-        escaped=rank.escaped,
-        status=None if rank.is_done else rank.status,
-        ended_at=rank.ended_at,
-        stopped=rank.stopped,
-        stacks=rank.stacks,
-    )
 
 
 class _Echo:

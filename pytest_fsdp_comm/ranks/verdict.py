@@ -35,12 +35,7 @@ class _Failure:
     report: pytest.TestReport | None
     """None if the rank died."""
     text: str
-    """One line."""
-
-    @property
-    def detail(self) -> str:
-        """Everything that is known of it."""
-        return str(self.report.longrepr) if self.report else self.text
+    """What happened to the rank, to be read after its name."""
 
 
 def merge_reports(
@@ -70,16 +65,16 @@ def merge_reports(
     merged = []
     for when in _PHASES:
         present = [reports[rank][when][0] for rank in sorted(reports) if when in reports[rank]]
-        sections = _sections(reports, when)
+        sections = _sections(reports, results, when)
         blamed = late if when == "teardown" else [main[0]] if main and main[0].when == when else []
         if blamed:
             everyone = late if when == "teardown" else main
             merged.append(_failed(item, when, everyone, results, (present, sections)))
         elif present:
             merged.append(_unfailed(item, when, present, sections))
-        if merged and merged[-1].when == "setup" and not merged[-1].passed:
-            continue
-    return _without_call_after_failed_setup(_with_disagreement(item, merged, reports, failures))
+    return _without_call_after_failed_setup(
+        _with_disagreement(item, merged, reports, failures, results)
+    )
 
 
 def _loaded(result: RankResult, load: LoadReport) -> Iterable[tuple[pytest.TestReport, float]]:
@@ -131,7 +126,7 @@ def _deaths(results: Mapping[int, RankResult], reports: _Reports) -> Iterable[_F
             when=when,
             at=(result.ended_at or 0.0) - _REAPED_LATE_S,
             report=None,
-            text=f"rank {rank} {what} during {when}",
+            text=f"{what} during {when}",
         )
 
 
@@ -151,7 +146,7 @@ def _timeouts(results: Mapping[int, RankResult], timeout_s: float) -> Iterable[_
     if not late:
         return
     first = results[late[0]]
-    lines = [f"{_name(late)} did not finish within {timeout_s:g} s; every rank was ended."]
+    lines = [f"did not finish within {timeout_s:g} s, and every rank was ended."]
     for ranks, stack in _folded({rank: results[rank].stacks for rank in late}):
         lines.append(f"{_name(ranks)} {'is' if len(ranks) == 1 else 'are'} at, innermost first:")
         lines += [f"    {line}" for line in (stack or "unknown").splitlines()]
@@ -159,13 +154,14 @@ def _timeouts(results: Mapping[int, RankResult], timeout_s: float) -> Iterable[_
     if finished:
         lines.append(f"{_name(finished)} had finished.")
     seen = {report["when"] for report, _ in first.reports}
-    yield _Failure(
-        rank=late[0],
-        when=_unfinished_phase(dict.fromkeys(seen)),
-        at=float("inf"),
-        report=None,
-        text="\n".join(lines),
-    )
+    for rank in late:
+        yield _Failure(
+            rank=rank,
+            when=_unfinished_phase(dict.fromkeys(seen)),
+            at=float("inf"),
+            report=None,
+            text="\n".join(lines),
+        )
 
 
 def _failed(
@@ -178,45 +174,47 @@ def _failed(
     """The report of a failed phase: the first failure, then what the other ranks did."""
     present, sections = rest
     first = failures[0]
+    alike = _alike(failures)
     story = _story(failures, results)
-    if first.report is not None:
-        report = first.report
-        report.sections = sections
+    if first.report is None:
+        text = "\n".join(part for part in (f"{_name(alike)} {first.text}", story) if part)
+        return _timed(_new_report(item, when, text, sections), present)
+    report = first.report
+    report.sections = sections
+    if story:
+        story = f"{_name(alike)} failed{' first' if len(alike) == 1 else ''}\n{story}"
         longrepr: Any = report.longrepr
-        if story and hasattr(longrepr, "addsection"):
+        if hasattr(longrepr, "addsection"):
             longrepr.addsection("ranks", story)
-        elif story:
+        else:
             report.longrepr = f"{longrepr}\n{story}"
         crash = getattr(longrepr, "reprcrash", None)
-        if crash is not None and story:
-            crash.message = f"rank {first.rank}: {crash.message}"
-        return _timed(report, present)
-    text = f"{first.text}\n{story}" if story else first.text
-    return _timed(_new_report(item, when, text, sections), present)
+        if crash is not None:
+            crash.message = f"{_name(alike)}: {crash.message}"
+    return _timed(report, present)
+
+
+def _alike(failures: Sequence[_Failure]) -> list[int]:
+    return [failure.rank for failure in failures if failure.text == failures[0].text]
 
 
 def _story(failures: Sequence[_Failure], results: Mapping[int, RankResult]) -> str:
-    """What the ranks other than the first did; empty if all failed alike."""
+    """What the ranks did that did not fail like the first; empty if there are none."""
     first = failures[0]
+    alike = _alike(failures)
+    others = {failure.rank: failure.text for failure in failures if failure.rank not in alike}
     lines = []
-    texts = {failure.rank: failure.text for failure in failures}
-    stopped = [rank for rank, result in results.items() if result.stopped is Stopped.AFTER_FAILURE]
-    alike = [rank for rank, text in texts.items() if text == first.text]
-    if len(alike) == len(results):
-        return ""
-    if len(results) > 1:
-        failed = f"{_name(alike)} failed" if len(alike) > 1 else f"rank {first.rank} failed first"
-        lines.append(f"{failed}: {first.text.splitlines()[0]}")
-    others = {rank: text for rank, text in texts.items() if rank not in alike}
     for ranks, text in _folded(others):
-        lines.append(f"{_name(ranks)} failed later: {text.splitlines()[0]}")
+        lines.append(f"{_name(ranks)} later: {text.splitlines()[0]}")
+    stopped = [rank for rank, result in results.items() if result.stopped is Stopped.AFTER_FAILURE]
     for ranks, stack in _folded({rank: results[rank].stacks for rank in stopped}):
-        lines.append(f"{_name(ranks)} still ran and {_was(ranks)} ended, innermost frame first:")
-        lines += [f"    {line}" for line in (stack or "unknown").splitlines()]
-    passed = [rank for rank in results if rank not in texts and rank not in stopped]
-    if passed and first.at != float("inf"):
-        lines.append(f"{_name(passed)} did not fail.")
-    return "\n".join(lines) if len(lines) > 1 or first.report else ""
+        lines.append(f"{_name(ranks)} still ran and {_was(ranks)} ended:")
+        lines += [f"    {line}" for line in (stack or "where is unknown").splitlines()]
+    told = {*alike, *others, *stopped}
+    quiet = [rank for rank in results if rank not in told]
+    if quiet and first.at != float("inf"):
+        lines.append(f"{_name(quiet)} did not fail")
+    return "\n".join(lines)
 
 
 def _was(ranks: Sequence[int]) -> str:
@@ -241,6 +239,7 @@ def _with_disagreement(
     merged: list[pytest.TestReport],
     reports: _Reports,
     failures: Sequence[_Failure],
+    results: Mapping[int, RankResult],
 ) -> list[pytest.TestReport]:
     """Adds a failure where no rank failed, but ranks came to different outcomes."""
     outcomes = {rank: _category(phases) for rank, phases in reports.items()}
@@ -256,7 +255,7 @@ def _with_disagreement(
     for report in setup:
         report.outcome = "passed"
         report.longrepr = None
-    failed = _timed(_new_report(item, "call", text, _sections(reports, "call")), merged)
+    failed = _timed(_new_report(item, "call", text, _sections(reports, results, "call")), merged)
     return [*setup, failed, *[report for report in others if report.when == "teardown"]]
 
 
@@ -281,12 +280,18 @@ def _without_call_after_failed_setup(
     return merged
 
 
-def _sections(reports: _Reports, when: When) -> list[tuple[str, str]]:
+def _sections(
+    reports: _Reports, results: Mapping[int, RankResult], when: When
+) -> list[tuple[str, str]]:
     """Every rank's output up to and in a phase, equal ones folded."""
     by_title: dict[str, dict[int, str]] = {}
     for rank in sorted(reports):
         entry = reports[rank].get(when) or reports[rank].get(_before(when))
-        for title, content in entry[0].sections if entry else ():
+        parts = list(entry[0].sections) if entry else []
+        if when == _unfinished_phase(reports[rank]):
+            unreported = results[rank].unreported.items()
+            parts += [(f"Captured {stream} {when}", text) for stream, text in unreported]
+        for title, content in parts:
             known = by_title.setdefault(title, {})
             known[rank] = known.get(rank, "") + content
     several = len(reports) > 1

@@ -36,6 +36,8 @@ def run_rank(
     """Runs tests until the supervisor hangs up. Never returns to the caller's frames."""
     _tie_to_parent()
     _redirect_output(launch, rank)
+    # pytest enabled it for the terminal, where a rank's crash would write into the progress line.
+    faulthandler.enable(file=2)
     # The handler is C code on its own stack: it answers even where Python code holds the GIL.
     stacks = launch.stacks_path(rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)

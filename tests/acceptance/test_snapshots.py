@@ -207,39 +207,45 @@ def test_a_failing_test_without_ranks_loses_nothing(recorded):
     assert recorded.files() == before
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda _: "", f"{COMM}, line 1: the file is empty; expected a snapshot"),
-        (lambda text: text[: len(text) // 2], "expected 'end' as the last line"),
-        (
-            lambda text: text.replace("comm 1 comm", "comm 99 comm"),
-            f"{COMM}: the snapshot has format 99, this pytest-fsdp-comm reads formats up to 1; "
-            "upgrade pytest-fsdp-comm",
-        ),
-        (
-            lambda text: text.replace("x1 256 B", "x256 B"),
-            f"{COMM}, line 4: it reads 'forward {{0..1}} all_gather[dp] x256 B'; expected",
-        ),
-        (
-            lambda text: text.replace("backward {0..1} reduce_scatter[dp] x1 256 B\n", ""),
-            "the totals do not fit the records; a line was lost, or edited by hand",
-        ),
-        (
-            lambda text: "<<<<<<< HEAD\n" + text,
-            f"{COMM}, line 1: it reads '<<<<<<< HEAD'",
-        ),
-    ],
-    ids=["empty", "truncated", "newer", "corrupted", "line lost", "merge conflict"],
-)
-def test_a_broken_snapshot_never_passes_and_is_never_overwritten(recorded, change, text):
-    file = recorded.path / COMM
-    file.write_text(change(file.read_text()))
-    broken = file.read_text()
-    for result in (recorded.run(), recorded.update()):
-        result.assert_outcomes(failed=1)
-        explained(result, text, "git checkout")
-        assert file.read_text() == broken
+BROKEN = {
+    "empty": (lambda _: "", "line 1: the file is empty; expected a snapshot"),
+    "truncated": (lambda text: text[: len(text) // 2], "expected 'end' as the last line"),
+    "newer": (
+        lambda text: text.replace("comm 1 comm", "comm 99 comm"),
+        "the snapshot has format 99, this pytest-fsdp-comm reads formats up to 1; upgrade "
+        "pytest-fsdp-comm",
+    ),
+    "corrupted": (
+        lambda text: text.replace("x1 256 B", "x256 B"),
+        "line 4: it reads 'forward {0..1} all_gather[dp] x256 B'; expected",
+    ),
+    "lost": (
+        lambda text: text.replace("backward {0..1} reduce_scatter[dp] x1 256 B\n", ""),
+        "the totals do not fit the records; a line was lost, or edited by hand",
+    ),
+    "conflict": (lambda text: "<<<<<<< HEAD\n" + text, "line 1: it reads '<<<<<<< HEAD'"),
+}
+
+
+def test_a_broken_snapshot_never_passes_and_is_never_overwritten(project):
+    cases = list(BROKEN)
+    project.edit(
+        "@pytest.mark.distributed(world_size=2)",
+        f"@pytest.mark.parametrize('case', {cases})\n@pytest.mark.distributed(world_size=2)",
+    )
+    project.edit("def test_step(", "def test_step(case, ")
+    project.edit('    assert fsdp_tree(model) == comm_snapshot(name="tree")', "")
+    project.update().assert_outcomes(passed=len(cases))
+    broken = {}
+    for case, (change, _) in BROKEN.items():
+        file = project.path / f"snapshots/test_it/test_step[{case}].ws2.comm"
+        broken[file] = change(file.read_text())
+        assert broken[file] != file.read_text()
+        file.write_text(broken[file])
+    for result in (project.run(), project.update()):
+        result.assert_outcomes(failed=len(cases))
+        explained(result, *(text for _, text in BROKEN.values()), "git checkout")
+        assert {file: file.read_text() for file in broken} == broken
 
 
 def test_bytes_that_are_no_text(recorded):

@@ -1,0 +1,298 @@
+"""Faults on a chosen rank: the right verdict, the right rank first, and the next test passes.
+
+All faults run in one session, each followed by a healthy test.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PRELUDE = """
+import os, signal, subprocess, sys, time, warnings
+import pytest
+import torch
+import torch.distributed as dist
+
+def rank():
+    return int(os.environ["RANK"])
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A test whose ranks do different things, and what the user must read."""
+
+    body: str
+    """Of a test on 3 ranks."""
+    outcome: str = "failed"
+    says: tuple[str, ...] = ()
+    """Regular expressions that the test's part of the report must match."""
+    arguments: str = ""
+    decorators: str = ""
+    before: str = ""
+    """Fixtures."""
+    timeout_s: float = 60.0
+
+
+WAIT = "dist.barrier()"
+FAULTS = {
+    "exception": Fault(
+        body="if rank() == 2: raise LookupError('nothing here')\n    dist.barrier()",
+        says=("LookupError: nothing here", "rank 2 failed first", "ranks 0-1 still ran and were"),
+    ),
+    "assertion": Fault(
+        body="print('seen by', rank())\n    assert [rank()] == [7]",
+        says=(
+            r"assert \[\d\] == \[7\]",
+            r"Captured stdout call \(rank 0\) -+\nseen by 0",
+            r"Captured stdout call \(rank 2\) -+\nseen by 2",
+        ),
+    ),
+    "all_fail_alike": Fault(body="assert 1 == 2", says=("assert 1 == 2",)),
+    "skip_all": Fault(body="pytest.skip('not today')", outcome="skipped"),
+    "skip_mark": Fault(
+        body="raise RuntimeError",
+        decorators="@pytest.mark.skipif(True, reason='never')",
+        outcome="skipped",
+    ),
+    "skip_one": Fault(
+        body="if rank() == 1: pytest.skip('only me')",
+        says=(r"ranks disagree about the outcome: ranks 0, 2 passed; rank 1 skipped \(only me\)",),
+    ),
+    "xfail": Fault(
+        body="assert False", decorators="@pytest.mark.xfail(reason='known')", outcome="xfail"
+    ),
+    "xfail_one": Fault(
+        body="assert rank() != 0",
+        decorators="@pytest.mark.xfail(strict=False, reason='known')",
+        says=("ranks disagree", r"rank 0 failed as expected \(xfail\)", r"\(xpass\)"),
+    ),
+    "sys_exit": Fault(
+        body="if rank() == 1: sys.exit(4)\n    dist.barrier()",
+        says=("SystemExit: 4", "rank 1"),
+    ),
+    "os_exit": Fault(
+        body="if rank() == 1: os._exit(4)\n    dist.barrier()",
+        says=(r"rank 1 ended with exit status 4 \(os._exit, or a crash\) during call",),
+    ),
+    "sigkill": Fault(
+        body="if rank() == 0: os.kill(os.getpid(), signal.SIGKILL)\n    dist.barrier()",
+        says=(r"rank 0 was killed by signal 9 \(SIGKILL\) during call",),
+    ),
+    "sigsegv": Fault(
+        body="if rank() == 2: os.kill(os.getpid(), signal.SIGSEGV)\n    dist.barrier()",
+        says=(
+            r"rank 2 was killed by signal 11 \(SIGSEGV\) during call",
+            r"Captured stderr call \(rank 2\) -+\nFatal Python error: Segmentation fault",
+        ),
+    ),
+    "output_before_death": Fault(
+        body="print('last words of', rank())\n    if rank() == 1: os._exit(9)\n    dist.barrier()",
+        says=("rank 1 ended with exit status 9", "last words of 1", "last words of 0"),
+    ),
+    "setup_death": Fault(
+        before="@pytest.fixture\ndef dying():\n    if rank() == 2: os._exit(5)\n",
+        arguments="dying",
+        body="dist.barrier()",
+        outcome="error",
+        says=("rank 2 ended with exit status 5 .* during setup",),
+    ),
+    "setup_error": Fault(
+        before="@pytest.fixture\ndef failing():\n    if rank() == 1: raise OSError('no disk')\n",
+        arguments="failing",
+        body="dist.barrier()",
+        outcome="error",
+        says=("OSError: no disk", "rank 1 failed first"),
+    ),
+    "teardown_error": Fault(
+        before="@pytest.fixture\ndef late():\n    yield\n    assert rank() != 2, 'late trouble'\n",
+        arguments="late",
+        body="pass",
+        outcome="error",
+        says=("AssertionError: late trouble", "rank 2 failed first", "ranks 0-1 did not fail"),
+    ),
+    "teardown_death": Fault(
+        before="@pytest.fixture\ndef gone():\n    yield\n    if rank() == 0: os._exit(1)\n",
+        arguments="gone",
+        body="pass",
+        outcome="error",
+        says=("rank 0 ended with exit status 1 .* during teardown",),
+    ),
+    "hang_in_python": Fault(
+        body="if rank() == 1: time.sleep(1000)",
+        timeout_s=2,
+        says=(
+            "rank 1 did not finish within 2 s, and every rank was ended",
+            r"rank 1 is at, innermost first:\n    .*test_faulty.py:\d+ in test_hang_in_python",
+            "ranks 0, 2 had finished",
+        ),
+    ),
+    "hang_in_a_collective": Fault(
+        body="if rank() == 0: time.sleep(1000)\n    dist.all_reduce(torch.ones(1))",
+        timeout_s=2,
+        says=(
+            "ranks 0-2 did not finish within 2 s",
+            r"rank 0 is at, innermost first:\n    .*test_faulty.py",
+            r"ranks 1-2 are at, innermost first:\n    .*test_faulty.py.*\n    inside all_reduce",
+        ),
+    ),
+    "missing_collective": Fault(
+        body="if rank() != 2: dist.all_reduce(torch.ones(1))\n    dist.barrier()",
+        timeout_s=3,
+        says=("rank|ranks",),
+    ),
+    "closed_stdout": Fault(
+        body="os.close(1)\n    os.close(2)\n    assert rank() != 0, 'still reported'",
+        says=("AssertionError: still reported",),
+    ),
+    "much_output": Fault(body="print('x' * 3_000_000)\n    assert 0", says=("assert 0",)),
+    "output_that_is_no_text": Fault(
+        body=r"os.write(1, b'\xff\xfe raw \n')" + "\n    assert 0",
+        says=(r"\\xff\\xfe raw",),
+    ),
+    "strange_property": Fault(
+        body="record_property('odd', object())", arguments="record_property", outcome="passed"
+    ),
+    "group_destroyed": Fault(body="dist.destroy_process_group()", outcome="passed"),
+    "child_left_behind": Fault(
+        body="subprocess.Popen(['sleep', '4242'])",
+        decorators="@pytest.mark.filterwarnings('ignore')",
+        outcome="passed",
+    ),
+    "sigint": Fault(
+        body="if rank() == 1: os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(0.2)\n"
+        "    dist.barrier()",
+        says=("rank 1 left the test with KeyboardInterrupt",),
+    ),
+}
+
+
+def source():
+    parts = [PRELUDE]
+    for name, fault in FAULTS.items():
+        parts.append(
+            f"{fault.before}\n{fault.decorators}\n"
+            f"@pytest.mark.distributed(world_size=3, timeout_s={fault.timeout_s})\n"
+            f"def test_{name}({fault.arguments}):\n    {fault.body}\n\n"
+            f"@pytest.mark.distributed(world_size=2, timeout_s=60)\n"
+            f"def test_after_{name}():\n"
+            f"    dist.all_reduce(torch.ones(1))\n"
+        )
+    return "\n".join(parts)
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    """The report of one session with all faults: outcomes and texts by test."""
+    path = tmp_path_factory.mktemp("faults")
+    (path / "test_faulty.py").write_text(source())
+    (path / "pytest.ini").write_text("[pytest]\n")
+    session = start(path, "-v", "-rA", "test_faulty.py")
+    output, _ = session.communicate(timeout=300)
+    return Session(output, path)
+
+
+class Session:
+    def __init__(self, text, path):
+        self.text = text
+        self.path = path
+
+    def outcomes(self, name):
+        pattern = rf"^test_faulty.py::{name} (?:<- \S+ )?([A-Z]+)"
+        return [found.lower() for found in re.findall(pattern, self.text, re.MULTILINE)]
+
+    def story(self, name):
+        """What is written under a test's title."""
+        title = rf"^_+ (?:ERROR at \w+ of )?{name} _+$"
+        parts = re.split(title, self.text, flags=re.MULTILINE)[1:]
+        return "\n".join(
+            re.split(r"^(?:_{3,} .* _{3,}|={3,} .* ={3,})$", p, flags=re.MULTILINE)[0]
+            for p in parts
+        )
+
+
+def processes():
+    """Command lines of everything that runs, arguments separated by NUL."""
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(file.read_text())
+    return lines
+
+
+def start(path, *arguments):
+    environment = {**os.environ, "TMPDIR": str(path), "OMP_NUM_THREADS": "1"}
+    for name in ("PYTEST_XDIST_WORKER", "CI"):
+        environment.pop(name, None)
+    return subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        cwd=path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+    )
+
+
+ENDLESS = """
+import pathlib, time
+import pytest
+
+@pytest.mark.distributed(world_size=2)
+def test_endless(dist_info):
+    pathlib.Path(f"started{dist_info.rank}").touch()
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_an_interrupted_or_killed_session(tmp_path, number):
+    (tmp_path / "test_endless.py").write_text(ENDLESS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    session = start(tmp_path, "test_endless.py")
+    wait_for(lambda: len(list(tmp_path.glob("started*"))) == 2, timeout_s=60)
+    session.send_signal(number)
+    output, _ = session.communicate(timeout=20)
+    if number == signal.SIGINT:
+        assert session.returncode == pytest.ExitCode.INTERRUPTED
+        assert "KeyboardInterrupt" in output
+        assert not list(tmp_path.glob("fsdp-comm*"))
+    wait_for(lambda: not [line for line in processes() if "test_endless.py" in line], timeout_s=10)
+
+
+def wait_for(condition, *, timeout_s):
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_verdict_and_text(session, name):
+    fault = FAULTS[name]
+    assert fault.outcome in session.outcomes(f"test_{name}"), session.outcomes(f"test_{name}")
+    story = session.story(f"test_{name}")
+    for pattern in fault.says:
+        assert re.search(pattern, story), f"{pattern!r} is not in\n{story[:3000]}"
+    # Only the interpreter's own dump of a crash may show the plugin's frames.
+    assert "pytest_fsdp_comm/" not in story.partition("Fatal Python error")[0]
+    assert "INTERNALERROR" not in session.text
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_next_test_passes(session, name):
+    assert session.outcomes(f"test_after_{name}") == ["passed"]
+
+
+def test_nothing_is_left(session):
+    assert not [entry for entry in session.path.iterdir() if entry.name.startswith("fsdp-comm")]
+    running = processes()
+    assert not [line for line in running if "4242" in line or str(session.path) in line]

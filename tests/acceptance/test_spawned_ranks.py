@@ -1,0 +1,62 @@
+"""Where a fork would be unsafe, ranks are new pytest processes, and the terminal says why."""
+
+import pytest
+
+TEST = """
+import pytest
+import torch
+import torch.distributed as dist
+
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("value", [3])
+def test_sum(value, dist_info, tmp_path, comm_mode):
+    assert dist.get_world_size() == 2
+    tensor = torch.full((1,), float(value))
+    with comm_mode:
+        dist.all_reduce(tensor)
+    assert tensor.item() == 6
+    assert comm_mode.counts("all_reduce") == 1
+    (tmp_path / "mine").write_text(str(dist_info.rank))
+
+@pytest.mark.distributed(world_size=2)
+def test_failing(dist_info):
+    print("from rank", dist_info.rank)
+    assert dist_info.rank != 1, "rank one is out"
+"""
+
+UNSAFE = {
+    "thread": (
+        "import threading\nstop = threading.Event()\n"
+        "threading.Thread(target=stop.wait, name='poller', daemon=True).start()\n",
+        "fsdp-comm: threads are running since collection: 'poller', which a fork does not survive",
+    ),
+    "group": (
+        "import os, tempfile, torch.distributed as dist\n"
+        "if 'PYTEST_FSDP_COMM_RANK' not in os.environ:\n"
+        "    store = dist.FileStore(tempfile.mktemp(), 1)\n"
+        "    dist.init_process_group('gloo', store=store, rank=0, world_size=1)\n",
+        "fsdp-comm: a process group was made during collection, which a fork does not survive",
+    ),
+}
+
+
+@pytest.mark.parametrize("unsafe", UNSAFE)
+def test_fallback(pytester, unsafe):
+    conftest, reason = UNSAFE[unsafe]
+    pytester.makeconftest(conftest)
+    pytester.makepyfile(test_it=TEST)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1, failed=1)
+    shown = result.stdout.str()
+    assert reason in shown
+    assert "ranks are started as new pytest processes" in shown
+    assert "AssertionError: rank one is out" in shown
+    assert "rank 1 failed first" in shown
+    assert "from rank 0" in shown
+
+
+def test_forked_ranks_are_not_explained(pytester):
+    pytester.makepyfile(test_it=TEST)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-k", "test_sum")
+    result.assert_outcomes(passed=1, deselected=1)
+    assert "which a fork does not survive" not in result.stdout.str()
