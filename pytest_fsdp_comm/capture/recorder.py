@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_fsdp_comm.capture.attribution import BackwardMap, Place, attribute, is_in_backward
+from pytest_fsdp_comm.capture.attribution import BackwardMap, Place, attribute
 from pytest_fsdp_comm.capture.groups import GroupNames, group_of
 from pytest_fsdp_comm.capture.naming import ModuleNames
 from pytest_fsdp_comm.capture.op_table import NAMESPACES, Operation, bind, look_up, tensors_in
@@ -65,6 +65,8 @@ class Recorder:
         self._redistributions = RedistributionWatch()
         self._seconds = dict.fromkeys((*TIMING_CATEGORIES, "all"), 0.0)
         self._notes: list[str] = []
+        # Looked up for every operation of the block, so by identity and once.
+        self._known: dict[Any, object] = {}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -113,17 +115,21 @@ class Recorder:
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs one operation, and records it if it communicates or copies."""
-        namespace = getattr(func, "namespace", None)
-        if namespace in NAMESPACES:
-            operation = look_up(func)
-            if operation is not None:
-                return self._run_collective(operation, func, args, kwargs)
-        elif namespace == "aten":
+        known = self._known.get(func)
+        if known is None:
+            known = self._known[func] = _classify(func)
+        if known is _PLAIN:
+            # Without grad mode no autograd node is made whose module could be asked for later.
+            if torch.is_grad_enabled():
+                self._backward.note_operation()
+        elif known is _COPY:
             direction = _copy_direction(func, args, kwargs)
             if direction is not None:
                 return self._run_copy(direction, func, args, kwargs)
-            if not is_in_backward() or torch.is_grad_enabled():
+            if torch.is_grad_enabled():
                 self._backward.note_operation()
+        elif isinstance(known, Operation):
+            return self._run_collective(known, func, args, kwargs)
         return func(*args, **kwargs)
 
     def _run_collective(
@@ -252,7 +258,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(kind.__name__ == "DTensor" for kind in types):
+        if types and any(kind.__name__ == "DTensor" for kind in types):
             # DTensor first turns into local operations and collectives, which come back here.
             return NotImplemented
         return self._recorder.run(func, args, kwargs or {})
@@ -322,6 +328,22 @@ def _category(kind: str, source: Source) -> str | None:
     if kind == "all_gather":
         return "all_gather_object" if source is Source.OBJECT else "all_gather"
     return "reduce" if kind in _REDUCING else None
+
+
+# How an operation is treated that does not communicate.
+_PLAIN: Final = "plain"
+_COPY: Final = "copy"
+_SILENT: Final = "silent"
+
+
+def _classify(func: Any) -> object:
+    """The `Operation` of a collective; otherwise one of the three marks above."""
+    namespace = getattr(func, "namespace", None)
+    if namespace in NAMESPACES:
+        return look_up(func) or _SILENT
+    if namespace != "aten":
+        return _SILENT
+    return _COPY if func.overloadpacket.__name__ in {"_to_copy", "copy_"} else _PLAIN
 
 
 def _copy_direction(

@@ -1,0 +1,165 @@
+"""What running a test on 4 gloo ranks costs, beside other ways of doing it, in one run.
+
+    python benchmarks/ranks_overhead.py [--tests 40]
+
+Prints seconds a test and their ratio to the raw floor: fork 4 processes, make a gloo group over a
+file store, barrier, exit. The plugin's cost is the slope between sessions with few and many tests,
+so that start-up, which is paid once, does not count. torch's own test case needs ``expecttest``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+WORLD_SIZE = 4
+
+FLOOR = """
+import os, sys, tempfile, time
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+
+def once():
+    with tempfile.TemporaryDirectory() as directory:
+        children = []
+        for rank in range({world_size}):
+            pid = os.fork()
+            if pid == 0:
+                store = dist.FileStore(directory + "/store", {world_size})
+                dist.init_process_group("gloo", store=store, rank=rank, world_size={world_size})
+                dist.barrier()
+                os._exit(0)
+            children.append(pid)
+        assert all(os.waitpid(pid, 0)[1] == 0 for pid in children)
+
+once()
+started = time.perf_counter()
+for _ in range({tests}):
+    once()
+print((time.perf_counter() - started) / {tests})
+"""
+
+PLUGIN = """
+import pytest
+import torch.distributed as dist
+
+@pytest.mark.distributed(world_size={world_size}, backend="gloo", scope="{scope}")
+@pytest.mark.parametrize("number", range({tests}))
+def test_trivial(number):
+    dist.barrier()
+"""
+
+MULTI_PROCESS = """
+import torch.distributed as dist
+from torch.testing._internal.common_distributed import MultiProcessTestCase
+from torch.testing._internal.common_utils import run_tests
+
+class TestTrivial(MultiProcessTestCase):
+    world_size = {world_size}
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def run_one(self):
+        store = dist.FileStore(self.file_name, self.world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self.world_size
+        )
+        dist.barrier()
+        dist.destroy_process_group()
+
+{methods}
+
+if __name__ == "__main__":
+    run_tests()
+"""
+
+TORCHRUN = """
+import torch.distributed as dist
+
+def test_trivial():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tests", type=int, default=40, help="tests in the longer session")
+    tests = parser.parse_args().tests
+    floor = _floor(tests)
+    rows = {"floor: fork 4, file store, gloo, barrier, exit": floor}
+    rows["plugin, fresh ranks for each test"] = _plugin(tests, "test")
+    rows['plugin, scope="module"'] = _plugin(tests, "module")
+    if importlib.util.find_spec("expecttest"):
+        rows["torch's MultiProcessTestCase"] = _multi_process()
+    else:
+        print("expecttest is not installed: leaving out torch's MultiProcessTestCase")
+    rows["torchrun -m pytest for each test"] = _torchrun()
+    fresh = rows["plugin, fresh ranks for each test"]
+    print(f"{'':48} {'s/test':>8} {'x floor':>8} {'x plugin':>9}")
+    for name, seconds in rows.items():
+        print(f"{name:48} {seconds:8.3f} {seconds / floor:8.2f} {seconds / fresh:9.2f}")
+
+
+def _floor(tests: int) -> float:
+    code = FLOOR.format(world_size=WORLD_SIZE, tests=tests)
+    return float(_run([sys.executable, "-c", code]))
+
+
+def _plugin(tests: int, scope: str) -> float:
+    few = max(2, tests // 4)
+    return (_session(tests, scope) - _session(few, scope)) / (tests - few)
+
+
+def _session(tests: int, scope: str) -> float:
+    source = PLUGIN.format(world_size=WORLD_SIZE, tests=tests, scope=scope)
+    return _timed(source, [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"])
+
+
+def _multi_process() -> float:
+    def session(tests: int) -> float:
+        methods = "\n".join(
+            f"    def test_{number}(self):\n        self.run_one()\n" for number in range(tests)
+        )
+        source = MULTI_PROCESS.format(world_size=WORLD_SIZE, methods=methods)
+        return _timed(source, [sys.executable])
+
+    return session(2) - session(1)
+
+
+def _torchrun() -> float:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={WORLD_SIZE}"]
+    return _timed(TORCHRUN, [*command, "-m", "pytest", "-q", "-p", "no:cacheprovider"])
+
+
+def _timed(source: str, command: list[str]) -> float:
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "test_trivial.py"
+        file.write_text(source)
+        started = time.perf_counter()
+        _run([*command, str(file)], cwd=directory)
+        return time.perf_counter() - started
+
+
+def _run(command: list[str], cwd: str | None = None) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"{command} failed:\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()
