@@ -10,8 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from pytest_fsdp_comm.fqn import natural_key
+from pytest_fsdp_comm.fqn import fold_fqns, natural_key
 from pytest_fsdp_comm.layout import AxisPlacement, FlatRange, local_numels
+from pytest_fsdp_comm.nbytes import show_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,6 +137,8 @@ class ShardUnit:
     """Indices of the units that the user asked to gather early; empty where torch decides."""
     backward_prefetch: tuple[int, ...] = ()
     """As `forward_prefetch`, in backward."""
+    unshard_in_backward: bool = True
+    """False where the user said that backward does not need the parameters."""
     prefetch: str = ""
     """FSDP1's policy: ``BACKWARD_PRE``, ``BACKWARD_POST``, with ``FORWARD`` where that is on."""
     precision_overrides: tuple[str, ...] = ()
@@ -293,4 +296,6 @@ def _mark(units: tuple[ShardUnit, ...]) -> str:
 
 
 def _finding_line(finding: Finding) -> str:
-    return f"{finding.level}: {finding.code}: {', '.join(finding.fqns)}: {finding.reason}"
+    where = ", ".join(fold_fqns(finding.fqns))
+    cost = "" if finding.nbytes is None else f" [{show_nbytes(finding.nbytes)}]"
+    return f"{finding.level}: {finding.code}{cost}: {where}: {finding.reason}. Cure: {finding.cure}"

@@ -23,6 +23,7 @@ from pytest_fsdp_comm.capture.shards_walk import visit_modules
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.fqn import natural_key
 from pytest_fsdp_comm.tree import ParameterNode, ShardTree, ShardUnit
+from pytest_fsdp_comm.tree_findings import with_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -31,14 +32,16 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.capture.shards_units import ReadUnit, Slot
     from pytest_fsdp_comm.capture.shards_walk import Visit
+    from pytest_fsdp_comm.tree_rules import FindingRules
 
 
-def capture_tree(model: nn.Module) -> ShardTree:
+def capture_tree(model: nn.Module, rules: FindingRules | None = None) -> ShardTree:
     """Reads how `model` is sharded.
 
     Args:
         model: Any module; FSDP1, FSDP2, DDP, ``replicate`` and DTensor parameters are understood,
             in any combination. It may be on the meta device, of fake tensors, or not sharded.
+        rules: What counts as a finding; None for the defaults.
 
     Raises:
         RecordingError: `model` is no module, is half built, or has a parameter without a shape.
@@ -52,7 +55,7 @@ def capture_tree(model: nn.Module) -> ShardTree:
     units.sort(key=lambda unit: unit.modules[0])
     parameters, by_slot = _collect_parameters(visit, units, axes)
     initialized = dist.is_available() and dist.is_initialized()
-    return ShardTree(
+    tree = ShardTree(
         rank=dist.get_rank() if initialized else 0,
         world_size=dist.get_world_size() if initialized else 1,
         backend=dist.get_backend() if initialized else "",
@@ -63,6 +66,7 @@ def capture_tree(model: nn.Module) -> ShardTree:
         units=tuple(_settle_units(units, by_slot)),
         notes=tuple(_notes(parameters)),
     )
+    return with_findings(tree, rules)
 
 
 def list_states(model: nn.Module) -> tuple[Any, ...]:
@@ -249,6 +253,7 @@ def _settle_units(units: Sequence[ReadUnit], by_slot: dict[Slot, int]) -> Iterat
             offload=unit.offload,
             forward_prefetch=named(unit.forward_prefetch),
             backward_prefetch=named(unit.backward_prefetch),
+            unshard_in_backward=unit.unshard_in_backward,
             prefetch=unit.prefetch,
             precision_overrides=unit.precision_overrides,
             nbytes_gathered=unit.nbytes_gathered,

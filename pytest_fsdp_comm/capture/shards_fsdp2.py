@@ -7,7 +7,8 @@ that lazy initialisation would change what a later recording sees.
 Private names, read in torch 2.6, 2.9, 2.11 and 2.13: ``FSDPModule._get_fsdp_state``;
 ``FSDPState._modules``, ``._is_root``, ``._auto_reshard_after_forward``,
 ``._states_to_forward_prefetch``, ``._states_to_backward_prefetch``; ``FSDPParamGroup.fsdp_params``,
-``.mesh_info``, ``.post_forward_mesh_info``, ``.mp_policy``, ``.offload_policy``; ``FSDPParam``'s
+``.mesh_info``, ``.post_forward_mesh_info``, ``.mp_policy``, ``.offload_policy``,
+``.unshard_in_backward``; ``FSDPParam``'s
 ``._module_info``, ``.sharded_param``, ``.sharded_state``, ``._orig_size``,
 ``.padded_sharded_param_size``, ``._orig_param_uid`` (2.13 only).
 tests/recording/test_shards_contracts.py fails when one moves.
@@ -135,6 +136,7 @@ def _read_group(  # noqa: PLR0913, PLR0917  # what a unit is made of
         offload=isinstance(group.offload_policy, CPUOffloadPolicy),
         forward_prefetch=tuple(state._states_to_forward_prefetch),  # noqa: SLF001  # see the module's docstring
         backward_prefetch=tuple(state._states_to_backward_prefetch),  # noqa: SLF001  # see the module's docstring
+        unshard_in_backward=group.unshard_in_backward,
         nbytes_gathered=0 if shard_dim is None else gathered,
         nbytes_padding=0 if shard_dim is None else gathered - whole,
         nbytes_kept=sum(

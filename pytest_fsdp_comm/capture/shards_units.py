@@ -56,6 +56,7 @@ class ReadUnit:
     """States of other units."""
     backward_prefetch: tuple[object, ...] = ()
     """States of other units."""
+    unshard_in_backward: bool = True
     prefetch: str = ""
     precision_overrides: tuple[str, ...] = ()
     nbytes_gathered: int = 0

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_comm.capture.shards import capture_tree
+from pytest_fsdp_comm.capture.expected_units import WrapExpectation, expect_units
+from pytest_fsdp_comm.capture.shards import capture_tree, list_handles, list_states
+from pytest_fsdp_comm.tree_findings import rank_findings
+from pytest_fsdp_comm.tree_rules import FindingRules
+from pytest_fsdp_comm.tree_text import format_tree
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
-    from pytest_fsdp_comm.tree import ShardTree
+    from pytest_fsdp_comm.tree import Level, ShardTree
 
 
 class TreeFactory:
     """Makes the sharded tree of a model."""
+
+    def __init__(
+        self,
+        *,
+        rules: FindingRules | None = None,
+        gather: Callable[[str], list[str]] = lambda text: [text],
+    ) -> None:
+        """Prepares; reads nothing.
+
+        Args:
+            rules: What counts as a finding; None for the defaults.
+            gather: Exchanges a text between the ranks of a test, never by a recorded collective.
+        """
+        self._rules = rules or FindingRules()
+        self._gather = gather
 
     def __call__(self, model: nn.Module) -> ShardTree:
         """How the model is sharded now. Neither runs the model nor sends anything.
@@ -22,6 +44,57 @@ class TreeFactory:
             model: Any module; usually the FSDP root.
 
         Raises:
-            RecordingError: It is no module.
+            RecordingError: It is no module, or half built.
         """
-        return capture_tree(model)
+        return capture_tree(model, self._rules)
+
+    def of_all_ranks(self, model: nn.Module) -> ShardTree:
+        """As a plain call, with a finding if the ranks' trees differ. All ranks have to call it.
+
+        Args:
+            model: Any module; usually the FSDP root.
+
+        Raises:
+            RecordingError: It is no module, or half built.
+        """
+        tree = self(model)
+        if self._rules.levels["ranks-differ"] == "off":
+            return tree
+        found = rank_findings(self._gather(format_tree(tree)))
+        level: Level = "error" if self._rules.levels["ranks-differ"] == "error" else "warning"
+        found = tuple(replace(finding, level=level) for finding in found)
+        return replace(tree, findings=(*found, *tree.findings))
+
+    def expect(self, model: nn.Module, policy: Any) -> WrapExpectation:
+        """Compares the model's units with those that an auto-wrap policy would make.
+
+        Args:
+            model: The model, wrapped or not.
+            policy: As FSDP1's ``auto_wrap_policy``, or a set of module classes.
+
+        Raises:
+            RecordingError: `model` is no module, or `policy` is no policy.
+        """
+        return expect_units(model, policy)
+
+    def states(self, model: nn.Module) -> tuple[Any, ...]:
+        """All FSDP states below the model, of FSDP1 and FSDP2, each once.
+
+        Args:
+            model: Any module.
+
+        Raises:
+            RecordingError: It is no module, or half built.
+        """
+        return list_states(model)
+
+    def handles(self, model: nn.Module) -> tuple[Any, ...]:
+        """All flat-parameter handles (FSDP1) and parameter groups (FSDP2) below the model.
+
+        Args:
+            model: Any module.
+
+        Raises:
+            RecordingError: It is no module, or half built.
+        """
+        return list_handles(model)

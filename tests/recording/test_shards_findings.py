@@ -1,0 +1,324 @@
+"""Each wrapping mistake is found on a model that makes it, and only there."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.fsdp import MixedPrecision, fully_shard
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pytest_fsdp_comm.capture.tree_factory import TreeFactory
+from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.tree_rules import CODES, FindingRules
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _four_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+
+class Model(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.embed = nn.Embedding(16, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 16, bias=False)
+
+
+def shard_blocks(model, **policy):
+    for layer in model.layers:
+        fully_shard(layer, **policy)
+    return model
+
+
+def healthy():
+    return fully_shard(shard_blocks(Model()))
+
+
+def no_root():
+    return shard_blocks(Model().requires_grad_(requires_grad=False), reshard_after_forward=None)
+
+
+def fsdp1_in_fsdp2():
+    model = Model()
+    model.layers[1] = Fsdp1(model.layers[1], device_id=CPU, use_orig_params=True)
+    with torch.no_grad():
+        return fully_shard(shard_blocks_except(model, 1))
+
+
+def shard_blocks_except(model, left_out):
+    for index, layer in enumerate(model.layers):
+        if index != left_out:
+            fully_shard(layer)
+    return model
+
+
+def fsdp1_parent_first():
+    model = Fsdp1(Model(), device_id=CPU, use_orig_params=True)
+    inner = model.module
+    inner.layers[0] = Fsdp1(inner.layers[0], device_id=CPU, use_orig_params=True)
+    return model
+
+
+def split_tie():
+    model = Model()
+    model.head.weight = model.embed.weight
+    fully_shard(model.embed)
+    return fully_shard(shard_blocks(model))
+
+
+def forgotten_head():
+    model = Model()
+    kept = model.head
+    del model.head
+    fully_shard(shard_blocks(model))
+    model.head = kept
+    return model
+
+
+def one_block_forgotten():
+    return fully_shard(shard_blocks_except(Model(), 1))
+
+
+def lora():
+    model = Model()
+    for layer in model.layers:
+        layer.up.weight.requires_grad = False
+    return fully_shard(shard_blocks(model))
+
+
+def frozen_backbone():
+    model = Model()
+    model.layers[0].requires_grad_(requires_grad=False)
+    return fully_shard(shard_blocks(model))
+
+
+def norm_on_its_own():
+    model = Model(width=64)
+    fully_shard(model.layers[0].norm)
+    return fully_shard(shard_blocks(model))
+
+
+def odd_sizes():
+    model = Model(width=5)
+    return fully_shard(shard_blocks(model))
+
+
+def narrow():
+    model = nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 8))
+    return fully_shard(model)
+
+
+def batch_norm():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.norm = nn.BatchNorm1d(8)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says the same in its own words
+        return Fsdp1(
+            Normed(),
+            device_id=CPU,
+            use_orig_params=True,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+        )
+
+
+def two_dtypes():
+    model = Model()
+    model.layers[0].up.weight = nn.Parameter(
+        model.layers[0].up.weight.detach().bfloat16(), requires_grad=False
+    )
+    return fully_shard(shard_blocks(model))
+
+
+def replicated_beside_tensor_parallel():
+    model = Model()
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    return parallelize_module(model, mesh, {"head": ColwiseParallel()})
+
+
+TINY = FindingRules(small_nbytes=10_000, replicated_nbytes=512, padding_nbytes=1)
+BLOCKS = ("layers.0", "layers.1", "layers.2")
+CASES = {
+    "healthy": (healthy, {}),
+    "no-root-unit": (
+        no_root,
+        {
+            "no-root-unit": (BLOCKS, 3 * 4 * (16 + 144 + 136)),
+            "large-replicated": (("head.weight",), 512),
+        },
+    ),
+    "nested-kinds": (
+        fsdp1_in_fsdp2,
+        {"nested-kinds": (("layers.1",), None)},
+    ),
+    "wrapped-after-parent": (
+        fsdp1_parent_first,
+        {
+            "wrapped-after-parent": (("layers.0",), 4 * (256 + 3 * 296)),
+            "partly-wrapped": (("layers.1", "layers.2"), None),
+        },
+    ),
+    "split-tie": (split_tie, {"split-tie": (("embed.weight", "head.weight"), 4 * 128)}),
+    "unmanaged-parameter": (
+        forgotten_head,
+        {
+            "unmanaged-parameter": (("head.weight",), 512),
+            "large-replicated": (("head.weight",), 512),
+        },
+    ),
+    "partly-wrapped": (one_block_forgotten, {"partly-wrapped": (("layers.1",), None)}),
+    "mixed-frozen": (lora, {"mixed-frozen": (("layers.2",), 4 * 128)}),
+    "frozen-gathered-in-backward": (
+        frozen_backbone,
+        {"frozen-gathered-in-backward": (("layers.0",), 4 * 296)},
+    ),
+    "unit-too-small": (norm_on_its_own, {"unit-too-small": (("layers.0.norm",), 4 * 128)}),
+    "padding": (odd_sizes, {"padding": (("layers.2",), None)}),
+    "dim-smaller-than-axis": (
+        narrow,
+        {
+            "dim-smaller-than-axis": (("0.bias", "0.weight"), None),
+            "padding": (("",), 4 * (2 * 8 + 2)),
+        },
+    ),
+    "precision-override": (batch_norm, {"precision-override": (("norm",), None)}),
+    "mixed-dtypes": (
+        two_dtypes,
+        {"mixed-dtypes": (("layers.0",), None), "mixed-frozen": (("layers.0",), 2 * 128)},
+    ),
+    "large-replicated": (
+        replicated_beside_tensor_parallel,
+        {"large-replicated": (("layers.2.down.weight",), 512)},
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "expected"), CASES.values(), ids=CASES.keys())
+def test_each_mistake(build, expected):
+    tree = TreeFactory(rules=TINY)(build())
+    found = {finding.code: finding for finding in tree.findings}
+    assert set(found) == set(expected), str(tree)
+    for code, (fqns, nbytes) in expected.items():
+        assert found[code].fqns == fqns
+        assert found[code].level == CODES[code]
+        if nbytes is not None:
+            assert found[code].nbytes == nbytes
+        assert found[code].reason
+        assert found[code].cure
+        assert f"{CODES[code]}: {code}" in str(tree)
+
+
+def test_a_unit_too_large():
+    tree = TreeFactory(rules=FindingRules(large_nbytes=1000))(fully_shard(Model()))
+    (finding,) = tree.findings
+    assert (finding.code, finding.fqns) == ("unit-too-large", ("",))
+    assert finding.nbytes == 4 * (256 + 3 * 296)
+
+
+def test_every_code_but_that_of_ranks_has_a_case():
+    assert set(CODES) - set(CASES) == {"ranks-differ", "unit-too-large"}
+
+
+def test_levels_are_the_projects_choice():
+    levels = {**CODES, "split-tie": "off", "mixed-frozen": "error"}
+    assert not TreeFactory(rules=FindingRules(levels=levels))(split_tie()).findings
+    (_, _, finding) = TreeFactory(rules=FindingRules(levels=levels))(lora()).findings
+    assert finding.level == "error"
+
+
+def test_ranks_that_differ():
+    model = healthy()
+    other = no_root()
+    texts = []
+    TreeFactory(gather=lambda text: texts.append(text) or [text]).of_all_ranks(other)
+    tree = TreeFactory(gather=lambda text: [text, text, *texts]).of_all_ranks(model)
+    assert tree.findings[0].code == "ranks-differ"
+    assert tree.findings[0].level == "error"
+    assert tree.findings[0].reason.startswith(
+        "ranks 0, 1 and ranks 2 shard the model differently, first in: parameter embed.weight"
+    )
+    assert not TreeFactory(gather=lambda text: [text, text]).of_all_ranks(model).findings
+
+
+def never(*, module, recurse, nonwrapped_numel):
+    return recurse and module is not None and nonwrapped_numel >= 0
+
+
+POLICIES = {
+    "module classes": ({Block}, BLOCKS),
+    "ModuleWrapPolicy": (ModuleWrapPolicy({Block, nn.Embedding}), ("embed", *BLOCKS)),
+    "CustomPolicy": (
+        CustomPolicy(lambda module: isinstance(module, nn.LayerNorm)),
+        tuple(f"{block}.norm" for block in BLOCKS),
+    ),
+    "transformer": (
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        BLOCKS,
+    ),
+    "size": (
+        functools.partial(size_based_auto_wrap_policy, min_num_params=130),
+        tuple(f"{block}.{name}" for block in BLOCKS for name in ("up", "down")),
+    ),
+    "never": (never, ()),
+}
+
+
+@pytest.mark.parametrize(("policy", "expected"), POLICIES.values(), ids=POLICIES.keys())
+def test_a_policy_wraps_what_auto_wrap_wraps(policy, expected):
+    answer = TreeFactory().expect(Model(), policy)
+    assert sorted(answer.expected) == sorted(expected)
+    if policy == {Block}:
+        policy = ModuleWrapPolicy(policy)
+    by_torch = Fsdp1(Model(), auto_wrap_policy=policy, device_id=CPU, use_orig_params=True)
+    assert set(TreeFactory()(by_torch).module_to_fqns) - {""} == set(expected)
+    assert TreeFactory().expect(by_torch, policy)
+
+
+def test_an_expectation_that_is_not_met_says_what_differs():
+    answer = TreeFactory().expect(one_block_forgotten(), {Block, nn.Embedding})
+    assert not answer
+    assert answer.expected == ("embed", *BLOCKS)
+    assert str(answer) == "2 not wrapped, though the policy would: embed, layers.1"
+    answer = TreeFactory().expect(healthy(), {nn.Linear})
+    assert answer.unexpected == BLOCKS
+    assert answer.missing[:3] == ("layers.0.up", "layers.0.down", "layers.1.up")
+    assert str(answer).endswith("; 3 wrapped, though the policy would not: layers.{0..2}")
+    assert str(TreeFactory().expect(healthy(), {Block})) == "all 3 expected modules are wrapped"
+
+
+def test_what_is_no_policy():
+    with pytest.raises(RecordingError) as caught:
+        TreeFactory().expect(healthy(), "Block")
+    assert str(caught.value) == (
+        "fsdp_tree.expect expected an auto-wrap policy (ModuleWrapPolicy, a callable of module, "
+        "recurse and nonwrapped_numel, or a set of module classes), got str"
+    )
