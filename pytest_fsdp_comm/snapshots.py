@@ -21,9 +21,11 @@ from pytest_fsdp_comm.errors import EmptyRecordingError, FsdpCommError, Snapshot
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.render.text import Explanation, render_comparison
+from pytest_fsdp_comm.render.tree_changes import render_tree_changes
 from pytest_fsdp_comm.snapshot_names import basename, is_of_variant, snapshot_name
 from pytest_fsdp_comm.tree import ShardTree
-from pytest_fsdp_comm.tree_text import format_tree
+from pytest_fsdp_comm.tree_diff import compare_trees
+from pytest_fsdp_comm.tree_text import format_tree, parse_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -415,8 +417,17 @@ def _explain_difference(
         new = extension.profile_of(new_text)
         comparison = compare(parse_profile(old_text), new)
         return render_comparison(comparison, snapshot=where, accept=accept, notes=new.notes)
-    lines = (f"fsdp_tree differs from {where}", f"  accept: {accept}")
-    return Explanation(short=lines, full=lines, is_cut=False)
+    try:
+        changes = compare_trees(
+            parse_tree(old_text, where=where), parse_tree(new_text, where="the captured tree")
+        )
+    except SnapshotFormatError as problem:
+        # A document that tells the trees of several ranks apart is no single tree; its lines follow.
+        is_of_ranks = any("\nranks " in text for text in (old_text, new_text))
+        why = () if is_of_ranks else (f"  {problem}",)
+        lines = (f"fsdp_tree differs from {where}", *why, f"  accept: {accept}")
+        return Explanation(short=lines, full=lines, is_cut=False)
+    return render_tree_changes(changes, snapshot=where, accept=accept)
 
 
 def _keep_received(config: pytest.Config, extension: CommSnapshotExtension, result: Any) -> None:

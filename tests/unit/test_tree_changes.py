@@ -1,0 +1,43 @@
+"""The failure text of a tree that changed."""
+
+from pytest_fsdp_comm.render.tree_changes import render_tree_changes
+from pytest_fsdp_comm.tree_diff import TreeChange
+
+WHERE = {"snapshot": "snapshots/test_it/test_tree.comm", "accept": "pytest --snapshot-update"}
+
+
+def test_few_changes_are_told_whole():
+    changes = [
+        TreeChange(subject="layers.{0..3}", what="becomes a root", likely="no root"),
+        TreeChange(subject="layers.{0..3}", what="reshard_after_forward True -> False"),
+    ]
+    explanation = render_tree_changes(changes, **WHERE)
+    assert explanation.short == (
+        "fsdp_tree differs from snapshots/test_it/test_tree.comm",
+        "  layers.{0..3}: becomes a root",
+        "  layers.{0..3}: reshard_after_forward True -> False",
+        "  likely: no root",
+        "  accept: pytest --snapshot-update",
+    )
+    assert explanation.full == explanation.short
+    assert not explanation.is_cut
+
+
+def test_many_changes_are_cut_where_pytest_would_cut():
+    changes = [TreeChange(subject=f"a{index}", what="gone", likely="x") for index in range(9)]
+    explanation = render_tree_changes(changes, **WHERE)
+    assert explanation.is_cut
+    assert len(explanation.short) <= 8
+    assert explanation.short[5:] == (
+        "  ... and 5 more changes, below",
+        "  likely: x",
+        "  accept: pytest --snapshot-update",
+    )
+    assert len(explanation.full) == 9 + 3
+
+
+def test_a_long_line_is_never_left_out_altogether():
+    changes = [TreeChange(subject="a" * 1000, what="gone") for _ in range(2)]
+    explanation = render_tree_changes(changes, **WHERE)
+    assert [line for line in explanation.short if "gone" in line]
+    assert "  ... and 1 more changes, below" in explanation.short
