@@ -1,1 +1,80 @@
-"""Communication regression tests for PyTorch FSDP. Importing this package imports no torch."""
+"""Communication regression tests for PyTorch FSDP.
+
+The names below are for annotations and for tests that build or read values themselves; tests get
+them from fixtures. Importing this package imports no torch: names that need it load on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from pytest_fsdp_comm.errors import (
+    EmptyRecordingError,
+    FsdpCommError,
+    RanksDivergedError,
+    RecordingError,
+    SnapshotFormatError,
+    UpstreamChangedError,
+)
+from pytest_fsdp_comm.events import (
+    Collective,
+    HostDeviceCopy,
+    MeshAxis,
+    Phase,
+    Recording,
+    Redistribution,
+    Reshard,
+    Source,
+    Timing,
+)
+
+if TYPE_CHECKING:
+    from pytest_fsdp_comm.capture.comm_mode import CommMode
+    from pytest_fsdp_comm.capture.tree_factory import TreeFactory
+    from pytest_fsdp_comm.fixtures import DistInfo, MakeDeviceMesh
+    from pytest_fsdp_comm.profile import CommProfile
+    from pytest_fsdp_comm.snapshots import CommSnapshot
+    from pytest_fsdp_comm.tree import ShardTree
+
+__all__ = [
+    "Collective",
+    "CommMode",
+    "CommProfile",
+    "CommSnapshot",
+    "DistInfo",
+    "EmptyRecordingError",
+    "FsdpCommError",
+    "HostDeviceCopy",
+    "MakeDeviceMesh",
+    "MeshAxis",
+    "Phase",
+    "RanksDivergedError",
+    "Recording",
+    "RecordingError",
+    "Redistribution",
+    "Reshard",
+    "ShardTree",
+    "SnapshotFormatError",
+    "Source",
+    "Timing",
+    "TreeFactory",
+    "UpstreamChangedError",
+]
+
+_LAZY = {
+    "CommMode": "capture.comm_mode",
+    "CommProfile": "profile",
+    "CommSnapshot": "snapshots",
+    "DistInfo": "fixtures",
+    "MakeDeviceMesh": "fixtures",
+    "ShardTree": "tree",
+    "TreeFactory": "capture.tree_factory",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name on first use."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
