@@ -422,7 +422,7 @@ def _explain_difference(
             parse_tree(old_text, where=where), parse_tree(new_text, where="the captured tree")
         )
     except SnapshotFormatError as problem:
-        # A document that tells the trees of several ranks apart is no single tree; its lines follow.
+        # A document that tells the ranks' trees apart is no single tree; its lines follow below.
         is_of_ranks = any("\nranks " in text for text in (old_text, new_text))
         why = () if is_of_ranks else (f"  {problem}",)
         lines = (f"fsdp_tree differs from {where}", *why, f"  accept: {accept}")

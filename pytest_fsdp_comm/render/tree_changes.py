@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.render.text import Explanation
@@ -27,18 +28,21 @@ def render_tree_changes(
         accept: The command that accepts the change.
     """
     head = f"fsdp_tree differs from {snapshot}"
-    lines = [f"  {change.subject}: {change.what}" for change in changes]
+    lines = [
+        f"  {subject}: {', '.join(change.what for change in same)}"
+        for subject, same in groupby(changes, key=lambda change: change.subject)
+    ]
     causes = [f"  likely: {cause}" for cause in dict.fromkeys(c.likely for c in changes) if cause]
     tail = [*causes[:1], f"  accept: {accept}"]
     full = (head, *lines, *causes, tail[-1])
     room = _SHORT_CHARACTERS - sum(map(len, (head, *tail)))
-    shown = []
+    shown: list[str] = []
     for line in lines[:_SHORT_CHANGES]:
         room -= len(line)
         if room < 0 and shown:
             break
         shown.append(line)
     left_out = len(lines) - len(shown)
-    more = [f"  ... and {left_out} more changes, below"] if left_out else []
+    more = [f"  ... and {left_out} more, below"] if left_out else []
     short = (head, *shown, *more, *tail)
     return Explanation(short=short, full=full, is_cut=bool(left_out))

@@ -14,8 +14,7 @@ def test_few_changes_are_told_whole():
     explanation = render_tree_changes(changes, **WHERE)
     assert explanation.short == (
         "fsdp_tree differs from snapshots/test_it/test_tree.comm",
-        "  layers.{0..3}: becomes a root",
-        "  layers.{0..3}: reshard_after_forward True -> False",
+        "  layers.{0..3}: becomes a root, reshard_after_forward True -> False",
         "  likely: no root",
         "  accept: pytest --snapshot-update",
     )
@@ -29,7 +28,7 @@ def test_many_changes_are_cut_where_pytest_would_cut():
     assert explanation.is_cut
     assert len(explanation.short) <= 8
     assert explanation.short[5:] == (
-        "  ... and 5 more changes, below",
+        "  ... and 5 more, below",
         "  likely: x",
         "  accept: pytest --snapshot-update",
     )
@@ -37,7 +36,7 @@ def test_many_changes_are_cut_where_pytest_would_cut():
 
 
 def test_a_long_line_is_never_left_out_altogether():
-    changes = [TreeChange(subject="a" * 1000, what="gone") for _ in range(2)]
+    changes = [TreeChange(subject=name * 1000, what="gone") for name in "ab"]
     explanation = render_tree_changes(changes, **WHERE)
     assert [line for line in explanation.short if "gone" in line]
-    assert "  ... and 1 more changes, below" in explanation.short
+    assert "  ... and 1 more, below" in explanation.short
