@@ -113,6 +113,8 @@ def test_lm_head_gathered_for_each_loss_chunk(llama):
         ACCEPT,
     ]
     assert "(root) forward: all_gather[dp] 1, 256.2 KiB -> 128.2 KiB per rank" in text
+    readme = (ROOT / "README.md").read_text()
+    assert [line for line in lines if line not in readme] == []
 
 
 def test_root_not_sharded(llama):
