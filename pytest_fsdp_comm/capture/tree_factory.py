@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from pytest_fsdp_comm.capture.expected_units import WrapExpectation, expect_units
 from pytest_fsdp_comm.capture.shards import capture_tree, list_handles, list_states
+from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.render.tree_html import render_tree_html
+from pytest_fsdp_comm.render.tree_terminal import render_tree
 from pytest_fsdp_comm.tree_findings import rank_findings
+from pytest_fsdp_comm.tree_json import dump_tree
 from pytest_fsdp_comm.tree_rules import FindingRules
 from pytest_fsdp_comm.tree_text import format_tree
 
@@ -76,6 +83,37 @@ class TreeFactory:
             RecordingError: `model` is no module, or `policy` is no policy.
         """
         return expect_units(model, policy)
+
+    def show(self, tree: ShardTree, file: TextIO | None = None) -> None:
+        """Prints a tree in columns, coloured on a terminal only.
+
+        Args:
+            tree: What to print.
+            file: Where; None for standard output.
+        """
+        target = file or sys.stdout
+        # https://no-color.org: the variable's presence counts, unless it is empty.
+        color = target.isatty() and not os.environ.get("NO_COLOR")
+        target.write(render_tree(tree, color=color) + "\n")
+
+    def save(self, tree: ShardTree, path: str | os.PathLike[str]) -> None:
+        """Writes a tree to a file: as a page to look at, or as JSON for other tools.
+
+        Args:
+            tree: What to write.
+            path: Ends with ``.html`` or ``.json``, which decides.
+
+        Raises:
+            FsdpCommError: The path ends otherwise.
+        """
+        renderers = {".html": render_tree_html, ".json": dump_tree}
+        render = renderers.get(Path(path).suffix)
+        if render is None:
+            raise FsdpCommError(
+                f"fsdp_tree.save writes .html and .json files, got {os.fspath(path)!r}; name the "
+                "file accordingly"
+            )
+        Path(path).write_text(render(tree), encoding="utf-8")
 
     def states(self, model: nn.Module) -> tuple[Any, ...]:
         """All FSDP states below the model, of FSDP1 and FSDP2, each once.

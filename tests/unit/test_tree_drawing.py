@@ -1,0 +1,239 @@
+"""The tree on the terminal, as a page and as JSON."""
+
+import io
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from pytest_fsdp_comm.capture.tree_factory import TreeFactory
+from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.events import MeshAxis
+from pytest_fsdp_comm.layout import AxisPlacement, FlatRange
+from pytest_fsdp_comm.render.tree_html import render_tree_html
+from pytest_fsdp_comm.render.tree_rows import tree_rows
+from pytest_fsdp_comm.render.tree_terminal import render_tree
+from pytest_fsdp_comm.tree import (
+    Finding,
+    ModuleNode,
+    ParameterNode,
+    Precision,
+    ShardTree,
+    ShardUnit,
+)
+from pytest_fsdp_comm.tree_json import dump_tree, load_tree
+
+DP = MeshAxis(name="dp", size=4)
+SHARD = AxisPlacement(axis="dp", size=4, kind="shard", dim=0, text="Shard(0)")
+
+
+def unit(module, parameters, **policy):
+    defaults = {
+        "kind": "fsdp2",
+        "is_root": module == 0,
+        "shard_axis": DP,
+        "replicate_axis": None,
+        "reshard_after_forward": module != 0,
+        "precision": Precision(param_dtype="bfloat16"),
+        "offload": False,
+        "nbytes_gathered": 2048,
+        "nbytes_padding": 0,
+        "nbytes_kept": 1024,
+    }
+    return ShardUnit(modules=(module,), parameters=parameters, **{**defaults, **policy})
+
+
+def parameter(module, name, **facts):
+    defaults = {"shape": (16, 64), "dtype": "float32", "itemsize": 4, "placements": (SHARD,)}
+    defaults |= {"local_numel": 256, "trainable": True, "device": "cpu", "unit": module}
+    return ParameterNode(module=module, name=name, **{**defaults, **facts})
+
+
+def stack(blocks=32, odd=None):
+    """A root with a stack of blocks, of which one may keep its parameters after forward."""
+    modules = [
+        ModuleNode(name="", parent=None, depth=0, class_name="Model"),
+        ModuleNode(name="layers", parent=0, depth=1, class_name="ModuleList"),
+    ]
+    parameters = [parameter(0, "scale", placements=(), unit=None, shape=(2,), local_numel=2)]
+    units = [unit(0, ())]
+    for block in range(blocks):
+        index = len(modules)
+        modules += [
+            ModuleNode(name=str(block), parent=1, depth=2, class_name="Block"),
+            ModuleNode(name="up", parent=index, depth=3, class_name="Linear"),
+        ]
+        parameters.append(parameter(index + 1, "weight", unit=len(units)))
+        policy = {"reshard_after_forward": False} if block == odd else {}
+        units.append(unit(index, (len(parameters) - 1,), **policy))
+    return ShardTree(
+        rank=0,
+        world_size=4,
+        backend="gloo",
+        torch_version="2.13.0",
+        mesh_axes=(DP,),
+        modules=tuple(modules),
+        parameters=tuple(parameters),
+        units=tuple(units),
+    )
+
+
+FINDING = Finding(
+    code="partly-wrapped",
+    level="warning",
+    fqns=("layers.1", "layers.2"),
+    reason="two are <not>",
+    cure="wrap them",
+    nbytes=3000,
+)
+
+
+def test_alike_blocks_share_a_row():
+    lines = render_tree(stack(odd=7)).splitlines()
+    assert [re.sub(" {2,}", "  ", line.lstrip()) for line in lines] == [
+        "4 ranks, dp=4; 33 units; 33 parameters of 128.0 KiB, 32.0 KiB on rank 0",
+        "",
+        "module  policy or placement  gathered  kept",
+        (
+            "(root) [Model]  FULLY SHARDED dp=4, keeps after forward, bfloat16, root  2.0 KiB  "
+            "1.0 KiB"
+        ),
+        ". scale [2] float32  whole on each rank",
+        "layers [ModuleList]",
+        "{0..6} x7 [Block]  FULLY SHARDED dp=4, frees after forward, bfloat16  2.0 KiB  1.0 KiB",
+        "up [Linear] weight [16, 64] float32  Shard(0)@dp",
+        (
+            "7 [Block] inside as {0..6}  FULLY SHARDED dp=4, keeps after forward, bfloat16  2.0 "
+            "KiB  1.0 KiB"
+        ),
+        (
+            "{8..31} x24 [Block] inside as {0..6}  FULLY SHARDED dp=4, frees after forward, "
+            "bfloat16  2.0 KiB  1.0 KiB"
+        ),
+    ]
+    indents = [len(line) - len(line.lstrip()) for line in lines[3:]]
+    assert indents == [0, 2, 2, 4, 6, 4, 4]
+    marks = {line.index("FULLY SHARDED") for line in lines if "FULLY SHARDED" in line}
+    assert marks == {lines[2].index("policy or placement")}
+    assert len({len(line) for line in lines if "FULLY SHARDED" in line}) == 1
+
+
+def test_every_module_is_in_exactly_one_row():
+    tree = stack(odd=3)
+    rows = list(tree_rows(tree))
+    assert sum(row.count for row in rows if row.class_name == "Block") == 32
+    assert rows[0].nbytes == sum(entry.nbytes for entry in tree.parameters)
+
+
+def test_colour_changes_no_character():
+    tree = replace(stack(), findings=(FINDING,))
+    plain, colored = render_tree(tree), render_tree(tree, color=True)
+    assert "\x1b[" not in plain
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == plain
+    assert "\x1b[1;32m(root) [Model]" in colored
+    assert plain.endswith(
+        "\nwarning partly-wrapped (2.9 KiB): layers.{1..2}\n  two are <not>\n  cure: wrap them"
+    )
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_only_a_terminal_is_coloured(is_terminal, no_color, monkeypatch):
+    class Stream(io.StringIO):
+        def isatty(self):
+            return is_terminal
+
+    monkeypatch.setenv("NO_COLOR", no_color)
+    stream = Stream()
+    TreeFactory().show(stack(), stream)
+    assert ("\x1b[" in stream.getvalue()) == (is_terminal and not no_color)
+
+
+class Balance(HTMLParser):
+    """Checks that each tag is closed in order, and notes the bars' widths."""
+
+    def __init__(self):
+        super().__init__()
+        self.open = []
+        self.bars = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in {"meta", "br"}:
+            self.open.append(tag)
+        if ("class", "bar") in attrs:
+            self.bars.append(dict(attrs)["style"])
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_has_a_bar_for_each_unit():
+    tree = replace(stack(odd=7), findings=(FINDING,))
+    tree = replace(tree, units=(replace(tree.units[0], nbytes_gathered=8192), *tree.units[1:]))
+    page = render_tree_html(tree)
+    balance = Balance()
+    balance.feed(page)
+    assert balance.open == []
+    assert balance.bars == ["width:100.00%", *["width:25.00%"] * 3]
+    assert "two are &lt;not&gt;" in page
+    assert "{0..6} &times;7" in page
+    assert page.count("<details") == page.count("</details>")
+
+
+def test_a_very_deep_tree_is_drawn_flat_below_a_limit():
+    modules = [ModuleNode(name="", parent=None, depth=0, class_name="Model")]
+    modules += [
+        ModuleNode(name="c", parent=depth - 1, depth=depth, class_name="C")
+        for depth in range(1, 5000)
+    ]
+    tree = replace(stack(), modules=tuple(modules), parameters=(), units=())
+    assert max(len(line) for line in render_tree(tree).splitlines()) < 130
+    page = render_tree_html(tree)
+    assert page.count("<details") == 40
+    assert page.count('class="row') == 5000
+
+
+def test_json_round_trips():
+    fsdp1 = unit(0, (0,), kind="fsdp1", prefetch="FORWARD", forward_prefetch=(1,))
+    flat = parameter(
+        0, "flat", flat=FlatRange(start=1, shard_numel=9), tied=((1, "x"),), shape=(), unit=0
+    )
+    tree = replace(
+        stack(blocks=2), units=(fsdp1, unit(2, (1,))), findings=(FINDING,), notes=("a note",)
+    )
+    tree = replace(tree, parameters=(flat, *tree.parameters[1:]))
+    assert load_tree(dump_tree(tree)) == tree
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "a sharded tree was expected as JSON, got no JSON: "),
+        ("[1]", "a sharded tree of JSON version 1 was expected, got [1]; dump it anew with this"),
+        (
+            '{"kind": "tree", "version": 2}',
+            "a sharded tree of JSON version 1 was expected, got ('tree', 2); dump it anew",
+        ),
+        (
+            '{"kind": "tree", "version": 1, "value": {}}',
+            "a sharded tree was expected, but its JSON is damaged: KeyError('mesh_axes'); dump it",
+        ),
+    ],
+)
+def test_json_that_is_no_tree(text, problem):
+    with pytest.raises(FsdpCommError, match="^" + re.escape(problem)):
+        load_tree(text)
+
+
+def test_saving_by_suffix(tmp_path):
+    tree = stack()
+    TreeFactory().save(tree, tmp_path / "tree.html")
+    TreeFactory().save(tree, tmp_path / "tree.json")
+    assert (tmp_path / "tree.html").read_text(encoding="utf-8") == render_tree_html(tree)
+    assert load_tree((tmp_path / "tree.json").read_text(encoding="utf-8")) == tree
+    with pytest.raises(FsdpCommError) as caught:
+        TreeFactory().save(tree, "tree.pdf")
+    assert str(caught.value) == (
+        "fsdp_tree.save writes .html and .json files, got 'tree.pdf'; name the file accordingly"
+    )
