@@ -71,6 +71,17 @@ def innermost_module() -> nn.Module | None:
     return None
 
 
+def outermost_module() -> nn.Module | None:
+    """The module whose call is furthest up the stack."""
+    found = None
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # see above
+    while frame is not None:
+        if frame.f_code is _CALL_MODULE:
+            found = _self_of(frame)
+        frame = frame.f_back
+    return found
+
+
 def scan_stack() -> Scan:
     """Walks the whole stack once."""
     scan = Scan()
@@ -82,9 +93,11 @@ def scan_stack() -> Scan:
         path = code.co_filename
         if code is _CALL_MODULE:
             module = _self_of(frame)
-            scan.outermost = module or scan.outermost
-            if module is not None and not scan.is_in_engine:
-                scan.modules.append(module)
+            # Never `module or ...`: the truth of a module is its length, or an error.
+            if module is not None:
+                scan.outermost = module
+                if not scan.is_in_engine:
+                    scan.modules.append(module)
         elif code is engine:
             scan.is_in_engine = True
         elif code is _STEP or code in clipping:

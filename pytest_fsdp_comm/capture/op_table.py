@@ -96,7 +96,9 @@ def _functional() -> Mapping[str, Operation]:
     }
 
 
-_TABLE: Final[Mapping[str, Operation]] = {**_c10d(), **_functional()}
+# Apart, since ``broadcast_`` is in both, with other arguments.
+_C10D: Final = _c10d()
+_FUNCTIONAL: Final = _functional()
 
 
 def look_up(func: Any) -> Operation | None:
@@ -114,7 +116,7 @@ def look_up(func: Any) -> Operation | None:
     name = func.overloadpacket.__name__
     if name in SILENT:
         return None
-    known = _TABLE.get(name)
+    known = (_C10D if func.namespace == "c10d" else _FUNCTIONAL).get(name)
     return known or Operation(kind=f"unknown:{name}", sent="*", received="")
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_fsdp_comm.capture.attribution import BackwardMap, Place, attribute
+from pytest_fsdp_comm.capture.frames import outermost_module
 from pytest_fsdp_comm.capture.groups import GroupNames, group_of
 from pytest_fsdp_comm.capture.naming import ModuleNames
 from pytest_fsdp_comm.capture.op_table import NAMESPACES, Operation, bind, look_up, tensors_in
@@ -58,6 +59,7 @@ class Recorder:
         """
         self._roots: list[nn.Module] = [] if model is None else [model]
         self._has_given_root = model is not None
+        self._lacks_root = model is None
         self._raw: list[_Raw] = []
         self._groups = GroupNames()
         self._backward = BackwardMap()
@@ -115,6 +117,8 @@ class Recorder:
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs one operation, and records it if it communicates or copies."""
+        if self._lacks_root:
+            self._look_for_root()
         known = self._known.get(func)
         if known is None:
             known = self._known[func] = _classify(func)
@@ -203,10 +207,17 @@ class Recorder:
             self._add_root(outermost)
         return place
 
+    def _look_for_root(self) -> None:
+        """Finds a root at the first operation: DDP sends in backward only, where none runs."""
+        outermost = outermost_module()
+        if outermost is not None:
+            self._add_root(outermost)
+
     def _add_root(self, module: nn.Module) -> None:
         if not any(module is known for root in self._roots for known in root.modules()):
             # A module that contains an earlier root takes its place.
             inside = {id(child) for child in module.modules()}
+            self._lacks_root = False
             self._roots = [module if id(root) in inside else root for root in self._roots]
             if not any(root is module for root in self._roots):
                 self._roots.append(module)

@@ -1,0 +1,385 @@
+"""Who owns each collective, where it is issued, in which phase: a truth table made by hand.
+
+Each line is ``phase owner kind < issued_in``, in the order of issue. ``.`` is the root, ``-`` no
+module. The fake group is enough, since `test_oracles` shows that gloo sends the same.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks=2, *, reentrant=None):
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList([Block() for _ in range(blocks)])
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            if self.reentrant is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def shard(model, mesh, **options):
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh)
+
+
+def step(model, *, grad_input=False):
+    model(torch.randn(2, WIDTH, requires_grad=grad_input)).sum().backward()
+
+
+def table(comm_mode):
+    def shown(name):
+        return "-" if name is None else name or "."
+
+    return [
+        f"{event.phase.value} {shown(event.owner)} {event.kind} < {shown(event.issued_in)}"
+        for event in comm_mode.events
+    ]
+
+
+fake = pytest.mark.distributed(world_size=4, backend="fake")
+
+FORWARD = [
+    "forward . all_gather < .",
+    "forward layers.0 all_gather < layers.0",
+    "forward layers.1 all_gather < layers.1",
+]
+# The root does not reshard after forward. Its pre-backward hook prefetches nothing but the last
+# block, and each block's hook prefetches the one before it.
+BACKWARD_GATHERS = [
+    "backward layers.1 all_gather < .",
+    "backward layers.0 all_gather < layers.1",
+]
+REDUCES = [
+    "backward layers.1 reduce_scatter < layers.1",
+    "backward layers.0 reduce_scatter < layers.0",
+    "backward . reduce_scatter < .",
+]
+STEP = [*FORWARD, *BACKWARD_GATHERS, *REDUCES]
+
+
+@fake
+def test_fsdp(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    with comm_mode(model):
+        step(model)
+    assert table(comm_mode) == STEP
+
+
+@fake
+def test_bare_mode_names_relative_to_the_outermost_module(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    with comm_mode:
+        step(nn.Sequential(model))
+    assert table(comm_mode)[:2] == [
+        "forward 0 all_gather < 0",
+        "forward 0.layers.0 all_gather < 0.layers.0",
+    ]
+
+
+@fake
+def test_several_outermost_modules(comm_mode, device_mesh):
+    first, second = (shard(Model(blocks=1), device_mesh()) for _ in range(2))
+    with comm_mode:
+        first(torch.randn(2, WIDTH))
+        second(torch.randn(2, WIDTH))
+    assert table(comm_mode) == [
+        "forward . all_gather < .",
+        "forward layers.0 all_gather < layers.0",
+        "forward @2 all_gather < @2",
+        "forward @2.layers.0 all_gather < @2.layers.0",
+    ]
+
+
+@fake
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(comm_mode, device_mesh, reentrant):
+    # FSDP gathers before the recomputation, in its pre-backward hook: the recomputed forward finds
+    # the parameters there.
+    model = shard(Model(reentrant=reentrant), device_mesh())
+    with comm_mode(model):
+        step(model, grad_input=True)
+    assert table(comm_mode) == STEP
+
+
+class Reducing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        # Before what backward needs: a recomputation stops as soon as it has that.
+        dist.all_reduce(x.detach().clone())
+        return self.linear(x)
+
+
+@fake
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_collectives_have_their_own_phase(comm_mode, reentrant):
+    model = nn.Sequential(Reducing(), Reducing())
+    with comm_mode(model):
+        x = torch.randn(2, WIDTH, requires_grad=True)
+        for part in model:
+            x = checkpoint(part, x, use_reentrant=reentrant)
+        x.sum().backward()
+    # No outermost call of the model itself: the parts are named relative to the given model.
+    assert table(comm_mode) == [
+        "forward 0 all_reduce < 0",
+        "forward 1 all_reduce < 1",
+        "recompute 1 all_reduce < 1",
+        "recompute 0 all_reduce < 0",
+    ]
+
+
+@fake
+def test_forward_prefetch(comm_mode, device_mesh):
+    model = shard(Model(blocks=3), device_mesh())
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
+    with comm_mode(model):
+        model(torch.randn(2, WIDTH))
+    assert table(comm_mode) == [
+        "forward . all_gather < .",
+        "forward layers.0 all_gather < layers.0",
+        "forward layers.1 all_gather < layers.0",
+        "forward layers.2 all_gather < layers.2",
+    ]
+
+
+@fake
+def test_micro_batches_that_reduce_at_the_last(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    with comm_mode(model):
+        for is_last in (False, True):
+            model.set_requires_gradient_sync(is_last)
+            step(model)
+    # The root is gathered again: its backward reshards it.
+    assert table(comm_mode) == [*FORWARD, *BACKWARD_GATHERS, *STEP]
+
+
+@fake
+def test_a_module_that_runs_twice(comm_mode, device_mesh):
+    block = fully_shard(Block(), mesh=device_mesh())
+    model = fully_shard(nn.Sequential(block, nn.ReLU(), block), mesh=device_mesh())
+    with comm_mode(model):
+        step(model)
+    assert table(comm_mode) == [
+        "forward 0 all_gather < 0",
+        "forward 0 all_gather < 0",
+        "backward 0 all_gather < 0",
+        "backward 0 all_gather < 0",
+        "backward 0 reduce_scatter < 0",
+    ]
+
+
+@fake
+def test_no_root(comm_mode, device_mesh):
+    # Each block is a root of its own, and roots do not reshard after forward.
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer, mesh=device_mesh())
+    with comm_mode(model):
+        step(model)
+    assert table(comm_mode) == [*FORWARD[1:], *REDUCES[:2]]
+
+
+@fake
+def test_one_unit_of_two_modules(comm_mode, device_mesh):
+    model = Model()
+    fully_shard([model.layers[0], model.layers[1]], mesh=device_mesh())
+    fully_shard(model, mesh=device_mesh())
+    with comm_mode(model):
+        step(model)
+    assert table(comm_mode) == [
+        "forward . all_gather < .",
+        "forward layers.0+layers.1 all_gather < layers.0",
+        "backward layers.0+layers.1 all_gather < .",
+        "backward layers.0+layers.1 reduce_scatter < layers.0",
+        "backward . reduce_scatter < .",
+    ]
+
+
+@fake
+def test_hsdp(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh(replicate=2, shard=2))
+    with comm_mode(model):
+        step(model)
+    assert table(comm_mode) == [
+        *FORWARD,
+        BACKWARD_GATHERS[0],
+        BACKWARD_GATHERS[1],
+        "backward layers.1 reduce_scatter < layers.1",
+        "backward layers.1 all_reduce < layers.1",
+        "backward layers.0 reduce_scatter < layers.0",
+        "backward layers.0 all_reduce < layers.0",
+        "backward . reduce_scatter < .",
+        "backward . all_reduce < .",
+    ]
+
+
+@fake
+def test_frozen_parameters_are_gathered_but_not_reduced(comm_mode, device_mesh):
+    model = Model()
+    model.layers[0].requires_grad_(requires_grad=False)
+    shard(model, device_mesh())
+    with comm_mode(model):
+        step(model)
+    assert "forward layers.0 all_gather < layers.0" in table(comm_mode)
+    assert not [line for line in table(comm_mode) if line.startswith("backward layers.0 reduce")]
+
+
+@fake
+def test_tensor_parallelism_where_a_node_is_made_in_a_pre_hook(comm_mode, device_mesh):
+    # Colwise redistributes its input in a forward pre-hook: the node whose backward all-reduces is
+    # made there, before the first operation of `up`.
+    model = Model()
+    for layer in model.layers:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(layer, device_mesh(tp=4), plan)
+    with comm_mode(model):
+        step(model, grad_input=True)
+    assert table(comm_mode) == [
+        "forward layers.0.down all_reduce < layers.0.down",
+        "forward layers.1.down all_reduce < layers.1.down",
+        "backward layers.1.up all_reduce < layers.1.up",
+        "backward layers.0.up all_reduce < layers.0.up",
+    ]
+    moves = [
+        (move.phase.value, move.owner, move.source_placements, move.target_placements)
+        for move in comm_mode.redistributions
+    ]
+    partial, replicate = ("Partial(sum)",), ("Replicate()",)
+    assert [(phase, owner) for phase, owner, *_ in moves] == [
+        ("forward", "layers.0.down"),
+        ("forward", "layers.1.down"),
+        ("backward", "layers.1.up"),
+        ("backward", "layers.0.up"),
+    ]
+    assert {(source, target) for *_, source, target in moves} == {(partial, replicate)}
+
+
+@fake
+def test_sequence_parallelism(comm_mode, device_mesh):
+    norm = nn.LayerNorm(WIDTH)
+    model = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH))
+    plan = {"0": SequenceParallel(), "1": ColwiseParallel()}
+    parallelize_module(model, device_mesh(tp=4), plan)
+    with comm_mode(model):
+        model(torch.randn(1, 8, WIDTH))
+    # Colwise wants its input whole, and gets it sharded over the sequence.
+    assert table(comm_mode) == ["forward 1 all_gather < 1"]
+
+
+@fake
+def test_optimizer_and_clipping(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model)
+    with comm_mode(model):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    # One norm of all local gradients is summed over the ranks.
+    assert table(comm_mode) == ["optimizer - all_reduce < -"]
+
+
+@fake
+def test_outside_every_phase(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    with comm_mode(model):
+        model.head.weight.full_tensor()
+        model.layers[0].unshard()
+    assert table(comm_mode) == [
+        "outside - all_gather < -",
+        "outside layers.0 all_gather < -",
+    ]
+
+
+@fake
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
+def test_a_compiled_block_keeps_its_name(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    model.layers[0] = torch.compile(model.layers[0], backend="aot_eager")
+    with comm_mode(model):
+        step(model)
+    assert table(comm_mode) == STEP
+
+
+@fake
+def test_a_model_left_unsharded_is_noted(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    with torch.no_grad():
+        model(torch.randn(2, WIDTH))
+    with comm_mode(model):
+        step(model)
+    assert table(comm_mode) == [*FORWARD[1:], *BACKWARD_GATHERS, *REDUCES]
+    assert comm_mode.recording.notes == (
+        "already unsharded when the recording began, so that its first all-gather is missing: "
+        "(root)",
+    )
+
+
+@fake
+def test_an_exception_in_the_middle_leaves_torch_clean(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+
+    def fail_after_forward():
+        with comm_mode(model):
+            model(torch.randn(2, WIDTH))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_after_forward()
+    assert table(comm_mode) == FORWARD
+    fresh = shard(Model(), device_mesh())
+    with comm_mode(fresh):
+        step(fresh)
+    assert table(comm_mode) == STEP
+
+
+@fake
+def test_resharding_events(comm_mode, device_mesh):
+    model = shard(Model(blocks=1), device_mesh())
+    with comm_mode(model):
+        step(model)
+    nbytes = 2 * WIDTH * WIDTH * 4
+    assert [(e.phase.value, e.module, e.action, e.nbytes) for e in comm_mode.reshards] == [
+        ("forward", "", "unshard", nbytes),
+        ("forward", "layers.0", "unshard", nbytes),
+        ("forward", "layers.0", "reshard", nbytes),
+        ("backward", "layers.0", "unshard", nbytes),
+        ("backward", "layers.0", "reshard", nbytes),
+        ("backward", "", "reshard", nbytes),
+    ]
+    # One sequence over all sorts of events: a unit is resharded after it was gathered.
+    order = sorted([*comm_mode.events, *comm_mode.reshards], key=lambda event: event.index)
+    assert [event.index for event in order] == list(range(len(order)))

@@ -1,0 +1,170 @@
+"""Every call of torch.distributed, DDP and FSDP1, on real gloo ranks, with sizes by hand."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+NUMEL = 4
+NBYTES = 4 * NUMEL
+
+
+def calls(comm_mode):
+    return [
+        (event.kind, event.source.value, event.nbytes_sent, event.nbytes_received)
+        for event in comm_mode.events
+    ]
+
+
+@pytest.mark.distributed(world_size=2)
+def test_calls(comm_mode, dist_info):
+    first = dist_info.rank == 0
+    other = 1 - dist_info.rank
+    tensor = torch.ones(NUMEL)
+    both = [torch.zeros(NUMEL) for _ in range(2)]
+    with comm_mode, warnings.catch_warnings():
+        # torch 2.13 renamed the *_tensor functions; the old names are what most code calls.
+        warnings.simplefilter("ignore", FutureWarning)
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+        dist.reduce(tensor, 0)
+        dist.all_gather(both, tensor)
+        dist.all_gather_into_tensor(torch.zeros(2 * NUMEL), tensor)
+        dist.gather(tensor, both if first else None, 0)
+        dist.scatter(tensor, both if first else None, 0)
+        dist.reduce_scatter(tensor, both)
+        dist.all_to_all_single(torch.zeros(NUMEL), tensor)
+        if first:
+            dist.send(tensor, other)
+        else:
+            dist.recv(tensor, other)
+        operation = dist.isend if first else dist.irecv
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, other)]):
+            work.wait()
+        dist.all_reduce(tensor, async_op=True).wait()
+        dist.barrier()
+        dist.monitored_barrier()
+    user = "user"
+    point_to_point = ("send", user, NBYTES, 0) if first else ("recv", user, 0, NBYTES)
+    assert calls(comm_mode) == [
+        ("all_reduce", user, NBYTES, NBYTES),
+        ("broadcast", user, NBYTES, 0) if first else ("broadcast", user, 0, NBYTES),
+        ("reduce", user, NBYTES, 0),
+        ("all_gather", user, NBYTES, 2 * NBYTES),
+        ("all_gather", user, NBYTES, 2 * NBYTES),
+        ("gather", user, NBYTES, 2 * NBYTES if first else 0),
+        ("scatter", user, 2 * NBYTES if first else 0, NBYTES),
+        ("reduce_scatter", user, 2 * NBYTES, NBYTES),
+        ("all_to_all", user, NBYTES, NBYTES),
+        point_to_point,
+        point_to_point,
+        ("all_reduce", user, NBYTES, NBYTES),
+        ("barrier", user, 0, 0),
+        ("barrier", user, 0, 0),
+    ]
+    assert {(event.phase.value, event.owner, event.axis) for event in comm_mode.events} == {
+        ("outside", None, "world")
+    }
+    sites = [event.call_site for event in comm_mode.events]
+    assert all("test_plain_collectives.py:" in site for site in sites)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_object_collectives_are_told_apart(comm_mode):
+    with comm_mode:
+        dist.all_gather_object([None, None], {"a": 1})
+        dist.broadcast_object_list([1, 2], 0)
+    # Each sends a size first, then the pickled objects.
+    assert [(event.kind, event.source.value) for event in comm_mode.events] == [
+        ("all_gather", "object"),
+        ("all_gather", "object"),
+        ("broadcast", "object"),
+        ("broadcast", "object"),
+    ]
+
+
+@pytest.mark.distributed(world_size=4)
+def test_groups_are_named_by_mesh_axis_or_shape(comm_mode, device_mesh, dist_info):
+    mesh = device_mesh(dp=2, tp=2)
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    with comm_mode:
+        for axis in ("dp", "tp"):
+            dist.all_reduce(torch.ones(1), group=mesh.get_group(axis))
+        dist.all_reduce(torch.ones(1), group=pairs[dist_info.rank % 2])
+        dist.all_reduce(torch.ones(1))
+    assert [(event.axis, event.group_size) for event in comm_mode.events] == [
+        ("dp", 2),
+        ("tp", 2),
+        ("size2.stride2", 2),
+        ("world", 4),
+    ]
+
+
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("bare", [False, True])
+def test_ddp_in_its_third_step(comm_mode, bare):
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    batch = torch.ones(1, 4)
+    # Buckets are rebuilt after the first step.
+    for _ in range(2):
+        model(batch).sum().backward()
+    with comm_mode if bare else comm_mode(model):
+        model(batch).sum().backward()
+    (event,) = comm_mode.events
+    assert (event.kind, event.source.value, event.phase.value) == ("all_reduce", "ddp", "backward")
+    assert (event.owner, event.nbytes) == ("", 2 * (4 * 4 + 4) * 4)
+    with comm_mode(model), model.no_sync():
+        model(batch).sum().backward()
+    assert comm_mode.events == ()
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+STRATEGIES = {
+    # Root and block: gathered in forward, the block again in backward, both reduced.
+    ShardingStrategy.FULL_SHARD: [
+        "forward . all_gather",
+        "forward 1 all_gather",
+        "backward 1 all_gather",
+        "backward 1 reduce_scatter",
+        "backward . reduce_scatter",
+    ],
+    ShardingStrategy.SHARD_GRAD_OP: [
+        "forward . all_gather",
+        "forward 1 all_gather",
+        "backward 1 reduce_scatter",
+        "backward . reduce_scatter",
+    ],
+    ShardingStrategy.NO_SHARD: ["backward 1 all_reduce", "backward . all_reduce"],
+}
+
+
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_fsdp1(comm_mode, strategy, use_orig_params):
+    wrap = functools.partial(
+        FullyShardedDataParallel,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+    model = wrap(nn.Sequential(nn.Linear(8, 8, bias=False), wrap(Inner())))
+    with comm_mode(model):
+        model(torch.ones(1, 8)).sum().backward()
+    table = [f"{event.phase.value} {event.owner or '.'} {event.kind}" for event in comm_mode.events]
+    assert table == STRATEGIES[strategy]
+    assert {event.source.value for event in comm_mode.events} == {"fsdp"}
