@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.options import OPTIONS
 from pytest_fsdp_comm.ranks.context import RANK_CONTEXT
 
 if TYPE_CHECKING:
@@ -122,13 +123,16 @@ def comm_mode(request: pytest.FixtureRequest) -> CommMode:
 
 
 @pytest.fixture
-def fsdp_tree() -> TreeFactory:
+def fsdp_tree(request: pytest.FixtureRequest) -> TreeFactory:
     """Shows how a model is sharded, as a tree that snapshots can hold."""
     from pytest_fsdp_comm.capture.tree_factory import (  # noqa: PLC0415  # torch only where it is needed
         TreeFactory,
     )
 
-    return TreeFactory()
+    context, rules = _context(request), request.config.stash[OPTIONS].findings
+    return (
+        TreeFactory(rules=rules, gather=context.exchange) if context else TreeFactory(rules=rules)
+    )
 
 
 @pytest.fixture

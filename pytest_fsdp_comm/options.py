@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import pytest
+
+from pytest_fsdp_comm.tree_rules import FindingRules, parse_rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +75,8 @@ class SessionOptions:
     """Absolute directory of the snapshot files."""
     artifacts_dir: Path | None
     """Absolute directory for what failed comparisons received; None keeps nothing."""
+    findings: FindingRules = field(default_factory=FindingRules)
+    """What counts as a finding of a sharded tree."""
 
 
 SETTINGS: Final = pytest.StashKey[DistributedSettings]()
@@ -121,6 +125,12 @@ def add_options(parser: pytest.Parser) -> None:
         "directory of the communication snapshots, relative to the root directory",
         default="snapshots",
     )
+    parser.addini(
+        "fsdp_comm_findings",
+        "levels and thresholds of the findings of fsdp_tree, one a line: 'split-tie = off', "
+        "'small_nbytes = 4096'",
+        type="linelist",
+    )
 
 
 def read_session_options(config: pytest.Config) -> SessionOptions:
@@ -140,6 +150,10 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
         except BadValueError as problem:
             raise pytest.UsageError(f"{where}: {problem}") from None
 
+    try:
+        findings = parse_rules(config.getini("fsdp_comm_findings"))
+    except ValueError as problem:
+        raise pytest.UsageError(f"ini {problem}") from None
     artifacts = config.getoption("--comm-artifacts")
     return SessionOptions(
         world_size=read(
@@ -150,6 +164,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
         snapshot_dir=config.rootpath / str(config.getini("fsdp_comm_snapshot_dir")),
         # Relative to where the user typed it, as with --junitxml.
         artifacts_dir=config.invocation_params.dir / artifacts if artifacts else None,
+        findings=findings,
     )
 
 

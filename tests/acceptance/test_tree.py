@@ -1,0 +1,165 @@
+"""``fsdp_tree`` in real ranks, as a user writes and sees it."""
+
+import pytest
+
+PROJECT = """
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+class Block(nn.Module):
+    def __init__(self, width=5):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.layers(x))
+
+def shard(model, mesh, blocks=2):
+    for layer in model.layers[:blocks]:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+"""
+
+
+@pytest.fixture
+def project(pytester):
+    def make(test, **files):
+        pytester.makepyfile(test_it=PROJECT + test, **files)
+        return pytester
+
+    return make
+
+
+def run(pytester, *arguments):
+    return pytester.runpytest_subprocess("-p", "no:cacheprovider", "--world-size", "2", *arguments)
+
+
+def test_the_tree_of_each_rank(project):
+    pytester = project("""
+@pytest.mark.distributed
+def test_tree(fsdp_tree, device_mesh, dist_info):
+    model = shard(Model(), device_mesh())
+    tree = fsdp_tree.of_all_ranks(model)
+    assert "layers.1[Block] FULLY SHARDED" in str(tree)
+    assert not tree.findings
+    for fqn, entry in tree.named_parameters():
+        local = model.state_dict()[fqn].to_local().numel()
+        assert entry.local_numel == entry.local_numels[dist_info.rank] == local
+    assert fsdp_tree.expect(model, {Block})
+    assert len(fsdp_tree.states(model)) == 3
+
+@pytest.mark.distributed
+def test_ranks_that_differ(fsdp_tree, device_mesh, dist_info):
+    model = shard(Model(), device_mesh(), blocks=dist_info.rank + 1)
+    assert [finding.code for finding in fsdp_tree.of_all_ranks(model).findings][0] == "ranks-differ"
+
+def test_without_ranks(fsdp_tree):
+    tree = fsdp_tree(Model())
+    assert not tree.is_sharded
+    assert tree.world_size == 1
+""")
+    run(pytester).assert_outcomes(passed=3)
+
+
+def test_capturing_leaves_a_recording_as_it_is(project):
+    pytester = project("""
+@pytest.mark.distributed
+@pytest.mark.parametrize("captures", [False, True])
+def test_tree(captures, fsdp_tree, comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    if captures:
+        fsdp_tree(model)
+    with comm_mode(model):
+        if captures:
+            fsdp_tree(model)
+        model(torch.ones(2, 5)).sum().backward()
+        if captures:
+            fsdp_tree(model)
+    kinds = [entry.kind for entry in comm_mode.recording.collectives]
+    # Root and two blocks gather in forward, the blocks again in backward; each is reduced once.
+    assert sorted(kinds) == ["all_gather"] * 5 + ["reduce_scatter"] * 3
+""")
+    run(pytester).assert_outcomes(passed=2)
+
+
+SNAPSHOT_TEST = """
+@pytest.mark.distributed
+def test_tree(fsdp_tree, device_mesh, comm_snapshot):
+    assert fsdp_tree(shard(Model(), device_mesh())) == comm_snapshot(name="tree")
+"""
+
+
+def test_a_changed_tree_fails_in_the_words_of_the_domain(project):
+    pytester = project(SNAPSHOT_TEST)
+    run(pytester, "--snapshot-update").assert_outcomes(passed=1)
+    (file,) = pytester.path.glob("snapshots/**/*.comm")
+    assert "unit layers.{0..1} fsdp2 shard=dp reshard_after_forward=true\n" in file.read_text()
+    run(pytester).assert_outcomes(passed=1)
+
+    source = pytester.path / "test_it.py"
+    renamed = source.read_text().replace("Block", "Layer").replace("Model", "Network")
+    source.write_text(renamed)
+    run(pytester).assert_outcomes(passed=1)
+
+    source.write_text(
+        renamed.replace(
+            "fully_shard(layer, mesh=mesh)",
+            "fully_shard(layer, mesh=mesh, reshard_after_forward=layer is model.layers[0])",
+        )
+    )
+    result = run(pytester)
+    result.assert_outcomes(failed=1)
+    assert "layers.1: reshard_after_forward True -> False" in result.stdout.str()
+    assert "accept: pytest --snapshot-update" in result.stdout.str()
+
+
+def test_an_unsharded_model_is_no_snapshot(project):
+    pytester = project("""
+@pytest.mark.distributed
+def test_tree(fsdp_tree, comm_snapshot):
+    assert fsdp_tree(Model()) == comm_snapshot
+""")
+    result = run(pytester, "--snapshot-update")
+    result.assert_outcomes(failed=1)
+    assert "the tree has not one sharded parameter" in result.stdout.str()
+    assert not list(pytester.path.glob("snapshots/**/*.comm"))
+
+
+FINDINGS_TEST = """
+@pytest.mark.distributed
+def test_tree(fsdp_tree, device_mesh):
+    tree = fsdp_tree(shard(Model(), device_mesh(), blocks=1))
+    assert not tree.findings, str(tree)
+"""
+
+
+def test_findings_fail_a_test_and_can_be_turned_off(project):
+    pytester = project(FINDINGS_TEST)
+    result = run(pytester)
+    result.assert_outcomes(failed=1)
+    assert "warning: partly-wrapped: layers.1: 1 of 2 Block blocks" in result.stdout.str()
+    pytester.makeini("[pytest]\nfsdp_comm_findings =\n    partly-wrapped = off\n")
+    run(pytester).assert_outcomes(passed=1)
+
+
+def test_a_bad_ini_value_stops_the_session(project):
+    pytester = project(FINDINGS_TEST)
+    pytester.makeini("[pytest]\nfsdp_comm_findings =\n    partly-wrapped = maybe\n")
+    result = run(pytester)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert (
+        "ERROR: ini fsdp_comm_findings: partly-wrapped: expected one of error, warning, off, got "
+        "'maybe'"
+    ) in result.stderr.str()
