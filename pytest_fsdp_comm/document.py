@@ -40,6 +40,7 @@ FORMAT_VERSION: Final = 1
 
 NO_MODULE: Final = "(no-module)"
 END: Final = "end"
+_BYTE: Final = 0xFF
 
 _HEADER: Final = re.compile(r"# pytest-fsdp-comm (?P<version>\d+) (?P<kind>\w+)(?: \|.*)?")
 _PHASES: Final = tuple(Phase)
@@ -144,11 +145,21 @@ def _content(row: Any) -> str:
 
 def _word(text: str) -> str:
     """Keeps a name from a user's mesh in one word of a line."""
-    return re.sub(r"[\s\[\]=%]", lambda match: f"%{ord(match[0]):02X}", text)
+    return re.sub(
+        r"[\s\[\]%]",
+        lambda match: (
+            f"%{ord(match[0]):02X}" if ord(match[0]) <= _BYTE else f"%u{ord(match[0]):04X}"
+        ),
+        text,
+    )
 
 
 def _unword(text: str) -> str:
-    return re.sub(r"%([0-9A-F]{2,6})", lambda match: chr(int(match[1], 16)), text)
+    return re.sub(
+        r"%(?:u([0-9A-F]{4})|([0-9A-F]{2}))",
+        lambda match: chr(int(match[1] or match[2], 16)),
+        text,
+    )
 
 
 def _written_ranks(ranks: Sequence[int]) -> str:
