@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -161,3 +162,42 @@ def test_no_torch_until_a_distributed_test_is_collected(project):
 def test_importing_the_package_imports_no_torch(pytester):
     code = "import sys, pytest_fsdp_comm.plugin; sys.exit('torch' in sys.modules)"
     assert pytester.run(sys.executable, "-c", code).ret == 0
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there are GPUs")
+def test_nccl_without_gpus(project):
+    pytester = project("""
+        import pytest
+
+        @pytest.mark.distributed(2)
+        def test_session(): pass
+
+        @pytest.mark.distributed(2, backend="nccl")
+        def test_marker(): pass
+
+        @pytest.mark.distributed(2, backend="nccl")
+        @pytest.mark.skipif(True, reason="no GPU here")
+        def test_guarded(): pass
+    """)
+    result = pytester.runpytest_subprocess("--comm-backend", "nccl", "-k", "test_session")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert (
+        "test_it.py::test_session: @pytest.mark.distributed: the session's backend is nccl, but no "
+        "GPU is visible; drop --comm-backend nccl (ini fsdp_comm_backend) to use gloo, or run on a "
+        "machine with a GPU for each rank"
+    ) in result.stderr.str()
+    result = pytester.runpytest_subprocess("-k", "test_marker or test_guarded")
+    result.assert_outcomes(errors=1, skipped=1, deselected=1)
+    assert (
+        "a GPU for each of the 2 ranks is needed, 0 are visible; use fewer ranks, backend='gloo'"
+    ) in result.stdout.str()
+
+
+def test_without_xdist(project):
+    pytester = project("""
+        import pytest
+
+        @pytest.mark.distributed(2)
+        def test_distributed(dist_info): assert dist_info.world_size == 2
+    """)
+    pytester.runpytest_subprocess("-p", "no:xdist").assert_outcomes(passed=1)

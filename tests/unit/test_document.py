@@ -192,7 +192,7 @@ def test_a_long_name_moves_no_other_line():
         (TEXT.replace("mesh dp=4", "mesh dp"), "line 3: it reads ['mesh dp']; expected"),
         (TEXT.replace("forward (root)", "foreward (root)"), "line 4: there is no phase"),
         (TEXT.replace("layers.{0..2}", "layers.{2..0}"), "f.comm, line 5: bad numbers {2..0}"),
-        (TEXT.replace("x1 500_000 B", "lots"), "line 5: it reads 'forward layers.{0..2} all_gather"),
+        (TEXT.replace("x1 500_000 B", "lots"), "line 5: it reads 'forward layers.{0..2} all"),
         (TEXT.replace("500_000", "500_001"), "f.comm, line 9: the totals do not fit the records"),
         (TEXT.replace("total unknown:odd[dp] x1 0 B\n", ""), "the totals do not fit the records"),
     ],
