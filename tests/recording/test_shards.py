@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_fsdp_comm.capture.shards import capture_tree
 from pytest_fsdp_comm.events import MeshAxis
 from pytest_fsdp_comm.tree import Precision
-from pytest_fsdp_comm.tree_text import format_tree
+from pytest_fsdp_comm.tree_facts import tree_facts
+from pytest_fsdp_comm.tree_json import dump_tree, load_tree
+from pytest_fsdp_comm.tree_text import format_tree, parse_tree
 
 
 @contextlib.contextmanager
@@ -257,6 +261,82 @@ def test_local_numels_are_what_each_rank_keeps(mesh_shape, width):
         kept.append({fqn: entry.local_numel for fqn, entry in tree.named_parameters()})
     for fqn, entry in tree.named_parameters():
         assert entry.local_numels == tuple(numels[fqn] for numels in kept), fqn
+
+
+def test_three_axes():
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "shard", "tp"))
+    model = Block()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["replica", "shard"])
+    tree = capture_tree(model)
+    assert [(axis.name, axis.size) for axis in tree.mesh_axes] == [
+        ("replica", 2),
+        ("shard", 2),
+        ("tp", 2),
+    ]
+    assert placements(tree, "up.weight") == [
+        ("replica", "Replicate()"),
+        ("shard", "StridedShard(0,2)"),
+        ("tp", "Shard(0)"),
+    ]
+    assert parameter(tree, "up.weight").local_numels == (16 * 8 // 4,) * 8
+    assert parameter(tree, "down.bias").local_numels == (4,) * 8
+
+
+@st.composite
+def plans(draw):
+    """A model of nested modules, and which of them become units."""
+    shapes = st.tuples(st.integers(1, 9), st.integers(1, 5))
+    model = nn.Module()
+    modules = [("", model)]
+    for number in range(draw(st.integers(1, 7))):
+        parent_fqn, parent = draw(st.sampled_from(modules))
+        child = nn.Module()
+        for name in draw(st.sets(st.sampled_from(["weight", "bias"]))):
+            child.register_parameter(name, nn.Parameter(torch.empty(draw(shapes))))
+        name = draw(st.sampled_from(["block", "layer"])) + str(number)
+        parent.add_module(name, child)
+        modules.append((f"{parent_fqn}.{name}".lstrip("."), child))
+    units = draw(st.sets(st.sampled_from([fqn for fqn, _ in modules]), min_size=1))
+    return model, units
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    # The process group is the same for all examples, and none of them changes it.
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(plans())
+def test_any_wrapping_is_read_right(plan):
+    model, units = plan
+    nbytes = {fqn: tensor.numel() * 4 for fqn, tensor in model.named_parameters()}
+    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in model.named_parameters()}
+    # Longer names first: children before their parents.
+    for fqn in sorted(units, key=len, reverse=True):
+        fully_shard(model.get_submodule(fqn))
+
+    def manager(fqn):
+        above = [unit for unit in units if unit == "" or fqn.startswith(f"{unit}.")]
+        return max(above, key=len, default=None)
+
+    tree = capture_tree(model)
+    expected = {unit: [] for unit in units}
+    for fqn in nbytes:
+        if manager(fqn) is not None:
+            expected[manager(fqn)].append(fqn)
+    assert {name: sorted(fqns) for name, fqns in tree.module_to_fqns.items()} == {
+        name: sorted(fqns) for name, fqns in expected.items()
+    }
+    assert {fqn: entry.shape for fqn, entry in tree.named_parameters()} == shapes
+    for index, unit in enumerate(tree.units):
+        whole = sum(nbytes[fqn] for fqn in expected[tree.unit_name(index)])
+        assert unit.nbytes_gathered - unit.nbytes_padding == whole
+        assert unit.nbytes_kept * 4 == unit.nbytes_gathered
+    assert parse_tree(format_tree(tree)) == tree_facts(tree)
+    assert load_tree(dump_tree(tree)) == tree
 
 
 def test_padding_of_uneven_shards():

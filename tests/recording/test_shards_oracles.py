@@ -1,0 +1,95 @@
+"""Findings against the checks that torch has, but runs for FSDP1's auto-wrap only."""
+
+import re
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.fsdp import _wrap_utils, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pytest_fsdp_comm.capture.shards import capture_tree, list_states
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _four_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 8)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 8)
+        self.layers = nn.ModuleList([Block(), Block()])
+
+
+NAMES = [name for name, _ in Model().named_parameters()]
+
+
+@settings(max_examples=40, deadline=None)
+@given(frozen=st.sets(st.sampled_from(NAMES)), wraps_root=st.booleans())
+def test_mixed_frozen_is_what_torch_would_refuse(frozen, wraps_root):
+    model = Model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name not in frozen
+    targets = {*model.layers, *([model] if wraps_root else [])}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _wrap_utils._validate_frozen_params(model, targets, set(), use_orig_params=True)
+    refused = {re.match(r"(\S*) has both", str(entry.message))[1] for entry in caught}
+
+    for layer in model.layers:
+        fully_shard(layer)
+    if wraps_root:
+        fully_shard(model)
+    found = {
+        fqn
+        for finding in capture_tree(model).findings
+        if finding.code == "mixed-frozen"
+        for fqn in finding.fqns
+    }
+    assert found == refused
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_states_are_there_exactly_where_torch_refuses_to_wrap_again(wrapped):
+    model = Model()
+    if wrapped:
+        model.layers[1] = Fsdp1(model.layers[1], device_id=torch.device("cpu"))
+        with pytest.raises(ValueError, match=r"found layers\.1 in"):
+            _wrap_utils._check_nested_wrapping(model)
+    else:
+        _wrap_utils._check_nested_wrapping(model)
+    assert bool(list_states(model)) == wrapped
+
+
+def test_the_tree_has_the_marks_that_torchs_own_misses():
+    """Fails when torch's sharded module tree learns of FSDP2: then it can serve as an oracle."""
+    from torch.distributed.fsdp import _debug_utils
+
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    text, mapping = _debug_utils._get_sharded_module_tree_with_module_name_to_fqns(model)
+    tree = capture_tree(model)
+    assert "FULLY SHARDED" not in text
+    assert mapping == {}
+    # Apart from the marks, and from torch naming the classes that fully_shard made, they agree.
+    ours = [line.removesuffix(" FULLY SHARDED") for line in str(tree).splitlines()]
+    assert [line.replace("[FSDP", "[") for line in text.splitlines()] == ours
+    assert str(tree).count("FULLY SHARDED") == 3
