@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 import torch.distributed as dist
 from torch import nn
 
+from pytest_fsdp_comm.capture.comm_debug import CommDebugAnswers
 from pytest_fsdp_comm.capture.recorder import Recorder
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.events import Phase
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.profile import CommProfile
 
 
-class CommMode:
+class CommMode(CommDebugAnswers):
     """Records the communication of a block of code.
 
     ``with comm_mode(model):`` names modules relative to ``model``; bare ``with comm_mode:`` names
@@ -43,6 +44,8 @@ class CommMode:
         self._recorder: Recorder | None = None
         self._block: AbstractContextManager[None] | None = None
         self._recording: Recording | None = None
+        # Weak: a recording must not keep a model and its parameters alive.
+        self._recorded_root: weakref.ref[nn.Module] | None = None
 
     def __call__(self, model: nn.Module) -> Self:
         """Chooses the module that names are relative to, for the next block.
@@ -72,12 +75,6 @@ class CommMode:
                 "comm_mode records already; it cannot be entered inside itself. To look at a part, "
                 "use two blocks one after the other, or .events of the outer one"
             )
-        if not (dist.is_available() and dist.is_initialized()):
-            raise RecordingError(
-                "comm_mode was entered without a process group, where nothing can be sent; mark "
-                "the test with @pytest.mark.distributed(world_size=...), or enter after "
-                "torch.distributed.init_process_group()"
-            )
         model = None
         if self._model is not None:
             model, self._model = self._model(), None
@@ -86,6 +83,12 @@ class CommMode:
                     "the model given to comm_mode(model) no longer exists; keep a reference to it "
                     "until the block is entered"
                 )
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RecordingError(
+                "comm_mode was entered without a process group, where nothing can be sent; mark "
+                "the test with @pytest.mark.distributed(world_size=...), or enter after "
+                "torch.distributed.init_process_group()"
+            )
         recorder = Recorder(model)
         block = recorder.recording()
         block.__enter__()
@@ -106,7 +109,12 @@ class CommMode:
         try:
             block.__exit__(kind, value, traceback)
         finally:
+            root = recorder.root
+            self._recorded_root = None if root is None else weakref.ref(root)
             self._recording = recorder.finish()
+
+    def _root(self) -> nn.Module | None:
+        return self._recorded_root() if self._recorded_root is not None else None
 
     def __eq__(self, other: object) -> bool:
         """Leaves a comparison with a snapshot to the snapshot."""

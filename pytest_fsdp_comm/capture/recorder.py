@@ -77,6 +77,11 @@ class Recorder:
         with self._units.watching(), _Mode(self):
             yield
 
+    @property
+    def root(self) -> nn.Module | None:
+        """The module that gives plain names; None if no module ran, and after `finish`."""
+        return self._roots[0] if self._roots else None
+
     def finish(self) -> Recording:
         """Names everything and lets go of every module and group.
 
