@@ -66,6 +66,7 @@ def _join(ranks: Iterable[int]) -> str:
 
 _RULES: Final[tuple[Callable[[ShardTree, FindingRules], Iterator[Finding]], ...]] = (
     tree_mistakes.find_no_root_unit,
+    tree_mistakes.find_grouped_root,
     tree_mistakes.find_nested_kinds,
     tree_mistakes.find_wrapped_after_parent,
     tree_mistakes.find_split_tie,

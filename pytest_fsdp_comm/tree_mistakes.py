@@ -39,6 +39,19 @@ def find_no_root_unit(tree: ShardTree, _: FindingRules) -> Iterator[Finding]:
             )
 
 
+def find_grouped_root(tree: ShardTree, _: FindingRules) -> Iterator[Finding]:
+    """A unit of several modules that has no root around it."""
+    for index, unit in enumerate(tree.units):
+        if unit.kind == "fsdp2" and unit.is_root and len(unit.modules) > 1:
+            yield propose(
+                "grouped-root",
+                [tree.unit_name(index)],
+                f"{len(unit.modules)} modules share this unit, nothing encloses them, and a root "
+                "has to be a single module: the first forward raises a RuntimeError",
+                "call fully_shard on the model itself too, after its parts",
+            )
+
+
 def find_nested_kinds(tree: ShardTree, _: FindingRules) -> Iterator[Finding]:
     """A unit inside one of another kind."""
     kinds = {module: unit.kind for unit in tree.units for module in unit.modules}

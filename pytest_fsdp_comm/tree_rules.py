@@ -15,6 +15,7 @@ RuleLevel = Literal["error", "warning", "off"]
 
 CODES: Final[Mapping[str, RuleLevel]] = {
     "no-root-unit": "error",
+    "grouped-root": "error",
     "nested-kinds": "error",
     "wrapped-after-parent": "error",
     "split-tie": "error",

@@ -5,7 +5,7 @@ Private names, read in torch 2.6, 2.9, 2.11 and 2.13: ``FullyShardedDataParallel
 ``.flat_param``, ``.uses_sharded_strategy``, ``._fwd_bwd_param_dtype``, ``._orig_param_dtype``,
 ``._offload_params``; ``FlatParameter``'s ``._param_infos``, ``._shared_param_infos``, ``._shapes``,
 ``._numels``, ``._numels_with_padding``, ``._is_padding_mask``, ``._shard_param_infos``,
-``._sharded_size``, ``._params``. tests/recording/test_shards_contracts.py fails when one moves.
+``._sharded_size``, ``._params``. tests/recording/test_shards_fsdp1.py fails when one moves.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from pytest_fsdp_comm.capture.shards_mesh import flat_shard, replicate
-from pytest_fsdp_comm.capture.shards_units import HeldParameter, ReadUnit, shown_dtype
-from pytest_fsdp_comm.errors import UpstreamChangedError
+from pytest_fsdp_comm.capture.shards_units import (
+    HeldParameter,
+    ReadUnit,
+    private_names,
+    shown_dtype,
+)
 from pytest_fsdp_comm.layout import FlatRange
 from pytest_fsdp_comm.tree import Precision
 
@@ -52,14 +55,9 @@ def read_fsdp1(visit: Visit, axes: AxisNames) -> Iterator[ReadUnit]:
     wrappers = dict(reversed(states))
     for index, wrapper in states:
         above = next((wrappers[up] for up in visit.ancestors(index) if up in wrappers), None)
-        try:
-            yield _read_unit(index, wrapper, above, visit, axes)
-        except AttributeError as missing:
-            raise UpstreamChangedError(
-                f"torch {torch.__version__} moved a private name of FSDP1 that fsdp_tree reads: "
-                f"{missing}; pytest-fsdp-comm was read against torch 2.6 to 2.13: use one of "
-                "these, or upgrade pytest-fsdp-comm"
-            ) from missing
+        with private_names("FSDP1"):
+            unit = _read_unit(index, wrapper, above, visit, axes)
+        yield unit
 
 
 def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNames) -> ReadUnit:

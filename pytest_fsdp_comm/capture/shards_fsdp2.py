@@ -11,14 +11,13 @@ Private names, read in torch 2.6, 2.9, 2.11 and 2.13: ``FSDPModule._get_fsdp_sta
 ``.unshard_in_backward``; ``FSDPParam``'s
 ``._module_info``, ``.sharded_param``, ``.sharded_state``, ``._orig_size``,
 ``.padded_sharded_param_size``, ``._orig_param_uid`` (2.13 only).
-tests/recording/test_shards_contracts.py fails when one moves.
+tests/recording/test_shards_fsdp1.py fails when one moves.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from pytest_fsdp_comm.capture.shards_mesh import local_tensor
@@ -26,15 +25,16 @@ from pytest_fsdp_comm.capture.shards_units import (
     HeldParameter,
     ReadUnit,
     member_indices,
+    private_names,
     shown_dtype,
 )
 from pytest_fsdp_comm.capture.units import param_groups
-from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.tree import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from pytest_fsdp_comm.capture.shards_mesh import AxisNames
@@ -46,7 +46,8 @@ def fsdp2_states(visit: Visit) -> list[tuple[FSDPModule, Any]]:
     found: dict[int, tuple[FSDPModule, Any]] = {}
     for _, module in visit.layers():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()  # noqa: SLF001  # see the module's docstring
+            with private_names("FSDP2"):
+                state = module._get_fsdp_state()  # noqa: SLF001  # see the module's docstring
             found.setdefault(id(state), (module, state))
     return list(found.values())
 
@@ -55,7 +56,9 @@ def fsdp2_meshes(visit: Visit) -> Iterator[DeviceMesh]:
     """The meshes of all units."""
     for module, _ in fsdp2_states(visit):
         for group in param_groups(module):  # type: ignore[arg-type]  # a module at runtime
-            yield group.mesh_info.mesh
+            with private_names("FSDP2"):
+                mesh = group.mesh_info.mesh
+            yield mesh
 
 
 def read_fsdp2(visit: Visit, axes: AxisNames) -> Iterator[ReadUnit]:
@@ -73,19 +76,16 @@ def read_fsdp2(visit: Visit, axes: AxisNames) -> Iterator[ReadUnit]:
         members = member_indices(_modules(state, module), visit.index_of)
         kind = _kind(module)
         below = any(kind in own.get(above, ()) for above in visit.ancestors(members[0]))
-        is_root = not below if state._is_root is None else bool(state._is_root)  # noqa: SLF001  # see the module's docstring
+        with private_names("FSDP2"):
+            settled = state._is_root  # noqa: SLF001  # see the module's docstring
+        is_root = not below if settled is None else bool(settled)
         groups = param_groups(module)  # type: ignore[arg-type]  # a module at runtime
-        try:
-            if not groups:
-                yield _empty_unit(kind, members, state, is_root)
-            for group in groups:
-                yield _read_group(kind, members, state, is_root, group, visit, axes)
-        except AttributeError as missing:
-            raise UpstreamChangedError(
-                f"torch {torch.__version__} moved a private name of FSDP2 that fsdp_tree reads: "
-                f"{missing}; pytest-fsdp-comm was read against torch 2.6 to 2.13: use one of "
-                "these, or upgrade pytest-fsdp-comm"
-            ) from missing
+        if not groups:
+            yield _empty_unit(kind, members, state, is_root)
+        for group in groups:
+            with private_names("FSDP2"):
+                unit = _read_group(kind, members, state, is_root, group, visit, axes)
+            yield unit
 
 
 def _kind(module: FSDPModule) -> Any:

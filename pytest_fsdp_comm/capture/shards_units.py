@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
+from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.tree import Precision
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Iterator
+
     from torch import nn
 
     from pytest_fsdp_comm.events import MeshAxis
@@ -62,6 +67,26 @@ class ReadUnit:
     nbytes_gathered: int = 0
     nbytes_padding: int = 0
     nbytes_kept: int = 0
+
+
+@contextlib.contextmanager
+def private_names(part: str) -> Iterator[None]:
+    """Says which private name is missing, should torch have moved one.
+
+    Args:
+        part: What is read, as the error shall name it.
+
+    Raises:
+        UpstreamChangedError: An attribute was missing in the block.
+    """
+    try:
+        yield
+    except AttributeError as missing:
+        raise UpstreamChangedError(
+            f"torch {torch.__version__} moved a private name of {part} that fsdp_tree reads: "
+            f"{missing}; pytest-fsdp-comm was read against torch 2.6 to 2.13: use one of these, or "
+            "upgrade pytest-fsdp-comm"
+        ) from missing
 
 
 def shown_dtype(dtype: torch.dtype | None) -> str | None:

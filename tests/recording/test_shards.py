@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -261,6 +261,22 @@ def test_local_numels_are_what_each_rank_keeps(mesh_shape, width):
         kept.append({fqn: entry.local_numel for fqn, entry in tree.named_parameters()})
     for fqn, entry in tree.named_parameters():
         assert entry.local_numels == tuple(numels[fqn] for numels in kept), fqn
+
+
+def test_partial_and_unknown_placements():
+    class Odd(Placement):
+        pass
+
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    model = nn.Module()
+    model.sum = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Partial()]))
+    model.odd = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Replicate()]))
+    model.odd._spec.placements = (Odd(),)
+    tree = capture_tree(model)
+    assert placements(tree, "sum") == [("tp", "Partial(sum)")]
+    assert placements(tree, "odd") == [("tp", "Odd()")]
+    assert not tree.is_sharded
+    assert parse_tree(format_tree(tree)) == tree_facts(tree)
 
 
 def test_three_axes():

@@ -63,6 +63,12 @@ def no_root():
     return shard_blocks(Model().requires_grad_(requires_grad=False), reshard_after_forward=None)
 
 
+def grouped_without_root():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard([model[0], model[1]])
+    return model
+
+
 def fsdp1_in_fsdp2():
     model = Model()
     model.layers[1] = Fsdp1(model.layers[1], device_id=CPU, use_orig_params=True)
@@ -176,6 +182,7 @@ CASES = {
             "large-replicated": (("head.weight",), 512),
         },
     ),
+    "grouped-root": (grouped_without_root, {"grouped-root": (("0+1",), None)}),
     "nested-kinds": (
         fsdp1_in_fsdp2,
         {"nested-kinds": (("layers.1",), None)},
@@ -235,6 +242,11 @@ def test_each_mistake(build, expected):
         assert found[code].reason
         assert found[code].cure
         assert f"{CODES[code]}: {code}" in str(tree)
+
+
+def test_a_grouped_root_raises_in_torch_as_the_finding_says():
+    with pytest.raises(RuntimeError, match="requires a single root module"):
+        grouped_without_root()(torch.ones(2, 8))
 
 
 def test_a_unit_too_large():

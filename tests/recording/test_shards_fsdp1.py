@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm.capture.shards import capture_tree, list_handles, list_states
+from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.events import MeshAxis
 from pytest_fsdp_comm.tree import Precision
 from pytest_fsdp_comm.tree_text import format_tree
@@ -291,6 +292,7 @@ def test_the_private_names_are_where_they_were_read():
         "post_forward_mesh_info",
         "mp_policy",
         "offload_policy",
+        "unshard_in_backward",
     ):
         assert hasattr(group, name), name
     for name in (
@@ -301,3 +303,20 @@ def test_the_private_names_are_where_they_were_read():
         "padded_sharded_param_size",
     ):
         assert hasattr(group.fsdp_params[0], name), name
+
+
+def test_a_private_name_that_moved_is_named():
+    block = fully_shard(Block())
+    (group,) = list_handles(block)
+    del group.mp_policy
+    with pytest.raises(UpstreamChangedError) as caught:
+        capture_tree(block)
+    assert str(caught.value) == (
+        f"torch {torch.__version__} moved a private name of FSDP2 that fsdp_tree reads: "
+        "'FSDPParamGroup' object has no attribute 'mp_policy'; pytest-fsdp-comm was read against "
+        "torch 2.6 to 2.13: use one of these, or upgrade pytest-fsdp-comm"
+    )
+    model = wrapped(use_orig_params=True)
+    del model._handle._fwd_bwd_param_dtype
+    with pytest.raises(UpstreamChangedError, match="of FSDP1 that fsdp_tree reads: 'FlatParamHa"):
+        capture_tree(model)

@@ -12,7 +12,7 @@ from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.events import MeshAxis
 from pytest_fsdp_comm.layout import AxisPlacement, FlatRange
 from pytest_fsdp_comm.render.tree_html import render_tree_html
-from pytest_fsdp_comm.render.tree_rows import tree_rows
+from pytest_fsdp_comm.render.tree_rows import policy_words, tree_rows
 from pytest_fsdp_comm.render.tree_terminal import render_tree
 from pytest_fsdp_comm.tree import (
     Finding,
@@ -117,6 +117,37 @@ def test_alike_blocks_share_a_row():
     marks = {line.index("FULLY SHARDED") for line in lines if "FULLY SHARDED" in line}
     assert marks == {lines[2].index("policy or placement")}
     assert len({len(line) for line in lines if "FULLY SHARDED" in line}) == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (
+            {"replicate_axis": MeshAxis(name="replica", size=2), "offload": True},
+            "dp=4, copies replica=2, frees after forward, bfloat16, on host",
+        ),
+        ({"reshard_after_forward": 2}, "dp=4, on 2 ranks after forward, bfloat16"),
+        (
+            {"precision": Precision(reduce_dtype="float32"), "is_root": True},
+            "dp=4, frees after forward, float32, root",
+        ),
+        (
+            {"kind": "ddp", "shard_axis": None, "replicate_axis": DP, "precision": Precision()}
+            | {"reshard_after_forward": None},
+            "copies dp=4",
+        ),
+    ],
+)
+def test_policies_in_words(policy, words):
+    assert policy_words(unit(1, (), **policy)) == words
+
+
+def test_a_replicated_unit_is_marked_as_one():
+    tree = stack(blocks=1)
+    copies = {"shard_axis": None, "replicate_axis": DP, "nbytes_gathered": 0}
+    tree = replace(tree, units=(replace(tree.units[0], kind="ddp", **copies), tree.units[1]))
+    assert "(root) [Model]  REPLICATED copies dp=4" in re.sub(" {2,}", "  ", render_tree(tree))
+    assert '<span class="mark">REPLICATED</span> copies dp=4' in render_tree_html(tree)
 
 
 def test_every_module_is_in_exactly_one_row():
