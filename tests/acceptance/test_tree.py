@@ -94,6 +94,64 @@ def test_tree(captures, fsdp_tree, comm_mode, device_mesh):
     run(pytester).assert_outcomes(passed=2)
 
 
+def test_bytes_are_those_that_are_sent(project):
+    """Sizes that do not divide, under every kind of sharding, against the recorder."""
+    pytester = project("""
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+def fsdp2(mesh, **policy):
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh(dp=4), **policy)
+    return fully_shard(model, mesh=mesh(dp=4), **policy)
+
+def hsdp(mesh):
+    return shard(Model(), mesh(replica=2, dp=2))
+
+def tensor_parallel(mesh):
+    model, mesh = Model(), mesh(dp=2, tp=2)
+    for layer in model.layers:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(layer, mesh["tp"], plan)
+    return shard(model, mesh["dp"])
+
+def fsdp1(mesh):
+    model, options = Model(), {"device_id": torch.device("cpu"), "use_orig_params": True}
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = FullyShardedDataParallel(layer, **options)
+    return FullyShardedDataParallel(model, **options)
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+BUILDS = {
+    "fsdp2": fsdp2,
+    "int": lambda mesh: fsdp2(mesh, reshard_after_forward=2),
+    "bf16": lambda mesh: fsdp2(mesh, mp_policy=BF16),
+    "hsdp": hsdp,
+    "tp": tensor_parallel,
+    "fsdp1": fsdp1,
+}
+
+@pytest.mark.distributed(world_size=4, scope="module")
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_bytes(build, fsdp_tree, comm_mode, device_mesh):
+    model = build(device_mesh)
+    tree = fsdp_tree.of_all_ranks(model)
+    assert not [finding for finding in tree.findings if finding.level == "error"]
+    with comm_mode(model):
+        model(torch.ones(2, 5)).sum().backward()
+    units = {tree.unit_name(index): unit for index, unit in enumerate(tree.units)}
+    sent = [
+        (entry.owner, entry.nbytes)
+        for entry in comm_mode.recording.collectives
+        if (entry.kind, entry.phase, entry.source) == ("all_gather", "forward", "fsdp")
+    ]
+    assert sent == [(name, units[name].nbytes_gathered) for name in ("", "layers.0", "layers.1")]
+""")
+    run(pytester).assert_outcomes(passed=6)
+
+
 SNAPSHOT_TEST = """
 @pytest.mark.distributed
 def test_tree(fsdp_tree, device_mesh, comm_snapshot):
