@@ -174,7 +174,7 @@ def _code(module: str, name: str) -> CodeType:
     if function is None:
         raise UpstreamChangedError(
             f"torch {torch.__version__} has no {module}.{name} any more, which the recorder relies "
-            "on; pytest-fsdp-comm was read against torch 2.6 to 2.13: use one of these, or upgrade "
+            "on; pytest-fsdp-comm was read against torch 2.6 to 2.15: use one of these, or upgrade "
             "pytest-fsdp-comm"
         )
     code: CodeType = _unwrapped(function).__code__

@@ -132,7 +132,7 @@ def _read_group(  # noqa: PLR0913, PLR0917  # what a unit is made of
         shard_axis=None if shard_dim is None else axes.of_mesh(info.mesh, shard_dim),
         replicate_axis=None if replicate_dim is None else axes.of_mesh(info.mesh, replicate_dim),
         reshard_after_forward=_reshard_after_forward(state, group, is_root),
-        precision=_precision(group.mp_policy),
+        precision=_precision(_policy(group.fsdp_params[0], group)),
         offload=isinstance(group.offload_policy, CPUOffloadPolicy),
         forward_prefetch=tuple(state._states_to_forward_prefetch),  # noqa: SLF001  # see the module's docstring
         backward_prefetch=tuple(state._states_to_backward_prefetch),  # noqa: SLF001  # see the module's docstring
@@ -168,10 +168,14 @@ def _precision(policy: Any) -> Precision:
     )
 
 
+def _policy(param: Any, group: Any) -> Any:
+    """The mixed-precision policy, which torch 2.15 moved from the group to its parameters."""
+    return getattr(param, "mp_policy", None) or group.mp_policy
+
+
 def _gather_dtype(param: Any, group: Any) -> torch.dtype:
     original: torch.dtype = param.sharded_param.dtype
-    # The policy moves from the group to its parameters in torch 2.15.
-    policy = getattr(param, "mp_policy", None) or group.mp_policy
+    policy = _policy(param, group)
     return (policy.param_dtype if original.is_floating_point else None) or original
 
 

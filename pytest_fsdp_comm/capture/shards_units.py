@@ -84,7 +84,7 @@ def private_names(part: str) -> Iterator[None]:
     except AttributeError as missing:
         raise UpstreamChangedError(
             f"torch {torch.__version__} moved a private name of {part} that fsdp_tree reads: "
-            f"{missing}; pytest-fsdp-comm was read against torch 2.6 to 2.13: use one of these, or "
+            f"{missing}; pytest-fsdp-comm was read against torch 2.6 to 2.15: use one of these, or "
             "upgrade pytest-fsdp-comm"
         ) from missing
 

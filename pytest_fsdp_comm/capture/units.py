@@ -81,7 +81,7 @@ class UnitWatch:
                     raise UpstreamChangedError(
                         f"torch {torch.__version__} has no {_shown(place)}.{name} any more, which "
                         "the recorder relies on to tell the owner of a collective; "
-                        "pytest-fsdp-comm was read against torch 2.6 to 2.13: use one of these, or "
+                        "pytest-fsdp-comm was read against torch 2.6 to 2.15: use one of these, or "
                         "upgrade pytest-fsdp-comm"
                     )
                 setattr(place, name, functools.wraps(original)(wrap(original)))

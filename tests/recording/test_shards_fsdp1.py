@@ -290,11 +290,12 @@ def test_the_private_names_are_where_they_were_read():
         "fsdp_params",
         "mesh_info",
         "post_forward_mesh_info",
-        "mp_policy",
         "offload_policy",
         "unshard_in_backward",
     ):
         assert hasattr(group, name), name
+    # On the group until torch 2.14, on each parameter since.
+    assert hasattr(group, "mp_policy") or hasattr(group.fsdp_params[0], "mp_policy")
     for name in (
         "_module_info",
         "sharded_param",
@@ -308,13 +309,13 @@ def test_the_private_names_are_where_they_were_read():
 def test_a_private_name_that_moved_is_named():
     block = fully_shard(Block())
     (group,) = list_handles(block)
-    del group.mp_policy
+    del group.offload_policy
     with pytest.raises(UpstreamChangedError) as caught:
         capture_tree(block)
     assert str(caught.value) == (
         f"torch {torch.__version__} moved a private name of FSDP2 that fsdp_tree reads: "
-        "'FSDPParamGroup' object has no attribute 'mp_policy'; pytest-fsdp-comm was read against "
-        "torch 2.6 to 2.13: use one of these, or upgrade pytest-fsdp-comm"
+        "'FSDPParamGroup' object has no attribute 'offload_policy'; pytest-fsdp-comm was read "
+        "against torch 2.6 to 2.15: use one of these, or upgrade pytest-fsdp-comm"
     )
     model = wrapped(use_orig_params=True)
     del model._handle._fwd_bwd_param_dtype
