@@ -57,7 +57,11 @@ def merge_reports(
         for rank, result in results.items()
     }
     failures = sorted(
-        [*_failed_reports(reports), *_deaths(results, reports), *_timeouts(results, timeout_s)],
+        [
+            *_failed_reports(reports),
+            *_deaths(results, reports),
+            *_timeouts(results, reports, timeout_s),
+        ],
         key=lambda failure: failure.at,
     )
     main = [failure for failure in failures if failure.when != "teardown"]
@@ -141,11 +145,12 @@ def _unfinished_phase(phases: Mapping[Any, object]) -> When:
     return next((when for when in _PHASES if when not in phases), "teardown")
 
 
-def _timeouts(results: Mapping[int, RankResult], timeout_s: float) -> Iterable[_Failure]:
+def _timeouts(
+    results: Mapping[int, RankResult], reports: _Reports, timeout_s: float
+) -> Iterable[_Failure]:
     late = [rank for rank, result in results.items() if result.stopped is Stopped.AT_DEADLINE]
     if not late:
         return
-    first = results[late[0]]
     lines = [f"did not finish within {timeout_s:g} s, and every rank was ended."]
     for ranks, stack in _folded({rank: results[rank].stacks for rank in late}):
         lines.append(f"{_name(ranks)} {'is' if len(ranks) == 1 else 'are'} at, innermost first:")
@@ -153,11 +158,10 @@ def _timeouts(results: Mapping[int, RankResult], timeout_s: float) -> Iterable[_
     finished = [rank for rank in results if rank not in late]
     if finished:
         lines.append(f"{_name(finished)} had finished.")
-    seen = {report["when"] for report, _ in first.reports}
     for rank in late:
         yield _Failure(
             rank=rank,
-            when=_unfinished_phase(dict.fromkeys(seen)),
+            when=_unfinished_phase(reports[rank]),
             at=float("inf"),
             report=None,
             text="\n".join(lines),

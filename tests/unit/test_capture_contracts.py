@@ -1,0 +1,146 @@
+"""The private names of torch that the recorder relies on: fails when one moves."""
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_fsdp_comm.capture import frames, units
+from pytest_fsdp_comm.capture.groups import _named
+from pytest_fsdp_comm.capture.naming import ModuleNames, clean_fqn
+from pytest_fsdp_comm.capture.op_table import SILENT, look_up
+from pytest_fsdp_comm.capture.units import UnitWatch
+from pytest_fsdp_comm.errors import UpstreamChangedError
+from pytest_fsdp_comm.events import COLLECTIVE_KINDS
+
+
+def test_names_of_the_stack_walk():
+    assert nn.Module._call_impl.__code__.co_name == "_call_impl"
+    assert frames._engine_code().co_name == "_engine_run_backward"
+    assert frames._redistribute_code().co_name == "redistribute_local_tensor"
+    assert {code.co_name for code in frames._clipping_codes()} >= {"clip_grad_norm_"}
+    # torch wraps a class's step when its first instance is made.
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert torch.optim.SGD.step.__code__ is frames._STEP
+
+
+def test_names_of_autograd():
+    assert torch._C._current_graph_task_id() == -1
+    assert torch._C._current_autograd_node() is None
+    before = torch.autograd._get_sequence_nr()
+    made = torch.ones(1, requires_grad=True) * 2
+    assert made.grad_fn._sequence_nr() >= before
+    assert torch.autograd._get_sequence_nr() > made.grad_fn._sequence_nr()
+
+
+def test_locals_of_a_redistribution():
+    code = frames._redistribute_code()
+    assert {"current_spec", "target_spec", "local_tensor"} <= set(code.co_varnames)
+
+
+def test_methods_of_fsdp():
+    watch = UnitWatch(lambda *_: None, lambda *_: None)
+    with watch.watching():
+        pass
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    for name in ("unshard", "reshard", "pre_backward", "post_backward"):
+        # Put back as they were.
+        assert not hasattr(FSDPParamGroup.__dict__[name], "__closure__") or (
+            "wrapped" not in FSDPParamGroup.__dict__[name].__code__.co_qualname
+        )
+
+
+def test_a_method_that_moved_is_named(monkeypatch):
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    original = FSDPParamGroup.unshard
+    monkeypatch.delattr(FSDPParamGroup, "reshard")
+    watch = UnitWatch(lambda *_: None, lambda *_: None)
+    with pytest.raises(UpstreamChangedError) as caught, watch.watching():
+        pass
+    assert f"torch {torch.__version__} has no " in str(caught.value)
+    assert "FSDPParamGroup.reshard any more" in str(caught.value)
+    # What was wrapped before the missing one is as it was.
+    assert FSDPParamGroup.unshard is original
+
+
+def test_a_function_that_moved_is_named():
+    with pytest.raises(UpstreamChangedError, match=r"has no torch\.nn\.nonsense any more"):
+        frames._code("torch.nn", "nonsense")
+
+
+def communicating_operations():
+    namespaces = ("c10d", "_c10d_functional", "_dtensor")
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        if namespace in namespaces and name not in SILENT:
+            yield getattr(getattr(torch.ops, namespace), name), schema
+
+
+def test_every_operation_of_this_torch_is_in_the_table():
+    found = list(communicating_operations())
+    assert len(found) > 30
+    unknown = set()
+    for packet, schema in found:
+        operation = look_up(packet.default)
+        if operation.kind.startswith("unknown:"):
+            unknown.add(schema.name)
+            continue
+        assert operation.kind in COLLECTIVE_KINDS
+        names = {argument.name for argument in schema.arguments} | {"", "return"}
+        assert {operation.sent, operation.received, operation.root} <= names, schema
+    # Several sends and receives in one operation: kept as unknown with all their tensors.
+    assert unknown <= {"_c10d_functional::batch_p2p_ops"}
+
+
+def test_other_operations_are_none_of_ours():
+    assert look_up(torch.ops.aten.add.Tensor) is None
+    assert look_up(torch.ops._c10d_functional.wait_tensor.default) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        ("_orig_mod.layers.0", "layers.0"),
+        ("layers.0._checkpoint_wrapped_module.up", "layers.0.up"),
+        ("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module", "layers.0"),
+        ("my_orig_mod.x", "my_orig_mod.x"),
+        ("", ""),
+    ],
+)
+def test_wrappers_leave_no_trace_in_names(name, clean):
+    assert clean_fqn(name) == clean
+
+
+def test_names_of_modules():
+    inner = nn.Linear(1, 1)
+    first, second = nn.Sequential(inner, nn.ReLU()), nn.Sequential(nn.ReLU())
+    names = ModuleNames([first, second])
+    assert names.fqn(first) == ""
+    assert names.fqn(inner) == "0"
+    assert names.fqn(second[0]) == "@2.0"
+    assert names.fqn(None) is None
+    assert names.fqn(nn.ReLU()) is None
+    assert names.joined((inner, first[1])) == "0+1"
+    assert names.joined(()) is None
+
+
+@pytest.mark.parametrize(
+    ("description", "ranks", "name"),
+    [
+        ("default_pg", (0, 1), "world"),
+        ("mesh_dp", (0, 1), "dp"),
+        ("mesh_dp_shard_cp", (0, 1), "dp_shard_cp"),
+        ("undefined", (0, 2, 4), "size3.stride2"),
+        ("undefined", (1, 3, 5), "size3.stride2"),
+        ("undefined", (0, 1, 5), "size3"),
+        ("undefined", (3,), "size1"),
+        ("", (0, 1), "size2.stride1"),
+    ],
+)
+def test_groups_are_named_without_counters(description, ranks, name):
+    assert _named(description, ranks) == name
+
+
+def test_no_unit_of_its_own():
+    assert units.param_groups(nn.Linear(1, 1)) == []

@@ -1,0 +1,49 @@
+"""The private names of pytest that ranks rely on, and what is said when one moves."""
+
+import types
+
+import pytest
+from _pytest.capture import CaptureManager
+from _pytest.config.argparsing import Parser
+from _pytest.runner import SetupState
+from _pytest.tmpdir import TempPathFactory
+
+from pytest_fsdp_comm.errors import UpstreamChangedError
+from pytest_fsdp_comm.ranks.rank_pytest import (
+    _move_basetemp,
+    _release_capture,
+    resolve_basetemp,
+)
+
+
+def test_names_of_pytest(pytestconfig, tmp_path_factory, request):
+    manager = CaptureManager("no")
+    assert manager._method == "no"
+    assert manager._global_capturing is None
+    assert isinstance(tmp_path_factory, TempPathFactory)
+    assert hasattr(tmp_path_factory, "_basetemp")
+    assert resolve_basetemp(pytestconfig) == tmp_path_factory.getbasetemp()
+    assert isinstance(request.session._setupstate, SetupState)
+    assert callable(request.session._setupstate.teardown_exact)
+    assert hasattr(Parser, "addoption")
+
+
+class Manager(types.SimpleNamespace):
+    def getplugin(self, name):
+        assert name == "capturemanager"
+        return types.SimpleNamespace()
+
+
+def test_names_that_moved_are_named(tmp_path):
+    config = types.SimpleNamespace(
+        pluginmanager=Manager(), _tmp_path_factory=types.SimpleNamespace()
+    )
+    with pytest.raises(UpstreamChangedError) as caught:
+        _release_capture(config)
+    assert f"pytest {pytest.__version__} has no CaptureManager._global_capturing" in str(
+        caught.value
+    )
+    with pytest.raises(UpstreamChangedError, match=r"has no TempPathFactory\._basetemp any more"):
+        _move_basetemp(config, tmp_path)
+    with pytest.raises(UpstreamChangedError, match=r"has no config\._tmp_path_factory any more"):
+        resolve_basetemp(types.SimpleNamespace())

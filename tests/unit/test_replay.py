@@ -1,0 +1,31 @@
+"""The private names of syrupy that ranks rely on, and what is said when one moves."""
+
+import types
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+from syrupy.session import SnapshotSession
+
+from pytest_fsdp_comm.errors import UpstreamChangedError
+from pytest_fsdp_comm.replay import _get, _session
+
+
+def test_names_of_syrupy(pytestconfig, snapshot):
+    session = _session(pytestconfig)
+    assert isinstance(session, SnapshotSession)
+    assert _get(session, "_assertions") is session._assertions
+    assert isinstance(snapshot, SnapshotAssertion)
+    assert snapshot._executions == 0
+    # What is replaced in a rank is looked up on the session at each call.
+    assert callable(session.recall_snapshot)
+    assert callable(session.queue_snapshot_write)
+    assert callable(session.ran_item)
+
+
+def test_a_name_that_moved_is_named():
+    with pytest.raises(UpstreamChangedError) as caught:
+        _session(types.SimpleNamespace())
+    assert "syrupy" in str(caught.value)
+    assert "has no config._syrupy any more, which snapshots in ranks rely on" in str(caught.value)
+    with pytest.raises(UpstreamChangedError, match=r"has no SnapshotSession\._assertions any more"):
+        _get(types.SimpleNamespace(), "_assertions")
