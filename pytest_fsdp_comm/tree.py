@@ -75,7 +75,7 @@ class ParameterNode:
     """Index of the unit that manages it; None if none does."""
     split_from: int | None = None
     """Index of the parameter that was the same tensor until two units sharded it apart; None
-    otherwise, and where torch does not remember (before 2.13)."""
+    otherwise, and where torch does not remember (2.7)."""
 
     @property
     def numel(self) -> int:

@@ -88,8 +88,8 @@ def expect_units(model: nn.Module, policy: Any) -> WrapExpectation:
 def _chosen(visit: Visit, parameters: Any, model: nn.Module, policy: Any) -> set[int]:
     if isinstance(policy, (set, frozenset)):
         policy = ModuleWrapPolicy(policy)
-    # Policy objects share this method (torch.distributed.fsdp.wrap._Policy, read in torch 2.6 to
-    # 2.13); callables are run as _recursive_wrap does.
+    # Policy objects share this method (torch.distributed.fsdp.wrap._Policy, same in torch
+    # 2.7, 2.13 and 2.15); callables are run as _recursive_wrap does.
     run = getattr(policy, "_run_policy", None)
     if run is not None:
         targets = run(root_module=model, ignored_modules=set(), root_kwargs={})

@@ -107,8 +107,8 @@ def list_handles(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _replicated(visit: Visit) -> set[int]:
-    # The registry of composable APIs, which names what was applied to a module (read in torch 2.6
-    # to 2.13); it is what torch's own traversal asks.
+    # The registry of composable APIs, which names what was applied to a module (same in torch
+    # 2.7, 2.13 and 2.15); it is what torch's own traversal asks.
     from torch.distributed._composable.contract import (  # noqa: PLC0415  # needed here only
         _get_registry,
     )
@@ -193,7 +193,7 @@ def _read_loose(tensor: Any, visit: Visit, index: int, name: str, axes: AxisName
         local_numel=local.numel(),
         device=local.device.type,
         # FSDP2 marks the tensors that it was given, so a tied one that it left is known again
-        # (torch 2.13).
+        # (2.13, not 2.7).
         origin=getattr(tensor, "_fsdp_orig_uid", None),
     )
 

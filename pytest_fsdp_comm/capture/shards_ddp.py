@@ -54,8 +54,8 @@ def _group(layer: nn.Module) -> dist.ProcessGroup | None:
         found: dist.ProcessGroup = layer.process_group
         return found
     # `replicate` swaps the class for a subclass of this DDP, and makes the real DDP in the first
-    # forward only (read in torch 2.6 to 2.13). By its name in sys.modules: the package exports a
-    # function under the module's name.
+    # forward only (same in torch 2.7, 2.13, 2.15). By its name in sys.modules: the package exports
+    # a function under the module's name.
     module: Any = sys.modules.get("torch.distributed._composable.replicate")
     if module is None or not isinstance(layer, getattr(module, "DDP", ())):
         return None

@@ -1,6 +1,6 @@
 """Reads FSDP1's units (``FullyShardedDataParallel``) from their flat parameters.
 
-Private names, read in torch 2.6, 2.9, 2.11 and 2.13: ``FullyShardedDataParallel._handle``,
+Private names, run with torch 2.7.1, 2.13.0 and 2.15.0: ``FullyShardedDataParallel._handle``,
 ``._is_root``, ``._inter_node_pg``, ``._device_mesh``, ``.process_group``; ``FlatParamHandle``'s
 ``.flat_param``, ``.uses_sharded_strategy``, ``._fwd_bwd_param_dtype``, ``._orig_param_dtype``,
 ``._offload_params``; ``FlatParameter``'s ``._param_infos``, ``._shared_param_infos``, ``._shapes``,

@@ -4,13 +4,13 @@ FSDP2 settles some facts in the first forward only: parameter FQNs, which unit i
 the root keeps its parameters after forward. They are derived here by the same rules instead, since
 that lazy initialisation would change what a later recording sees.
 
-Private names, read in torch 2.6, 2.9, 2.11 and 2.13: ``FSDPModule._get_fsdp_state``;
+Private names, run with torch 2.7.1, 2.13.0 and 2.15.0: ``FSDPModule._get_fsdp_state``;
 ``FSDPState._modules``, ``._is_root``, ``._auto_reshard_after_forward``,
 ``._states_to_forward_prefetch``, ``._states_to_backward_prefetch``; ``FSDPParamGroup.fsdp_params``,
 ``.mesh_info``, ``.post_forward_mesh_info``, ``.mp_policy``, ``.offload_policy``,
 ``.unshard_in_backward``; ``FSDPParam``'s
 ``._module_info``, ``.sharded_param``, ``.sharded_state``, ``._orig_size``,
-``.padded_sharded_param_size``, ``._orig_param_uid`` (2.13 only).
+``.padded_sharded_param_size``, ``._orig_param_uid`` (not in 2.7).
 tests/recording/test_shards_fsdp1.py fails when one moves.
 """
 
@@ -150,7 +150,7 @@ def _reshard_after_forward(state: Any, group: Any, is_root: bool) -> bool | int 
     if group.mesh_info.shard_mesh_dim is None:
         return None
     target = group.post_forward_mesh_info
-    # To torch 2.6 a root always kept its parameters; later only where the user left it to torch.
+    # In torch 2.7 a root always keeps its parameters; later only where the user left it to torch.
     settles_later = state._is_root is None and is_root  # noqa: SLF001  # see the module's docstring
     if target is None or (settles_later and getattr(state, "_auto_reshard_after_forward", True)):
         return False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Literal
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import (
-    # Private: FSDP over a dimension that tensor parallelism splits too (read in torch 2.6 to 2.13).
+    # Private: FSDP over a dimension that tensor parallelism splits too (same in torch 2.7, 2.13 and
+    # 2.15).
     _StridedShard,
 )
 
@@ -31,7 +33,10 @@ class AxisNames:
         self._groups = GroupNames()
         self._used: set[MeshAxis] = set()
         for mesh in meshes:
-            self._groups.learn_mesh(mesh)
+            # torch 2.7 answers so for the groups of a mesh that outlived its process group; named
+            # axes need no groups.
+            with contextlib.suppress(TypeError):
+                self._groups.learn_mesh(mesh)
 
     @property
     def used(self) -> tuple[MeshAxis, ...]:
@@ -66,7 +71,7 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     """What this rank keeps of a DTensor.
 
     The public ``to_local()`` dispatches a view, which a recorder that is running would see.
-    ``_local_tensor`` was read in torch 2.6 to 2.13.
+    ``_local_tensor`` is in torch 2.7, 2.13 and 2.15.
     """
     return tensor._local_tensor  # noqa: SLF001  # see above
 
@@ -85,7 +90,7 @@ def _axis_placement(placement: Placement, axis: MeshAxis, ndim: int) -> AxisPlac
     # Written out by hand: torch's own texts differ between versions ("Shard(dim=0)", "S(0)").
     kind: Literal["shard", "strided_shard", "partial", "other"]
     dim = None
-    if isinstance(placement, _StridedShard):  # first: a subclass of Shard until torch 2.9
+    if isinstance(placement, _StridedShard):  # first: a subclass of Shard in torch 2.7
         kind, dim = "strided_shard", placement.dim % ndim
         text = f"StridedShard({dim},{placement.split_factor})"
     elif isinstance(placement, Shard):

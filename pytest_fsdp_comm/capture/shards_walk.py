@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _WRAPPED: Final = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 """Under which name FSDP1, torch.compile and activation checkpointing keep the module that they wrap
-(read in torch 2.6 to 2.13; torch itself removes these segments from FQNs)."""
+(same in torch 2.7, 2.13, 2.15; torch itself removes these segments from FQNs)."""
 
 _Place = tuple[int, str]
 """Where a module is registered: ``id`` of its parent, and its name there."""
@@ -103,7 +103,7 @@ def class_name(module: nn.Module) -> str:
     """The name of the class that the user wrote.
 
     ``fully_shard`` and ``replicate`` swap a module's class for one that they make on the fly, as
-    ``type("FSDP" + name, (FSDPModule, user_class), {})`` (read in torch 2.6 to 2.13).
+    ``type("FSDP" + name, (FSDPModule, user_class), {})`` (same in torch 2.7, 2.13, 2.15).
     """
     made = type(module)
     while _is_made(made):

@@ -1,6 +1,7 @@
 """The captured tree against hand-written expectations, on simulated ranks."""
 
 import contextlib
+import inspect
 import math
 
 import pytest
@@ -21,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_fsdp_comm.capture.shards import capture_tree
+from pytest_fsdp_comm.capture.shards import capture_tree, list_handles
 from pytest_fsdp_comm.events import MeshAxis
 from pytest_fsdp_comm.tree import Precision
 from pytest_fsdp_comm.tree_facts import tree_facts
@@ -75,6 +76,15 @@ def sharded(model=None, **policy):
     for layer in model.layers:
         fully_shard(layer, **policy)
     return fully_shard(model, **policy)
+
+
+# Until torch 2.7 a root always kept its parameters, and reshard_after_forward took no None.
+LEAVES_IT_TO_TORCH = (
+    inspect.signature(fully_shard).parameters["reshard_after_forward"].default is None
+)
+needs_none = pytest.mark.skipif(
+    not LEAVES_IT_TO_TORCH, reason="this torch takes no reshard_after_forward=None"
+)
 
 
 def unit_of(tree, name):
@@ -151,16 +161,24 @@ def test_the_snapshot_of_blocks_and_root():
 
 @pytest.mark.parametrize(
     ("asked", "root", "block"),
-    [(True, True, True), (False, False, False), (None, False, True), (2, 2, 2), (4, True, True)],
+    [
+        (True, True, True),
+        (False, False, False),
+        pytest.param(None, False, True, marks=needs_none),
+        (2, 2, 2),
+        (4, True, True),
+    ],
 )
 def test_effective_reshard_after_forward(asked, root, block):
     tree = capture_tree(sharded(reshard_after_forward=asked))
-    assert unit_of(tree, "").reshard_after_forward == root
+    assert unit_of(tree, "").reshard_after_forward == (root if LEAVES_IT_TO_TORCH else False)
     assert unit_of(tree, "layers.1").reshard_after_forward == block
 
 
 def test_reshard_set_later():
     model = sharded()
+    if not hasattr(model, "set_reshard_after_forward"):
+        pytest.skip("this torch cannot set it later")
     model.layers[1].set_reshard_after_forward(False)
     tree = capture_tree(model)
     assert unit_of(tree, "layers.0").reshard_after_forward is True
@@ -180,7 +198,7 @@ def test_without_a_root_each_block_is_one():
     assert not parameter(tree, "embed.weight").is_sharded
 
 
-@pytest.mark.parametrize("reshard", [True, False, None, 2])
+@pytest.mark.parametrize("reshard", [True, False, pytest.param(None, marks=needs_none), 2])
 def test_running_the_model_does_not_change_its_tree(reshard):
     model = sharded(Model(tied=True), reshard_after_forward=reshard)
     before = capture_tree(model)
@@ -202,7 +220,7 @@ def test_capture_dispatches_nothing_and_initializes_nothing():
     assert tree.is_sharded
     states = [model._get_fsdp_state(), model.layers[0]._get_fsdp_state()]
     assert [state._is_root for state in states] == [None, None]
-    assert states[0]._fsdp_param_groups[0]._module_fqn is None
+    assert list_handles(model)[0]._module_fqn is None
 
 
 def test_hsdp():
@@ -256,7 +274,10 @@ def test_local_numels_are_what_each_rank_keeps(mesh_shape, width):
         if "tp" in names:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(model, mesh["tp"], plan)
-        fully_shard(model, mesh=mesh["dp"])
+        try:
+            fully_shard(model, mesh=mesh["dp"])
+        except NotImplementedError as limit:  # uneven sizes with tensor parallelism, 2.7
+            pytest.skip(str(limit))
         tree = capture_tree(model)
         kept.append({fqn: entry.local_numel for fqn, entry in tree.named_parameters()})
     for fqn, entry in tree.named_parameters():
@@ -419,6 +440,8 @@ def test_tied_parameters_are_one_with_two_names():
 def test_a_tie_that_two_units_broke_is_remembered():
     model = Model(tied=True)
     fully_shard(model.embed)
+    if not hasattr(list_handles(model)[0].fsdp_params[0], "_orig_param_uid"):
+        pytest.skip("this torch forgets it")
     tree = capture_tree(sharded(model))
     split = parameter(tree, "head.weight").split_from
     assert tree.parameter_fqn(split) == "embed.weight"

@@ -60,7 +60,7 @@ def healthy():
 
 
 def no_root():
-    return shard_blocks(Model().requires_grad_(requires_grad=False), reshard_after_forward=None)
+    return shard_blocks(Model().requires_grad_(requires_grad=False))
 
 
 def grouped_without_root():
@@ -231,7 +231,12 @@ CASES = {
 
 @pytest.mark.parametrize(("build", "expected"), CASES.values(), ids=CASES.keys())
 def test_each_mistake(build, expected):
-    tree = TreeFactory(rules=TINY)(build())
+    model = build()
+    tree = TreeFactory(rules=TINY)(model)
+    if build is split_tie and not hasattr(
+        TreeFactory().handles(model)[0].fsdp_params[0], "_orig_param_uid"
+    ):
+        pytest.skip("this torch forgets what was tied")
     found = {finding.code: finding for finding in tree.findings}
     assert set(found) == set(expected), str(tree)
     for code, (fqns, nbytes) in expected.items():
