@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from pytest_fsdp_comm.fqn import natural_key
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -43,7 +45,8 @@ class ModuleNames:
     def joined(self, modules: tuple[nn.Module, ...]) -> str | None:
         """The name of a unit of several modules, joined with ``+``; None if none has one."""
         names = [name for name in map(self.fqn, modules) if name is not None]
-        return "+".join(names) if names else None
+        # In natural order, since the order in which a user lists them sends the same.
+        return "+".join(sorted(names, key=natural_key)) if names else None
 
 
 def _named_modules(root: nn.Module) -> Iterable[tuple[str, nn.Module]]:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pytest_fsdp_comm.capture.comm_mode import CommMode
 from pytest_fsdp_comm.capture.shards import capture_tree, list_handles
 from pytest_fsdp_comm.events import MeshAxis
 from pytest_fsdp_comm.tree import Precision
@@ -416,6 +417,21 @@ def test_modules_grouped_into_one_unit():
     assert tree.module_to_fqns["head"] == ("head.weight",)
     assert len(tree.module_to_fqns["layers.1"]) == 4
     assert "head[Linear] FULLY SHARDED" in str(tree)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_units_have_the_names_of_owners_in_recordings():
+    model = Model(layers=3)
+    fully_shard([model.layers[2], model.layers[0]])
+    fully_shard(model.layers[1])
+    fully_shard(model)
+    tree = capture_tree(model)
+    with CommMode()(model) as recorder:
+        model(torch.zeros(4, dtype=torch.long)).sum().backward()
+    gathers = [entry for entry in recorder.recording.collectives if entry.kind == "all_gather"]
+    names = {tree.unit_name(index): unit for index, unit in enumerate(tree.units)}
+    assert {entry.owner for entry in gathers} == set(names) == {"", "layers.1", "layers.0+layers.2"}
+    assert all(entry.nbytes == names[entry.owner].nbytes_gathered for entry in gathers)
 
 
 def test_a_root_whose_children_took_all_parameters():
