@@ -112,7 +112,7 @@ def pytest_assertrepr_compare(
     explanations = yield
     if not any(type(side).__module__ == "pytest_fsdp_comm.snapshots" for side in (left, right)):
         return explanations
-    from pytest_fsdp_comm.snapshots import explain_comparison  # noqa: PLC0415  # loaded already
+    from pytest_fsdp_comm.explanations import explain_comparison  # noqa: PLC0415  # on failure only
 
     ours = explain_comparison(config, left, right)
     return [ours, *explanations] if ours else explanations

@@ -18,11 +18,11 @@ from syrupy.assertion import SnapshotAssertion
 from syrupy.location import PyTestLocation
 
 from pytest_fsdp_comm.errors import FsdpCommError, UpstreamChangedError
+from pytest_fsdp_comm.explanations import describe_error
 from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.snapshots import (
     CommSnapshotExtension,
     bound_extension,
-    describe_error,
     variant_of,
 )
 

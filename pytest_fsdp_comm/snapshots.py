@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
@@ -13,24 +10,20 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 from syrupy.data import Snapshot, SnapshotCollection, SnapshotCollections
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
-from syrupy.terminal import disable_color
 
 from pytest_fsdp_comm.diff import compare
 from pytest_fsdp_comm.document import END, format_profile, parse_profile, read_header
 from pytest_fsdp_comm.errors import EmptyRecordingError, FsdpCommError, SnapshotFormatError
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
-from pytest_fsdp_comm.render.text import Explanation, render_comparison
-from pytest_fsdp_comm.render.tree_changes import render_tree_changes
+from pytest_fsdp_comm.snapshot_files import shown_path, write_atomically
 from pytest_fsdp_comm.snapshot_names import basename, is_of_variant, snapshot_name
 from pytest_fsdp_comm.tree import ShardTree
-from pytest_fsdp_comm.tree_diff import compare_trees
-from pytest_fsdp_comm.tree_text import format_tree, parse_tree
+from pytest_fsdp_comm.tree_text import format_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from syrupy.assertion import AssertionResult
     from syrupy.location import PyTestLocation
 
     from pytest_fsdp_comm.profile import CommProfile
@@ -164,7 +157,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         path = Path(snapshot_collection.location)
         for snapshot in snapshot_collection:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write_atomically(path, str(snapshot.data))
+            write_atomically(path, str(snapshot.data))
 
     def delete_snapshots(self, *, snapshot_location: str, snapshot_names: set[str]) -> None:
         """Deletes an obsolete file, and its directory if nothing else is in it."""
@@ -255,28 +248,6 @@ def _body(text: str) -> str:
     return text.partition("\n")[2]
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(unfinished).chmod(0o666 & ~umask)
-        Path(unfinished).replace(path)
-    except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
-        raise
-
-
-def shown_path(path: Path, rootdir: Path) -> str:
-    """A path as the user would type it from the root directory."""
-    try:
-        return str(path.relative_to(rootdir))
-    except ValueError:
-        return str(path)
-
-
 def bound_extension(config: pytest.Config, variant: str) -> type[CommSnapshotExtension]:
     """The extension for a variant, one class a session: syrupy tells extensions apart by class."""
     classes = config.stash.setdefault(_BOUND, {})
@@ -355,97 +326,3 @@ def bind_snapshot(
     if gather is not None:
         cast("CommSnapshotExtension", assertion.extension).gather = gather
     return assertion
-
-
-def explain_comparison(config: pytest.Config, left: object, right: object) -> list[str] | None:
-    """Explains a failed assertion in the domain's words, the most important line first.
-
-    What does not fit into pytest's short explanation goes into a section of the report.
-
-    Returns:
-        At most 8 lines of about 640 characters together, which is where pytest cuts (8.4 to 9.2);
-        None if the assertion is not one of ours or did not fail.
-    """
-    assertion = right if isinstance(right, SnapshotAssertion) else left
-    if not isinstance(assertion, SnapshotAssertion):
-        return None
-    extension = assertion.extension
-    result = assertion.executions.get(assertion.num_executions - 1)
-    if not isinstance(extension, CommSnapshotExtension) or result is None or result.success:
-        return None
-    where = shown_path(Path(result.snapshot_location), config.rootpath)
-    if result.exception is not None:
-        return describe_error(result, config.rootpath).splitlines()
-    _keep_received(config, extension, result)
-    accept = update_command(config, result.test_location.nodeid)
-    if result.recalled_data is None:
-        return [
-            f"there is no snapshot {where} yet",
-            f"  record it: {accept}",
-            "  then read the file, and commit it with the test",
-        ]
-    explanation = _explain_difference(extension, result, where=where, accept=accept)
-    with disable_color():
-        difference = list(extension.diff_lines(result.asserted_data, result.recalled_data))
-    details = [*(explanation.full if explanation.is_cut else ()), *difference]
-    result.test_location.item.add_report_section("call", "comparison", "\n".join(details) + "\n")
-    return list(explanation.short)
-
-
-def describe_error(result: AssertionResult, rootdir: Path) -> str:
-    """Says why an assertion could not be decided or written.
-
-    Args:
-        result: syrupy's result, with an exception.
-        rootdir: pytest's root directory.
-    """
-    error = result.exception
-    if isinstance(error, OSError):
-        return (
-            f"cannot write the snapshot {shown_path(Path(result.snapshot_location), rootdir)} "
-            f"({error.strerror or error}); the old one, if any, is unchanged. Make the directory "
-            "writable, or choose another with ini fsdp_comm_snapshot_dir"
-        )
-    return str(error) or type(error).__name__
-
-
-def _explain_difference(
-    extension: CommSnapshotExtension, result: Any, *, where: str, accept: str
-) -> Explanation:
-    old_text, new_text = result.recalled_data, result.asserted_data
-    if read_header(old_text, where=where) == "comm" == read_header(new_text, where="recording"):
-        new = extension.profile_of(new_text)
-        comparison = compare(parse_profile(old_text), new)
-        return render_comparison(comparison, snapshot=where, accept=accept, notes=new.notes)
-    try:
-        changes = compare_trees(
-            parse_tree(old_text, where=where), parse_tree(new_text, where="the captured tree")
-        )
-    except SnapshotFormatError as problem:
-        # A document that tells the ranks' trees apart is no single tree; its lines follow below.
-        is_of_ranks = any("\nranks " in text for text in (old_text, new_text))
-        why = () if is_of_ranks else (f"  {problem}",)
-        lines = (f"fsdp_tree differs from {where}", *why, f"  accept: {accept}")
-        return Explanation(short=lines, full=lines, is_cut=False)
-    return render_tree_changes(changes, snapshot=where, accept=accept)
-
-
-def _keep_received(config: pytest.Config, extension: CommSnapshotExtension, result: Any) -> None:
-    """With ``--comm-artifacts``: keeps what was received, to be accepted by copying it over."""
-    directory = config.stash[OPTIONS].artifacts_dir
-    if directory is None or result.asserted_data is None:
-        return
-    path = directory / Path(result.snapshot_location).relative_to(extension.root)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _write_atomically(path, str(result.asserted_data))
-
-
-def update_command(config: pytest.Config, nodeid: str) -> str:
-    """The command that records a test anew, as the user would type it."""
-    parts = ["pytest", "--snapshot-update"]
-    for flag in ("--world-size", "--comm-backend"):
-        given = config.getoption(flag)
-        if given is not None:
-            parts.append(f"{flag} {given}")
-    escaped = re.sub(r'([\\"$`])', r"\\\1", nodeid)
-    return " ".join([*parts, f'"{escaped}"'])
