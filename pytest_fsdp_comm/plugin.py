@@ -15,15 +15,14 @@ from pytest_fsdp_comm.fixtures import (
     dist_info,
     fsdp_tree,
 )
-from pytest_fsdp_comm.ranks import spawn
-from pytest_fsdp_comm.ranks.context import RANK_CONTEXT
+from pytest_fsdp_comm.ranks.context import RANK_CONTEXT, is_spawned_rank
 from pytest_fsdp_comm.ranks.gpus import visible_gpu_count
-from pytest_fsdp_comm.ranks.runner import RankRunner
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from pytest_fsdp_comm.ranks.extension import RankExtension
+    from pytest_fsdp_comm.ranks.runner import RankRunner
 
 __all__ = [
     "_fsdp_comm_world_size",
@@ -34,7 +33,7 @@ __all__ = [
     "fsdp_tree",
 ]
 
-_RUNNER: Final = pytest.StashKey[RankRunner]()
+_RUNNER: Final[pytest.StashKey[RankRunner]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,7 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "that parametrizes) with gloo, nccl, or simulated with fake.",
     )
     config.stash[options.OPTIONS] = options.read_session_options(config)
-    if spawn.is_spawned_rank():
+    if is_spawned_rank():
+        from pytest_fsdp_comm.ranks import spawn  # noqa: PLC0415  # in such a rank only
+
         spawn.select_own_test(config)
 
 
@@ -83,16 +84,17 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     if not ours:
         return
     from pytest_fsdp_comm import replay  # noqa: PLC0415  # other sessions need none of it
+    from pytest_fsdp_comm.ranks import runner, spawn  # noqa: PLC0415  # as above
 
     config = session.config
     config.pluginmanager.register(replay.SnapshotGuard(config, ours))
     extensions: list[RankExtension] = [replay.RankSnapshots()]
-    if spawn.is_spawned_rank():
+    if is_spawned_rank():
         spawn.become_rank(session, extensions)
     if any(options.SETTINGS in item.stash for item in ours) and not config.option.collectonly:
-        runner = config.stash[_RUNNER] = RankRunner(session, extensions)
-        runner.start()
-        runner.explain_fallback()
+        ranks = config.stash[_RUNNER] = runner.RankRunner(session, extensions)
+        ranks.start()
+        ranks.explain_fallback()
 
 
 @pytest.hookimpl(tryfirst=True)

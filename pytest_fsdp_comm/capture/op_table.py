@@ -22,6 +22,7 @@ NAMESPACES: Final = frozenset(
 SILENT: Final = frozenset(
     {
         "wait_tensor",
+        "wait_tensors",
         "_wrap_tensor_autograd",
         "check_for_nan",
         "mesh_get_process_group",
@@ -61,6 +62,7 @@ def _c10d() -> Mapping[str, Operation]:
         "broadcast_": op("broadcast", "tensors", "tensors", "root_rank"),
         "reduce_": op("reduce", "tensors", ""),
         "gather_": op("gather", "input_tensors", "output_tensors"),
+        "gather_into_tensor_": op("gather", "input_tensor", "output_tensor"),  # torch 2.15
         "scatter_": op("scatter", "input_tensors", "output_tensors"),
         "alltoall_": op("all_to_all", "input_tensors", "output_tensors"),
         "alltoall_base_": op("all_to_all", "input", "output"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -43,5 +44,15 @@ class RankContext:
     """Collects a text from every rank that runs."""
 
 
+LAUNCH_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
+"""Environment variable with the path of what a spawned rank is told."""
+RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
+"""Environment variable with a spawned rank's number."""
+
 RANK_CONTEXT: Final = pytest.StashKey[RankContext]()
 """On the config's stash: present exactly in a rank."""
+
+
+def is_spawned_rank() -> bool:
+    """Whether this pytest process was started as a rank."""
+    return LAUNCH_VARIABLE in os.environ

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
+from pytest_fsdp_comm.ranks.context import LAUNCH_VARIABLE, RANK_VARIABLE
 from pytest_fsdp_comm.ranks.launch import Launch
 from pytest_fsdp_comm.ranks.worker import run_rank
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_fsdp_comm.ranks.extension import RankExtension
-
-_LAUNCH_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
-_RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
 
 
 class SpawnedRanks:
@@ -44,7 +42,7 @@ class SpawnedRanks:
                 self._processes[rank] = subprocess.Popen(  # noqa: S603  # pytest itself
                     [sys.executable, "-m", "pytest", *arguments],
                     cwd=config.invocation_params.dir,
-                    env={**os.environ, _LAUNCH_VARIABLE: str(told), _RANK_VARIABLE: str(rank)},
+                    env={**os.environ, LAUNCH_VARIABLE: str(told), RANK_VARIABLE: str(rank)},
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
@@ -71,11 +69,6 @@ class SpawnedRanks:
             process.wait()
 
 
-def is_spawned_rank() -> bool:
-    """Whether this pytest process was started as a rank."""
-    return _LAUNCH_VARIABLE in os.environ
-
-
 def select_own_test(config: pytest.Config) -> None:
     """Makes a spawned rank collect its own test only."""
     launch = _read_launch()
@@ -97,11 +90,11 @@ def become_rank(session: pytest.Session, extensions: Sequence[RankExtension]) ->
             f"{launch.nodeid} is not there when it is collected a second time, by a rank; tests "
             "whose names depend on chance, time or the process cannot run on spawned ranks"
         )
-    rank = int(os.environ.pop(_RANK_VARIABLE))
+    rank = int(os.environ.pop(RANK_VARIABLE))
     # Tests that run pytest themselves must not take their pytest for a rank.
-    del os.environ[_LAUNCH_VARIABLE]
+    del os.environ[LAUNCH_VARIABLE]
     run_rank(session, extensions, dataclasses.replace(launch, item_index=places[0]), rank)
 
 
 def _read_launch() -> Launch:
-    return Launch.load(Path(os.environ[_LAUNCH_VARIABLE]).read_text(encoding="utf-8"))
+    return Launch.load(Path(os.environ[LAUNCH_VARIABLE]).read_text(encoding="utf-8"))
