@@ -1,0 +1,84 @@
+"""With ``scope="module"`` ranks live on, until something goes wrong, and nothing leaks."""
+
+SOURCE = """
+import os
+import pathlib
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+pytestmark = pytest.mark.distributed(world_size=2, scope="module", timeout_s=60)
+
+def note(name, dist_info):
+    with open(f"pids{dist_info.rank}", "a") as file:
+        print(name, os.getpid(), file=file)
+
+def step(mesh, mode):
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    with mode(model):
+        model(torch.ones(1, 4)).sum().backward()
+    return mode.counts()
+
+def test_first(dist_info, device_mesh, comm_mode, tmp_path, monkeypatch):
+    note("first", dist_info)
+    assert step(device_mesh(), comm_mode) == 2
+    monkeypatch.setenv("LEFT_BEHIND", "1")
+    print("printed by first")
+
+def test_second(dist_info, device_mesh, comm_mode, tmp_path, capfd):
+    note("second", dist_info)
+    assert "LEFT_BEHIND" not in os.environ
+    assert capfd.readouterr().out == ""
+    assert step(device_mesh(), comm_mode) == 2
+    assert not list(tmp_path.iterdir())
+
+def test_failing(dist_info):
+    note("failing", dist_info)
+    print("printed by failing")
+    assert dist_info.rank == 0
+
+def test_after_failure(dist_info, device_mesh, comm_mode):
+    note("after", dist_info)
+    assert step(device_mesh(), comm_mode) == 2
+
+@pytest.mark.distributed(world_size=3, scope="module", timeout_s=60)
+def test_other_settings(dist_info):
+    note("other", dist_info)
+    assert dist.get_world_size() == 3
+"""
+
+
+def test_ranks_live_until_a_failure_or_other_settings(pytester):
+    pytester.makepyfile(test_it=SOURCE)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-v")
+    result.assert_outcomes(passed=4, failed=1)
+    shown = result.stdout.str()
+    assert "printed by failing" in shown
+    assert "printed by first" not in shown
+    for rank in (0, 1):
+        lines = (pytester.path / f"pids{rank}").read_text().splitlines()
+        pids = dict(line.split() for line in lines)
+        assert list(pids) == ["first", "second", "failing", "after", "other"]
+        assert pids["first"] == pids["second"] == pids["failing"]
+        assert len({pids["failing"], pids["after"], pids["other"]}) == 3
+
+
+def test_snapshots_of_kept_ranks(pytester):
+    pytester.makepyfile(
+        SOURCE.split("def test_first", maxsplit=1)[0]
+        + "\n".join(
+            f"def test_{n}(device_mesh, comm_mode, comm_snapshot):\n"
+            "    step(device_mesh(), comm_mode)\n"
+            "    assert comm_mode == comm_snapshot\n"
+            for n in range(3)
+        )
+    )
+    arguments = ("-p", "no:cacheprovider")
+    result = pytester.runpytest_subprocess(*arguments, "--snapshot-update")
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(["3 snapshots generated."])
+    result = pytester.runpytest_subprocess(*arguments)
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(["3 snapshots passed."])
