@@ -25,8 +25,9 @@ class Launch:
     """Of this set of ranks alone; holds the socket, the logs and the stores."""
     basetemp: Path
     """Where the session's temporary directories are."""
-    forwards_output: bool
-    """With ``-s``: what a rank prints is shown at once."""
+    echoes: tuple[str, ...]
+    """The streams that are shown at once: with ``-s`` what a rank prints, with ``--setup-show`` and
+    the like what its pytest writes."""
 
     @property
     def socket_path(self) -> Path:
@@ -34,7 +35,7 @@ class Launch:
         return self.directory / "socket"
 
     def log_path(self, rank: int, stream: str) -> Path:
-        """Where a rank's ``stdout`` or ``stderr`` goes."""
+        """Where a rank's ``stdout`` or ``stderr`` goes, or the ``terminal`` of its pytest."""
         return self.directory / f"rank{rank}.{stream}"
 
     def stacks_path(self, rank: int) -> Path:
@@ -55,6 +56,7 @@ class Launch:
         values: dict[str, Any] = json.loads(text)
         settings = values.pop("settings")
         settings["ranks"] = tuple(settings["ranks"])
+        values["echoes"] = tuple(values["echoes"])
         return cls(
             settings=DistributedSettings(**settings),
             directory=Path(values.pop("directory")),

@@ -7,7 +7,6 @@ contract test in ``tests/unit/test_rank_pytest.py``.
 from __future__ import annotations
 
 import logging
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,17 +35,19 @@ _PARENTS_CAPTURE = pytest.StashKey[object]()
 
 
 class _RankTerminal:
-    """Where ``--setup-show`` and others write: the rank's own output."""
+    """Where ``--setup-show`` and others write."""
 
-    def __init__(self) -> None:
-        self._tw = TerminalWriter(sys.stdout)
+    def __init__(self, path: Path) -> None:
+        # Not the rank's stdout, which a test may capture with capfd.
+        self._tw = TerminalWriter(path.open("a", buffering=1, encoding="utf-8"))
 
 
-def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
+def isolate_session(config: pytest.Config, *, basetemp: Path, terminal: Path) -> None:
     """Takes from the session all that belongs to the parent.
 
     Args:
         config: The rank's copy of the session's config.
+        terminal: Where to write what this rank's pytest would write to the terminal.
         basetemp: This rank's directory for temporary directories. With one that the ranks share, 55
             of 60 tests failed under ``-n 2`` with FileExistsError (pytest 9.2).
 
@@ -61,7 +62,7 @@ def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
     for plugin in list(manager.get_plugins()):
         if type(plugin).__name__ in _PARENTS_CLASSES:
             manager.unregister(plugin)
-    manager.register(_RankTerminal(), "terminalreporter")
+    manager.register(_RankTerminal(terminal), "terminalreporter")
     _move_basetemp(config, basetemp)
     for name in logging.root.manager.loggerDict:
         # torch logs every c10d call at DEBUG there, which floods a failing test's captured log.

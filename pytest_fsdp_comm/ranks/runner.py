@@ -141,7 +141,7 @@ class RankRunner:
             settings=settings,
             directory=directory,
             basetemp=self._basetemp,
-            forwards_output=config.getoption("capture", "fd") == "no",
+            echoes=_echoes(config),
         )
         self._set_directory = directory
         self._make_test_directory(0)
@@ -207,6 +207,16 @@ class RankRunner:
                         "location": warning["location"] and tuple(warning["location"]),
                     }
                 )
+
+
+def _echoes(config: pytest.Config) -> tuple[str, ...]:
+    shows_setup = any(
+        config.getoption(name, default=False) for name in ("setupshow", "setuponly", "setupplan")
+    )
+    return (
+        *(("stdout", "stderr") if config.getoption("capture", "fd") == "no" else ()),
+        *(("terminal",) if shows_setup else ()),
+    )
 
 
 def _rebuilt(warning: Mapping[str, Any]) -> warnings.WarningMessage:

@@ -74,7 +74,7 @@ class Supervision:
             self._selector.register(descriptor, selectors.EVENT_READ, None)
         # Where the logs were when a later test of the set began.
         self._begun_at: dict[tuple[int, str], int] = {}
-        self._echo = _Echo(launch) if launch.forwards_output else None
+        self._echo = _Echo(launch) if launch.echoes else None
         self.is_reusable = False
         """All ranks finished the last test and wait for another."""
 
@@ -232,7 +232,7 @@ def _record(rank: _Rank, message: Mapping[str, Any]) -> None:
 
 
 class _Echo:
-    """With ``-s``: shows each rank's new lines under its name."""
+    """Shows each rank's new lines under its name."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
@@ -240,7 +240,7 @@ class _Echo:
 
     def copy(self) -> None:
         for rank in self._launch.settings.ranks:
-            for stream in ("stdout", "stderr"):
+            for stream in self._launch.echoes:
                 self._copy_one(rank, stream)
         sys.stdout.flush()
 

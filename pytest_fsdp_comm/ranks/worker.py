@@ -42,7 +42,11 @@ def run_rank(
     stacks = launch.stacks_path(rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
     set_environment(launch.settings, rank)
-    isolate_session(session.config, basetemp=launch.basetemp / f"rank{rank}")
+    isolate_session(
+        session.config,
+        basetemp=launch.basetemp / f"rank{rank}",
+        terminal=launch.log_path(rank, "terminal"),
+    )
     for extension in extensions:
         extension.enter_rank(session.config)
     channel = Channel.connect(launch.socket_path)

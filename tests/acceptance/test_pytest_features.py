@@ -1,0 +1,123 @@
+"""What a user of pytest expects works in ranks as it does without."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+SOURCE = """
+import logging
+import os
+import unittest
+import warnings
+
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.distributed(world_size=2)
+
+@pytest.fixture(scope="session")
+def session_directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("shared")
+
+@pytest.fixture(scope="module")
+def module_value():
+    return dist.get_rank()
+
+def test_fixtures(
+    session_directory, module_value, dist_info, tmp_path, monkeypatch, capsys, caplog, recwarn
+):
+    assert module_value == dist_info.rank == int(os.environ["RANK"])
+    print("captured")
+    assert capsys.readouterr().out == "captured\\n"
+    logging.getLogger("mine").warning("logged")
+    assert [record.message for record in caplog.records] == ["logged"]
+    warnings.warn("seen", stacklevel=1)
+    assert len(recwarn) == 1
+    (tmp_path / "file").write_text(str(dist_info.rank))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    (session_directory / "file").write_text(str(dist_info.rank))
+    assert (session_directory / "file").read_text() == str(dist_info.rank)
+
+def test_capfd(capfd):
+    os.write(1, b"raw")
+    assert capfd.readouterr().out == "raw"
+
+def test_failing(record_property, dist_info):
+    record_property("ranks", dist_info.world_size)
+    print("said by", dist_info.rank)
+    logging.getLogger("mine").error("logged before the failure")
+    assert {"a": 1, "b": [1, 2]} == {"a": 1, "b": [1, 3]}
+
+class TestUnittest(unittest.TestCase):
+    def setUp(self):
+        self.world_size = dist.get_world_size()
+
+    def test_method(self):
+        self.assertEqual(self.world_size, 2)
+
+class TestClass:
+    @classmethod
+    def setup_class(cls):
+        cls.rank = dist.get_rank()
+
+    @pytest.mark.parametrize("value", [1, 2])
+    def test_parametrized(self, value):
+        assert self.rank in (0, 1)
+
+def test_warning():
+    warnings.warn("only once", UserWarning, stacklevel=1)
+"""
+
+
+@pytest.fixture
+def run(pytester):
+    pytester.makepyfile(test_it=SOURCE)
+    pytester.makeini("[pytest]\njunit_family = xunit1")
+    return pytester.runpytest_subprocess
+
+
+def test_everything_at_once(run, pytester):
+    result = run("-v", "--junitxml=report.xml", "--durations=3")
+    result.assert_outcomes(passed=6, failed=1, warnings=1)
+    shown = result.stdout.str()
+    # Assertion rewriting, and both ranks' output.
+    assert "At index 1 diff" in shown or "Differing items" in shown
+    assert "said by 0" in shown
+    assert "said by 1" in shown
+    assert shown.count("ERROR    mine:test_it.py") == 1, "equal logs of ranks are folded"
+    assert shown.count("UserWarning: only once") == 1
+    result.stdout.fnmatch_lines(["*slowest 3 durations*"])
+    root = ET.parse(pytester.path / "report.xml").getroot()  # noqa: S314  # our own file
+    cases = {case.get("name"): case for case in root.iter("testcase")}
+    assert len(cases) == 7
+    assert cases["test_failing"].find("failure") is not None
+    assert cases["test_failing"].find("properties/property").get("value") == "2"
+
+    result = run("--lf")
+    result.assert_outcomes(failed=1)
+    assert "test_capfd" not in result.stdout.str()
+
+
+def test_stopping(run):
+    run("-x", "-p", "no:cacheprovider").assert_outcomes(passed=2, failed=1)
+    run("--maxfail=1", "-n", "2", "-p", "no:cacheprovider", "-k", "failing").assert_outcomes(
+        failed=1
+    )
+
+
+def test_warnings_as_errors(run):
+    result = run("-W", "error", "-p", "no:cacheprovider", "-k", "warning or capfd or Class")
+    result.assert_outcomes(passed=3, failed=1, deselected=3)
+
+
+def test_without_capture(run):
+    result = run("-s", "-p", "no:cacheprovider", "-k", "failing")
+    result.stdout.fnmatch_lines_random(["*[[]rank 0] said by 0", "*[[]rank 1] said by 1"])
+
+
+def test_setup_show(run):
+    result = run("--setup-show", "-p", "no:cacheprovider", "-k", "capfd or fixtures")
+    result.assert_outcomes(passed=2, deselected=5)
+    result.stdout.fnmatch_lines_random(
+        ["*[[]rank 0] *SETUP    F capfd*", "*[[]rank 1] *SETUP    M module_value*"]
+    )
