@@ -1,5 +1,6 @@
 """What a user of pytest expects works in ranks as it does without."""
 
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -113,6 +114,39 @@ def test_warnings_as_errors(run):
 def test_without_capture(run):
     result = run("-s", "-p", "no:cacheprovider", "-k", "failing")
     result.stdout.fnmatch_lines_random(["*[[]rank 0] said by 0", "*[[]rank 1] said by 1"])
+
+
+def test_coverage_of_ranks(pytester):
+    pytest.importorskip("coverage")
+    pytester.makepyfile(
+        code="""
+        def by_rank(rank):
+            if rank == 0:
+                return "first"
+            return "second"
+        """,
+        test_it="""
+        import pytest
+        from torch import nn
+        from code_of_mine import by_rank
+
+        @pytest.mark.distributed(world_size=2, scope="module")
+        @pytest.mark.parametrize("time", [1, 2])
+        def test_it(dist_info, time):
+            assert by_rank(dist_info.rank) == ("first", "second")[dist_info.rank]
+        """,
+    )
+    (pytester.path / "code.py").rename(pytester.path / "code_of_mine.py")
+    (pytester.path / ".coveragerc").write_text(
+        "[run]\nparallel = true\nbranch = true\nsource = .\nomit = test_it.py\n"
+    )
+    for arguments in (
+        ("run", "-m", "pytest", "-p", "no:cacheprovider"),
+        ("combine",),
+        ("report", "--fail-under=100"),
+    ):
+        result = pytester.run(sys.executable, "-m", "coverage", *arguments)
+        assert result.ret == 0, result.outlines
 
 
 def test_setup_show(run):
