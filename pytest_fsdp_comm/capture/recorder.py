@@ -189,8 +189,12 @@ class Recorder:
         self._raw.append(_Raw(placeholder, place))
         return index
 
-    def _note_reshard(self, action: str, modules: tuple[nn.Module, ...], nbytes: int) -> None:
+    def _note_reshard(
+        self, action: str, modules: tuple[nn.Module, ...], nbytes: int, seconds: float
+    ) -> None:
         place = self._attribute()
+        if action == "reshard":
+            self._add_seconds("resharding", seconds)
         index = len(self._raw)
         event = Reshard(
             index=index,

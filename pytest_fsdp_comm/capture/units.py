@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,14 +45,15 @@ class UnitWatch:
 
     def __init__(
         self,
-        on_reshard: Callable[[str, tuple[nn.Module, ...], int], None],
+        on_reshard: Callable[[str, tuple[nn.Module, ...], int, float], None],
         on_mesh: Callable[[DeviceMesh], None],
     ) -> None:
         """Prepares; wraps nothing.
 
         Args:
-            on_reshard: Told ``unshard`` or ``reshard``, the modules and the bytes, each time a
-                unit's state changes.
+            on_reshard: Told ``unshard`` or ``reshard``, the modules, the bytes and the host seconds
+                that a reshard took (0.0 for an unshard, whose all-gather is timed itself), each
+                time a unit's state changes.
             on_mesh: Told each mesh that a unit uses.
         """
         self.stack: list[Acting] = []
@@ -133,7 +135,8 @@ class UnitWatch:
                 result = original(group, *args, **kwargs)
                 # Set by a gather that was really issued, and only then.
                 if pending is None and group._all_gather_result is not None:  # noqa: SLF001  # see above
-                    self._on_reshard("unshard", tuple(group.modules), _unsharded_nbytes(group))
+                    nbytes = _unsharded_nbytes(group)
+                    self._on_reshard("unshard", tuple(group.modules), nbytes, 0.0)
             return result
 
         return wrapped
@@ -142,9 +145,12 @@ class UnitWatch:
         def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
             before = group._sharded_state  # noqa: SLF001  # see the module's docstring
             with self._acting(tuple(group.modules), serves=True):
+                started = time.perf_counter()
                 result = original(group, *args, **kwargs)
+                seconds = time.perf_counter() - started
                 if group._sharded_state != before:  # noqa: SLF001  # see above
-                    self._on_reshard("reshard", tuple(group.modules), _unsharded_nbytes(group))
+                    nbytes = _unsharded_nbytes(group)
+                    self._on_reshard("reshard", tuple(group.modules), nbytes, seconds)
             return result
 
         return wrapped
@@ -154,7 +160,8 @@ class UnitWatch:
             modules = _modules_of_handle(handle)
             with self._acting(modules, serves=True):
                 result = original(handle, unsharded, *args, **kwargs)
-                self._on_reshard("unshard", modules, unsharded.numel() * unsharded.element_size())
+                nbytes = unsharded.numel() * unsharded.element_size()
+                self._on_reshard("unshard", modules, nbytes, 0.0)
             return result
 
         return wrapped
@@ -164,10 +171,14 @@ class UnitWatch:
             modules = _modules_of_handle(handle)
             with self._acting(modules, serves=True):
                 frees = free and handle.uses_sharded_strategy and not handle.needs_unshard()
+                started = time.perf_counter()
+                result = original(handle, free, *args, **kwargs)
+                seconds = time.perf_counter() - started
                 if frees:
                     padded = handle.flat_param._full_param_padded  # noqa: SLF001  # see the module's docstring
-                    self._on_reshard("reshard", modules, padded.numel() * padded.element_size())
-                return original(handle, free, *args, **kwargs)
+                    nbytes = padded.numel() * padded.element_size()
+                    self._on_reshard("reshard", modules, nbytes, seconds)
+            return result
 
         return wrapped
 

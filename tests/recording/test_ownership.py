@@ -380,6 +380,8 @@ def test_resharding_events(comm_mode, device_mesh):
         ("backward", "layers.0", "reshard", nbytes),
         ("backward", "", "reshard", nbytes),
     ]
+    assert comm_mode.timings["resharding"] > 0
+    assert comm_mode.timings["all"] > comm_mode.timings["all_gather"] > 0
     # One sequence over all sorts of events: a unit is resharded after it was gathered.
     order = sorted([*comm_mode.events, *comm_mode.reshards], key=lambda event: event.index)
     assert [event.index for event in order] == list(range(len(order)))
