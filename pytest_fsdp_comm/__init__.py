@@ -15,6 +15,7 @@ from pytest_fsdp_comm.errors import (
     RanksDivergedError,
     RecordingError,
     SnapshotFormatError,
+    UnseenCollectivesWarning,
     UpstreamChangedError,
 )
 from pytest_fsdp_comm.events import (
@@ -59,6 +60,7 @@ __all__ = [
     "Source",
     "Timing",
     "TreeFactory",
+    "UnseenCollectivesWarning",
     "UpstreamChangedError",
 ]
 

@@ -25,3 +25,7 @@ class UpstreamChangedError(FsdpCommError):
 
 class RanksDivergedError(FsdpCommError):
     """The ranks of one test did not reach the same comparison."""
+
+
+class UnseenCollectivesWarning(UserWarning):
+    """Collectives ran while a recording was under way, on threads that it does not watch."""

@@ -14,6 +14,7 @@ from pytest_fsdp_comm.events import Phase, Source
 if TYPE_CHECKING:
     from torch import nn
 
+    from pytest_fsdp_comm.capture.replicas import ParameterOwners
     from pytest_fsdp_comm.capture.units import UnitWatch
 
 Modules = tuple["nn.Module", ...]
@@ -39,8 +40,13 @@ class BackwardMap:
     before the module's first own operation.
     """
 
-    def __init__(self) -> None:
-        """Knows no node yet."""
+    def __init__(self, parameters: ParameterOwners) -> None:
+        """Knows no node yet.
+
+        Args:
+            parameters: Finds the module of a parameter, whose gradient no forward made.
+        """
+        self._parameters = parameters
         self._ends: list[int] = []  # highest number noted in each run of one module
         self._modules: list[nn.Module | None] = []
 
@@ -57,10 +63,17 @@ class BackwardMap:
             self._modules.append(module)
 
     def module_of_current_node(self) -> nn.Module | None:
-        """The module whose forward made the node that runs; None if no node runs, or none did."""
+        """The module whose forward made the node that runs, or whose parameter's gradient it adds.
+
+        Returns:
+            The module; None if no node runs, or no module made it.
+        """
         node: Any = torch._C._current_autograd_node()  # noqa: SLF001  # read in torch 2.6 to 2.13, tested contract
         if node is None:
             return None
+        parameter = getattr(node, "variable", None)  # of an AccumulateGrad
+        if parameter is not None:
+            return self._parameters.module_of(parameter)
         place = bisect_right(self._ends, node._sequence_nr())  # noqa: SLF001  # see above
         return self._modules[place] if place < len(self._modules) else None
 
@@ -71,17 +84,21 @@ def is_in_backward() -> bool:
     return task != -1
 
 
-def attribute(units: UnitWatch, backward: BackwardMap) -> Place:
-    """Attributes what happens now."""
+def attribute(units: UnitWatch, backward: BackwardMap, namespace: str = "") -> Place:
+    """Attributes what happens now.
+
+    Args:
+        units: The FSDP units that act.
+        backward: Finds the modules of autograd nodes.
+        namespace: Of the operation, e.g. ``c10d``; empty for what is no operation.
+    """
     scan = scan_stack()
     in_backward = scan.is_in_engine or is_in_backward()
     phase = _phase(scan, in_backward=in_backward)
     running = _running(scan, units, backward, in_backward=in_backward)
     owner, source = units.owner, Source.FSDP
     if not owner:
-        owner, source = running, _source(scan, in_backward=in_backward)
-        if source is Source.DDP:
-            owner = _ddp_module(scan, running)
+        owner, source = running, _source(scan, namespace, in_backward=in_backward)
     return Place(owner=owner, issued_in=running, phase=phase, source=source, scan=scan)
 
 
@@ -105,21 +122,14 @@ def _running(scan: Scan, units: UnitWatch, backward: BackwardMap, *, in_backward
     return () if module is None else (module,)
 
 
-def _source(scan: Scan, *, in_backward: bool) -> Source:
+def _source(scan: Scan, namespace: str, *, in_backward: bool) -> Source:
     if scan.is_from_dtensor:
         return Source.DTENSOR
     if scan.is_object:
         return Source.OBJECT
-    # DDP's reducer calls from C++, with no function of torch.distributed between it and the engine.
-    if in_backward and not scan.is_from_distributed:
+    if scan.is_from_ddp:
+        return Source.DDP
+    # DDP's reducer calls from C++, and never the functional collectives of compiled code.
+    if in_backward and scan.is_from_cpp and namespace == "c10d":
         return Source.DDP
     return Source.USER
-
-
-def _ddp_module(scan: Scan, running: Modules) -> Modules:
-    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415  # loads torch.distributed
-
-    for module in reversed(scan.modules):
-        if isinstance(module, DistributedDataParallel):
-            return (module,)
-    return running

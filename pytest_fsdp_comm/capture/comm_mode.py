@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Self
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from pytest_fsdp_comm.capture.comm_debug import CommDebugAnswers
 from pytest_fsdp_comm.capture.recorder import Recorder
-from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning
 from pytest_fsdp_comm.events import Phase
 from pytest_fsdp_comm.gathering import gather_alike
 
@@ -112,6 +113,9 @@ class CommMode(CommDebugAnswers):
             root = recorder.root
             self._recorded_root = None if root is None else weakref.ref(root)
             self._recording = recorder.finish()
+        # Not in place of the exception that ends the block, where warnings are errors.
+        if recorder.unseen and kind is None:
+            warnings.warn(f"comm_mode: {recorder.unseen}", UnseenCollectivesWarning, stacklevel=2)
 
     def _root(self) -> nn.Module | None:
         return self._recorded_root() if self._recorded_root is not None else None

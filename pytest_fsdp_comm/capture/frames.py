@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
@@ -28,7 +29,12 @@ _STEP: Final = torch.optim.Optimizer.profile_hook_step(
 ).__code__  # torch's wrapper around every optimizer's step
 
 _TORCH: Final = str(Path(torch.__file__).parent) + "/"
+_DDP: Final = _TORCH + "nn/parallel/distributed.py"
 _OURS: Final = str(Path(__file__).parents[1]) + "/"
+# What torch puts between the dispatcher and a mode's Python.
+_AROUND_DISPATCH: Final = tuple(
+    _TORCH + path for path in ("_compile.py", "_dynamo/", "utils/_python_dispatch.py")
+)
 _STDLIB: Final = sysconfig.get_path("stdlib") + "/"
 _SITE_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
 
@@ -47,14 +53,17 @@ class Scan:
     """An optimizer's step, or gradient clipping, runs."""
     is_object: bool = False
     """One of the ``*_object*`` collectives asked for it."""
-    is_from_distributed: bool = False
-    """A function of ``torch.distributed`` asked for it; C++ otherwise."""
+    is_from_cpp: bool = True
+    """No Python lies between the call and the autograd engine, or the start of its thread."""
+    is_from_ddp: bool = False
+    """DDP asked for it, or a communication hook that it called."""
     is_from_dtensor: bool = False
     """DTensor asked for it."""
     redistribution: FrameType | None = None
     """The frame of DTensor's redistribution."""
     call_site: str = ""
-    """``path:line`` of the innermost user code."""
+    """``path:line`` of the innermost user code, or else of the innermost library."""
+    library_call_site: str = ""
 
 
 def innermost_module() -> nn.Module | None:
@@ -86,40 +95,59 @@ def scan_stack() -> Scan:
     """Walks the whole stack once."""
     scan = Scan()
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # see above
-    engine, clipping, redistribute = _engine_code(), _clipping_codes(), _redistribute_code()
-    fallback = ""
+    below = frame
     while frame is not None:
-        code = frame.f_code
-        path = code.co_filename
-        if code is _CALL_MODULE:
-            module = _self_of(frame)
-            # Never `module or ...`: the truth of a module is its length, or an error.
-            if module is not None:
-                scan.outermost = module
-                if not scan.is_in_engine:
-                    scan.modules.append(module)
-        elif code is engine:
+        if frame.f_code is _engine_code():
+            if not scan.is_in_engine:
+                _note_entry(scan, below)
             scan.is_in_engine = True
-        elif code is _STEP or code in clipping:
-            scan.is_in_optimizer = True
-        elif path.startswith(_TORCH):
-            _note_torch_frame(scan, frame, redistribute)
-        elif not scan.call_site and not path.startswith((_OURS, _STDLIB, "<")):
-            where = f"{_shown(path)}:{frame.f_lineno}"
-            if any(part in path for part in _SITE_PACKAGES):
-                fallback = fallback or where
-            else:
-                scan.call_site = where
-        frame = frame.f_back
-    scan.call_site = scan.call_site or fallback
+        elif frame.f_code is _CALL_MODULE:
+            _note_module(scan, frame)
+        else:
+            _note_code(scan, frame)
+        below, frame = frame, frame.f_back
+    if not scan.is_in_engine:
+        _note_entry(scan, below)
+    scan.call_site = scan.call_site or scan.library_call_site
     return scan
+
+
+def _note_module(scan: Scan, frame: FrameType) -> None:
+    module = _self_of(frame)
+    # Never `module or ...`: the truth of a module is its length, or an error.
+    if module is not None:
+        scan.outermost = module
+        if not scan.is_in_engine:
+            scan.modules.append(module)
+
+
+def _note_code(scan: Scan, frame: FrameType) -> None:
+    code = frame.f_code
+    path = code.co_filename
+    if path.startswith((_OURS, *_AROUND_DISPATCH)):
+        return
+    if not scan.is_in_engine:
+        scan.is_from_cpp = False
+    if code is _STEP or code in _clipping_codes():
+        scan.is_in_optimizer = True
+    elif path.startswith(_TORCH):
+        _note_torch_frame(scan, frame, _redistribute_code())
+    elif not scan.call_site and not path.startswith((_STDLIB, "<")):
+        where = f"{_shown(path)}:{frame.f_lineno}"
+        if any(part in path for part in _SITE_PACKAGES):
+            scan.library_call_site = scan.library_call_site or where
+        else:
+            scan.call_site = where
 
 
 def _note_torch_frame(scan: Scan, frame: FrameType, redistribute: CodeType) -> None:
     code = frame.f_code
-    if scan.modules or scan.is_in_engine or not code.co_filename.startswith(_TORCH + "distributed"):
+    if scan.modules or scan.is_in_engine:
         return
-    scan.is_from_distributed = True
+    if code.co_filename == _DDP:
+        scan.is_from_ddp = True
+    if not code.co_filename.startswith(_TORCH + "distributed"):
+        return
     if code is redistribute and scan.redistribution is None:
         scan.redistribution = frame
     inside = code.co_filename[len(_TORCH) :]
@@ -132,6 +160,15 @@ def _note_torch_frame(scan: Scan, frame: FrameType, redistribute: CodeType) -> N
 def _self_of(frame: FrameType) -> nn.Module | None:
     found: Any = frame.f_locals.get("self")
     return found if isinstance(found, nn.Module) else None
+
+
+def _note_entry(scan: Scan, frame: FrameType | None) -> None:
+    """Looks at the frame that C++ called: below the engine, or at the start of a thread."""
+    if frame is None:
+        return
+    # A communication hook of DDP is given the bucket.
+    bucket: Any = dist.GradBucket  # type: ignore[attr-defined]  # public, but torch does not list it
+    scan.is_from_ddp |= any(isinstance(value, bucket) for value in frame.f_locals.values())
 
 
 @functools.cache

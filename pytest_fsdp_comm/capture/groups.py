@@ -28,6 +28,7 @@ class GroupNames:
         self._groups: dict[
             str, tuple[str, int, tuple[int, ...]]
         ] = {}  # -> description, size, ranks
+        self._wholes: dict[str, str] = {}  # post-forward group -> the whole shard group
         self._meshes: set[int] = set()
 
     def learn_mesh(self, mesh: DeviceMesh) -> None:
@@ -41,6 +42,18 @@ class GroupNames:
             except RuntimeError:  # this rank is outside the mesh
                 continue
             self._axes.setdefault(group.group_name, axis)
+
+    def learn_post_forward(self, group: dist.ProcessGroup, shard_group: dist.ProcessGroup) -> None:
+        """Takes the smaller group over which an FSDP unit is sharded between forward and backward.
+
+        torch makes its mesh without names (``reshard_after_forward`` given as an int), so it is
+        named after the axis that it is a part of.
+
+        Args:
+            group: The smaller one.
+            shard_group: The one over which the unit is sharded otherwise.
+        """
+        self._wholes[group.group_name] = self.note(shard_group)
 
     def note(self, group: dist.ProcessGroup) -> str:
         """Remembers a group that was used.
@@ -57,6 +70,9 @@ class GroupNames:
     def axis(self, key: str) -> MeshAxis:
         """The axis of a group that `note` has seen."""
         description, size, ranks = self._groups[key]
+        whole = self._wholes.get(key)
+        if whole is not None and whole != key:
+            return MeshAxis(name=f"{self.axis(whole).name}.post_forward", size=size)
         return MeshAxis(name=self._axes.get(key) or _named(description, ranks), size=size)
 
 

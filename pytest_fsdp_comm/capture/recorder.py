@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from pytest_fsdp_comm.capture import flight_recorder
 from pytest_fsdp_comm.capture.attribution import BackwardMap, Place, attribute
-from pytest_fsdp_comm.capture.frames import outermost_module
+from pytest_fsdp_comm.capture.frames import outermost_module, scan_stack
+from pytest_fsdp_comm.capture.futures import following_callbacks
 from pytest_fsdp_comm.capture.groups import GroupNames, group_of
+from pytest_fsdp_comm.capture.measuring import (
+    TIMING_CATEGORIES,
+    collective,
+    copy_direction,
+    timing_category,
+)
 from pytest_fsdp_comm.capture.naming import ModuleNames
 from pytest_fsdp_comm.capture.op_table import NAMESPACES, Operation, bind, look_up, tensors_in
 from pytest_fsdp_comm.capture.redistributions import RedistributionWatch
+from pytest_fsdp_comm.capture.replicas import ParameterOwners, ReplicaOwners
 from pytest_fsdp_comm.capture.units import UnitWatch, param_groups
 from pytest_fsdp_comm.events import (
     Collective,
@@ -34,9 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import nn
-
-TIMING_CATEGORIES = ("all_gather", "all_gather_object", "reduce", "resharding", "H2D", "D2H")
-_REDUCING = ("reduce_scatter", "all_reduce", "reduce")
 
 
 @dataclass(slots=True)
@@ -62,11 +69,19 @@ class Recorder:
         self._lacks_root = model is None
         self._raw: list[_Raw] = []
         self._groups = GroupNames()
-        self._backward = BackwardMap()
-        self._units = UnitWatch(self._note_reshard, self._groups.learn_mesh)
+        self._backward = BackwardMap(ParameterOwners(self._roots))
+        self._units = UnitWatch(
+            self._note_reshard, self._groups.learn_mesh, self._groups.learn_post_forward
+        )
         self._redistributions = RedistributionWatch()
         self._seconds = dict.fromkeys((*TIMING_CATEGORIES, "all"), 0.0)
         self._notes: list[str] = []
+        self.unseen = ""
+        """What is known to be missing, as a sentence; empty if nothing is."""
+        self._is_recording = False
+        self._threads: set[int] = {threading.get_ident()}
+        self._callback = threading.local()  # .place, while a callback of a future runs
+        self._lock = threading.Lock()
         # Looked up for every operation of the block, so by identity and once.
         self._known: dict[Any, object] = {}
 
@@ -74,8 +89,18 @@ class Recorder:
     def recording(self) -> Iterator[None]:
         """Watches while the block runs."""
         self._note_entry_state()
-        with self._units.watching(), _Mode(self):
-            yield
+        since_ns = flight_recorder.now_ns()
+        self._is_recording = True
+        try:
+            with (
+                self._units.watching(),
+                following_callbacks(self._attribute, self._resumed),
+                _Mode(self),
+            ):
+                yield
+        finally:
+            self._is_recording = False
+            self._note_unseen(since_ns)
 
     @property
     def root(self) -> nn.Module | None:
@@ -89,13 +114,13 @@ class Recorder:
             The recording.
         """
         names = ModuleNames(self._roots)
-        ddp = self._ddp_owner()
+        replicas = ReplicaOwners(self._roots)
         by_type: dict[type, list[Any]] = {
             kind: [] for kind in (Collective, Reshard, Redistribution, HostDeviceCopy)
         }
         axes: dict[str, MeshAxis] = {}
         for raw in self._raw:
-            changes = _named(raw, names, ddp)
+            changes = _named(raw, names, replicas)
             if isinstance(raw.event, Collective) and raw.group:
                 axis = self._groups.axis(raw.group)
                 axes[axis.name] = axis
@@ -127,16 +152,12 @@ class Recorder:
         known = self._known.get(func)
         if known is None:
             known = self._known[func] = _classify(func)
-        if known is _PLAIN:
-            # Without grad mode no autograd node is made whose module could be asked for later.
-            if torch.is_grad_enabled():
-                self._backward.note_operation()
-        elif known is _COPY:
-            direction = _copy_direction(func, args, kwargs)
+        # Without grad mode too: an autograd.Function has made its node when its forward runs so.
+        self._backward.note_operation()
+        if known is _COPY:
+            direction = copy_direction(func, args, kwargs)
             if direction is not None:
                 return self._run_copy(direction, func, args, kwargs)
-            if torch.is_grad_enabled():
-                self._backward.note_operation()
         elif isinstance(known, Operation):
             return self._run_collective(known, func, args, kwargs)
         return func(*args, **kwargs)
@@ -144,7 +165,8 @@ class Recorder:
     def _run_collective(
         self, operation: Operation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        place = self._attribute()
+        self._threads.add(threading.get_ident())
+        place = self._attribute(func.namespace)
         bound = bind(func, args, kwargs)
         index = self._reserve(place)
         started = time.perf_counter()
@@ -152,10 +174,14 @@ class Recorder:
             result = func(*args, **kwargs)
         finally:
             seconds = time.perf_counter() - started
-            self._add_seconds(_category(operation.kind, place.source), seconds)
+            self._add_seconds(timing_category(operation.kind, place.source), seconds)
         group = group_of(bound)
-        self._raw[index].event = _collective(operation, func, bound, result, (index, place))
-        self._raw[index].group = self._groups.note(group) if group is not None else ""
+        event = collective(operation, func, bound, result, (index, place))
+        with self._lock:
+            if not self._is_recording:  # the block ended while a callback's collective ran
+                return result
+            self._raw[index].event = event
+            self._raw[index].group = self._groups.note(group) if group is not None else ""
         redistribution = self._redistributions.begun(place.scan, self._groups.learn_mesh)
         if redistribution is not None:
             at = self._reserve(place)
@@ -207,8 +233,24 @@ class Recorder:
         owned = Place(modules, place.issued_in, place.phase, Source.FSDP, place.scan)
         self._raw.append(_Raw(event, owned))
 
-    def _attribute(self) -> Place:
-        place = attribute(self._units, self._backward)
+    @contextlib.contextmanager
+    def _resumed(self, place: Place) -> Iterator[None]:
+        """Records a callback on any thread as part of the place that registered it."""
+        before = getattr(self._callback, "place", None)
+        self._callback.place = place
+        try:
+            with contextlib.ExitStack() as stack:
+                if self._is_recording and not _is_watched():
+                    stack.enter_context(_Mode(self))
+                yield
+        finally:
+            self._callback.place = before
+
+    def _attribute(self, namespace: str = "") -> Place:
+        inherited: Place | None = getattr(self._callback, "place", None)
+        if inherited is not None:
+            return dataclasses.replace(inherited, scan=scan_stack())
+        place = attribute(self._units, self._backward, namespace)
         outermost = place.scan.outermost
         place.scan.outermost = None
         place.scan.modules = place.scan.modules[:1]
@@ -227,7 +269,8 @@ class Recorder:
             # A module that contains an earlier root takes its place.
             inside = {id(child) for child in module.modules()}
             self._lacks_root = False
-            self._roots = [module if id(root) in inside else root for root in self._roots]
+            # In place, since others hold the list.
+            self._roots[:] = [module if id(root) in inside else root for root in self._roots]
             if not any(root is module for root in self._roots):
                 self._roots.append(module)
 
@@ -235,15 +278,6 @@ class Recorder:
         self._seconds["all"] += seconds
         if category is not None:
             self._seconds[category] += seconds
-
-    def _ddp_owner(self) -> tuple[nn.Module, ...]:
-        from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415  # not everyone uses it
-
-        for root in self._roots:
-            for module in root.modules():
-                if isinstance(module, DistributedDataParallel):
-                    return (module,)
-        return tuple(self._roots[:1])
 
     def _note_entry_state(self) -> None:
         unsharded = [
@@ -258,6 +292,26 @@ class Recorder:
                 "already unsharded when the recording began, so that its first all-gather is "
                 f"missing: {', '.join(unsharded)}"
             )
+
+    def _note_unseen(self, since_ns: int) -> None:
+        unseen = flight_recorder.unseen(since_ns=since_ns, seen_threads=self._threads)
+        if unseen:
+            threads = "; ".join(
+                f"{thread}: {', '.join(f'{kind} {count}' for kind, count in kinds.items())}"
+                for thread, kinds in unseen.items()
+            )
+            count = sum(kinds.total() for kinds in unseen.values())
+            self.unseen = (
+                f"{count} collectives of other threads are missing, since a recording covers the "
+                f"thread that entered it ({threads}, as the flight recorder names them)"
+            )
+            self._notes.append(self.unseen)
+
+
+def _is_watched() -> bool:
+    """Whether a recording's mode is active on this thread."""
+    # Read in torch 2.6 to 2.15; a tested contract.
+    return any(isinstance(mode, _Mode) for mode in _get_current_dispatch_mode_stack())
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -284,9 +338,11 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
         return self._recorder.run(func, args, kwargs or {})
 
 
-def _named(raw: _Raw, names: ModuleNames, ddp: tuple[nn.Module, ...]) -> dict[str, Any]:
-    owner = names.joined(ddp if raw.place.source is Source.DDP else raw.place.owner)
-    issued_in = names.joined(raw.place.issued_in[:1])
+def _named(raw: _Raw, names: ModuleNames, replicas: ReplicaOwners) -> dict[str, Any]:
+    place = raw.place
+    is_replica = place.source is Source.DDP
+    owner = names.joined(replicas.owner(place.issued_in) if is_replica else place.owner)
+    issued_in = names.joined(place.issued_in[:1])
     if isinstance(raw.event, Reshard):
         return {"module": owner if owner is not None else "", "issued_in": issued_in}
     if isinstance(raw.event, HostDeviceCopy):
@@ -298,88 +354,15 @@ def _replaced(event: Any, changes: dict[str, Any]) -> Any:
     return dataclasses.replace(event, **changes)
 
 
-def _collective(
-    operation: Operation, func: Any, bound: dict[str, Any], result: Any, at: tuple[int, Place]
-) -> Collective:
-    index, place = at
-    sent, received = _sent_and_received(operation, bound, result)
-    dtypes = dict.fromkeys(
-        str(tensor.dtype).removeprefix("torch.") for tensor in (sent or received)
-    )
-    return Collective(
-        index=index,
-        kind=operation.kind,
-        op=f"{func.namespace}.{func.overloadpacket.__name__}",
-        owner=None,
-        issued_in=None,
-        phase=place.phase,
-        axis="",
-        group_size=0,
-        dtype="+".join(dtypes),
-        nbytes_sent=_nbytes(sent),
-        nbytes_received=_nbytes(received),
-        source=place.source,
-        call_site=place.scan.call_site,
-    )
-
-
-def _sent_and_received(
-    operation: Operation, bound: dict[str, Any], result: Any
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    if operation.sent == "*":
-        return list(tensors_in(bound)), []
-    sent = list(tensors_in(bound.get(operation.sent))) if operation.sent else []
-    if operation.received == "return":
-        received = list(tensors_in(result))
-    else:
-        received = list(tensors_in(bound.get(operation.received))) if operation.received else []
-    if operation.root:
-        group = group_of(bound)
-        is_root = group is not None and group.rank() == bound.get(operation.root)
-        return (sent, []) if is_root else ([], received)
-    return sent, received
-
-
-def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _category(kind: str, source: Source) -> str | None:
-    if kind == "all_gather":
-        return "all_gather_object" if source is Source.OBJECT else "all_gather"
-    return "reduce" if kind in _REDUCING else None
-
-
 # How an operation is treated that does not communicate.
-_PLAIN: Final = "plain"
 _COPY: Final = "copy"
 _SILENT: Final = "silent"
 
 
 def _classify(func: Any) -> object:
-    """The `Operation` of a collective; otherwise one of the three marks above."""
+    """The `Operation` of a collective; otherwise one of the two marks above."""
     namespace = getattr(func, "namespace", None)
     if namespace in NAMESPACES:
         return look_up(func) or _SILENT
-    if namespace != "aten":
-        return _SILENT
-    return _COPY if func.overloadpacket.__name__ in {"_to_copy", "copy_"} else _PLAIN
-
-
-def _copy_direction(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Literal["H2D", "D2H"] | None:
-    name = func.overloadpacket.__name__
-    if name == "_to_copy":
-        target = kwargs.get("device")
-        source = args[0].device.type
-        to = target.type if isinstance(target, torch.device) else target
-    elif name == "copy_":
-        to, source = args[0].device.type, args[1].device.type
-    else:
-        return None
-    if to is None or to == source or "meta" in (to, source):
-        return None
-    if source == "cpu":
-        return "H2D"
-    return "D2H" if to == "cpu" else None
+    is_copy = namespace == "aten" and func.overloadpacket.__name__ in {"_to_copy", "copy_"}
+    return _COPY if is_copy else _SILENT

@@ -30,7 +30,7 @@ def read_ddp(visit: Visit, axes: AxisNames, taken: set[Slot]) -> Iterator[ReadUn
         taken: The parameters that other units manage.
     """
     for index, layer in visit.layers():
-        group = _group(layer)
+        group = replicated_over(layer)
         if group is not None:
             axis = axes.of_group(group)
             ignored: set[str] = getattr(layer, "parameters_to_ignore", set())
@@ -48,7 +48,7 @@ def read_ddp(visit: Visit, axes: AxisNames, taken: set[Slot]) -> Iterator[ReadUn
             )
 
 
-def _group(layer: nn.Module) -> dist.ProcessGroup | None:
+def replicated_over(layer: nn.Module) -> dist.ProcessGroup | None:
     """The group over which a module is replicated; None if it is not."""
     if isinstance(layer, DistributedDataParallel):
         found: dist.ProcessGroup = layer.process_group

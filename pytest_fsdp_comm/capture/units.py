@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import nn
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 _FSDP1_FLAT_PARAM = "torch.distributed.fsdp._flat_param"
@@ -47,6 +48,7 @@ class UnitWatch:
         self,
         on_reshard: Callable[[str, tuple[nn.Module, ...], int, float], None],
         on_mesh: Callable[[DeviceMesh], None],
+        on_post_forward: Callable[[ProcessGroup, ProcessGroup], None],
     ) -> None:
         """Prepares; wraps nothing.
 
@@ -55,10 +57,13 @@ class UnitWatch:
                 that a reshard took (0.0 for an unshard, whose all-gather is timed itself), each
                 time a unit's state changes.
             on_mesh: Told each mesh that a unit uses.
+            on_post_forward: Told the group over which a unit is sharded between forward and
+                backward where it is a smaller one, and the one over which it is sharded otherwise.
         """
         self.stack: list[Acting] = []
         self._on_reshard = on_reshard
         self._on_mesh = on_mesh
+        self._on_post_forward = on_post_forward
 
     @property
     def owner(self) -> tuple[nn.Module, ...]:
@@ -94,8 +99,13 @@ class UnitWatch:
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import (  # noqa: PLC0415  # loads torch.distributed
             FSDPParamGroup,
         )
+        from torch.distributed.fsdp._fully_shard._fsdp_state import (  # noqa: PLC0415  # see above
+            FSDPState,
+        )
 
         return [
+            # Around the group's own: explicit prefetch is issued after that has returned.
+            (FSDPState, "_pre_backward", self._wrap_state),
             (FSDPParamGroup, "unshard", self._wrap_unshard),
             (FSDPParamGroup, "reshard", self._wrap_reshard),
             (FSDPParamGroup, "pre_backward", functools.partial(self._wrap_acting, serves=False)),
@@ -119,6 +129,13 @@ class UnitWatch:
             ]
         return wraps
 
+    def _wrap_state(self, original: Any) -> Any:
+        def wrapped(state: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._acting(tuple(state._modules), serves=False):  # noqa: SLF001  # see the module's docstring
+                return original(state, *args, **kwargs)
+
+        return wrapped
+
     def _wrap_acting(self, original: Any, *, serves: bool) -> Any:
         def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
             self._on_mesh(group.mesh_info.mesh)
@@ -130,6 +147,11 @@ class UnitWatch:
     def _wrap_unshard(self, original: Any) -> Any:
         def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
             self._on_mesh(group.mesh_info.mesh)
+            after = group.post_forward_mesh_info
+            if after is not None:
+                self._on_post_forward(
+                    after.shard_process_group, group.mesh_info.shard_process_group
+                )
             pending = group._all_gather_result  # noqa: SLF001  # see the module's docstring
             with self._acting(tuple(group.modules), serves=True):
                 result = original(group, *args, **kwargs)

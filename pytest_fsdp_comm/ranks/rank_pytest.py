@@ -65,8 +65,9 @@ def isolate_session(config: pytest.Config, *, basetemp: Path, terminal: Path) ->
     manager.register(_RankTerminal(terminal), "terminalreporter")
     _move_basetemp(config, basetemp)
     for name in logging.root.manager.loggerDict:
-        # torch logs every c10d call at DEBUG there, which floods a failing test's captured log.
-        if name.startswith("c10d"):
+        # torch logs every c10d call and each step of its compiler at DEBUG there, which floods a
+        # failing test's captured log.
+        if name.startswith(("c10d", "torch.__trace")):
             logging.getLogger(name).setLevel(logging.WARNING)
 
 

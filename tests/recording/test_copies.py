@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from pytest_fsdp_comm.capture.recorder import _copy_direction
+from pytest_fsdp_comm.capture.measuring import copy_direction
 
 NBYTES = 4 * 8
 
@@ -41,12 +41,12 @@ def test_directions():
         host = torch.ones(8)
         device = FakeTensor(fake, torch.empty(8, device="meta"), torch.device("cuda"))
     to, copy = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
-    assert _copy_direction(to, (host,), {"device": torch.device("cuda", 1)}) == "H2D"
-    assert _copy_direction(to, (device,), {"device": "cpu"}) == "D2H"
-    assert _copy_direction(to, (host,), {"dtype": torch.float64}) is None
-    assert _copy_direction(to, (host,), {"device": torch.device("meta")}) is None
-    assert _copy_direction(to, (device,), {"device": torch.device("cuda", 1)}) is None
-    assert _copy_direction(copy, (device, host), {}) == "H2D"
-    assert _copy_direction(copy, (host, device), {}) == "D2H"
-    assert _copy_direction(copy, (host, host), {}) is None
-    assert _copy_direction(torch.ops.aten.add.Tensor, (host, host), {}) is None
+    assert copy_direction(to, (host,), {"device": torch.device("cuda", 1)}) == "H2D"
+    assert copy_direction(to, (device,), {"device": "cpu"}) == "D2H"
+    assert copy_direction(to, (host,), {"dtype": torch.float64}) is None
+    assert copy_direction(to, (host,), {"device": torch.device("meta")}) is None
+    assert copy_direction(to, (device,), {"device": torch.device("cuda", 1)}) is None
+    assert copy_direction(copy, (device, host), {}) == "H2D"
+    assert copy_direction(copy, (host, device), {}) == "D2H"
+    assert copy_direction(copy, (host, host), {}) is None
+    assert copy_direction(torch.ops.aten.add.Tensor, (host, host), {}) is None

@@ -38,7 +38,7 @@ def test_locals_of_a_redistribution():
 
 
 def test_methods_of_fsdp():
-    watch = UnitWatch(lambda *_: None, lambda *_: None)
+    watch = UnitWatch(lambda *_: None, lambda *_: None, lambda *_: None)
     with watch.watching():
         pass
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -55,7 +55,7 @@ def test_a_method_that_moved_is_named(monkeypatch):
 
     original = FSDPParamGroup.unshard
     monkeypatch.delattr(FSDPParamGroup, "reshard")
-    watch = UnitWatch(lambda *_: None, lambda *_: None)
+    watch = UnitWatch(lambda *_: None, lambda *_: None, lambda *_: None)
     with pytest.raises(UpstreamChangedError) as caught, watch.watching():
         pass
     assert f"torch {torch.__version__} has no " in str(caught.value)

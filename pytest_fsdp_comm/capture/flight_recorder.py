@@ -1,0 +1,54 @@
+"""Asks torch's flight recorder for collectives that other threads issued.
+
+A ``TorchDispatchMode`` watches the thread that entered it and the autograd threads that this one
+starts. The flight recorder watches the process, below the dispatcher; it knows no point-to-point
+calls, and nothing of the fake group. Its entries tell the thread from torch 2.13 on (version 2.10
+of the trace; read in 2.13 and 2.15).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+
+
+def now_ns() -> int:
+    """The clock of the flight recorder's entries, in nanoseconds."""
+    return time.time_ns()
+
+
+def unseen(*, since_ns: int, seen_threads: set[int]) -> dict[str, Counter[str]]:
+    """Counts the collectives that were issued on threads which the recording did not watch.
+
+    Args:
+        since_ns: Only those issued after this time, on the clock of `now_ns`.
+        seen_threads: ``threading.get_ident()`` of the threads that were watched.
+
+    Returns:
+        For each such thread its name, with the number of collectives by kind. Empty if there are
+        none, and where torch has no flight recorder or does not tell the thread.
+    """
+    found: dict[str, Counter[str]] = {}
+    for entry in _entries():
+        thread = entry.get("thread_id")
+        if thread is None or entry["is_p2p"] or entry["time_created_ns"] < since_ns:
+            continue
+        if int(thread) not in seen_threads:
+            name = entry.get("thread_name") or f"thread {thread}"
+            kind = entry["profiling_name"].partition(":")[2]
+            found.setdefault(name, Counter())[kind] += 1
+    return found
+
+
+def _entries() -> list[dict[str, Any]]:
+    dump = getattr(torch._C, "_distributed_c10d", None)  # noqa: SLF001  # see the module's docstring
+    dump = getattr(dump, "_dump_fr_trace_json", None)
+    if dump is None:
+        return []
+    trace: dict[str, Any] = json.loads(dump(includeCollectives=True, onlyActive=False) or "{}")
+    entries: list[dict[str, Any]] = trace.get("entries", [])
+    return entries

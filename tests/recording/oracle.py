@@ -1,0 +1,224 @@
+"""Independent witnesses of what was sent: the flight recorder and torch.profiler.
+
+The flight recorder watches the very run that is recorded, below the dispatcher, on every thread; it
+knows no point-to-point calls, and nothing of the fake group. The profiler sees those too, but has
+to watch a second run: under any dispatch mode it sees each call twice.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
+
+# Gloo runs these as another collective, and the flight recorder shows what gloo ran.
+RUN_AS = {
+    "reduce_scatter": {"all_reduce", "_reduce_scatter_base", "reduce_scatter"},
+    "reduce": {"all_reduce", "reduce"},
+}
+
+ITEM_SIZES = {
+    "Byte": 1,
+    "Char": 1,
+    "Bool": 1,
+    "Half": 2,
+    "BFloat16": 2,
+    "Int": 4,
+    "Float": 4,
+    "Long": 8,
+    "Double": 8,
+}
+
+# Sent by one rank to the others: what the flight recorder calls input is the same on all.
+FROM_ONE = {"broadcast", "scatter"}
+
+POINT_TO_POINT = {"send", "recv"}
+
+PROFILED = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "send": "send",
+    "recv_": "recv",
+    "isend": "send",
+    "irecv": "recv",
+    "barrier": "barrier",
+    "monitored_barrier_": "barrier",
+}
+
+
+def gloo_and_fake(world_size: int) -> Any:
+    """Runs a test on gloo ranks, and again on the fake group."""
+    backends = pytest.mark.parametrize(
+        "backend",
+        [
+            pytest.param(backend, marks=pytest.mark.distributed(world_size, backend=backend))
+            for backend in ("gloo", "fake")
+        ],
+        indirect=True,
+    )
+
+    def decorated(test: Any) -> Any:
+        return backends(pytest.mark.usefixtures("backend")(test))
+
+    return decorated
+
+
+def lines(comm_mode: Any) -> list[str]:
+    """``phase owner kind[axis] nbytes < issued_in`` of each event; ``.`` the root, ``-`` none."""
+
+    def shown(name: str | None) -> str:
+        return "-" if name is None else name or "."
+
+    return [
+        f"{event.phase.value} {shown(event.owner)} {event.kind}[{event.axis}] {event.nbytes}"
+        f" < {shown(event.issued_in)}"
+        for event in comm_mode.events
+    ]
+
+
+@dataclass(frozen=True)
+class Flight:
+    """One entry of the flight recorder."""
+
+    record_id: int
+    kind: str
+    nbytes_in: int
+    nbytes_out: int
+    thread_id: int
+
+
+def flights(*, after: int = -1) -> list[Flight]:
+    """The collectives that this process issued, on any thread, in order."""
+    dumped = torch._C._distributed_c10d._dump_fr_trace_json(
+        includeCollectives=True, onlyActive=False
+    )
+    return [
+        Flight(
+            record_id=entry["record_id"],
+            kind=entry["profiling_name"].partition(":")[2],
+            nbytes_in=_nbytes(entry["input_sizes"], entry["input_dtypes"]),
+            nbytes_out=_nbytes(entry["output_sizes"], entry["output_dtypes"]),
+            thread_id=int(entry["thread_id"]),
+        )
+        for entry in json.loads(dumped).get("entries", [])
+        if entry["record_id"] > after and not entry["is_p2p"]
+    ]
+
+
+def _nbytes(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> int:
+    return sum(
+        torch.Size(size).numel() * ITEM_SIZES[dtype]
+        for size, dtype in zip(sizes, dtypes, strict=True)
+    )
+
+
+def last_flight() -> int:
+    return max((flight.record_id for flight in flights()), default=-1)
+
+
+def profiled(step: Callable[[], object]) -> list[str]:
+    """The kinds of the collectives that the profiler sees in a run of `step`."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    return [
+        PROFILED[event.name.partition("::")[2]]
+        for event in sorted(profiler.events(), key=lambda event: event.time_range.start)
+        if _is_collective(event) and not _has_collective_above(event)
+    ]
+
+
+def _is_collective(event: Any) -> bool:
+    namespace, _, name = event.name.partition("::")
+    return namespace in {"c10d", "_c10d_functional", "_dtensor"} and name not in SILENT
+
+
+def _has_collective_above(event: Any) -> bool:
+    """A functional collective calls a c10d operation in C++, which is the same one."""
+    above = event.cpu_parent
+    while above is not None:
+        if _is_collective(above):
+            return True
+        above = above.cpu_parent
+    return False
+
+
+def witnessed(
+    comm_mode: Any,
+    model: Any,
+    step: Callable[[], object],
+    *,
+    warm_up: int = 0,
+    profiler: bool = True,
+) -> None:
+    """Records `step`, and asserts that both witnesses saw the same.
+
+    Args:
+        comm_mode: The fixture; holds the recording afterwards.
+        model: As in ``comm_mode(model)``; None for the bare mode.
+        step: What is recorded; runs ``warm_up`` times before, and once more for the profiler.
+        warm_up: Runs before the recording.
+        profiler: False where two runs of `step` do not send the same.
+    """
+    for _ in range(warm_up):
+        step()
+    since = last_flight()
+    with comm_mode if model is None else comm_mode(model):
+        step()
+    assert comm_mode.events, "nothing was recorded, so that the comparison would prove nothing"
+    if dist.get_backend() != "fake":
+        assert_flown(comm_mode.events, flights(after=since))
+    if profiler:
+        assert [event.kind for event in comm_mode.events] == profiled(step)
+
+
+def assert_flown(events: Iterable[Any], seen: Sequence[Flight]) -> None:
+    """Asserts that recorded collectives are those of the flight recorder, in kind and size."""
+    entries = list(seen)
+    recorded = [event for event in events if event.kind not in POINT_TO_POINT]
+    for event in recorded:
+        assert entries, f"the flight recorder did not see {event}"
+        parts = [entries.pop(0)]
+        if event.op.endswith("_coalesced_") or event.op.endswith("_coalesced"):
+            # Gloo runs a coalesced reduce-scatter tensor by tensor.
+            while sum(part.nbytes_in for part in parts) < event.nbytes_sent and entries:
+                parts.append(entries.pop(0))
+        kinds = RUN_AS.get(event.kind, {event.kind})
+        assert {part.kind for part in parts} <= kinds, f"{event} != {parts}"
+        sizes = [
+            max(part.nbytes_in, part.nbytes_out) if event.kind in FROM_ONE else part.nbytes_in
+            for part in parts
+        ]
+        expected = event.nbytes if event.kind in FROM_ONE else event.nbytes_sent
+        assert sum(sizes) == expected, f"{event} != {parts}"
+    assert not entries, f"not recorded: {entries}"

@@ -1,0 +1,279 @@
+"""FSDP2 in all its settings: who sends what, counted by hand and seen by the witnesses."""
+
+import pytest
+import torch
+from models import (
+    BLOCK_NBYTES,
+    LINEAR_NBYTES,
+    ROOT_NBYTES,
+    WIDTH,
+    Model,
+    shard,
+    step,
+)
+from oracle import gloo_and_fake, lines, witnessed
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+BLOCK, ROOT = BLOCK_NBYTES, ROOT_NBYTES
+
+FORWARD = [
+    f"forward . all_gather[dp] {ROOT} < .",
+    f"forward layers.0 all_gather[dp] {BLOCK} < layers.0",
+    f"forward layers.1 all_gather[dp] {BLOCK} < layers.1",
+]
+# Each pre-backward hook prefetches the unit before; the root's, the last block.
+BACKWARD_GATHERS = [
+    f"backward layers.1 all_gather[dp] {BLOCK} < .",
+    f"backward layers.0 all_gather[dp] {BLOCK} < layers.1",
+]
+REDUCES = [
+    f"backward layers.1 reduce_scatter[dp] {BLOCK} < layers.1",
+    f"backward layers.0 reduce_scatter[dp] {BLOCK} < layers.0",
+    f"backward . reduce_scatter[dp] {ROOT} < .",
+]
+STEP = [*FORWARD, *BACKWARD_GATHERS, *REDUCES]
+
+
+def reshards(comm_mode):
+    return [f"{e.phase.value} {e.action} {e.module or '.'}" for e in comm_mode.reshards]
+
+
+@gloo_and_fake(2)
+def test_backward_prefetch(comm_mode, device_mesh):
+    model = shard(Model(blocks=3), device_mesh())
+    model.layers[2].set_modules_to_backward_prefetch([model.layers[1], model.layers[0]])
+    witnessed(comm_mode, model, lambda: step(model))
+    assert [line for line in lines(comm_mode) if line.startswith("backward")] == [
+        f"backward layers.2 all_gather[dp] {BLOCK} < .",
+        f"backward layers.1 all_gather[dp] {BLOCK} < layers.2",
+        f"backward layers.0 all_gather[dp] {BLOCK} < layers.2",
+        f"backward layers.2 reduce_scatter[dp] {BLOCK} < layers.2",
+        f"backward layers.1 reduce_scatter[dp] {BLOCK} < layers.1",
+        f"backward layers.0 reduce_scatter[dp] {BLOCK} < layers.0",
+        f"backward . reduce_scatter[dp] {ROOT} < .",
+    ]
+
+
+@gloo_and_fake(4)
+def test_reshard_to_a_smaller_group(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh(), reshard_after_forward=2)
+    witnessed(comm_mode, model, lambda: step(model))
+    assert lines(comm_mode) == [
+        *FORWARD,
+        # From the two ranks that hold the parameters after forward.
+        f"backward layers.1 all_gather[dp.post_forward] {BLOCK} < .",
+        f"backward layers.0 all_gather[dp.post_forward] {BLOCK} < layers.1",
+        *REDUCES,
+    ]
+    sizes = {axis.name: axis.size for axis in comm_mode.recording.mesh_axes}
+    assert sizes == {"dp": 4, "dp.post_forward": 2}
+
+
+@gloo_and_fake(2)
+@pytest.mark.parametrize(
+    ("root", "backward_gathers"),
+    [
+        (True, [f"backward . all_gather[dp] {ROOT} < .", *BACKWARD_GATHERS]),
+        (None, BACKWARD_GATHERS),
+    ],
+)
+def test_reshard_of_the_root(comm_mode, device_mesh, root, backward_gathers):
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer, mesh=device_mesh(), reshard_after_forward=None)
+    fully_shard(model, mesh=device_mesh(), reshard_after_forward=root)
+    witnessed(comm_mode, model, lambda: step(model))
+    assert lines(comm_mode) == [*FORWARD, *backward_gathers, *REDUCES]
+
+
+@gloo_and_fake(2)
+def test_no_reshard_after_backward(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    model.set_reshard_after_backward(False)
+    # The second run finds all units unsharded, so that the profiler sees another step.
+    witnessed(comm_mode, model, lambda: step(model), profiler=False)
+    assert lines(comm_mode) == STEP
+    assert not [line for line in reshards(comm_mode) if line.startswith("backward reshard")]
+    with comm_mode(model):
+        step(model)
+    assert lines(comm_mode) == [*BACKWARD_GATHERS, *REDUCES]
+    assert comm_mode.recording.notes == (
+        "already unsharded when the recording began, so that its first all-gather is missing: "
+        "(root), layers.0, layers.1",
+    )
+
+
+@gloo_and_fake(4)
+def test_all_reduce_at_the_last_micro_batch_only(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh(replicate=2, shard=2))
+
+    def two_micro_batches():
+        for is_last in (False, True):
+            model.set_requires_all_reduce(is_last)
+            step(model)
+
+    witnessed(comm_mode, model, two_micro_batches)
+    assert comm_mode.counts("reduce_scatter", axis="shard") == 2 * 3
+    assert [line for line in lines(comm_mode) if "all_reduce" in line] == [
+        f"backward layers.1 all_reduce[replicate] {BLOCK // 2} < layers.1",
+        f"backward layers.0 all_reduce[replicate] {BLOCK // 2} < layers.0",
+        f"backward . all_reduce[replicate] {ROOT // 2} < .",
+    ]
+
+
+@gloo_and_fake(2)
+def test_unshard_and_reshard_by_hand(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+
+    def by_hand():
+        model.layers[0].unshard(async_op=True).wait()
+        step(model)
+        model.unshard()
+        model.reshard()
+
+    witnessed(comm_mode, model, by_hand)
+    assert lines(comm_mode) == [
+        f"outside layers.0 all_gather[dp] {BLOCK} < -",
+        *(line for line in STEP if not line.startswith("forward layers.0")),
+        f"outside . all_gather[dp] {ROOT} < -",
+    ]
+    assert [line for line in reshards(comm_mode) if line.startswith("outside")] == [
+        "outside unshard layers.0",
+        "outside unshard .",
+        "outside reshard .",
+    ]
+
+
+@gloo_and_fake(2)
+def test_ignored_parameters(comm_mode, device_mesh):
+    model = Model()
+    ignored = {layer.up.weight for layer in model.layers}
+    for layer in model.layers:
+        fully_shard(layer, mesh=device_mesh(), ignored_params=ignored)
+    fully_shard(model, mesh=device_mesh(), ignored_params=ignored)
+    witnessed(comm_mode, model, lambda: step(model))
+    expected = [
+        line.replace(f" {BLOCK} ", f" {LINEAR_NBYTES} ") for line in STEP if "layers" in line
+    ]
+    assert [line for line in lines(comm_mode) if "layers" in line] == expected
+
+
+@gloo_and_fake(2)
+def test_tied_parameters_are_sent_once(comm_mode, device_mesh):
+    model = Model()
+    model.head.weight = model.embed.weight
+    shard(model, device_mesh())
+    witnessed(comm_mode, model, lambda: step(model))
+    assert comm_mode.nbytes(owner="") == 2 * LINEAR_NBYTES  # a gather and a reduce of one matrix
+    assert len(comm_mode.events) == len(STEP)
+
+
+@gloo_and_fake(2)
+def test_adapters_beside_frozen_parameters(comm_mode, device_mesh):
+    # As LoRA does: the adapters are trainable units inside of frozen ones.
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(requires_grad=False)
+            self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.adapter(x)
+
+    model = nn.Sequential(Adapted(), Adapted())
+    for part in model:
+        fully_shard(part.adapter, mesh=device_mesh())
+        fully_shard(part, mesh=device_mesh())
+    fully_shard(model, mesh=device_mesh())
+
+    def two_micro_batches():
+        for is_last in (False, True):
+            model.set_requires_gradient_sync(is_last)
+            step(model)
+
+    witnessed(comm_mode, model, two_micro_batches)
+    # The frozen matrices are gathered again for each micro-batch, and never reduced.
+    assert comm_mode.counts("all_gather", owner="0", phase="forward") == 2
+    assert {e.owner for e in comm_mode.events if e.kind == "reduce_scatter"} == {
+        "0.adapter",
+        "1.adapter",
+    }
+    assert comm_mode.counts("reduce_scatter") == 2
+
+
+@gloo_and_fake(2)
+def test_mixed_precision(comm_mode, device_mesh):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer, mesh=device_mesh(), mp_policy=policy)
+    fully_shard(model, mesh=device_mesh(), mp_policy=policy)
+    witnessed(comm_mode, model, lambda: step(model))
+    sent = {(event.kind, event.dtype, event.nbytes) for event in comm_mode.events}
+    assert sent == {
+        ("all_gather", "bfloat16", BLOCK // 2),
+        ("reduce_scatter", "float32", BLOCK),
+    }
+
+
+@gloo_and_fake(2)
+def test_offload_to_the_host(comm_mode, device_mesh):
+    policy = CPUOffloadPolicy(pin_memory=False)
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer, mesh=device_mesh(), offload_policy=policy)
+    fully_shard(model, mesh=device_mesh(), offload_policy=policy)
+    witnessed(comm_mode, model, lambda: step(model))
+    assert lines(comm_mode) == STEP
+
+
+@gloo_and_fake(2)
+def test_a_shared_module_in_two_places(comm_mode, device_mesh):
+    model = Model()
+    model.layers[1] = model.layers[0]
+    fully_shard(model.layers[0], mesh=device_mesh())
+    fully_shard(model, mesh=device_mesh())
+    witnessed(comm_mode, model, lambda: step(model))
+    assert {event.owner for event in comm_mode.events} == {"", "layers.0"}
+    assert comm_mode.counts("all_gather", owner="layers.0", phase="forward") == 2
+    assert comm_mode.counts("reduce_scatter", owner="layers.0") == 1
+
+
+@gloo_and_fake(2)
+def test_several_steps_in_one_recording(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def three_steps():
+        for _ in range(3):
+            step(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    witnessed(comm_mode, model, three_steps)
+    assert lines(comm_mode) == STEP * 3
+
+
+@gloo_and_fake(2)
+def test_the_same_recording_again(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    seen = []
+    for _ in range(3):
+        with comm_mode(model):
+            step(model)
+        seen.append(lines(comm_mode))
+    assert seen == [STEP] * 3
+
+
+@gloo_and_fake(2)
+def test_full_tensor_and_state_dict(comm_mode, device_mesh):
+    model = shard(Model(blocks=1), device_mesh())
+
+    def gather_all():
+        for value in model.state_dict().values():
+            value.full_tensor()
+
+    witnessed(comm_mode, model, gather_all)
+    assert lines(comm_mode) == [f"outside - all_gather[dp] {LINEAR_NBYTES} < -"] * 4
+    assert {event.source.value for event in comm_mode.events} == {"dtensor"}
