@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -10,6 +11,9 @@ import torch.distributed as dist
 from pytest_fsdp_comm.events import MeshAxis
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
 WORLD = "world"
@@ -29,19 +33,38 @@ class GroupNames:
             str, tuple[str, int, tuple[int, ...]]
         ] = {}  # -> description, size, ranks
         self._wholes: dict[str, str] = {}  # post-forward group -> the whole shard group
-        self._meshes: set[int] = set()
+        # By identity, and kept alive: a slice of a mesh is often a temporary, whose identity the
+        # next one would take over.
+        self._meshes: dict[int, DeviceMesh] = {}
 
     def learn_mesh(self, mesh: DeviceMesh) -> None:
         """Takes the axis names of a mesh for its groups; the first name of a group stays."""
         if id(mesh) in self._meshes or not mesh.mesh_dim_names:
             return
-        self._meshes.add(id(mesh))
+        self._meshes[id(mesh)] = mesh
         for place, axis in enumerate(mesh.mesh_dim_names):
             try:
                 group = mesh.get_group(place)
             except RuntimeError:  # this rank is outside the mesh
                 continue
             self._axes.setdefault(group.group_name, axis)
+
+    def learn_parameters(self, roots: Iterable[nn.Module]) -> None:
+        """Takes the axis names of the meshes over which parameters are distributed.
+
+        Compiled code sends without a trace of its mesh, and torch gives the default group to a mesh
+        over all ranks, whose description names no axis.
+
+        Args:
+            roots: As the recorder found them.
+        """
+        tensors: Any = sys.modules.get("torch.distributed.tensor")
+        if tensors is None:
+            return
+        for root in roots:
+            for parameter in root.parameters():
+                if isinstance(parameter, tensors.DTensor):
+                    self.learn_mesh(parameter.device_mesh)
 
     def learn_post_forward(self, group: dist.ProcessGroup, shard_group: dist.ProcessGroup) -> None:
         """Takes the smaller group over which an FSDP unit is sharded between forward and backward.

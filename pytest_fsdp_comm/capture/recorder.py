@@ -115,6 +115,7 @@ class Recorder:
         """
         names = ModuleNames(self._roots)
         replicas = ReplicaOwners(self._roots)
+        self._groups.learn_parameters(self._roots)
         by_type: dict[type, list[Any]] = {
             kind: [] for kind in (Collective, Reshard, Redistribution, HostDeviceCopy)
         }

@@ -126,6 +126,7 @@ class UnitWatch:
             wraps += [
                 (runtime, "_reduce_grad", self._wrap_handle_second),
                 (runtime, "_reduce_grad_no_shard", self._wrap_handle_second),
+                (runtime, "_prefetch_handle", self._wrap_prefetch_of_handle),
             ]
         return wraps
 
@@ -214,6 +215,14 @@ class UnitWatch:
     def _wrap_handle_second(self, original: Any) -> Any:
         def wrapped(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
             with self._acting(_modules_of_handle(handle), serves=True):
+                return original(state, handle, *args, **kwargs)
+
+        return wrapped
+
+    def _wrap_prefetch_of_handle(self, original: Any) -> Any:
+        def wrapped(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
+            modules = () if handle is None else _modules_of_handle(handle)
+            with self._acting(modules, serves=False):
                 return original(state, handle, *args, **kwargs)
 
         return wrapped

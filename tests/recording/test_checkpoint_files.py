@@ -1,0 +1,85 @@
+"""Distributed checkpoints: saved and loaded outside every phase; said to be missing on a thread."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from models import Model, shard, step
+from oracle import flights, last_flight, witnessed
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+
+from pytest_fsdp_comm import UnseenCollectivesWarning
+
+pytestmark = pytest.mark.distributed(world_size=2)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One folder for all ranks, whose own folders are inside of it."""
+    found = [str(tmp_path)]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def test_save_and_load(comm_mode, device_mesh, folder):
+    model = shard(Model(), device_mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model)
+    optimizer.step()
+    numbers = itertools.count()
+
+    def save_and_load():
+        number = next(numbers)
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(states, checkpoint_id=f"{folder}/{number}")
+        dcp.load(states, checkpoint_id=f"{folder}/{number}")
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=states["model"],
+            optim_state_dict=states["optimizer"],
+        )
+
+    # The first save plans, and the next ones reuse the plan.
+    witnessed(comm_mode, model, save_and_load, warm_up=1)
+    # Plans and metadata are objects; the tensors go to files.
+    assert {event.source.value for event in comm_mode.events} == {"object"}
+    assert {(event.phase.value, event.owner) for event in comm_mode.events} == {("outside", None)}
+
+
+def test_full_state_dict(comm_mode, device_mesh):
+    model = shard(Model(blocks=1), device_mesh())
+    options = StateDictOptions(full_state_dict=True)
+    witnessed(comm_mode, model, lambda: get_model_state_dict(model, options=options))
+    assert comm_mode.counts("all_gather", phase="outside") == 4
+    assert {event.owner for event in comm_mode.events} == {None}
+
+
+def test_a_save_on_another_thread_is_said_to_be_missing(comm_mode, device_mesh, folder):
+    model = shard(Model(), device_mesh())
+    group = dist.new_group(backend="gloo")
+    since = last_flight()
+
+    def train_and_save():
+        with comm_mode(model):
+            step(model)
+            state = {"model": get_model_state_dict(model)}
+            dcp.async_save(state, checkpoint_id=folder, process_group=group).result()
+
+    with pytest.warns(UnseenCollectivesWarning) as caught:
+        train_and_save()
+    missing = len(flights(after=since)) - len(comm_mode.events)
+    assert missing > 0
+    (note,) = comm_mode.recording.notes
+    assert note.startswith(
+        f"{missing} collectives of other threads are missing, since a recording covers the thread "
+        "that entered it ("
+    )
+    assert [str(warning.message) for warning in caught] == [f"comm_mode: {note}"]

@@ -1,0 +1,121 @@
+"""Compiled models: inductor stays on while recording, and nothing that it sends is missed."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import ACTIVATION_NBYTES, WIDTH, Model, shard, step
+from oracle import lines, witnessed
+from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+pytestmark = [
+    pytest.mark.distributed(world_size=2),
+    # torch's compiler warns about itself.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture
+def kernels():
+    """Tells how many kernels inductor has generated since the test began."""
+    from torch._inductor import metrics
+
+    torch._dynamo.reset()
+    metrics.reset()
+    yield lambda: metrics.generated_kernel_count
+    torch._dynamo.reset()
+
+
+def plain_step(device_mesh, comm_mode):
+    torch.manual_seed(0)
+    model = shard(Model(), device_mesh())
+    with comm_mode(model):
+        step(model)
+    return lines(comm_mode)
+
+
+def test_the_whole_model(comm_mode, device_mesh, kernels):
+    expected = plain_step(device_mesh, comm_mode)
+    model = shard(Model(), device_mesh())
+    compiled = torch.compile(model)
+    witnessed(comm_mode, compiled, lambda: step(compiled))
+    assert kernels() > 0
+    assert lines(comm_mode) == expected
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["module.compile()", "torch.compile"])
+def test_each_block(comm_mode, device_mesh, kernels, in_place):
+    expected = plain_step(device_mesh, comm_mode)
+    model = Model()
+    for n, layer in enumerate(model.layers):
+        if in_place:
+            layer.compile()
+        else:
+            model.layers[n] = torch.compile(layer)
+    shard(model, device_mesh())
+    witnessed(comm_mode, model, lambda: step(model))
+    assert kernels() > 0
+    assert lines(comm_mode) == expected
+
+
+def test_compiled_before_the_recording(comm_mode, device_mesh, kernels):
+    expected = plain_step(device_mesh, comm_mode)
+    model = shard(Model(), device_mesh())
+    compiled = torch.compile(model)
+    step(compiled)
+    before = kernels()
+    witnessed(comm_mode, compiled, lambda: step(compiled))
+    # A recording makes nothing compile again.
+    assert kernels() == before > 0
+    assert lines(comm_mode) == expected
+
+
+def test_collectives_inside_a_compiled_block(comm_mode, device_mesh, kernels):
+    model = Model()
+    for n, layer in enumerate(model.layers):
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(layer, device_mesh(tp=2), plan)
+        model.layers[n] = torch.compile(layer)
+    witnessed(comm_mode, model, lambda: step(model))
+    assert kernels() > 0
+    # The parts of a compiled block are one: its owner is the block.
+    assert lines(comm_mode) == [
+        f"{phase} layers.{n} all_reduce[tp] {ACTIVATION_NBYTES} < layers.{n}"
+        for phase, n in (("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0))
+    ]
+    assert {event.op for event in comm_mode.events} == {"_c10d_functional.all_reduce_"}
+    assert {event.source.value for event in comm_mode.events} == {"user"}
+
+
+class Sends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.linear(x)
+        dist.all_reduce(x)
+        return all_gather_tensor_autograd(x.relu(), 0, dist.group.WORLD)
+
+
+def test_a_call_of_torch_distributed_in_compiled_code(comm_mode, kernels):
+    model = torch.compile(nn.Sequential(Sends()))
+    witnessed(comm_mode, model, lambda: step(model))
+    assert kernels() > 0
+    assert lines(comm_mode) == [
+        f"forward . all_reduce[world] {ACTIVATION_NBYTES} < .",
+        f"forward . all_gather[world] {2 * ACTIVATION_NBYTES} < .",
+        f"backward . reduce_scatter[world] {2 * ACTIVATION_NBYTES} < .",
+        f"backward . all_reduce[world] {ACTIVATION_NBYTES} < .",
+    ]
+
+
+def test_ddp(comm_mode, kernels):
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = torch.compile(DistributedDataParallel(Model()))
+    witnessed(comm_mode, model, lambda: step(model), warm_up=2)
+    assert kernels() > 0
+    assert {(event.owner, event.source.value) for event in comm_mode.events} == {("", "ddp")}
+    assert len(comm_mode.events) == 1

@@ -1,0 +1,95 @@
+"""Pipelines: what stages send to each other, in the order of each schedule."""
+
+import pytest
+import torch
+from models import ACTIVATION_NBYTES, WIDTH, Block, shard
+from oracle import witnessed
+from torch import nn
+from torch.distributed import pipelining
+
+MICRO_BATCHES = 4
+BATCH = 2 * MICRO_BATCHES
+
+# torch tells which of its own functions the stages call.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def run(schedule, dist_info, group_rank=None):
+    rank = dist_info.rank if group_rank is None else group_rank
+    if rank == 0:
+        schedule.step(torch.randn(BATCH, WIDTH))
+    else:
+        schedule.step(target=torch.randn(BATCH, WIDTH))
+
+
+def loss(output, target):
+    return (output - target).pow(2).sum()
+
+
+def order(comm_mode):
+    """``s`` and ``r``, as this rank sends and receives."""
+    return "".join(event.kind[0] for event in comm_mode.events)
+
+
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        # All forwards, then all backwards.
+        ("ScheduleGPipe", "ssssrrrr", "rrrrssss"),
+        # One forward, one backward.
+        ("Schedule1F1B", "ssrsrsrr", "rsrsrsrs"),
+    ],
+)
+def test_one_stage_a_rank(comm_mode, dist_info, name, first, last):
+    part = Block()
+    stage = pipelining.PipelineStage(part, dist_info.rank, 2, torch.device("cpu"))
+    schedule = getattr(pipelining, name)(stage, MICRO_BATCHES, loss_fn=loss)
+    # The first step also sends the shapes, as objects.
+    witnessed(comm_mode, part, lambda: run(schedule, dist_info), warm_up=1)
+    assert order(comm_mode) == (first if dist_info.rank == 0 else last)
+    assert {event.nbytes for event in comm_mode.events} == {ACTIVATION_NBYTES}
+    assert {event.source.value for event in comm_mode.events} == {"user"}
+
+
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+def test_two_stages_a_rank(comm_mode, dist_info, name):
+    parts = nn.ModuleList([Block(), Block()])
+    stages = [
+        pipelining.PipelineStage(part, dist_info.rank + 2 * n, 4, torch.device("cpu"))
+        for n, part in enumerate(parts)
+    ]
+    schedule = getattr(pipelining, name)(stages, MICRO_BATCHES, loss_fn=loss)
+    witnessed(comm_mode, parts, lambda: run(schedule, dist_info), warm_up=1)
+    # Three hops between four stages, there and back, half of them sent from here.
+    assert comm_mode.counts("send") == comm_mode.counts("recv") == 3 * MICRO_BATCHES
+
+
+@pytest.mark.distributed(world_size=4)
+def test_stages_that_are_sharded(comm_mode, device_mesh, dist_info):
+    mesh = device_mesh(pp=2, dp=2)
+    pp = mesh["pp"]
+
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Block()])
+
+        def forward(self, x):
+            return self.layers[0](x)
+
+    part = shard(Part(), mesh["dp"])
+    stage = pipelining.PipelineStage(
+        part, pp.get_local_rank(), 2, torch.device("cpu"), group=pp.get_group()
+    )
+    schedule = pipelining.ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=loss)
+    step = lambda: run(schedule, dist_info, pp.get_local_rank())  # noqa: E731  # in place of a def with the same words
+    witnessed(comm_mode, part, step, warm_up=1)
+    by_axis = {}
+    for event in comm_mode.events:
+        by_axis.setdefault(event.axis, set()).add((event.kind, event.owner))
+    assert by_axis == {
+        "pp": {("send", None), ("recv", None)},
+        "dp": {("all_gather", "layers.0"), ("reduce_scatter", "layers.0")},
+    }
