@@ -209,8 +209,8 @@ def assert_flown(events: Iterable[Any], seen: Sequence[Flight]) -> None:
     for event in recorded:
         assert entries, f"the flight recorder did not see {event}"
         parts = [entries.pop(0)]
-        if event.op.endswith("_coalesced_") or event.op.endswith("_coalesced"):
-            # Gloo runs a coalesced reduce-scatter tensor by tensor.
+        if event.op.endswith(("_coalesced_", "_coalesced", "c10d.reduce_scatter_")):
+            # Gloo runs a reduce-scatter of several tensors tensor by tensor.
             while sum(part.nbytes_in for part in parts) < event.nbytes_sent and entries:
                 parts.append(entries.pop(0))
         kinds = RUN_AS.get(event.kind, {event.kind})
@@ -219,8 +219,6 @@ def assert_flown(events: Iterable[Any], seen: Sequence[Flight]) -> None:
             max(part.nbytes_in, part.nbytes_out) if event.kind in FROM_ONE else part.nbytes_in
             for part in parts
         ]
-        expected = {event.nbytes if event.kind in FROM_ONE else event.nbytes_sent}
-        if event.op == "c10d.reduce_scatter_":
-            expected.add(event.nbytes_received)  # of a list, gloo may show the first part only
-        assert sum(sizes) in expected, f"{event} != {parts}"
+        expected = event.nbytes if event.kind in FROM_ONE else event.nbytes_sent
+        assert sum(sizes) == expected, f"{event} != {parts}"
     assert not entries, f"not recorded: {entries}"

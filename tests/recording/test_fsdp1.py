@@ -197,6 +197,7 @@ def test_summon_full_params(comm_mode):
 @pytest.mark.filterwarnings("ignore:.*state_dict:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*ShardedTensor:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*_get_pg_default_device:UserWarning")
+@pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning")
 def test_state_dicts(comm_mode, kind, counts):
     model = wrap()
     step(model)
