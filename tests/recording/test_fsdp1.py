@@ -189,8 +189,8 @@ def test_summon_full_params(comm_mode):
         ("FULL_STATE_DICT", {"fsdp": 6}),
         # One object of metadata for each unit: its size, then itself.
         ("LOCAL_STATE_DICT", {"object": 6}),
-        # The units to save them as shards; to load, each of the six matrices by itself.
-        ("SHARDED_STATE_DICT", {"fsdp": 3, "user": 6}),
+        # As above; before it loads a unit, it gathers each of its matrices by itself.
+        ("SHARDED_STATE_DICT", {"fsdp": 6, "user": 6}),
     ],
 )
 # torch deprecates FSDP1's own state dicts.

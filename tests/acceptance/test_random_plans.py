@@ -1,0 +1,27 @@
+"""Random models and plans: gloo ranks, the fake group and the witnesses agree event by event."""
+
+import json
+import pathlib
+import shutil
+
+RECORDING = pathlib.Path(__file__).parents[1] / "recording"
+
+
+def test_random_plans(pytester):
+    for name in ("oracle.py", "models.py", "conftest.py"):
+        shutil.copy(RECORDING / name, pytester.path)
+    shutil.copy(RECORDING / "random_plans.py", pytester.path / "test_random_plans.py")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=300)
+    result.assert_outcomes(passed=4)
+    for world_size in (2, 4):
+        recorded = {
+            path.name: json.loads(path.read_text())
+            for path in pytester.path.glob(f"*-{world_size}-*.json")
+        }
+        # The fake group ran its first rank only.
+        assert len(recorded) == world_size + 1
+        fake = recorded[f"fake-{world_size}-0.json"]
+        assert len(fake) >= 20
+        assert all(example["events"] for example in fake)
+        for name, examples in recorded.items():
+            assert examples == fake, name

@@ -1,0 +1,130 @@
+"""Random models with random parallel plans, for `tests/acceptance/test_random_plans.py`.
+
+Collected there, not here: it is run on gloo ranks and on the fake group, and what both recorded is
+compared.
+"""
+
+import itertools
+import json
+import pathlib
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from models import WIDTH, Block, Model, step
+from oracle import gloo_and_fake, lines, witnessed
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+EXAMPLES = 25
+
+
+class Checkpointed(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+BLOCKS = st.fixed_dictionaries(
+    {
+        "unit": st.booleans(),
+        "reshard_after_forward": st.sampled_from([True, False, None]),
+        "tensor_parallel": st.booleans(),
+        "frozen": st.booleans(),
+        "checkpointed": st.booleans(),
+        "bfloat16": st.booleans(),
+    }
+)
+PLANS = st.fixed_dictionaries(
+    {
+        "blocks": st.lists(BLOCKS, min_size=1, max_size=4),
+        "root": st.booleans(),
+        "axes": st.sampled_from(["dp", "replicate,shard", "dp,tp"]),
+        "prefetch": st.booleans(),
+        "micro_batches": st.integers(1, 2),
+        "clipped": st.booleans(),
+    }
+)
+
+
+def build(plan, device_mesh, world_size):
+    names = plan["axes"].split(",")
+    sizes = {names[0]: world_size if len(names) == 1 else world_size // 2}
+    sizes |= dict.fromkeys(names[1:], 2)
+    mesh = device_mesh(**sizes)
+    data = mesh["dp"] if "tp" in names else mesh
+    model = Model(blocks=0)
+    for wanted in plan["blocks"]:
+        block = Checkpointed() if wanted["checkpointed"] else Block()
+        if wanted["tensor_parallel"] and "tp" in names:
+            parallelize_module(
+                block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
+        block.requires_grad_(not wanted["frozen"])
+        model.layers.append(block)
+    units = []
+    for block, wanted in zip(model.layers, plan["blocks"], strict=True):
+        if wanted["unit"]:
+            dtype = torch.bfloat16 if wanted["bfloat16"] else None
+            fully_shard(
+                block,
+                mesh=data,
+                reshard_after_forward=wanted["reshard_after_forward"],
+                mp_policy=MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32),
+            )
+            units.append(block)
+    if plan["root"] or not units:
+        fully_shard(model, mesh=data)
+        if plan["prefetch"]:
+            for unit, following in itertools.pairwise(units):
+                unit.set_modules_to_forward_prefetch([following])
+    return model
+
+
+def clipped(model):
+    """Parameters of one kind, since torch takes no norm of DTensors of different meshes."""
+    trained = [weight for weight in model.parameters() if weight.grad is not None]
+    kinds = [getattr(weight, "device_mesh", None) for weight in trained]
+    return [weight for weight, kind in zip(trained, kinds, strict=True) if kind == kinds[0]]
+
+
+@settings(
+    max_examples=EXAMPLES,
+    derandomize=True,  # all ranks and both backends have to draw the same
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],  # shrinking would take minutes of gloo ranks
+)
+@given(plan=PLANS)
+def run(plan, comm_mode, device_mesh, dist_info, found):
+    model = build(plan, device_mesh, dist_info.world_size)
+
+    def train():
+        for _ in range(plan["micro_batches"]):
+            step(model)
+        if plan["clipped"]:
+            nn.utils.clip_grad_norm_(clipped(model), 1.0)
+
+    # The second step finds roots unsharded or not, as the first does, from the second on.
+    witnessed(comm_mode, model, train, warm_up=1)
+    found.append({"plan": plan, "events": lines(comm_mode)})
+
+
+def check(comm_mode, device_mesh, dist_info, request):
+    assert WIDTH % 4 == 0
+    found = []
+    run(comm_mode=comm_mode, device_mesh=device_mesh, dist_info=dist_info, found=found)
+    name = f"{dist_info.backend}-{dist_info.world_size}-{dist_info.rank}.json"
+    pathlib.Path(request.config.rootpath, name).write_text(json.dumps(found))
+
+
+@gloo_and_fake(2)
+def test_two_ranks(comm_mode, device_mesh, dist_info, request):
+    check(comm_mode, device_mesh, dist_info, request)
+
+
+@gloo_and_fake(4)
+def test_four_ranks(comm_mode, device_mesh, dist_info, request):
+    check(comm_mode, device_mesh, dist_info, request)
