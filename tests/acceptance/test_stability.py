@@ -1,0 +1,146 @@
+"""The same communication gives the same snapshot, whatever else changes around it."""
+
+import pytest
+
+SOURCE = """
+import os
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+VARIANT = os.environ.get("VARIANT", "")
+pytestmark = pytest.mark.distributed(
+    world_size=2, scope="module" if VARIANT == "leftovers" else "test"
+)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+if VARIANT == "renamed":
+    Block.__name__ = Block.__qualname__ = "DecoderLayer"
+    Model.__name__ = Model.__qualname__ = "Decoder"
+
+def wrapped(layer):
+    if VARIANT == "compiled":
+        return torch.compile(layer, backend="aot_eager")
+    return checkpoint_wrapper(layer) if VARIANT == "checkpointed" else layer
+
+def step(model):
+    model(torch.ones(2, 8)).sum().backward()
+
+def test_before(device_mesh):
+    # What it leaves behind: groups with counted names, hooks, a dispatched model in cycles.
+    for _ in range(3):
+        dist.new_group([0, 1])
+    mesh = device_mesh(other=2)
+    model = fully_shard(Model(), mesh=mesh)
+    model.register_full_backward_hook(lambda *_: None)
+    model.cycle = [model]
+    step(model)
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp2(device_mesh, comm_mode, fsdp_tree, comm_snapshot):
+    model = Model()
+    for n, layer in enumerate(model.layers):
+        model.layers[n] = wrapped(layer)
+        fully_shard(model.layers[n], mesh=device_mesh())
+    fully_shard(model, mesh=device_mesh())
+    target = torch.compile(model, backend="aot_eager") if VARIANT == "all compiled" else model
+    with comm_mode(target):
+        step(target)
+    assert comm_mode == comm_snapshot
+    assert fsdp_tree(target) == comm_snapshot(name="tree")
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1(comm_mode, comm_snapshot):
+    model = Model()
+    if VARIANT != "compiled":  # which FSDP1 cannot wrap from inside
+        for n, layer in enumerate(model.layers):
+            model.layers[n] = wrapped(layer)
+    model = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    step(model)
+    with comm_mode(model):
+        step(model)
+    assert comm_mode == comm_snapshot
+
+@pytest.mark.distributed(world_size=2, scope="test")
+def test_not_first_on_any_rank(comm_mode, comm_snapshot, dist_info):
+    # One line for both ranks, whichever of them is faster.
+    with comm_mode:
+        dist.all_reduce(torch.ones(dist_info.world_size))
+    assert comm_mode == comm_snapshot
+"""
+
+
+@pytest.fixture
+def recorded(pytester):
+    pytester.makepyfile(test_it=SOURCE)
+    # Reversed, so that another test comes first.
+    pytester.makeconftest("""
+import os
+
+def pytest_collection_modifyitems(items):
+    if os.environ.get("VARIANT") == "reversed":
+        items.reverse()
+""")
+    result = pytester.runpytest_subprocess("--snapshot-update")
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(["*4 snapshots generated*"])
+    return pytester
+
+
+@pytest.mark.parametrize(
+    ("variant", "arguments"),
+    [
+        ("", ()),
+        ("", ("-n", "2")),
+        ("reversed", ()),
+        ("leftovers", ()),
+        ("renamed", ()),
+        ("compiled", ()),
+        ("all compiled", ()),
+        ("checkpointed", ()),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else value or "plain",
+)
+def test_the_same_snapshot(recorded, monkeypatch, variant, arguments):
+    monkeypatch.setenv("VARIANT", variant)
+    # In CI a snapshot that is missing or differs fails.
+    result = recorded.runpytest_subprocess("-q", *arguments)
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(["*4 snapshots passed*"])
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "4294967295"])
+def test_whatever_the_hash_seed(recorded, monkeypatch, seed):
+    monkeypatch.setenv("PYTHONHASHSEED", seed)
+    result = recorded.runpytest_subprocess("-q")
+    result.assert_outcomes(passed=4)
+    before = {path: path.read_bytes() for path in recorded.path.rglob("*.comm")}
+    recorded.runpytest_subprocess("--snapshot-update").assert_outcomes(passed=4)
+    assert {path: path.read_bytes() for path in recorded.path.rglob("*.comm")} == before
