@@ -30,3 +30,17 @@ def cover(session: nox.Session) -> None:
     session.run("coverage", "run", "-m", "pytest", *session.posargs)
     session.run("coverage", "combine", "--quiet")
     session.run("coverage", "report", "--skip-covered")
+
+
+@nox.session(venv_backend="venv")
+@nox.parametrize("torch", ["2.7.1", "2.9.1", "2.11.0", "2.13.0", "2.15.0"])
+def matrix(session: nox.Session, torch: str) -> None:
+    """The reviewed example snapshots, and their stability, with one version of torch.
+
+    2.6, the oldest that the package installs with, has no FSDP2 on the host: it lacks
+    ``Stream.record_event``. Set ``PIP_EXTRA_INDEX_URL`` to the index of CPU builds to save several
+    GB of CUDA libraries a version.
+    """
+    session.install(f"torch=={torch}", "-e", ".[test]")
+    session.run("pytest", "--world-size", "4", "examples")
+    session.run("pytest", "-q", "tests/acceptance/test_stability.py", *session.posargs)

@@ -31,8 +31,11 @@ def find_causes(old: CommProfile, new: CommProfile) -> tuple[str, ...]:
         _root_not_sharded(before, after),
         _gathered_per_use(before, after),
         _reduced_per_micro_batch(before, after),
+        _gathered_in_recompute(before, after),
         _reshard_policy(before, after),
         _became_replicated(before, after),
+        _redistributed(old, new),
+        _gathered_outside(old, new),
         _renamed(old, new),
         _bytes_scaled(old, new),
     )
@@ -115,12 +118,27 @@ def _reduced_per_micro_batch(
             )
 
 
+def _gathered_in_recompute(before: dict[str, _Counts], after: dict[str, _Counts]) -> Iterator[str]:
+    grown = [
+        owner
+        for owner in after
+        if _get(after, owner, Phase.RECOMPUTE, "all_gather")
+        > _get(before, owner, Phase.RECOMPUTE, "all_gather")
+    ]
+    if grown:
+        yield (
+            f"{_names(grown)} is gathered again while a checkpointed forward is recomputed: the "
+            "recomputation repeats set_modules_to_forward_prefetch (checkpoint with "
+            "use_reentrant=True does; use_reentrant=False does not)"
+        )
+
+
 def _reshard_policy(before: dict[str, _Counts], after: dict[str, _Counts]) -> Iterator[str]:
     kept, freed = [], []
     for owner in after:
-        if _get(after, owner, _FORWARD, "all_gather") != _get(
-            before, owner, _FORWARD, "all_gather"
-        ):
+        # What is not gathered in forward was not freed after it: a DTensor's gradient, say.
+        gathers = _get(after, owner, _FORWARD, "all_gather")
+        if gathers == 0 or gathers != _get(before, owner, _FORWARD, "all_gather"):
             continue
         was = _get(before, owner, _BACKWARD, "all_gather")
         now = _get(after, owner, _BACKWARD, "all_gather")
@@ -153,6 +171,40 @@ def _became_replicated(before: dict[str, _Counts], after: dict[str, _Counts]) ->
         yield (
             f"{_names(moved)} is replicated instead of sharded: its gradients are all-reduced, and "
             "its parameters no longer gathered"
+        )
+
+
+def _redistributed(old: CommProfile, new: CommProfile) -> Iterator[str]:
+    """Activations of tensor-parallel modules that change their placements in forward."""
+    known = {(row.owner, row.change) for row in old.redistributions}
+    came: defaultdict[str, list[str]] = defaultdict(list)
+    for row in new.redistributions:
+        is_new = row.owner is not None and (row.owner, row.change) not in known
+        if is_new and row.phase is _FORWARD:
+            came[row.change].append(row.owner or ROOT_FQN)
+    for change, owners in sorted(came.items()):
+        source, _, target = change.partition("->")
+        yield (
+            f"a DTensor of {_names(owners)} is redistributed from {source} to {target}: the "
+            "layouts in its plan and in that of the module before it no longer match"
+        )
+
+
+def _gathered_outside(old: CommProfile, new: CommProfile) -> Iterator[str]:
+    """DTensors made whole beside the training step."""
+
+    def whole(profile: CommProfile) -> int:
+        return sum(
+            row.count
+            for row in profile.redistributions
+            if row.phase is Phase.OUTSIDE and "Shard" not in row.change.partition("->")[2]
+        )
+
+    grown = whole(new) - whole(old)
+    if grown > 0:
+        yield (
+            f"DTensors are made whole outside the step, {grown} more than before: full_tensor(), "
+            "or a parameter that is printed or logged?"
         )
 
 

@@ -1,0 +1,348 @@
+"""Regressions that were reported for real projects, as this plugin shows them.
+
+Each changes no loss. The reviewed step and the regressed one are recorded on gloo ranks; what the
+failed comparison says is the point.
+"""
+
+import itertools
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from pytest_fsdp_comm.diff import compare
+from pytest_fsdp_comm.render.text import render_comparison
+
+WIDTH = 8
+
+pytestmark = pytest.mark.distributed(world_size=2)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks=2, *, reentrant=None):
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList([Block() for _ in range(blocks)])
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.reentrant = reentrant
+
+    def forward(self, x, *, chunks=1):
+        x = self.embed(x)
+        for layer in self.layers:
+            if self.reentrant is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return torch.cat([self.head(part) for part in x.chunk(chunks)])
+
+
+def shard(model, mesh, *, root=None, **options):
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=root)
+
+
+def step(model, **options):
+    x = torch.ones(4, WIDTH, requires_grad=True)
+    model(x, **options).sum().backward()
+
+
+@pytest.fixture
+def record(comm_mode):
+    """Records one call in a settled state."""
+
+    def record(model, run):
+        run()
+        with comm_mode(model):
+            run()
+        return comm_mode.profile
+
+    return record
+
+
+def said(reviewed, regressed):
+    """The lines of the failure, without the head and the command."""
+    comparison = compare(reviewed, regressed)
+    return [
+        re.sub(r"py:\d+", "py:N", line.strip())
+        for line in render_comparison(comparison, snapshot="s", accept="a").full[1:-1]
+        if line.startswith("  likely:") or (" unshard" not in line and " reshard " not in line)
+    ]
+
+
+def count(profile, kind):
+    return sum(row.count for row in profile.rows if row.kind == kind)
+
+
+def test_reshard_after_forward_changes_the_number_of_all_gathers(record, device_mesh):
+    profiles = {}
+    for policy in (True, False, None):
+        model = shard(Model(), device_mesh(), reshard_after_forward=policy, root=policy)
+        profiles[policy] = record(model, lambda model=model: step(model))
+    counts = {policy: count(profile, "all_gather") for policy, profile in profiles.items()}
+    assert counts == {True: 6, False: 3, None: 5}
+    assert said(profiles[None], profiles[True])[-1] == (
+        "likely: (root) is freed after forward and gathered again in backward "
+        "(reshard_after_forward became True)"
+    )
+    assert said(profiles[True], profiles[False])[-1] == (
+        "likely: (root), layers.{0..1} stays gathered between forward and backward "
+        "(reshard_after_forward became False, or the unit became a root): less traffic, more memory"
+    )
+
+
+def test_gradients_reduced_for_each_micro_batch(record, device_mesh):
+    # cosmos-framework 161, verl PR 7095.
+    model = shard(Model(), device_mesh())
+
+    def train(*, sync_each):
+        for n in range(4):
+            model.set_requires_gradient_sync(sync_each or n == 3)
+            step(model)
+
+    reviewed = record(model, lambda: train(sync_each=False))
+    regressed = record(model, lambda: train(sync_each=True))
+    assert (count(reviewed, "reduce_scatter"), count(regressed, "reduce_scatter")) == (3, 12)
+    assert count(reviewed, "all_gather") == count(regressed, "all_gather") == 20
+    assert said(reviewed, regressed) == [
+        "(root), layers.{0..1} backward: reduce_scatter[dp] 1 -> 4 (+3), 512 B -> 2.0 KiB per "
+        "rank, each",
+        "likely: gradients of (root), layers.{0..1} are reduced more often for the same forwards: "
+        "once per micro-batch? set_requires_gradient_sync(False) before all but the last one",
+    ]
+
+
+@pytest.mark.distributed(world_size=4)
+def test_replicas_all_reduced_for_each_micro_batch(record, device_mesh):
+    # torchtitan 1929, VeOmni 781.
+    model = shard(Model(), device_mesh(replicate=2, shard=2))
+
+    def train(*, sync_each):
+        for n in range(2):
+            model.set_requires_all_reduce(sync_each or n == 1)
+            step(model)
+
+    reviewed = record(model, lambda: train(sync_each=False))
+    regressed = record(model, lambda: train(sync_each=True))
+    assert (count(reviewed, "all_reduce"), count(regressed, "all_reduce")) == (3, 6)
+    assert said(reviewed, regressed)[-1] == (
+        "likely: gradients of (root), layers.{0..1} are reduced more often for the same forwards: "
+        "once per micro-batch? set_requires_all_reduce(False) before all but the last one"
+    )
+
+
+def test_the_head_gathered_for_each_chunk_of_the_loss(record, device_mesh):
+    # trl 6076, whose hand-made guard (6172) could not be made to fail.
+    def build():
+        model = Model()
+        fully_shard(model.head, mesh=device_mesh())
+        return shard(model, device_mesh())
+
+    model, chunked = build(), build()
+    reviewed = record(model, lambda: step(model))
+    regressed = record(chunked, lambda: step(chunked, chunks=4))
+    assert said(reviewed, regressed)[-1] == (
+        "likely: head is called 4 times in one forward (per chunk of the loss?) and gathered for "
+        "each call: unshard it once around the loop, or leave it in its parent's unit"
+    )
+
+
+def test_reentrant_checkpointing_with_forward_prefetch_gathers_again(record, device_mesh):
+    # NeMo Automodel PR 3411.
+    def build(*, reentrant):
+        model = shard(Model(blocks=4, reentrant=reentrant), device_mesh())
+        for layer, following in itertools.pairwise(model.layers):
+            layer.set_modules_to_forward_prefetch([following])
+        return model
+
+    models = [build(reentrant=reentrant) for reentrant in (False, True)]
+    reviewed, regressed = (record(model, lambda model=model: step(model)) for model in models)
+    assert count(regressed, "all_gather") > count(reviewed, "all_gather")
+    assert said(reviewed, regressed)[-1] == (
+        "likely: layers.{1..3} is gathered again while a checkpointed forward is recomputed: the "
+        "recomputation repeats set_modules_to_forward_prefetch (checkpoint with use_reentrant=True "
+        "does; use_reentrant=False does not)"
+    )
+
+
+def test_a_frozen_backbone_gathered_for_each_micro_batch(record, device_mesh):
+    # LoRA: UniRL PR 321. Micro-batches of half the size in place of one.
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(requires_grad=False)
+            self.adapter = nn.Linear(WIDTH, 1, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.adapter(x)
+
+    def build(*, kept):
+        model = nn.Sequential(Adapted(), Adapted())
+        for part in model:
+            fully_shard(part.adapter, mesh=device_mesh())
+            fully_shard(part, mesh=device_mesh(), reshard_after_forward=not kept)
+        return fully_shard(model, mesh=device_mesh())
+
+    def train(model):
+        for _ in range(4):
+            model(torch.ones(1, WIDTH)).sum().backward()
+
+    models = [build(kept=kept) for kept in (True, False)]
+    reviewed, regressed = (record(model, lambda model=model: train(model)) for model in models)
+    assert said(reviewed, regressed) == [
+        "{0..1} backward: all_gather[dp] 0 -> 4 (+4), 0 B -> 1.0 KiB per rank, each, issued in "
+        "1.adapter at tests/regressions/test_reported.py:N",
+        "likely: {0..1} is freed after forward and gathered again in backward "
+        "(reshard_after_forward became True)",
+    ]
+
+
+def test_a_frozen_layer_is_still_prefetched_in_backward(record, device_mesh):
+    def build(*, frozen):
+        model = Model()
+        model.embed.requires_grad_(not frozen)
+        model.layers[0].requires_grad_(not frozen)
+        return shard(model, device_mesh())
+
+    model = build(frozen=True)
+
+    def without_gradient_of_the_input():
+        model(torch.ones(4, WIDTH)).sum().backward()
+
+    profile = record(model, without_gradient_of_the_input)
+    gathers = [row for row in profile.rows if row.owner == "layers.0" and row.phase == "backward"]
+    # Its gradients are never computed, and its parameters gathered all the same.
+    assert [(row.kind, row.count) for row in gathers] == [("all_gather", 1)]
+
+
+def test_no_sync_of_fsdp1_left_out(record):
+    # pytorch 75892.
+    model = FullyShardedDataParallel(
+        Model(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu")
+    )
+
+    def train(*, accumulate):
+        if accumulate:
+            with model.no_sync():
+                step(model)
+        else:
+            step(model)
+        step(model)
+
+    reviewed = record(model, lambda: train(accumulate=True))
+    regressed = record(model, lambda: train(accumulate=False))
+    assert (count(reviewed, "reduce_scatter"), count(regressed, "reduce_scatter")) == (3, 6)
+    assert "are reduced more often for the same forwards" in said(reviewed, regressed)[-1]
+
+
+def test_the_root_is_not_sharded(record, device_mesh):
+    # torchtitan 1547: each block is a root of its own, and no gradient of the rest is reduced.
+    model = shard(Model(), device_mesh())
+    rootless = Model()
+    for layer in rootless.layers:
+        fully_shard(layer, mesh=device_mesh())
+    reviewed = record(model, lambda: step(model))
+    regressed = record(rootless, lambda: step(rootless))
+    assert said(reviewed, regressed)[-2].startswith(
+        "likely: the root is no FSDP unit any more (is its fully_shard(model) missing?)"
+    )
+
+
+def test_parameters_that_became_replicated(record):
+    # The silent form: another sharding strategy, the same loss.
+    def build(strategy):
+        return FullyShardedDataParallel(
+            Model(),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            device_id=torch.device("cpu"),
+            sharding_strategy=strategy,
+        )
+
+    model = build(ShardingStrategy.FULL_SHARD)
+    with pytest.warns(FutureWarning, match="NO_SHARD"):
+        replicated = build(ShardingStrategy.NO_SHARD)
+    reviewed = record(model, lambda: step(model))
+    regressed = record(replicated, lambda: step(replicated))
+    assert said(reviewed, regressed)[-1] == (
+        "likely: (root), layers.{0..1} is replicated instead of sharded: its gradients are "
+        "all-reduced, and its parameters no longer gathered"
+    )
+
+
+def test_a_needless_gather_of_a_dtensor(record, device_mesh):
+    # pytorch 167106 and its like: an output layout that nobody needs.
+    def build(layout):
+        model = nn.Sequential(Block(), Block())
+        for part in model:
+            plan = {
+                "up": ColwiseParallel(output_layouts=layout),
+                "down": RowwiseParallel(input_layouts=layout),
+            }
+            parallelize_module(part, device_mesh(tp=2), plan)
+        return model
+
+    models = [build(layout) for layout in (Shard(-1), Replicate())]
+
+    reviewed, regressed = (record(model, lambda model=model: step(model)) for model in models)
+    assert said(reviewed, regressed) == [
+        "{0..1}.up forward: all_gather[tp] 0 -> 1 (+1), 0 B -> 128 B per rank, each, issued at "
+        "tests/regressions/test_reported.py:N",
+        "{0..1}.down backward: all_gather[tp] 0 -> 1 (+1), 0 B -> 128 B per rank, each",
+        "{0..1}.up forward: (Shard(dim=1))->(Replicate()) 0 -> 1 (+1), each",
+        "{0..1}.down backward: (Shard(dim=1))->(Replicate()) 0 -> 1 (+1), each",
+        "likely: a DTensor of {0..1}.up is redistributed from (Shard(dim=1)) to (Replicate()): the "
+        "layouts in its plan and in that of the module before it no longer match",
+    ]
+
+
+def test_a_parameter_gathered_to_be_logged(record, device_mesh):
+    model = shard(Model(), device_mesh())
+
+    def train(*, logged):
+        step(model)
+        if logged:
+            model.head.weight.full_tensor().norm()
+
+    reviewed = record(model, lambda: train(logged=False))
+    regressed = record(model, lambda: train(logged=True))
+    assert said(reviewed, regressed) == [
+        "(no module) outside: all_gather[dp] 0 -> 1 (+1), 0 B -> 256 B per rank, issued at "
+        "tests/regressions/test_reported.py:N",
+        "(no module) outside: (Shard(dim=0))->(Replicate()) 0 -> 1 (+1)",
+        "likely: DTensors are made whole outside the step, 1 more than before: full_tensor(), or a "
+        "parameter that is printed or logged?",
+    ]
+
+
+def test_a_loss_averaged_in_each_step(record, device_mesh):
+    model = shard(Model(), device_mesh())
+
+    def train(*, averaged):
+        loss = model(torch.ones(4, WIDTH)).sum()
+        if averaged:
+            dist.all_reduce(loss.detach().clone())
+        loss.backward()
+
+    reviewed = record(model, lambda: train(averaged=False))
+    regressed = record(model, lambda: train(averaged=True))
+    assert said(reviewed, regressed) == [
+        "(no module) outside: all_reduce[dp] 0 -> 1 (+1), 0 B -> 4 B per rank, issued at "
+        "tests/regressions/test_reported.py:N",
+    ]
