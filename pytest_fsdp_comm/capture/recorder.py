@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 class _Raw:
     """An event before its modules and groups have names."""
 
-    event: Collective | Reshard | Redistribution | HostDeviceCopy
+    event: Collective | Reshard | Redistribution | HostDeviceCopy | None
+    """None until the call has returned, and for good if it raised."""
     place: Place
     group: str = ""
 
@@ -64,6 +65,11 @@ class Recorder:
         Args:
             model: Gives the FQNs; None takes the outermost modules that run.
         """
+        # Asked now, since the block may destroy the group.
+        has_group = dist.is_available() and dist.is_initialized()
+        self._rank = dist.get_rank() if has_group else 0
+        self._world_size = dist.get_world_size() if has_group else 1
+        self._backend = str(dist.get_backend()) if has_group else ""
         self._roots: list[nn.Module] = [] if model is None else [model]
         self._has_given_root = model is not None
         self._lacks_root = model is None
@@ -121,6 +127,8 @@ class Recorder:
         }
         axes: dict[str, MeshAxis] = {}
         for raw in self._raw:
+            if raw.event is None:
+                continue
             changes = _named(raw, names, replicas)
             if isinstance(raw.event, Collective) and raw.group:
                 axis = self._groups.axis(raw.group)
@@ -129,11 +137,10 @@ class Recorder:
             by_type[type(raw.event)].append(_replaced(raw.event, changes))
         self._raw.clear()
         self._roots.clear()
-        has_group = dist.is_available() and dist.is_initialized()
         return Recording(
-            rank=dist.get_rank() if has_group else 0,
-            world_size=dist.get_world_size() if has_group else 1,
-            backend=str(dist.get_backend()) if has_group else "",
+            rank=self._rank,
+            world_size=self._world_size,
+            backend=self._backend,
             torch_version=str(torch.__version__),
             mesh_axes=tuple(axes[name] for name in sorted(axes)),
             collectives=tuple(by_type[Collective]),
@@ -209,12 +216,9 @@ class Recorder:
 
     def _reserve(self, place: Place) -> int:
         """Takes the next index before the call: what the call itself causes comes after it."""
-        index = len(self._raw)
-        placeholder = Reshard(
-            index=index, action="reshard", module="", issued_in=None, phase=place.phase, nbytes=0
-        )
-        self._raw.append(_Raw(placeholder, place))
-        return index
+        with self._lock:  # callbacks record from other threads
+            self._raw.append(_Raw(None, place))
+            return len(self._raw) - 1
 
     def _note_reshard(
         self, action: str, modules: tuple[nn.Module, ...], nbytes: int, seconds: float
@@ -222,8 +226,9 @@ class Recorder:
         place = self._attribute()
         if action == "reshard":
             self._add_seconds("resharding", seconds)
-        index = len(self._raw)
-        event = Reshard(
+        owned = Place(modules, place.issued_in, place.phase, Source.FSDP, place.scan)
+        index = self._reserve(owned)
+        self._raw[index].event = Reshard(
             index=index,
             action="unshard" if action == "unshard" else "reshard",
             module="",
@@ -231,8 +236,6 @@ class Recorder:
             phase=place.phase,
             nbytes=nbytes,
         )
-        owned = Place(modules, place.issued_in, place.phase, Source.FSDP, place.scan)
-        self._raw.append(_Raw(event, owned))
 
     @contextlib.contextmanager
     def _resumed(self, place: Place) -> Iterator[None]:

@@ -1,0 +1,109 @@
+"""What a recording does when its circumstances are odd; the texts of `comm_mode`'s own errors are
+in `test_comm_debug`."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Model, shard, step
+from oracle import lines
+from torch import nn
+
+from pytest_fsdp_comm import CommMode, RecordingError
+
+fake = pytest.mark.distributed(world_size=4, backend="fake")
+ws2 = pytest.mark.distributed(world_size=2)
+
+
+@pytest.fixture(scope="module")
+def odd_op():
+    """An operation of a communication namespace that no table knows."""
+    library = torch.library.Library("_c10d_functional", "FRAGMENT")
+    library.define("odd_op(Tensor input, str group_name) -> Tensor")
+    library.impl("odd_op", lambda tensor, _group: tensor.clone(), "CompositeExplicitAutograd")
+    yield torch.ops._c10d_functional.odd_op
+    library._destroy()
+
+
+@fake
+def test_an_unknown_operation_is_kept(comm_mode, odd_op):
+    class Sends(nn.Module):
+        def forward(self, x):
+            return odd_op(x, dist.group.WORLD.group_name)
+
+    model = nn.Sequential(Sends())
+    with comm_mode(model):
+        model(torch.ones(6))
+    assert lines(comm_mode) == ["forward 0 unknown:odd_op[world] 24 < 0"]
+    assert comm_mode.events[0].op == "_c10d_functional.odd_op"
+    assert comm_mode.counts("unknown:odd_op") == 1
+
+
+@ws2
+def test_a_group_destroyed_inside_the_block(comm_mode, dist_info):
+    with comm_mode:
+        dist.all_reduce(torch.ones(2))
+        dist.barrier()
+        dist.destroy_process_group()
+    recording = comm_mode.recording
+    assert (recording.rank, recording.world_size) == (dist_info.rank, 2)
+    assert recording.backend == "gloo"
+    assert lines(comm_mode)[0] == "outside - all_reduce[world] 8 < -"
+    with pytest.raises(RecordingError, match="entered without a process group"), comm_mode:
+        pass
+    # What was recorded before the refused block is still there.
+    assert len(comm_mode.events) == 2
+
+
+@fake
+def test_a_group_made_inside_the_block(comm_mode):
+    with comm_mode:
+        group = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(2), group=group)
+        dist.destroy_process_group(group)
+    assert lines(comm_mode)[-1] == "outside - all_reduce[size2.stride1] 8 < -"
+
+
+@fake
+def test_another_mode_inside_sees_the_same(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    inner = CommMode()
+    with comm_mode(model):
+        step(model)
+        with inner(model):
+            step(model)
+    assert len(inner.events) == 8
+    assert lines(comm_mode) == lines(inner) * 2
+    assert len(comm_mode.reshards) == 2 * len(inner.reshards) > 0
+
+
+@fake
+def test_the_same_mode_inside_itself_is_refused_and_goes_on(comm_mode):
+    with comm_mode:
+        dist.all_reduce(torch.ones(2))
+        with pytest.raises(RecordingError, match="cannot be entered inside itself"):
+            comm_mode.__enter__()
+        dist.all_reduce(torch.ones(2))
+    assert len(comm_mode.events) == 2
+
+
+@fake
+def test_a_model_that_is_called_by_nobody(comm_mode, device_mesh):
+    model, other = (shard(Model(), device_mesh()) for _ in range(2))
+    # Names are relative to the given model; the one that ran is another.
+    with comm_mode(model):
+        step(other)
+    assert {event.owner for event in comm_mode.events} == {None}
+    assert {event.source.value for event in comm_mode.events} == {"fsdp"}
+
+
+@fake
+def test_an_operation_that_fails_is_not_counted_as_sent(comm_mode):
+    def send():
+        with comm_mode:
+            dist.all_reduce(torch.ones(2))
+            dist.all_reduce(torch.ones(2).to_sparse().to("meta"))
+
+    with pytest.raises((RuntimeError, NotImplementedError, ValueError)):
+        send()
+    assert lines(comm_mode) == ["outside - all_reduce[world] 8 < -"]
+    assert comm_mode.reshards == ()

@@ -1,0 +1,102 @@
+"""A recording keeps numbers and names, and nothing that it saw."""
+
+import gc
+import tracemalloc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import WIDTH, Model, shard, step
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+fake = pytest.mark.distributed(world_size=4, backend="fake")
+
+
+def live_tensors():
+    gc.collect()
+    # By type: isinstance() asks some deprecated objects of torch, which warn.
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+@fake
+def test_tensors_die_while_the_recording_goes_on(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    seen = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *arguments: seen.append(weakref.ref(arguments[-1])))
+    step(model)
+    seen.clear()
+    with comm_mode(model):
+        step(model)
+        gc.collect()
+        assert len(seen) == 2
+        assert [reference() for reference in seen] == [None, None]
+
+
+@fake
+def test_no_tensor_stays_alive(comm_mode, device_mesh):
+    mesh = device_mesh()
+    model = shard(Model(), mesh)
+    rows = distribute_tensor(torch.ones(WIDTH, WIDTH), mesh, [Shard(0)])
+
+    def everything():
+        step(model)
+        rows.redistribute(mesh, [Replicate()])
+        dist.all_reduce(torch.ones(3), async_op=True).get_future().then(lambda _: torch.ones(3))
+
+    everything()
+    before = live_tensors()
+    with comm_mode(model):
+        everything()
+    assert len(comm_mode.events) > 8
+    assert live_tensors() == before
+
+
+@fake
+def test_the_model_is_not_kept(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    with comm_mode(model):
+        step(model)
+    known = weakref.ref(model)
+    del model
+    gc.collect()
+    assert known() is None
+    assert len(comm_mode.events) == 8
+
+
+@fake
+def test_the_size_of_a_recording_is_that_of_its_events(comm_mode):
+    def kept(events, numel):
+        tensor = torch.ones(numel)
+        tracemalloc.start()
+        with comm_mode:
+            for _ in range(events):
+                dist.all_reduce(tensor)
+        gc.collect()
+        size, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(comm_mode.events) == events
+        return size
+
+    kept(10, 1)  # what is made once
+    small, large, many = kept(200, 1), kept(200, 100_000), kept(2000, 1)
+    # Not with the size of what is sent; with the number of events, 1 KiB of host memory each.
+    assert large < 1.5 * small
+    assert many / 2000 < 1024
+
+
+@fake
+def test_a_thousand_recordings_leave_nothing(comm_mode, device_mesh):
+    model = shard(Model(blocks=1), device_mesh())
+
+    def record(times):
+        for _ in range(times):
+            with comm_mode(model):
+                model(torch.ones(2, WIDTH))
+        gc.collect()
+        return len(gc.get_objects())
+
+    record(5)
+    before = record(5)
+    assert record(200) - before < 50
