@@ -117,13 +117,13 @@ def _crash_line(report: pytest.TestReport) -> str:
 
 def _deaths(results: Mapping[int, RankResult], reports: _Reports) -> Iterable[_Failure]:
     for rank, result in results.items():
-        when = _unfinished_phase(reports[rank])
         if result.lost:
-            # What the others say of it is an echo, whenever its silence was noticed.
-            yield _Failure(rank=rank, when=when, at=0.0, report=None, text=result.lost)
+            # Its phase is unknown, and what others say of it is an echo, whenever it was missed.
+            yield _Failure(rank=rank, when="call", at=0.0, report=None, text=result.lost)
             continue
         if result.status is None and result.escaped is None:
             continue
+        when = _unfinished_phase(reports[rank])
         if result.escaped is not None:
             what = f"left the test with {result.escaped}"
         elif result.status is not None and result.status < 0:
