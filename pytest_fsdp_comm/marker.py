@@ -96,7 +96,9 @@ def resolve(
             "the session's backend is nccl, but no GPU is visible; drop --comm-backend nccl (ini "
             "fsdp_comm_backend) to use gloo, or run on a machine with a GPU for each rank"
         )
-    _check_process_count(world_size, backend)
+    is_launched = options.launched is not None and options.launched.world_size == world_size
+    if not is_launched:
+        _check_process_count(world_size, backend)
     timeout = given["timeout_s"]
     return DistributedSettings(
         world_size=world_size,

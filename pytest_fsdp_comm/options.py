@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import pytest
 
+from pytest_fsdp_comm.launch_environment import LaunchedRank, read_launched_rank
 from pytest_fsdp_comm.tree_rules import FindingRules, parse_rules
 
 if TYPE_CHECKING:
@@ -77,6 +79,9 @@ class SessionOptions:
     """Absolute directory for what failed comparisons received; None keeps nothing."""
     findings: FindingRules = field(default_factory=FindingRules)
     """What counts as a finding of a sharded tree."""
+    launched: LaunchedRank | None = None
+    """This process's place among those that torchrun or the like started; None if it starts the
+    ranks of its tests itself."""
 
 
 SETTINGS: Final = pytest.StashKey[DistributedSettings]()
@@ -155,23 +160,44 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
     except ValueError as problem:
         raise pytest.UsageError(f"ini {problem}") from None
     artifacts = config.getoption("--comm-artifacts")
+    launched = _read_launch(config)
+    world_size = read("--world-size", "fsdp_comm_world_size", parse_world_size, DEFAULT_WORLD_SIZE)
+    if launched and config.getoption("--world-size") is None:
+        # The ini value is the project's default; what was launched is what was asked for now.
+        world_size = launched.world_size
     return SessionOptions(
-        world_size=read(
-            "--world-size", "fsdp_comm_world_size", parse_world_size, DEFAULT_WORLD_SIZE
-        ),
+        world_size=world_size,
         backend=read("--comm-backend", "fsdp_comm_backend", parse_backend, None),
         timeout_s=read("--comm-timeout", "fsdp_comm_timeout_s", parse_timeout_s, DEFAULT_TIMEOUT_S),
         snapshot_dir=config.rootpath / str(config.getini("fsdp_comm_snapshot_dir")),
         # Relative to where the user typed it, as with --junitxml.
         artifacts_dir=config.invocation_params.dir / artifacts if artifacts else None,
         findings=findings,
+        launched=launched,
     )
+
+
+def _read_launch(config: pytest.Config) -> LaunchedRank | None:
+    try:
+        launched = read_launched_rank(os.environ)
+    except ValueError as problem:
+        raise pytest.UsageError(str(problem)) from None
+    processes = config.getoption("numprocesses", default=None)
+    if launched and processes:
+        raise pytest.UsageError(
+            f"-n {processes}: pytest-xdist would start processes in each of the "
+            f"{launched.world_size} that {launched.launcher} started, which are the ranks of the "
+            "tests: leave out -n, or run pytest -n without a launcher"
+        )
+    return launched
 
 
 def describe(options: SessionOptions) -> str:
     """The line of the report header."""
     backend = options.backend or "nccl with enough GPUs, else gloo"
-    return f"fsdp-comm: world size {options.world_size}, backend {backend}"
+    launched = options.launched
+    ranks = f", one of {launched.world_size} ranks by {launched.launcher}" if launched else ""
+    return f"fsdp-comm: world size {options.world_size}, backend {backend}{ranks}"
 
 
 def parse_world_size(value: object) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,14 +16,13 @@ from pytest_fsdp_comm.fixtures import (
     dist_info,
     fsdp_tree,
 )
-from pytest_fsdp_comm.ranks.context import RANK_CONTEXT, is_spawned_rank
-from pytest_fsdp_comm.ranks.gpus import visible_gpu_count
+from pytest_fsdp_comm.ranks.context import RANK_CONTEXT, RUNNER, is_spawned_rank
+from pytest_fsdp_comm.ranks.gpus import usable_gpu_count
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from pytest_fsdp_comm.ranks.extension import RankExtension
-    from pytest_fsdp_comm.ranks.runner import RankRunner
 
 __all__ = [
     "_fsdp_comm_world_size",
@@ -32,8 +32,6 @@ __all__ = [
     "dist_info",
     "fsdp_tree",
 ]
-
-_RUNNER: Final[pytest.StashKey[RankRunner]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,6 +58,16 @@ def pytest_report_header(config: pytest.Config) -> str:
     return options.describe(config.stash[options.OPTIONS])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Keeps all but one of the processes that a launcher started from writing to the terminal."""
+    launched = session.config.stash[options.OPTIONS].launched
+    if launched and not launched.is_leader and not is_spawned_rank():
+        from pytest_fsdp_comm.ranks import quiet  # noqa: PLC0415  # in such a process only
+
+        quiet.hold_terminal(session.config)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrizes over a marker's list of world sizes, as the last part of the test's id."""
@@ -74,14 +82,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
     """Resolves every selected test's settings; bad markers stop the session before any test."""
-    marker.resolve_items(session, items, count_gpus=visible_gpu_count)
+    launched = session.config.stash[options.OPTIONS].launched
+    marker.resolve_items(session, items, count_gpus=partial(usable_gpu_count, launched))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Prepares ranks before the first test can make a fork unsafe."""
     ours = [item for item in session.items if marker.uses_plugin(item)]
+    launched = session.config.stash[options.OPTIONS].launched
     if not ours:
+        # Tests that were written for a launcher without this plugin run in every process.
+        if launched:
+            from pytest_fsdp_comm.ranks import quiet  # noqa: PLC0415  # in such a process only
+
+            quiet.release_terminal(session.config)
         return
     from pytest_fsdp_comm import replay  # noqa: PLC0415  # other sessions need none of it
     from pytest_fsdp_comm.ranks import runner, spawn  # noqa: PLC0415  # as above
@@ -91,8 +106,14 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     extensions: list[RankExtension] = [replay.RankSnapshots()]
     if is_spawned_rank():
         spawn.become_rank(session, extensions)
-    if any(options.SETTINGS in item.stash for item in ours) and not config.option.collectonly:
-        ranks = config.stash[_RUNNER] = runner.RankRunner(session, extensions)
+    if config.option.collectonly:
+        return
+    if launched:
+        from pytest_fsdp_comm.ranks import launched as launch  # noqa: PLC0415  # as above
+
+        launch.join_session(session, extensions, launched)
+    elif any(options.SETTINGS in item.stash for item in ours):
+        ranks = config.stash[RUNNER] = runner.RankRunner(session, extensions)
         ranks.start()
         ranks.explain_fallback()
 
@@ -102,7 +123,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Runs a distributed test on its ranks instead of here."""
     if options.SETTINGS not in item.stash or RANK_CONTEXT in item.config.stash:
         return None
-    item.config.stash[_RUNNER].run(item, nextitem, item.stash[options.SETTINGS])
+    runner = item.config.stash[RUNNER]
+    if not runner.takes(item):
+        return None
+    runner.run(item, nextitem, item.stash[options.SETTINGS])
     return True
 
 
@@ -122,6 +146,6 @@ def pytest_assertrepr_compare(
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Ends every rank."""
-    runner = config.stash.get(_RUNNER, None)
+    runner = config.stash.get(RUNNER, None)
     if runner is not None:
         runner.close()

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_fsdp_comm.options import Backend
-    from pytest_fsdp_comm.ranks.exchange import DirectoryExchange
+    from pytest_fsdp_comm.ranks.exchange import RankExchange
+    from pytest_fsdp_comm.ranks.launch import StoreAddress
+    from pytest_fsdp_comm.ranks.runner import RankRunner
 
 Gather = Callable[[str], list[str]]
 """Out-of-band exchange: each recorded rank calls it with a text and gets the texts of all of them,
@@ -28,6 +30,8 @@ class RankContext:
     """This rank, from 0."""
     local_rank: int
     """This rank on its machine, from 0."""
+    local_world_size: int
+    """The ranks on this machine."""
     world_size: int
     """Ranks of the default process group."""
     ranks: tuple[int, ...]
@@ -39,9 +43,12 @@ class RankContext:
     timeout_s: float
     """The test's deadline in seconds."""
     directory: Path
-    """The test's own directory, shared by its ranks and gone after the test."""
-    exchange: DirectoryExchange
+    """The test's own directory, shared by its ranks on this machine that the same process started,
+    and gone after the test."""
+    exchange: RankExchange
     """Collects a text from every rank that runs."""
+    store: StoreAddress | None
+    """Where the ranks make their process group; None if through a file in `directory`."""
 
 
 LAUNCH_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
@@ -51,6 +58,8 @@ RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
 
 RANK_CONTEXT: Final = pytest.StashKey[RankContext]()
 """On the config's stash: present exactly in a rank."""
+RUNNER: Final[pytest.StashKey[RankRunner]] = pytest.StashKey()
+"""On the config's stash, from the start of the run loop on: runs the distributed tests."""
 
 
 def is_spawned_rank() -> bool:

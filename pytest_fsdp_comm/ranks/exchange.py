@@ -1,7 +1,9 @@
-"""Collects a text from every rank through files in the test's own directory."""
+"""Collects a text from every rank: on one machine through files, else through a store."""
 
 from __future__ import annotations
 
+import abc
+import itertools
 import time
 from typing import TYPE_CHECKING
 
@@ -10,26 +12,25 @@ from pytest_fsdp_comm.errors import RanksDivergedError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pytest_fsdp_comm.ranks.text_store import TextStore
+
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.01
 
 
-class DirectoryExchange:
+class RankExchange(abc.ABC):
     """One rank's end of an exchange.
 
-    Files instead of a collective: a collective would be recorded, and would hang for ever beside a
-    rank that failed.
+    Never a collective: it would be recorded, and would hang for ever beside a rank that failed.
     """
 
-    def __init__(self, directory: Path, rank: int, ranks: tuple[int, ...]) -> None:
+    def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
         """Joins the exchange.
 
         Args:
-            directory: A directory that the ranks of one test share, and nobody else.
             rank: This rank.
             ranks: All ranks that take part, ascending.
         """
-        self._directory = directory
         self._rank = rank
         self._ranks = ranks
         self._rounds = 0
@@ -73,21 +74,83 @@ class DirectoryExchange:
         """Says that this rank will not come again."""
         self._write(f"left.{self._rank}", "")
 
+    def _await(self, name: str, rank: int, complaint: str) -> str:
+        left = f"left.{rank}"
+        pause_s = _FIRST_PAUSE_S
+        # No deadline of its own: the supervisor ends the test at its deadline, with all stacks.
+        while not self._has(name):
+            # Looked at again, since it may have been written just before the rank left.
+            if self._has(left) and not self._has(name):
+                raise RanksDivergedError(complaint)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return self._read(name)
+
+    @abc.abstractmethod
+    def _write(self, name: str, text: str) -> None:
+        """Makes a whole text visible to all ranks at once."""
+
+    @abc.abstractmethod
+    def _has(self, name: str) -> bool:
+        """Whether a text is visible."""
+
+    @abc.abstractmethod
+    def _read(self, name: str) -> str:
+        """A text that is visible."""
+
+
+class DirectoryExchange(RankExchange):
+    """Through files of ranks that share a machine."""
+
+    def __init__(self, directory: Path, rank: int, ranks: tuple[int, ...]) -> None:
+        """Joins the exchange.
+
+        Args:
+            directory: A directory that the ranks of one test share, and nobody else.
+            rank: This rank.
+            ranks: All ranks that take part, ascending.
+        """
+        super().__init__(rank, ranks)
+        self._directory = directory
+
     def _write(self, name: str, text: str) -> None:
         # The rename makes the whole text visible at once.
         unfinished = self._directory / f".{name}"
         unfinished.write_text(text, encoding="utf-8")
         unfinished.rename(self._directory / name)
 
-    def _await(self, name: str, rank: int, complaint: str) -> str:
-        file = self._directory / name
-        left = self._directory / f"left.{rank}"
-        pause_s = _FIRST_PAUSE_S
-        # No deadline of its own: the supervisor ends the test at its deadline, with all stacks.
-        while not file.exists():
-            # Looked at again, since it may have been written just before the rank left.
-            if left.exists() and not file.exists():
-                raise RanksDivergedError(complaint)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return file.read_text(encoding="utf-8")
+    def _has(self, name: str) -> bool:
+        return (self._directory / name).exists()
+
+    def _read(self, name: str) -> str:
+        return (self._directory / name).read_text(encoding="utf-8")
+
+
+class StoreExchange(RankExchange):
+    """Through a store that ranks of many machines reach."""
+
+    def __init__(self, store: TextStore, rank: int, ranks: tuple[int, ...]) -> None:
+        """Joins the exchange.
+
+        Args:
+            store: A store that the ranks of one test share, and nobody else.
+            rank: This rank.
+            ranks: All ranks that take part, ascending.
+        """
+        super().__init__(rank, ranks)
+        self._store = store
+
+    def forget(self) -> None:
+        """Removes what this rank gave, once every rank has left."""
+        for round_number in itertools.count(1):
+            if not self._store.remove(f"{round_number}.{self._rank}"):
+                return
+
+    def _write(self, name: str, text: str) -> None:
+        self._store.put(name, text)
+
+    def _has(self, name: str) -> bool:
+        return self._store.has(name)
+
+    def _read(self, name: str) -> str:
+        return self._store.get(name)

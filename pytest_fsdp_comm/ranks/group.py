@@ -6,7 +6,9 @@ import datetime as dt
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pytest_fsdp_comm.ranks.network import interface_towards
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,21 +18,24 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.options import DistributedSettings
     from pytest_fsdp_comm.ranks.context import RankContext
+    from pytest_fsdp_comm.ranks.launch import LaunchedPart
 
 # Beyond the test's deadline, so that a hang ends in the supervisor's report of every rank and not
 # in one rank's timeout error.
 _BEYOND_DEADLINE_S = 3600.0
 
 
-def device_of(settings: DistributedSettings, rank: int) -> str:
-    """The device of a rank's tensors."""
+def device_of(settings: DistributedSettings, local_rank: int) -> str:
+    """The device of a rank's tensors, by its number on its machine."""
     wants_cuda = settings.device == "cuda" or (
         settings.backend == "nccl" and settings.device is None
     )
-    return f"cuda:{rank}" if wants_cuda and settings.backend != "fake" else "cpu"
+    return f"cuda:{local_rank}" if wants_cuda and settings.backend != "fake" else "cpu"
 
 
-def set_environment(settings: DistributedSettings, rank: int) -> None:
+def set_environment(
+    settings: DistributedSettings, rank: int, part: LaunchedPart | None = None
+) -> None:
     """Sets the variables that torchrun would, and one thread a rank.
 
     Ranks share the machine: with torch's default of a thread for each core they fight for it. Also,
@@ -39,14 +44,17 @@ def set_environment(settings: DistributedSettings, rank: int) -> None:
     """
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK=str(part.local_rank if part else rank),
         WORLD_SIZE=str(settings.world_size),
-        LOCAL_WORLD_SIZE=str(settings.world_size),
+        LOCAL_WORLD_SIZE=str(part.local_world_size if part else settings.world_size),
     )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":
-        # Otherwise gloo looks up the host's name, which fails or waits on many laptops.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # Otherwise gloo looks up the host's name, which fails or waits on many laptops, and which
+        # many machines of a cluster give an address that only they themselves can reach.
+        interface = interface_towards(part.store.host, part.store.port) if part else "lo"
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     import torch  # noqa: PLC0415  # not in the pytest process
 
     torch.set_num_threads(1)
@@ -61,11 +69,14 @@ def join_group(context: RankContext) -> None:
     import torch  # noqa: PLC0415  # not in the pytest process
     import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
 
+    from pytest_fsdp_comm.ranks.text_store import connect_store  # noqa: PLC0415  # loads torch
+
     if context.device.startswith("cuda"):
         count = torch.cuda.device_count()
-        if count < context.world_size:
+        if count < context.local_world_size:
             raise RuntimeError(
-                f"a GPU for each of the {context.world_size} ranks is needed, {count} are visible; "
+                f"a GPU for each of the {context.local_world_size} ranks is needed, {count} are "
+                "visible; "
                 "use fewer ranks, backend='gloo' (or None, which falls back to gloo), or skip the "
                 "test with pytest.mark.skipif(torch.cuda.device_count() < N, reason=...)"
             )
@@ -73,11 +84,16 @@ def join_group(context: RankContext) -> None:
     if context.backend == "fake":
         _join_fake_group(context.rank, context.world_size)
         return
+    store: Any
+    if context.store:
+        store = connect_store(context.store.below("group"), timeout_s=context.timeout_s)
+    else:
+        store = dist.FileStore(  # type: ignore[attr-defined]  # not in torch's __all__, but documented
+            str(_store_file(context.directory)), context.world_size
+        )
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if context.backend == "nccl" else "gloo",
-        store=dist.FileStore(  # type: ignore[attr-defined]  # not in torch's __all__, but documented
-            str(_store_file(context.directory)), context.world_size
-        ),
+        store=store,
         rank=context.rank,
         world_size=context.world_size,
         timeout=dt.timedelta(seconds=context.timeout_s + _BEYOND_DEADLINE_S),

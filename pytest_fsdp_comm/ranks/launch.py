@@ -12,6 +12,36 @@ from pytest_fsdp_comm.options import DistributedSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreAddress:
+    """Where launched processes meet: names below a prefix on a TCP store of torch."""
+
+    host: str
+    """The host that serves the store."""
+    port: int
+    """The store's port."""
+    prefix: str
+    """What every name begins with."""
+
+    def below(self, name: str) -> StoreAddress:
+        """A part of the store, for names of its own."""
+        return dataclasses.replace(self, prefix=f"{self.prefix}/{name}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedPart:
+    """The one rank that a process starts for a test whose ranks are on many processes."""
+
+    rank: int
+    """The rank, from 0."""
+    local_rank: int
+    """The rank on its machine, from 0."""
+    local_world_size: int
+    """The ranks on this machine."""
+    store: StoreAddress
+    """Of this set of ranks alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """One set of ranks, which runs one test or, with ``scope="module"``, several."""
 
@@ -28,6 +58,13 @@ class Launch:
     echoes: tuple[str, ...]
     """The streams that are shown at once: with ``-s`` what a rank prints, with ``--setup-show`` and
     the like what its pytest writes."""
+    part: LaunchedPart | None = None
+    """The only rank that is started here; None starts all of them."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that this process starts."""
+        return (self.part.rank,) if self.part else self.settings.ranks
 
     @property
     def socket_path(self) -> Path:
@@ -57,7 +94,11 @@ class Launch:
         settings = values.pop("settings")
         settings["ranks"] = tuple(settings["ranks"])
         values["echoes"] = tuple(values["echoes"])
+        part = values.pop("part")
+        if part is not None:
+            part = LaunchedPart(**{**part, "store": StoreAddress(**part["store"])})
         return cls(
+            part=part,
             settings=DistributedSettings(**settings),
             directory=Path(values.pop("directory")),
             basetemp=Path(values.pop("basetemp")),

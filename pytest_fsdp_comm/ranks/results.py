@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -41,3 +42,33 @@ class RankResult:
     unreported: dict[str, str]
     """What it printed in the phase that it did not end, by ``stdout`` and ``stderr``; empty if it
     finished the test."""
+    lost: str = ""
+    """What is known of a launched rank whose pytest process does not answer any more, to be read
+    after its name; empty if it answered."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As values that JSON can carry."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], *, clock_offset_s: float) -> RankResult:
+        """Reads what `to_json` gave.
+
+        Args:
+            values: From another process.
+            clock_offset_s: Added to every time, all of which are by that process's clock.
+        """
+        reports = []
+        for report, at in values["reports"]:
+            for name in ("start", "stop"):
+                if report.get(name) is not None:
+                    report[name] += clock_offset_s
+            reports.append((report, at + clock_offset_s))
+        ended_at, stopped = values["ended_at"], values["stopped"]
+        changed = {
+            "reports": tuple(reports),
+            "warnings": tuple(values["warnings"]),
+            "ended_at": None if ended_at is None else ended_at + clock_offset_s,
+            "stopped": None if stopped is None else Stopped(stopped),
+        }
+        return cls(**{**values, **changed})

@@ -28,21 +28,29 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.options import DistributedSettings
     from pytest_fsdp_comm.ranks.extension import Outcome, RankExtension
+    from pytest_fsdp_comm.ranks.peers import Peers
     from pytest_fsdp_comm.ranks.results import RankResult
 
 
 class RankRunner:
     """Starts ranks, supervises them and reports for them; one in each pytest process."""
 
-    def __init__(self, session: pytest.Session, extensions: Sequence[RankExtension]) -> None:
+    def __init__(
+        self,
+        session: pytest.Session,
+        extensions: Sequence[RankExtension],
+        peers: Peers | None = None,
+    ) -> None:
         """Prepares; starts nothing.
 
         Args:
             session: The session, after collection.
             extensions: What other rooms add to each test's way through the ranks.
+            peers: The processes that have the other ranks; None if all ranks are started here.
         """
         self._session = session
         self._extensions = extensions
+        self._peers = peers
         self._server: ForkServer | None = None
         self._directory: Path | None = None
         self._sets = 0
@@ -55,10 +63,13 @@ class RankRunner:
         """Forks the fork server, unless the process is unsafe to fork."""
         # Short, since a socket's path has at most 108 characters (104 on macOS).
         self._directory = Path(tempfile.mkdtemp(prefix="fsdp-comm-"))
-        self._basetemp = resolve_basetemp(self._session.config)
         self.fallback_reason = unsafe_to_fork()
         if not self.fallback_reason:
             self._server = ForkServer(self._run_rank)
+
+    def takes(self, item: pytest.Item) -> bool:
+        """Whether the ranks that there are can run a distributed test; if not, it is skipped."""
+        return self._peers is None or self._peers.takes(item)
 
     def explain_fallback(self) -> None:
         """Says on the terminal why ranks are slow to start, if they are."""
@@ -95,31 +106,48 @@ class RankRunner:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
+        if self._peers is not None:
+            self._peers.close()
+
+    def run_part(self, item: pytest.Item, settings: DistributedSettings) -> None:
+        """Runs this process's ranks of a test that another process reports."""
+        self._run_ranks(item, settings)
 
     def _run_rank(self, launch: Launch, rank: int) -> Any:
         run_rank(self._session, self._extensions, launch, rank)
 
     def _run_ranks(self, item: pytest.Item, settings: DistributedSettings) -> dict[int, RankResult]:
-        module = item.getparent(pytest.Module)
-        key = (module, settings)
-        started_at = time.monotonic()
+        peers = self._peers if settings.backend != "fake" else None
+        key = (item.getparent(pytest.Module), settings)
         index = self._places[item]
-        if self._kept is not None and self._kept[0] == key:
+        continues = self._kept is not None and self._kept[0] == key
+        if peers is not None:
+            continues = peers.begin(index, continues=continues)
+        started_at = time.monotonic()
+        if self._kept is not None and continues:
             _, supervision, number = self._kept
             self._kept = (key, supervision, number + 1)
             self._make_test_directory(number + 1)
-            run = partial(supervision.run_next, index, started_at=started_at)
+            run = partial(supervision.run_next, index)
         else:
             self._end_kept()
-            supervision = self._start_set(item, index, settings)
+            supervision = self._start_set(item, index, settings, peers)
             self._kept = (key, supervision, 0)
-            run = partial(supervision.run, started_at=started_at)
+            run = partial(supervision.run)
         keeps = False
         try:
-            results = run()
+            if peers is None:
+                results = run(started_at=started_at)
+            else:
+                results = run(
+                    started_at=started_at, has_failed_elsewhere=peers.has_failed_elsewhere
+                )
             keeps = (
                 settings.scope == "module" and supervision.is_reusable and self._server is not None
             )
+            if peers is not None:
+                # The ranks live on meanwhile: a rank that ends breaks those that still run.
+                results, keeps = peers.share(results, keeps=keeps)
         finally:
             # Also on Ctrl-C: no rank may outlive its test.
             if not keeps:
@@ -127,7 +155,11 @@ class RankRunner:
         return results
 
     def _start_set(
-        self, item: pytest.Item, index: int, settings: DistributedSettings
+        self,
+        item: pytest.Item,
+        index: int,
+        settings: DistributedSettings,
+        peers: Peers | None,
     ) -> Supervision:
         if self._directory is None:
             raise RuntimeError("start() comes before run()")
@@ -140,14 +172,15 @@ class RankRunner:
             nodeid=item.nodeid,
             settings=settings,
             directory=directory,
-            basetemp=self._basetemp,
+            basetemp=peers.basetemp() if peers else resolve_basetemp(config),
             echoes=_echoes(config),
+            part=peers.part() if peers else None,
         )
         self._set_directory = directory
         self._make_test_directory(0)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(launch.socket_path))
-        listener.listen(len(settings.ranks))
+        listener.listen(len(launch.ranks))
         processes = self._server.launch(launch) if self._server else SpawnedRanks(config, launch)
         return Supervision(launch, listener, processes)
 

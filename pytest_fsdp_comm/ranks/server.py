@@ -132,9 +132,11 @@ def _serve(channel: Channel, run_rank: RunRank) -> NoReturn:
     """The server's life: forks and reaps until the pytest process is gone."""
     # Ctrl-C reaches the whole foreground group; the pytest process decides and then ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A launcher ends the whole group with SIGTERM, and then, too, the pytest process decides.
+    at_sigterm = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for name in PRELOADED:
         importlib.import_module(name)
-    server = _Server(channel, run_rank)
+    server = _Server(channel, run_rank, at_sigterm)
     try:
         server.run()
     finally:
@@ -143,9 +145,10 @@ def _serve(channel: Channel, run_rank: RunRank) -> NoReturn:
 
 
 class _Server:
-    def __init__(self, channel: Channel, run_rank: RunRank) -> None:
+    def __init__(self, channel: Channel, run_rank: RunRank, at_sigterm: Any) -> None:
         self._channel = channel
         self._run_rank = run_rank
+        self._at_sigterm = at_sigterm
         self._sets: dict[int, dict[int, int]] = {}  # set -> rank -> pid, unreaped ranks only
         self._groups: dict[int, list[int]] = {}  # set -> process groups that it may have left
         self._wakeup, write_end = socket.socketpair()
@@ -183,7 +186,7 @@ class _Server:
         pids = {}
         sys.stdout.flush()
         sys.stderr.flush()
-        for rank in launch.settings.ranks:
+        for rank in launch.ranks:
             pid = fork_quietly()
             if pid == 0:
                 self._become_rank(launch, rank)
@@ -202,6 +205,7 @@ class _Server:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, self._at_sigterm or signal.SIG_DFL)
             # A descriptor of the pytest process's end would keep it from seeing the server's death.
             self._channel.close()
             self._wakeup.close()

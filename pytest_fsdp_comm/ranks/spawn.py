@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
+from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE
 from pytest_fsdp_comm.ranks.context import LAUNCH_VARIABLE, RANK_VARIABLE
 from pytest_fsdp_comm.ranks.launch import Launch
 from pytest_fsdp_comm.ranks.worker import run_rank
@@ -33,8 +34,10 @@ class SpawnedRanks:
         arguments = [str(argument) for argument in config.invocation_params.args]
         if config.pluginmanager.has_plugin("xdist"):
             arguments += ["-n", "0"]
+        # A rank resolves its markers by what was launched, as this process did.
+        inherited = {name: text for name, text in os.environ.items() if name != INSIDE_VARIABLE}
         self._processes = {}
-        for rank in launch.settings.ranks:
+        for rank in launch.ranks:
             with (
                 launch.log_path(rank, "stdout").open("ab") as stdout,
                 launch.log_path(rank, "stderr").open("ab") as stderr,
@@ -42,7 +45,7 @@ class SpawnedRanks:
                 self._processes[rank] = subprocess.Popen(  # noqa: S603  # pytest itself
                     [sys.executable, "-m", "pytest", *arguments],
                     cwd=config.invocation_params.dir,
-                    env={**os.environ, LAUNCH_VARIABLE: str(told), RANK_VARIABLE: str(rank)},
+                    env={**inherited, LAUNCH_VARIABLE: str(told), RANK_VARIABLE: str(rank)},
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
@@ -93,6 +96,7 @@ def become_rank(session: pytest.Session, extensions: Sequence[RankExtension]) ->
     rank = int(os.environ.pop(RANK_VARIABLE))
     # Tests that run pytest themselves must not take their pytest for a rank.
     del os.environ[LAUNCH_VARIABLE]
+    os.environ[INSIDE_VARIABLE] = "1"
     run_rank(session, extensions, dataclasses.replace(launch, item_index=places[0]), rank)
 
 

@@ -7,6 +7,7 @@ import selectors
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
 GRACE_S = 1.0
 _POLL_S = 0.05
 _DUMP_S = 0.5
+
+
+HasFailedElsewhere = Callable[[bool], bool]
+
+
+def _nowhere(has_failed: bool) -> bool:
+    del has_failed
+    return False
 
 
 @dataclass(slots=True)
@@ -66,7 +75,7 @@ class Supervision:
         self._launch = launch
         self._listener = listener
         self._processes = processes
-        self._ranks = {rank: _Rank() for rank in launch.settings.ranks}
+        self._ranks = {rank: _Rank() for rank in launch.ranks}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
         descriptor = processes.fileno()
@@ -78,11 +87,15 @@ class Supervision:
         self.is_reusable = False
         """All ranks finished the last test and wait for another."""
 
-    def run(self, *, started_at: float) -> dict[int, RankResult]:
+    def run(
+        self, *, started_at: float, has_failed_elsewhere: HasFailedElsewhere = _nowhere
+    ) -> dict[int, RankResult]:
         """Waits until every rank finished the test, failed with a grace period, or ran out of time.
 
         Args:
             started_at: When the ranks were started for this test (`time.monotonic`).
+            has_failed_elsewhere: Asked again and again while ranks run, and told whether one of
+                them has failed; says whether one that another process supervises has.
 
         Returns:
             What each rank did.
@@ -91,7 +104,9 @@ class Supervision:
         first_failure: float | None = None
         while not all(rank.is_over for rank in self._ranks.values()):
             now = time.monotonic()
-            if first_failure is None and any(rank.has_failed for rank in self._ranks.values()):
+            has_failed = any(rank.has_failed for rank in self._ranks.values())
+            has_failed = has_failed_elsewhere(has_failed) or has_failed
+            if first_failure is None and has_failed:
                 first_failure = now
             if first_failure is not None and now > first_failure + GRACE_S:
                 self._stop(Stopped.AFTER_FAILURE)
@@ -108,7 +123,13 @@ class Supervision:
         )
         return results
 
-    def run_next(self, item_index: int, *, started_at: float) -> dict[int, RankResult]:
+    def run_next(
+        self,
+        item_index: int,
+        *,
+        started_at: float,
+        has_failed_elsewhere: HasFailedElsewhere = _nowhere,
+    ) -> dict[int, RankResult]:
         """Runs another test on the same ranks."""
         for number, rank in self._ranks.items():
             for stream in ("stdout", "stderr"):
@@ -119,7 +140,7 @@ class Supervision:
                 self._selector.unregister(rank.channel)
                 self._selector.register(rank.channel, selectors.EVENT_READ, self._ranks[number])
                 rank.channel.send({"item": item_index})
-        return self.run(started_at=started_at)
+        return self.run(started_at=started_at, has_failed_elsewhere=has_failed_elsewhere)
 
     def end(self) -> None:
         """Kills every process of the set."""
@@ -239,7 +260,7 @@ class _Echo:
         self._offsets: dict[tuple[int, str], int] = {}
 
     def copy(self) -> None:
-        for rank in self._launch.settings.ranks:
+        for rank in self._launch.ranks:
             for stream in self._launch.echoes:
                 self._copy_one(rank, stream)
         sys.stdout.flush()

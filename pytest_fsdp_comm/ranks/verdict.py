@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import pytest
 
+from pytest_fsdp_comm.ranks.naming import fold_equal, name_ranks
 from pytest_fsdp_comm.ranks.results import RankResult, Stopped
 
 When = Literal["setup", "call", "teardown"]
@@ -116,6 +117,10 @@ def _crash_line(report: pytest.TestReport) -> str:
 
 def _deaths(results: Mapping[int, RankResult], reports: _Reports) -> Iterable[_Failure]:
     for rank, result in results.items():
+        if result.lost:
+            # Its phase is unknown, and what others say of it is an echo, whenever it was missed.
+            yield _Failure(rank=rank, when="call", at=0.0, report=None, text=result.lost)
+            continue
         if result.status is None and result.escaped is None:
             continue
         when = _unfinished_phase(reports[rank])
@@ -152,12 +157,14 @@ def _timeouts(
     if not late:
         return
     lines = [f"did not finish within {timeout_s:g} s, and every rank was ended."]
-    for ranks, stack in _folded({rank: results[rank].stacks for rank in late}):
-        lines.append(f"{_name(ranks)} {'is' if len(ranks) == 1 else 'are'} at, innermost first:")
+    for ranks, stack in fold_equal({rank: results[rank].stacks for rank in late}):
+        lines.append(
+            f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at, innermost first:"
+        )
         lines += [f"    {line}" for line in (stack or "unknown").splitlines()]
     finished = [rank for rank in results if rank not in late]
     if finished:
-        lines.append(f"{_name(finished)} had finished.")
+        lines.append(f"{name_ranks(finished)} had finished.")
     for rank in late:
         yield _Failure(
             rank=rank,
@@ -181,12 +188,12 @@ def _failed(
     alike = _alike(failures)
     story = _story(failures, results)
     if first.report is None:
-        text = "\n".join(part for part in (f"{_name(alike)} {first.text}", story) if part)
+        text = "\n".join(part for part in (f"{name_ranks(alike)} {first.text}", story) if part)
         return _timed(_new_report(item, when, text, sections), present)
     report = first.report
     report.sections = sections
     if story:
-        story = f"{_name(alike)} failed{' first' if len(alike) == 1 else ''}\n{story}"
+        story = f"{name_ranks(alike)} failed{' first' if len(alike) == 1 else ''}\n{story}"
         longrepr: Any = report.longrepr
         if hasattr(longrepr, "addsection"):
             longrepr.addsection("ranks", story)
@@ -194,7 +201,7 @@ def _failed(
             report.longrepr = f"{longrepr}\n{story}"
         crash = getattr(longrepr, "reprcrash", None)
         if crash is not None:
-            crash.message = f"{_name(alike)}: {crash.message}"
+            crash.message = f"{name_ranks(alike)}: {crash.message}"
     return _timed(report, present)
 
 
@@ -208,16 +215,16 @@ def _story(failures: Sequence[_Failure], results: Mapping[int, RankResult]) -> s
     alike = _alike(failures)
     others = {failure.rank: failure.text for failure in failures if failure.rank not in alike}
     lines = []
-    for ranks, text in _folded(others):
-        lines.append(f"{_name(ranks)} later: {text.splitlines()[0]}")
+    for ranks, text in fold_equal(others):
+        lines.append(f"{name_ranks(ranks)} later: {text.splitlines()[0]}")
     stopped = [rank for rank, result in results.items() if result.stopped is Stopped.AFTER_FAILURE]
-    for ranks, stack in _folded({rank: results[rank].stacks for rank in stopped}):
-        lines.append(f"{_name(ranks)} still ran and {_was(ranks)} ended:")
+    for ranks, stack in fold_equal({rank: results[rank].stacks for rank in stopped}):
+        lines.append(f"{name_ranks(ranks)} still ran and {_was(ranks)} ended:")
         lines += [f"    {line}" for line in (stack or "where is unknown").splitlines()]
     told = {*alike, *others, *stopped}
     quiet = [rank for rank in results if rank not in told]
     if quiet and first.at != float("inf"):
-        lines.append(f"{_name(quiet)} did not fail")
+        lines.append(f"{name_ranks(quiet)} did not fail")
     return "\n".join(lines)
 
 
@@ -249,7 +256,7 @@ def _with_disagreement(
     outcomes = {rank: _category(phases) for rank, phases in reports.items()}
     if failures or len(set(outcomes.values())) == 1:
         return merged
-    told = "; ".join(f"{_name(ranks)} {outcome}" for ranks, outcome in _folded(outcomes))
+    told = "; ".join(f"{name_ranks(ranks)} {outcome}" for ranks, outcome in fold_equal(outcomes))
     text = (
         f"ranks disagree about the outcome: {told}.\n"
         "A condition that only some ranks see (rank, local files, time) decides a skip or xfail."
@@ -300,9 +307,9 @@ def _sections(
             known[rank] = known.get(rank, "") + content
     several = len(reports) > 1
     return [
-        (f"{title} ({_name(ranks)})" if several else title, content)
+        (f"{title} ({name_ranks(ranks)})" if several else title, content)
         for title, contents in by_title.items()
-        for ranks, content in _folded(contents)
+        for ranks, content in fold_equal(contents)
     ]
 
 
@@ -329,23 +336,3 @@ def _new_report(
         when=when,
         sections=sections,
     )
-
-
-def _folded(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """Ranks with equal texts together, in order of their lowest rank."""
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(texts):
-        groups.setdefault(texts[rank], []).append(rank)
-    return [(ranks, text) for text, ranks in groups.items()]
-
-
-def _name(ranks: Sequence[int]) -> str:
-    """``rank 2``, ``ranks 0-3`` or ``ranks 0, 2-3``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

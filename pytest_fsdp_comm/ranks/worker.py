@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_fsdp_comm.ranks.channel import Channel
 from pytest_fsdp_comm.ranks.context import RANK_CONTEXT, RankContext
-from pytest_fsdp_comm.ranks.exchange import DirectoryExchange
+from pytest_fsdp_comm.ranks.exchange import DirectoryExchange, StoreExchange
 from pytest_fsdp_comm.ranks.group import device_of, set_environment
 from pytest_fsdp_comm.ranks.rank_plugin import RankPlugin
 from pytest_fsdp_comm.ranks.rank_pytest import isolate_session
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     import pytest
 
+    from pytest_fsdp_comm.ranks.exchange import RankExchange
     from pytest_fsdp_comm.ranks.extension import RankExtension
     from pytest_fsdp_comm.ranks.launch import Launch
 
@@ -41,7 +41,7 @@ def run_rank(
     # The handler is C code on its own stack: it answers even where Python code holds the GIL.
     stacks = launch.stacks_path(rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
-    set_environment(launch.settings, rank)
+    set_environment(launch.settings, rank, launch.part)
     isolate_session(
         session.config,
         basetemp=launch.basetemp / f"rank{rank}",
@@ -57,11 +57,11 @@ def run_rank(
     number = 0
     while index is not None:
         item = session.items[index]
-        context = _context(launch, rank, launch.test_directory(number))
+        context = _context(launch, rank, number)
         session.config.stash[RANK_CONTEXT] = context
         _run_item(item, extensions, channel)
         context.exchange.leave()
-        _save_coverage()
+        save_coverage()
         _flush()
         channel.send({"done": number})
         command = channel.receive()
@@ -70,18 +70,33 @@ def run_rank(
     os._exit(0)
 
 
-def _context(launch: Launch, rank: int, directory: Path) -> RankContext:
-    settings = launch.settings
+def _context(launch: Launch, rank: int, number: int) -> RankContext:
+    settings, part = launch.settings, launch.part
+    directory = launch.test_directory(number)
+    exchange: RankExchange
+    if part:
+        from pytest_fsdp_comm.ranks.text_store import (  # noqa: PLC0415  # other ranks need no store
+            TextStore,
+            connect_store,
+        )
+
+        client = connect_store(part.store.below(f"test{number}"), timeout_s=settings.timeout_s)
+        exchange = StoreExchange(TextStore(client), rank, settings.ranks)
+    else:
+        exchange = DirectoryExchange(directory, rank, settings.ranks)
+    local_rank = part.local_rank if part else rank
     return RankContext(
         rank=rank,
-        local_rank=rank,
+        local_rank=local_rank,
+        local_world_size=part.local_world_size if part else settings.world_size,
         world_size=settings.world_size,
         ranks=settings.ranks,
         backend=settings.backend,
-        device=device_of(settings, rank),
+        device=device_of(settings, local_rank),
         timeout_s=settings.timeout_s,
         directory=directory,
-        exchange=DirectoryExchange(directory, rank, settings.ranks),
+        exchange=exchange,
+        store=part.store if part else None,
     )
 
 
@@ -133,7 +148,7 @@ def _flush() -> None:
             stream.flush()
 
 
-def _save_coverage() -> None:
+def save_coverage() -> None:
     """Saves what coverage.py measured here: a rank ends without running exit handlers."""
     coverage: Any = sys.modules.get("coverage")
     current = coverage.Coverage.current() if coverage else None

@@ -2,9 +2,10 @@
 
 import pytest
 
+from pytest_fsdp_comm.ranks.naming import name_ranks
 from pytest_fsdp_comm.ranks.results import RankResult, Stopped
 from pytest_fsdp_comm.ranks.stacks import _main_thread
-from pytest_fsdp_comm.ranks.verdict import _name, merge_reports
+from pytest_fsdp_comm.ranks.verdict import merge_reports
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
@@ -163,7 +164,7 @@ def test_output_of_every_rank_is_shown_and_folded(merge):
     ("ranks", "name"), [([2], "rank 2"), ([0, 1, 2], "ranks 0-2"), ([0, 2, 3], "ranks 0, 2-3")]
 )
 def test_names_of_ranks(ranks, name):
-    assert _name(ranks) == name
+    assert name_ranks(ranks) == name
 
 
 DUMP = """\

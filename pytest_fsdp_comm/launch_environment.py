@@ -1,0 +1,109 @@
+"""Reads from the environment whether an outside launcher started this process as one rank of many.
+
+``torchrun`` sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; so do many scripts.
+Under SLURM's ``srun`` the first two may be absent, and ``SLURM_PROCID`` and ``SLURM_NTASKS`` tell
+the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+INSIDE_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCHED"
+"""Environment variable that a launched pytest sets: a pytest that one of its tests runs inherits
+the launcher's variables, but is not a rank of that launch."""
+
+# What names the rank, the world size, the rank on its machine, and the ranks of a machine.
+_VARIABLES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+_LARGEST_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedRank:
+    """This process's place among those that a launcher started."""
+
+    rank: int
+    """This rank, from 0."""
+    world_size: int
+    """All ranks; at least 2."""
+    local_rank: int
+    """This rank on its machine, from 0."""
+    local_world_size: int
+    """The ranks on this machine."""
+    host: str
+    """Where the store is."""
+    port: int
+    """The store's TCP port."""
+    has_store: bool
+    """Whether the launcher serves the store; otherwise rank 0 does."""
+    run_id: str
+    """Tells launches apart that share a store."""
+    launcher: str
+    """What started the ranks, for texts: ``torchrun``, or the variables that say so."""
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank reports and writes for all."""
+        return self.rank == 0
+
+
+def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
+    """Reads the launcher's variables.
+
+    Args:
+        environment: Such as `os.environ`.
+
+    Returns:
+        None if no launcher started this process, if it started one only (which can start the ranks
+        of its tests itself, as ever), or if it says nothing of a store to meet at (as in a SLURM
+        batch script, which is not started once for each task).
+
+    Raises:
+        ValueError: A variable has no valid value; the text says what was expected and what came.
+    """
+    names = next((n for n in _VARIABLES if n[0] in environment and n[1] in environment), None)
+    if names is None or INSIDE_VARIABLE in environment:
+        return None
+    if not environment.get("MASTER_ADDR") or not environment.get("MASTER_PORT"):
+        return None
+    rank_name, size_name, local_name, local_size_name = names
+    world_size = _number(environment, size_name, 1, None)
+    rank = _number(environment, rank_name, 0, world_size - 1)
+    port = _number(environment, "MASTER_PORT", 1, _LARGEST_PORT)
+    if world_size == 1:
+        return None
+    is_torchrun = "TORCHELASTIC_RUN_ID" in environment
+    restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return LaunchedRank(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number(environment, local_name, 0, rank) if local_name in environment else rank,
+        local_world_size=_number(environment, local_size_name, 1, world_size)
+        if local_size_name in environment
+        else world_size,
+        host=environment["MASTER_ADDR"],
+        port=port,
+        has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
+        run_id=f"{environment.get('TORCHELASTIC_RUN_ID', 'run')}.{restarts}",
+        launcher="torchrun" if is_torchrun else f"{rank_name} and {size_name}",
+    )
+
+
+def _number(environment: Mapping[str, str], name: str, smallest: int, largest: int | None) -> int:
+    text = environment[name]
+    number = int(text) if text.isascii() and text.isdecimal() else -1
+    if number < smallest or (largest is not None and number > largest):
+        limits = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
+        raise ValueError(
+            f"environment variable {name}: expected a whole number {limits}, got {text!r}; it says "
+            "which of the launched processes this one is: correct it, or unset it to have this "
+            "process start the ranks of its tests"
+        )
+    return number

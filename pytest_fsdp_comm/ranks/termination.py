@@ -1,0 +1,47 @@
+"""Ends a launched process in order when its launcher sends SIGTERM."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+TOLD_TO_END = (
+    "the launcher ended this run (SIGTERM): one of its processes failed, or it was itself told to"
+)
+
+
+class Termination:
+    """Notes SIGTERM, which a launcher sends to all of its processes when one of them has failed.
+
+    Its default would lose what rank 0 has to tell: pytest writes failures at the end of a session.
+    """
+
+    def __init__(self, *, defers: bool) -> None:
+        """Handles SIGTERM from now on.
+
+        Args:
+            defers: Whether only to note the signal, for those who ask; otherwise it ends the
+                session at once, like Ctrl-C.
+        """
+        self.defers = defers
+        self.told_at: float | None = None
+        """When the signal came (`time.monotonic`); None if it did not."""
+        signal.signal(signal.SIGTERM, self._note)
+
+    def ignore(self) -> None:
+        """Ignores it from now on, since the process ends anyway."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        if self.told_at is None:
+            self.told_at = time.monotonic()
+        if not self.defers:
+            self.defers = True
+            pytest.exit(TOLD_TO_END, returncode=pytest.ExitCode.TESTS_FAILED)

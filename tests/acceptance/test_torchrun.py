@@ -1,0 +1,532 @@
+"""Tests whose ranks were started by torchrun, or by variables as a scheduler sets them.
+
+A start takes seconds, so that each session looks at many things.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, ends process groups")
+
+PRELUDE = """
+import os, pathlib, signal, sys, time, warnings
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+def rank():
+    return int(os.environ["RANK"])
+
+def pytest_pid():
+    # The parent of this rank is the fork server, whose parent is pytest.
+    stat = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])
+"""
+STEP = """
+@pytest.mark.distributed{marker}
+def test_step{marker_name}(device_mesh, comm_mode, fsdp_tree, comm_snapshot):
+    mesh = device_mesh()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with comm_mode(model):
+        model(torch.randn(2, 8)).sum().backward()
+    assert comm_mode == comm_snapshot
+    assert fsdp_tree(model) == comm_snapshot(name="tree")
+"""
+PYTEST = ("-m", "pytest", "-p", "no:cacheprovider")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(path, **changes):
+    found = {**os.environ, "TMPDIR": str(path), "OMP_NUM_THREADS": "1", **changes}
+    for name in ("PYTEST_XDIST_WORKER", "CI", INSIDE_VARIABLE):
+        found.pop(name, None)
+    return found
+
+
+def start(path, command, **variables):
+    return subprocess.Popen(
+        command,
+        cwd=path,
+        env=environment(path, **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    )
+
+
+@dataclass(frozen=True)
+class Ended:
+    status: int
+    out: str
+    err: str
+
+
+def end(process, timeout_s=90):
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"still ran after {timeout_s} s:\n{out}\n{err}")
+    return Ended(process.returncode, out, err)
+
+
+def start_torchrun(path, *arguments, ranks=2, options=()):
+    options = options or ("--master-port", str(free_port()))
+    return start(path, [*TORCHRUN, "--nproc-per-node", str(ranks), *options, *PYTEST, *arguments])
+
+
+def start_by_variables(path, *arguments, ranks=2, rank_name="RANK", size_name="WORLD_SIZE"):
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), size_name: str(ranks)}
+    command = [sys.executable, *PYTEST, *arguments]
+    return [start(path, command, **shared, **{rank_name: str(n)}) for n in range(ranks)]
+
+
+def project(path, *parts, ini="[pytest]\n"):
+    path.mkdir(exist_ok=True)
+    (path / "test_it.py").write_text("\n".join([PRELUDE, *parts]))
+    (path / "pytest.ini").write_text(ini)
+    return path
+
+
+def snapshots(path):
+    root = path / "snapshots"
+    return {str(f.relative_to(root)): f.read_text() for f in root.rglob("*") if f.is_file()}
+
+
+def junit_cases(path):
+    return list(ET.parse(path / "junit.xml").iter("testcase"))  # noqa: S314  # our own file
+
+
+def left_behind(path):
+    """Command lines of what still runs, and directories of ranks."""
+    running = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (directory / "cwd").readlink() == path:
+                running.append((directory / "cmdline").read_text())
+    return [*running, *path.glob("fsdp-comm*")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A test on both ranks, of which one does something else, and what the user must read."""
+
+    body: str
+    says: tuple[str, ...] = ()
+    outcome: str = "failed"
+    marker: str = "(timeout_s=60)"
+    before: str = ""
+    arguments: str = ""
+
+
+FAULTS = {
+    "exception": Fault(
+        body="print('seen by', rank())\n    if rank() == 1: raise LookupError('nothing here')\n"
+        "    dist.barrier()",
+        says=(
+            "LookupError: nothing here",
+            "rank 1 failed first",
+            r"rank 0 still ran and was ended:\n    .*test_it.py:\d+ in test_exception",
+            r"Captured stdout call \(rank 0\) -+\nseen by 0",
+            r"Captured stdout call \(rank 1\) -+\nseen by 1",
+        ),
+    ),
+    "skip_one": Fault(
+        body="if rank() == 1: pytest.skip('only me')",
+        says=(r"ranks disagree about the outcome: rank 0 passed; rank 1 skipped \(only me\)",),
+    ),
+    "sigkill": Fault(
+        body="print('last words')\n    if rank() == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    dist.barrier()",
+        says=(r"rank 1 was killed by signal 9 \(SIGKILL\) during call", "last words"),
+    ),
+    "exit_of_rank_0": Fault(
+        body="if rank() == 0: os._exit(4)\n    dist.barrier()",
+        says=(r"rank 0 ended with exit status 4 \(os._exit, or a crash\) during call",),
+    ),
+    "hang": Fault(
+        body="if rank() == 1: time.sleep(1000)\n    dist.all_reduce(torch.ones(1))",
+        marker="(timeout_s=2)",
+        says=(
+            "ranks 0-1 did not finish within 2 s",
+            r"rank 0 is at, innermost first:\n    .*test_it.py.*\n    inside all_reduce",
+            r"rank 1 is at, innermost first:\n    .*test_it.py:\d+ in test_hang",
+        ),
+    ),
+    "setup_error": Fault(
+        before="@pytest.fixture\ndef failing():\n    if rank() == 1: raise OSError('no disk')\n",
+        arguments="failing",
+        body="dist.barrier()",
+        outcome="error",
+        says=("OSError: no disk", "rank 1 failed first"),
+    ),
+    # More than the store takes in one piece.
+    "much_output": Fault(
+        body="print('x' * (9 << 20))\n    assert rank() != 1, 'told'", says=("told",)
+    ),
+    "other_world_size": Fault(
+        body="raise RuntimeError", marker="(world_size=4)", outcome="skipped"
+    ),
+    "simulated": Fault(
+        body="assert dist.get_world_size() == 4",
+        marker="(world_size=4, backend='fake')",
+        outcome="passed",
+    ),
+    "paths": Fault(
+        arguments="tmp_path",
+        body="(tmp_path / 'mine').touch()\n"
+        "    assert tmp_path.parent.name == f'rank{rank()}'\n"
+        "    assert [file.name for file in tmp_path.iterdir()] == ['mine']",
+        outcome="passed",
+    ),
+    "warning": Fault(body="warnings.warn('told once')", outcome="passed"),
+    "kept": Fault(
+        body="global KEPT\n    KEPT = os.getpid()",
+        marker="(scope='module', timeout_s=61)",
+        outcome="passed",
+    ),
+    "kept_again": Fault(
+        body="assert KEPT == os.getpid()\n    dist.barrier()",
+        marker="(scope='module', timeout_s=61)",
+        outcome="passed",
+    ),
+}
+PLAIN = """
+def test_plain():
+    with open("plain", "a") as file:
+        print(os.getpid(), file=file)
+"""
+
+
+def faulty_source():
+    parts = []
+    for name, fault in FAULTS.items():
+        parts.append(
+            f"{fault.before}\n@pytest.mark.distributed{fault.marker}\n"
+            f"def test_{name}({fault.arguments}):\n    {fault.body}\n"
+        )
+        if name != "kept":
+            parts.append(
+                f"@pytest.mark.distributed(2, timeout_s=60)\ndef test_after_{name}():\n"
+                "    tensor = torch.ones(1)\n    dist.all_reduce(tensor)\n"
+                "    assert tensor.item() == 2\n"
+            )
+    return [*parts, PLAIN]
+
+
+def outcomes(text, name):
+    pattern = rf"^test_it.py::{name} (?:<- \S+ )?([A-Z]+)"
+    return [found.lower() for found in re.findall(pattern, text, re.MULTILINE)]
+
+
+def story(text, name):
+    parts = re.split(rf"^_+ (?:ERROR at \w+ of )?{name} _+$", text, flags=re.MULTILINE)[1:]
+    return "\n".join(
+        re.split(r"^(?:_{3,} .* _{3,}|={3,} .* ={3,})$", part, flags=re.MULTILINE)[0]
+        for part in parts
+    )
+
+
+def test_faults(tmp_path):
+    """One session with all faults, each followed by a healthy test."""
+    path = project(tmp_path, *faulty_source())
+    ended = end(start_torchrun(path, "-v", "-rA", "--junitxml=junit.xml"))
+    for name, fault in FAULTS.items():
+        assert outcomes(ended.out, f"test_{name}") == [fault.outcome], ended.out + ended.err
+        told = story(ended.out, f"test_{name}")
+        for pattern in fault.says:
+            assert re.search(pattern, told), f"{pattern!r} is not in\n{told[:3000]}"
+        if name != "kept":
+            assert outcomes(ended.out, f"test_after_{name}") == ["passed"], name
+
+    assert ended.status == 1
+    assert ended.out.count("test session starts") == 1
+    assert f"fsdp-comm: ranks 0-1 on {socket.gethostname()}" in ended.out
+    assert "needs 4 ranks, torchrun started 2" in ended.out
+    assert "UserWarning: told once" in ended.out
+    assert ", 1 warning, " in ended.out
+    names = [case.get("name") for case in junit_cases(path)]
+    assert len(names) == len(set(names)) == 2 * len(FAULTS)
+    assert len((path / "plain").read_text().splitlines()) == 1
+    assert left_behind(path) == []
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """A project with the snapshots that ranks forked by pytest itself wrote."""
+    four = STEP.format(marker="(world_size=4)", marker_name="_4")
+    path = project(tmp_path_factory.mktemp("forked"), STEP.format(marker="", marker_name=""), four)
+    ended = end(start(path, [sys.executable, *PYTEST, "--snapshot-update"]))
+    assert "4 snapshots generated." in ended.out
+    return path
+
+
+def copied(forked, path):
+    return Path(shutil.copytree(forked, path, ignore=shutil.ignore_patterns("pytest-of-*")))
+
+
+def test_torchrun_writes_the_same_snapshots_as_forked_ranks(forked, tmp_path):
+    path = copied(forked, tmp_path / "project")
+    for file in (path / "snapshots").rglob("*.ws2.*"):
+        file.unlink()
+    ended = end(start_torchrun(path, "--snapshot-update"))
+    assert "2 snapshots generated." in ended.out
+    assert "1 passed, 1 skipped" in ended.out
+    assert ended.status == 0
+    # Those of the test that needs other ranks are there, too.
+    assert snapshots(path) == snapshots(forked)
+
+
+def test_variables_of_slurm_and_a_changed_snapshot(forked, tmp_path):
+    path = copied(forked, tmp_path / "project")
+    file = path / "test_it.py"
+    file.write_text(file.read_text().replace("for layer in model:", "for layer in model[:1]:"))
+    names = {"rank_name": "SLURM_PROCID", "size_name": "SLURM_NTASKS"}
+    leader, follower = map(end, start_by_variables(path, **names))
+    assert "one of 2 ranks by SLURM_PROCID and SLURM_NTASKS" in leader.out
+    assert "comm_mode differs from snapshots/test_it/test_step.ws2.comm" in leader.out
+    assert (leader.status, follower) == (1, Ended(1, "", ""))
+    assert snapshots(path) == snapshots(forked)
+
+
+def test_two_agents_stop_at_the_same_test(tmp_path):
+    fails = "@pytest.mark.distributed\ndef test_fails(): assert rank() == 0, 'not me'\n"
+    never = "@pytest.mark.distributed\ndef test_never(): open('ran', 'w').close()\n"
+    path = project(tmp_path, "@pytest.mark.distributed\ndef test_ok(): pass\n", fails, never)
+    port = free_port()
+    agents = [
+        start_torchrun(
+            path,
+            "-x",
+            ranks=1,
+            options=(
+                *("--nnodes", "2", "--node-rank", str(node)),
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),
+            ),
+        )
+        for node in (0, 1)
+    ]
+    ended = [end(agent) for agent in agents]
+    (report,) = (one.out for one in ended if one.out)
+    assert "1 failed, 1 passed" in report
+    assert "stopping after 1 failures" in report
+    assert "AssertionError: not me" in report
+    assert [one.status for one in ended] == [1, 1]
+    assert not (path / "ran").exists()
+
+
+KILL = """
+@pytest.mark.distributed
+def test_fails(): assert rank() == 0, 'told before'
+
+@pytest.mark.distributed
+def test_kill():
+    if rank() == {rank}: os.kill(pytest_pid(), signal.SIGKILL)
+    time.sleep(1000)
+
+@pytest.mark.distributed
+def test_never(): open('ran', 'w').close()
+"""
+
+
+def test_a_process_that_dies_is_named_when_torchrun_ends_the_others(tmp_path):
+    path = project(tmp_path, KILL.format(rank=1))
+    ended = end(start_torchrun(path, "--junitxml=junit.xml"))
+    assert ended.status == 1
+    assert "AssertionError: told before" in ended.out
+    assert f"rank 1 on {socket.gethostname()} was lost: its pytest process was gone" in ended.out
+    assert "rank 0 still ran and was ended:\n" in ended.out
+    assert "rank 1 of 2 lost, so that no other distributed test can run" in ended.out
+    assert [len(case.findall("failure")) for case in junit_cases(path)] == [1, 1]
+    assert not (path / "ran").exists()
+
+
+def test_a_process_that_falls_silent_is_named(tmp_path):
+    # No agent watches these two.
+    leader, follower = start_by_variables(project(tmp_path, KILL.format(rank=1)))
+    ended = end(leader)
+    assert end(follower).status == -signal.SIGKILL
+    assert re.search(
+        rf"rank 1 on {socket.gethostname()} was lost: nothing was heard of its pytest process for "
+        r"1\d s \(killed, or its machine or network failed\)",
+        ended.out,
+    )
+    assert "2 failed" in ended.out
+    assert ended.status == 1
+
+
+def test_nobody_waits_for_ever_for_rank_0(tmp_path):
+    leader, follower = start_by_variables(project(tmp_path, KILL.format(rank=0)))
+    assert end(leader).status == -signal.SIGKILL
+    ended = end(follower)
+    assert ended.status == 1
+    assert ended.out == ""
+    assert f"fsdp-comm: rank 1 on {socket.gethostname()}: the store is gone: " in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_other_tests_on_another_rank(tmp_path):
+    path = project(
+        tmp_path,
+        "@pytest.mark.distributed\n@pytest.mark.parametrize('n', [rank(), 2])\n"
+        "def test_n(n): pass\n",
+    )
+    leader, follower = map(end, start_by_variables(path))
+    assert (leader.status, follower.status) == (4, 4)
+    said = leader.err
+    assert "ERROR: the launched ranks have to collect the same tests in the same order:" in said
+    assert (
+        f"rank 1 (on {socket.gethostname()}) has as test 1 of 2\n    test_it.py::test_n[1]" in said
+    )
+    assert "where rank 0 has\n    test_it.py::test_n[0] on " in said
+    assert "pytest-randomly" in said
+    assert follower.out == follower.err == ""
+
+
+def test_a_session_without_this_plugins_tests_runs_in_every_process(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import os\ndef test_plain(): open('ran' + os.environ['RANK'], 'w').close()\n"
+    )
+    for ended in map(end, start_by_variables(tmp_path)):
+        assert "1 passed" in ended.out
+        assert "test session starts" in ended.out
+    assert {file.name for file in tmp_path.glob("ran*")} == {"ran0", "ran1"}
+
+
+def test_ranks_that_cannot_be_forked(tmp_path):
+    path = project(tmp_path, STEP.format(marker="", marker_name=""))
+    (path / "conftest.py").write_text(
+        "import threading\nstop = threading.Event()\n"
+        "threading.Thread(target=stop.wait, name='poller', daemon=True).start()\n"
+    )
+    leader, follower = map(end, start_by_variables(path, "--snapshot-update"))
+    assert "threads are running since collection: 'poller'" in leader.out
+    assert "2 snapshots generated." in leader.out
+    assert "1 passed" in leader.out
+    assert (leader.status, follower) == (0, Ended(0, "", ""))
+    assert set(snapshots(path)) == {"test_it/test_step.ws2.comm", "test_it/test_step.ws2.tree.comm"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "text"),
+    [
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            (),
+            "environment variable RANK: expected a whole number from 0 to 1, got '2'; it says "
+            "which of the launched processes this one is: correct it, or unset it to have this "
+            "process "
+            "start the ranks of its tests",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            ("-n", "2"),
+            "-n 2: pytest-xdist would start processes in each of the 2 that RANK and WORLD_SIZE "
+            "started, which are the ranks of the tests: leave out -n, or run pytest -n without a "
+            "launcher",
+        ),
+    ],
+)
+def test_usage_errors(tmp_path, variables, arguments, text):
+    path = project(tmp_path, STEP.format(marker="", marker_name=""))
+    variables = {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    ended = end(start(path, [sys.executable, *PYTEST, *arguments], **variables))
+    assert ended.status == pytest.ExitCode.USAGE_ERROR
+    assert f"ERROR: {text}" in ended.err
+
+
+def test_a_port_that_is_taken(tmp_path):
+    path = project(tmp_path, STEP.format(marker="", marker_name=""))
+    with socket.socket(socket.AF_INET6) as taken:
+        taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        taken.bind(("::", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        variables = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        ended = end(start(path, [sys.executable, *PYTEST], **variables))
+    assert ended.status == pytest.ExitCode.USAGE_ERROR
+    assert (
+        f"ERROR: the store of the launched ranks at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT) "
+        "cannot be served: "
+    ) in ended.err
+    assert "Without a launcher, unset RANK and WORLD_SIZE" in ended.err
+
+
+@pytest.fixture
+def hosts():
+    """Two network namespaces, joined by a cable: prefixes of a command for each, and addresses."""
+    if shutil.which("ip") is None:
+        pytest.skip("two hosts need the command `ip`, which is not installed")
+    names = [f"fsdp-comm-{os.getpid()}-{number}" for number in (0, 1)]
+    addresses = ["10.213.77.1", "10.213.77.2"]
+
+    def ip(*arguments, check=True):
+        command = [shutil.which("ip"), *arguments]
+        return subprocess.run(command, check=check, capture_output=True, text=True)
+
+    made = ip("netns", "add", names[0], check=False)
+    if made.returncode:
+        pytest.skip(f"two hosts need `ip netns`, which is not permitted: {made.stderr.strip()}")
+    try:
+        ip("netns", "add", names[1])
+        ip("link", "add", "cable0", "netns", names[0], "type", "veth")
+        ip("-n", names[0], "link", "set", "veth0", "netns", names[1], "name", "cable1")
+        for number, (name, address) in enumerate(zip(names, addresses, strict=True)):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", f"cable{number}")
+            ip("-n", name, "link", "set", f"cable{number}", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names, addresses
+    finally:
+        for name in names:
+            ip("netns", "del", name, check=False)
+
+
+def test_two_hosts(hosts, forked, tmp_path):
+    names, addresses = hosts
+    fails = "@pytest.mark.distributed\ndef test_fails(): assert rank() == 0, os.uname().nodename\n"
+    path = project(tmp_path, STEP.format(marker="", marker_name=""), fails)
+    agents = []
+    for node, name in enumerate(names):
+        command = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c"]
+        command += [f'hostname host{node} && exec "$@"', "sh", *TORCHRUN, "--nnodes", "2"]
+        command += ["--node-rank", str(node), "--nproc-per-node", "1"]
+        command += ["--master-addr", addresses[0], "--master-port", "29500", *PYTEST]
+        agents.append(start(path, [*command, "--snapshot-update"]))
+    first, second = map(end, agents)
+    assert "fsdp-comm: rank 0 on host0; rank 1 on host1" in first.out, first.err
+    assert "1 failed, 1 passed" in first.out
+    assert "AssertionError: host1" in first.out
+    assert (first.status, second.status, second.out) == (1, 1, "")
+    files = {name: text for name, text in snapshots(forked).items() if ".ws2." in name}
+    assert snapshots(path) == files
+    assert len(files) == 2
