@@ -9,11 +9,66 @@ of the trace; read in 2.13 and 2.15).
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
+
+_ITEM_SIZES: Final = {
+    "Bool": 1,
+    "Byte": 1,
+    "Char": 1,
+    "Half": 2,
+    "BFloat16": 2,
+    "Int": 4,
+    "Float": 4,
+    "Long": 8,
+    "Double": 8,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flown:
+    """One collective, as the flight recorder knows it."""
+
+    group: str
+    """Name of the process group."""
+    description: str
+    """Description of the process group, e.g. ``mesh_dp``."""
+    seq: int
+    """Its place among the group's collectives, from 1; equal on all ranks of the group."""
+    kind: str
+    """What the backend ran; gloo runs a reduce-scatter as ``all_reduce``."""
+    nbytes: int
+    """Bytes of this rank's input tensors."""
+    is_done: bool
+    """Whether the backend has finished it."""
+
+
+def flown(since_ns: int) -> list[Flown]:
+    """The collectives of this process, point-to-point calls left out, in order.
+
+    Args:
+        since_ns: Only those issued after this time, on the clock of `now_ns`.
+
+    Returns:
+        Empty where torch has no flight recorder for the backend.
+    """
+    return [
+        Flown(
+            group=entry["process_group"][0],
+            description=entry["process_group"][1],
+            seq=entry["collective_seq_id"],
+            kind=entry["profiling_name"].partition(":")[2],
+            nbytes=_nbytes(entry),
+            is_done=bool(entry["retired"]),
+        )
+        for entry in _entries()
+        if not entry["is_p2p"] and entry["time_created_ns"] >= since_ns
+    ]
 
 
 def now_ns() -> int:
@@ -42,6 +97,14 @@ def unseen(*, since_ns: int, seen_threads: set[int]) -> dict[str, Counter[str]]:
             kind = entry["profiling_name"].partition(":")[2]
             found.setdefault(name, Counter())[kind] += 1
     return found
+
+
+def _nbytes(entry: dict[str, Any]) -> int:
+    total = 0
+    for size, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False):
+        # Names of ATen's scalar types; what is not listed counts nothing.
+        total += math.prod(size) * _ITEM_SIZES.get(dtype, 0)
+    return total
 
 
 def _entries() -> list[dict[str, Any]]:

@@ -42,6 +42,9 @@ class RankResult:
     unreported: dict[str, str]
     """What it printed in the phase that it did not end, by ``stdout`` and ``stderr``; empty if it
     finished the test."""
+    position: dict[str, Any] | None = None
+    """Where it was when the set was stopped, as `position.read_position`, with ``is_over`` if it
+    had finished the test; None if nobody asked, or it did not answer."""
     lost: str = ""
     """What is known of a launched rank whose pytest process does not answer any more, to be read
     after its name; empty if it answered."""

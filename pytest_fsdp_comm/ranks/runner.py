@@ -180,7 +180,7 @@ class RankRunner:
         self._make_test_directory(0)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(launch.socket_path))
-        listener.listen(len(launch.ranks))
+        listener.listen(2 * len(launch.ranks))  # each has a watchdog
         processes = self._server.launch(launch) if self._server else SpawnedRanks(config, launch)
         return Supervision(launch, listener, processes)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 _PAUSE_S = 0.005
 _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)')
@@ -15,8 +13,26 @@ _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)'
 _RUNNERS = re.compile(
     r"/(_pytest|pytest|pluggy|xdist|execnet|pytest_fsdp_comm/(ranks|plugin))[/.]|/bin/[^/]+$|runpy(\.py|>)$"
 )
+_HAS_MAIN = re.compile(r"^Current thread .*\n  File ", re.MULTILINE)
 _LIBRARY = re.compile(r"/(site-packages|dist-packages|lib/python\d\.\d+)/")
 _LIBRARY_FRAMES = 1
+
+
+def is_runner(path: str) -> bool:
+    """Whether a file belongs to those that run the test."""
+    return _RUNNERS.search(path) is not None
+
+
+def is_library(path: str) -> bool:
+    """Whether a file is installed, and not the user's."""
+    return _LIBRARY.search(path) is not None
+
+
+def shown_path(path: str) -> str:
+    """A path relative to the working directory where it lies below it."""
+    with contextlib.suppress(ValueError, OSError):
+        return str(Path(path).relative_to(Path.cwd()))
+    return path
 
 
 def read_stacks(path: Path, *, until: float) -> str:
@@ -33,8 +49,8 @@ def read_stacks(path: Path, *, until: float) -> str:
     text = ""
     while time.monotonic() < until:
         previous, text = text, _read(path)
-        # The dump ends with the main thread's outermost frame, that of the pytest process's start.
-        if text and text == previous:
+        # It is written piece by piece: what stays the same may still lack the main thread.
+        if text == previous and _HAS_MAIN.search(text):
             break
         time.sleep(_PAUSE_S)
     return _main_thread(text)
@@ -49,9 +65,9 @@ def _main_thread(text: str) -> str:
     parts = re.split(r"^(?=(?:Current )?[Tt]hread 0x)", text, flags=re.MULTILINE)
     current = [part for part in parts if part.startswith("Current")] or parts[-1:]
     frames = [match for match in map(_FRAME.match, current[0].splitlines()) if match]
-    kept = [frame for frame in frames if not _RUNNERS.search(frame["path"])]
-    users = [frame for frame in kept if not _LIBRARY.search(frame["path"])]
+    kept = [frame for frame in frames if not is_runner(frame["path"])]
+    users = [frame for frame in kept if not is_library(frame["path"])]
     inner = [frame for frame in kept if frame not in users][:_LIBRARY_FRAMES]
-    shown = [f"{frame['path']}:{frame['line']} in {frame['name']}" for frame in users]
+    shown = [f"{shown_path(frame['path'])}:{frame['line']} in {frame['name']}" for frame in users]
     shown += [f"inside {frame['name']} ({frame['path']}:{frame['line']})" for frame in inner]
     return "\n".join(shown)

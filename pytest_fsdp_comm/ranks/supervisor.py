@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 GRACE_S = 1.0
 _POLL_S = 0.05
 _DUMP_S = 0.5
+_ANSWER_S = 0.3
 
 
 HasFailedElsewhere = Callable[[bool], bool]
@@ -40,6 +41,8 @@ class _Rank:
     """What is known so far of one rank."""
 
     channel: Channel | None = None
+    watchdog: Channel | None = None
+    position: dict[str, Any] | None = None
     reports: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)
     payloads: list[Any] | None = None
@@ -135,7 +138,7 @@ class Supervision:
             for stream in ("stdout", "stderr"):
                 path = self._launch.log_path(number, stream)
                 self._begun_at[number, stream] = path.stat().st_size if path.exists() else 0
-            self._ranks[number] = _Rank(channel=rank.channel)
+            self._ranks[number] = _Rank(channel=rank.channel, watchdog=rank.watchdog)
             if rank.channel is not None:
                 self._selector.unregister(rank.channel)
                 self._selector.register(rank.channel, selectors.EVENT_READ, self._ranks[number])
@@ -148,8 +151,9 @@ class Supervision:
         self._selector.close()
         self._listener.close()
         for rank in self._ranks.values():
-            if rank.channel:
-                rank.channel.close()
+            for channel in (rank.channel, rank.watchdog):
+                if channel:
+                    channel.close()
 
     def _wait(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -171,8 +175,12 @@ class Supervision:
         connection, _ = self._listener.accept()
         channel = Channel(connection)
         hello = channel.receive()
-        if hello is not None:
-            rank = self._ranks[hello["rank"]]
+        if hello is None:
+            return
+        rank = self._ranks[hello["rank"]]
+        if "watchdog" in hello:
+            rank.watchdog = channel
+        else:
             rank.channel = channel
             self._selector.register(channel, selectors.EVENT_READ, rank)
             # What came in one piece with the greeting makes no descriptor readable again.
@@ -206,10 +214,29 @@ class Supervision:
         running = {number: rank for number, rank in self._ranks.items() if not rank.is_over}
         for number in running:
             self._processes.send_signal(number, signal.SIGUSR1)
+        asked = self._ask_positions()
         until = time.monotonic() + _DUMP_S
         for number, rank in running.items():
             rank.stopped = why
             rank.stacks = read_stacks(self._launch.stacks_path(number), until=until)
+        # Most have answered by now; one that holds the GIL never does.
+        until = time.monotonic() + _ANSWER_S
+        for rank, watchdog in asked:
+            watchdog.settimeout(max(until - time.monotonic(), 0.001))
+            with contextlib.suppress(OSError):
+                answer = watchdog.receive()
+                if answer is not None:
+                    rank.position = {**answer["position"], "is_over": rank.is_over}
+
+    def _ask_positions(self) -> list[tuple[_Rank, Channel]]:
+        """Asks every rank that lives where it is, those that have finished the test too."""
+        asked = []
+        for rank in self._ranks.values():
+            if rank.watchdog is not None and rank.status is None:
+                with contextlib.suppress(OSError):  # it died just now
+                    rank.watchdog.send({})
+                    asked.append((rank, rank.watchdog))
+        return asked
 
     def _result(self, number: int, rank: _Rank) -> RankResult:
         return RankResult(
@@ -222,6 +249,7 @@ class Supervision:
             ended_at=rank.ended_at,
             stopped=rank.stopped,
             stacks=rank.stacks,
+            position=rank.position,
             unreported={} if rank.is_done else self._unreported(number, rank),
         )
 

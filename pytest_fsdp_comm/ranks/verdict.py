@@ -15,6 +15,7 @@ import pytest
 
 from pytest_fsdp_comm.ranks.naming import fold_equal, name_ranks
 from pytest_fsdp_comm.ranks.results import RankResult, Stopped
+from pytest_fsdp_comm.ranks.sequence import explain_waiting
 
 When = Literal["setup", "call", "teardown"]
 LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
@@ -165,6 +166,7 @@ def _timeouts(
     finished = [rank for rank in results if rank not in late]
     if finished:
         lines.append(f"{name_ranks(finished)} had finished.")
+    lines[1:1] = _waiting(results, blamed=())
     for rank in late:
         yield _Failure(
             rank=rank,
@@ -173,6 +175,27 @@ def _timeouts(
             report=None,
             text="\n".join(lines),
         )
+
+
+def _waiting(results: Mapping[int, RankResult], *, blamed: Sequence[int]) -> list[str]:
+    """Which rank waits for which in a collective.
+
+    Args:
+        results: What each rank did.
+        blamed: Ranks of which it is told already that they failed: that others wait for them is no
+            news.
+
+    Returns:
+        Lines; empty if no rank waits, or nobody knows.
+    """
+    positions = {}
+    for rank, result in results.items():
+        if result.position is not None:
+            positions[rank] = result.position
+        elif result.stacks:
+            site = result.stacks.splitlines()[0]
+            positions[rank] = {"site": site, "module": "", "groups": [], "is_silent": True}
+    return explain_waiting(positions, blamed=blamed)
 
 
 def _failed(
@@ -221,6 +244,7 @@ def _story(failures: Sequence[_Failure], results: Mapping[int, RankResult]) -> s
     for ranks, stack in fold_equal({rank: results[rank].stacks for rank in stopped}):
         lines.append(f"{name_ranks(ranks)} still ran and {_was(ranks)} ended:")
         lines += [f"    {line}" for line in (stack or "where is unknown").splitlines()]
+    lines += _waiting(results, blamed=[*alike, *others]) if stopped else []
     told = {*alike, *others, *stopped}
     quiet = [rank for rank in results if rank not in told]
     if quiet and first.at != float("inf"):

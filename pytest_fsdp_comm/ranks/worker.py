@@ -17,6 +17,7 @@ from pytest_fsdp_comm.ranks.exchange import DirectoryExchange, StoreExchange
 from pytest_fsdp_comm.ranks.group import device_of, set_environment
 from pytest_fsdp_comm.ranks.rank_plugin import RankPlugin
 from pytest_fsdp_comm.ranks.rank_pytest import isolate_session
+from pytest_fsdp_comm.ranks.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +52,7 @@ def run_rank(
         extension.enter_rank(session.config)
     channel = Channel.connect(launch.socket_path)
     channel.send({"rank": rank, "pid": os.getpid()})
+    watchdog = Watchdog(launch.socket_path, rank)
     plugin = RankPlugin(session.config, channel, launch, rank)
     session.config.pluginmanager.register(plugin, "fsdp-comm-rank")
     index: int | None = launch.item_index
@@ -58,6 +60,7 @@ def run_rank(
     while index is not None:
         item = session.items[index]
         context = _context(launch, rank, number)
+        watchdog.begin_test()
         session.config.stash[RANK_CONTEXT] = context
         _run_item(item, extensions, channel)
         context.exchange.leave()

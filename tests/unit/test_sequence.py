@@ -1,0 +1,88 @@
+"""The texts that explain a hang, from positions made by hand."""
+
+from pytest_fsdp_comm.ranks.sequence import explain_waiting
+
+
+def position(*entries, site="model.py:1 in forward", name="0", description="mesh_dp", **more):
+    group = {
+        "name": name,
+        "description": description,
+        "ranks": [0, 1, 2],
+        "entries": [
+            {"seq": seq, "kind": kind, "nbytes": nbytes, "is_done": is_done}
+            for seq, kind, nbytes, is_done in entries
+        ],
+    }
+    return {"site": site, "module": "", "groups": [group], **more}
+
+
+def done(seq, kind="all_gather", nbytes=8):
+    return (seq, kind, nbytes, True)
+
+
+def waits(seq, kind="all_gather", nbytes=8):
+    return (seq, kind, nbytes, False)
+
+
+def test_nobody_waits():
+    assert explain_waiting({}) == []
+    assert explain_waiting({rank: position(done(1)) for rank in range(3)}) == []
+
+
+def test_one_has_gone_on():
+    # Gloo may let a sender go before its receivers have all.
+    found = explain_waiting(
+        {
+            0: position(done(1), site="model.py:9 in step"),
+            1: position(waits(1), module="layers.3"),
+            2: position(waits(1), module="layers.3"),
+        }
+    )
+    assert found == [
+        "all wait for rank 0, at model.py:9 in step",
+        "ranks 1-2 wait in all_gather #1 of dp for layers.3 (8 B) at model.py:1 in forward",
+        "rank 0 finished it, and is at model.py:9 in step",
+    ]
+
+
+def test_sizes_that_differ():
+    found = explain_waiting(
+        {
+            0: position(waits(4)),
+            1: position(waits(4, nbytes=1024)),
+            2: position(waits(4)),
+        }
+    )
+    assert found == [
+        "ranks 0, 2 wait in all_gather #4 of dp (8 B) at model.py:1 in forward",
+        "rank 1 waits in all_gather #4 of dp (1.0 KiB) at model.py:1 in forward",
+        "  the sizes differ: #4 of dp has to be of one shape on every rank",
+    ]
+
+
+def test_a_dead_rank_and_one_that_holds_the_gil():
+    silent = {"site": "loop.py:3 in spin", "module": "", "groups": [], "is_silent": True}
+    waiting = position(waits(1), description="undefined")
+    assert explain_waiting({0: waiting, 1: silent}) == [
+        "all wait for rank 1, which does not let go of the GIL at loop.py:3 in spin",
+        "all wait for rank 2, which is dead",
+        "rank 0 waits in all_gather #1 of the group of ranks 0-2 (8 B) at model.py:1 in forward",
+    ]
+
+
+def test_waiting_for_those_that_are_blamed_is_no_news():
+    positions = {
+        0: position(waits(1)),
+        1: position(waits(1)),
+        2: position(is_over=True),
+    }
+    assert explain_waiting(positions, blamed=[2]) == []
+    assert explain_waiting(positions)[0] == "all wait for rank 2, which has ended the test"
+
+
+def test_two_groups():
+    first = position(done(1), waits(2))
+    second = position(waits(1, "all_reduce"), name="1", description="default_pg")
+    found = explain_waiting({0: first, 1: second, 2: second})
+    assert found[0] == "rank 0 waits in all_gather #2 of dp (8 B) at model.py:1 in forward"
+    assert "ranks 1-2 wait in all_reduce #1 of world (8 B) at model.py:1 in forward" in found
