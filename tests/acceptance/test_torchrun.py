@@ -347,40 +347,44 @@ def test_never(): open('ran', 'w').close()
 """
 
 
-def test_a_process_that_dies_is_named_when_torchrun_ends_the_others(tmp_path):
-    path = project(tmp_path, KILL.format(rank=1))
-    ended = end(start_torchrun(path, "--junitxml=junit.xml"))
+def test_processes_that_die(tmp_path):
+    # At the same time, since one of them takes its time to notice.
+    paths = [
+        project(tmp_path / name, KILL.format(rank=n))
+        for name, n in zip("abc", (1, 1, 0), strict=True)
+    ]
+    watched = start_torchrun(paths[0], "--junitxml=junit.xml")
+    leader, silent = start_by_variables(paths[1])
+    killed, follower = start_by_variables(paths[2])
+    host = socket.gethostname()
+
+    # The agent ends rank 0, which says which rank was gone, and reports what it has.
+    ended = end(watched)
     assert ended.status == 1
     assert "AssertionError: told before" in ended.out
-    assert f"rank 1 on {socket.gethostname()} was lost: its pytest process was gone" in ended.out
+    assert f"rank 1 on {host} was lost: its pytest process was gone" in ended.out
     assert "rank 0 still ran and was ended:\n" in ended.out
     assert "rank 1 of 2 lost, so that no other distributed test can run" in ended.out
-    assert [len(case.findall("failure")) for case in junit_cases(path)] == [1, 1]
-    assert not (path / "ran").exists()
+    assert [len(case.findall("failure")) for case in junit_cases(paths[0])] == [1, 1]
 
-
-def test_a_process_that_falls_silent_is_named(tmp_path):
-    # No agent watches these two.
-    leader, follower = start_by_variables(project(tmp_path, KILL.format(rank=1)))
+    # Nobody watches these two.
     ended = end(leader)
-    assert end(follower).status == -signal.SIGKILL
+    assert end(silent).status == -signal.SIGKILL
     assert re.search(
-        rf"rank 1 on {socket.gethostname()} was lost: nothing was heard of its pytest process for "
+        rf"rank 1 on {host} was lost: nothing was heard of its pytest process for "
         r"1\d s \(killed, or its machine or network failed\)",
         ended.out,
     )
     assert "2 failed" in ended.out
     assert ended.status == 1
 
-
-def test_nobody_waits_for_ever_for_rank_0(tmp_path):
-    leader, follower = start_by_variables(project(tmp_path, KILL.format(rank=0)))
-    assert end(leader).status == -signal.SIGKILL
+    # Nobody waits for ever for rank 0.
+    assert end(killed).status == -signal.SIGKILL
     ended = end(follower)
-    assert ended.status == 1
-    assert ended.out == ""
-    assert f"fsdp-comm: rank 1 on {socket.gethostname()}: the store is gone: " in ended.err
+    assert (ended.status, ended.out) == (1, "")
+    assert f"fsdp-comm: rank 1 on {host}: the store is gone: " in ended.err
     assert "Traceback" not in ended.err
+    assert not [path for path in paths if (path / "ran").exists()]
 
 
 def test_other_tests_on_another_rank(tmp_path):
