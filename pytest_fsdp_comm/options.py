@@ -196,8 +196,10 @@ def describe(options: SessionOptions) -> str:
     """The line of the report header."""
     backend = options.backend or "nccl with enough GPUs, else gloo"
     launched = options.launched
-    ranks = f", one of {launched.world_size} ranks by {launched.launcher}" if launched else ""
-    return f"fsdp-comm: world size {options.world_size}, backend {backend}{ranks}"
+    place = ""
+    if launched:
+        place = f", rank {launched.rank} of {launched.world_size} that {launched.launcher} started"
+    return f"fsdp-comm: world size {options.world_size}, backend {backend}{place}"
 
 
 def parse_world_size(value: object) -> int:

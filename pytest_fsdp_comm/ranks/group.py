@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Beyond the test's deadline, so that a hang ends in the supervisor's report of every rank and not
 # in one rank's timeout error.
-_BEYOND_DEADLINE_S = 3600.0
+BEYOND_DEADLINE_S = 3600.0
 
 
 def device_of(settings: DistributedSettings, local_rank: int) -> str:
@@ -76,17 +76,17 @@ def join_group(context: RankContext) -> None:
         if count < context.local_world_size:
             raise RuntimeError(
                 f"a GPU for each of the {context.local_world_size} ranks is needed, {count} are "
-                "visible; "
-                "use fewer ranks, backend='gloo' (or None, which falls back to gloo), or skip the "
-                "test with pytest.mark.skipif(torch.cuda.device_count() < N, reason=...)"
+                "visible; use fewer ranks, backend='gloo' (or None, which falls back to gloo), or "
+                "skip the test with pytest.mark.skipif(torch.cuda.device_count() < N, reason=...)"
             )
         torch.cuda.set_device(context.local_rank)
     if context.backend == "fake":
         _join_fake_group(context.rank, context.world_size)
         return
+    timeout_s = context.timeout_s + BEYOND_DEADLINE_S
     store: Any
     if context.store:
-        store = connect_store(context.store.below("group"), timeout_s=context.timeout_s)
+        store = connect_store(context.store.below("group"), timeout_s=timeout_s)
     else:
         store = dist.FileStore(  # type: ignore[attr-defined]  # not in torch's __all__, but documented
             str(_store_file(context.directory)), context.world_size
@@ -96,7 +96,7 @@ def join_group(context: RankContext) -> None:
         store=store,
         rank=context.rank,
         world_size=context.world_size,
-        timeout=dt.timedelta(seconds=context.timeout_s + _BEYOND_DEADLINE_S),
+        timeout=dt.timedelta(seconds=timeout_s),
     )
     # Making a group is no barrier: a rank that ends right after it breaks those that still connect.
     context.exchange.meet("joined")

@@ -28,7 +28,7 @@ from pytest_fsdp_comm.ranks.termination import TOLD_TO_END, Termination
 from pytest_fsdp_comm.ranks.text_store import StoreLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank
@@ -214,7 +214,7 @@ class Leader:
             reporter.write_line(text)
             reporter.flush()
 
-    def _answers(self) -> Any:
+    def _answers(self) -> Iterator[dict[str, Any]]:
         """What the other processes send, as it comes, until none is waited for."""
         meeting = self._met()
         waiting = set(self._others)
@@ -239,7 +239,7 @@ class Leader:
             if not waiting - self._lost.keys():
                 return
 
-    def _look_for_lost(self, waiting: Any) -> None:
+    def _look_for_lost(self, waiting: Iterable[int]) -> None:
         for rank in waiting:
             silence_s = self._pulses[rank].silence_s()
             if silence_s > _SILENT_AFTER_S:

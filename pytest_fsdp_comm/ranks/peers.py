@@ -15,7 +15,7 @@ from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.exchange import StoreExchange
 from pytest_fsdp_comm.ranks.heartbeat import Heartbeat
 from pytest_fsdp_comm.ranks.launch import LaunchedPart, StoreAddress
-from pytest_fsdp_comm.ranks.text_store import StoreLostError, TextStore, connect_store
+from pytest_fsdp_comm.ranks.text_store import TextStore, connect_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -202,17 +202,3 @@ def polls() -> Iterator[None]:
         yield
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-__all__ = [
-    "MEET_TIMEOUT_S",
-    "PLAN",
-    "Meeting",
-    "Names",
-    "Peers",
-    "StoreLostError",
-    "farewell",
-    "fits",
-    "hello",
-    "polls",
-]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pytest_fsdp_comm.ranks.channel import Channel
 from pytest_fsdp_comm.ranks.context import RANK_CONTEXT, RankContext
 from pytest_fsdp_comm.ranks.exchange import DirectoryExchange, StoreExchange
-from pytest_fsdp_comm.ranks.group import device_of, set_environment
+from pytest_fsdp_comm.ranks.group import BEYOND_DEADLINE_S, device_of, set_environment
 from pytest_fsdp_comm.ranks.rank_plugin import RankPlugin
 from pytest_fsdp_comm.ranks.rank_pytest import isolate_session
 from pytest_fsdp_comm.ranks.watchdog import Watchdog
@@ -83,7 +83,9 @@ def _context(launch: Launch, rank: int, number: int) -> RankContext:
             connect_store,
         )
 
-        client = connect_store(part.store.below(f"test{number}"), timeout_s=settings.timeout_s)
+        client = connect_store(
+            part.store.below(f"test{number}"), timeout_s=settings.timeout_s + BEYOND_DEADLINE_S
+        )
         exchange = StoreExchange(TextStore(client), rank, settings.ranks)
     else:
         exchange = DirectoryExchange(directory, rank, settings.ranks)

@@ -21,6 +21,7 @@ from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, ends process groups")
 
+README = (Path(__file__).parents[2] / "README.md").read_text()
 PRELUDE = """
 import os, pathlib, signal, sys, time, warnings
 import pytest
@@ -95,9 +96,9 @@ def end(process, timeout_s=90):
     return Ended(process.returncode, out, err)
 
 
-def start_torchrun(path, *arguments, ranks=2, options=()):
-    options = options or ("--master-port", str(free_port()))
-    return start(path, [*TORCHRUN, "--nproc-per-node", str(ranks), *options, *PYTEST, *arguments])
+def start_torchrun(path, *arguments):
+    options = ("--nproc-per-node", "2", "--master-port", str(free_port()))
+    return start(path, [*TORCHRUN, *options, *PYTEST, *arguments])
 
 
 def start_by_variables(path, *arguments, ranks=2, rank_name="RANK", size_name="WORLD_SIZE"):
@@ -308,7 +309,7 @@ def test_variables_of_slurm_and_a_changed_snapshot(forked, tmp_path):
     file.write_text(file.read_text().replace("for layer in model:", "for layer in model[:1]:"))
     names = {"rank_name": "SLURM_PROCID", "size_name": "SLURM_NTASKS"}
     leader, follower = map(end, start_by_variables(path, **names))
-    assert "one of 2 ranks by SLURM_PROCID and SLURM_NTASKS" in leader.out
+    assert "rank 0 of 2 that SLURM_PROCID and SLURM_NTASKS started" in leader.out
     assert "comm_mode differs from snapshots/test_it/test_step.ws2.comm" in leader.out
     assert (leader.status, follower) == (1, Ended(1, "", ""))
     assert snapshots(path) == snapshots(forked)
@@ -318,19 +319,11 @@ def test_two_agents_stop_at_the_same_test(tmp_path):
     fails = "@pytest.mark.distributed\ndef test_fails(): assert rank() == 0, 'not me'\n"
     never = "@pytest.mark.distributed\ndef test_never(): open('ran', 'w').close()\n"
     path = project(tmp_path, "@pytest.mark.distributed\ndef test_ok(): pass\n", fails, never)
-    port = free_port()
-    agents = [
-        start_torchrun(
-            path,
-            "-x",
-            ranks=1,
-            options=(
-                *("--nnodes", "2", "--node-rank", str(node)),
-                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),
-            ),
-        )
-        for node in (0, 1)
-    ]
+    # As the README says, with a rank on each "machine".
+    (shown,) = re.findall(r"^\$ torchrun (.*) -m pytest$", README, re.MULTILINE)
+    options = shown.replace("host0:29500", f"localhost:{free_port()}").split()
+    options[options.index("--nproc-per-node") + 1] = "1"
+    agents = [start(path, [*TORCHRUN, *options, *PYTEST, "-x"]) for _ in range(2)]
     ended = [end(agent) for agent in agents]
     (report,) = (one.out for one in ended if one.out)
     assert "1 failed, 1 passed" in report
@@ -354,40 +347,44 @@ def test_never(): open('ran', 'w').close()
 """
 
 
-def test_a_process_that_dies_is_named_when_torchrun_ends_the_others(tmp_path):
-    path = project(tmp_path, KILL.format(rank=1))
-    ended = end(start_torchrun(path, "--junitxml=junit.xml"))
+def test_processes_that_die(tmp_path):
+    # At the same time, since one of them takes its time to notice.
+    paths = [
+        project(tmp_path / name, KILL.format(rank=n))
+        for name, n in zip("abc", (1, 1, 0), strict=True)
+    ]
+    watched = start_torchrun(paths[0], "--junitxml=junit.xml")
+    leader, silent = start_by_variables(paths[1])
+    killed, follower = start_by_variables(paths[2])
+    host = socket.gethostname()
+
+    # The agent ends rank 0, which says which rank was gone, and reports what it has.
+    ended = end(watched)
     assert ended.status == 1
     assert "AssertionError: told before" in ended.out
-    assert f"rank 1 on {socket.gethostname()} was lost: its pytest process was gone" in ended.out
+    assert f"rank 1 on {host} was lost: its pytest process was gone" in ended.out
     assert "rank 0 still ran and was ended:\n" in ended.out
     assert "rank 1 of 2 lost, so that no other distributed test can run" in ended.out
-    assert [len(case.findall("failure")) for case in junit_cases(path)] == [1, 1]
-    assert not (path / "ran").exists()
+    assert [len(case.findall("failure")) for case in junit_cases(paths[0])] == [1, 1]
 
-
-def test_a_process_that_falls_silent_is_named(tmp_path):
-    # No agent watches these two.
-    leader, follower = start_by_variables(project(tmp_path, KILL.format(rank=1)))
+    # Nobody watches these two.
     ended = end(leader)
-    assert end(follower).status == -signal.SIGKILL
+    assert end(silent).status == -signal.SIGKILL
     assert re.search(
-        rf"rank 1 on {socket.gethostname()} was lost: nothing was heard of its pytest process for "
+        rf"rank 1 on {host} was lost: nothing was heard of its pytest process for "
         r"1\d s \(killed, or its machine or network failed\)",
         ended.out,
     )
     assert "2 failed" in ended.out
     assert ended.status == 1
 
-
-def test_nobody_waits_for_ever_for_rank_0(tmp_path):
-    leader, follower = start_by_variables(project(tmp_path, KILL.format(rank=0)))
-    assert end(leader).status == -signal.SIGKILL
+    # Nobody waits for ever for rank 0.
+    assert end(killed).status == -signal.SIGKILL
     ended = end(follower)
-    assert ended.status == 1
-    assert ended.out == ""
-    assert f"fsdp-comm: rank 1 on {socket.gethostname()}: the store is gone: " in ended.err
+    assert (ended.status, ended.out) == (1, "")
+    assert f"fsdp-comm: rank 1 on {host}: the store is gone: " in ended.err
     assert "Traceback" not in ended.err
+    assert not [path for path in paths if (path / "ran").exists()]
 
 
 def test_other_tests_on_another_rank(tmp_path):
@@ -440,8 +437,7 @@ def test_ranks_that_cannot_be_forked(tmp_path):
             (),
             "environment variable RANK: expected a whole number from 0 to 1, got '2'; it says "
             "which of the launched processes this one is: correct it, or unset it to have this "
-            "process "
-            "start the ranks of its tests",
+            "process start the ranks of its tests",
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},

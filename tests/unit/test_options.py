@@ -4,8 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from pytest_fsdp_comm.launch_environment import LaunchedRank
 from pytest_fsdp_comm.marker import marker_world_sizes, resolve
-from pytest_fsdp_comm.options import DistributedSettings, SessionOptions, describe
+from pytest_fsdp_comm.options import (
+    DistributedSettings,
+    SessionOptions,
+    describe,
+    read_session_options,
+)
+from pytest_fsdp_comm.ranks import gpus as gpus_module
 
 
 def session_options(**changes):
@@ -149,3 +156,44 @@ def test_header():
     assert describe(session_options(world_size=4, backend="fake")) == (
         "fsdp-comm: world size 4, backend fake"
     )
+
+
+def launched(**changes):
+    values = {
+        "rank": 0,
+        "world_size": 512,
+        "local_rank": 0,
+        "local_world_size": 8,
+        "host": "host0",
+        "port": 1,
+        "has_store": True,
+        "run_id": "run",
+        "launcher": "torchrun",
+    }
+    return LaunchedRank(**{**values, **changes})
+
+
+def test_launched_ranks_may_be_more_than_one_machine_can_start():
+    options = session_options(world_size=512, launched=launched())
+    assert settle(options=options).world_size == 512
+    assert "512 ranks are too many" in problem(512)
+    # Others are skipped later; a typing error is still told.
+    assert "300 ranks are too many" in problem(300, options=options)
+    assert describe(options).endswith(", rank 0 of 512 that torchrun started")
+
+
+def test_launched_ranks_have_the_gpus_of_all_machines(monkeypatch):
+    monkeypatch.setattr(gpus_module, "visible_gpu_count", lambda: 8)
+    assert gpus_module.usable_gpu_count(None) == 8
+    assert gpus_module.usable_gpu_count(launched()) == 512
+    assert gpus_module.usable_gpu_count(launched(local_world_size=16)) == 0
+
+
+@pytest.mark.parametrize(("arguments", "size"), [((), 6), (("--world-size", "3"), 3)])
+def test_the_launched_world_size_wins_over_ini(pytester, monkeypatch, arguments, size):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "6"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "host0")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    pytester.makeini("[pytest]\nfsdp_comm_world_size = 4")
+    assert read_session_options(pytester.parseconfig(*arguments)).world_size == size

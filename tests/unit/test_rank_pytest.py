@@ -1,5 +1,6 @@
 """The private names of pytest that ranks rely on, and what is said when one moves."""
 
+import io
 import types
 
 import pytest
@@ -9,6 +10,7 @@ from _pytest.runner import SetupState
 from _pytest.tmpdir import TempPathFactory
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
+from pytest_fsdp_comm.ranks.quiet import hold_terminal, release_terminal
 from pytest_fsdp_comm.ranks.rank_pytest import (
     _move_basetemp,
     _release_capture,
@@ -47,3 +49,23 @@ def test_names_that_moved_are_named(tmp_path):
         _move_basetemp(config, tmp_path)
     with pytest.raises(UpstreamChangedError, match=r"has no config\._tmp_path_factory any more"):
         resolve_basetemp(types.SimpleNamespace())
+
+
+def test_what_a_silent_process_writes_is_held(pytester):
+    pytester.makepyfile("def test_it(): pass")
+    config = pytester.parseconfigure()
+    writer = config.get_terminal_writer()
+    terminal = writer._file = io.StringIO()
+    hold_terminal(config)
+    config.pluginmanager.get_plugin("terminalreporter").write_line("told")
+    assert terminal.getvalue() == ""
+    release_terminal(config)
+    writer.line("more")
+    assert terminal.getvalue() == "told\nmore\n"
+
+
+def test_a_terminal_that_moved_is_named(pytester, monkeypatch):
+    config = pytester.parseconfigure()
+    monkeypatch.delattr(config.get_terminal_writer(), "_file")
+    with pytest.raises(UpstreamChangedError, match=r"has no TerminalWriter\._file any more"):
+        hold_terminal(config)

@@ -1,5 +1,7 @@
 """Many ranks' reports become those of one test: a table, without any rank."""
 
+import json
+
 import pytest
 
 from pytest_fsdp_comm.ranks.naming import name_ranks
@@ -187,3 +189,31 @@ def test_stacks_show_user_code_first_and_none_of_pytest():
         "inside barrier (/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py:9)",
     ]
     assert _main_thread("") == ""
+
+
+def test_a_lost_rank_leads_whatever_the_others_say(merge):
+    lost = "on host1 was lost: nothing was heard of it for 15 s"
+    reports = merge(rank(FAILED, "Connection closed by peer", at=1.0), ([], {"lost": lost}))
+    assert [report.when for report in reports] == ["setup", "call", "teardown"]
+    assert reports[1].failed
+    assert reports[1].longrepr.startswith(f"rank 1 {lost}\nrank 0 later: Connection closed")
+
+
+def test_results_travel_as_json_and_their_clock_is_set():
+    told = RankResult(
+        rank=3,
+        reports=(({"when": "setup", "start": 1.0, "stop": 2.0}, 3.0),),
+        warnings=({"text": "w"},),
+        payloads=[1],
+        escaped=None,
+        status=-9,
+        ended_at=5.0,
+        stopped=Stopped.AT_DEADLINE,
+        stacks="s",
+        unreported={"stdout": "o"},
+    )
+    sent = json.dumps(told.to_json())
+    assert RankResult.from_json(json.loads(sent), clock_offset_s=0.0) == told
+    late = RankResult.from_json(json.loads(sent), clock_offset_s=100.0)
+    assert late.reports == (({"when": "setup", "start": 101.0, "stop": 102.0}, 103.0),)
+    assert late.ended_at == 105.0
