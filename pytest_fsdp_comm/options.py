@@ -77,6 +77,8 @@ class SessionOptions:
     """Absolute directory for what failed comparisons received; None keeps nothing."""
     findings: FindingRules = field(default_factory=FindingRules)
     """What counts as a finding of a sharded tree."""
+    rank_slots: int | None = None
+    """Ranks that may live at once in all processes of the session; None does not bound them."""
 
 
 SETTINGS: Final = pytest.StashKey[DistributedSettings]()
@@ -112,6 +114,12 @@ def add_options(parser: pytest.Parser) -> None:
         f"(ini: fsdp_comm_timeout_s; default {DEFAULT_TIMEOUT_S:.0f})",
     )
     group.addoption(
+        "--rank-slots",
+        metavar="N",
+        help="let at most N ranks live at once, over all xdist workers: a test waits until there "
+        "is room for its ranks (ini: fsdp_comm_rank_slots; default: no bound)",
+    )
+    group.addoption(
         "--comm-artifacts",
         metavar="DIR",
         help="keep what failed comparisons received under DIR, laid out like the snapshot "
@@ -120,6 +128,7 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addini("fsdp_comm_world_size", "default of --world-size", default="")
     parser.addini("fsdp_comm_backend", "default of --comm-backend", default="")
     parser.addini("fsdp_comm_timeout_s", "default of --comm-timeout, in seconds", default="")
+    parser.addini("fsdp_comm_rank_slots", "default of --rank-slots", default="")
     parser.addini(
         "fsdp_comm_snapshot_dir",
         "directory of the communication snapshots, relative to the root directory",
@@ -165,13 +174,15 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
         # Relative to where the user typed it, as with --junitxml.
         artifacts_dir=config.invocation_params.dir / artifacts if artifacts else None,
         findings=findings,
+        rank_slots=read("--rank-slots", "fsdp_comm_rank_slots", parse_rank_slots, None),
     )
 
 
 def describe(options: SessionOptions) -> str:
     """The line of the report header."""
     backend = options.backend or "nccl with enough GPUs, else gloo"
-    return f"fsdp-comm: world size {options.world_size}, backend {backend}"
+    slots = "" if options.rank_slots is None else f", at most {options.rank_slots} ranks at once"
+    return f"fsdp-comm: world size {options.world_size}, backend {backend}{slots}"
 
 
 def parse_world_size(value: object) -> int:
@@ -194,6 +205,18 @@ def parse_whole_number(value: object) -> int | None:
     if isinstance(value, str):
         return int(value) if re.fullmatch(r"\s*-?[0-9]+\s*", value) else None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def parse_rank_slots(value: object) -> int:
+    """How many ranks may live at once, in decimal.
+
+    Raises:
+        BadValueError: It is something else; the text says what was expected and what came.
+    """
+    number = parse_whole_number(value)
+    if number is None or number < 1:
+        raise BadValueError(f"expected a whole number of ranks, at least 1, got {value!r}")
+    return number
 
 
 def parse_backend(value: object) -> Backend:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -21,6 +23,8 @@ from pytest_fsdp_comm.ranks.gpus import visible_gpu_count
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from xdist.workermanage import WorkerController
+
     from pytest_fsdp_comm.ranks.extension import RankExtension
     from pytest_fsdp_comm.ranks.runner import RankRunner
 
@@ -34,6 +38,10 @@ __all__ = [
 ]
 
 _RUNNER: Final[pytest.StashKey[RankRunner]] = pytest.StashKey()
+_SLOTS: Final = pytest.StashKey[str]()
+"""In xdist's controller: the directory through which its workers share ranks and GPUs."""
+_SLOTS_INPUT: Final = "fsdp_comm_slots"
+"""In xdist's workers: the name of that directory in what the controller tells them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,6 +61,15 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_fsdp_comm.ranks import spawn  # noqa: PLC0415  # in such a rank only
 
         spawn.select_own_test(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """Tells an xdist worker what it shares with the others."""
+    stash = node.config.stash
+    if _SLOTS not in stash:
+        stash[_SLOTS] = tempfile.mkdtemp(prefix="fsdp-comm-slots-")
+    node.workerinput[_SLOTS_INPUT] = stash[_SLOTS]
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -92,7 +109,10 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     if is_spawned_rank():
         spawn.become_rank(session, extensions)
     if any(options.SETTINGS in item.stash for item in ours) and not config.option.collectonly:
-        ranks = config.stash[_RUNNER] = runner.RankRunner(session, extensions)
+        workers_input = getattr(config, "workerinput", {})
+        ranks = config.stash[_RUNNER] = runner.RankRunner(
+            session, extensions, slots_directory=workers_input.get(_SLOTS_INPUT)
+        )
         ranks.start()
         ranks.explain_fallback()
 
@@ -125,3 +145,5 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     runner = config.stash.get(_RUNNER, None)
     if runner is not None:
         runner.close()
+    if _SLOTS in config.stash:
+        shutil.rmtree(config.stash[_SLOTS], ignore_errors=True)

@@ -28,6 +28,11 @@ class Launch:
     echoes: tuple[str, ...]
     """The streams that are shown at once: with ``-s`` what a rank prints, with ``--setup-show`` and
     the like what its pytest writes."""
+    slots: tuple[Path, ...] = ()
+    """Files of the slots that whoever starts the ranks holds while they live."""
+    gpus: tuple[str, ...] = ()
+    """The GPUs that the ranks may use, by the names of the caller's visible list; empty leaves the
+    list as it is."""
 
     @property
     def socket_path(self) -> Path:
@@ -57,6 +62,8 @@ class Launch:
         settings = values.pop("settings")
         settings["ranks"] = tuple(settings["ranks"])
         values["echoes"] = tuple(values["echoes"])
+        values["slots"] = tuple(Path(slot) for slot in values["slots"])
+        values["gpus"] = tuple(values["gpus"])
         return cls(
             settings=DistributedSettings(**settings),
             directory=Path(values.pop("directory")),
@@ -81,5 +88,15 @@ class RankProcesses(Protocol):
     def send_signal(self, rank: int, number: int) -> None:
         """Sends a signal to a rank, if it still lives."""
 
+    def rest(self) -> None:
+        """Says that the ranks run nothing, but are kept for another test."""
+
+    def resume(self) -> bool:
+        """Says that kept ranks are to run another test.
+
+        Returns:
+            Whether they still live.
+        """
+
     def end(self) -> None:
-        """Kills every process that the ranks left, and returns when they are gone."""
+        """Kills every process that the ranks left, frees their slots, and returns after that."""

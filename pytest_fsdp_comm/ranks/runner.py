@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import socket
 import tempfile
 import time
 import warnings
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_fsdp_comm.ranks.launch import Launch
+from pytest_fsdp_comm.options import OPTIONS, SETTINGS
+from pytest_fsdp_comm.ranks.gpus import visible_gpu_count, visible_gpu_names
+from pytest_fsdp_comm.ranks.group import gpus_of
+from pytest_fsdp_comm.ranks.launch import Launch, RankProcesses
 from pytest_fsdp_comm.ranks.rank_pytest import resolve_basetemp
 from pytest_fsdp_comm.ranks.safety import unsafe_to_fork
 from pytest_fsdp_comm.ranks.server import ForkServer
+from pytest_fsdp_comm.ranks.slots import Slots
 from pytest_fsdp_comm.ranks.spawn import SpawnedRanks
 from pytest_fsdp_comm.ranks.supervisor import Supervision
 from pytest_fsdp_comm.ranks.verdict import merge_reports
@@ -31,15 +37,35 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.results import RankResult
 
 
+@dataclass(slots=True, kw_only=True)
+class _Kept:
+    """The ranks that run a test now, or are kept for the next one."""
+
+    key: tuple[Any, ...]
+    """What a test must share with those that the ranks ran."""
+    supervision: Supervision
+    processes: RankProcesses
+    number: int = 0
+    """Of the set's current test, from 0."""
+
+
 class RankRunner:
     """Starts ranks, supervises them and reports for them; one in each pytest process."""
 
-    def __init__(self, session: pytest.Session, extensions: Sequence[RankExtension]) -> None:
+    def __init__(
+        self,
+        session: pytest.Session,
+        extensions: Sequence[RankExtension],
+        *,
+        slots_directory: str | None = None,
+    ) -> None:
         """Prepares; starts nothing.
 
         Args:
             session: The session, after collection.
             extensions: What other rooms add to each test's way through the ranks.
+            slots_directory: Through which the session's processes share ranks and GPUs; None if
+                this is the only one.
         """
         self._session = session
         self._extensions = extensions
@@ -47,7 +73,8 @@ class RankRunner:
         self._directory: Path | None = None
         self._sets = 0
         self._places = {item: place for place, item in enumerate(session.items)}
-        self._kept: tuple[tuple[Any, ...], Supervision, int] | None = None
+        self._kept: _Kept | None = None
+        self._slots_directory = slots_directory
         self.fallback_reason = ""
         """Why ranks are started as new processes instead of forked; empty if they are forked."""
 
@@ -56,9 +83,21 @@ class RankRunner:
         # Short, since a socket's path has at most 108 characters (104 on macOS).
         self._directory = Path(tempfile.mkdtemp(prefix="fsdp-comm-"))
         self._basetemp = resolve_basetemp(self._session.config)
+        self._slots = Slots(
+            Path(self._slots_directory or self._directory / "slots"),
+            ranks=self._session.config.stash[OPTIONS].rank_slots,
+            gpus=self._gpus(),
+        )
         self.fallback_reason = unsafe_to_fork()
         if not self.fallback_reason:
             self._server = ForkServer(self._run_rank)
+
+    def _gpus(self) -> tuple[str, ...]:
+        settings = (item.stash.get(SETTINGS, None) for item in self._session.items)
+        if not any(found is not None and gpus_of(found) for found in settings):
+            # Not asked for nothing: counting them imports torch here.
+            return ()
+        return visible_gpu_names(os.environ, visible_gpu_count())
 
     def explain_fallback(self) -> None:
         """Says on the terminal why ranks are slow to start, if they are."""
@@ -102,61 +141,72 @@ class RankRunner:
     def _run_ranks(self, item: pytest.Item, settings: DistributedSettings) -> dict[int, RankResult]:
         module = item.getparent(pytest.Module)
         key = (module, settings)
-        started_at = time.monotonic()
         index = self._places[item]
-        if self._kept is not None and self._kept[0] == key:
-            _, supervision, number = self._kept
-            self._kept = (key, supervision, number + 1)
-            self._make_test_directory(number + 1)
-            run = partial(supervision.run_next, index, started_at=started_at)
+        kept = self._kept
+        if kept is not None and kept.key == key and kept.processes.resume():
+            kept.number += 1
+            self._make_test_directory(kept.number)
+            run = partial(kept.supervision.run_next, index, started_at=time.monotonic())
         else:
+            # Before waiting for slots: kept ranks hold some.
             self._end_kept()
-            supervision = self._start_set(item, index, settings)
-            self._kept = (key, supervision, 0)
-            run = partial(supervision.run, started_at=started_at)
+            kept = self._kept = self._start_set(item, index, settings)
+            # Waiting for slots is not the test's fault.
+            run = partial(kept.supervision.run, started_at=time.monotonic())
         keeps = False
         try:
             results = run()
             keeps = (
-                settings.scope == "module" and supervision.is_reusable and self._server is not None
+                settings.scope == "module"
+                and kept.supervision.is_reusable
+                and self._server is not None
             )
         finally:
             # Also on Ctrl-C: no rank may outlive its test.
-            if not keeps:
+            if keeps:
+                kept.processes.rest()
+            else:
                 self._end_kept()
         return results
 
-    def _start_set(
-        self, item: pytest.Item, index: int, settings: DistributedSettings
-    ) -> Supervision:
+    def _start_set(self, item: pytest.Item, index: int, settings: DistributedSettings) -> _Kept:
         if self._directory is None:
             raise RuntimeError("start() comes before run()")
         self._sets += 1
         directory = self._directory / str(self._sets)
         directory.mkdir()
         config = self._session.config
-        launch = Launch(
-            item_index=index,
-            nodeid=item.nodeid,
-            settings=settings,
-            directory=directory,
-            basetemp=self._basetemp,
-            echoes=_echoes(config),
-        )
         self._set_directory = directory
         self._make_test_directory(0)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(str(launch.socket_path))
-        listener.listen(len(settings.ranks))
-        processes = self._server.launch(launch) if self._server else SpawnedRanks(config, launch)
-        return Supervision(launch, listener, processes)
+        with self._slots.turn(ranks=len(settings.ranks), gpus=gpus_of(settings)) as grant:
+            launch = Launch(
+                item_index=index,
+                nodeid=item.nodeid,
+                settings=settings,
+                directory=directory,
+                basetemp=self._basetemp,
+                echoes=_echoes(config),
+                slots=grant.files,
+                gpus=grant.gpus,
+            )
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(str(launch.socket_path))
+            listener.listen(len(settings.ranks))
+            processes = (
+                self._server.launch(launch) if self._server else SpawnedRanks(config, launch)
+            )
+        return _Kept(
+            key=(item.getparent(pytest.Module), settings),
+            supervision=Supervision(launch, listener, processes),
+            processes=processes,
+        )
 
     def _make_test_directory(self, number: int) -> None:
         (self._set_directory / f"test{number}").mkdir()
 
     def _end_kept(self) -> None:
         if self._kept is not None:
-            _, supervision, _ = self._kept
+            supervision = self._kept.supervision
             self._kept = None
             supervision.end()
             shutil.rmtree(self._set_directory, ignore_errors=True)

@@ -41,7 +41,7 @@ def run_rank(
     # The handler is C code on its own stack: it answers even where Python code holds the GIL.
     stacks = launch.stacks_path(rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
-    set_environment(launch.settings, rank)
+    set_environment(launch.settings, rank, launch.gpus)
     isolate_session(
         session.config,
         basetemp=launch.basetemp / f"rank{rank}",
