@@ -126,6 +126,15 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return True
 
 
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item) -> bool | None:
+    """Leaves a distributed test's timeout of pytest-timeout to its ranks.
+
+    Here it would end the session, or count the wait for other tests' ranks.
+    """
+    return True if options.SETTINGS in item.stash else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_assertrepr_compare(
     config: pytest.Config, left: object, right: object

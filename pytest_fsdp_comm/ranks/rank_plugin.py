@@ -65,6 +65,20 @@ class RankPlugin:
             }
         )
 
+    # A rank waits in collectives, where the signals of pytest-timeout find no Python code to
+    # interrupt, and its threads end the process without a word about the other ranks.
+    @pytest.hookimpl(tryfirst=True, optionalhook=True)
+    def pytest_timeout_set_timer(self, settings: Any) -> bool:
+        """Leaves the timeout of pytest-timeout to the supervisor, which knows every rank."""
+        self._channel.send({"timer_s": settings.timeout, "at": time.monotonic()})
+        return True
+
+    @pytest.hookimpl(tryfirst=True, optionalhook=True)
+    def pytest_timeout_cancel_timer(self) -> bool:
+        """Says that what had a timeout has ended."""
+        self._channel.send({"timer_s": None})
+        return True
+
     def pytest_warning_recorded(
         self,
         warning_message: warnings.WarningMessage,

@@ -27,6 +27,8 @@ _PARENTS_PLUGINS = (
     "pastebin",
     "dsession",
     "workerinteractor",
+    # Runs a test again; in a rank alone it would meet collectives of ranks that do not.
+    "rerunfailures",
 )
 _PARENTS_CLASSES = ("LogXML", "WorkerInteractor", "DSession", "Reporter")
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import socket
 import tempfile
 import time
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,8 @@ from pytest_fsdp_comm.ranks.gpus import visible_gpu_count, visible_gpu_names
 from pytest_fsdp_comm.ranks.group import gpus_of
 from pytest_fsdp_comm.ranks.launch import Launch, RankProcesses
 from pytest_fsdp_comm.ranks.rank_pytest import resolve_basetemp
+from pytest_fsdp_comm.ranks.rank_warnings import replay_warnings
+from pytest_fsdp_comm.ranks.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.safety import unsafe_to_fork
 from pytest_fsdp_comm.ranks.server import ForkServer
 from pytest_fsdp_comm.ranks.slots import Slots
@@ -115,15 +115,20 @@ class RankRunner:
     ) -> None:
         """Runs one test and logs its reports, as `pytest_runtest_protocol` has to."""
         hook = item.ihook
-        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        results = self._run_ranks(item, settings)
-        reports = merge_reports(item, results, self._load, timeout_s=settings.timeout_s)
-        for report in self._extended(item, results, reports):
-            hook.pytest_runtest_logreport(report=report)
-        self._replay_warnings(results)
+        attempt = partial(self._attempt, item, settings)
+        if not run_with_reruns(item, nextitem, attempt):
+            hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+            for report in attempt():
+                hook.pytest_runtest_logreport(report=report)
+            hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         # Fixtures of wider scope that tests without ranks set up here end as without this plugin.
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001  # as pytest's runner
-        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+    def _attempt(self, item: pytest.Item, settings: DistributedSettings) -> list[pytest.TestReport]:
+        results = self._run_ranks(item, settings)
+        reports = merge_reports(item, results, self._load, timeout_s=settings.timeout_s)
+        replay_warnings(item.config, results.values())
+        return self._extended(item, results, reports)
 
     def close(self) -> None:
         """Ends every process and removes what they shared."""
@@ -240,24 +245,6 @@ class RankRunner:
             blamed.longrepr = "\n\n".join(problems)
         return reports
 
-    def _replay_warnings(self, results: Mapping[int, RankResult]) -> None:
-        """Records each warning once, however many ranks gave it."""
-        seen = set()
-        for result in results.values():
-            for warning in result.warnings:
-                key = (warning["text"], warning["filename"], warning["lineno"], warning["when"])
-                if key in seen:
-                    continue
-                seen.add(key)
-                self._session.config.hook.pytest_warning_recorded.call_historic(
-                    kwargs={
-                        "warning_message": _rebuilt(warning),
-                        "when": warning["when"],
-                        "nodeid": warning["nodeid"],
-                        "location": warning["location"] and tuple(warning["location"]),
-                    }
-                )
-
 
 def _echoes(config: pytest.Config) -> tuple[str, ...]:
     shows_setup = any(
@@ -267,28 +254,6 @@ def _echoes(config: pytest.Config) -> tuple[str, ...]:
         *(("stdout", "stderr") if config.getoption("capture", "fd") == "no" else ()),
         *(("terminal",) if shows_setup else ()),
     )
-
-
-def _rebuilt(warning: Mapping[str, Any]) -> warnings.WarningMessage:
-    module, name = warning["category"]
-    try:
-        category = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
-        category = UserWarning
-    return warnings.WarningMessage(
-        message=category(warning["text"]) if _takes_text(category) else warning["text"],
-        category=category,
-        filename=warning["filename"],
-        lineno=warning["lineno"],
-    )
-
-
-def _takes_text(category: type[Warning]) -> bool:
-    try:
-        category("")
-    except TypeError:
-        return False
-    return True
 
 
 def _outcome(reports: Sequence[pytest.TestReport]) -> Outcome:

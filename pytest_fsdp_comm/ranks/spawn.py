@@ -35,6 +35,9 @@ class SpawnedRanks:
         arguments = [str(argument) for argument in config.invocation_params.args]
         if config.pluginmanager.has_plugin("xdist"):
             arguments += ["-n", "0"]
+        if config.pluginmanager.has_plugin("randomly"):
+            # Each rank would choose a seed of its own.
+            arguments += [f"--randomly-seed={config.getoption('randomly_seed')}"]
         self._held = HeldSlots(launch.slots)
         environment = {**os.environ, LAUNCH_VARIABLE: str(told)}
         if launch.gpus:

@@ -26,6 +26,15 @@ _POLL_S = 0.05
 _DUMP_S = 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class _Timer:
+    """A timeout that pytest-timeout set in a rank."""
+
+    timeout_s: float
+    until: float
+    """When it runs out (`time.monotonic`)."""
+
+
 @dataclass(slots=True)
 class _Rank:
     """What is known so far of one rank."""
@@ -40,6 +49,7 @@ class _Rank:
     ended_at: float | None = None
     stopped: Stopped | None = None
     stacks: str = ""
+    timer: _Timer | None = None
     nbytes_read: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -96,10 +106,11 @@ class Supervision:
             if first_failure is not None and now > first_failure + GRACE_S:
                 self._stop(Stopped.AFTER_FAILURE)
                 break
-            if now > deadline:
+            ends_at = min([deadline, *(timer.until for timer in self._timers())])
+            if now > ends_at:
                 self._stop(Stopped.AT_DEADLINE)
                 break
-            self._wait(min(_POLL_S, max(deadline - now, 0.001)))
+            self._wait(min(_POLL_S, max(ends_at - now, 0.001)))
         if self._echo:
             self._echo.copy()
         results = {number: self._result(number, rank) for number, rank in self._ranks.items()}
@@ -129,6 +140,10 @@ class Supervision:
         for rank in self._ranks.values():
             if rank.channel:
                 rank.channel.close()
+
+    def _timers(self) -> list[_Timer]:
+        ranks = self._ranks.values()
+        return [rank.timer for rank in ranks if rank.timer is not None and not rank.is_over]
 
     def _wait(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -200,6 +215,10 @@ class Supervision:
             status=None if rank.is_done else rank.status,
             ended_at=rank.ended_at,
             stopped=rank.stopped,
+            timeout_s=min(
+                (timer.timeout_s for timer in self._timers() if timer.until < time.monotonic()),
+                default=None,
+            ),
             stacks=rank.stacks,
             unreported={} if rank.is_done else self._unreported(number, rank),
         )
@@ -227,6 +246,9 @@ def _record(rank: _Rank, message: Mapping[str, Any]) -> None:
     elif "escaped" in message:
         rank.escaped = message["escaped"]
         rank.ended_at = message["at"]
+    elif "timer_s" in message:
+        timeout_s = message["timer_s"]
+        rank.timer = None if timeout_s is None else _Timer(timeout_s, message["at"] + timeout_s)
     elif "done" in message:
         rank.is_done = True
 
