@@ -99,6 +99,11 @@ def resolve(
     _check_process_count(world_size, backend)
     ranks = _ranks(given["ranks"], world_size, backend)
     _check_slots(len(ranks), options.rank_slots)
+    if options.pdb_rank is not None and options.pdb_rank not in ranks:
+        raise BadValueError(
+            f"--pdb-rank {options.pdb_rank} is no rank of this test; it runs "
+            f"{', '.join(map(str, ranks))}: choose one of these, or select other tests"
+        )
     timeout = given["timeout_s"]
     return DistributedSettings(
         world_size=world_size,

@@ -77,6 +77,8 @@ class SessionOptions:
     """Absolute directory for what failed comparisons received; None keeps nothing."""
     findings: FindingRules = field(default_factory=FindingRules)
     """What counts as a finding of a sharded tree."""
+    pdb_rank: int | None = None
+    """The rank that debuggers run in; None chooses the lowest of each test."""
     rank_slots: int | None = None
     """Ranks that may live at once in all processes of the session; None does not bound them."""
 
@@ -124,6 +126,12 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="keep what failed comparisons received under DIR, laid out like the snapshot "
         "directory: copying it over accepts the change",
+    )
+    group.addoption(
+        "--pdb-rank",
+        metavar="N",
+        help="the rank in which --pdb, --trace and breakpoint() debug a distributed test "
+        "(default: 0)",
     )
     parser.addini("fsdp_comm_world_size", "default of --world-size", default="")
     parser.addini("fsdp_comm_backend", "default of --comm-backend", default="")
@@ -174,8 +182,24 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
         # Relative to where the user typed it, as with --junitxml.
         artifacts_dir=config.invocation_params.dir / artifacts if artifacts else None,
         findings=findings,
+        pdb_rank=_read_pdb_rank(config),
         rank_slots=read("--rank-slots", "fsdp_comm_rank_slots", parse_rank_slots, None),
     )
+
+
+def _read_pdb_rank(config: pytest.Config) -> int | None:
+    given = config.getoption("--pdb-rank")
+    if given is None:
+        return None
+    number = parse_whole_number(given)
+    if number is None or number < 0:
+        raise pytest.UsageError(f"--pdb-rank: expected a rank, from 0 on, got {given!r}")
+    if config.getoption("dist", "no") != "no":
+        # As xdist says it of --pdb.
+        raise pytest.UsageError(
+            "--pdb-rank is incompatible with distributing tests; try using -n0 or -nno"
+        )
+    return number
 
 
 def describe(options: SessionOptions) -> str:

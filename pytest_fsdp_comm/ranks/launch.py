@@ -30,6 +30,10 @@ class Launch:
     the like what its pytest writes."""
     slots: tuple[Path, ...] = ()
     """Files of the slots that whoever starts the ranks holds while they live."""
+    terminal: tuple[int, ...] = ()
+    """Descriptors of the session's standard input, output and error; empty if it has none."""
+    debugged_rank: int = 0
+    """The rank that debuggers run in."""
     gpus: tuple[str, ...] = ()
     """The GPUs that the ranks may use, by the names of the caller's visible list; empty leaves the
     list as it is."""
@@ -63,6 +67,7 @@ class Launch:
         settings["ranks"] = tuple(settings["ranks"])
         values["echoes"] = tuple(values["echoes"])
         values["slots"] = tuple(Path(slot) for slot in values["slots"])
+        values["terminal"] = tuple(values["terminal"])
         values["gpus"] = tuple(values["gpus"])
         return cls(
             settings=DistributedSettings(**settings),

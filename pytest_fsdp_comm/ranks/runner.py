@@ -7,7 +7,7 @@ import shutil
 import socket
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.ranks.gpus import visible_gpu_count, visible_gpu_names
 from pytest_fsdp_comm.ranks.group import gpus_of
 from pytest_fsdp_comm.ranks.launch import Launch, RankProcesses
+from pytest_fsdp_comm.ranks.rank_pdb import QUIT, point_to_debugger
 from pytest_fsdp_comm.ranks.rank_pytest import resolve_basetemp
 from pytest_fsdp_comm.ranks.rank_warnings import replay_warnings
 from pytest_fsdp_comm.ranks.reruns import run_with_reruns
@@ -26,6 +27,7 @@ from pytest_fsdp_comm.ranks.server import ForkServer
 from pytest_fsdp_comm.ranks.slots import Slots
 from pytest_fsdp_comm.ranks.spawn import SpawnedRanks
 from pytest_fsdp_comm.ranks.supervisor import Supervision
+from pytest_fsdp_comm.ranks.terminal import copied_terminal, kept_foreground
 from pytest_fsdp_comm.ranks.verdict import merge_reports
 from pytest_fsdp_comm.ranks.worker import run_rank
 
@@ -74,6 +76,8 @@ class RankRunner:
         self._sets = 0
         self._places = {item: place for place, item in enumerate(session.items)}
         self._kept: _Kept | None = None
+        self._terminal: tuple[int, ...] = ()
+        self._was_quit = False
         self._slots_directory = slots_directory
         self.fallback_reason = ""
         """Why ranks are started as new processes instead of forked; empty if they are forked."""
@@ -83,6 +87,7 @@ class RankRunner:
         # Short, since a socket's path has at most 108 characters (104 on macOS).
         self._directory = Path(tempfile.mkdtemp(prefix="fsdp-comm-"))
         self._basetemp = resolve_basetemp(self._session.config)
+        self._terminal = copied_terminal(self._session.config)
         self._slots = Slots(
             Path(self._slots_directory or self._directory / "slots"),
             ranks=self._session.config.stash[OPTIONS].rank_slots,
@@ -123,12 +128,21 @@ class RankRunner:
             hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         # Fixtures of wider scope that tests without ranks set up here end as without this plugin.
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001  # as pytest's runner
+        if self._was_quit:
+            pytest.exit(QUIT.removeprefix("Exit: "))
 
     def _attempt(self, item: pytest.Item, settings: DistributedSettings) -> list[pytest.TestReport]:
         results = self._run_ranks(item, settings)
+        self._was_quit = any(result.escaped == QUIT for result in results.values())
+        if self._was_quit:
+            # Not a failure of the test, which just ends here.
+            results = {rank: replace(result, escaped=None) for rank, result in results.items()}
         reports = merge_reports(item, results, self._load, timeout_s=settings.timeout_s)
         replay_warnings(item.config, results.values())
-        return self._extended(item, results, reports)
+        reports = self._extended(item, results, reports)
+        if item.config.getoption("usepdb", default=False):
+            point_to_debugger(reports, results, _debugged_rank(item.config, settings))
+        return reports
 
     def close(self) -> None:
         """Ends every process and removes what they shared."""
@@ -136,6 +150,9 @@ class RankRunner:
         if self._server is not None:
             self._server.close()
             self._server = None
+        for descriptor in self._terminal:
+            os.close(descriptor)
+        self._terminal = ()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
@@ -160,7 +177,8 @@ class RankRunner:
             run = partial(kept.supervision.run, started_at=time.monotonic())
         keeps = False
         try:
-            results = run()
+            with kept_foreground(self._terminal):
+                results = run()
             keeps = (
                 settings.scope == "module"
                 and kept.supervision.is_reusable
@@ -191,6 +209,8 @@ class RankRunner:
                 directory=directory,
                 basetemp=self._basetemp,
                 echoes=_echoes(config),
+                terminal=self._terminal,
+                debugged_rank=_debugged_rank(config, settings),
                 slots=grant.files,
                 gpus=grant.gpus,
             )
@@ -244,6 +264,11 @@ class RankRunner:
             blamed.outcome = "failed"
             blamed.longrepr = "\n\n".join(problems)
         return reports
+
+
+def _debugged_rank(config: pytest.Config, settings: DistributedSettings) -> int:
+    chosen = config.stash[OPTIONS].pdb_rank
+    return settings.ranks[0] if chosen is None else chosen
 
 
 def _echoes(config: pytest.Config) -> tuple[str, ...]:

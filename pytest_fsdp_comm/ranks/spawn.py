@@ -56,7 +56,9 @@ class SpawnedRanks:
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
-                    start_new_session=True,
+                    pass_fds=launch.terminal,
+                    # Not a session of its own, which could not read the terminal.
+                    process_group=0,
                 )
 
     def fileno(self) -> None:

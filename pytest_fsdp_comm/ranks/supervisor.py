@@ -50,6 +50,7 @@ class _Rank:
     stopped: Stopped | None = None
     stacks: str = ""
     timer: _Timer | None = None
+    is_debugging: bool = False
     nbytes_read: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -99,15 +100,23 @@ class Supervision:
         """
         deadline = started_at + self._launch.settings.timeout_s
         first_failure: float | None = None
+        was_debugged = False
         while not all(rank.is_over for rank in self._ranks.values()):
             now = time.monotonic()
+            if any(rank.is_debugging and not rank.is_over for rank in self._ranks.values()):
+                was_debugged = True
+                # Whoever failed, it is the debugger's turn.
+                first_failure = None
+                self._wait(_POLL_S)
+                continue
             if first_failure is None and any(rank.has_failed for rank in self._ranks.values()):
                 first_failure = now
             if first_failure is not None and now > first_failure + GRACE_S:
                 self._stop(Stopped.AFTER_FAILURE)
                 break
             ends_at = min([deadline, *(timer.until for timer in self._timers())])
-            if now > ends_at:
+            # Time in a debugger is not the test's, and how much it was does not matter any more.
+            if now > ends_at and not was_debugged:
                 self._stop(Stopped.AT_DEADLINE)
                 break
             self._wait(min(_POLL_S, max(ends_at - now, 0.001)))
@@ -236,6 +245,7 @@ class Supervision:
 
 
 def _record(rank: _Rank, message: Mapping[str, Any]) -> None:
+    rank.is_debugging = message.get("debugs", rank.is_debugging)
     if "report" in message:
         rank.reports.append({"report": message["report"], "at": message["at"]})
         rank.nbytes_read = message["read"]

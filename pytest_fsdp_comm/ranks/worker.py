@@ -15,8 +15,10 @@ from pytest_fsdp_comm.ranks.channel import Channel
 from pytest_fsdp_comm.ranks.context import RANK_CONTEXT, RankContext
 from pytest_fsdp_comm.ranks.exchange import DirectoryExchange
 from pytest_fsdp_comm.ranks.group import device_of, set_environment
+from pytest_fsdp_comm.ranks.rank_pdb import debug_elsewhere, debug_here, refuse_debuggers
 from pytest_fsdp_comm.ranks.rank_plugin import RankPlugin
 from pytest_fsdp_comm.ranks.rank_pytest import isolate_session
+from pytest_fsdp_comm.ranks.terminal import RankTerminal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +49,12 @@ def run_rank(
         basetemp=launch.basetemp / f"rank{rank}",
         terminal=launch.log_path(rank, "terminal"),
     )
+    if not launch.terminal:
+        refuse_debuggers(session.config)
+    elif rank == launch.debugged_rank:
+        debug_here(session.config, RankTerminal(launch.terminal))
+    else:
+        debug_elsewhere(session.config)
     for extension in extensions:
         extension.enter_rank(session.config)
     channel = Channel.connect(launch.socket_path)
