@@ -97,13 +97,20 @@ def resolve(
             "fsdp_comm_backend) to use gloo, or run on a machine with a GPU for each rank"
         )
     is_launched = options.launched is not None and options.launched.world_size == world_size
+    ranks = _ranks(given["ranks"], world_size, backend)
     if not is_launched:
         _check_process_count(world_size, backend)
+        _check_slots(len(ranks), options.rank_slots)
+    if options.pdb_rank is not None and options.pdb_rank not in ranks:
+        raise BadValueError(
+            f"--pdb-rank {options.pdb_rank} is no rank of this test; it runs "
+            f"{', '.join(map(str, ranks))}: choose one of these, or select other tests"
+        )
     timeout = given["timeout_s"]
     return DistributedSettings(
         world_size=world_size,
         backend=backend,
-        ranks=_ranks(given["ranks"], world_size, backend),
+        ranks=ranks,
         scope=_one_of("scope", given["scope"] or "test", get_args(Scope)),
         timeout_s=options.timeout_s
         if timeout is None
@@ -197,6 +204,15 @@ def _check_process_count(world_size: int, backend: Backend) -> None:
             f"world_size: {world_size} ranks are too many processes for one machine (at most "
             f"{MAX_PROCESSES} with {backend}); simulate them in one process with backend='fake' "
             "or --comm-backend fake"
+        )
+
+
+def _check_slots(count: int, slots: int | None) -> None:
+    if slots is not None and count > slots:
+        raise BadValueError(
+            f"{count} ranks never fit into the {slots} that --rank-slots (ini "
+            f"fsdp_comm_rank_slots) lets live at once; allow at least {count}, lower the world "
+            "size, or simulate it in one process with backend='fake'"
         )
 
 

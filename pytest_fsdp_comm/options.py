@@ -82,6 +82,10 @@ class SessionOptions:
     launched: LaunchedRank | None = None
     """This process's place among those that torchrun or the like started; None if it starts the
     ranks of its tests itself."""
+    pdb_rank: int | None = None
+    """The rank that debuggers run in; None chooses the lowest of each test."""
+    rank_slots: int | None = None
+    """Ranks that may live at once in all processes of the session; None does not bound them."""
 
 
 SETTINGS: Final = pytest.StashKey[DistributedSettings]()
@@ -117,14 +121,27 @@ def add_options(parser: pytest.Parser) -> None:
         f"(ini: fsdp_comm_timeout_s; default {DEFAULT_TIMEOUT_S:.0f})",
     )
     group.addoption(
+        "--rank-slots",
+        metavar="N",
+        help="let at most N ranks live at once, over all xdist workers: a test waits until there "
+        "is room for its ranks (ini: fsdp_comm_rank_slots; default: no bound)",
+    )
+    group.addoption(
         "--comm-artifacts",
         metavar="DIR",
         help="keep what failed comparisons received under DIR, laid out like the snapshot "
         "directory: copying it over accepts the change",
     )
+    group.addoption(
+        "--pdb-rank",
+        metavar="N",
+        help="the rank in which --pdb, --trace and breakpoint() debug a distributed test "
+        "(default: 0)",
+    )
     parser.addini("fsdp_comm_world_size", "default of --world-size", default="")
     parser.addini("fsdp_comm_backend", "default of --comm-backend", default="")
     parser.addini("fsdp_comm_timeout_s", "default of --comm-timeout, in seconds", default="")
+    parser.addini("fsdp_comm_rank_slots", "default of --rank-slots", default="")
     parser.addini(
         "fsdp_comm_snapshot_dir",
         "directory of the communication snapshots, relative to the root directory",
@@ -174,6 +191,8 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
         artifacts_dir=config.invocation_params.dir / artifacts if artifacts else None,
         findings=findings,
         launched=launched,
+        pdb_rank=_read_pdb_rank(config),
+        rank_slots=read("--rank-slots", "fsdp_comm_rank_slots", parse_rank_slots, None),
     )
 
 
@@ -192,6 +211,21 @@ def _read_launch(config: pytest.Config) -> LaunchedRank | None:
     return launched
 
 
+def _read_pdb_rank(config: pytest.Config) -> int | None:
+    given = config.getoption("--pdb-rank")
+    if given is None:
+        return None
+    number = parse_whole_number(given)
+    if number is None or number < 0:
+        raise pytest.UsageError(f"--pdb-rank: expected a rank, from 0 on, got {given!r}")
+    if config.getoption("dist", "no") != "no":
+        # As xdist says it of --pdb.
+        raise pytest.UsageError(
+            "--pdb-rank is incompatible with distributing tests; try using -n0 or -nno"
+        )
+    return number
+
+
 def describe(options: SessionOptions) -> str:
     """The line of the report header."""
     backend = options.backend or "nccl with enough GPUs, else gloo"
@@ -199,7 +233,8 @@ def describe(options: SessionOptions) -> str:
     place = ""
     if launched:
         place = f", rank {launched.rank} of {launched.world_size} that {launched.launcher} started"
-    return f"fsdp-comm: world size {options.world_size}, backend {backend}{place}"
+    slots = "" if options.rank_slots is None else f", at most {options.rank_slots} ranks at once"
+    return f"fsdp-comm: world size {options.world_size}, backend {backend}{place}{slots}"
 
 
 def parse_world_size(value: object) -> int:
@@ -222,6 +257,18 @@ def parse_whole_number(value: object) -> int | None:
     if isinstance(value, str):
         return int(value) if re.fullmatch(r"\s*-?[0-9]+\s*", value) else None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def parse_rank_slots(value: object) -> int:
+    """How many ranks may live at once, in decimal.
+
+    Raises:
+        BadValueError: It is something else; the text says what was expected and what came.
+    """
+    number = parse_whole_number(value)
+    if number is None or number < 1:
+        raise BadValueError(f"expected a whole number of ranks, at least 1, got {value!r}")
+    return number
 
 
 def parse_backend(value: object) -> Backend:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -22,6 +24,8 @@ from pytest_fsdp_comm.ranks.gpus import usable_gpu_count
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from xdist.workermanage import WorkerController
+
     from pytest_fsdp_comm.ranks.extension import RankExtension
 
 __all__ = [
@@ -32,6 +36,11 @@ __all__ = [
     "dist_info",
     "fsdp_tree",
 ]
+
+_SLOTS: Final = pytest.StashKey[str]()
+"""In xdist's controller: the directory through which its workers share ranks and GPUs."""
+_SLOTS_INPUT: Final = "fsdp_comm_slots"
+"""In xdist's workers: the name of that directory in what the controller tells them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +60,15 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_fsdp_comm.ranks import spawn  # noqa: PLC0415  # in such a rank only
 
         spawn.select_own_test(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """Tells an xdist worker what it shares with the others."""
+    stash = node.config.stash
+    if _SLOTS not in stash:
+        stash[_SLOTS] = tempfile.mkdtemp(prefix="fsdp-comm-slots-")
+    node.workerinput[_SLOTS_INPUT] = stash[_SLOTS]
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -113,7 +131,10 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
         launch.join_session(session, extensions, launched)
     elif any(options.SETTINGS in item.stash for item in ours):
-        ranks = config.stash[RUNNER] = runner.RankRunner(session, extensions)
+        workers_input = getattr(config, "workerinput", {})
+        ranks = config.stash[RUNNER] = runner.RankRunner(
+            session, extensions, slots_directory=workers_input.get(_SLOTS_INPUT)
+        )
         ranks.start()
         ranks.explain_fallback()
 
@@ -128,6 +149,15 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return None
     runner.run(item, nextitem, item.stash[options.SETTINGS])
     return True
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item) -> bool | None:
+    """Leaves a distributed test's timeout of pytest-timeout to its ranks.
+
+    Here it would end the session, or count the wait for other tests' ranks.
+    """
+    return True if options.SETTINGS in item.stash else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -149,3 +179,5 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     runner = config.stash.get(RUNNER, None)
     if runner is not None:
         runner.close()
+    if _SLOTS in config.stash:
+        shutil.rmtree(config.stash[_SLOTS], ignore_errors=True)

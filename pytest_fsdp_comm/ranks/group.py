@@ -8,10 +8,11 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from pytest_fsdp_comm.ranks.gpus import visible_gpus_variable
 from pytest_fsdp_comm.ranks.network import interface_towards
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,15 +34,31 @@ def device_of(settings: DistributedSettings, local_rank: int) -> str:
     return f"cuda:{local_rank}" if wants_cuda and settings.backend != "fake" else "cpu"
 
 
+def gpus_of(settings: DistributedSettings) -> int:
+    """How many GPUs a test's ranks use together."""
+    return sum(device_of(settings, rank).startswith("cuda") for rank in settings.ranks)
+
+
 def set_environment(
-    settings: DistributedSettings, rank: int, part: LaunchedPart | None = None
+    settings: DistributedSettings,
+    rank: int,
+    gpus: Sequence[str] = (),
+    part: LaunchedPart | None = None,
 ) -> None:
-    """Sets the variables that torchrun would, and one thread a rank.
+    """Sets the variables that torchrun would, the visible GPUs, and one thread a rank.
 
     Ranks share the machine: with torch's default of a thread for each core they fight for it. Also,
     OpenMP's pool does not survive a fork: a forked child that used the parent's pool hung 9 of 9
     times, and never with one thread (torch 2.13, CPU).
+
+    Args:
+        settings: How the test runs on ranks.
+        rank: This rank.
+        gpus: The GPUs that the test's ranks may use; empty leaves the caller's list as it is.
+        part: The rank's place on its machine; None if all ranks are on this one.
     """
+    if gpus:
+        os.environ[visible_gpus_variable(os.environ)] = ",".join(gpus)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(part.local_rank if part else rank),

@@ -60,6 +60,15 @@ class Launch:
     the like what its pytest writes."""
     part: LaunchedPart | None = None
     """The only rank that is started here; None starts all of them."""
+    slots: tuple[Path, ...] = ()
+    """Files of the slots that whoever starts the ranks holds while they live."""
+    terminal: tuple[int, ...] = ()
+    """Descriptors of the session's standard input, output and error; empty if it has none."""
+    debugged_rank: int = 0
+    """The rank that debuggers run in."""
+    gpus: tuple[str, ...] = ()
+    """The GPUs that the ranks may use, by the names of the caller's visible list; empty leaves the
+    list as it is."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -97,6 +106,9 @@ class Launch:
         part = values.pop("part")
         if part is not None:
             part = LaunchedPart(**{**part, "store": StoreAddress(**part["store"])})
+        values["slots"] = tuple(Path(slot) for slot in values["slots"])
+        values["terminal"] = tuple(values["terminal"])
+        values["gpus"] = tuple(values["gpus"])
         return cls(
             part=part,
             settings=DistributedSettings(**settings),
@@ -122,5 +134,15 @@ class RankProcesses(Protocol):
     def send_signal(self, rank: int, number: int) -> None:
         """Sends a signal to a rank, if it still lives."""
 
+    def rest(self) -> None:
+        """Says that the ranks run nothing, but are kept for another test."""
+
+    def resume(self) -> bool:
+        """Says that kept ranks are to run another test.
+
+        Returns:
+            Whether they still live.
+        """
+
     def end(self) -> None:
-        """Kills every process that the ranks left, and returns when they are gone."""
+        """Kills every process that the ranks left, frees their slots, and returns after that."""

@@ -60,10 +60,34 @@ class RankPlugin:
             {
                 "report": _serializable(self._config, report),
                 "at": time.time(),
+                # A debugger is to follow: the others have to wait from here on.
+                "debugs": report.failed and self._config.pluginmanager.has_plugin("pdbinvoke"),
                 # What comes after these places dies with the rank, unless the parent reads it.
                 "read": {log.name: log.nbytes_read for log in self._logs},
             }
         )
+
+    # A rank waits in collectives, where the signals of pytest-timeout find no Python code to
+    # interrupt, and its threads end the process without a word about the other ranks.
+    @pytest.hookimpl(tryfirst=True, optionalhook=True)
+    def pytest_timeout_set_timer(self, settings: Any) -> bool:
+        """Leaves the timeout of pytest-timeout to the supervisor, which knows every rank."""
+        self._channel.send({"timer_s": settings.timeout, "at": time.monotonic()})
+        return True
+
+    @pytest.hookimpl(tryfirst=True, optionalhook=True)
+    def pytest_timeout_cancel_timer(self) -> bool:
+        """Says that what had a timeout has ended."""
+        self._channel.send({"timer_s": None})
+        return True
+
+    def pytest_enter_pdb(self) -> None:
+        """Says that a human is at work, who takes time."""
+        self._channel.send({"debugs": True})
+
+    def pytest_leave_pdb(self) -> None:
+        """Says that the test goes on."""
+        self._channel.send({"debugs": False})
 
     def pytest_warning_recorded(
         self,

@@ -6,6 +6,7 @@ contract test in ``tests/unit/test_rank_pytest.py``.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from _pytest._io import TerminalWriter
 from pytest_fsdp_comm.errors import UpstreamChangedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 # Plugins that write what only the parent may write: terminal, files, caches, xdist's channel.
@@ -23,10 +25,11 @@ _PARENTS_PLUGINS = (
     "lfplugin",
     "nfplugin",
     "stepwiseplugin",
-    "pdbinvoke",
     "pastebin",
     "dsession",
     "workerinteractor",
+    # Runs a test again; in a rank alone it would meet collectives of ranks that do not.
+    "rerunfailures",
 )
 _PARENTS_CLASSES = ("LogXML", "WorkerInteractor", "DSession", "Reporter")
 
@@ -80,7 +83,7 @@ def _release_capture(config: pytest.Config) -> None:
     if manager is None:
         return
     if not (hasattr(manager, "_global_capturing") and hasattr(manager, "_method")):
-        raise UpstreamChangedError(_moved("CaptureManager._global_capturing, ._method"))
+        raise UpstreamChangedError(moved("CaptureManager._global_capturing, ._method"))
     # Kept alive: collected, its files would warn of not being closed, which -W error makes fatal.
     config.stash[_PARENTS_CAPTURE] = manager._global_capturing  # noqa: SLF001  # see above
     # Not stop_global_capturing(): it would write the parent's captured text to the terminal.
@@ -94,9 +97,27 @@ def _move_basetemp(config: pytest.Config, basetemp: Path) -> None:
     if factory is None:
         return
     if not hasattr(factory, "_basetemp"):
-        raise UpstreamChangedError(_moved("TempPathFactory._basetemp"))
+        raise UpstreamChangedError(moved("TempPathFactory._basetemp"))
     basetemp.mkdir(mode=0o700, parents=True, exist_ok=True)
     factory._basetemp = basetemp  # noqa: SLF001  # see the module's docstring
+
+
+@contextlib.contextmanager
+def real_stdin(config: pytest.Config) -> Iterator[None]:
+    """Within the block descriptor 0 is what the user gave pytest.
+
+    Outside of tests pytest lets go of the output that it captures, but not of the input.
+    """
+    manager: Any = config.pluginmanager.getplugin("capturemanager")
+    if manager is None:
+        yield
+        return
+    manager.suspend_global_capture(in_=True)
+    try:
+        yield
+    finally:
+        manager.resume_global_capture()
+        manager.suspend_global_capture(in_=False)
 
 
 def resolve_basetemp(config: pytest.Config) -> Path:
@@ -107,12 +128,13 @@ def resolve_basetemp(config: pytest.Config) -> Path:
     """
     factory: Any = getattr(config, "_tmp_path_factory", None)
     if factory is None:
-        raise UpstreamChangedError(_moved("config._tmp_path_factory"))
+        raise UpstreamChangedError(moved("config._tmp_path_factory"))
     path: Path = factory.getbasetemp()
     return path
 
 
-def _moved(name: str) -> str:
+def moved(name: str) -> str:
+    """The text of an error about a private name of pytest that is not there."""
     return (
         f"pytest {pytest.__version__} has no {name} any more, which running ranks relies on; "
         "pytest-fsdp-comm was read against pytest 8.4 to 9.2: use one of these, or upgrade "

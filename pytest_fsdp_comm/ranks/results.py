@@ -37,6 +37,8 @@ class RankResult:
     """`time.time` of an end before the end of the test; None if it finished the test."""
     stopped: Stopped | None
     """Why the supervisor ended it; None if it did not."""
+    timeout_s: float | None = None
+    """The timeout of pytest-timeout that ran out; None if it was the test's deadline or none."""
     stacks: str
     """Where it was when it was stopped, innermost frame first; empty if unknown."""
     unreported: dict[str, str]

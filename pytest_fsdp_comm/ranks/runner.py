@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
+import os
 import shutil
 import socket
 import tempfile
 import time
-import warnings
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_fsdp_comm.ranks.launch import Launch
+from pytest_fsdp_comm.options import OPTIONS, SETTINGS
+from pytest_fsdp_comm.ranks.gpus import visible_gpu_count, visible_gpu_names
+from pytest_fsdp_comm.ranks.group import gpus_of
+from pytest_fsdp_comm.ranks.launch import Launch, RankProcesses
+from pytest_fsdp_comm.ranks.rank_pdb import QUIT, point_to_debugger
 from pytest_fsdp_comm.ranks.rank_pytest import resolve_basetemp
+from pytest_fsdp_comm.ranks.rank_warnings import replay_warnings
+from pytest_fsdp_comm.ranks.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.safety import unsafe_to_fork
 from pytest_fsdp_comm.ranks.server import ForkServer
+from pytest_fsdp_comm.ranks.slots import Slots
 from pytest_fsdp_comm.ranks.spawn import SpawnedRanks
 from pytest_fsdp_comm.ranks.supervisor import Supervision
+from pytest_fsdp_comm.ranks.terminal import copied_terminal, kept_foreground
 from pytest_fsdp_comm.ranks.verdict import merge_reports
 from pytest_fsdp_comm.ranks.worker import run_rank
 
@@ -32,6 +40,18 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.results import RankResult
 
 
+@dataclass(slots=True, kw_only=True)
+class _Kept:
+    """The ranks that run a test now, or are kept for the next one."""
+
+    key: tuple[Any, ...]
+    """What a test must share with those that the ranks ran."""
+    supervision: Supervision
+    processes: RankProcesses
+    number: int = 0
+    """Of the set's current test, from 0."""
+
+
 class RankRunner:
     """Starts ranks, supervises them and reports for them; one in each pytest process."""
 
@@ -40,6 +60,8 @@ class RankRunner:
         session: pytest.Session,
         extensions: Sequence[RankExtension],
         peers: Peers | None = None,
+        *,
+        slots_directory: str | None = None,
     ) -> None:
         """Prepares; starts nothing.
 
@@ -47,6 +69,8 @@ class RankRunner:
             session: The session, after collection.
             extensions: What other rooms add to each test's way through the ranks.
             peers: The processes that have the other ranks; None if all ranks are started here.
+            slots_directory: Through which the session's processes share ranks and GPUs; None if
+                this is the only one.
         """
         self._session = session
         self._extensions = extensions
@@ -55,7 +79,10 @@ class RankRunner:
         self._directory: Path | None = None
         self._sets = 0
         self._places = {item: place for place, item in enumerate(session.items)}
-        self._kept: tuple[tuple[Any, ...], Supervision, int] | None = None
+        self._kept: _Kept | None = None
+        self._terminal: tuple[int, ...] = ()
+        self._was_quit = False
+        self._slots_directory = slots_directory
         self.fallback_reason = ""
         """Why ranks are started as new processes instead of forked; empty if they are forked."""
 
@@ -63,6 +90,14 @@ class RankRunner:
         """Forks the fork server, unless the process is unsafe to fork."""
         # Short, since a socket's path has at most 108 characters (104 on macOS).
         self._directory = Path(tempfile.mkdtemp(prefix="fsdp-comm-"))
+        self._terminal = copied_terminal(self._session.config)
+        # What a launcher started is its own bound, and has its GPUs by the local rank.
+        is_bounded = self._peers is None
+        self._slots = Slots(
+            Path(self._slots_directory or self._directory / "slots"),
+            ranks=self._session.config.stash[OPTIONS].rank_slots if is_bounded else None,
+            gpus=self._gpus() if is_bounded else (),
+        )
         self.fallback_reason = unsafe_to_fork()
         if not self.fallback_reason:
             self._server = ForkServer(self._run_rank)
@@ -70,6 +105,13 @@ class RankRunner:
     def takes(self, item: pytest.Item) -> bool:
         """Whether the ranks that there are can run a distributed test; if not, it is skipped."""
         return self._peers is None or self._peers.takes(item)
+
+    def _gpus(self) -> tuple[str, ...]:
+        settings = (item.stash.get(SETTINGS, None) for item in self._session.items)
+        if not any(found is not None and gpus_of(found) for found in settings):
+            # Not asked for nothing: counting them imports torch here.
+            return ()
+        return visible_gpu_names(os.environ, visible_gpu_count())
 
     def explain_fallback(self) -> None:
         """Says on the terminal why ranks are slow to start, if they are."""
@@ -87,15 +129,29 @@ class RankRunner:
     ) -> None:
         """Runs one test and logs its reports, as `pytest_runtest_protocol` has to."""
         hook = item.ihook
-        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        results = self._run_ranks(item, settings)
-        reports = merge_reports(item, results, self._load, timeout_s=settings.timeout_s)
-        for report in self._extended(item, results, reports):
-            hook.pytest_runtest_logreport(report=report)
-        self._replay_warnings(results)
+        attempt = partial(self._attempt, item, settings)
+        if not run_with_reruns(item, nextitem, attempt):
+            hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+            for report in attempt():
+                hook.pytest_runtest_logreport(report=report)
+            hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         # Fixtures of wider scope that tests without ranks set up here end as without this plugin.
         item.session._setupstate.teardown_exact(nextitem)  # noqa: SLF001  # as pytest's runner
-        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        if self._was_quit:
+            pytest.exit(QUIT.removeprefix("Exit: "))
+
+    def _attempt(self, item: pytest.Item, settings: DistributedSettings) -> list[pytest.TestReport]:
+        results = self._run_ranks(item, settings)
+        self._was_quit = any(result.escaped == QUIT for result in results.values())
+        if self._was_quit:
+            # Not a failure of the test, which just ends here.
+            results = {rank: replace(result, escaped=None) for rank, result in results.items()}
+        reports = merge_reports(item, results, self._load, timeout_s=settings.timeout_s)
+        replay_warnings(item.config, results.values())
+        reports = self._extended(item, results, reports)
+        if item.config.getoption("usepdb", default=False):
+            point_to_debugger(reports, results, _debugged_rank(item.config, settings))
+        return reports
 
     def close(self) -> None:
         """Ends every process and removes what they shared."""
@@ -103,6 +159,9 @@ class RankRunner:
         if self._server is not None:
             self._server.close()
             self._server = None
+        for descriptor in self._terminal:
+            os.close(descriptor)
+        self._terminal = ()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
@@ -120,37 +179,39 @@ class RankRunner:
         peers = self._peers if settings.backend != "fake" else None
         key = (item.getparent(pytest.Module), settings)
         index = self._places[item]
-        continues = self._kept is not None and self._kept[0] == key
+        kept = self._kept
+        continues = kept is not None and kept.key == key
         if peers is not None:
             continues = peers.begin(index, continues=continues)
-        started_at = time.monotonic()
-        if self._kept is not None and continues:
-            _, supervision, number = self._kept
-            self._kept = (key, supervision, number + 1)
-            self._make_test_directory(number + 1)
-            run = partial(supervision.run_next, index)
+        if kept is not None and continues and kept.processes.resume():
+            kept.number += 1
+            self._make_test_directory(kept.number)
+            run = partial(kept.supervision.run_next, index)
         else:
+            # Before waiting for slots: kept ranks hold some.
             self._end_kept()
-            supervision = self._start_set(item, index, settings, peers)
-            self._kept = (key, supervision, 0)
-            run = partial(supervision.run)
+            kept = self._kept = self._start_set(item, index, settings, peers)
+            run = partial(kept.supervision.run)
+        if peers is not None:
+            run = partial(run, has_failed_elsewhere=peers.has_failed_elsewhere)
         keeps = False
         try:
-            if peers is None:
-                results = run(started_at=started_at)
-            else:
-                results = run(
-                    started_at=started_at, has_failed_elsewhere=peers.has_failed_elsewhere
-                )
+            with kept_foreground(self._terminal):
+                # From here on: waiting for slots was not the test's fault.
+                results = run(started_at=time.monotonic())
             keeps = (
-                settings.scope == "module" and supervision.is_reusable and self._server is not None
+                settings.scope == "module"
+                and kept.supervision.is_reusable
+                and self._server is not None
             )
             if peers is not None:
                 # The ranks live on meanwhile: a rank that ends breaks those that still run.
                 results, keeps = peers.share(results, keeps=keeps)
         finally:
             # Also on Ctrl-C: no rank may outlive its test.
-            if not keeps:
+            if keeps:
+                kept.processes.rest()
+            else:
                 self._end_kept()
         return results
 
@@ -160,36 +221,48 @@ class RankRunner:
         index: int,
         settings: DistributedSettings,
         peers: Peers | None,
-    ) -> Supervision:
+    ) -> _Kept:
         if self._directory is None:
             raise RuntimeError("start() comes before run()")
         self._sets += 1
         directory = self._directory / str(self._sets)
         directory.mkdir()
         config = self._session.config
-        launch = Launch(
-            item_index=index,
-            nodeid=item.nodeid,
-            settings=settings,
-            directory=directory,
-            basetemp=peers.basetemp() if peers else resolve_basetemp(config),
-            echoes=_echoes(config),
-            part=peers.part() if peers else None,
-        )
         self._set_directory = directory
         self._make_test_directory(0)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(str(launch.socket_path))
-        listener.listen(2 * len(launch.ranks))  # each has a watchdog
-        processes = self._server.launch(launch) if self._server else SpawnedRanks(config, launch)
-        return Supervision(launch, listener, processes)
+        part = peers.part() if peers else None
+        with self._slots.turn(ranks=len(settings.ranks), gpus=gpus_of(settings)) as grant:
+            launch = Launch(
+                item_index=index,
+                nodeid=item.nodeid,
+                settings=settings,
+                directory=directory,
+                basetemp=peers.basetemp() if peers else resolve_basetemp(config),
+                echoes=_echoes(config),
+                part=part,
+                terminal=self._terminal,
+                debugged_rank=_debugged_rank(config, settings),
+                slots=grant.files,
+                gpus=grant.gpus,
+            )
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(str(launch.socket_path))
+            listener.listen(2 * len(launch.ranks))  # each has a watchdog
+            processes = (
+                self._server.launch(launch) if self._server else SpawnedRanks(config, launch)
+            )
+        return _Kept(
+            key=(item.getparent(pytest.Module), settings),
+            supervision=Supervision(launch, listener, processes),
+            processes=processes,
+        )
 
     def _make_test_directory(self, number: int) -> None:
         (self._set_directory / f"test{number}").mkdir()
 
     def _end_kept(self) -> None:
         if self._kept is not None:
-            _, supervision, _ = self._kept
+            supervision = self._kept.supervision
             self._kept = None
             supervision.end()
             shutil.rmtree(self._set_directory, ignore_errors=True)
@@ -223,23 +296,10 @@ class RankRunner:
             blamed.longrepr = "\n\n".join(problems)
         return reports
 
-    def _replay_warnings(self, results: Mapping[int, RankResult]) -> None:
-        """Records each warning once, however many ranks gave it."""
-        seen = set()
-        for result in results.values():
-            for warning in result.warnings:
-                key = (warning["text"], warning["filename"], warning["lineno"], warning["when"])
-                if key in seen:
-                    continue
-                seen.add(key)
-                self._session.config.hook.pytest_warning_recorded.call_historic(
-                    kwargs={
-                        "warning_message": _rebuilt(warning),
-                        "when": warning["when"],
-                        "nodeid": warning["nodeid"],
-                        "location": warning["location"] and tuple(warning["location"]),
-                    }
-                )
+
+def _debugged_rank(config: pytest.Config, settings: DistributedSettings) -> int:
+    chosen = config.stash[OPTIONS].pdb_rank
+    return settings.ranks[0] if chosen is None else chosen
 
 
 def _echoes(config: pytest.Config) -> tuple[str, ...]:
@@ -250,28 +310,6 @@ def _echoes(config: pytest.Config) -> tuple[str, ...]:
         *(("stdout", "stderr") if config.getoption("capture", "fd") == "no" else ()),
         *(("terminal",) if shows_setup else ()),
     )
-
-
-def _rebuilt(warning: Mapping[str, Any]) -> warnings.WarningMessage:
-    module, name = warning["category"]
-    try:
-        category = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
-        category = UserWarning
-    return warnings.WarningMessage(
-        message=category(warning["text"]) if _takes_text(category) else warning["text"],
-        category=category,
-        filename=warning["filename"],
-        lineno=warning["lineno"],
-    )
-
-
-def _takes_text(category: type[Warning]) -> bool:
-    try:
-        category("")
-    except TypeError:
-        return False
-    return True
 
 
 def _outcome(reports: Sequence[pytest.TestReport]) -> Outcome:

@@ -8,7 +8,7 @@ from typing import Any
 
 # Threads of those who run pytest itself: execnet's live in every xdist worker and hold no lock that
 # a rank needs.
-_HARMLESS_MODULES = ("execnet", "xdist", "coverage", "pytest_timeout")
+_HARMLESS_MODULES = ("execnet", "xdist", "coverage", "pytest_timeout", "pytest_rerunfailures")
 
 
 def unsafe_to_fork() -> str:

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from pytest_fsdp_comm.ranks.channel import Channel
 from pytest_fsdp_comm.ranks.launch import Launch
+from pytest_fsdp_comm.ranks.slots import HeldSlots
 
 # Imported once here, they cost nothing in a rank: an FSDP2 step in a fresh rank took 1.89 s without
 # and 0.18 s with them (torch 2.13, CPU).
@@ -31,6 +32,9 @@ PRELOADED = (
     "torch.distributed.device_mesh",
     "torch.testing._internal.distributed.fake_pg",
 )
+
+# How soon kept ranks give up slots that another process waits for.
+_WANTED_POLL_S = 0.05
 
 RunRank = Callable[[Launch, int], Any]
 
@@ -86,6 +90,7 @@ class ForkedRanks:
         self._statuses: dict[int, int] = {}
         self._pids: dict[int, int] = {}
         self._has_ended = False
+        self._answers: list[bool] = []
         while not self._pids:
             self._take(channel.receive())
 
@@ -106,6 +111,21 @@ class ForkedRanks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[rank], number)
 
+    def rest(self) -> None:
+        """Says that the ranks run nothing: they are ended if another process wants their slots."""
+        self._channel.send({"rest": self._number})
+
+    def resume(self) -> bool:
+        """Says that the ranks are to run a test.
+
+        Returns:
+            Whether they still live.
+        """
+        self._channel.send({"resume": self._number})
+        while not self._answers:
+            self._take(self._channel.receive())
+        return self._answers.pop()
+
     def end(self) -> None:
         """Kills what is left and waits until it is gone."""
         self._channel.send({"end": self._number})
@@ -124,6 +144,8 @@ class ForkedRanks:
             self._pids = {int(rank): pid for rank, pid in message["pids"].items()}
         elif "exited" in message:
             self._statuses[message["exited"]] = message["status"]
+        elif "resumed" in message:
+            self._answers.append(message["resumed"])
         else:
             self._has_ended = True
 
@@ -151,6 +173,10 @@ class _Server:
         self._at_sigterm = at_sigterm
         self._sets: dict[int, dict[int, int]] = {}  # set -> rank -> pid, unreaped ranks only
         self._groups: dict[int, list[int]] = {}  # set -> process groups that it may have left
+        # The ranks' slots are held here: freed when the last rank is reaped, and, should this
+        # process be killed, by the kernel, as the ranks die with it.
+        self._held: dict[int, HeldSlots] = {}
+        self._resting: set[int] = set()
         self._wakeup, write_end = socket.socketpair()
         self._wakeup.settimeout(0.0)
         write_end.settimeout(0.0)
@@ -161,15 +187,20 @@ class _Server:
     def run(self) -> None:
         while True:
             waiting: list[Any] = [self._channel, self._wakeup]
-            readable, _, _ = select.select(waiting, [], [])
+            gives_up = any(self._held[number].holds_any for number in self._resting)
+            readable, _, _ = select.select(waiting, [], [], _WANTED_POLL_S if gives_up else None)
             if self._wakeup in readable:
                 self._wakeup.recv(4096)
                 self._reap()
             if self._channel in readable:
-                message = self._channel.receive()
-                if message is None:
+                messages = self._channel.receive_available()
+                for message in messages:
+                    self._handle(message)
+                if self._channel.is_closed:
                     return
-                self._handle(message)
+            # After the messages: ranks that have just been resumed are not resting any more.
+            for number in [n for n in self._resting if self._held[n].are_wanted]:
+                self._kill(number)
 
     def kill_all(self) -> None:
         for number in list(self._groups):
@@ -178,12 +209,19 @@ class _Server:
     def _handle(self, message: dict[str, Any]) -> None:
         if "launch" in message:
             self._fork(message["launch"], Launch.load(message["of"]))
+        elif "rest" in message:
+            self._resting.add(message["rest"])
+        elif "resume" in message:
+            number = message["resume"]
+            self._resting.discard(number)
+            self._channel.send({"set": number, "resumed": number in self._groups})
         else:
             self._kill(message["end"])
             self._channel.send({"set": message["end"]})
 
     def _fork(self, number: int, launch: Launch) -> None:
         pids = {}
+        self._held[number] = HeldSlots(launch.slots)
         sys.stdout.flush()
         sys.stderr.flush()
         for rank in launch.ranks:
@@ -210,6 +248,8 @@ class _Server:
             self._channel.close()
             self._wakeup.close()
             self._write_end.close()
+            for held in self._held.values():
+                held.forget()
             self._run_rank(launch, rank)
         except BaseException:  # noqa: BLE001  # nothing may unwind into the copied pytest session
             sys.excepthook(*sys.exc_info())
@@ -232,3 +272,6 @@ class _Server:
                 os.killpg(group, signal.SIGKILL)
         for pid in self._sets.pop(number, {}).values():
             os.waitpid(pid, 0)
+        self._resting.discard(number)
+        if number in self._held:
+            self._held.pop(number).release()

@@ -15,7 +15,9 @@ import pytest
 
 from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE
 from pytest_fsdp_comm.ranks.context import LAUNCH_VARIABLE, RANK_VARIABLE
+from pytest_fsdp_comm.ranks.gpus import visible_gpus_variable
 from pytest_fsdp_comm.ranks.launch import Launch
+from pytest_fsdp_comm.ranks.slots import HeldSlots
 from pytest_fsdp_comm.ranks.worker import run_rank
 
 if TYPE_CHECKING:
@@ -34,8 +36,16 @@ class SpawnedRanks:
         arguments = [str(argument) for argument in config.invocation_params.args]
         if config.pluginmanager.has_plugin("xdist"):
             arguments += ["-n", "0"]
+        if config.pluginmanager.has_plugin("randomly"):
+            # Each rank would choose a seed of its own.
+            arguments += [f"--randomly-seed={config.getoption('randomly_seed')}"]
+        self._held = HeldSlots(launch.slots)
         # A rank resolves its markers by what was launched, as this process did.
         inherited = {name: text for name, text in os.environ.items() if name != INSIDE_VARIABLE}
+        environment = {**inherited, LAUNCH_VARIABLE: str(told)}
+        if launch.gpus:
+            # Here already: what made forking unsafe may be that collecting starts CUDA.
+            environment[visible_gpus_variable(environment)] = ",".join(launch.gpus)
         self._processes = {}
         for rank in launch.ranks:
             with (
@@ -45,11 +55,13 @@ class SpawnedRanks:
                 self._processes[rank] = subprocess.Popen(  # noqa: S603  # pytest itself
                     [sys.executable, "-m", "pytest", *arguments],
                     cwd=config.invocation_params.dir,
-                    env={**inherited, LAUNCH_VARIABLE: str(told), RANK_VARIABLE: str(rank)},
+                    env={**environment, RANK_VARIABLE: str(rank)},
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
-                    start_new_session=True,
+                    pass_fds=launch.terminal,
+                    # Not a session of its own, which could not read the terminal.
+                    process_group=0,
                 )
 
     def fileno(self) -> None:
@@ -64,12 +76,21 @@ class SpawnedRanks:
         """Sends a signal to a rank, if it still lives."""
         self._processes[rank].send_signal(number)
 
+    def rest(self) -> None:
+        """Ends them: spawned ranks run one test."""
+        self.end()
+
+    def resume(self) -> bool:
+        """They never live on."""
+        return False
+
     def end(self) -> None:
         """Kills what is left and waits until it is gone."""
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        self._held.release()
 
 
 def select_own_test(config: pytest.Config) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Once a rank has failed, the others fail within a second of it (their connections close) or hang.
 GRACE_S = 1.0
 _POLL_S = 0.05
-_DUMP_S = 0.5
+_DUMP_S = 1.0
 _ANSWER_S = 0.3
 
 
@@ -34,6 +34,15 @@ HasFailedElsewhere = Callable[[bool], bool]
 def _nowhere(has_failed: bool) -> bool:
     del has_failed
     return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Timer:
+    """A timeout that pytest-timeout set in a rank."""
+
+    timeout_s: float
+    until: float
+    """When it runs out (`time.monotonic`)."""
 
 
 @dataclass(slots=True)
@@ -52,6 +61,8 @@ class _Rank:
     ended_at: float | None = None
     stopped: Stopped | None = None
     stacks: str = ""
+    timer: _Timer | None = None
+    is_debugging: bool = False
     nbytes_read: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -105,8 +116,15 @@ class Supervision:
         """
         deadline = started_at + self._launch.settings.timeout_s
         first_failure: float | None = None
+        was_debugged = False
         while not all(rank.is_over for rank in self._ranks.values()):
             now = time.monotonic()
+            if any(rank.is_debugging and not rank.is_over for rank in self._ranks.values()):
+                was_debugged = True
+                # Whoever failed, it is the debugger's turn.
+                first_failure = None
+                self._wait(_POLL_S)
+                continue
             has_failed = any(rank.has_failed for rank in self._ranks.values())
             has_failed = has_failed_elsewhere(has_failed) or has_failed
             if first_failure is None and has_failed:
@@ -114,10 +132,12 @@ class Supervision:
             if first_failure is not None and now > first_failure + GRACE_S:
                 self._stop(Stopped.AFTER_FAILURE)
                 break
-            if now > deadline:
+            ends_at = min([deadline, *(timer.until for timer in self._timers())])
+            # Time in a debugger is not the test's, and how much it was does not matter any more.
+            if now > ends_at and not was_debugged:
                 self._stop(Stopped.AT_DEADLINE)
                 break
-            self._wait(min(_POLL_S, max(deadline - now, 0.001)))
+            self._wait(min(_POLL_S, max(ends_at - now, 0.001)))
         if self._echo:
             self._echo.copy()
         results = {number: self._result(number, rank) for number, rank in self._ranks.items()}
@@ -154,6 +174,10 @@ class Supervision:
             for channel in (rank.channel, rank.watchdog):
                 if channel:
                     channel.close()
+
+    def _timers(self) -> list[_Timer]:
+        ranks = self._ranks.values()
+        return [rank.timer for rank in ranks if rank.timer is not None and not rank.is_over]
 
     def _wait(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -248,6 +272,10 @@ class Supervision:
             status=None if rank.is_done else rank.status,
             ended_at=rank.ended_at,
             stopped=rank.stopped,
+            timeout_s=min(
+                (timer.timeout_s for timer in self._timers() if timer.until < time.monotonic()),
+                default=None,
+            ),
             stacks=rank.stacks,
             position=rank.position,
             unreported={} if rank.is_done else self._unreported(number, rank),
@@ -266,6 +294,7 @@ class Supervision:
 
 
 def _record(rank: _Rank, message: Mapping[str, Any]) -> None:
+    rank.is_debugging = message.get("debugs", rank.is_debugging)
     if "report" in message:
         rank.reports.append({"report": message["report"], "at": message["at"]})
         rank.nbytes_read = message["read"]
@@ -276,6 +305,9 @@ def _record(rank: _Rank, message: Mapping[str, Any]) -> None:
     elif "escaped" in message:
         rank.escaped = message["escaped"]
         rank.ended_at = message["at"]
+    elif "timer_s" in message:
+        timeout_s = message["timer_s"]
+        rank.timer = None if timeout_s is None else _Timer(timeout_s, message["at"] + timeout_s)
     elif "done" in message:
         rank.is_done = True
 

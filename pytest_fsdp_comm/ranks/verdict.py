@@ -157,7 +157,9 @@ def _timeouts(
     late = [rank for rank, result in results.items() if result.stopped is Stopped.AT_DEADLINE]
     if not late:
         return
-    lines = [f"did not finish within {timeout_s:g} s, and every rank was ended."]
+    limit = results[late[0]].timeout_s
+    told = f"{timeout_s:g} s" if limit is None else f"{limit:g} s (pytest-timeout)"
+    lines = [f"did not finish within {told}, and every rank was ended."]
     for ranks, stack in fold_equal({rank: results[rank].stacks for rank in late}):
         lines.append(
             f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at, innermost first:"

@@ -15,8 +15,10 @@ from pytest_fsdp_comm.ranks.channel import Channel
 from pytest_fsdp_comm.ranks.context import RANK_CONTEXT, RankContext
 from pytest_fsdp_comm.ranks.exchange import DirectoryExchange, StoreExchange
 from pytest_fsdp_comm.ranks.group import BEYOND_DEADLINE_S, device_of, set_environment
+from pytest_fsdp_comm.ranks.rank_pdb import debug_elsewhere, debug_here, refuse_debuggers
 from pytest_fsdp_comm.ranks.rank_plugin import RankPlugin
 from pytest_fsdp_comm.ranks.rank_pytest import isolate_session
+from pytest_fsdp_comm.ranks.terminal import RankTerminal
 from pytest_fsdp_comm.ranks.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -42,12 +44,18 @@ def run_rank(
     # The handler is C code on its own stack: it answers even where Python code holds the GIL.
     stacks = launch.stacks_path(rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
-    set_environment(launch.settings, rank, launch.part)
+    set_environment(launch.settings, rank, launch.gpus, launch.part)
     isolate_session(
         session.config,
         basetemp=launch.basetemp / f"rank{rank}",
         terminal=launch.log_path(rank, "terminal"),
     )
+    if not launch.terminal:
+        refuse_debuggers(session.config)
+    elif rank == launch.debugged_rank:
+        debug_here(session.config, RankTerminal(launch.terminal))
+    else:
+        debug_elsewhere(session.config)
     for extension in extensions:
         extension.enter_rank(session.config)
     channel = Channel.connect(launch.socket_path)

@@ -82,6 +82,14 @@ def test_a_bad_marker_of_a_deselected_test_stops_nobody(project):
             "--comm-timeout: expected a positive number of seconds, got '0'",
         ),
         (
+            ["--rank-slots", "0"],
+            "--rank-slots: expected a whole number of ranks, at least 1, got '0'",
+        ),
+        (
+            ["-o", "fsdp_comm_rank_slots=many"],
+            "ini fsdp_comm_rank_slots: expected a whole number of ranks, at least 1, got 'many'",
+        ),
+        (
             ["-o", "fsdp_comm_world_size=0"],
             (
                 "ini fsdp_comm_world_size: expected a whole number of ranks from 1 to 256 (to "

@@ -149,12 +149,26 @@ def test_nccl_for_the_session_without_gpus():
     assert settle(options=session_options(backend="nccl"), gpus=2).backend == "nccl"
 
 
+def test_more_ranks_than_slots():
+    options = session_options(rank_slots=3)
+    assert settle(3, options=options).world_size == 3
+    assert settle(4096, backend="fake", ranks=[0, 1, 2], options=options).world_size == 4096
+    assert problem(4, options=options) == (
+        "4 ranks never fit into the 3 that --rank-slots (ini fsdp_comm_rank_slots) lets live at "
+        "once; allow at least 4, lower the world size, or simulate it in one process with "
+        "backend='fake'"
+    )
+
+
 def test_header():
     assert describe(session_options()) == (
         "fsdp-comm: world size 2, backend nccl with enough GPUs, else gloo"
     )
     assert describe(session_options(world_size=4, backend="fake")) == (
         "fsdp-comm: world size 4, backend fake"
+    )
+    assert describe(session_options(rank_slots=8)) == (
+        "fsdp-comm: world size 2, backend nccl with enough GPUs, else gloo, at most 8 ranks at once"
     )
 
 

@@ -4,8 +4,16 @@ import io
 import types
 
 import pytest
-from _pytest.capture import CaptureManager
+from _pytest.capture import CaptureManager, MultiCapture
 from _pytest.config.argparsing import Parser
+from _pytest.debugging import (
+    PdbInvoke,
+    PdbTrace,
+    _enter_pdb,
+    post_mortem,
+    pytestPDB,
+    wrap_pytest_function_for_tracing,
+)
 from _pytest.runner import SetupState
 from _pytest.tmpdir import TempPathFactory
 
@@ -28,6 +36,23 @@ def test_names_of_pytest(pytestconfig, tmp_path_factory, request):
     assert isinstance(request.session._setupstate, SetupState)
     assert callable(request.session._setupstate.teardown_exact)
     assert hasattr(Parser, "addoption")
+
+
+def test_names_of_debuggers():
+    # Every way into a debugger makes it by this name.
+    for user in (pytestPDB.set_trace.__func__, PdbInvoke.pytest_exception_interact):
+        assert {"_init_pdb", "_enter_pdb"} & set(user.__code__.co_names)
+    assert "_tw" in _enter_pdb.__code__.co_names
+    assert "_init_pdb" in post_mortem.__code__.co_names
+    assert "_init_pdb" in wrap_pytest_function_for_tracing.__code__.co_names
+    assert PdbTrace.pytest_pyfunc_call
+    # What pytest calls around a debugger.
+    for name in ("suspend_capturing", "resume_capturing", "start_capturing"):
+        assert callable(getattr(MultiCapture, name))
+    assert "in_" in MultiCapture.suspend_capturing.__code__.co_varnames
+    for name in ("suspend_global_capture", "resume_global_capture"):
+        assert "_global_capturing" in getattr(CaptureManager, name).__code__.co_names
+    assert "_method" in CaptureManager.is_globally_capturing.__code__.co_names
 
 
 class Manager(types.SimpleNamespace):

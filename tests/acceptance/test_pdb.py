@@ -1,0 +1,217 @@
+"""Debuggers on a chosen rank, driven through a pseudo-terminal as by a user."""
+
+import re
+import time
+
+import pytest
+
+pexpect = pytest.importorskip("pexpect")
+
+PROMPT = r"\(Pdb\) "
+SOURCE = """
+import os
+import time
+import pytest
+import torch
+import torch.distributed as dist
+
+@pytest.mark.distributed(world_size=3, timeout_s=20)
+def test_failing(dist_info):
+    print("printed by", dist_info.rank)
+    word = "hidden " + str(dist_info.rank)
+    dist.barrier()
+    assert dist_info.rank > 5, word
+
+@pytest.mark.distributed(world_size=3, timeout_s={timeout_s})
+def test_breakpoint(dist_info):
+    print("printed by", dist_info.rank)
+    {breakpoint}
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 3
+
+@pytest.mark.distributed(world_size=2)
+def test_after():
+    pass
+"""
+
+
+@pytest.fixture
+def spawn(pytester):
+    children = []
+
+    def spawn(arguments, *, breakpoint_="breakpoint()", timeout_s=60):
+        pytester.makepyfile(test_it=SOURCE.format(breakpoint=breakpoint_, timeout_s=timeout_s))
+        child = pytester.spawn_pytest(f"-p no:cacheprovider {arguments}", expect_timeout=60)
+        children.append(child)
+        return child
+
+    yield spawn
+    for child in children:
+        child.close(force=True)
+
+
+def evaluated(child, expression):
+    child.sendline(f"print('<' + str({expression}) + '>')")
+    # The terminal echoes the command, too.
+    child.expect(r"<((?:(?!' \+).)*)>\r?\n")
+    value = child.match[1].decode()
+    child.expect(PROMPT)
+    return value
+
+
+def rest(child):
+    child.expect(pexpect.EOF)
+    child.wait()
+    return child.before.decode()
+
+
+@pytest.mark.parametrize(("arguments", "rank"), [("", 0), ("--pdb-rank 1", 1)])
+def test_post_mortem(spawn, arguments, rank):
+    child = spawn(f"--pdb {arguments} -k 'failing or after'")
+    child.expect("entering PDB")
+    shown = child.before.decode()
+    assert f"AssertionError: hidden {rank}" in shown
+    assert f"printed by {rank}" in shown
+    child.expect(PROMPT)
+    # Longer than the others' time after a failure.
+    time.sleep(2)
+    assert evaluated(child, "word") == f"hidden {rank}"
+    child.sendline("c")
+    shown = rest(child)
+    assert "1 failed, 1 passed, 1 deselected" in shown
+    assert "Pdb" not in shown, "no other rank debugs"
+
+
+@pytest.mark.parametrize("way", ["breakpoint()", "import pdb; pdb.set_trace()",
+                                 "pytest.set_trace()"])  # fmt: skip
+def test_breakpoint(spawn, way):
+    child = spawn("--pdb-rank 1 -k breakpoint", breakpoint_=way, timeout_s=6)
+    child.expect("PDB set_trace")
+    child.expect(PROMPT)
+    assert evaluated(child, "dist_info.rank") == "1"
+    # Beyond the test's deadline; the others are in the collective.
+    time.sleep(7)
+    assert evaluated(child, "'total' in locals()") == "False"
+    child.sendline("n")
+    child.expect("all_reduce")
+    child.expect(PROMPT)
+    child.sendline("c")
+    child.expect("PDB continue")
+    shown = rest(child)
+    assert "1 passed, 2 deselected" in shown
+    assert "Pdb" not in shown
+
+
+def test_ctrl_c_stays_in_the_debugger(spawn):
+    child = spawn("-k 'breakpoint or after'")
+    child.expect(PROMPT)
+    child.sendintr()
+    child.expect("KeyboardInterrupt")
+    child.expect(PROMPT)
+    child.sendline("c")
+    assert "2 passed, 1 deselected" in rest(child)
+
+
+def test_trace(spawn):
+    child = spawn("--trace --pdb-rank 1 -k after")
+    child.expect(PROMPT)
+    assert evaluated(child, "os.environ['RANK']") == "1"
+    child.sendline("c")
+    assert "1 passed, 2 deselected" in rest(child)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "outcome"),
+    [("--pdb -k 'failing or after'", "1 failed, 1 deselected"),
+     ("-k 'breakpoint or after'", "1 deselected")],
+    ids=["post_mortem", "breakpoint"],
+)  # fmt: skip
+def test_quitting_ends_the_session(spawn, arguments, outcome):
+    child = spawn(arguments)
+    child.expect(PROMPT)
+    child.sendline("q")
+    shown = rest(child)
+    assert "Exit: Quitting debugger" in shown
+    assert re.search(rf"= {outcome} in", re.sub(r"\x1b\[\d*m", "", shown)), shown
+    assert child.exitstatus == pytest.ExitCode.INTERRUPTED
+
+
+def test_a_rank_that_dies_in_its_debugger(spawn):
+    child = spawn("-k 'breakpoint or after'")
+    child.expect(PROMPT)
+    child.sendline("os._exit(7)")
+    shown = rest(child)
+    assert "rank 0 ended with exit status 7" in shown
+    assert "1 failed, 1 passed, 1 deselected" in shown
+
+
+def test_spawned_ranks(spawn, pytester):
+    pytester.makeconftest(
+        "import threading\n"
+        "threading.Thread(target=threading.Event().wait, name='poller', daemon=True).start()\n"
+    )
+    child = spawn("--pdb-rank 1 -k breakpoint")
+    child.expect("PDB set_trace")
+    child.expect(PROMPT)
+    assert evaluated(child, "dist_info.rank") == "1"
+    child.sendline("c")
+    assert "1 passed, 2 deselected" in rest(child)
+
+
+def test_another_rank_failed(pytester):
+    pytester.makepyfile(
+        test_it="""
+import pytest
+
+@pytest.mark.distributed(world_size=3)
+def test_it(dist_info):
+    assert dist_info.rank < 2
+"""
+    )
+    result = pytester.runpytest_subprocess("--pdb", "-p", "no:cacheprovider")
+    result.assert_outcomes(failed=1)
+    assert "rank 0 was to be debugged, but did not fail; add --pdb-rank 2" in result.stdout.str()
+    assert "entering PDB" not in result.stdout.str()
+
+
+def test_without_a_terminal_the_debugger_reads_the_end(pytester):
+    pytester.makepyfile(test_it=SOURCE.format(breakpoint="breakpoint()", timeout_s=60))
+    result = pytester.runpytest_subprocess("-k", "breakpoint or after", "-p", "no:cacheprovider")
+    # As without this plugin.
+    result.assert_outcomes(failed=1, passed=1, deselected=1)
+    assert "FAILED test_it.py::test_breakpoint - rank 0: bdb.BdbQuit" in result.stdout.str()
+
+
+@pytest.mark.parametrize("argument", ["-1", "first", "2.5"])
+def test_no_rank(pytester, argument):
+    result = pytester.runpytest_subprocess(f"--pdb-rank={argument}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert f"--pdb-rank: expected a rank, from 0 on, got {argument!r}" in result.stderr.str()
+
+
+def test_a_rank_that_a_test_has_not(pytester):
+    pytester.makepyfile(test_it=SOURCE.format(breakpoint="breakpoint()", timeout_s=60))
+    result = pytester.runpytest_subprocess("--pdb", "--pdb-rank=2", "-p", "no:cacheprovider")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert (
+        "test_it.py::test_after: @pytest.mark.distributed: --pdb-rank 2 is no rank of this test; "
+        "it runs 0, 1: choose one of these, or select other tests"
+    ) in result.stderr.str()
+    assert "test_failing" not in result.stderr.str()
+
+
+def test_with_xdist(pytester):
+    pytest.importorskip("xdist")
+    pytester.makepyfile(test_it=SOURCE.format(breakpoint="breakpoint()", timeout_s=60))
+    result = pytester.runpytest_subprocess("-n", "2", "--pdb-rank", "1")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert (
+        "--pdb-rank is incompatible with distributing tests; try using -n0 or -nno"
+    ) in result.stderr.str()
+    result = pytester.runpytest_subprocess("-n", "2", "-k", "breakpoint", "-p", "no:cacheprovider")
+    result.assert_outcomes(failed=1)
+    assert (
+        "a debugger needs the terminal, which the workers of pytest-xdist do not have; run this "
+        "test with -n 0"
+    ) in result.stdout.str()

@@ -1,0 +1,176 @@
+"""Slots are bounded, taken in turn, and free as soon as their holder is dead."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pytest_fsdp_comm.ranks.gpus import visible_gpu_names, visible_gpus_variable
+from pytest_fsdp_comm.ranks.slots import HeldSlots, Slots
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from pytest_fsdp_comm.ranks.slots import HeldSlots, Slots
+with Slots(Path(sys.argv[1]), ranks=2, gpus=("0", "1")).turn(ranks=2, gpus=1) as grant:
+    held = HeldSlots(grant.files)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def take(slots, *, ranks=0, gpus=0):
+    with slots.turn(ranks=ranks, gpus=gpus) as grant:
+        return HeldSlots(grant.files), grant.gpus
+
+
+def start(call):
+    """Runs a call in a thread, and says whether it has returned."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.fixture
+def dead_holder(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_killed_holder_frees_its_slots(tmp_path, dead_holder):
+    slots = Slots(tmp_path, ranks=2, gpus=("0", "1"))
+    waiting = start(lambda: take(slots, ranks=1))
+    waiting.join(0.3)
+    assert waiting.is_alive(), "both slots are held"
+    os.kill(dead_holder.pid, signal.SIGKILL)
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def test_the_bound_holds_whatever_is_asked_for(tmp_path):
+    bound, living, most = 5, 0, 0
+    lock = threading.Lock()
+
+    def use(ranks):
+        nonlocal living, most
+        held, _ = take(Slots(tmp_path, ranks=bound, gpus=()), ranks=ranks)
+        with lock:
+            living += ranks
+            most = max(most, living)
+        time.sleep(0.01)
+        with lock:
+            living -= ranks
+        held.release()
+
+    with ThreadPoolExecutor(8) as executor:
+        list(executor.map(use, [1, 2, 5, 3, 1, 4, 2, 5, 1, 1, 3, 2] * 2))
+    assert living == 0
+    assert 3 <= most <= bound
+
+
+def test_a_large_test_is_not_overtaken(tmp_path):
+    slots = Slots(tmp_path, ranks=2, gpus=())
+    first, _ = take(slots, ranks=1)
+    order = []
+    large = start(lambda: order.append(("large", take(slots, ranks=2))))
+    large.join(0.2)
+    small = start(lambda: order.append(("small", take(slots, ranks=1))))
+    small.join(0.2)
+    assert not order, "the small one would fit, but came later"
+    first.release()
+    large.join(20)
+    order[0][1][0].release()
+    small.join(20)
+    assert [name for name, _ in order] == ["large", "small"]
+
+
+def test_waiting_is_seen_by_those_who_hold_slots(tmp_path):
+    slots = Slots(tmp_path, ranks=1, gpus=())
+    held, _ = take(slots, ranks=1)
+    assert held.holds_any
+    assert not held.are_wanted
+    waiting = start(lambda: take(slots, ranks=1))
+    until = time.monotonic() + 20
+    while not held.are_wanted and time.monotonic() < until:
+        time.sleep(0.01)
+    assert held.are_wanted
+    held.release()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    idle = HeldSlots(())
+    assert not idle.holds_any
+    assert not idle.are_wanted
+
+
+def test_a_forked_child_keeps_no_slots(tmp_path):
+    slots = Slots(tmp_path, ranks=1, gpus=())
+    held, _ = take(slots, ranks=1)
+    # As a fork does: the copy shares the lock.
+    copies = [os.dup(descriptor) for descriptor in held._descriptors]
+    held.release()
+    again, _ = take(slots, ranks=1)
+    again.release()
+    for copy in copies:
+        os.close(copy)
+
+
+def test_gpus_are_leased_to_one_holder_each(tmp_path):
+    names = ("3", "MIG-GPU-5/1/0", "GPU-8932f937")
+    here, there = (Slots(tmp_path, ranks=None, gpus=names) for _ in range(2))
+    first, gpus = take(here, ranks=2, gpus=2)
+    assert gpus == ("3", "MIG-GPU-5/1/0")
+    second, gpus = take(there, ranks=1, gpus=1)
+    assert gpus == ("GPU-8932f937",)
+    waiting = start(lambda: take(there, ranks=1, gpus=1))
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    second.release()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    first.release()
+
+
+def test_gpus_overlap_where_the_visible_lists_do(tmp_path):
+    held, gpus = take(Slots(tmp_path, ranks=None, gpus=("0", "1")), gpus=2)
+    assert gpus == ("0", "1")
+    _, gpus = take(Slots(tmp_path, ranks=None, gpus=("1", "2")), gpus=1)
+    assert gpus == ("2",)
+    held.release()
+
+
+def test_nothing_is_waited_for_that_can_never_be(tmp_path):
+    slots = Slots(tmp_path, ranks=None, gpus=("0",))
+    with slots.turn(ranks=100, gpus=2) as grant:
+        assert grant.gpus == ()
+        assert grant.files == ()
+
+
+@pytest.mark.parametrize(
+    ("environment", "count", "names"),
+    [
+        ({}, 0, ()),
+        ({}, 3, ("0", "1", "2")),
+        ({"CUDA_VISIBLE_DEVICES": "3, 1"}, 2, ("3", "1")),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-1"}, 2, ("GPU-8932f937", "GPU-1")),
+        ({"CUDA_VISIBLE_DEVICES": "2,-1,3"}, 1, ("2",)),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0, ()),
+        ({"HIP_VISIBLE_DEVICES": "7,6", "CUDA_VISIBLE_DEVICES": "0"}, 2, ("7", "6")),
+    ],
+)
+def test_visible_gpus(environment, count, names):
+    assert visible_gpu_names(environment, count) == names
+
+
+def test_the_list_of_visible_gpus():
+    assert visible_gpus_variable({"HIP_VISIBLE_DEVICES": ""}) == "HIP_VISIBLE_DEVICES"
+    assert visible_gpus_variable({}) == "CUDA_VISIBLE_DEVICES"
