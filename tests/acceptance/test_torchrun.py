@@ -61,8 +61,8 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def environment(path, **changes):
-    found = {**os.environ, "TMPDIR": str(path), "OMP_NUM_THREADS": "1", **changes}
+def environment(**changes):
+    found = {**os.environ, "OMP_NUM_THREADS": "1", **changes}
     for name in ("PYTEST_XDIST_WORKER", "CI", INSIDE_VARIABLE):
         found.pop(name, None)
     return found
@@ -72,7 +72,7 @@ def start(path, command, **variables):
     return subprocess.Popen(
         command,
         cwd=path,
-        env=environment(path, **variables),
+        env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         encoding="utf-8",
@@ -96,15 +96,15 @@ def end(process, timeout_s=90):
     return Ended(process.returncode, out, err)
 
 
-def start_torchrun(path, *arguments):
+def start_torchrun(path, *arguments, **variables):
     options = ("--nproc-per-node", "2", "--master-port", str(free_port()))
-    return start(path, [*TORCHRUN, *options, *PYTEST, *arguments])
+    return start(path, [*TORCHRUN, *options, *PYTEST, *arguments], **variables)
 
 
-def start_by_variables(path, *arguments, ranks=2, rank_name="RANK", size_name="WORLD_SIZE"):
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), size_name: str(ranks)}
+def start_by_variables(path, *arguments, rank_name="RANK", size_name="WORLD_SIZE", **variables):
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), size_name: "2"}
     command = [sys.executable, *PYTEST, *arguments]
-    return [start(path, command, **shared, **{rank_name: str(n)}) for n in range(ranks)]
+    return [start(path, command, **variables, **{rank_name: str(n)}) for n in (0, 1)]
 
 
 def project(path, *parts, ini="[pytest]\n"):
@@ -256,7 +256,7 @@ def story(text, name):
 def test_faults(tmp_path):
     """One session with all faults, each followed by a healthy test."""
     path = project(tmp_path, *faulty_source())
-    ended = end(start_torchrun(path, "-v", "-rA", "--junitxml=junit.xml"))
+    ended = end(start_torchrun(path, "-v", "-rA", "--junitxml=junit.xml", TMPDIR=str(path)))
     for name, fault in FAULTS.items():
         assert outcomes(ended.out, f"test_{name}") == [fault.outcome], ended.out + ended.err
         told = story(ended.out, f"test_{name}")
@@ -288,7 +288,7 @@ def forked(tmp_path_factory):
 
 
 def copied(forked, path):
-    return Path(shutil.copytree(forked, path, ignore=shutil.ignore_patterns("pytest-of-*")))
+    return Path(shutil.copytree(forked, path))
 
 
 def test_torchrun_writes_the_same_snapshots_as_forked_ranks(forked, tmp_path):
@@ -353,9 +353,10 @@ def test_processes_that_die(tmp_path):
         project(tmp_path / name, KILL.format(rank=n))
         for name, n in zip("abc", (1, 1, 0), strict=True)
     ]
-    watched = start_torchrun(paths[0], "--junitxml=junit.xml")
-    leader, silent = start_by_variables(paths[1])
-    killed, follower = start_by_variables(paths[2])
+    tmpdir = {"TMPDIR": str(tmp_path)}  # for what killed processes cannot remove
+    watched = start_torchrun(paths[0], "--junitxml=junit.xml", **tmpdir)
+    leader, silent = start_by_variables(paths[1], **tmpdir)
+    killed, follower = start_by_variables(paths[2], **tmpdir)
     host = socket.gethostname()
 
     # The agent ends rank 0, which says which rank was gone, and reports what it has.
