@@ -37,6 +37,7 @@ MAX_SIMULATED: Final = 131_072
 
 DEFAULT_WORLD_SIZE: Final = 2
 DEFAULT_TIMEOUT_S: Final = 120.0
+DEFAULT_PROGRESS_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,8 @@ class SessionOptions:
     """Absolute directory for what failed comparisons received; None keeps nothing."""
     findings: FindingRules = field(default_factory=FindingRules)
     """What counts as a finding of a sharded tree."""
+    progress_s: float = DEFAULT_PROGRESS_S
+    """Seconds after which a test that still runs is told on the terminal."""
     launched: LaunchedRank | None = None
     """This process's place among those that torchrun or the like started; None if it starts the
     ranks of its tests itself."""
@@ -141,6 +144,12 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addini("fsdp_comm_world_size", "default of --world-size", default="")
     parser.addini("fsdp_comm_backend", "default of --comm-backend", default="")
     parser.addini("fsdp_comm_timeout_s", "default of --comm-timeout, in seconds", default="")
+    parser.addini(
+        "fsdp_comm_progress_s",
+        "seconds after which a test that still runs is told on the terminal with where its ranks "
+        "are, and again each time that twice as long has passed",
+        default="",
+    )
     parser.addini("fsdp_comm_rank_slots", "default of --rank-slots", default="")
     parser.addini(
         "fsdp_comm_snapshot_dir",
@@ -190,10 +199,19 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
         # Relative to where the user typed it, as with --junitxml.
         artifacts_dir=config.invocation_params.dir / artifacts if artifacts else None,
         findings=findings,
+        progress_s=_read_progress_s(config),
         launched=launched,
         pdb_rank=_read_pdb_rank(config),
         rank_slots=read("--rank-slots", "fsdp_comm_rank_slots", parse_rank_slots, None),
     )
+
+
+def _read_progress_s(config: pytest.Config) -> float:
+    text = config.getini("fsdp_comm_progress_s")
+    try:
+        return parse_timeout_s(text) if text else DEFAULT_PROGRESS_S
+    except BadValueError as problem:
+        raise pytest.UsageError(f"ini fsdp_comm_progress_s: {problem}") from None
 
 
 def _read_launch(config: pytest.Config) -> LaunchedRank | None:

@@ -18,6 +18,7 @@ from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.ranks.gpus import visible_gpu_count, visible_gpu_names
 from pytest_fsdp_comm.ranks.group import gpus_of
 from pytest_fsdp_comm.ranks.launch import Launch, RankProcesses
+from pytest_fsdp_comm.ranks.progress import tell_progress
 from pytest_fsdp_comm.ranks.rank_pdb import QUIT, point_to_debugger
 from pytest_fsdp_comm.ranks.rank_pytest import resolve_basetemp
 from pytest_fsdp_comm.ranks.rank_warnings import replay_warnings
@@ -198,7 +199,9 @@ class RankRunner:
         try:
             with kept_foreground(self._terminal):
                 # From here on: waiting for slots was not the test's fault.
-                results = run(started_at=time.monotonic())
+                results = run(
+                    started_at=time.monotonic(), tell_progress=partial(tell_progress, item)
+                )
             keeps = (
                 settings.scope == "module"
                 and kept.supervision.is_reusable

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,14 @@ _ANSWER_S = 0.3
 
 
 HasFailedElsewhere = Callable[[bool], bool]
+
+
+TellProgress = Callable[["Supervision", float], float]
+
+
+def _silently(supervision: Supervision, seconds: float) -> float:
+    del supervision, seconds
+    return math.inf
 
 
 def _nowhere(has_failed: bool) -> bool:
@@ -98,11 +107,16 @@ class Supervision:
         # Where the logs were when a later test of the set began.
         self._begun_at: dict[tuple[int, str], int] = {}
         self._echo = _Echo(launch) if launch.echoes else None
+        self._questions = 0
         self.is_reusable = False
         """All ranks finished the last test and wait for another."""
 
     def run(
-        self, *, started_at: float, has_failed_elsewhere: HasFailedElsewhere = _nowhere
+        self,
+        *,
+        started_at: float,
+        has_failed_elsewhere: HasFailedElsewhere = _nowhere,
+        tell_progress: TellProgress = _silently,
     ) -> dict[int, RankResult]:
         """Waits until every rank finished the test, failed with a grace period, or ran out of time.
 
@@ -110,11 +124,14 @@ class Supervision:
             started_at: When the ranks were started for this test (`time.monotonic`).
             has_failed_elsewhere: Asked again and again while ranks run, and told whether one of
                 them has failed; says whether one that another process supervises has.
+            tell_progress: Called now and then with the seconds that the test has run; returns after
+                how many to call it again.
 
         Returns:
             What each rank did.
         """
         deadline = started_at + self._launch.settings.timeout_s
+        next_told_s = tell_progress(self, 0.0)
         first_failure: float | None = None
         was_debugged = False
         while not all(rank.is_over for rank in self._ranks.values()):
@@ -132,6 +149,8 @@ class Supervision:
             if first_failure is not None and now > first_failure + GRACE_S:
                 self._stop(Stopped.AFTER_FAILURE)
                 break
+            if now - started_at > next_told_s:
+                next_told_s = tell_progress(self, now - started_at)
             ends_at = min([deadline, *(timer.until for timer in self._timers())])
             # Time in a debugger is not the test's, and how much it was does not matter any more.
             if now > ends_at and not was_debugged:
@@ -152,6 +171,7 @@ class Supervision:
         *,
         started_at: float,
         has_failed_elsewhere: HasFailedElsewhere = _nowhere,
+        tell_progress: TellProgress = _silently,
     ) -> dict[int, RankResult]:
         """Runs another test on the same ranks."""
         for number, rank in self._ranks.items():
@@ -163,7 +183,11 @@ class Supervision:
                 self._selector.unregister(rank.channel)
                 self._selector.register(rank.channel, selectors.EVENT_READ, self._ranks[number])
                 rank.channel.send({"item": item_index})
-        return self.run(started_at=started_at, has_failed_elsewhere=has_failed_elsewhere)
+        return self.run(
+            started_at=started_at,
+            has_failed_elsewhere=has_failed_elsewhere,
+            tell_progress=tell_progress,
+        )
 
     def end(self) -> None:
         """Kills every process of the set."""
@@ -244,21 +268,36 @@ class Supervision:
             rank.stopped = why
             rank.stacks = read_stacks(self._launch.stacks_path(number), until=until)
         # Most have answered by now; one that holds the GIL never does.
+        self._take_positions(asked)
+
+    def _take_positions(self, asked: Sequence[tuple[_Rank, Channel]]) -> None:
         until = time.monotonic() + _ANSWER_S
         for rank, watchdog in asked:
-            watchdog.settimeout(max(until - time.monotonic(), 0.001))
+            rank.position = None
             with contextlib.suppress(OSError):
-                answer = watchdog.receive()
-                if answer is not None:
-                    rank.position = {**answer["position"], "is_over": rank.is_over}
+                while rank.position is None:
+                    watchdog.settimeout(max(until - time.monotonic(), 0.001))
+                    answer = watchdog.receive()
+                    if answer is None:
+                        break
+                    # An earlier question may have been answered after its time.
+                    if answer["number"] == self._questions:
+                        rank.position = {**answer["position"], "is_over": rank.is_over}
+
+    def positions(self) -> dict[int, dict[str, Any]]:
+        """Where the ranks are, as `position.read_position`; those without an answer are missing."""
+        self._take_positions(self._ask_positions())
+        ranks = self._ranks.items()
+        return {number: rank.position for number, rank in ranks if rank.position is not None}
 
     def _ask_positions(self) -> list[tuple[_Rank, Channel]]:
         """Asks every rank that lives where it is, those that have finished the test too."""
         asked = []
+        self._questions += 1
         for rank in self._ranks.values():
             if rank.watchdog is not None and rank.status is None:
                 with contextlib.suppress(OSError):  # it died just now
-                    rank.watchdog.send({})
+                    rank.watchdog.send({"number": self._questions})
                     asked.append((rank, rank.watchdog))
         return asked
 

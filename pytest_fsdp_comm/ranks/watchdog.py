@@ -40,10 +40,10 @@ class Watchdog:
         self._began_ns = time.time_ns()
 
     def _answer(self) -> None:
-        # Until the supervisor hangs up. The question is empty: there is only one.
-        while self._channel.receive() is not None:
+        # Until the supervisor hangs up. There is only one question, told apart by its number.
+        while (question := self._channel.receive()) is not None:
             try:
                 position = read_position(self._began_ns)
             except Exception as error:  # noqa: BLE001  # an explanation must not cost the verdict
                 position = {"site": "", "module": "", "groups": [], "error": repr(error)}
-            self._channel.send({"position": position})
+            self._channel.send({"position": position, "number": question["number"]})

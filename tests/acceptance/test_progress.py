@@ -1,0 +1,53 @@
+"""A slow but healthy test is told on the terminal, with where its ranks are."""
+
+import re
+
+import pytest
+
+SOURCE = """
+import time
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.distributed(world_size=3, timeout_s=60)
+
+def test_quick():
+    pass
+
+def test_slow(dist_info):
+    if dist_info.rank == 2:
+        return
+    if dist_info.rank == 1:
+        time.sleep(4)
+"""
+
+
+@pytest.fixture
+def project(pytester):
+    pytester.makepyfile(test_it=SOURCE)
+    pytester.makeini("[pytest]\nfsdp_comm_progress_s = 1")
+    return pytester
+
+
+def test_a_line_each_time_that_twice_as_long_has_passed(project):
+    result = project.runpytest_subprocess()
+    result.assert_outcomes(passed=2)
+    told = [line for line in result.outlines if line.startswith("fsdp-comm: test_it")]
+    assert [re.sub(r"py:\d+", "py:N", line) for line in told] == [
+        f"fsdp-comm: test_it.py::test_slow still runs after {seconds} s (deadline 60 s): "
+        "ranks 0, 2 over; rank 1 at test_it.py:N in test_slow"
+        for seconds in (1, 2)
+    ]
+
+
+def test_under_xdist_nothing_is_told(project):
+    result = project.runpytest_subprocess("-n", "1")
+    result.assert_outcomes(passed=2)
+    assert "still runs" not in result.stdout.str()
+
+
+def test_a_bad_value(project):
+    project.makeini("[pytest]\nfsdp_comm_progress_s = soon")
+    result = project.runpytest_subprocess()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*ini fsdp_comm_progress_s: *soon*"])
