@@ -55,10 +55,10 @@ class Slots:
 
     @contextlib.contextmanager
     def turn(self, *, ranks: int, gpus: int) -> Iterator[Grant]:
-        """Waits until enough is free, in the order of asking.
+        """Waits for its turn, and then until enough is free.
 
-        Nobody else can take slots before the block ends: within it, whoever is to use the slots has
-        to hold them.
+        Nobody else can take slots before the block ends, so that large tests are not overtaken by
+        small ones for ever. Within it, whoever is to use the slots has to hold them.
 
         Args:
             ranks: How many ranks will run; at most as many as there are slots.
