@@ -31,9 +31,7 @@ def tell_progress(item: pytest.Item, supervision: Supervision, seconds: float) -
     if seconds == 0.0:
         return item.config.stash[OPTIONS].progress_s
     sites = {
-        rank: "have ended the test"
-        if position["is_over"]
-        else f"at {position['site'] or 'unknown'}"
+        rank: "done" if position["is_over"] else f"at {position['site'] or 'unknown'}"
         for rank, position in supervision.positions().items()
     }
     told = "; ".join(f"{name_ranks(ranks)} {site}" for ranks, site in fold_equal(sites))
