@@ -101,7 +101,7 @@ class RankRunner:
         )
         self.fallback_reason = unsafe_to_fork()
         if not self.fallback_reason:
-            self._server = ForkServer(self._run_rank)
+            self._server = ForkServer(self._run_rank, self._directory)
 
     def takes(self, item: pytest.Item) -> bool:
         """Whether the ranks that there are can run a distributed test; if not, it is skipped."""

@@ -67,7 +67,20 @@ def _cause(guilty: set[int], positions: Mapping[int, dict[str, Any]]) -> Iterato
         else:
             told[rank] = _at(position, ",").replace(", and", ", which")
     for ranks, text in fold_equal(told):
-        yield f"all wait for {name_ranks(ranks)}{text}"
+        yield f"all wait for {name_ranks(ranks)}{text if len(ranks) == 1 else _plural(text)}"
+
+
+def _plural(text: str) -> str:
+    for one, several in (
+        (", and is at", ", and are at"),
+        ("and has ended", "and have ended"),
+        ("which has ended", "which have ended"),
+        ("which is dead", "which are dead"),
+        ("which does not", "which do not"),
+        ("(its last", "(their last"),
+    ):
+        text = text.replace(one, several)
+    return text
 
 
 def _explain_one(
@@ -107,8 +120,7 @@ def _explain_one(
             before = f" (its last of {axis} was {own[last]['kind']} #{last})" if last else ""
             absent[rank] = f"never issued it{before}{_at(positions[rank], ', and is')}"
     for ranks, text in fold_equal(absent):
-        verb = text if len(ranks) == 1 else text.replace(", and is at", ", and are at")
-        yield f"{name_ranks(ranks)} {verb}"
+        yield f"{name_ranks(ranks)} {text if len(ranks) == 1 else _plural(text)}"
 
 
 def _group_names(positions: Mapping[int, dict[str, Any]]) -> list[str]:

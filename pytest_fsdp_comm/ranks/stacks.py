@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 _PAUSE_S = 0.005
+_SETTLED = 10
 _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)')
 # Frames of those that run the test say nothing about it.
 _RUNNERS = re.compile(
@@ -47,10 +48,15 @@ def read_stacks(path: Path, *, until: float) -> str:
         without those of pytest; empty if none came.
     """
     text = ""
-    while time.monotonic() < until:
+    unchanged = 0
+    while True:
         previous, text = text, _read(path)
-        # It is written piece by piece: what stays the same may still lack the main thread.
-        if text == previous and _HAS_MAIN.search(text):
+        unchanged = unchanged + 1 if text and text == previous else 0
+        # It is written piece by piece: what stays the same may still lack the main thread. Where
+        # the signal met a thread that is not Python's, no thread is marked as the current one.
+        if unchanged and (_HAS_MAIN.search(text) or unchanged > _SETTLED):
+            break
+        if time.monotonic() > until:
             break
         time.sleep(_PAUSE_S)
     return _main_thread(text)

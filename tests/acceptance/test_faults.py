@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 PRELUDE = """
-import os, signal, subprocess, sys, time, warnings
+import os, re, resource, signal, subprocess, sys, threading, time, warnings
 import pytest
 import torch
 import torch.distributed as dist
@@ -149,6 +149,75 @@ FAULTS = {
         timeout_s=3,
         says=("rank|ranks",),
     ),
+    "hang_in_setup": Fault(
+        before="@pytest.fixture\ndef slow():\n    if rank() == 1: time.sleep(1000)\n",
+        arguments="slow",
+        body="dist.barrier()",  # which the others have come to
+        timeout_s=3,
+        says=("did not finish within 3 s", r"all wait for rank 1, at .*test_faulty.py:\d+ in slow"),
+    ),
+    "hang_in_teardown": Fault(
+        before="@pytest.fixture\ndef late_sleep():\n    yield\n"
+        "    if rank() == 2: time.sleep(1000)\n",
+        arguments="late_sleep",
+        body="pass",
+        outcome="error",
+        timeout_s=3,
+        says=("rank 2 did not finish within 3 s", "ranks 0-1 had finished"),
+    ),
+    "hang_that_holds_the_gil": Fault(
+        body="if rank() == 1: re.match('(a+)+$', 'a' * 60 + 'b')\n    dist.barrier()",
+        timeout_s=3,
+        says=("all wait for rank 1, which does not let go of the GIL at .*test_faulty.py",),
+    ),
+    "extra_collective": Fault(
+        body="dist.barrier()\n    if rank() == 2: dist.all_reduce(torch.ones(1))",
+        timeout_s=3,
+        says=(
+            "all wait for ranks 0-1, which have ended the test",
+            r"rank 2 waits in all_reduce #2 of world \(4 B\) at .*test_faulty.py",
+        ),
+    ),
+    "mismatched_shapes": Fault(
+        body="dist.all_reduce(torch.ones(1000 + 7 * rank()))",
+        timeout_s=3,
+        says=("rank",),
+    ),
+    "pytest_exit": Fault(
+        body="if rank() == 1: pytest.exit('enough')\n    dist.barrier()",
+        says=("rank 1 left the test with Exit: enough",),
+    ),
+    "out_of_memory": Fault(
+        body="if rank() == 1:\n"
+        "        resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31))\n"
+        "        torch.ones(1 << 34)\n"
+        "    dist.barrier()",
+        says=("rank 1 failed first", "not enough memory|MemoryError|can't allocate"),
+    ),
+    "thread_left_behind": Fault(
+        body="threading.Thread(target=time.sleep, args=(1000,)).start()", outcome="passed"
+    ),
+    "fork_left_behind": Fault(
+        body="if os.fork() == 0: time.sleep(1000)",
+        decorators="@pytest.mark.filterwarnings('ignore')",
+        outcome="passed",
+    ),
+    "exception_without_a_repr": Fault(
+        before="class Odd(Exception):\n    def __repr__(self): raise ValueError\n"
+        "    __str__ = __repr__\n",
+        body="raise Odd()",
+        says=("test_faulty.Odd|unprintable|Odd",),
+    ),
+    "group_never_made": Fault(
+        body="dist.destroy_process_group()\n    if rank() == 0: dist.barrier()",
+        says=("Default process group has not been initialized", "rank 0"),
+    ),
+    "skip_one_in_setup": Fault(
+        before="@pytest.fixture\ndef picky():\n    if rank() == 0: pytest.skip('not me')\n",
+        arguments="picky",
+        body="pass",
+        says=(r"ranks disagree about the outcome: rank 0 skipped \(not me\); ranks 1-2 passed",),
+    ),
     "closed_stdout": Fault(
         body="os.close(1)\n    os.close(2)\n    assert rank() != 0, 'still reported'",
         says=("AssertionError: still reported",),
@@ -261,10 +330,10 @@ def test_no_rank_outlives_an_interrupted_or_killed_session(tmp_path, number):
     wait_for(lambda: len(list(tmp_path.glob("started*"))) == 2, timeout_s=60)
     session.send_signal(number)
     output, _ = session.communicate(timeout=20)
+    wait_for(lambda: not list(tmp_path.glob("fsdp-comm*")), timeout_s=10)
     if number == signal.SIGINT:
         assert session.returncode == pytest.ExitCode.INTERRUPTED
         assert "KeyboardInterrupt" in output
-        assert not list(tmp_path.glob("fsdp-comm*"))
     wait_for(lambda: not [line for line in processes() if "test_endless.py" in line], timeout_s=10)
 
 

@@ -78,7 +78,7 @@ def test_names_that_moved_are_named(tmp_path):
 
 def test_what_a_silent_process_writes_is_held(pytester):
     pytester.makepyfile("def test_it(): pass")
-    config = pytester.parseconfigure()
+    config = pytester.parseconfigure("-p", "no:asyncio")  # which warns of its own settings
     writer = config.get_terminal_writer()
     terminal = writer._file = io.StringIO()
     hold_terminal(config)
@@ -90,7 +90,7 @@ def test_what_a_silent_process_writes_is_held(pytester):
 
 
 def test_a_terminal_that_moved_is_named(pytester, monkeypatch):
-    config = pytester.parseconfigure()
+    config = pytester.parseconfigure("-p", "no:asyncio")  # which warns of its own settings
     monkeypatch.delattr(config.get_terminal_writer(), "_file")
     with pytest.raises(UpstreamChangedError, match=r"has no TerminalWriter\._file any more"):
         hold_terminal(config)

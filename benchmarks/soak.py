@@ -1,0 +1,193 @@
+"""Whether a thousand distributed tests in one session leave anything behind.
+
+    python benchmarks/soak.py [--tests 1000] [--workers 2]
+
+One session: each test records a training step and compares it with a snapshot. An observer in each
+pytest process notes its memory, file descriptors and threads every fifty tests, and those of the
+fork server, its child. The first notes are left out, since caches fill in them. Printed are the
+values after a tenth of the tests and at the end, the growth a test, and whatever went wrong:
+failed tests, processes and folders left behind. Exit status 1 if anything grew or failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# Beyond these something leaks: 1,000 tests would cost 20 MiB, or one descriptor in a hundred tests.
+MAX_KIB_A_TEST = 20.0
+MAX_DESCRIPTORS_A_TEST = 0.01
+
+SOURCE = """
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+@pytest.mark.distributed(world_size=2, backend="gloo")
+@pytest.mark.parametrize("number", range({tests}))
+def test_step(number, device_mesh, comm_mode, comm_snapshot):
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh=device_mesh())
+    with comm_mode(model):
+        model(torch.ones(2, 8)).sum().backward()
+    assert comm_mode.counts("all_gather") == 1
+    if number == 0:
+        assert comm_mode == comm_snapshot
+"""
+
+OBSERVER = """
+import json, os, pathlib
+import pytest
+
+def children(pid):
+    listed = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in listed]
+
+def measured(pid):
+    status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    values = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return {
+        "kib": int(values["VmRSS"].split()[0]),
+        "threads": int(values["Threads"]),
+        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+    }
+
+class Observer:
+    def __init__(self):
+        self.count = 0
+
+    def pytest_runtest_logfinish(self, nodeid):
+        if "PYTEST_XDIST_WORKER" not in os.environ and os.environ.get("SOAK_WORKERS") != "0":
+            return
+        self.count += 1
+        if self.count % 50 == 0:
+            name = os.environ.get("PYTEST_XDIST_WORKER", "main")
+            note = {"count": self.count, "pytest": measured(os.getpid())}
+            for child in children(os.getpid()):
+                note["fork server"] = measured(child)
+            with open(os.environ["SOAK_NOTES"] + "." + name, "a") as file:
+                print(json.dumps(note), file=file)
+
+def pytest_configure(config):
+    config.pluginmanager.register(Observer())
+"""
+
+
+def run(tests: int, workers: int, folder: Path) -> tuple[str, float]:
+    """Runs the session.
+
+    Returns:
+        The last line that pytest printed, and the seconds that it took.
+    """
+    (folder / "test_soak.py").write_text(SOURCE.format(tests=tests))
+    (folder / "conftest.py").write_text(OBSERVER)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    environment = {
+        **os.environ,
+        "SOAK_NOTES": str(folder / "notes"),
+        "SOAK_WORKERS": str(workers),
+        "TMPDIR": str(folder / "tmp"),
+        "OMP_NUM_THREADS": "1",
+    }
+    (folder / "tmp").mkdir()
+    update = [*command, "--snapshot-update", "-k", "test_step[0]"]
+    subprocess.run(
+        update, cwd=folder, env=environment, check=True, capture_output=True
+    )  # pytest itself
+    (folder / "tmp").rename(folder / "tmp-of-the-update")
+    for notes in folder.glob("notes.*"):
+        notes.unlink()
+    (folder / "tmp").mkdir()
+    started = time.perf_counter()
+    done = subprocess.run(  # pytest itself
+        command + (["-n", str(workers)] if workers else []),
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip().splitlines()[-1], time.perf_counter() - started
+
+
+def growth(folder: Path, tests: int) -> list[str]:
+    """Prints the notes.
+
+    Returns:
+        What grew too much.
+    """
+    problems = []
+    for path in sorted(folder.glob("notes.*")):
+        notes = [json.loads(line) for line in path.read_text().splitlines()]
+        settled = next(note for note in notes if note["count"] >= notes[-1]["count"] / 10)
+        last = notes[-1]
+        between = max(last["count"] - settled["count"], 1)
+        for process in ("pytest", "fork server"):
+            first, final = settled[process], last[process]
+            per_test = {name: (final[name] - first[name]) / between for name in first}
+            print(
+                f"{path.suffix[1:]:8} {process:12} "
+                f"memory {first['kib']} -> {final['kib']} KiB ({per_test['kib']:+.2f} a test), "
+                f"descriptors {first['descriptors']} -> {final['descriptors']}, "
+                f"threads {first['threads']} -> {final['threads']}"
+            )
+            if per_test["kib"] > MAX_KIB_A_TEST:
+                problems.append(f"memory of the {process} grows")
+            if per_test["descriptors"] > MAX_DESCRIPTORS_A_TEST or per_test["threads"] > 0:
+                problems.append(f"descriptors or threads of the {process} grow")
+    if not problems and not any(folder.glob("notes.*")):
+        problems.append(f"nothing was noted in {tests} tests")
+    return problems
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Processes that still know the folder, and what lies in its temporary directory."""
+    mark = str(folder).encode()
+    processes = [
+        path.parent.name
+        for path in Path("/proc").glob("[0-9]*/environ")
+        if _has(path, mark) and path.parent.name != str(os.getpid())
+    ]
+    # pytest keeps the temporary directories of its last sessions itself.
+    files = [path.name for path in (folder / "tmp").iterdir() if "pytest-of" not in path.name]
+    problems = [f"processes left behind: {', '.join(processes)}"] if processes else []
+    return problems + ([f"files left behind: {', '.join(files)}"] if files else [])
+
+
+def _has(path: Path, mark: bytes) -> bool:
+    try:
+        return mark in path.read_bytes()
+    except OSError:
+        return False
+
+
+def main() -> int:
+    """Runs the soak.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tests", type=int, default=1000)
+    parser.add_argument("--workers", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        folder = Path(name)
+        summary, seconds = run(arguments.tests, arguments.workers, folder)
+        print(f"{summary} ({seconds / arguments.tests:.3f} s a test)")
+        problems = growth(folder, arguments.tests) + left_behind(folder)
+    if f"{arguments.tests} passed" not in summary:
+        problems.append(summary)
+    for problem in problems:
+        print(f"PROBLEM: {problem}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
