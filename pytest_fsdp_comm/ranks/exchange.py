@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.text_store import TextStore
 
 _FIRST_PAUSE_S = 0.0002
-_LONGEST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.002
 
 
 class RankExchange(abc.ABC):

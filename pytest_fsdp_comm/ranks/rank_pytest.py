@@ -58,6 +58,16 @@ def isolate_session(config: pytest.Config, *, basetemp: Path, terminal: Path) ->
         UpstreamChangedError: pytest has moved a private name.
     """
     _release_capture(config)
+    leave_to_parent(config)
+    config.pluginmanager.register(_RankTerminal(terminal), "terminalreporter")
+    _move_basetemp(config, basetemp)
+
+
+def leave_to_parent(config: pytest.Config) -> None:
+    """Takes out what writes for the whole session, and torch's debug logs.
+
+    Does nothing the second time: the fork server does it once, so that each rank finds it done.
+    """
     manager = config.pluginmanager
     for name in _PARENTS_PLUGINS:
         if manager.has_plugin(name):
@@ -65,13 +75,13 @@ def isolate_session(config: pytest.Config, *, basetemp: Path, terminal: Path) ->
     for plugin in list(manager.get_plugins()):
         if type(plugin).__name__ in _PARENTS_CLASSES:
             manager.unregister(plugin)
-    manager.register(_RankTerminal(terminal), "terminalreporter")
-    _move_basetemp(config, basetemp)
     for name in logging.root.manager.loggerDict:
         # torch logs every c10d call and each step of its compiler at DEBUG there, which floods a
         # failing test's captured log.
         if name.startswith(("c10d", "torch.__trace")):
-            logging.getLogger(name).setLevel(logging.WARNING)
+            logger = logging.getLogger(name)
+            if logger.level != logging.WARNING:
+                logger.setLevel(logging.WARNING)
 
 
 def _release_capture(config: pytest.Config) -> None:

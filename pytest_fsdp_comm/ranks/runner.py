@@ -20,7 +20,7 @@ from pytest_fsdp_comm.ranks.group import gpus_of
 from pytest_fsdp_comm.ranks.launch import Launch, RankProcesses
 from pytest_fsdp_comm.ranks.progress import tell_progress
 from pytest_fsdp_comm.ranks.rank_pdb import QUIT, point_to_debugger
-from pytest_fsdp_comm.ranks.rank_pytest import resolve_basetemp
+from pytest_fsdp_comm.ranks.rank_pytest import leave_to_parent, resolve_basetemp
 from pytest_fsdp_comm.ranks.rank_warnings import replay_warnings
 from pytest_fsdp_comm.ranks.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.safety import unsafe_to_fork
@@ -101,7 +101,11 @@ class RankRunner:
         )
         self.fallback_reason = unsafe_to_fork()
         if not self.fallback_reason:
-            self._server = ForkServer(self._run_rank, self._directory)
+            self._server = ForkServer(
+                self._run_rank,
+                self._directory,
+                prepare=partial(leave_to_parent, self._session.config),
+            )
 
     def takes(self, item: pytest.Item) -> bool:
         """Whether the ranks that there are can run a distributed test; if not, it is skipped."""

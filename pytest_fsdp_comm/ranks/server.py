@@ -8,6 +8,7 @@ each of which makes a later fork hang or crash.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import select
@@ -56,18 +57,19 @@ def fork_quietly() -> int:
 class ForkServer:
     """The pytest process's end."""
 
-    def __init__(self, run_rank: RunRank, directory: Path) -> None:
+    def __init__(self, run_rank: RunRank, directory: Path, *, prepare: Callable[[], None]) -> None:
         """Forks the server.
 
         Args:
             run_rank: What each rank does after its fork; never returns.
+            prepare: What every rank would do first, done once in the server.
             directory: Removed once the pytest process is gone.
         """
         ours, theirs = socket.socketpair()
         self._pid = fork_quietly()
         if self._pid == 0:
             ours.close()
-            _serve(Channel(theirs), run_rank, directory)
+            _serve(Channel(theirs), run_rank, directory, prepare)
         theirs.close()
         self._channel = Channel(ours)
         self._launches = 0
@@ -155,7 +157,9 @@ class ForkedRanks:
             self._has_ended = True
 
 
-def _serve(channel: Channel, run_rank: RunRank, directory: Path) -> NoReturn:
+def _serve(
+    channel: Channel, run_rank: RunRank, directory: Path, prepare: Callable[[], None]
+) -> NoReturn:
     """The server's life: forks and reaps until the pytest process is gone."""
     # Ctrl-C reaches the whole foreground group; the pytest process decides and then ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -165,6 +169,11 @@ def _serve(channel: Channel, run_rank: RunRank, directory: Path) -> NoReturn:
         importlib.import_module(name)
     server = _Server(channel, run_rank, at_sigterm)
     try:
+        prepare()
+        # What is here now lives as long as each rank: without this, a rank's first full collection
+        # walks through it, and copies the pages of a million objects (see `gc.freeze`).
+        gc.collect()
+        gc.freeze()
         server.run()
     finally:
         server.kill_all()
