@@ -154,8 +154,9 @@ def left_behind(folder: Path) -> list[str]:
         for path in Path("/proc").glob("[0-9]*/environ")
         if _has(path, mark) and path.parent.name != str(os.getpid())
     ]
-    # pytest keeps the temporary directories of its last sessions itself.
-    files = [path.name for path in (folder / "tmp").iterdir() if "pytest-of" not in path.name]
+    # pytest keeps the temporary folders of its last sessions itself, torch its compiler's cache.
+    kept = ("pytest-of-", "torchinductor_")
+    files = [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith(kept)]
     problems = [f"processes left behind: {', '.join(processes)}"] if processes else []
     return problems + ([f"files left behind: {', '.join(files)}"] if files else [])
 
