@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 GRACE_S = 1.0
 _POLL_S = 0.05
 _DUMP_S = 1.0
-_ANSWER_S = 0.3
+_ANSWER_S = 0.7
 
 
 HasFailedElsewhere = Callable[[bool], bool]
@@ -269,6 +269,9 @@ class Supervision:
             rank.stacks = read_stacks(self._launch.stacks_path(number), until=until)
         # Most have answered by now; one that holds the GIL never does.
         self._take_positions(asked)
+        for rank in running.values():
+            if not rank.stacks and rank.position is not None:
+                rank.stacks = rank.position["site"]  # on a busy machine a dump may come too late
 
     def _take_positions(self, asked: Sequence[tuple[_Rank, Channel]]) -> None:
         until = time.monotonic() + _ANSWER_S

@@ -73,6 +73,22 @@ def test_a_failure_says_nothing_of_its_echo(dist_info):
 """
 
 
+CONFTEST = """
+import os
+import time
+import pytest
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    started = time.monotonic()
+    result = yield
+    if "RANK" not in os.environ:
+        with open("seconds", "a") as file:
+            print(item.name, time.monotonic() - started, file=file)
+    return result
+"""
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """The failure of each test, with line numbers replaced by the line's comment or ``N``."""
@@ -82,6 +98,7 @@ def reports(tmp_path_factory):
 
     project = tmp_path_factory.mktemp("hangs")
     (project / "test_it.py").write_text(SOURCE)
+    (project / "conftest.py").write_text(CONFTEST)
     (project / "pytest.ini").write_text("[pytest]\n")
     names = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_ADDOPTS", "CI")
     environment = {name: value for name, value in os.environ.items() if name not in names}
@@ -95,6 +112,10 @@ def reports(tmp_path_factory):
         check=False,
     )
     assert "7 failed" in done.stdout, done.stdout + done.stderr
+    seconds = dict(line.split() for line in (project / "seconds").read_text().splitlines())
+    assert len(seconds) == 7
+    # The deadline plus two seconds, for the stacks and the end of every process.
+    assert all(float(text) < 5 + 2 for text in seconds.values()), seconds
     parts = re.split(r"^_+ test_(\w+) _+$", done.stdout, flags=re.MULTILINE)
     texts = dict(zip(parts[1::2], parts[2::2], strict=True))
     return {name: re.sub(r"py:\d+", "py:N", text) for name, text in texts.items()}
@@ -164,7 +185,7 @@ def test_the_stacks_follow(reports):
     assert (
         "rank 3 is at, innermost first:\n    test_it.py:N in test_missing\n" in reports["missing"]
     )
-    assert "unknown" not in "".join(reports.values())
+    assert not [name for name, text in reports.items() if "unknown" in text], reports
 
 
 def test_echoes_of_a_failure_are_not_explained(reports):
