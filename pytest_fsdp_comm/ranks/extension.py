@@ -16,7 +16,7 @@ class RankExtension(Protocol):
     """Prepares each rank, carries something out of it, and receives it in the parent."""
 
     def enter_rank(self, config: pytest.Config) -> None:
-        """Runs in the rank, before the test's protocol."""
+        """Runs in the process that ranks are forked from, or in a spawned rank, once."""
 
     def rank_payload(self, item: pytest.Item) -> Any:
         """Runs in the rank, after the test's protocol.

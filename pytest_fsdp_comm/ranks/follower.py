@@ -17,6 +17,7 @@ import pytest
 from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.heartbeat import Pulse
 from pytest_fsdp_comm.ranks.peers import PLAN, Meeting, farewell, fits, hello, polls
+from pytest_fsdp_comm.ranks.server import ServerDiedError
 from pytest_fsdp_comm.ranks.termination import TOLD_TO_END, Termination
 from pytest_fsdp_comm.ranks.text_store import StoreLostError
 from pytest_fsdp_comm.ranks.worker import save_coverage
@@ -186,7 +187,7 @@ def follow(
         while (item := follower.next_item()) is not None:
             runner.run_part(item, item.stash[SETTINGS])
         status = follower.status
-    except (_EndedError, StoreLostError) as problem:
+    except (_EndedError, StoreLostError, ServerDiedError) as problem:
         what = f"the store is gone: {problem}" if isinstance(problem, StoreLostError) else problem
         _complain(session, f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()}: {what}")
         status = int(pytest.ExitCode.TESTS_FAILED)

@@ -59,12 +59,10 @@ def set_environment(
     """
     if gpus:
         os.environ[visible_gpus_variable(os.environ)] = ",".join(gpus)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(part.local_rank if part else rank),
-        WORLD_SIZE=str(settings.world_size),
-        LOCAL_WORLD_SIZE=str(part.local_world_size if part else settings.world_size),
-    )
+    os.environ["RANK"] = str(rank)
+    os.environ["LOCAL_RANK"] = str(part.local_rank if part else rank)
+    os.environ["WORLD_SIZE"] = str(settings.world_size)
+    os.environ["LOCAL_WORLD_SIZE"] = str(part.local_world_size if part else settings.world_size)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":
         # Otherwise gloo looks up the host's name, which fails or waits on many laptops, and which
@@ -77,6 +75,19 @@ def set_environment(
     torch.set_num_threads(1)
 
 
+def empty_compiler_caches() -> None:
+    """Does once what making a process group does in each rank (read in torch 2.7, 2.13 and 2.15).
+
+    Emptying them costs a rank 310 page faults, nearly as many as its gloo group, and nothing where
+    they are empty.
+    """
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    # A private name, but without it ranks only start later.
+    clear = getattr(rules, "clear_lru_cache", None)
+    if clear is not None:
+        clear()
+
+
 def join_group(context: RankContext) -> None:
     """Makes the default process group of this rank.
 
@@ -85,8 +96,6 @@ def join_group(context: RankContext) -> None:
     """
     import torch  # noqa: PLC0415  # not in the pytest process
     import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
-
-    from pytest_fsdp_comm.ranks.text_store import connect_store  # noqa: PLC0415  # loads torch
 
     if context.device.startswith("cuda"):
         count = torch.cuda.device_count()
@@ -103,6 +112,9 @@ def join_group(context: RankContext) -> None:
     timeout_s = context.timeout_s + BEYOND_DEADLINE_S
     store: Any
     if context.store:
+        # Not before it is needed: a rank that imports a plugin's module has pytest rewrite it.
+        from pytest_fsdp_comm.ranks.text_store import connect_store  # noqa: PLC0415  # see above
+
         store = connect_store(context.store.below("group"), timeout_s=timeout_s)
     else:
         store = dist.FileStore(  # type: ignore[attr-defined]  # not in torch's __all__, but documented

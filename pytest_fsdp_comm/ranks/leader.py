@@ -140,7 +140,7 @@ class Leader:
             text = f"was lost: the store that the ranks meet at is gone ({error})"
             self._lost |= {rank: text for rank in self._others if rank not in gathered}
             keeps = False
-        gathered |= {rank: _lost_result(rank, text) for rank, text in self._lost.items()}
+        gathered |= {rank: RankResult.of_lost(rank, text) for rank, text in self._lost.items()}
         self._end_session_if_lost(ending)
         return dict(sorted(gathered.items())), keeps
 
@@ -275,19 +275,3 @@ class Leader:
             waiting = {rank for rank in waiting if not meeting.store.has(farewell(rank))}
             if not waiting or time.monotonic() > until:
                 return
-
-
-def _lost_result(rank: int, text: str) -> RankResult:
-    return RankResult(
-        rank=rank,
-        reports=(),
-        warnings=(),
-        payloads=None,
-        escaped=None,
-        status=None,
-        ended_at=None,
-        stopped=None,
-        stacks="",
-        unreported={},
-        lost=text,
-    )

@@ -22,14 +22,20 @@ if TYPE_CHECKING:
 
 
 class RankPlugin:
-    """Registered in a rank, for its whole life."""
+    """Registered in the process that ranks are forked from, and of use in a rank, once bound."""
 
-    def __init__(self, config: pytest.Config, channel: Channel, launch: Launch, rank: int) -> None:
-        """Reads the rank's logs from where they are now."""
+    _channel: Channel
+
+    def __init__(self, config: pytest.Config) -> None:
+        """Knows of no rank yet."""
         self._config = config
+        self._logs: list[_Log] = []
+        self._has_group = False
+
+    def bind(self, channel: Channel, launch: Launch, rank: int) -> None:
+        """Becomes a rank's: reads its logs from where they are now."""
         self._channel = channel
         self._logs = [_Log(name, launch.log_path(rank, name)) for name in ("stdout", "stderr")]
-        self._has_group = False
 
     # The skip marks are evaluated by a tryfirst hook, so that a skipped test makes no group; the
     # fixtures are set up by a hook that was registered before this one, and so runs after it.
@@ -97,6 +103,9 @@ class RankPlugin:
         location: tuple[str, int, str] | None,
     ) -> None:
         """Sends a warning."""
+        if when != "runtest":
+            # Of collection: the pytest process has it, and pytest tells it to every new plugin.
+            return
         category = warning_message.category
         self._channel.send(
             {

@@ -7,6 +7,7 @@ contract test in ``tests/unit/test_rank_pytest.py``.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -37,20 +38,24 @@ _PARENTS_CLASSES = ("LogXML", "WorkerInteractor", "DSession", "Reporter")
 _PARENTS_CAPTURE = pytest.StashKey[object]()
 
 
-class _RankTerminal:
-    """Where ``--setup-show`` and others write."""
+class LogTerminal:
+    """A rank's terminal reporter: where ``--setup-show`` and others write."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self) -> None:
+        """Writes nowhere yet."""
+        self._tw = TerminalWriter(io.StringIO())
+
+    def open(self, path: Path) -> None:
+        """Writes to a file from now on."""
         # Not the rank's stdout, which a test may capture with capfd.
         self._tw = TerminalWriter(path.open("a", buffering=1, encoding="utf-8"))
 
 
-def isolate_session(config: pytest.Config, *, basetemp: Path, terminal: Path) -> None:
-    """Takes from the session all that belongs to the parent.
+def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
+    """Gives a rank files of its own, where the session had some.
 
     Args:
         config: The rank's copy of the session's config.
-        terminal: Where to write what this rank's pytest would write to the terminal.
         basetemp: This rank's directory for temporary directories. With one that the ranks share, 55
             of 60 tests failed under ``-n 2`` with FileExistsError (pytest 9.2).
 
@@ -58,15 +63,14 @@ def isolate_session(config: pytest.Config, *, basetemp: Path, terminal: Path) ->
         UpstreamChangedError: pytest has moved a private name.
     """
     _release_capture(config)
-    leave_to_parent(config)
-    config.pluginmanager.register(_RankTerminal(terminal), "terminalreporter")
     _move_basetemp(config, basetemp)
 
 
-def leave_to_parent(config: pytest.Config) -> None:
+def leave_to_parent(config: pytest.Config) -> LogTerminal:
     """Takes out what writes for the whole session, and torch's debug logs.
 
-    Does nothing the second time: the fork server does it once, so that each rank finds it done.
+    Returns:
+        What stands for the terminal now.
     """
     manager = config.pluginmanager
     for name in _PARENTS_PLUGINS:
@@ -79,9 +83,10 @@ def leave_to_parent(config: pytest.Config) -> None:
         # torch logs every c10d call and each step of its compiler at DEBUG there, which floods a
         # failing test's captured log.
         if name.startswith(("c10d", "torch.__trace")):
-            logger = logging.getLogger(name)
-            if logger.level != logging.WARNING:
-                logger.setLevel(logging.WARNING)
+            logging.getLogger(name).setLevel(logging.WARNING)
+    terminal = LogTerminal()
+    manager.register(terminal, "terminalreporter")
+    return terminal
 
 
 def _release_capture(config: pytest.Config) -> None:

@@ -48,8 +48,25 @@ class RankResult:
     """Where it was when the set was stopped, as `position.read_position`, with ``is_over`` if it
     had finished the test; None if nobody asked, or it did not answer."""
     lost: str = ""
-    """What is known of a launched rank whose pytest process does not answer any more, to be read
-    after its name; empty if it answered."""
+    """What is known of a rank that is gone with the process that should tell of it, to be read
+    after its name; empty if that process answered."""
+
+    @classmethod
+    def of_lost(cls, rank: int, text: str) -> RankResult:
+        """Of a rank of which nobody can tell more than this text (see `lost`)."""
+        return cls(
+            rank=rank,
+            reports=(),
+            warnings=(),
+            payloads=None,
+            escaped=None,
+            status=None,
+            ended_at=None,
+            stopped=None,
+            stacks="",
+            unreported={},
+            lost=text,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As values that JSON can carry."""

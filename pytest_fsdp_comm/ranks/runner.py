@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import time
@@ -20,25 +21,25 @@ from pytest_fsdp_comm.ranks.group import gpus_of
 from pytest_fsdp_comm.ranks.launch import Launch, RankProcesses
 from pytest_fsdp_comm.ranks.progress import tell_progress
 from pytest_fsdp_comm.ranks.rank_pdb import QUIT, point_to_debugger
-from pytest_fsdp_comm.ranks.rank_pytest import leave_to_parent, resolve_basetemp
+from pytest_fsdp_comm.ranks.rank_pytest import resolve_basetemp
 from pytest_fsdp_comm.ranks.rank_warnings import replay_warnings
 from pytest_fsdp_comm.ranks.reruns import run_with_reruns
+from pytest_fsdp_comm.ranks.results import RankResult
 from pytest_fsdp_comm.ranks.safety import unsafe_to_fork
-from pytest_fsdp_comm.ranks.server import ForkServer
+from pytest_fsdp_comm.ranks.server import ForkServer, RunRank, ServerDiedError
 from pytest_fsdp_comm.ranks.slots import Slots
 from pytest_fsdp_comm.ranks.spawn import SpawnedRanks
 from pytest_fsdp_comm.ranks.supervisor import Supervision
 from pytest_fsdp_comm.ranks.terminal import copied_terminal, kept_foreground
 from pytest_fsdp_comm.ranks.verdict import merge_reports
-from pytest_fsdp_comm.ranks.worker import run_rank
+from pytest_fsdp_comm.ranks.worker import RankTemplate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pytest_fsdp_comm.options import DistributedSettings
     from pytest_fsdp_comm.ranks.extension import Outcome, RankExtension
     from pytest_fsdp_comm.ranks.peers import Peers
-    from pytest_fsdp_comm.ranks.results import RankResult
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,9 +90,12 @@ class RankRunner:
 
     def start(self) -> None:
         """Forks the fork server, unless the process is unsafe to fork."""
+        self._terminal = copied_terminal(self._session.config)
+        self._start_server()
+
+    def _start_server(self) -> None:
         # Short, since a socket's path has at most 108 characters (104 on macOS).
         self._directory = Path(tempfile.mkdtemp(prefix="fsdp-comm-"))
-        self._terminal = copied_terminal(self._session.config)
         # What a launcher started is its own bound, and has its GPUs by the local rank.
         is_bounded = self._peers is None
         self._slots = Slots(
@@ -101,11 +105,25 @@ class RankRunner:
         )
         self.fallback_reason = unsafe_to_fork()
         if not self.fallback_reason:
-            self._server = ForkServer(
-                self._run_rank,
-                self._directory,
-                prepare=partial(leave_to_parent, self._session.config),
-            )
+            self._server = ForkServer(self._prepare_ranks, self._directory)
+
+    def _replace_server(self) -> str:
+        """Starts a fork server for one that has died.
+
+        Returns:
+            How that ended, to be read after "the process".
+        """
+        status = self._server.close() if self._server is not None else None
+        self._server = None
+        self._remove_directory()
+        self._start_server()
+        self.explain_fallback()
+        if status is None:
+            return "has ended"
+        if status < 0:
+            hint = " (out of memory?)" if -status == signal.SIGKILL else ""
+            return f"was killed by signal {-status}{hint}"
+        return f"ended with exit status {status}"
 
     def takes(self, item: pytest.Item) -> bool:
         """Whether the ranks that there are can run a distributed test; if not, it is skipped."""
@@ -146,7 +164,11 @@ class RankRunner:
             pytest.exit(QUIT.removeprefix("Exit: "))
 
     def _attempt(self, item: pytest.Item, settings: DistributedSettings) -> list[pytest.TestReport]:
-        results = self._run_ranks(item, settings)
+        try:
+            results = self._run_ranks(item, settings)
+        except ServerDiedError as error:
+            # The other launched processes notice that this one is silent.
+            pytest.exit(str(error), returncode=pytest.ExitCode.INTERNAL_ERROR)
         self._was_quit = any(result.escaped == QUIT for result in results.values())
         if self._was_quit:
             # Not a failure of the test, which just ends here.
@@ -167,21 +189,58 @@ class RankRunner:
         for descriptor in self._terminal:
             os.close(descriptor)
         self._terminal = ()
+        self._remove_directory()
+        if self._peers is not None:
+            self._peers.close()
+
+    def _remove_directory(self) -> None:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
-        if self._peers is not None:
-            self._peers.close()
 
     def run_part(self, item: pytest.Item, settings: DistributedSettings) -> None:
         """Runs this process's ranks of a test that another process reports."""
         self._run_ranks(item, settings)
 
-    def _run_rank(self, launch: Launch, rank: int) -> Any:
-        run_rank(self._session, self._extensions, launch, rank)
+    def _prepare_ranks(self) -> RunRank:
+        return RankTemplate(self._session, self._extensions).become_rank
 
     def _run_ranks(self, item: pytest.Item, settings: DistributedSettings) -> dict[int, RankResult]:
         peers = self._peers if settings.backend != "fake" else None
+        keeps = False
+        try:
+            run = self._begin(item, settings, peers)
+            try:
+                with kept_foreground(self._terminal):
+                    # From here on: waiting for slots was not the test's fault.
+                    results = run(
+                        started_at=time.monotonic(), tell_progress=partial(tell_progress, item)
+                    )
+            except ServerDiedError:
+                if peers is not None:
+                    raise
+                results = self._lose_server(settings)
+            keeps = (
+                settings.scope == "module"
+                and self._server is not None
+                and self._kept is not None
+                and self._kept.supervision.is_reusable
+            )
+            if peers is not None:
+                # The ranks live on meanwhile: a rank that ends breaks those that still run.
+                results, keeps = peers.share(results, keeps=keeps)
+        finally:
+            # Also on Ctrl-C: no rank may outlive its test.
+            if keeps and self._kept is not None:
+                self._kept.processes.rest()
+            else:
+                self._end_kept()
+        return results
+
+    def _begin(
+        self, item: pytest.Item, settings: DistributedSettings, peers: Peers | None
+    ) -> Callable[..., dict[int, RankResult]]:
+        """Gives a test to the ranks that are kept for it, or starts new ones."""
         key = (item.getparent(pytest.Module), settings)
         index = self._places[item]
         kept = self._kept
@@ -195,32 +254,19 @@ class RankRunner:
         else:
             # Before waiting for slots: kept ranks hold some.
             self._end_kept()
-            kept = self._kept = self._start_set(item, index, settings, peers)
-            run = partial(kept.supervision.run)
+            if peers is None and self._server is not None and self._server.has_died:
+                self._replace_server()
+            self._kept = self._start_set(item, index, settings, peers)
+            run = partial(self._kept.supervision.run)
         if peers is not None:
             run = partial(run, has_failed_elsewhere=peers.has_failed_elsewhere)
-        keeps = False
-        try:
-            with kept_foreground(self._terminal):
-                # From here on: waiting for slots was not the test's fault.
-                results = run(
-                    started_at=time.monotonic(), tell_progress=partial(tell_progress, item)
-                )
-            keeps = (
-                settings.scope == "module"
-                and kept.supervision.is_reusable
-                and self._server is not None
-            )
-            if peers is not None:
-                # The ranks live on meanwhile: a rank that ends breaks those that still run.
-                results, keeps = peers.share(results, keeps=keeps)
-        finally:
-            # Also on Ctrl-C: no rank may outlive its test.
-            if keeps:
-                kept.processes.rest()
-            else:
-                self._end_kept()
-        return results
+        return run
+
+    def _lose_server(self, settings: DistributedSettings) -> dict[int, RankResult]:
+        self._end_kept()
+        how = self._replace_server()
+        text = f"died with the process that all ranks are forked from, which {how}"
+        return {rank: RankResult.of_lost(rank, text) for rank in settings.ranks}
 
     def _start_set(
         self,

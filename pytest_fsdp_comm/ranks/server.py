@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_fsdp_comm.ranks.channel import Channel
@@ -44,6 +44,14 @@ _WANTED_POLL_S = 0.05
 RunRank = Callable[[Launch, int], Any]
 
 
+class ServerDiedError(Exception):
+    """The fork server has died, and every rank with it."""
+
+    def __init__(self) -> None:
+        """Makes the text for whoever cannot go on without."""
+        super().__init__("the process that ranks are forked from has died (out of memory?)")
+
+
 def fork_quietly() -> int:
     """`os.fork` without the warning that Python 3.12 gives wherever a thread lives.
 
@@ -57,34 +65,54 @@ def fork_quietly() -> int:
 class ForkServer:
     """The pytest process's end."""
 
-    def __init__(self, run_rank: RunRank, directory: Path, *, prepare: Callable[[], None]) -> None:
+    def __init__(self, prepare: Callable[[], RunRank], directory: Path) -> None:
         """Forks the server.
 
         Args:
-            run_rank: What each rank does after its fork; never returns.
-            prepare: What every rank would do first, done once in the server.
+            prepare: Does in the server what every rank would do first, and returns what each does
+                after its fork, from where it never returns.
             directory: Removed once the pytest process is gone.
         """
         ours, theirs = socket.socketpair()
         self._pid = fork_quietly()
         if self._pid == 0:
             ours.close()
-            _serve(Channel(theirs), run_rank, directory, prepare)
+            _serve(Channel(theirs), prepare, directory)
         theirs.close()
         self._channel = Channel(ours)
         self._launches = 0
+        self._status: int | None = None
 
     def launch(self, launch: Launch) -> ForkedRanks:
-        """Forks one set of ranks."""
+        """Forks one set of ranks.
+
+        Raises:
+            ServerDiedError: It is gone; so it is with whatever else is asked of the set.
+        """
         self._launches += 1
-        self._channel.send({"launch": self._launches, "of": launch.dump()})
+        _ask(self._channel, {"launch": self._launches, "of": launch.dump()})
         return ForkedRanks(self._channel, self._launches)
 
-    def close(self) -> None:
-        """Ends the server and every rank."""
+    @property
+    def has_died(self) -> bool:
+        """It ended on its own."""
+        if self._status is None:
+            done, status = os.waitpid(self._pid, os.WNOHANG)
+            if done:
+                self._status = os.waitstatus_to_exitcode(status)
+        return self._status is not None
+
+    def close(self) -> int | None:
+        """Ends the server and every rank.
+
+        Returns:
+            Its exit status, or minus the signal that ended it; None if somebody else took it.
+        """
         self._channel.close()
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
+        if self._status is None:
+            with contextlib.suppress(ChildProcessError):
+                self._status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return self._status
 
 
 class ForkedRanks:
@@ -99,7 +127,7 @@ class ForkedRanks:
         self._has_ended = False
         self._answers: list[bool] = []
         while not self._pids:
-            self._take(channel.receive())
+            self._take(self._receive())
 
     def fileno(self) -> int:
         """Readable when a rank ended."""
@@ -107,9 +135,11 @@ class ForkedRanks:
 
     def exit_statuses(self) -> dict[int, int]:
         """The ranks that ended, with exit status or minus signal number."""
-        while select.select([self._channel], [], [], 0)[0] and not self._channel.is_closed:
+        while select.select([self._channel], [], [], 0)[0]:
             for message in self._channel.receive_available():
                 self._take(message)
+            if self._channel.is_closed:
+                raise ServerDiedError
         return self._statuses
 
     def send_signal(self, rank: int, number: int) -> None:
@@ -120,7 +150,8 @@ class ForkedRanks:
 
     def rest(self) -> None:
         """Says that the ranks run nothing: they are ended if another process wants their slots."""
-        self._channel.send({"rest": self._number})
+        with contextlib.suppress(ServerDiedError):  # `resume` will say so
+            _ask(self._channel, {"rest": self._number})
 
     def resume(self) -> bool:
         """Says that the ranks are to run a test.
@@ -128,23 +159,34 @@ class ForkedRanks:
         Returns:
             Whether they still live.
         """
-        self._channel.send({"resume": self._number})
-        while not self._answers:
-            self._take(self._channel.receive())
+        try:
+            _ask(self._channel, {"resume": self._number})
+            while not self._answers:
+                self._take(self._receive())
+        except ServerDiedError:
+            return False
         return self._answers.pop()
 
     def end(self) -> None:
         """Kills what is left and waits until it is gone."""
-        self._channel.send({"end": self._number})
-        while not self._has_ended:
-            self._take(self._channel.receive())
+        try:
+            _ask(self._channel, {"end": self._number})
+            while not self._has_ended:
+                self._take(self._receive())
+        except ServerDiedError:
+            # Its ranks died with it (`worker._tie_to_parent`), but not what they had forked.
+            _kill_groups(self._pids.values())
 
-    def _take(self, message: dict[str, Any] | None) -> None:
+    def _receive(self) -> dict[str, Any]:
+        try:
+            message = self._channel.receive()
+        except ConnectionResetError:
+            message = None
         if message is None:
-            raise RuntimeError(
-                "the process from which ranks are forked has died; its output above may say why "
-                "(killed for memory?)"
-            )
+            raise ServerDiedError
+        return message
+
+    def _take(self, message: dict[str, Any]) -> None:
         if message["set"] != self._number:
             return
         if "pids" in message:
@@ -157,29 +199,48 @@ class ForkedRanks:
             self._has_ended = True
 
 
-def _serve(
-    channel: Channel, run_rank: RunRank, directory: Path, prepare: Callable[[], None]
-) -> NoReturn:
+def _kill_groups(groups: Iterable[int]) -> None:
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def _ask(channel: Channel, message: dict[str, Any]) -> None:
+    try:
+        channel.send(message)
+    except OSError:
+        raise ServerDiedError from None
+
+
+def _serve(channel: Channel, prepare: Callable[[], RunRank], directory: Path) -> NoReturn:
     """The server's life: forks and reaps until the pytest process is gone."""
     # Ctrl-C reaches the whole foreground group; the pytest process decides and then ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A launcher ends the whole group with SIGTERM, and then, too, the pytest process decides.
     at_sigterm = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    for name in PRELOADED:
-        importlib.import_module(name)
-    server = _Server(channel, run_rank, at_sigterm)
+    server: _Server | None = None
+    status = 0
     try:
-        prepare()
+        for name in PRELOADED:
+            # What is missing is missed by the ranks that use it: torch.distributed.tensor.debug,
+            # say, wants numpy, which torch does not.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        server = _Server(channel, prepare(), at_sigterm)
         # What is here now lives as long as each rank: without this, a rank's first full collection
         # walks through it, and copies the pages of a million objects (see `gc.freeze`).
         gc.collect()
         gc.freeze()
         server.run()
+    except BaseException:  # noqa: BLE001  # nothing may unwind into the copied pytest session
+        sys.excepthook(*sys.exc_info())
+        status = 1
     finally:
-        server.kill_all()
+        if server is not None:
+            server.kill_all()
         # Also where the pytest process was killed and could not.
         shutil.rmtree(directory, ignore_errors=True)
-        os._exit(0)
+        os._exit(status)
 
 
 class _Server:
@@ -283,9 +344,7 @@ class _Server:
 
     def _kill(self, number: int) -> None:
         # The groups of ranks that ended too: what a test forked must not outlive it.
-        for group in self._groups.pop(number, ()):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)
+        _kill_groups(self._groups.pop(number, ()))
         for pid in self._sets.pop(number, {}).values():
             os.waitpid(pid, 0)
         self._resting.discard(number)

@@ -18,7 +18,7 @@ from pytest_fsdp_comm.ranks.context import LAUNCH_VARIABLE, RANK_VARIABLE
 from pytest_fsdp_comm.ranks.gpus import visible_gpus_variable
 from pytest_fsdp_comm.ranks.launch import Launch
 from pytest_fsdp_comm.ranks.slots import HeldSlots
-from pytest_fsdp_comm.ranks.worker import run_rank
+from pytest_fsdp_comm.ranks.worker import RankTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,7 +118,8 @@ def become_rank(session: pytest.Session, extensions: Sequence[RankExtension]) ->
     # Tests that run pytest themselves must not take their pytest for a rank.
     del os.environ[LAUNCH_VARIABLE]
     os.environ[INSIDE_VARIABLE] = "1"
-    run_rank(session, extensions, dataclasses.replace(launch, item_index=places[0]), rank)
+    template = RankTemplate(session, extensions)
+    template.become_rank(dataclasses.replace(launch, item_index=places[0]), rank)
 
 
 def _read_launch() -> Launch:

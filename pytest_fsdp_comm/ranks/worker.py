@@ -11,13 +11,19 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.channel import Channel
 from pytest_fsdp_comm.ranks.context import RANK_CONTEXT, RankContext
 from pytest_fsdp_comm.ranks.exchange import DirectoryExchange, StoreExchange
-from pytest_fsdp_comm.ranks.group import BEYOND_DEADLINE_S, device_of, set_environment
+from pytest_fsdp_comm.ranks.group import (
+    BEYOND_DEADLINE_S,
+    device_of,
+    empty_compiler_caches,
+    set_environment,
+)
 from pytest_fsdp_comm.ranks.rank_pdb import debug_elsewhere, debug_here, refuse_debuggers
 from pytest_fsdp_comm.ranks.rank_plugin import RankPlugin
-from pytest_fsdp_comm.ranks.rank_pytest import isolate_session
+from pytest_fsdp_comm.ranks.rank_pytest import isolate_session, leave_to_parent
 from pytest_fsdp_comm.ranks.terminal import RankTerminal
 from pytest_fsdp_comm.ranks.watchdog import Watchdog
 
@@ -31,38 +37,65 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.launch import Launch
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def run_rank(
-    session: pytest.Session, extensions: Sequence[RankExtension], launch: Launch, rank: int
-) -> NoReturn:
-    """Runs tests until the supervisor hangs up. Never returns to the caller's frames."""
-    _tie_to_parent()
-    _redirect_output(launch, rank)
-    # pytest enabled it for the terminal, where a rank's crash would write into the progress line.
-    faulthandler.enable(file=2)
-    # The handler is C code on its own stack: it answers even where Python code holds the GIL.
-    stacks = launch.stacks_path(rank).open("w")
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
-    set_environment(launch.settings, rank, launch.gpus, launch.part)
-    isolate_session(
-        session.config,
-        basetemp=launch.basetemp / f"rank{rank}",
-        terminal=launch.log_path(rank, "terminal"),
-    )
-    if not launch.terminal:
-        refuse_debuggers(session.config)
-    elif rank == launch.debugged_rank:
-        debug_here(session.config, RankTerminal(launch.terminal))
-    else:
-        debug_elsewhere(session.config)
-    for extension in extensions:
-        extension.enter_rank(session.config)
-    channel = Channel.connect(launch.socket_path)
-    channel.send({"rank": rank, "pid": os.getpid()})
+class RankTemplate:
+    """What all ranks have in common, made once in the process that they are forked from.
+
+    Each page of memory that a rank writes to is copied for it, and counting references is writing:
+    done in each rank, what is done here cost a third of a trivial test's time.
+    """
+
+    def __init__(self, session: pytest.Session, extensions: Sequence[RankExtension]) -> None:
+        """Takes from this process's session what belongs to its parent."""
+        self._session = session
+        self._extensions = extensions
+        self._terminal = leave_to_parent(session.config)
+        for extension in extensions:
+            extension.enter_rank(session.config)
+        self._plugin = RankPlugin(session.config)
+        session.config.pluginmanager.register(self._plugin, "fsdp-comm-rank")
+        empty_compiler_caches()
+        for item in session.items:
+            if SETTINGS in item.stash:
+                _ = item.location  # kept by pytest once it is known
+
+    def become_rank(self, launch: Launch, rank: int) -> NoReturn:
+        """Runs tests until the supervisor hangs up. Never returns to the caller's frames."""
+        session = self._session
+        _tie_to_parent()
+        _redirect_output(launch, rank)
+        # pytest enabled it for the terminal, where a rank's crash would write into the progress
+        # line.
+        faulthandler.enable(file=2)
+        # The handler is C code on its own stack: it answers even where Python code holds the GIL.
+        stacks = launch.stacks_path(rank).open("w")
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+        set_environment(launch.settings, rank, launch.gpus, launch.part)
+        isolate_session(session.config, basetemp=launch.basetemp / f"rank{rank}")
+        self._terminal.open(launch.log_path(rank, "terminal"))
+        if not launch.terminal:
+            refuse_debuggers(session.config)
+        elif rank == launch.debugged_rank:
+            debug_here(session.config, RankTerminal(launch.terminal))
+        else:
+            debug_elsewhere(session.config)
+        channel = Channel.connect(launch.socket_path)
+        channel.send({"rank": rank, "pid": os.getpid()})
+        self._plugin.bind(channel, launch, rank)
+        _run_items(session, self._extensions, launch, rank, channel)
+        os._exit(0)
+
+
+def _run_items(
+    session: pytest.Session,
+    extensions: Sequence[RankExtension],
+    launch: Launch,
+    rank: int,
+    channel: Channel,
+) -> None:
     watchdog = Watchdog(launch.socket_path, rank)
-    plugin = RankPlugin(session.config, channel, launch, rank)
-    session.config.pluginmanager.register(plugin, "fsdp-comm-rank")
     index: int | None = launch.item_index
     number = 0
     while index is not None:
@@ -78,7 +111,6 @@ def run_rank(
         command = channel.receive()
         index = command["item"] if command else None
         number += 1
-    os._exit(0)
 
 
 def _context(launch: Launch, rank: int, number: int) -> RankContext:
@@ -130,9 +162,9 @@ def _describe(error: BaseException) -> str:
 
 
 def _tie_to_parent() -> None:
+    """Makes the kernel end this process when the one that forked it ends."""
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == 1:
             os._exit(1)  # the parent died before the line above
 

@@ -1,0 +1,97 @@
+"""The process that ranks are forked from: what it needs, and what its death costs."""
+
+import re
+from pathlib import Path
+
+KILLED = """
+import os, pathlib, signal, subprocess, time
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.distributed(world_size=2, scope="module", timeout_s=60)
+
+def test_before():
+    dist.all_reduce(torch.ones(1))
+
+def test_killed(dist_info):
+    if dist_info.rank == 1:
+        subprocess.Popen(["sleep", "4243"])
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+
+def test_after(tmp_path):
+    dist.all_reduce(torch.ones(1))
+    (tmp_path / "file").touch()
+
+class TestBetween:
+    pytestmark = []
+
+    @pytest.mark.distributed(world_size=2, scope="module")
+    def test_kept(self):
+        dist.barrier()
+"""
+BETWEEN = """
+import os, pathlib, signal, time
+import pytest
+import torch.distributed as dist
+
+@pytest.mark.distributed(world_size=2, scope="module")
+def test_first():
+    dist.barrier()
+
+def test_plain():
+    children = pathlib.Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
+    time.sleep(0.2)
+
+@pytest.mark.distributed(world_size=2, scope="module")
+def test_second():
+    dist.barrier()
+"""
+
+
+def test_a_machine_without_numpy(pytester):
+    """Torch does not need it, nor do its builds for the CPU bring it."""
+    pytester.makeconftest("import sys; sys.modules['numpy'] = None")
+    pytester.makepyfile(
+        """
+        import pytest
+        import torch
+        from torch import nn
+        from torch.distributed.fsdp import fully_shard
+
+        @pytest.mark.distributed(world_size=2)
+        @pytest.mark.filterwarnings("ignore:Failed to initialize NumPy")
+        def test_step(device_mesh, comm_mode, fsdp_tree, comm_snapshot):
+            model = nn.Linear(4, 4)
+            fully_shard(model, mesh=device_mesh())
+            with comm_mode(model):
+                model(torch.ones(2, 4)).sum().backward()
+            assert comm_mode == comm_snapshot
+            assert fsdp_tree(model) == comm_snapshot(name="tree")
+        """
+    )
+    pytester.runpytest_subprocess("--snapshot-update").assert_outcomes(passed=1)
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)
+
+
+def test_its_death_costs_one_test(pytester):
+    pytester.makepyfile(KILLED)
+    result = pytester.runpytest_subprocess("-v", timeout=100)
+    result.assert_outcomes(passed=3, failed=1)
+    output = result.stdout.str()
+    assert re.search(
+        r"ranks 0-1 died with the process that all ranks are forked from, which "
+        r"was killed by signal 9 \(out of memory\?\)",
+        output,
+    ), output
+    assert "INTERNALERROR" not in output
+    running = [path.read_text() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [line for line in running if "4243" in line]
+
+
+def test_its_death_between_tests_costs_none(pytester):
+    pytester.makepyfile(BETWEEN)
+    pytester.runpytest_subprocess("-v", timeout=100).assert_outcomes(passed=3)
