@@ -5,6 +5,8 @@
 Prints seconds a test and their ratio to the raw floor: fork 4 processes, make a gloo group over a
 file store, barrier, exit. The plugin's cost is the slope between sessions with few and many tests,
 so that start-up, which is paid once, does not count. torch's own test case needs ``expecttest``.
+
+Last, what a session without any distributed test takes longer with the plugin than without.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,6 +22,7 @@ import time
 from pathlib import Path
 
 WORLD_SIZE = 4
+IDLE_SESSIONS = 11
 
 FLOOR = """
 import os, sys, tempfile, time
@@ -81,6 +85,11 @@ if __name__ == "__main__":
     run_tests()
 """
 
+PLAIN = """
+def test_plain():
+    pass
+"""
+
 TORCHRUN = """
 import torch.distributed as dist
 
@@ -99,7 +108,8 @@ def main() -> None:
     floor = _floor(tests)
     rows = {"floor: fork 4, file store, gloo, barrier, exit": floor}
     rows["plugin, fresh ranks for each test"] = _plugin(tests, "test")
-    rows['plugin, scope="module"'] = _plugin(tests, "module")
+    # A tenth as long: as many tests would be lost in the noise of two sessions.
+    rows['plugin, scope="module"'] = _plugin(10 * tests, "module")
     if importlib.util.find_spec("expecttest"):
         rows["torch's MultiProcessTestCase"] = _multi_process()
     else:
@@ -108,7 +118,8 @@ def main() -> None:
     fresh = rows["plugin, fresh ranks for each test"]
     print(f"{'':48} {'s/test':>8} {'x floor':>8} {'x plugin':>9}")
     for name, seconds in rows.items():
-        print(f"{name:48} {seconds:8.3f} {seconds / floor:8.2f} {seconds / fresh:9.2f}")
+        print(f"{name:48} {seconds:8.4f} {seconds / floor:8.2f} {seconds / fresh:9.3f}")
+    print(f"session without distributed tests: {1000 * _idle():+.0f} ms with the plugin")
 
 
 def _floor(tests: int) -> float:
@@ -142,6 +153,15 @@ def _torchrun() -> float:
     return _timed(TORCHRUN, [*command, "-m", "pytest", "-q", "-p", "no:cacheprovider"])
 
 
+def _idle() -> float:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    without, with_plugin = [], []
+    for _ in range(IDLE_SESSIONS):
+        without.append(_timed(PLAIN, [*command, "-p", "no:fsdp_comm"]))
+        with_plugin.append(_timed(PLAIN, command))
+    return statistics.median(with_plugin) - statistics.median(without)
+
+
 def _timed(source: str, command: list[str]) -> float:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "test_trivial.py"
@@ -153,6 +173,8 @@ def _timed(source: str, command: list[str]) -> float:
 
 def _run(command: list[str], cwd: str | None = None) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Without caches of compiled modules every session would compile the plugin anew.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
     )

@@ -18,21 +18,21 @@ from pytest_fsdp_comm.errors import (
     UnseenCollectivesWarning,
     UpstreamChangedError,
 )
-from pytest_fsdp_comm.events import (
-    Collective,
-    HostDeviceCopy,
-    MeshAxis,
-    Phase,
-    Recording,
-    Redistribution,
-    Reshard,
-    Source,
-    Timing,
-)
 
 if TYPE_CHECKING:
     from pytest_fsdp_comm.capture.comm_mode import CommMode
     from pytest_fsdp_comm.capture.tree_factory import TreeFactory
+    from pytest_fsdp_comm.events import (
+        Collective,
+        HostDeviceCopy,
+        MeshAxis,
+        Phase,
+        Recording,
+        Redistribution,
+        Reshard,
+        Source,
+        Timing,
+    )
     from pytest_fsdp_comm.fixtures import DistInfo, MakeDeviceMesh
     from pytest_fsdp_comm.profile import CommProfile
     from pytest_fsdp_comm.snapshots import CommSnapshot
@@ -65,12 +65,21 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Collective": "events",
     "CommMode": "capture.comm_mode",
     "CommProfile": "profile",
     "CommSnapshot": "snapshots",
     "DistInfo": "fixtures",
+    "HostDeviceCopy": "events",
     "MakeDeviceMesh": "fixtures",
+    "MeshAxis": "events",
+    "Phase": "events",
+    "Recording": "events",
+    "Redistribution": "events",
+    "Reshard": "events",
     "ShardTree": "tree",
+    "Source": "events",
+    "Timing": "events",
     "TreeFactory": "capture.tree_factory",
 }
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-_CHUNK_NBYTES = 1 << 20
+# Small enough to come from the heap: larger buffers are mapped, and unmapped, for each message.
+_CHUNK_NBYTES = 1 << 16
 
 
 class Channel:

@@ -43,8 +43,7 @@ class RankContext:
     timeout_s: float
     """The test's deadline in seconds."""
     directory: Path
-    """The test's own directory, shared by its ranks on this machine that the same process started,
-    and gone after the test."""
+    """Shared by the ranks that one process started together; gone after their last test."""
     exchange: RankExchange
     """Collects a text from every rank that runs."""
     store: StoreAddress | None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import itertools
+import os
+import struct
 import time
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.002
+_COUNT = struct.Struct("<q")
 
 
 class RankExchange(abc.ABC):
@@ -70,17 +73,16 @@ class RankExchange(abc.ABC):
         for rank in self._ranks:
             self._await(f"{name}.{rank}", rank, f"rank {rank} ended the test before {name}")
 
+    @abc.abstractmethod
     def leave(self) -> None:
         """Says that this rank will not come again."""
-        self._write(f"left.{self._rank}", "")
 
     def _await(self, name: str, rank: int, complaint: str) -> str:
-        left = f"left.{rank}"
         pause_s = _FIRST_PAUSE_S
         # No deadline of its own: the supervisor ends the test at its deadline, with all stacks.
         while not self._has(name):
             # Looked at again, since it may have been written just before the rank left.
-            if self._has(left) and not self._has(name):
+            if self._has_left(rank) and not self._has(name):
                 raise RanksDivergedError(complaint)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -98,32 +100,78 @@ class RankExchange(abc.ABC):
     def _read(self, name: str) -> str:
         """A text that is visible."""
 
+    @abc.abstractmethod
+    def _has_left(self, rank: int) -> bool:
+        """Whether a rank will not come again."""
+
+
+class Departures:
+    """How many tests each rank of a set has left, in one file of 8 bytes for each rank.
+
+    Unlike a file for each test and rank it costs nothing to make or to remove.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file that the ranks of a set share; the first one makes it."""
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def mark(self, rank: int, number: int) -> None:
+        """Says that a rank has left the set's test of this number, from 0."""
+        os.pwrite(self._descriptor, _COUNT.pack(number + 1), rank * _COUNT.size)
+
+    def has_left(self, rank: int, number: int) -> bool:
+        """Whether a rank has left the set's test of this number."""
+        count = os.pread(self._descriptor, _COUNT.size, rank * _COUNT.size)
+        return len(count) == _COUNT.size and _COUNT.unpack(count)[0] > number
+
 
 class DirectoryExchange(RankExchange):
     """Through files of ranks that share a machine."""
 
-    def __init__(self, directory: Path, rank: int, ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        ranks: tuple[int, ...],
+        *,
+        number: int,
+        departures: Departures,
+    ) -> None:
         """Joins the exchange.
 
         Args:
-            directory: A directory that the ranks of one test share, and nobody else.
+            directory: A directory that the ranks of one set share, and nobody else.
             rank: This rank.
             ranks: All ranks that take part, ascending.
+            number: Of the set's test, from 0.
+            departures: The set's.
         """
         super().__init__(rank, ranks)
         self._directory = directory
+        self._number = number
+        self._departures = departures
+
+    def leave(self) -> None:
+        """Says that this rank will not come again."""
+        self._departures.mark(self._rank, self._number)
 
     def _write(self, name: str, text: str) -> None:
         # The rename makes the whole text visible at once.
-        unfinished = self._directory / f".{name}"
+        unfinished = self._path(f"{name}.unfinished")
         unfinished.write_text(text, encoding="utf-8")
-        unfinished.rename(self._directory / name)
+        unfinished.rename(self._path(name))
 
     def _has(self, name: str) -> bool:
-        return (self._directory / name).exists()
+        return self._path(name).exists()
 
     def _read(self, name: str) -> str:
-        return (self._directory / name).read_text(encoding="utf-8")
+        return self._path(name).read_text(encoding="utf-8")
+
+    def _has_left(self, rank: int) -> bool:
+        return self._departures.has_left(rank, self._number)
+
+    def _path(self, name: str) -> Path:
+        return self._directory / f"test{self._number}.{name}"
 
 
 class StoreExchange(RankExchange):
@@ -140,6 +188,10 @@ class StoreExchange(RankExchange):
         super().__init__(rank, ranks)
         self._store = store
 
+    def leave(self) -> None:
+        """Says that this rank will not come again."""
+        self._store.put(f"left.{self._rank}", "")
+
     def forget(self) -> None:
         """Removes what this rank gave, once every rank has left."""
         for round_number in itertools.count(1):
@@ -154,3 +206,6 @@ class StoreExchange(RankExchange):
 
     def _read(self, name: str) -> str:
         return self._store.get(name)
+
+    def _has_left(self, rank: int) -> bool:
+        return self._store.has(f"left.{rank}")

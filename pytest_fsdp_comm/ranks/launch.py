@@ -88,9 +88,10 @@ class Launch:
         """Where a rank writes its stacks when asked."""
         return self.directory / f"rank{rank}.stacks"
 
-    def test_directory(self, number: int) -> Path:
-        """What the ranks share for the set's test of this number, from 0."""
-        return self.directory / f"test{number}"
+    @property
+    def departures_path(self) -> Path:
+        """Where the ranks say which tests they have left."""
+        return self.directory / "departures"
 
     def dump(self) -> str:
         """As one line of JSON."""

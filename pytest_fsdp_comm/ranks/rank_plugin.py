@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ class RankPlugin:
         """Knows of no rank yet."""
         self._config = config
         self._logs: list[_Log] = []
+        self._held: dict[str, Any] = {}
         self._has_group = False
 
     def bind(self, channel: Channel, launch: Launch, rank: int) -> None:
@@ -56,22 +58,25 @@ class RankPlugin:
                 item.add_report_section(call.when, log.name, text)
         return (yield)
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Says which test begins."""
-        self._channel.send({"began": nodeid, "at": time.time()})
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Sends a phase's report at once: the rank may die in the next phase."""
-        self._channel.send(
-            {
-                "report": _serializable(self._config, report),
-                "at": time.time(),
-                # A debugger is to follow: the others have to wait from here on.
-                "debugs": report.failed and self._config.pluginmanager.has_plugin("pdbinvoke"),
-                # What comes after these places dies with the rank, unless the parent reads it.
-                "read": {log.name: log.nbytes_read for log in self._logs},
-            }
-        )
+        message = {
+            "report": _serializable(self._config, report),
+            "at": time.time(),
+            # A debugger is to follow: the others have to wait from here on.
+            "debugs": report.failed and self._config.pluginmanager.has_plugin("pdbinvoke"),
+            # What comes after these places dies with the rank, unless the parent reads it.
+            "read": {log.name: log.nbytes_read for log in self._logs},
+        }
+        if report.when == "teardown" and report.passed:
+            self._held = message  # nothing follows but the end
+        else:
+            self._channel.send(message)
+
+    def take_held(self) -> dict[str, Any]:
+        """What is still to be sent, along with the test's end."""
+        held, self._held = self._held, {}
+        return held
 
     # A rank waits in collectives, where the signals of pytest-timeout find no Python code to
     # interrupt, and its threads end the process without a word about the other ranks.
@@ -132,12 +137,14 @@ class _Log:
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
-        self._file = path.open("rb")
+        self._file = path.open("rb", buffering=0)
         self.nbytes_read = 0
 
     def read_new(self) -> str:
         with contextlib.suppress(ValueError, OSError, AttributeError):
             getattr(sys, self.name).flush()
+        if os.fstat(self._file.fileno()).st_size <= self.nbytes_read:
+            return ""  # as after nearly every phase
         new = self._file.read()
         self.nbytes_read += len(new)
         return new.decode("utf-8", "backslashreplace")

@@ -50,8 +50,6 @@ class _Kept:
     """What a test must share with those that the ranks ran."""
     supervision: Supervision
     processes: RankProcesses
-    number: int = 0
-    """Of the set's current test, from 0."""
 
 
 class RankRunner:
@@ -248,8 +246,6 @@ class RankRunner:
         if peers is not None:
             continues = peers.begin(index, continues=continues)
         if kept is not None and continues and kept.processes.resume():
-            kept.number += 1
-            self._make_test_directory(kept.number)
             run = partial(kept.supervision.run_next, index)
         else:
             # Before waiting for slots: kept ranks hold some.
@@ -282,7 +278,6 @@ class RankRunner:
         directory.mkdir()
         config = self._session.config
         self._set_directory = directory
-        self._make_test_directory(0)
         part = peers.part() if peers else None
         with self._slots.turn(ranks=len(settings.ranks), gpus=gpus_of(settings)) as grant:
             launch = Launch(
@@ -309,9 +304,6 @@ class RankRunner:
             supervision=Supervision(launch, listener, processes),
             processes=processes,
         )
-
-    def _make_test_directory(self, number: int) -> None:
-        (self._set_directory / f"test{number}").mkdir()
 
     def _end_kept(self) -> None:
         if self._kept is not None:

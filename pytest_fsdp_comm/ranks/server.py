@@ -91,7 +91,7 @@ class ForkServer:
         """
         self._launches += 1
         _ask(self._channel, {"launch": self._launches, "of": launch.dump()})
-        return ForkedRanks(self._channel, self._launches)
+        return ForkedRanks(self._channel, self._launches, holds_slots=bool(launch.slots))
 
     @property
     def has_died(self) -> bool:
@@ -118,8 +118,9 @@ class ForkServer:
 class ForkedRanks:
     """One set of forked ranks, seen from the pytest process."""
 
-    def __init__(self, channel: Channel, number: int) -> None:
+    def __init__(self, channel: Channel, number: int, *, holds_slots: bool) -> None:
         """Waits for the ranks' process ids."""
+        self._holds_slots = holds_slots
         self._channel = channel
         self._number = number
         self._statuses: dict[int, int] = {}
@@ -135,6 +136,8 @@ class ForkedRanks:
 
     def exit_statuses(self) -> dict[int, int]:
         """The ranks that ended, with exit status or minus signal number."""
+        for message in self._channel.take_pending():
+            self._take(message)
         while select.select([self._channel], [], [], 0)[0]:
             for message in self._channel.receive_available():
                 self._take(message)
@@ -150,8 +153,9 @@ class ForkedRanks:
 
     def rest(self) -> None:
         """Says that the ranks run nothing: they are ended if another process wants their slots."""
-        with contextlib.suppress(ServerDiedError):  # `resume` will say so
-            _ask(self._channel, {"rest": self._number})
+        if self._holds_slots:
+            with contextlib.suppress(ServerDiedError):  # `resume` will say so
+                _ask(self._channel, {"rest": self._number})
 
     def resume(self) -> bool:
         """Says that the ranks are to run a test.
@@ -160,6 +164,10 @@ class ForkedRanks:
             Whether they still live.
         """
         try:
+            if not self._holds_slots:
+                # Nobody wanted any.
+                self.exit_statuses()
+                return True
             _ask(self._channel, {"resume": self._number})
             while not self._answers:
                 self._take(self._receive())

@@ -63,6 +63,7 @@ class _Rank:
     position: dict[str, Any] | None = None
     reports: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)
+    has_reported_failure: bool = False
     payloads: list[Any] | None = None
     escaped: str | None = None
     is_done: bool = False
@@ -80,8 +81,8 @@ class _Rank:
 
     @property
     def has_failed(self) -> bool:
-        failed = any(entry["report"]["outcome"] == "failed" for entry in self.reports)
-        return failed or self.escaped is not None or (self.status is not None and not self.is_done)
+        died = self.status is not None and not self.is_done
+        return died or self.has_reported_failure or self.escaped is not None
 
 
 class Supervision:
@@ -101,9 +102,9 @@ class Supervision:
         self._ranks = {rank: _Rank() for rank in launch.ranks}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
-        descriptor = processes.fileno()
-        if descriptor is not None:
-            self._selector.register(descriptor, selectors.EVENT_READ, None)
+        self._descriptor = processes.fileno()
+        if self._descriptor is not None:
+            self._selector.register(self._descriptor, selectors.EVENT_READ, None)
         # Where the logs were when a later test of the set began.
         self._begun_at: dict[tuple[int, str], int] = {}
         self._echo = _Echo(launch) if launch.echoes else None
@@ -176,8 +177,10 @@ class Supervision:
         """Runs another test on the same ranks."""
         for number, rank in self._ranks.items():
             for stream in ("stdout", "stderr"):
-                path = self._launch.log_path(number, stream)
-                self._begun_at[number, stream] = path.stat().st_size if path.exists() else 0
+                size = 0
+                with contextlib.suppress(FileNotFoundError):
+                    size = self._launch.log_path(number, stream).stat().st_size
+                self._begun_at[number, stream] = size
             self._ranks[number] = _Rank(channel=rank.channel, watchdog=rank.watchdog)
             if rank.channel is not None:
                 self._selector.unregister(rank.channel)
@@ -204,11 +207,22 @@ class Supervision:
         return [rank.timer for rank in ranks if rank.timer is not None and not rank.is_over]
 
     def _wait(self, timeout_s: float) -> None:
-        for key, _ in self._selector.select(timeout_s):
+        events = self._selector.select(timeout_s)
+        # Where nothing happens, asked to be sure.
+        may_have_ended = self._descriptor is None or not events
+        for key, _ in events:
             if key.fileobj is self._listener:
                 self._accept()
             elif isinstance(key.data, _Rank):
                 self._read(key.data)
+            else:
+                may_have_ended = True
+        if may_have_ended:
+            self._note_ends()
+        if self._echo:
+            self._echo.copy()
+
+    def _note_ends(self) -> None:
         for number, status in self._processes.exit_statuses().items():
             rank = self._ranks[number]
             if rank.status is None:
@@ -216,8 +230,6 @@ class Supervision:
                 self._drain(rank)
                 rank.status = status
                 rank.ended_at = time.time()
-        if self._echo:
-            self._echo.copy()
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -340,17 +352,17 @@ def _record(rank: _Rank, message: Mapping[str, Any]) -> None:
     if "report" in message:
         rank.reports.append({"report": message["report"], "at": message["at"]})
         rank.nbytes_read = message["read"]
-    elif "warning" in message:
+        rank.has_reported_failure |= message["report"]["outcome"] == "failed"
+    if "warning" in message:
         rank.warnings.append(message["warning"])
-    elif "payloads" in message:
-        rank.payloads = message["payloads"]
-    elif "escaped" in message:
-        rank.escaped = message["escaped"]
-        rank.ended_at = message["at"]
-    elif "timer_s" in message:
+    if "timer_s" in message:
         timeout_s = message["timer_s"]
         rank.timer = None if timeout_s is None else _Timer(timeout_s, message["at"] + timeout_s)
-    elif "done" in message:
+    if "done" in message:
+        rank.payloads = message.get("payloads")
+        if "escaped" in message:
+            rank.escaped = message["escaped"]
+            rank.ended_at = message["escaped_at"]
         rank.is_done = True
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.channel import Channel
 from pytest_fsdp_comm.ranks.context import RANK_CONTEXT, RankContext
-from pytest_fsdp_comm.ranks.exchange import DirectoryExchange, StoreExchange
+from pytest_fsdp_comm.ranks.exchange import Departures, DirectoryExchange, StoreExchange
 from pytest_fsdp_comm.ranks.group import (
     BEYOND_DEADLINE_S,
     device_of,
@@ -84,38 +84,32 @@ class RankTemplate:
         channel = Channel.connect(launch.socket_path)
         channel.send({"rank": rank, "pid": os.getpid()})
         self._plugin.bind(channel, launch, rank)
-        _run_items(session, self._extensions, launch, rank, channel)
+        self._run_items(launch, rank, channel)
         os._exit(0)
 
-
-def _run_items(
-    session: pytest.Session,
-    extensions: Sequence[RankExtension],
-    launch: Launch,
-    rank: int,
-    channel: Channel,
-) -> None:
-    watchdog = Watchdog(launch.socket_path, rank)
-    index: int | None = launch.item_index
-    number = 0
-    while index is not None:
-        item = session.items[index]
-        context = _context(launch, rank, number)
-        watchdog.begin_test()
-        session.config.stash[RANK_CONTEXT] = context
-        _run_item(item, extensions, channel)
-        context.exchange.leave()
-        save_coverage()
-        _flush()
-        channel.send({"done": number})
-        command = channel.receive()
-        index = command["item"] if command else None
-        number += 1
+    def _run_items(self, launch: Launch, rank: int, channel: Channel) -> None:
+        watchdog = Watchdog(launch.socket_path, rank)
+        departures = Departures(launch.departures_path)
+        session = self._session
+        index: int | None = launch.item_index
+        number = 0
+        while index is not None:
+            item = session.items[index]
+            context = _context(launch, rank, number, departures)
+            watchdog.begin_test()
+            session.config.stash[RANK_CONTEXT] = context
+            end = {**_run_item(item, self._extensions), **self._plugin.take_held()}
+            context.exchange.leave()
+            save_coverage()
+            _flush()
+            channel.send({**end, "done": number})
+            command = channel.receive()
+            index = command["item"] if command else None
+            number += 1
 
 
-def _context(launch: Launch, rank: int, number: int) -> RankContext:
+def _context(launch: Launch, rank: int, number: int, departures: Departures) -> RankContext:
     settings, part = launch.settings, launch.part
-    directory = launch.test_directory(number)
     exchange: RankExchange
     if part:
         from pytest_fsdp_comm.ranks.text_store import (  # noqa: PLC0415  # other ranks need no store
@@ -128,7 +122,9 @@ def _context(launch: Launch, rank: int, number: int) -> RankContext:
         )
         exchange = StoreExchange(TextStore(client), rank, settings.ranks)
     else:
-        exchange = DirectoryExchange(directory, rank, settings.ranks)
+        exchange = DirectoryExchange(
+            launch.directory, rank, settings.ranks, number=number, departures=departures
+        )
     local_rank = part.local_rank if part else rank
     return RankContext(
         rank=rank,
@@ -139,21 +135,24 @@ def _context(launch: Launch, rank: int, number: int) -> RankContext:
         backend=settings.backend,
         device=device_of(settings, local_rank),
         timeout_s=settings.timeout_s,
-        directory=directory,
+        directory=launch.directory,
         exchange=exchange,
         store=part.store if part else None,
     )
 
 
-def _run_item(item: pytest.Item, extensions: Sequence[RankExtension], channel: Channel) -> None:
+def _run_item(item: pytest.Item, extensions: Sequence[RankExtension]) -> dict[str, Any]:
+    """Runs a test's protocol.
+
+    Returns:
+        How it ended, to be told with its end.
+    """
     try:
         item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
     except BaseException as error:  # noqa: BLE001  # pytest.exit, KeyboardInterrupt, plugins' errors
-        channel.send({"escaped": _describe(error), "at": time.time()})
-    else:
-        # Left out after an escape: the verdict is known, and the session's state is not.
-        payloads = [extension.rank_payload(item) for extension in extensions]
-        channel.send({"payloads": payloads})
+        # Without payloads: the verdict is known, and the session's state is not.
+        return {"escaped": _describe(error), "escaped_at": time.time()}
+    return {"payloads": [extension.rank_payload(item) for extension in extensions]}
 
 
 def _describe(error: BaseException) -> str:

@@ -111,6 +111,23 @@ def test_warnings_as_errors(run):
     result.assert_outcomes(passed=3, failed=1, deselected=3)
 
 
+def test_a_warning_of_collection_comes_once(pytester):
+    pytester.makepyfile(
+        """
+        import warnings
+        import pytest
+
+        warnings.warn("at import", UserWarning, stacklevel=1)
+
+        @pytest.mark.distributed(world_size=2)
+        @pytest.mark.parametrize("number", [1, 2])
+        def test_it(number): pass
+        """
+    )
+    result = pytester.runpytest_subprocess()
+    result.assert_outcomes(passed=2, warnings=1)
+
+
 def test_without_capture(run):
     result = run("-s", "-p", "no:cacheprovider", "-k", "failing")
     result.stdout.fnmatch_lines_random(["*[[]rank 0] said by 0", "*[[]rank 1] said by 1"])

@@ -7,7 +7,12 @@ import pytest
 
 from pytest_fsdp_comm.errors import RanksDivergedError
 from pytest_fsdp_comm.gathering import gather_alike
-from pytest_fsdp_comm.ranks.exchange import DirectoryExchange
+from pytest_fsdp_comm.ranks.exchange import Departures, DirectoryExchange
+
+
+def directory_exchange(path, rank, ranks, number=0):
+    departures = Departures(path / "departures")
+    return DirectoryExchange(path, rank, ranks, number=number, departures=departures)
 
 
 def in_threads(*calls):
@@ -29,14 +34,14 @@ def in_threads(*calls):
 
 def test_texts_come_in_rank_order(tmp_path):
     ranks = (0, 3, 7)
-    ends = {rank: DirectoryExchange(tmp_path, rank, ranks) for rank in ranks}
+    ends = {rank: directory_exchange(tmp_path, rank, ranks) for rank in ranks}
     for number in range(3):
         results = in_threads(*(partial(ends[rank], f"{number} ü {rank}") for rank in ranks))
         assert results == [[f"{number} ü {rank}" for rank in ranks]] * 3
 
 
 def test_a_rank_that_left_is_named(tmp_path):
-    here, gone = (DirectoryExchange(tmp_path, rank, (0, 1)) for rank in (0, 1))
+    here, gone = (directory_exchange(tmp_path, rank, (0, 1)) for rank in (0, 1))
     gone.leave()
     with pytest.raises(RanksDivergedError) as caught:
         here("text")
@@ -50,7 +55,7 @@ def test_a_rank_that_left_is_named(tmp_path):
 
 
 def test_different_things_are_not_mixed(tmp_path):
-    ends = [DirectoryExchange(tmp_path, rank, (0, 1)) for rank in (0, 1)]
+    ends = [directory_exchange(tmp_path, rank, (0, 1)) for rank in (0, 1)]
     results = in_threads(
         lambda: gather_alike(ends[0], "comm_mode", "{}"),
         lambda: gather_alike(ends[1], "fsdp_tree", "# tree"),
@@ -59,3 +64,16 @@ def test_different_things_are_not_mixed(tmp_path):
     assert "every rank has to make the same comparisons" in str(results[1])
     same = in_threads(*(lambda e=end: gather_alike(e, "comm_mode", "a\nb") for end in ends))
     assert same == [["a\nb", "a\nb"]] * 2
+
+
+def test_the_next_test_of_the_same_ranks_begins_anew(tmp_path):
+    first = [directory_exchange(tmp_path, rank, (0, 1)) for rank in (0, 1)]
+    assert in_threads(*(partial(end, "first") for end in first)) == [["first", "first"]] * 2
+    for end in first:
+        end.leave()
+    second = [directory_exchange(tmp_path, rank, (0, 1), number=1) for rank in (0, 1)]
+    texts = in_threads(*(partial(end, text) for end, text in zip(second, "ab", strict=True)))
+    assert texts == [["a", "b"]] * 2
+    second[1].leave()
+    with pytest.raises(RanksDivergedError):
+        second[0]("text")
