@@ -213,7 +213,10 @@ def _failed(
     alike = _alike(failures)
     story = _story(failures, results)
     if first.report is None:
-        text = "\n".join(part for part in (f"{name_ranks(alike)} {first.text}", story) if part)
+        what = first.text
+        if len(alike) > 1 and what.startswith("was "):
+            what = f"were {what.removeprefix('was ')}"
+        text = "\n".join(part for part in (f"{name_ranks(alike)} {what}", story) if part)
         return _timed(_new_report(item, when, text, sections), present)
     report = first.report
     report.sections = sections
