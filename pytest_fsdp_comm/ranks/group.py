@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime as dt
+import importlib
 import os
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.ranks.gpus import visible_gpus_variable
 from pytest_fsdp_comm.ranks.network import interface_towards
 
@@ -142,15 +144,28 @@ def _store_file(directory: Path) -> Path:
     return directory / "store"
 
 
+def _module(name: str) -> object:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
 def _join_fake_group(rank: int, world_size: int) -> None:
+    import torch  # noqa: PLC0415  # not in the pytest process
     import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
 
     # Importing it registers the backend "fake". It is private, but the only in-process group that
     # torch has (read in 2.6, 2.9, 2.11, 2.13, 2.15).
-    from torch.testing._internal.distributed.fake_pg import (  # noqa: PLC0415  # see above
-        FakeStore,
-    )
+    name = "torch.testing._internal.distributed.fake_pg"
+    store = getattr(_module(name), "FakeStore", None)
+    if store is None:
+        raise UpstreamChangedError(
+            f"torch {torch.__version__} has no {name}.FakeStore any more, which the fake backend "
+            "relies on; pytest-fsdp-comm was read against torch 2.6 to 2.15: use one of these, or "
+            "upgrade pytest-fsdp-comm, or run this test with backend='gloo'"
+        )
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        dist.init_process_group("fake", store=store(), rank=rank, world_size=world_size)

@@ -1,0 +1,54 @@
+"""The private names of torch that running ranks relies on: fails when one moves."""
+
+import inspect
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from pytest_fsdp_comm.errors import UpstreamChangedError
+from pytest_fsdp_comm.ranks.group import _join_fake_group, empty_compiler_caches
+
+
+def code_constants(code):
+    """Every name and constant of a function and of those inside it."""
+    inner = [constant for constant in code.co_consts if hasattr(constant, "co_code")]
+    return {*code.co_names, *(name for one in inner for name in code_constants(one))}
+
+
+def test_making_a_group_empties_the_caches_that_are_emptied_before():
+    import torch._dynamo.trace_rules as rules
+
+    making = inspect.unwrap(distributed_c10d.init_process_group)
+    assert {"trace_rules", "clear_lru_cache"} <= code_constants(making.__code__)
+    rules.get_torch_obj_rule_map()
+    assert rules.get_torch_obj_rule_map.cache_info().currsize == 1
+    empty_compiler_caches()
+    assert rules.get_torch_obj_rule_map.cache_info().currsize == 0
+
+
+def test_the_list_of_all_groups_and_the_name_of_a_unit():
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    _join_fake_group(0, 2)
+    try:
+        ((group, ranks),) = distributed_c10d._world.pg_group_ranks.items()
+        assert sorted(ranks) == [0, 1]
+        assert isinstance(group.group_name, str)
+        assert isinstance(group.group_desc, str)
+    finally:
+        dist.destroy_process_group()
+    assert "_module_fqn" in code_constants(FSDPParamGroup.__init__.__code__)
+
+
+def test_a_fake_group_that_moved_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
+    with pytest.raises(UpstreamChangedError) as caught:
+        _join_fake_group(0, 2)
+    assert str(caught.value) == (
+        f"torch {torch.__version__} has no torch.testing._internal.distributed.fake_pg.FakeStore "
+        "any more, which the fake backend relies on; pytest-fsdp-comm was read against torch 2.6 "
+        "to 2.15: use one of these, or upgrade pytest-fsdp-comm, or run this test with backend='gloo'"
+    )
