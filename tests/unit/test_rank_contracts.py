@@ -50,5 +50,6 @@ def test_a_fake_group_that_moved_is_named(monkeypatch):
     assert str(caught.value) == (
         f"torch {torch.__version__} has no torch.testing._internal.distributed.fake_pg.FakeStore "
         "any more, which the fake backend relies on; pytest-fsdp-comm was read against torch 2.6 "
-        "to 2.15: use one of these, or upgrade pytest-fsdp-comm, or run this test with backend='gloo'"
+        "to 2.15: use one of these, or upgrade pytest-fsdp-comm, or run this test with "
+        "backend='gloo'"
     )
