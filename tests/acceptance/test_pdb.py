@@ -1,6 +1,7 @@
 """Debuggers on a chosen rank, driven through a pseudo-terminal as by a user."""
 
 import re
+import sys
 import time
 
 import pytest
@@ -93,9 +94,11 @@ def test_breakpoint(spawn, way):
     # Beyond the test's deadline; the others are in the collective.
     time.sleep(7)
     assert evaluated(child, "'total' in locals()") == "False"
-    child.sendline("n")
-    child.expect("all_reduce")
-    child.expect(PROMPT)
+    # From Python 3.13 on, a debugger stops at the line that calls it, and not after it.
+    for _ in range(2 if sys.version_info >= (3, 13) else 1):
+        child.sendline("n")
+        child.expect(PROMPT)
+    assert "all_reduce" in child.before.decode()
     child.sendline("c")
     child.expect("PDB continue")
     shown = rest(child)

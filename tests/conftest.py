@@ -1,0 +1,8 @@
+"""How the tests' examples are drawn."""
+
+from hypothesis import HealthCheck, settings
+
+# A runner with two busy cores takes seconds for what takes milliseconds elsewhere: the first draw
+# fills Unicode's tables.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
