@@ -82,6 +82,7 @@ class RankRunner:
         self._kept: _Kept | None = None
         self._terminal: tuple[int, ...] = ()
         self._was_quit = False
+        self._unpreparable = ""
         self._slots_directory = slots_directory
         self.fallback_reason = ""
         """Why ranks are started as new processes instead of forked; empty if they are forked."""
@@ -207,17 +208,17 @@ class RankRunner:
         peers = self._peers if settings.backend != "fake" else None
         keeps = False
         try:
-            run = self._begin(item, settings, peers)
             try:
+                run = self._begin(item, settings, peers)
                 with kept_foreground(self._terminal):
                     # From here on: waiting for slots was not the test's fault.
                     results = run(
                         started_at=time.monotonic(), tell_progress=partial(tell_progress, item)
                     )
-            except ServerDiedError:
+            except ServerDiedError as error:
                 if peers is not None:
                     raise
-                results = self._lose_server(settings)
+                results = self._lose_server(settings, error)
             keeps = (
                 settings.scope == "module"
                 and self._server is not None
@@ -239,6 +240,8 @@ class RankRunner:
         self, item: pytest.Item, settings: DistributedSettings, peers: Peers | None
     ) -> Callable[..., dict[int, RankResult]]:
         """Gives a test to the ranks that are kept for it, or starts new ones."""
+        if self._unpreparable:
+            raise ServerDiedError(self._unpreparable)
         key = (item.getparent(pytest.Module), settings)
         index = self._places[item]
         kept = self._kept
@@ -258,10 +261,17 @@ class RankRunner:
             run = partial(run, has_failed_elsewhere=peers.has_failed_elsewhere)
         return run
 
-    def _lose_server(self, settings: DistributedSettings) -> dict[int, RankResult]:
+    def _lose_server(
+        self, settings: DistributedSettings, error: ServerDiedError
+    ) -> dict[int, RankResult]:
         self._end_kept()
-        how = self._replace_server()
-        text = f"died with the process that all ranks are forked from, which {how}"
+        if error.reason:
+            # So it would be with the next one, whose start takes seconds.
+            self._unpreparable = error.reason
+            text = f"could not be prepared: {error.reason}"
+        else:
+            how = self._replace_server()
+            text = f"died with the process that all ranks are forked from, which {how}"
         return {rank: RankResult.of_lost(rank, text) for rank in settings.ranks}
 
     def _start_set(

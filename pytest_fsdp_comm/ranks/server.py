@@ -16,10 +16,12 @@ import shutil
 import signal
 import socket
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.channel import Channel
 from pytest_fsdp_comm.ranks.launch import Launch
 from pytest_fsdp_comm.ranks.slots import HeldSlots
@@ -47,9 +49,18 @@ RunRank = Callable[[Launch, int], Any]
 class ServerDiedError(Exception):
     """The fork server has died, and every rank with it."""
 
-    def __init__(self) -> None:
-        """Makes the text for whoever cannot go on without."""
-        super().__init__("the process that ranks are forked from has died (out of memory?)")
+    def __init__(self, reason: str = "") -> None:
+        """Makes the text for whoever cannot go on without.
+
+        Args:
+            reason: Why it ended itself, so that the next one would, too; empty if it was killed.
+        """
+        self.reason = reason
+        super().__init__(
+            f"ranks cannot be prepared: {reason}"
+            if reason
+            else "the process that ranks are forked from has died (out of memory?)"
+        )
 
 
 def fork_quietly() -> int:
@@ -82,6 +93,7 @@ class ForkServer:
         self._channel = Channel(ours)
         self._launches = 0
         self._status: int | None = None
+        self._is_reaped = False
 
     def launch(self, launch: Launch) -> ForkedRanks:
         """Forks one set of ranks.
@@ -96,11 +108,8 @@ class ForkServer:
     @property
     def has_died(self) -> bool:
         """It ended on its own."""
-        if self._status is None:
-            done, status = os.waitpid(self._pid, os.WNOHANG)
-            if done:
-                self._status = os.waitstatus_to_exitcode(status)
-        return self._status is not None
+        self._reap(os.WNOHANG)
+        return self._is_reaped
 
     def close(self) -> int | None:
         """Ends the server and every rank.
@@ -109,10 +118,20 @@ class ForkServer:
             Its exit status, or minus the signal that ended it; None if somebody else took it.
         """
         self._channel.close()
-        if self._status is None:
-            with contextlib.suppress(ChildProcessError):
-                self._status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        self._reap(0)
         return self._status
+
+    def _reap(self, options: int) -> None:
+        if self._is_reaped:
+            return
+        try:
+            done, status = os.waitpid(self._pid, options)
+        except ChildProcessError:
+            self._is_reaped = True  # by a test that waits for any child
+            return
+        if done:
+            self._is_reaped = True
+            self._status = os.waitstatus_to_exitcode(status)
 
 
 class ForkedRanks:
@@ -195,6 +214,7 @@ class ForkedRanks:
         return message
 
     def _take(self, message: dict[str, Any]) -> None:
+        _raise_if_dead(message)
         if message["set"] != self._number:
             return
         if "pids" in message:
@@ -217,7 +237,15 @@ def _ask(channel: Channel, message: dict[str, Any]) -> None:
     try:
         channel.send(message)
     except OSError:
+        # Its last words may still be there.
+        for last in channel.receive_available():
+            _raise_if_dead(last)
         raise ServerDiedError from None
+
+
+def _raise_if_dead(message: dict[str, Any]) -> None:
+    if "died" in message:
+        raise ServerDiedError(message["died"])
 
 
 def _serve(channel: Channel, prepare: Callable[[], RunRank], directory: Path) -> NoReturn:
@@ -240,8 +268,10 @@ def _serve(channel: Channel, prepare: Callable[[], RunRank], directory: Path) ->
         gc.collect()
         gc.freeze()
         server.run()
-    except BaseException:  # noqa: BLE001  # nothing may unwind into the copied pytest session
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:  # noqa: BLE001  # nothing may unwind into the copied session
+        told = str(error) if isinstance(error, FsdpCommError) else traceback.format_exc()
+        with contextlib.suppress(OSError):
+            channel.send({"died": told})
         status = 1
     finally:
         if server is not None:

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 KILLED = """
 import os, pathlib, signal, subprocess, time
 import pytest
@@ -94,4 +96,42 @@ def test_its_death_costs_one_test(pytester):
 
 def test_its_death_between_tests_costs_none(pytester):
     pytester.makepyfile(BETWEEN)
+    pytester.runpytest_subprocess("-v", timeout=100).assert_outcomes(passed=3)
+
+
+FAILING = """
+import pytest_fsdp_comm.ranks.worker as worker
+from pytest_fsdp_comm import UpstreamChangedError
+
+def fail():
+    raise {error}
+
+worker.empty_compiler_caches = fail
+"""
+
+
+@pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["one", "xdist"])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        ("UpstreamChangedError('torch 9 has no name any more')", "torch 9 has no name any more"),
+        ("KeyError('unforeseen')", "Traceback*"),
+    ],
+    ids=["foreseen", "unforeseen"],
+)
+def test_ranks_that_cannot_be_prepared_fail_each_test(pytester, arguments, error, text):
+    pytester.makeconftest(FAILING.format(error=error))
+    pytester.makepyfile(BETWEEN.replace("os.kill", "print"))
+    result = pytester.runpytest_subprocess(*arguments, timeout=100)
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines([f"ranks 0-1 could not be prepared: {text}"] * 2)
+    assert "INTERNALERROR" not in result.stdout.str()
+    if "KeyError" in error:
+        result.stdout.fnmatch_lines(["KeyError: 'unforeseen'"])
+
+
+def test_a_plain_test_that_waits_for_any_child(pytester):
+    waiting = BETWEEN.replace("time.sleep(0.2)", "os.wait()")
+    assert waiting != BETWEEN
+    pytester.makepyfile(waiting)
     pytester.runpytest_subprocess("-v", timeout=100).assert_outcomes(passed=3)
