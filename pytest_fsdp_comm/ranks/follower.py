@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from pytest_fsdp_comm.options import SETTINGS
+from pytest_fsdp_comm.ranks.forked import ServerDiedError
 from pytest_fsdp_comm.ranks.heartbeat import Pulse
 from pytest_fsdp_comm.ranks.peers import PLAN, Meeting, farewell, fits, hello, polls
-from pytest_fsdp_comm.ranks.server import ServerDiedError
 from pytest_fsdp_comm.ranks.termination import TOLD_TO_END, Termination
 from pytest_fsdp_comm.ranks.text_store import StoreLostError
 from pytest_fsdp_comm.ranks.worker import save_coverage

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
+from pytest_fsdp_comm.ranks.forked import ForkServer, ServerDiedError
 from pytest_fsdp_comm.ranks.gpus import visible_gpu_count, visible_gpu_names
 from pytest_fsdp_comm.ranks.group import gpus_of
 from pytest_fsdp_comm.ranks.launch import Launch, RankProcesses
@@ -26,7 +27,6 @@ from pytest_fsdp_comm.ranks.rank_warnings import replay_warnings
 from pytest_fsdp_comm.ranks.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.results import RankResult
 from pytest_fsdp_comm.ranks.safety import unsafe_to_fork
-from pytest_fsdp_comm.ranks.server import ForkServer, RunRank, ServerDiedError
 from pytest_fsdp_comm.ranks.slots import Slots
 from pytest_fsdp_comm.ranks.spawn import SpawnedRanks
 from pytest_fsdp_comm.ranks.supervisor import Supervision
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.options import DistributedSettings
     from pytest_fsdp_comm.ranks.extension import Outcome, RankExtension
     from pytest_fsdp_comm.ranks.peers import Peers
+    from pytest_fsdp_comm.ranks.server import RunRank
 
 
 @dataclass(slots=True, kw_only=True)
