@@ -251,6 +251,45 @@ FAULTS = {
     ),
 }
 
+# What one rank does in a fixture, and what the user reads of it.
+ENDINGS = {
+    "sys_exit": ("sys.exit(4)", ("SystemExit: 4", "rank 1 failed first")),
+    "pytest_exit": ("pytest.exit('enough')", ("rank 1 left the test with Exit: enough",)),
+    "sigkill": (
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        (r"rank 1 was killed by signal 9 \(SIGKILL\) during {phase}",),
+    ),
+    "sigsegv": (
+        "os.kill(os.getpid(), signal.SIGSEGV)",
+        (
+            r"rank 1 was killed by signal 11 \(SIGSEGV\) during {phase}",
+            r"Captured stderr {phase} \(rank 1\) -+\nFatal Python error: Segmentation fault",
+        ),
+    ),
+    "sigint": (
+        "os.kill(os.getpid(), signal.SIGINT); time.sleep(1)",
+        ("rank 1 left the test with KeyboardInterrupt",),
+    ),
+    "out_of_memory": (
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31)); torch.ones(1 << 34)",
+        ("rank 1 failed first", "not enough memory|MemoryError|can't allocate"),
+    ),
+    "group_destroyed": (
+        "dist.destroy_process_group(); dist.barrier()",
+        ("rank 1 failed first", "Default process group has not been initialized"),
+    ),
+}
+for ending, (statements, says) in ENDINGS.items():
+    for phase, before in (("setup", ""), ("teardown", "    yield\n")):
+        name = f"{ending}_in_{phase}"
+        FAULTS[name] = Fault(
+            before=f"@pytest.fixture\ndef {name}():\n{before}    if rank() == 1: {statements}\n",
+            arguments=name,
+            body="pass",
+            outcome="error",
+            says=tuple(pattern.replace("{phase}", phase) for pattern in says),
+        )
+
 
 def source():
     parts = [PRELUDE]
