@@ -68,10 +68,13 @@ def merge_reports(
     )
     main = [failure for failure in failures if failure.when != "teardown"]
     late = [failure for failure in failures if failure.when == "teardown"]
+    # Before any report gets the sections of all ranks: a phase that a rank did not end shows those
+    # of the phase before.
+    sections_of = {when: _sections(reports, results, when) for when in _PHASES}
     merged = []
     for when in _PHASES:
         present = [reports[rank][when][0] for rank in sorted(reports) if when in reports[rank]]
-        sections = _sections(reports, results, when)
+        sections = sections_of[when]
         blamed = late if when == "teardown" else [main[0]] if main and main[0].when == when else []
         if blamed:
             everyone = late if when == "teardown" else main
@@ -79,7 +82,7 @@ def merge_reports(
         elif present:
             merged.append(_unfailed(item, when, present, sections))
     return _without_call_after_failed_setup(
-        _with_disagreement(item, merged, reports, failures, results)
+        _with_disagreement(item, merged, reports, failures, sections_of["call"])
     )
 
 
@@ -279,7 +282,7 @@ def _with_disagreement(
     merged: list[pytest.TestReport],
     reports: _Reports,
     failures: Sequence[_Failure],
-    results: Mapping[int, RankResult],
+    sections: list[tuple[str, str]],
 ) -> list[pytest.TestReport]:
     """Adds a failure where no rank failed, but ranks came to different outcomes."""
     outcomes = {rank: _category(phases) for rank, phases in reports.items()}
@@ -295,7 +298,7 @@ def _with_disagreement(
     for report in setup:
         report.outcome = "passed"
         report.longrepr = None
-    failed = _timed(_new_report(item, "call", text, _sections(reports, results, "call")), merged)
+    failed = _timed(_new_report(item, "call", text, sections), merged)
     return [*setup, failed, *[report for report in others if report.when == "teardown"]]
 
 

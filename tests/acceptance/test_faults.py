@@ -122,7 +122,7 @@ FAULTS = {
     "teardown_death": Fault(
         before="@pytest.fixture\ndef gone():\n    yield\n    if rank() == 0: os._exit(1)\n",
         arguments="gone",
-        body="pass",
+        body="print('said in the call')",
         outcome="error",
         says=("rank 0 ended with exit status 1 .* during teardown",),
     ),
@@ -403,6 +403,7 @@ def test_verdict_and_text(session, name):
     story = session.story(f"test_{name}")
     for pattern in fault.says:
         assert re.search(pattern, story), f"{pattern!r} is not in\n{story[:3000]}"
+    assert not re.search(r"^-+ Captured .*\) \(rank", story, re.MULTILINE), "ranks named twice"
     # Only the interpreter's own dump of a crash may show the plugin's frames.
     assert "pytest_fsdp_comm/" not in story.partition("Fatal Python error")[0]
     assert "INTERNALERROR" not in session.text
