@@ -23,6 +23,7 @@ from pathlib import Path
 
 WORLD_SIZE = 4
 IDLE_SESSIONS = 11
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 FLOOR = """
 import os, sys, tempfile, time
@@ -134,7 +135,7 @@ def _plugin(tests: int, scope: str) -> float:
 
 def _session(tests: int, scope: str) -> float:
     source = PLUGIN.format(world_size=WORLD_SIZE, tests=tests, scope=scope)
-    return _timed(source, [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"])
+    return _timed(source, [sys.executable, *PYTEST])
 
 
 def _multi_process() -> float:
@@ -150,11 +151,11 @@ def _multi_process() -> float:
 
 def _torchrun() -> float:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={WORLD_SIZE}"]
-    return _timed(TORCHRUN, [*command, "-m", "pytest", "-q", "-p", "no:cacheprovider"])
+    return _timed(TORCHRUN, [*command, *PYTEST])
 
 
 def _idle() -> float:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, *PYTEST]
     without, with_plugin = [], []
     for _ in range(IDLE_SESSIONS):
         without.append(_timed(PLAIN, [*command, "-p", "no:fsdp_comm"]))

@@ -50,21 +50,14 @@ class Channel:
             The message; None once the other end is gone.
         """
         while b"\n" not in self._pending:
-            chunk = self._connection.recv(_CHUNK_NBYTES)
-            if not chunk:
-                self.is_closed = True
+            self._read_chunk()
+            if self.is_closed:
                 return None
-            self._pending += chunk
         return self._take()
 
     def receive_available(self) -> list[dict[str, Any]]:
         """Reads what is there, after a selector said so; never waits twice."""
-        try:
-            chunk = self._connection.recv(_CHUNK_NBYTES)
-        except ConnectionResetError:
-            chunk = b""
-        self.is_closed = not chunk
-        self._pending += chunk
+        self._read_chunk()
         return self.take_pending()
 
     def take_pending(self) -> list[dict[str, Any]]:
@@ -81,6 +74,14 @@ class Channel:
     def close(self) -> None:
         """Closes this end."""
         self._connection.close()
+
+    def _read_chunk(self) -> None:
+        try:
+            chunk = self._connection.recv(_CHUNK_NBYTES)
+        except ConnectionResetError:
+            chunk = b""  # the other end died with something unread
+        self.is_closed = not chunk
+        self._pending += chunk
 
     def _take(self) -> dict[str, Any]:
         line, _, self._pending = self._pending.partition(b"\n")

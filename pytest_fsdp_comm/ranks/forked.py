@@ -168,10 +168,7 @@ class ForkedRanks:
             kill_groups(self._pids.values())
 
     def _receive(self) -> dict[str, Any]:
-        try:
-            message = self._channel.receive()
-        except ConnectionResetError:
-            message = None
+        message = self._channel.receive()
         if message is None:
             raise ServerDiedError
         return message

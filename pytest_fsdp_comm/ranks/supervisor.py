@@ -63,7 +63,6 @@ class _Rank:
     position: dict[str, Any] | None = None
     reports: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)
-    has_reported_failure: bool = False
     payloads: list[Any] | None = None
     escaped: str | None = None
     is_done: bool = False
@@ -81,8 +80,8 @@ class _Rank:
 
     @property
     def has_failed(self) -> bool:
-        died = self.status is not None and not self.is_done
-        return died or self.has_reported_failure or self.escaped is not None
+        failed = any(entry["report"]["outcome"] == "failed" for entry in self.reports)
+        return failed or self.escaped is not None or (self.status is not None and not self.is_done)
 
 
 class Supervision:
@@ -352,7 +351,6 @@ def _record(rank: _Rank, message: Mapping[str, Any]) -> None:
     if "report" in message:
         rank.reports.append({"report": message["report"], "at": message["at"]})
         rank.nbytes_read = message["read"]
-        rank.has_reported_failure |= message["report"]["outcome"] == "failed"
     if "warning" in message:
         rank.warnings.append(message["warning"])
     if "timer_s" in message:

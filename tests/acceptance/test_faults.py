@@ -3,7 +3,6 @@
 All faults run in one session, each followed by a healthy test.
 """
 
-import contextlib
 import os
 import re
 import signal
@@ -11,9 +10,9 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
+from running import command_lines
 
 PRELUDE = """
 import os, re, resource, signal, subprocess, sys, threading, time, warnings
@@ -335,15 +334,6 @@ class Session:
         )
 
 
-def processes():
-    """Command lines of everything that runs, arguments separated by NUL."""
-    lines = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            lines.append(file.read_text())
-    return lines
-
-
 def start(path, *arguments):
     environment = {**os.environ, "TMPDIR": str(path), "OMP_NUM_THREADS": "1"}
     for name in ("PYTEST_XDIST_WORKER", "CI"):
@@ -382,7 +372,9 @@ def test_no_rank_outlives_an_interrupted_or_killed_session(tmp_path, number):
     session.send_signal(number)
     output, _ = session.communicate(timeout=20)
     wait_for(lambda: not list(tmp_path.glob("fsdp-comm*")), timeout_s=10)
-    wait_for(lambda: not [line for line in processes() if "test_endless.py" in line], timeout_s=10)
+    wait_for(
+        lambda: not [line for line in command_lines() if "test_endless.py" in line], timeout_s=10
+    )
     assert time.monotonic() - sent_at < 2.0
     if number == signal.SIGINT:
         assert session.returncode == pytest.ExitCode.INTERRUPTED
@@ -416,5 +408,5 @@ def test_the_next_test_passes(session, name):
 
 def test_nothing_is_left(session):
     assert not [entry for entry in session.path.iterdir() if entry.name.startswith("fsdp-comm")]
-    running = processes()
+    running = command_lines()
     assert not [line for line in running if "4242" in line or str(session.path) in line]

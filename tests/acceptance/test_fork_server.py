@@ -1,9 +1,9 @@
 """The process that ranks are forked from: what it needs, and what its death costs."""
 
 import re
-from pathlib import Path
 
 import pytest
+from running import command_lines
 
 KILLED = """
 import os, pathlib, signal, subprocess, time
@@ -90,8 +90,7 @@ def test_its_death_costs_one_test(pytester):
         output,
     ), output
     assert "INTERNALERROR" not in output
-    running = [path.read_text() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert not [line for line in running if "4243" in line]
+    assert not [line for line in command_lines() if "4243" in line]
 
 
 def test_its_death_between_tests_costs_none(pytester):
