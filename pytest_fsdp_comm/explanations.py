@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from syrupy.assertion import SnapshotAssertion
 from syrupy.terminal import disable_color
 
 from pytest_fsdp_comm.diff import compare
 from pytest_fsdp_comm.document import parse_profile, read_header
 from pytest_fsdp_comm.errors import SnapshotFormatError
+from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS
-from pytest_fsdp_comm.render.text import Explanation, render_comparison
+from pytest_fsdp_comm.render.text import Explanation, combine, render_comparison
 from pytest_fsdp_comm.render.tree_changes import render_tree_changes
 from pytest_fsdp_comm.snapshot_files import shown_path, write_atomically
-from pytest_fsdp_comm.snapshots import CommSnapshotExtension
+from pytest_fsdp_comm.snapshot_names import SUFFIX, read_basename, written_test
+from pytest_fsdp_comm.snapshots import CommSnapshot
 from pytest_fsdp_comm.tree_diff import compare_trees
 from pytest_fsdp_comm.tree_text import parse_tree
 
 if TYPE_CHECKING:
     import pytest
     from syrupy.assertion import AssertionResult
+
+    from pytest_fsdp_comm.snapshots import CommSnapshotExtension
 
 
 def explain_comparison(config: pytest.Config, left: object, right: object) -> list[str] | None:
@@ -34,30 +40,74 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
         At most 8 lines of about 640 characters together, which is where pytest cuts (8.4 to 9.2);
         None if the assertion is not one of ours or did not fail.
     """
-    assertion = right if isinstance(right, SnapshotAssertion) else left
-    if not isinstance(assertion, SnapshotAssertion):
+    assertion = right if isinstance(right, CommSnapshot) else left
+    if not isinstance(assertion, CommSnapshot):
         return None
-    extension = assertion.extension
-    result = assertion.executions.get(assertion.num_executions - 1)
-    if not isinstance(extension, CommSnapshotExtension) or result is None or result.success:
+    failed = [(name, result) for name, result in assertion.last_results if not result.success]
+    if not failed:
         return None
+    extension = cast("CommSnapshotExtension", assertion.extension)
+    explained: list[tuple[str, Explanation]] = []
+    details: list[str] = []
+    accept = update_command(config, failed[0][1].test_location.item)
+    for name, result in failed:
+        explanation = _explain_one(config, extension, result, accept=accept)
+        explained.append((name, explanation))
+        if result.exception is None and result.recalled_data is not None:
+            with disable_color():
+                lines = extension.diff_lines(result.asserted_data, result.recalled_data)
+                difference = list(lines)
+            is_cut = explanation.is_cut or len(failed) > 1
+            details += [*(explanation.full if is_cut else ()), *difference]
+    short = list(
+        explained[0][1].short if len(explained) == 1 else combine(explained, accept=accept)
+    )
+    unreached = _unreached(assertion, failed[0][1])
+    if unreached:
+        # Before the command, which comes last.
+        short.insert(max(len(short) - 1, 1), unreached)
+    if details:
+        item = failed[0][1].test_location.item
+        item.add_report_section("call", "comparison", "\n".join(details) + "\n")
+    return short
+
+
+def _explain_one(
+    config: pytest.Config, extension: CommSnapshotExtension, result: AssertionResult, *, accept: str
+) -> Explanation:
     where = shown_path(Path(result.snapshot_location), config.rootpath)
     if result.exception is not None:
-        return describe_error(result, config.rootpath).splitlines()
+        lines = tuple(describe_error(result, config.rootpath).splitlines())
+        return Explanation(short=lines, full=lines, is_cut=False)
     _keep_received(config, extension, result)
-    accept = update_command(config, result.test_location.nodeid)
     if result.recalled_data is None:
-        return [
+        lines = (
             f"there is no snapshot {where} yet",
             f"  record it: {accept}",
             "  then read the file, and commit it with the test",
-        ]
-    explanation = _explain_difference(extension, result, where=where, accept=accept)
-    with disable_color():
-        difference = list(extension.diff_lines(result.asserted_data, result.recalled_data))
-    details = [*(explanation.full if explanation.is_cut else ()), *difference]
-    result.test_location.item.add_report_section("call", "comparison", "\n".join(details) + "\n")
-    return list(explanation.short)
+        )
+        return Explanation(short=lines, full=lines, is_cut=False)
+    return _explain_difference(extension, result, where=where, accept=accept)
+
+
+def _unreached(assertion: CommSnapshot, result: AssertionResult) -> str:
+    """Says which reviewed files of the test were not compared, as it ends here."""
+    item = result.test_location.item
+    own = (written_test(snapshot_test_name(item)), snapshot_variant(item))
+    compared = {Path(done.snapshot_location) for done in assertion.executions.values()}
+    directory = Path(result.snapshot_location).parent
+    left = [
+        path.name
+        for path in sorted(directory.glob(f"*{SUFFIX}"))
+        if read_basename(path.stem) == own and path not in compared
+    ]
+    if not left:
+        return ""
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    return (
+        f"  not reached: the comparison with {left[0]}{more}; "
+        'assert {"comm": comm_mode, "tree": ...} == comm_snapshot compares all at once'
+    )
 
 
 def describe_error(result: AssertionResult, rootdir: Path) -> str:
@@ -94,7 +144,9 @@ def _explain_difference(
         is_of_ranks = any("\nranks " in text for text in (old_text, new_text))
         why = () if is_of_ranks else (f"  {problem}",)
         lines = (f"fsdp_tree differs from {where}", *why, f"  accept: {accept}")
-        return Explanation(short=lines, full=lines, is_cut=False)
+        return Explanation(
+            short=lines, full=lines, is_cut=False, compared="fsdp_tree", snapshot=where
+        )
     return render_tree_changes(changes, snapshot=where, accept=accept)
 
 
@@ -108,12 +160,32 @@ def _keep_received(config: pytest.Config, extension: CommSnapshotExtension, resu
     write_atomically(path, str(result.asserted_data))
 
 
-def update_command(config: pytest.Config, nodeid: str) -> str:
-    """The command that records a test anew, as the user would type it."""
+def update_command(config: pytest.Config, item: pytest.Item) -> str:
+    """The command that records a test anew, from where the user gave the last one.
+
+    It holds the options that choose how many ranks there are, and where tests and snapshots are.
+    """
     parts = ["pytest", "--snapshot-update"]
     for flag in ("--world-size", "--comm-backend"):
         given = config.getoption(flag)
         if given is not None:
-            parts.append(f"{flag} {given}")
-    escaped = re.sub(r'([\\"$`])', r"\\\1", nodeid)
-    return " ".join([*parts, f'"{escaped}"'])
+            parts.append(f"{flag} {shlex.quote(str(given))}")
+    parts += _settings(list(map(str, config.invocation_params.args)))
+    module = os.path.relpath(item.path, config.invocation_params.dir)
+    _, separator, names = item.nodeid.partition("::")
+    return " ".join([*parts, _quoted(f"{module}{separator}{names}")])
+
+
+def _settings(arguments: list[str]) -> list[str]:
+    """Those of the command line that say which project it is, and how it is set."""
+    flags = ("-c", "--config-file", "--rootdir", "-o", "--override-ini")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in flags:
+        parser.add_argument(flag, action="append", dest=flag, default=[])
+    found = vars(parser.parse_known_args(arguments)[0])
+    return [f"{flag} {shlex.quote(value)}" for flag in flags for value in found[flag]]
+
+
+def _quoted(text: str) -> str:
+    # Brackets, which most names of tests have, need no escape in double quotes.
+    return shlex.quote(text) if re.search(r'["$`\\!]', text) else f'"{text}"'

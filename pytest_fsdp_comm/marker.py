@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -122,6 +123,28 @@ def resolve(
 def uses_plugin(item: pytest.Item) -> bool:
     """Whether a test runs on ranks or compares communication."""
     return SETTINGS in item.stash or "comm_snapshot" in getattr(item, "fixturenames", ())
+
+
+def snapshot_variant(item: pytest.Item) -> str:
+    """``ws4``, the part of a file name that tells world sizes apart; ``ws1`` without ranks."""
+    settings = item.stash.get(SETTINGS, None)
+    return settings.variant if settings else "ws1"
+
+
+def snapshot_test_name(item: pytest.Item) -> str:
+    """``TestClass.test_name[params]``, by which a test's snapshots are named.
+
+    Without a parametrized world size, which the variant tells: a marker's 4 that becomes ``[2, 4]``
+    goes on with the reviewed file.
+    """
+    name = item.name
+    callspec = getattr(item, "callspec", None)
+    size = callspec.params.get(WORLD_SIZE_PARAM) if callspec else None
+    if size is not None:
+        # Last, as `plugin.pytest_generate_tests` comes last.
+        name = re.sub(rf"(?:\[|-)ws{size}\]$", lambda end: "]" if end[0][0] == "-" else "", name)
+    classes = (node.name for node in item.listchain() if isinstance(node, pytest.Class))
+    return ".".join((*classes, name))
 
 
 def _marker_arguments(mark: pytest.Mark) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import pytest
@@ -15,7 +16,6 @@ from pytest_fsdp_comm.tree_rules import FindingRules, parse_rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 Backend = Literal["gloo", "nccl", "fake"]
 Scope = Literal["test", "module"]
@@ -76,6 +76,9 @@ class SessionOptions:
     """Deadline of tests whose marker names none, in seconds."""
     snapshot_dir: Path
     """Absolute directory of the snapshot files."""
+    snapshot_anchor: Path
+    """Absolute directory whose tree `snapshot_dir` mirrors: pytest's root directory, or, where
+    several projects share a snapshot directory above theirs, the directory that it is in."""
     artifacts_dir: Path | None
     """Absolute directory for what failed comparisons received; None keeps nothing."""
     findings: FindingRules = field(default_factory=FindingRules)
@@ -186,6 +189,8 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
     except ValueError as problem:
         raise pytest.UsageError(f"ini {problem}") from None
     artifacts = config.getoption("--comm-artifacts")
+    snapshot_dir = _read_snapshot_dir(config)
+    shares = config.rootpath.is_relative_to(snapshot_dir.parent)
     launched = _read_launch(config)
     world_size = read("--world-size", "fsdp_comm_world_size", parse_world_size, DEFAULT_WORLD_SIZE)
     if launched and config.getoption("--world-size") is None:
@@ -195,7 +200,8 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
         world_size=world_size,
         backend=read("--comm-backend", "fsdp_comm_backend", parse_backend, None),
         timeout_s=read("--comm-timeout", "fsdp_comm_timeout_s", parse_timeout_s, DEFAULT_TIMEOUT_S),
-        snapshot_dir=config.rootpath / str(config.getini("fsdp_comm_snapshot_dir")),
+        snapshot_dir=snapshot_dir,
+        snapshot_anchor=snapshot_dir.parent if shares else config.rootpath,
         # Relative to where the user typed it, as with --junitxml.
         artifacts_dir=config.invocation_params.dir / artifacts if artifacts else None,
         findings=findings,
@@ -227,6 +233,19 @@ def _read_launch(config: pytest.Config) -> LaunchedRank | None:
             "tests: leave out -n, or run pytest -n without a launcher"
         )
     return launched
+
+
+def _read_snapshot_dir(config: pytest.Config) -> Path:
+    # Without "..", by which two names of one directory would differ.
+    directory = Path(os.path.normpath(config.rootpath / config.getini("fsdp_comm_snapshot_dir")))
+    foreign = getattr(config.option, "snapshot_dirname", "")
+    if foreign in directory.parts:
+        raise pytest.UsageError(
+            f"ini fsdp_comm_snapshot_dir: {foreign!r} is where syrupy keeps the files of plain "
+            "`snapshot` assertions, and removes what it does not know; choose another directory, "
+            "e.g. 'snapshots'"
+        )
+    return directory
 
 
 def _read_pdb_rank(config: pytest.Config) -> int | None:

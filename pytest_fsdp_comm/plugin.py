@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from pytest_fsdp_comm import marker, options
+from pytest_fsdp_comm import marker, options, unused_plugin
 from pytest_fsdp_comm.fixtures import (
     _fsdp_comm_world_size,
     comm_mode,
@@ -56,6 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "that parametrizes) with gloo, nccl, or simulated with fake.",
     )
     config.stash[options.OPTIONS] = options.read_session_options(config)
+    if config.pluginmanager.has_plugin("syrupy"):
+        config.pluginmanager.register(unused_plugin.UnusedSnapshots(config), "fsdp-comm-unused")
     if is_spawned_rank():
         from pytest_fsdp_comm.ranks import spawn  # noqa: PLC0415  # in such a rank only
 
@@ -120,7 +122,6 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     from pytest_fsdp_comm.ranks import runner, spawn  # noqa: PLC0415  # as above
 
     config = session.config
-    config.pluginmanager.register(replay.SnapshotGuard(config, ours))
     extensions: list[RankExtension] = [replay.RankSnapshots()]
     if is_spawned_rank():
         spawn.become_rank(session, extensions)

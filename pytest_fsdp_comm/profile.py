@@ -278,9 +278,12 @@ def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
                 found.append(replace(row, ranks=() if len(having) == len(ranks) else having))
         return sort_rows(found)
 
+    rows = kept(profile.rows)
+    used = {row.axis for row in rows}
     return replace(
         profile,
-        rows=kept(profile.rows),
+        mesh_axes=tuple(axis for axis in profile.mesh_axes if axis.name in used),
+        rows=rows,
         reshards=kept(profile.reshards),
         redistributions=kept(profile.redistributions),
     )

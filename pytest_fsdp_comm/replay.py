@@ -2,7 +2,8 @@
 
 syrupy decides in one process what is written, counted and removed. Private names of syrupy 7.0 are
 used here and nowhere else: ``config._syrupy``, ``SnapshotSession._assertions`` and
-``SnapshotAssertion._executions``; tests/unit/test_replay.py fails when one moves.
+``_worker_reports``, and ``SnapshotAssertion._executions``; tests/unit/test_replay.py fails when one
+moves.
 """
 
 from __future__ import annotations
@@ -12,22 +13,19 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import pytest
 import syrupy
 from syrupy.assertion import SnapshotAssertion
 from syrupy.location import PyTestLocation
 
 from pytest_fsdp_comm.errors import FsdpCommError, UpstreamChangedError
 from pytest_fsdp_comm.explanations import describe_error
-from pytest_fsdp_comm.options import SETTINGS
-from pytest_fsdp_comm.snapshots import (
-    CommSnapshotExtension,
-    bound_extension,
-    variant_of,
-)
+from pytest_fsdp_comm.marker import snapshot_variant
+from pytest_fsdp_comm.snapshots import CommSnapshotExtension, bound_extension
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Mapping
+
+    import pytest
 
 Outcome = Literal["passed", "failed", "skipped"]
 
@@ -107,9 +105,8 @@ class RankSnapshots:
         index, data = made["index"], made["data"]
         if made["is_bytes"]:
             data = base64.b64decode(data)
-        settings = item.stash.get(SETTINGS, None)
-        if settings is not None and made["is_ours"]:
-            cast("CommSnapshotExtension", assertion.extension).recorded_ranks = settings.ranks
+        if made["is_ours"]:
+            cast("CommSnapshotExtension", assertion.extension).bind_ranks(item)
         if isinstance(index, str):
             assertion(name=index)
         else:
@@ -135,23 +132,34 @@ class RankSnapshots:
         return self._replayed[extension]
 
 
-class SnapshotGuard:
-    """Keeps the snapshots of a test that failed before it came to assert them.
+def compared_files(config: pytest.Config) -> list[str]:
+    """The snapshot files that this process's assertions compared or wrote."""
+    return sorted(
+        {
+            result.snapshot_location
+            for assertion in _get(_session(config), "_assertions")
+            for result in assertion.executions.values()
+        }
+    )
 
-    For syrupy 7.0 they would be unused, and ``--snapshot-update`` would delete them.
+
+def keep_plain_snapshots(config: pytest.Config, nodeids: Collection[str]) -> None:
+    """Keeps what plain ``snapshot`` assertions of some tests wrote, though they did not ask for it.
+
+    For syrupy 7.0 the snapshots of a test that failed early, or never ran, are unused, and
+    ``--snapshot-update`` deletes them; those of a skipped test are not.
+
+    Args:
+        config: Of xdist's controller, or of the only process.
+        nodeids: The tests that did not pass.
     """
-
-    def __init__(self, config: pytest.Config, items: Iterable[pytest.Item]) -> None:
-        """Guards the snapshots of some tests."""
-        self._config = config
-        self._nodeids = {item.nodeid for item in items}
-
-    # After syrupy's own hook, which takes the outcome of the report.
-    @pytest.hookimpl(trylast=True)
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Tells syrupy that the test did not come to its assertions."""
-        if report.failed and report.nodeid in self._nodeids:
-            _session(self._config).ran_item(report.nodeid, "skipped")
+    session = _session(config)
+    for nodeid in nodeids:
+        session.ran_item(nodeid, "skipped")
+    kept = set(nodeids)
+    for report in _get(session, "_worker_reports"):
+        for nodeid in kept.intersection(report["selected"]):
+            report["selected"][nodeid] = "skipped"
 
 
 def _write_nothing(**_: Any) -> None:
@@ -171,7 +179,7 @@ def _described(asked: _Asked, data: Any) -> dict[str, Any]:
 
 def _extension(item: pytest.Item, made: Mapping[str, Any]) -> type:
     if made["is_ours"]:
-        return bound_extension(item.config, variant_of(item))
+        return bound_extension(item.config, snapshot_variant(item))
     module, name = made["extension"]
     found: Any = importlib.import_module(module)
     for part in name.split("."):

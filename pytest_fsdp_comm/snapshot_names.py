@@ -4,36 +4,94 @@ from __future__ import annotations
 
 import hashlib
 import re
+from pathlib import Path
 from typing import Final
 
-_MAX_LENGTH: Final = 200
-"""File systems allow 255 bytes; temporary names and the extension need some."""
+SUFFIX: Final = ".comm"
+"""What every snapshot file ends with."""
+
+PART: Final = "\x1f"
+"""Joins the parts of an assertion's name where it has several: no name holds a unit separator."""
+
+# File systems allow 255 bytes for a name, of which the suffix and an unfinished write need some.
+_MAX_TEST: Final = 140
+_MAX_INDEX: Final = 60
+_DIGEST: Final = 16
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_\-\[\]=+,@ ]")
-_VARIANT: Final = re.compile(r"\.(ws\d+)(?=\.|$)")
+_IS_VARIANT: Final = re.compile(r"ws[0-9]+")
+_VARIANT: Final = re.compile(r"\.(ws[0-9]+)(?=\.|$)")
+_ABOVE: Final = "%2E%2E"
 
 
 def basename(test_name: str, variant: str, index: str | int) -> str:
-    """The file name of an assertion, without extension.
+    """The file name of an assertion, without suffix.
 
     Args:
         test_name: ``TestClass.test_name[params]``.
         variant: ``ws4``, or ``ws1`` for a test that is not distributed.
-        index: The assertion's name, or its number, of which 0 is left out.
+        index: The assertion's name, of which ``PART`` separates parts, or its number, of which 0 is
+            left out.
     """
+    name = f"{written_test(test_name)}.{variant}"
+    given = str(index) if index != 0 else ""
+    if not given:
+        return name
+    return f"{name}.{_bounded('.'.join(map(_escape, given.split(PART))), _MAX_INDEX)}"
+
+
+def written_test(test_name: str) -> str:
+    """The part of a file name that names the test, without a number of ranks."""
     # Dots separate the parts, so those of parameters are escaped; those of classes may stay.
     head, bracket, params = test_name.partition("[")
-    parts = [".".join(map(_escape, head.split("."))) + _escape(bracket + params)]
-    parts.append(variant)
-    if isinstance(index, str):
-        parts.append(_escape(index))
-    elif index:
-        parts.append(str(index))
-    name = ".".join(parts)
-    if len(name) <= _MAX_LENGTH:
-        return name
-    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
-    tail = "." + ".".join(parts[1:])
-    return f"{parts[0][: _MAX_LENGTH - len(digest) - 1 - len(tail)]}~{digest}{tail}"[:250]
+    written = ".".join(map(_escape_segment, head.split("."))) + _escape(bracket + params)
+    return _bounded(written, _MAX_TEST)
+
+
+def read_basename(name: str) -> tuple[str, str] | None:
+    """The test and the variant of a file name.
+
+    Args:
+        name: Without suffix.
+
+    Returns:
+        As `written_test` wrote the test, and the variant; None if it is no name of ours.
+    """
+    found = _VARIANT.search(name)
+    return None if found is None else (name[: found.start()], found[1])
+
+
+def written_module(module: Path, anchor: Path) -> Path:
+    """The directory of a test module's snapshots, relative to that of all snapshots.
+
+    Args:
+        module: Absolute path of the module.
+        anchor: Absolute path of the directory whose tree the snapshots mirror.
+    """
+    above = 0
+    while not module.is_relative_to(anchor):
+        anchor = anchor.parent
+        above += 1
+    relative = module.relative_to(anchor)
+    plain = relative.with_suffix("") if relative.suffix == ".py" else relative
+    return Path(*[_ABOVE] * above, plain)
+
+
+def named_module(directory: Path, anchor: Path) -> Path | None:
+    """The test module whose snapshots are in a directory, the reverse of `written_module`.
+
+    Returns:
+        Its absolute path if it is a ``.py`` file below the anchor; None for any other, which is not
+        told apart from a directory.
+    """
+    if _ABOVE in directory.parts or not directory.parts:
+        return None
+    return anchor / directory.with_name(f"{directory.name}.py")
+
+
+def _escape_segment(text: str) -> str:
+    escaped = _escape(text)
+    # A test that is called like a variant must not be read as one.
+    return f"%{ord('w'):02X}{escaped[1:]}" if _IS_VARIANT.fullmatch(escaped) else escaped
 
 
 def _escape(text: str) -> str:
@@ -45,19 +103,8 @@ def _escape(text: str) -> str:
     )
 
 
-def is_of_variant(stem: str, variant: str) -> bool:
-    """Whether a file name without extension belongs to a variant."""
-    found = _VARIANT.search(stem)
-    return found is not None and found[1] == variant
-
-
-def snapshot_name(stem: str) -> str:
-    """What syrupy calls the snapshot in a file.
-
-    syrupy finds the test of a snapshot by the identifiers at the name's beginning, up to the first
-    other character: the variant and the assertion's name go into brackets, where they are none.
-    """
-    found = _VARIANT.search(stem)
-    if found is None:
-        return stem
-    return f"{stem[: found.start()]}[{found[1]}]{stem[found.end() :]}"
+def _bounded(written: str, most: int) -> str:
+    if len(written) <= most:
+        return written
+    digest = hashlib.sha256(written.encode()).hexdigest()[:_DIGEST]
+    return f"{written[: most - _DIGEST - 1]}~{digest}"

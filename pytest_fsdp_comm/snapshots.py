@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeGuard, cast
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
-from syrupy.data import Snapshot, SnapshotCollection, SnapshotCollections
+from syrupy.data import SnapshotCollection, SnapshotCollections
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
 from pytest_fsdp_comm.diff import compare
 from pytest_fsdp_comm.document import END, format_profile, parse_profile, read_header
 from pytest_fsdp_comm.errors import EmptyRecordingError, FsdpCommError, SnapshotFormatError
 from pytest_fsdp_comm.gathering import gather_alike
+from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
+from pytest_fsdp_comm.rank_lists import name_ranks
 from pytest_fsdp_comm.snapshot_files import shown_path, write_atomically
-from pytest_fsdp_comm.snapshot_names import basename, is_of_variant, snapshot_name
+from pytest_fsdp_comm.snapshot_names import PART, SUFFIX, basename, written_module
 from pytest_fsdp_comm.tree import ShardTree
 from pytest_fsdp_comm.tree_text import format_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from syrupy.assertion import AssertionResult
     from syrupy.location import PyTestLocation
 
     from pytest_fsdp_comm.profile import CommProfile
+
+UNNAMED: Final = "comm"
+"""The name, in a dict of values, of the one whose file has none."""
+
+# A file says by which ranks it was recorded only so far: by its backend, of which `fake` alone runs
+# a part of them, and by the ranks of its lines.
+_WRITTEN_BY: Final = re.compile(r"[^\n]*, (\w+) \(not compared\)\r?\n")
+_RANKS_TOLD: Final = re.compile(r"(?:^| )ranks ([0-9,-]+)\r?$", re.MULTILINE)
 
 _BOUND: Final = pytest.StashKey[dict[str, type["CommSnapshotExtension"]]]()
 
@@ -39,10 +52,12 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     """
 
     _write_mode = WriteMode.TEXT
-    file_extension = "comm"
+    file_extension = SUFFIX.removeprefix(".")
 
     root: ClassVar[Path]
     """Directory of all snapshots."""
+    anchor: ClassVar[Path]
+    """As `options.SessionOptions.snapshot_anchor`."""
     rootdir: ClassVar[Path]
     """pytest's root directory."""
     variant: ClassVar[str]
@@ -55,9 +70,20 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         super().__init__()
         self.allows_empty = False
         self.recorded_ranks: tuple[int, ...] = ()
+        self.world_size = 1
+        self.where = ""
+        # What this test has written or compared, by file: an update must not overwrite its own.
+        self._updated: dict[str, str] = {}
         self.gather: Callable[[str], list[str]] = lambda text: [text]
         # What was serialized, by its text: with details that the text does not hold.
         self._profiles: dict[str, CommProfile] = {}
+
+    def bind_ranks(self, item: pytest.Item) -> None:
+        """Takes from a test which ranks of it are recorded."""
+        settings = item.stash.get(SETTINGS, None)
+        if settings is not None:
+            self.recorded_ranks = settings.ranks
+            self.world_size = settings.world_size
 
     def serialize(self, data: Any, **_: Any) -> str:
         """Merges what the ranks have and writes it as text.
@@ -70,13 +96,22 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             FsdpCommError: It is something else.
         """
         if hasattr(data, "merged_profile"):
-            return self._serialize_profile(data.merged_profile())
-        if isinstance(data, ShardTree):
-            return self._serialize_tree(data)
-        raise FsdpCommError(
-            "comm_snapshot compares comm_mode and fsdp_tree(model), got "
-            f"{type(data).__name__}; for other values use syrupy's plain `snapshot` fixture"
-        )
+            text = self._serialize_profile(data.merged_profile())
+        elif isinstance(data, ShardTree):
+            text = self._serialize_tree(data)
+        else:
+            raise FsdpCommError(
+                "comm_snapshot compares comm_mode, fsdp_tree(model), or a dict of these by name "
+                'such as {"comm": comm_mode, "tree": fsdp_tree(model)}, got '
+                f"{_shown_type(data)}; for other values use syrupy's plain `snapshot` fixture"
+            )
+        if self.updates and _body(self._updated.setdefault(self.where, text)) != _body(text):
+            raise FsdpCommError(
+                f"{self.where} is compared twice in this test, with different recordings, so that "
+                "an update cannot write both; give each a name of its own: "
+                'comm_snapshot(name="second")'
+            )
+        return text
 
     def _serialize_profile(self, profile: CommProfile) -> str:
         if profile.is_empty and not self.allows_empty:
@@ -103,15 +138,38 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         # The first line names versions: a change of it alone is no difference.
         if _body(serialized_data) == _body(snapshot_data):
             return True
-        kind = read_header(snapshot_data, where="the snapshot")
-        if kind != "comm" or kind != read_header(serialized_data, where="the recording"):
-            return False
-        new = self.profile_of(serialized_data)
-        is_part = len(new.recorded_ranks) not in {0, new.world_size}
-        # An update writes what differs in any way, but not a part over the whole.
+        is_part = len(self.recorded_ranks) not in {0, self.world_size}
+        # An update writes what differs in any way.
         if self.updates and not is_part:
             return False
-        return not compare(parse_profile(snapshot_data), new).changes
+        kind = read_header(snapshot_data, where="the snapshot")
+        is_same = kind == "comm" and not self._changes(snapshot_data, serialized_data)
+        if self.updates and not is_same:
+            self._refuse_part(snapshot_data)
+        return is_same
+
+    def _changes(self, old: str, new: str) -> tuple[Any, ...]:
+        if read_header(new, where="the recording") != "comm":
+            return (new,)
+        return compare(parse_profile(old), self.profile_of(new)).changes
+
+    def _refuse_part(self, old: str) -> None:
+        """Raises unless these ranks' update loses nothing of others."""
+        runs = [run.partition("-") for told in _RANKS_TOLD.findall(old) for run in told.split(",")]
+        told = {
+            rank for first, _, last in runs for rank in range(int(first), int(last or first) + 1)
+        }
+        backend = _WRITTEN_BY.match(old)
+        is_fake = backend is not None and backend[1] == "fake"
+        if is_fake and told <= set(self.recorded_ranks):
+            return
+        whole = name_ranks(sorted(told)) if is_fake else "all ranks"
+        raise FsdpCommError(
+            f"{self.where} was recorded on {whole}, and differs from what this update recorded on "
+            f"{name_ranks(self.recorded_ranks)} of {self.world_size} alone; a part never replaces "
+            "the whole. Nothing was overwritten: update with every rank (gloo or nccl, without "
+            "--comm-backend fake), or delete the file to keep only this part of it from now on"
+        )
 
     def profile_of(self, text: str) -> CommProfile:
         """The profile behind a serialized text, with sites and notes if it was recorded here."""
@@ -160,70 +218,47 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             write_atomically(path, str(snapshot.data))
 
     def delete_snapshots(self, *, snapshot_location: str, snapshot_names: set[str]) -> None:
-        """Deletes an obsolete file, and its directory if nothing else is in it."""
-        del snapshot_names
-        path = Path(snapshot_location)
-        path.unlink()
-        for parent in path.parents:
-            if parent == self.root or any(parent.iterdir()):
-                break
-            parent.rmdir()
+        """Never: `unused` decides which files go."""
+        raise AssertionError(snapshot_location, snapshot_names)
 
     # Where files are.
 
     @classmethod
     def dirname(cls, *, test_location: PyTestLocation) -> str:
         """``<root>/<path of the test module without .py>``."""
-        module = Path(test_location.filepath)
-        try:
-            relative = module.relative_to(cls.rootdir)
-        except ValueError:
-            # A test outside the root directory, as with pytest -c elsewhere.
-            relative = Path(module.name)
-        return str(cls.root / relative.with_suffix(""))
+        return str(cls.root / written_module(Path(test_location.filepath), cls.anchor))
 
     @classmethod
     def discovery_dirname(cls, *, test_location: PyTestLocation) -> str:
-        """Obsolete files are looked for beside a module's other files."""
+        """Where `discover_snapshots` would look."""
         return cls.dirname(test_location=test_location)
 
     @classmethod
     def get_file_basename(cls, *, test_location: PyTestLocation, index: Any) -> str:
         """``<test name>.<variant>[.<name or index>]``."""
-        return basename(test_location.snapshot_name, cls.variant, index)
+        return basename(snapshot_test_name(test_location.item), cls.variant, index)
 
     @classmethod
     def get_snapshot_name(cls, *, test_location: PyTestLocation, index: Any = 0) -> str:
-        """Begins with the test's name, as syrupy needs it to find the test of a file."""
-        return snapshot_name(cls.get_file_basename(test_location=test_location, index=index))
+        """Begins with the test's name, by which syrupy relates the two."""
+        file = cls.get_file_basename(test_location=test_location, index=index)
+        return f"{test_location.snapshot_name}[{file}]"
 
     @classmethod
     def matches_test_location(cls, **_: Any) -> bool:
         """`dirname` and `get_file_basename` decide; syrupy's own guess does not know them."""
         return True
 
-    def is_snapshot_location(self, *, location: str) -> bool:
-        """Whether a file is of this variant: others belong to runs with other world sizes."""
-        path = Path(location)
-        return path.suffix == f".{self.file_extension}" and is_of_variant(path.stem, self.variant)
-
     def discover_snapshots(
         self, *, test_location: PyTestLocation, ignore_extensions: list[str] | None = None
     ) -> SnapshotCollections:
-        """The files of this variant beside a test's own; foreign files are nobody's business."""
-        del ignore_extensions
-        found = SnapshotCollections()
-        directory = Path(self.dirname(test_location=test_location))
-        for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-            if path.is_file() and self.is_snapshot_location(location=str(path)):
-                found.add(self.read_snapshot_collection(snapshot_location=str(path)))
-        return found
+        """None: what syrupy does not know of, it cannot take for unused (see `unused_plugin`)."""
+        del test_location, ignore_extensions
+        return SnapshotCollections()
 
     def read_snapshot_collection(self, *, snapshot_location: str) -> SnapshotCollection:
-        """A file as syrupy's collection of one."""
-        collection = SnapshotCollection(location=snapshot_location)
-        collection.add(Snapshot(name=snapshot_name(Path(snapshot_location).stem)))
-        return collection
+        """Never, as none is discovered."""
+        raise AssertionError(snapshot_location)
 
     def diff_lines(self, serialized_data: Any, snapshot_data: Any) -> Iterator[str]:
         """The lines that differ, below the explanation; the first line is not compared."""
@@ -244,6 +279,20 @@ def _merge_tree_texts(texts: Sequence[str]) -> str:
     return "\n".join([*lines, END]) + "\n"
 
 
+def _are_named(value: object) -> TypeGuard[Mapping[str, object]]:
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(isinstance(key, str) and key and PART not in key for key in value)
+    )
+
+
+def _shown_type(value: object) -> str:
+    if not isinstance(value, Mapping):
+        return type(value).__name__
+    return "an empty dict" if not value else f"a dict with the keys {list(value)!r:.80}"
+
+
 def _body(text: str) -> str:
     return text.partition("\n")[2]
 
@@ -259,6 +308,7 @@ def bound_extension(config: pytest.Config, variant: str) -> type[CommSnapshotExt
                 "__module__": CommSnapshotExtension.__module__,
                 "__qualname__": CommSnapshotExtension.__qualname__,
                 "root": config.stash[OPTIONS].snapshot_dir,
+                "anchor": config.stash[OPTIONS].snapshot_anchor,
                 "rootdir": config.rootpath,
                 "variant": variant,
                 "updates": bool(config.option.update_snapshots),
@@ -268,7 +318,13 @@ def bound_extension(config: pytest.Config, variant: str) -> type[CommSnapshotExt
 
 
 class CommSnapshot(SnapshotAssertion):
-    """syrupy's assertion, which also takes ``allow_empty``."""
+    """syrupy's assertion, which also takes ``allow_empty``, and several values by name."""
+
+    _comparisons = 0
+    _name = ""
+    _index: str | int = 0
+    last_results: tuple[tuple[str, AssertionResult], ...] = ()
+    """What came of the last comparison, by the values' names; ``""`` for one without."""
 
     def __call__(self, *, allow_empty: bool = False, **changes: Any) -> Self:
         """Changes the next comparison.
@@ -279,28 +335,51 @@ class CommSnapshot(SnapshotAssertion):
             changes: As for syrupy's ``snapshot``; ``name`` gives the assertion a file of its own.
         """
         super().__call__(**changes)
+        self._name = str(changes.get("name") or "")
         if allow_empty:
             cast("CommSnapshotExtension", self.extension).allows_empty = True
         return self
 
+    @property
+    def index(self) -> str | int:
+        """What tells the file of this comparison from the test's others (see `basename`)."""
+        return self._index
+
     def __eq__(self, other: object) -> bool:
-        """Compares, and forgets ``allow_empty`` again."""
+        """Compares one value, or each of a dict: all of them, whatever comes of the first.
+
+        ``{"comm": comm_mode, "tree": fsdp_tree(model)}`` has the files of
+        ``comm_mode == comm_snapshot`` and ``fsdp_tree(model) == comm_snapshot(name="tree")``.
+        """
+        prefix = self._name or (str(self._comparisons) if self._comparisons else "")
+        # An empty dict, or one with odd keys, is no comparison: `serialize` says so.
+        values: Mapping[str, object] = other if _are_named(other) else {"": other}
         try:
-            return bool(super().__eq__(other))
+            self.last_results = tuple(
+                (key, self._compare(value, key, prefix)) for key, value in values.items()
+            )
+            return all(result.success for _, result in self.last_results)
         finally:
+            self._comparisons += 1
+            self._name = ""
             cast("CommSnapshotExtension", self.extension).allows_empty = False
+
+    def _compare(self, value: object, key: str, prefix: str) -> AssertionResult:
+        parts = [part for part in (prefix, "" if key == UNNAMED else key) if part]
+        self._index = PART.join(parts) or 0
+        extension = cast("CommSnapshotExtension", self.extension)
+        extension.where = shown_path(
+            Path(extension.get_location(test_location=self.test_location, index=self._index)),
+            extension.rootdir,
+        )
+        super().__eq__(value)
+        return self.executions[self.num_executions - 1]
 
     def __repr__(self) -> str:
         """Short, since pytest shows it beside every failure."""
         return f"<comm_snapshot of {self.test_location.testname}>"
 
     __hash__ = None  # type: ignore[assignment]  # as in syrupy: comparing has effects
-
-
-def variant_of(item: pytest.Item) -> str:
-    """``ws4``, the part of a file name that tells world sizes apart."""
-    settings = item.stash.get(SETTINGS, None)
-    return settings.variant if settings else "ws1"
 
 
 def bind_snapshot(
@@ -318,11 +397,13 @@ def bind_snapshot(
     """
     assertion = CommSnapshot(
         session=snapshot.session,
-        extension_class=bound_extension(item.config, variant_of(item)),
+        extension_class=bound_extension(item.config, snapshot_variant(item)),
         test_location=snapshot.test_location,
         update_snapshots=snapshot.update_snapshots,
         update_new_snapshots_only=snapshot.update_new_snapshots_only,
     )
+    extension = cast("CommSnapshotExtension", assertion.extension)
+    extension.bind_ranks(item)
     if gather is not None:
-        cast("CommSnapshotExtension", assertion.extension).gather = gather
+        extension.gather = gather
     return assertion

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_fsdp_comm.rank_lists import fold_equal, name_ranks
 from pytest_fsdp_comm.ranks.heartbeat import Pulse
-from pytest_fsdp_comm.ranks.naming import fold_equal, name_ranks
 from pytest_fsdp_comm.ranks.peers import (
     MEET_TIMEOUT_S,
     PLAN,

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
-from pytest_fsdp_comm.ranks.naming import fold_equal, name_ranks
+from pytest_fsdp_comm.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
     import pytest

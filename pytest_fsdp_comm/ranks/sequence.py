@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm.nbytes import show_nbytes
-from pytest_fsdp_comm.ranks.naming import fold_equal, name_ranks
+from pytest_fsdp_comm.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

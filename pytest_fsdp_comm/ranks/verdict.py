@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pytest
 
-from pytest_fsdp_comm.ranks.naming import fold_equal, name_ranks
+from pytest_fsdp_comm.rank_lists import fold_equal, name_ranks
 from pytest_fsdp_comm.ranks.results import RankResult, Stopped
 from pytest_fsdp_comm.ranks.sequence import explain_waiting
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.events import Phase
@@ -18,6 +20,8 @@ _MAX_PATTERNS: Final = 3
 # pytest cuts an explanation at 8 lines or 640 characters outside CI (8.4 to 9.2).
 _SHORT_LINES: Final = 8
 _SHORT_CHARACTERS: Final = 600
+_LIKELY: Final = "  likely: "
+_LEFT_OUT: Final = "  ... and "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,10 @@ class Explanation:
     """Everything."""
     is_cut: bool
     """Whether `short` leaves something out."""
+    compared: str = ""
+    """What differs, ``comm_mode`` or ``fsdp_tree``; empty if there was nothing to compare with."""
+    snapshot: str = ""
+    """The file that it differs from, as the user would type it; empty as above."""
 
 
 def render_comparison(
@@ -47,11 +55,61 @@ def render_comparison(
     ordered = sorted(comparison.changes, key=_weight)
     lines = [f"  {_change_line(change)}" for change in ordered]
     loud = sum(change.subject != "reshard" for change in ordered) or len(ordered)
-    causes = [f"  likely: {cause}" for cause in comparison.causes]
+    causes = [f"{_LIKELY}{cause}" for cause in comparison.causes]
     tail = [f"  accept: {accept}"]
     full = [*head, *lines, *causes, *(f"  note: {note}" for note in notes), *tail]
     short = _cut(head, lines[:loud], [*causes[:1], *tail], left_out=len(lines))
-    return Explanation(short=tuple(short), full=tuple(full), is_cut=short != full)
+    return Explanation(
+        short=tuple(short),
+        full=tuple(full),
+        is_cut=short != full,
+        compared="comm_mode",
+        snapshot=snapshot,
+    )
+
+
+def combine(explained: Sequence[tuple[str, Explanation]], *, accept: str) -> tuple[str, ...]:
+    """Tells several failed comparisons of one assertion in the room of one.
+
+    Args:
+        explained: At least two, each with the name of its value.
+        accept: The command that accepts the changes, the same for all.
+
+    Returns:
+        What fits where pytest cuts: of each the first lines, in turn, then the first cause.
+    """
+    tail = [f"  accept: {accept}"]
+    bodies = {name: list(explanation.short) for name, explanation in explained}
+    compared = [explanation for _, explanation in explained if explanation.compared]
+    if len(compared) == len(explained):
+        what = " and ".join(dict.fromkeys(explanation.compared for explanation in compared))
+        files = [explanation.snapshot for explanation in compared]
+        where = os.path.commonprefix(files)  # noqa: RUF071  # the names' beginning, no directory
+        head = [f"{what} differ from {where.rstrip('.')} ({len(compared)} files)"]
+        bodies = {name: body[1:] for name, body in bodies.items()}
+    else:
+        head = [f"{len(explained)} comparisons failed"]
+    told = {*tail, *(line for line in chain(*bodies.values()) if line.startswith(_LEFT_OUT))}
+    causes = [line for line in chain(*bodies.values()) if line.startswith(_LIKELY)]
+    tail = [*causes[:1], *tail]
+    bodies = {
+        name: [line for line in body if line not in told and not line.startswith(_LIKELY)]
+        for name, body in bodies.items()
+    }
+    shown: dict[str, list[str]] = {name: [] for name in bodies}
+    room = _SHORT_CHARACTERS - sum(map(len, (*head, *tail)))
+    for _ in range(_SHORT_LINES):
+        for name, body in bodies.items():
+            count = sum(map(len, shown.values())) + len(head) + len(tail)
+            line = f"  {name}: {body[0].strip()}" if body else ""
+            # One line of each, whatever its length.
+            if line and (not shown[name] or (count < _SHORT_LINES - 1 and len(line) <= room)):
+                shown[name].append(line)
+                room -= len(line)
+                body.pop(0)
+    is_cut = any(bodies.values()) or len(told) > 1 or len(causes) > 1
+    more = ["  ... and more, below"] if is_cut else []
+    return (*head, *chain(*shown.values()), *more, *tail)
 
 
 def _weight(change: Change) -> tuple[bool, bool, int]:
@@ -72,7 +130,7 @@ def _cut(
     """As many lines as fit, at least one."""
     for shown in range(len(lines), 0, -1):
         hidden = left_out - shown
-        more = [f"  ... and {hidden} more {_plural('change', hidden)}, below"] if hidden else []
+        more = [f"{_LEFT_OUT}{hidden} more {_plural('change', hidden)}, below"] if hidden else []
         text = [*head, *lines[:shown], *more, *tail]
         fits = len(text) <= _SHORT_LINES and sum(map(len, text)) <= _SHORT_CHARACTERS
         if fits or shown == 1:

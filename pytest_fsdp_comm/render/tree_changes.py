@@ -45,4 +45,6 @@ def render_tree_changes(
     left_out = len(lines) - len(shown)
     more = [f"  ... and {left_out} more, below"] if left_out else []
     short = (head, *shown, *more, *tail)
-    return Explanation(short=short, full=full, is_cut=bool(left_out))
+    return Explanation(
+        short=short, full=full, is_cut=bool(left_out), compared="fsdp_tree", snapshot=snapshot
+    )

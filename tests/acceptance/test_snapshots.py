@@ -173,7 +173,167 @@ def test_obsolete_snapshots_are_reported_and_removed_by_an_update(recorded):
     recorded.edit('    assert fsdp_tree(model) == comm_snapshot(name="tree")', "")
     result = recorded.run("--snapshot-details")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    explained(result, "1 snapshot passed. 1 snapshot unused.")
+    explained(
+        result,
+        "1 snapshot passed.",
+        "1 snapshot file unused:",
+        "  snapshots/test_it/test_renamed.ws2.tree.comm: its test passed without comparing it",
+        "Run the same tests with --snapshot-update to delete it; --snapshot-warn-unused only",
+    )
+    result = recorded.run("--snapshot-warn-unused")
+    assert result.ret == pytest.ExitCode.OK
+    explained(result, "1 snapshot file unused:")
+
+
+def test_a_second_world_size_goes_on_with_the_reviewed_file(recorded):
+    recorded.edit("world_size=2", "world_size=[2, 3]")
+    result = recorded.run()
+    result.assert_outcomes(passed=1, failed=1)
+    explained(result, "there is no snapshot snapshots/test_it/test_step.ws3.comm yet")
+    recorded.edit("WIDTH = 8", "WIDTH = 16")
+    result = recorded.run()
+    result.assert_outcomes(failed=2)
+    explained(result, f"comm_mode differs from {COMM}")
+    recorded.update().assert_outcomes(passed=2)
+    assert recorded.files() == sorted(
+        [COMM, TREE, COMM.replace("ws2", "ws3"), TREE.replace("ws2", "ws3")]
+    )
+
+
+def test_a_full_update_at_one_world_size_keeps_the_files_of_another(recorded):
+    recorded.append(
+        "\n@pytest.mark.distributed\ndef test_any(device_mesh, fsdp_tree, comm_snapshot):\n"
+        "    assert fsdp_tree(make(device_mesh())) == comm_snapshot\n"
+    )
+    recorded.update("--world-size", "2").assert_outcomes(passed=2)
+    recorded.update("--world-size", "3").assert_outcomes(passed=2)
+    # Of 2 ranks, which another test of the module fixes.
+    assert recorded.files() == [
+        "snapshots/test_it/test_any.ws2.comm",
+        "snapshots/test_it/test_any.ws3.comm",
+        COMM,
+        TREE,
+    ]
+
+
+def test_a_lost_fork_server_costs_no_file(recorded):
+    recorded.edit(
+        "    with comm_mode",
+        "    import os, signal; os.kill(os.getppid(), signal.SIGKILL)\n    with comm_mode",
+    )
+    recorded.append("\n@pytest.mark.distributed(world_size=2)\ndef test_next(): pass\n")
+    before = {name: recorded.read(name) for name in recorded.files()}
+    recorded.update().assert_outcomes(failed=1, passed=1)
+    assert {name: recorded.read(name) for name in recorded.files()} == before
+
+
+PLAIN = """
+import os
+import pytest
+
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("n", [0, 1, 2, 3])
+def test_plain(snapshot, n):
+    {failing}
+    assert n == snapshot
+
+@pytest.mark.distributed(world_size=2)
+def test_last(snapshot):
+    assert "last" == snapshot
+    assert "named" == snapshot(name="x")
+"""
+
+
+@pytest.mark.parametrize(
+    ("failing", "arguments"),
+    [
+        ("assert n != 1", ("-x",)),
+        ("assert n != 1", ("--maxfail=1", "-n", "2")),
+        ("assert n != 1", ()),
+        ("if n == 1: pytest.skip()", ()),
+        ("if n == 1: pytest.exit('enough')", ()),
+        ("if n == 1: os._exit(3)", ("-n", "2")),
+        ("pass", ("test_plain.py::test_plain[2]",)),
+    ],
+)
+def test_plain_snapshots_of_distributed_tests_are_kept_as_well(pytester, failing, arguments):
+    pytester.makepyfile(test_plain=PLAIN.format(failing="pass"))
+    pytester.runpytest_subprocess("--snapshot-update").assert_outcomes(passed=5)
+    amber = pytester.path / "__snapshots__" / "test_plain.ambr"
+    before = amber.read_text()
+    assert before.count("# name:") == 6
+    pytester.makepyfile(test_plain=PLAIN.format(failing=failing))
+    result = pytester.runpytest_subprocess("--snapshot-update", *arguments)
+    assert "deleted" not in result.stdout.str()
+    assert amber.read_text() == before
+
+
+@pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["serial", "xdist"])
+def test_plain_snapshots_that_a_passed_test_did_not_ask_for_are_removed(pytester, arguments):
+    pytester.makepyfile(test_plain=PLAIN.format(failing="pass"))
+    pytester.runpytest_subprocess("--snapshot-update").assert_outcomes(passed=5)
+    amber = pytester.path / "__snapshots__" / "test_plain.ambr"
+    source = PLAIN.format(failing="pass").replace('    assert "named" == snapshot(name="x")\n', "")
+    pytester.makepyfile(test_plain=source)
+    result = pytester.runpytest_subprocess("--snapshot-update", *arguments)
+    result.stdout.fnmatch_lines(["*1 unused snapshot deleted.*"])
+    assert amber.read_text().count("# name:") == 5
+
+
+def test_a_part_never_replaces_the_whole(project):
+    project.edit(
+        ".sum().backward()",
+        ".sum().backward()\n"
+        "        import torch.distributed as dist\n"
+        "        group = dist.new_group([1])\n"
+        "        if dist.get_rank() == 1:\n"
+        "            dist.all_reduce(torch.ones(4), group=group)",
+    )
+    project.update().assert_outcomes(passed=1)
+    before = {name: project.read(name) for name in project.files()}
+    # Equal in its own part: nothing to write.
+    project.update("--comm-backend", "fake").assert_outcomes(passed=1)
+    assert {name: project.read(name) for name in project.files()} == before
+    project.edit("WIDTH = 8", "WIDTH = 16")
+    result = project.update("--comm-backend", "fake")
+    result.assert_outcomes(failed=1)
+    explained(
+        result,
+        f"{COMM} was recorded on all ranks, and differs from what this update recorded on rank 0 "
+        "of 2 alone; a part never replaces the whole. Nothing was overwritten: update with every "
+        "rank (gloo or nccl, without --comm-backend fake), or delete the file to keep only this "
+        "part of it from now on",
+    )
+    project.edit("assert comm_mode == comm_snapshot", "assert True")
+    result = project.update("--comm-backend", "fake", "--snapshot-no-cleanup")
+    result.assert_outcomes(failed=1)
+    explained(result, f"{TREE} was recorded on all ranks, and differs from what this update")
+    assert {name: project.read(name) for name in project.files()} == before
+
+
+def test_a_snapshot_of_simulated_ranks_is_updated_by_the_same_ranks(project):
+    project.edit("world_size=2)", "world_size=8, backend='fake', ranks=(0, 5))")
+    project.update().assert_outcomes(passed=1)
+    project.edit("WIDTH = 8", "WIDTH = 16")
+    project.run().assert_outcomes(failed=1)
+    project.update().assert_outcomes(passed=1)
+    project.run().assert_outcomes(passed=1)
+
+
+def test_an_update_does_not_write_two_recordings_to_one_file(project):
+    once = "    assert comm_mode == comm_snapshot(name='step')\n"
+    project.edit("    assert comm_mode == comm_snapshot\n", once + once)
+    project.update().assert_outcomes(passed=1)
+    again = "    with comm_mode(model):\n        model(torch.randn(2, WIDTH))\n"
+    project.edit(once + once, once + again + once)
+    result = project.update()
+    result.assert_outcomes(failed=1)
+    explained(
+        result,
+        "snapshots/test_it/test_step.ws2.step.comm is compared twice in this test, with different "
+        "recordings, so that an update cannot write both; give each a name of its own: "
+        'comm_snapshot(name="second")',
+    )
 
 
 def test_foreign_files_are_left_alone(recorded):
@@ -322,7 +482,7 @@ def test_something_else_than_a_recording(project):
     project.edit("assert comm_mode == comm_snapshot", "assert [1, 2] == comm_snapshot")
     result = project.update()
     result.assert_outcomes(failed=1)
-    explained(result, "comm_snapshot compares comm_mode and fsdp_tree(model), got list")
+    explained(result, "comm_snapshot compares comm_mode, fsdp_tree(model), or a dict", "got list")
 
 
 def test_ranks_that_differ_are_told_and_compared(project):

@@ -21,6 +21,7 @@ def session_options(**changes):
         "backend": None,
         "timeout_s": 120.0,
         "snapshot_dir": Path("/snapshots"),
+        "snapshot_anchor": Path("/"),
         "artifacts_dir": None,
     }
     return SessionOptions(**{**values, **changes})

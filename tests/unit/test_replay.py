@@ -20,6 +20,7 @@ def test_names_of_syrupy(pytestconfig, snapshot):
     assert callable(session.recall_snapshot)
     assert callable(session.queue_snapshot_write)
     assert callable(session.ran_item)
+    assert _get(session, "_worker_reports") == []
 
 
 def test_a_name_that_moved_is_named():

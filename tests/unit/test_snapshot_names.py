@@ -1,10 +1,19 @@
 """File names of snapshots: readable, apart, and found again."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_fsdp_comm.snapshot_names import basename, is_of_variant, snapshot_name
+from pytest_fsdp_comm.snapshot_names import (
+    PART,
+    basename,
+    named_module,
+    read_basename,
+    written_module,
+    written_test,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,20 +48,49 @@ def test_no_two_share_a_file(pairs):
 
 
 def test_long_names_are_cut_and_stay_apart():
-    names = {basename(f"test_step[{'x' * 500}{end}]", "ws4", "tree") for end in "abc"}
+    names = {basename(f"test_step[{'x' * 500}{end}]", "ws4", "y" * 300 + end) for end in "abc"}
     assert len(names) == 3
-    assert all(len(name) <= 250 and name.endswith(".ws4.tree") for name in names)
-    assert all(is_of_variant(name, "ws4") for name in names)
+    assert all(len(name) <= 220 for name in names)
+    assert len({read_basename(name) for name in names}) == 3
+    assert {read_basename(name)[1] for name in names} == {"ws4"}
 
 
-def test_variants_are_told_apart():
-    assert is_of_variant("test_step.ws4.tree", "ws4")
-    assert not is_of_variant("test_step.ws4.tree", "ws40")
-    assert not is_of_variant("test_step.ws40", "ws4")
-    assert not is_of_variant("README", "ws4")
+@given(st.text(max_size=200), st.one_of(st.integers(0, 3), st.text(min_size=1, max_size=80)))
+def test_the_test_and_the_variant_of_a_file_are_read_back(params, index):
+    test = f"TestLlama.ws2.test_it[{params}]"
+    assert read_basename(basename(test, "ws4", index)) == (written_test(test), "ws4")
 
 
-def test_syrupy_finds_the_test_of_a_file():
-    # Up to the first character that no identifier has.
-    assert snapshot_name("TestLlama.test_step.ws4.tree") == "TestLlama.test_step[ws4].tree"
-    assert snapshot_name("test_step[tied].ws4") == "test_step[tied][ws4]"
+def test_an_index_of_several_parts():
+    assert basename("test_a", "ws4", f"second{PART}tree") == "test_a.ws4.second.tree"
+    assert basename("test_a", "ws4", "second.tree") == "test_a.ws4.second%2Etree"
+
+
+def test_what_is_no_name_of_ours():
+    assert read_basename("README") is None
+    assert read_basename("test_step") is None
+    assert read_basename("test_step.ws") is None
+    assert read_basename("test_step.ws4x") is None
+    assert read_basename("test_step.ws4.tree") == ("test_step", "ws4")
+    assert read_basename("test_step.ws40.tree") == ("test_step", "ws40")
+
+
+ROOT = Path("/home/me/project")
+
+
+@pytest.mark.parametrize(
+    ("module", "directory"),
+    [
+        ("/home/me/project/test_a.py", "test_a"),
+        ("/home/me/project/tests/sub/test_a.py", "tests/sub/test_a"),
+        ("/home/me/project/tests/test.a.py", "tests/test.a"),
+        ("/home/me/project/tests/test_a.ipynb", "tests/test_a.ipynb"),
+        ("/home/me/other/test_a.py", "%2E%2E/other/test_a"),
+        ("/srv/test_a.py", "%2E%2E/%2E%2E/%2E%2E/srv/test_a"),
+    ],
+)
+def test_the_directory_of_a_module(module, directory):
+    written = written_module(Path(module), ROOT)
+    assert str(written) == directory
+    is_below = module.startswith(str(ROOT)) and module.endswith(".py")
+    assert named_module(written, ROOT) == (Path(module) if is_below else None) or not is_below

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pytest_fsdp_comm.ranks.naming import name_ranks
+from pytest_fsdp_comm.rank_lists import name_ranks
 from pytest_fsdp_comm.ranks.results import RankResult, Stopped
 from pytest_fsdp_comm.ranks.stacks import _main_thread
 from pytest_fsdp_comm.ranks.verdict import merge_reports

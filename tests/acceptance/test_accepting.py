@@ -1,0 +1,244 @@
+"""What a failed comparison prints is run, and does what it says, in a project as users have it."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAINING = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+KEPT = False
+
+def make(mesh):
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=not KEPT)
+    return fully_shard(model, mesh=mesh)
+
+def step(model):
+    model(torch.randn(2, 8)).sum().backward()
+"""
+MODULE = """
+import pytest
+import training
+
+BOTH = '{"comm": comm_mode, "tree": fsdp_tree(model)} == comm_snapshot'
+
+def both(device_mesh, comm_mode, fsdp_tree):
+    model = training.make(device_mesh())
+    with comm_mode(model):
+        training.step(model)
+    return {"comm": comm_mode, "tree": fsdp_tree(model)}
+
+@pytest.mark.distributed(world_size=2)
+def test_step(device_mesh, comm_mode, fsdp_tree, comm_snapshot):
+    assert both(device_mesh, comm_mode, fsdp_tree) == comm_snapshot
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["tied", "un tied", "a::b", "it's", '"$HOME`!', "[x]"])
+def test_names(device_mesh, comm_mode, fsdp_tree, comm_snapshot, name):
+    assert both(device_mesh, comm_mode, fsdp_tree) == comm_snapshot
+
+class TestLlama:
+    @pytest.mark.distributed(world_size=[2, 3])
+    def test_step(self, device_mesh, comm_mode, fsdp_tree, comm_snapshot):
+        assert both(device_mesh, comm_mode, fsdp_tree) == comm_snapshot(name="step")
+"""
+OTHER = """
+from test_step import both
+import pytest
+
+@pytest.mark.distributed(world_size=2)
+def test_step(device_mesh, comm_mode, fsdp_tree, comm_snapshot):
+    assert both(device_mesh, comm_mode, fsdp_tree) == comm_snapshot
+"""
+
+
+class Project:
+    def __init__(self, path):
+        self.path = path
+
+    def run(self, *arguments, cwd="."):
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+            cwd=self.path / cwd,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+
+    def shell(self, command, cwd="."):
+        found = Path(sys.executable).parent
+        return subprocess.run(  # noqa: S602  # as the user would paste it
+            command.replace("pytest ", f"{found}/python -m pytest -p no:cacheprovider ", 1),
+            shell=True,
+            cwd=self.path / cwd,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+
+    def files(self):
+        root = self.path / "snapshots"
+        return {
+            str(file.relative_to(root)): file.read_text()
+            for file in root.rglob("*")
+            if file.is_file()
+        }
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recorded")
+    (path / "tests/sub").mkdir(parents=True)
+    (path / "pytest.ini").write_text("[pytest]\npythonpath = . tests/sub\ntestpaths = tests\n")
+    (path / "training.py").write_text(TRAINING)
+    (path / "tests/sub/test_step.py").write_text(MODULE)
+    (path / "tests/test_other.py").write_text(OTHER)
+    project = Project(path)
+    result = project.run("--snapshot-update", "--world-size", "2")
+    assert result.returncode == 0, result.stdout
+    assert len(project.files()) == 2 * (1 + 6 + 2 + 1)
+    return project
+
+
+@pytest.fixture
+def changed(recorded, tmp_path):
+    shutil.copytree(recorded.path, tmp_path / "project")
+    source = TRAINING.replace("KEPT = False", "KEPT = True")
+    (tmp_path / "project/training.py").write_text(source)
+    return Project(tmp_path / "project")
+
+
+def changed_files(project, before):
+    after = project.files()
+    assert after.keys() == before.keys()
+    return {name for name, text in after.items() if text != before[name]}
+
+
+def accept_commands(result):
+    found = re.findall(r"^E\s+accept: (.*)$", result.stdout, re.MULTILINE)
+    assert found, result.stdout
+    return list(dict.fromkeys(found))
+
+
+STEP = "tests/sub/test_step.py"
+CASES = {
+    "function": (f"{STEP}::test_step", ".", "test_step"),
+    "function, from its folder": ("test_step.py::test_step", "tests/sub", "test_step"),
+    "class and world size": (
+        f"{STEP}::TestLlama::test_step[ws3]", ".", "TestLlama.test_step.ws3"
+    ),
+    "parameters": (f"--world-size 2 {STEP}::test_names", ".", "test_names"),
+    "with settings of the command line": (
+        f"-c pytest.ini -o fsdp_comm_world_size=2 '{STEP}::test_names[un tied]'",
+        ".",
+        "test_names[un tied]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("args", "cwd", "name"), CASES.values(), ids=list(CASES))
+def test_the_printed_command_changes_exactly_the_files_of_its_test(changed, args, cwd, name):
+    before = changed.files()
+    # Whole lines, as in CI.
+    result = changed.run(*shlex.split(args), "-vv", cwd=cwd)
+    assert result.returncode == 1, result.stdout
+    assert changed.files() == before
+    for command in accept_commands(result):
+        accepted = changed.shell(command, cwd=cwd)
+        assert accepted.returncode == 0, command + accepted.stdout + accepted.stderr
+        assert "deleted" not in accepted.stdout
+    place = f"tests/sub/test_step/{name}"
+    expected = {file for file in before if file.startswith(place)}
+    assert changed_files(changed, before) == expected
+    assert len(expected) in {2, 12}
+    assert changed.run(*shlex.split(args), cwd=cwd).returncode == 0
+
+
+def test_one_assertion_tells_and_keeps_all_its_comparisons(changed):
+    before = changed.files()
+    result = changed.run("tests/test_other.py", "--comm-artifacts", "received")
+    assert result.returncode == 1
+    shown = [
+        line.removeprefix("E").strip() for line in result.stdout.splitlines() if line[:1] == "E"
+    ]
+    assert shown[0].startswith("AssertionError: assert 2 comparisons failed") or shown[
+        0
+    ].startswith("assert 2 comparisons failed")
+    place = "snapshots/tests/test_other/test_step.ws2"
+    assert f"comm: comm_mode differs from {place}.comm" in shown
+    assert f"tree: fsdp_tree differs from {place}.tree.comm" in shown
+    assert "not reached" not in result.stdout
+    assert 'accept: pytest --snapshot-update "tests/test_other.py::test_step"' in shown
+    # Unpacked over the reviewed ones, the next run is green.
+    assert changed.files() == before
+    shutil.copytree(changed.path / "received", changed.path / "snapshots", dirs_exist_ok=True)
+    assert changed_files(changed, before) == {
+        "tests/test_other/test_step.ws2.comm",
+        "tests/test_other/test_step.ws2.tree.comm",
+    }
+    assert changed.run("tests/test_other.py").returncode == 0
+
+
+def test_the_first_of_two_assertions_says_that_the_second_was_not_reached(changed):
+    source = OTHER.replace(
+        "    assert both(device_mesh, comm_mode, fsdp_tree) == comm_snapshot",
+        "    values = both(device_mesh, comm_mode, fsdp_tree)\n"
+        "    assert values['comm'] == comm_snapshot\n"
+        "    assert values['tree'] == comm_snapshot(name='tree')",
+    )
+    # The same files as those of one assertion of both.
+    (changed.path / "tests/test_other.py").write_text(source)
+    result = changed.run("tests/test_other.py")
+    assert result.returncode == 1
+    assert (
+        "not reached: the comparison with test_step.ws2.tree.comm; assert "
+        '{"comm": comm_mode, "tree": ...} == comm_snapshot compares all at once' in result.stdout
+    )
+    # The last one has none after it.
+    (changed.path / "tests/test_other.py").write_text(
+        source.replace("    assert values['comm'] == comm_snapshot\n", "")
+    )
+    result = changed.run("tests/test_other.py", "--snapshot-no-cleanup")
+    assert "not reached: the comparison with test_step.ws2.comm" in result.stdout
+    (changed.path / "tests/test_other.py").write_text(
+        source.replace("    assert values['comm'] ==", "    values['comm'] ==")
+    )
+    result = changed.run("tests/test_other.py")
+    assert result.returncode == 1
+    assert "not reached" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("other", "came"),
+    [
+        ("{}", "got an empty dict"),
+        ("{1: comm_mode}", "got a dict with the keys [1]"),
+        ("{'': comm_mode}", "got a dict with the keys ['']"),
+        ("{'comm': {'x': comm_mode}}", "got a dict with the keys ['x']"),
+        ("[comm_mode]", "got list"),
+    ],
+)
+def test_a_dict_that_compares_nothing_fails(pytester, other, came):
+    pytester.makepyfile(
+        f"def test_it(comm_mode, comm_snapshot):\n    assert {other} == comm_snapshot\n"
+    )
+    for arguments in ((), ("--snapshot-update",)):
+        result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
+        result.assert_outcomes(failed=1)
+        assert (
+            "comm_snapshot compares comm_mode, fsdp_tree(model), or a dict of these by name such "
+            f'as {{"comm": comm_mode, "tree": fsdp_tree(model)}}, {came}; for other values use '
+            "syrupy's plain `snapshot` fixture" in result.stdout.str()
+        )
+    assert not (pytester.path / "snapshots").exists()
