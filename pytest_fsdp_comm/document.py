@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.errors import SnapshotFormatError
 from pytest_fsdp_comm.events import MeshAxis, Phase
-from pytest_fsdp_comm.fqn import expand, fold_fqns, natural_key
+from pytest_fsdp_comm.fqn import NO_MODULE, expand, fold_fqns, natural_key
 from pytest_fsdp_comm.profile import (
     CommProfile,
     CommRow,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 FORMAT_VERSION: Final = 1
 """Rises when an older reader would misread a snapshot."""
 
-NO_MODULE: Final = "(no-module)"
 END: Final = "end"
 _BYTE: Final = 0xFF
 

@@ -2,6 +2,7 @@
 
 A *pattern* is the text of one or more FQNs: ``layers.{0..3,7}.mlp.weight`` stands for five names.
 `fold_fqns` writes patterns and `expand` reads them; one undoes the other, whatever the names hold.
+`matcher` asks whether a name is one of them.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from itertools import groupby, product
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 ROOT_TEXT: Final = "(root)"
 """How the root's FQN, which is empty, is written. Parentheses in names are escaped."""
+
+NO_MODULE: Final = "(no-module)"
+"""How is written that there is no module."""
 
 MAX_EXPANDED: Final = 10_000_000
 """The most FQNs that one pattern may stand for: far above any model, below what exhausts memory."""
@@ -28,6 +32,7 @@ _SEPARATOR: Final = re.compile(r"([.+])")
 # At most nine digits: such a number is exact everywhere, and no model has more siblings.
 _FOLDABLE: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 _NUMBERS: Final = re.compile(r"\{([^{}]*)\}")
+_ANY: Final = r"[^.+]+"
 _RANGE: Final = re.compile(r"(0|[1-9][0-9]{0,8})(?:\.\.(0|[1-9][0-9]{0,8}))?")
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.+-]+")
@@ -182,17 +187,49 @@ def expand(pattern: str) -> tuple[str, ...]:
         ValueError: The text is no pattern that `fold_fqns` writes; it says where and what was
             expected.
     """
+    written, ranges = _split_pattern(pattern)
+    count = math.prod(sum(last - first + 1 for first, last in axis) for axis in ranges)
+    if count > MAX_EXPANDED:
+        raise ValueError(f"{pattern!r} stands for {count} names; at most {MAX_EXPANDED} can be")
+    words = [unescape(part) for part in written]
+    axes = ([str(n) for a, b in axis for n in range(a, b + 1)] for axis in ranges)
+    return tuple(_join(words, numbers) for numbers in product(*axes))
+
+
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """Reads a pattern as a question, in which ``*`` stands for one segment or a part of one.
+
+    The FQNs are not listed, so that large numbers cost nothing.
+
+    Returns:
+        Tells of an FQN whether the pattern stands for it.
+
+    Raises:
+        ValueError: As `expand`.
+    """
+    if pattern == ROOT_TEXT:
+        return lambda fqn: not fqn
+    written, ranges = _split_pattern(pattern)
+    words = (_ANY.join(re.escape(unescape(word)) for word in part.split("*")) for part in written)
+    shape = re.compile(f"({_FOLDABLE.pattern})".join(words), re.DOTALL)
+
+    def matches(fqn: str) -> bool:
+        found = shape.fullmatch(fqn)
+        return found is not None and all(
+            any(first <= int(number) <= last for first, last in axis)
+            for number, axis in zip(found.groups(), ranges, strict=True)
+        )
+
+    return matches
+
+
+def _split_pattern(pattern: str) -> tuple[list[str], list[list[tuple[int, int]]]]:
+    """The text before, between and after the braces, still escaped, and what is in them."""
     parts = _NUMBERS.split(pattern)
     for brace in "{}":
         if any(brace in part for part in parts[::2]):
             raise ValueError(f"unpaired {brace!r} in {pattern!r}: expected e.g. layers.{{0..3}}")
-    ranges = [_read_ranges(part, pattern) for part in parts[1::2]]
-    count = math.prod(sum(last - first + 1 for first, last in axis) for axis in ranges)
-    if count > MAX_EXPANDED:
-        raise ValueError(f"{pattern!r} stands for {count} names; at most {MAX_EXPANDED} can be")
-    words = [unescape(part) for part in parts[::2]]
-    axes = ([str(n) for a, b in axis for n in range(a, b + 1)] for axis in ranges)
-    return tuple(_join(words, numbers) for numbers in product(*axes))
+    return parts[::2], [_read_ranges(part, pattern) for part in parts[1::2]]
 
 
 def _read_ranges(text: str, pattern: str) -> list[tuple[int, int]]:

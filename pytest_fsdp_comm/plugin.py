@@ -163,10 +163,14 @@ def pytest_timeout_set_timer(item: pytest.Item) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_assertrepr_compare(
-    config: pytest.Config, left: object, right: object
+    config: pytest.Config, op: str, left: object, right: object
 ) -> Generator[None, list[list[str]], list[list[str]]]:
     """Leads the explanation of a failed comparison with the change in the domain's words."""
     explanations = yield
+    if any(type(side).__module__ == "pytest_fsdp_comm.questions" for side in (left, right)):
+        from pytest_fsdp_comm.render.answers import explain_answer  # noqa: PLC0415  # on failure only
+
+        return [explain_answer(op, left, right), *explanations]
     if not any(type(side).__module__ == "pytest_fsdp_comm.snapshots" for side in (left, right)):
         return explanations
     from pytest_fsdp_comm.explanations import explain_comparison  # noqa: PLC0415  # on failure only

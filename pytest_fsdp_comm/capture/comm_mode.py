@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Self
 
 import torch.distributed as dist
 from torch import nn
 
 from pytest_fsdp_comm.capture.comm_debug import CommDebugAnswers
+from pytest_fsdp_comm.capture.groups import living_axes
+from pytest_fsdp_comm.capture.op_table import is_unknown_kind
 from pytest_fsdp_comm.capture.recorder import Recorder
 from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning
-from pytest_fsdp_comm.events import Phase
 from pytest_fsdp_comm.gathering import gather_alike
+from pytest_fsdp_comm.questions import NO_NAMES, Answer, Evidence, Question, select
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.events import Collective, Recording, Redistribution, Reshard
     from pytest_fsdp_comm.profile import CommProfile
+
+_SHOWN_TOTALS: Final = 4
 
 
 class CommMode(CommDebugAnswers):
@@ -45,6 +50,7 @@ class CommMode(CommDebugAnswers):
         self._recorder: Recorder | None = None
         self._block: AbstractContextManager[None] | None = None
         self._recording: Recording | None = None
+        self._names = NO_NAMES
         # Weak: a recording must not keep a model and its parameters alive.
         self._recorded_root: weakref.ref[nn.Module] | None = None
 
@@ -113,6 +119,7 @@ class CommMode(CommDebugAnswers):
             root = recorder.root
             self._recorded_root = None if root is None else weakref.ref(root)
             self._recording = recorder.finish()
+            self._names = recorder.names
         # Not in place of the exception that ends the block, where warnings are errors.
         if recorder.unseen and kind is None:
             warnings.warn(f"comm_mode: {recorder.unseen}", UnseenCollectivesWarning, stacklevel=2)
@@ -129,9 +136,20 @@ class CommMode(CommDebugAnswers):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        """The profile of this rank as text."""
+        """One line, since pytest shows it beside every failure of a test that has the fixture."""
+        if self._recorder is not None:
+            return "<comm_mode: recording>"
         if self._recording is None:
             return "<comm_mode: nothing recorded yet>"
+        totals = [f"{row.kind}[{row.axis}] x{row.count}" for row in self.profile.totals()]
+        more = len(totals) - _SHOWN_TOTALS
+        shown = ", ".join(totals[:_SHOWN_TOTALS]) + (f" and {more} more" if more > 0 else "")
+        return f"<comm_mode of rank {self._recording.rank}: {shown or 'no collective'}>"
+
+    def __str__(self) -> str:
+        """The profile of this rank as a table."""
+        if self._recording is None:
+            return repr(self)
         from pytest_fsdp_comm.document import format_profile  # noqa: PLC0415  # a rank that never prints needs none
 
         return format_profile(self.profile)
@@ -198,16 +216,24 @@ class CommMode(CommDebugAnswers):
     ) -> int:
         """Number of collectives on this rank that match.
 
+        The number is an int; where an assertion on it fails, pytest shows what was counted.
+
         Args:
             kind: E.g. ``"all_gather"``; None for all.
             phase: E.g. ``"backward"``; None for all.
-            owner: FQN of the owning module, ``""`` for the root; None for all.
+            owner: FQN of the owning module, ``""`` for the root, or a pattern as snapshots print
+                them: ``"layers.{0..3}"``, ``"(root)"``, ``"(no-module)"``; also ``"layers.*"``,
+                where ``*`` stands for one segment or a part of one. None for all.
             axis: Name of the mesh axis; None for all.
 
         Raises:
-            RecordingError: There is no such phase, or nothing was recorded yet.
+            RecordingError: There is no such kind, phase, axis or owner, so that the answer could
+                only ever be 0; or nothing was recorded yet.
         """
-        return len(self._matching(kind, phase, owner, axis))
+        __tracebackhide__ = True  # the error is the caller's
+        question = Question(kind=kind, phase=phase, owner=owner, axis=axis)
+        matching = self._matching(question)
+        return self._answer(len(matching), f"counts({question})", matching)
 
     def nbytes(
         self,
@@ -218,18 +244,20 @@ class CommMode(CommDebugAnswers):
         axis: str | None = None,
     ) -> int:
         """Bytes of the collectives on this rank that match; arguments as in `counts`."""
-        return sum(event.nbytes for event in self._matching(kind, phase, owner, axis))
+        __tracebackhide__ = True
+        question = Question(kind=kind, phase=phase, owner=owner, axis=axis)
+        matching = self._matching(question)
+        nbytes = sum(event.nbytes for event in matching)
+        return self._answer(nbytes, f"nbytes({question})", matching)
 
-    def _matching(
-        self, kind: str | None, phase: str | None, owner: str | None, axis: str | None
-    ) -> list[Collective]:
-        if phase is not None and phase not in list(Phase):
-            raise RecordingError(f"there is no phase {phase!r}; expected one of {', '.join(Phase)}")
-        return [
-            event
-            for event in self.events
-            if kind in {None, event.kind}
-            and phase in {None, event.phase}
-            and (owner is None or owner == event.owner)
-            and axis in {None, event.axis}
-        ]
+    def _matching(self, question: Question) -> tuple[Collective, ...]:
+        __tracebackhide__ = True
+        recorded, names = self.events, self._names
+        if question.kind is not None and is_unknown_kind(question.kind):
+            names = replace(names, kinds=names.kinds | {question.kind})
+        if question.axis is not None and question.axis not in names.axes:
+            names = names.with_axes(living_axes(), recorded)
+        return select(question, recorded, names)
+
+    def _answer(self, number: int, asked: str, matching: tuple[Collective, ...]) -> int:
+        return Answer(number, Evidence(asked=asked, matching=matching, recorded=self.events))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
+from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.events import MeshAxis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -97,6 +101,69 @@ class GroupNames:
         if whole is not None and whole != key:
             return MeshAxis(name=f"{self.axis(whole).name}.post_forward", size=size)
         return MeshAxis(name=self._axes.get(key) or _named(description, ranks), size=size)
+
+    def known(self) -> tuple[dict[str, str], frozenset[str]]:
+        """What this rank could have sent over, whether it did or not.
+
+        Returns:
+            The axis of each process group by the group's name, and the names of all axes, those of
+            meshes that this rank is outside of included.
+        """
+        for group in process_groups():
+            self.note(group)
+        groups = {key: self.axis(key).name for key in self._groups}
+        of_meshes = {name for mesh in self._meshes.values() for name in mesh.mesh_dim_names or ()}
+        return groups, frozenset({*groups.values(), *of_meshes})
+
+
+def living_axes() -> Iterator[tuple[str, str]]:
+    """The axis names that this process has now, of meshes that no recording met too.
+
+    torch keeps no list of meshes, so that this looks at all objects: for the way to an error only.
+
+    Yields:
+        The name of an axis, and the name of the process group that it is; empty if this rank is in
+        none, or it is gone.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        return
+    yield WORLD, world.group_name
+    module: Any = sys.modules.get("torch.distributed.device_mesh")
+    if module is None:
+        return
+    for found in gc.get_objects():
+        # Never isinstance(): it asks proxies for their class, which runs their code.
+        if not issubclass(type(found), module.DeviceMesh):
+            continue
+        for place, name in enumerate(getattr(found, "mesh_dim_names", None) or ()):
+            yield name, _group_name(found, place)
+
+
+def _group_name(mesh: DeviceMesh, place: int) -> str:
+    # RuntimeError: this rank is outside the mesh. The others: the mesh outlived its groups.
+    with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
+        name: str = mesh.get_group(place).group_name
+        return name
+    return ""
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """All process groups that this rank is in."""
+    if not dist.is_initialized():
+        return []
+    # Private, but the only list of all groups (read in torch 2.6 to 2.15); a tested contract.
+    world = getattr(dist.distributed_c10d, "_world", None)
+    groups = getattr(world, "pg_group_ranks", None)
+    if groups is None:
+        raise UpstreamChangedError(
+            f"torch {torch.__version__} has no torch.distributed.distributed_c10d._world."
+            "pg_group_ranks any more, which the recorder relies on to know the axes that can be "
+            "asked for; pytest-fsdp-comm was read against torch 2.6 to 2.15: use one of these, or "
+            "upgrade pytest-fsdp-comm"
+        )
+    # Groups that this rank is not in stand there as a number.
+    return [group for group in groups if isinstance(group, dist.ProcessGroup)]
 
 
 def group_of(bound: dict[str, Any]) -> dist.ProcessGroup | None:

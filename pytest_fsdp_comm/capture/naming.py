@@ -32,11 +32,31 @@ class ModuleNames:
                 with ``@2`` and so on: its class name must not be part of a snapshot.
         """
         self._names: dict[int, str] = {}
-        for number, root in enumerate(roots, start=1):
+        self._roots = list(roots)
+        for number, root in enumerate(self._roots, start=1):
             prefix = "" if number == 1 else f"@{number}"
             for name, module in _named_modules(root):
                 joined = ".".join(part for part in (prefix, name) if part)
                 self._names.setdefault(id(module), joined)
+
+    def all_fqns(self) -> Iterable[str]:
+        """The name of each module."""
+        return self._names.values()
+
+    def children(self) -> dict[str, dict[str, str]]:
+        """The ways to the modules: FQN -> attribute -> FQN of the child."""
+        ways: dict[str, dict[str, str]] = {}
+        for number, root in enumerate(self._roots, start=1):
+            if number > 1:
+                ways.setdefault("", {})[f"@{number}"] = f"@{number}"
+            for module in root.modules():
+                at = self._names[id(module)]
+                # Also the second name of a shared module, which named_children() leaves out.
+                for name, child in module._modules.items():  # noqa: SLF001  # see above
+                    below = self.fqn(child)
+                    if below is not None:
+                        ways.setdefault(at, {})[name] = below
+        return ways
 
     def fqn(self, module: nn.Module | None) -> str | None:
         """The module's name; None for no module, or one that is below no root."""

@@ -18,6 +18,9 @@ NAMESPACES: Final = frozenset(
     {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 )
 
+UNKNOWN: Final = "unknown:"
+"""What the kind of an operation begins with that the table does not have."""
+
 # Not communication of their own: they wait for it, wrap its result, or look things up.
 SILENT: Final = frozenset(
     {
@@ -118,8 +121,23 @@ def look_up(func: Any) -> Operation | None:
     name = func.overloadpacket.__name__
     if name in SILENT:
         return None
-    known = (_C10D if func.namespace == "c10d" else _FUNCTIONAL).get(name)
-    return known or Operation(kind=f"unknown:{name}", sent="*", received="")
+    return _known(func.namespace, name) or Operation(kind=f"{UNKNOWN}{name}", sent="*", received="")
+
+
+def _known(namespace: str, name: str) -> Operation | None:
+    return (_C10D if namespace == "c10d" else _FUNCTIONAL).get(name)
+
+
+def is_unknown_kind(kind: str) -> bool:
+    """Whether torch has the operation of ``unknown:<op>``, and the table does not."""
+    name = str(kind).removeprefix(UNKNOWN)
+    return name != kind and any(
+        name not in SILENT
+        and _known(namespace, name) is None
+        # torch.ops also has methods; of an operation, there are overloads.
+        and hasattr(getattr(getattr(torch.ops, namespace), name, None), "overloads")
+        for namespace in NAMESPACES
+    )
 
 
 def bind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from pytest_fsdp_comm.capture.redistributions import RedistributionWatch
 from pytest_fsdp_comm.capture.replicas import ParameterOwners, ReplicaOwners
 from pytest_fsdp_comm.capture.units import UnitWatch, param_groups
 from pytest_fsdp_comm.events import (
+    COLLECTIVE_KINDS,
     Collective,
     HostDeviceCopy,
     MeshAxis,
@@ -39,6 +40,7 @@ from pytest_fsdp_comm.events import (
     Source,
     Timing,
 )
+from pytest_fsdp_comm.questions import NO_NAMES, Names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -84,6 +86,8 @@ class Recorder:
         self._notes: list[str] = []
         self.unseen = ""
         """What is known to be missing, as a sentence; empty if nothing is."""
+        self.names = NO_NAMES
+        """What can be asked of the recording; nothing before `finish`."""
         self._is_recording = False
         self._threads: set[int] = {threading.get_ident()}
         self._callback = threading.local()  # .place, while a callback of a future runs
@@ -135,6 +139,7 @@ class Recorder:
                 axes[axis.name] = axis
                 changes |= {"axis": axis.name, "group_size": axis.size}
             by_type[type(raw.event)].append(_replaced(raw.event, changes))
+        self.names = self._what_to_ask(names, by_type[Collective])
         self._raw.clear()
         self._roots.clear()
         return Recording(
@@ -149,6 +154,25 @@ class Recorder:
             copies=tuple(by_type[HostDeviceCopy]),
             timings=tuple(Timing(category=name, seconds=s) for name, s in self._seconds.items()),
             notes=tuple(self._notes),
+        )
+
+    def _what_to_ask(self, names: ModuleNames, recorded: Sequence[Collective]) -> Names:
+        """The names to ask for; taken after the axes were named, which this must not change."""
+        modules = (module for root in self._roots for module in root.modules())
+        units = [unit for module in modules for unit in param_groups(module)]
+        if dist.is_initialized():  # the block may have destroyed it
+            for unit in units:
+                self._units.learn_groups(unit)
+        groups, axes = self._groups.known()
+        owners = {names.joined(tuple(unit.modules)) for unit in units}
+        owners |= {event.owner for event in recorded}
+        return Names(
+            modules=names.children(),
+            owners=frozenset(names.all_fqns()).union(name for name in owners if name is not None),
+            axes=axes.union(event.axis for event in recorded),
+            groups=groups,
+            kinds=frozenset(event.kind for event in recorded).difference(COLLECTIVE_KINDS),
+            has_model=self._has_given_root,
         )
 
     # Called by the mode.

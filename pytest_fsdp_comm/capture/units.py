@@ -78,6 +78,13 @@ class UnitWatch:
         """The modules of the unit whose hook runs, which under prefetch is not the owner."""
         return self.stack[0].modules if self.stack else ()
 
+    def learn_groups(self, group: Any) -> None:
+        """Tells the mesh of a parameter group, and that of ``reshard_after_forward``."""
+        self._on_mesh(group.mesh_info.mesh)
+        after = group.post_forward_mesh_info
+        if after is not None:
+            self._on_post_forward(after.shard_process_group, group.mesh_info.shard_process_group)
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Wraps FSDP's methods and puts them back."""
@@ -147,12 +154,7 @@ class UnitWatch:
 
     def _wrap_unshard(self, original: Any) -> Any:
         def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
-            self._on_mesh(group.mesh_info.mesh)
-            after = group.post_forward_mesh_info
-            if after is not None:
-                self._on_post_forward(
-                    after.shard_process_group, group.mesh_info.shard_process_group
-                )
+            self.learn_groups(group)
             pending = group._all_gather_result  # noqa: SLF001  # see the module's docstring
             with self._acting(tuple(group.modules), serves=True):
                 result = original(group, *args, **kwargs)

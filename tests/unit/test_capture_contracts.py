@@ -1,11 +1,13 @@
 """The private names of torch that the recorder relies on: fails when one moves."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from pytest_fsdp_comm.capture import frames, units
-from pytest_fsdp_comm.capture.groups import _named
+from pytest_fsdp_comm.capture.groups import _named, living_axes, process_groups
 from pytest_fsdp_comm.capture.naming import ModuleNames, clean_fqn
 from pytest_fsdp_comm.capture.op_table import SILENT, look_up
 from pytest_fsdp_comm.capture.units import UnitWatch
@@ -62,6 +64,25 @@ def test_a_method_that_moved_is_named(monkeypatch):
     assert "FSDPParamGroup.reshard any more" in str(caught.value)
     # What was wrapped before the missing one is as it was.
     assert FSDPParamGroup.unshard is original
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_the_list_of_process_groups(monkeypatch):
+    distributed = torch.distributed
+    mine = distributed.new_group([0])
+    distributed.new_group([1])
+    world = distributed.distributed_c10d._get_default_group()
+    assert set(process_groups()) == {mine, world}
+    assert dict(living_axes())["world"] == world.group_name
+    moved = SimpleNamespace(default_pg=world)
+    monkeypatch.setattr(distributed.distributed_c10d, "_world", moved)
+    with pytest.raises(UpstreamChangedError, match=r"has no torch\.distributed\.\w+\._world"):
+        process_groups()
+
+
+def test_without_a_process_group_there_are_no_groups_and_no_axes():
+    assert process_groups() == []
+    assert list(living_axes()) == []
 
 
 def test_a_function_that_moved_is_named():

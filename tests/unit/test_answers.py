@@ -1,0 +1,170 @@
+"""Questions to a recording and what a failed comparison says of the answer, without torch."""
+
+import copy
+import json
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_fsdp_comm.events import Collective, Phase, Source
+from pytest_fsdp_comm.fqn import expand, fold_fqns, matcher
+from pytest_fsdp_comm.questions import Answer, Evidence, Question
+from pytest_fsdp_comm.render.answers import explain_answer
+
+NUMBERED = st.lists(
+    st.one_of(
+        st.integers(0, 12).map(str), st.sampled_from(["layers", "a b", "{1}", "*", "+", "ü"])
+    ),
+    max_size=4,
+).map(".".join)
+
+
+def collective(owner, phase=Phase.FORWARD, kind="all_gather", site="train.py:7"):
+    return Collective(
+        index=0,
+        kind=kind,
+        op=f"c10d.{kind}",
+        owner=owner,
+        issued_in=None,
+        phase=phase,
+        axis="dp",
+        group_size=2,
+        dtype="float32",
+        nbytes_sent=500,
+        nbytes_received=1000,
+        source=Source.FSDP,
+        call_site=site,
+    )
+
+
+def answer(number, matching=(), recorded=(), asked="counts('all_gather')"):
+    return Answer(
+        number, Evidence(asked=asked, matching=matching, recorded=tuple(recorded) or matching)
+    )
+
+
+LAYERS = tuple(collective(f"layers.{n}") for n in range(4))
+
+
+@given(st.sets(NUMBERED, min_size=1, max_size=12), NUMBERED)
+def test_a_pattern_matches_the_names_that_it_stands_for(fqns, other):
+    for pattern in fold_fqns(fqns):
+        matches, meant = matcher(pattern), expand(pattern)
+        # A star that belongs to a name also stands for itself.
+        assert all(map(matches, meant))
+        assert matches(other) == (other in meant) or "*" in pattern
+
+
+@pytest.mark.parametrize(
+    ("pattern", "yes", "no"),
+    [
+        (
+            "layers.*",
+            ["layers.0", "layers.abc"],
+            ["layers", "layers.0.mlp", "layers.", "layers.0+a"],
+        ),
+        ("*", ["a"], ["", "a.b"]),
+        ("*.{0..3}.mlp*", ["h.3.mlp_1"], ["h.4.mlp_1", "h.03.mlp_1", "h.3.mlp", "x.h.3.mlp_1"]),
+        ("a.{0..999999999}", ["a.999999999"], ["a.1000000000"]),
+        ("{0..1}.{2,4}", ["0.2", "1.4"], ["0.3", "2.2"]),
+        (r"a\x2a", ["a*"], ["ab"]),
+        ("a.b", ["a.b"], ["axb"]),
+        ("(root)", [""], ["(root)"]),
+        ("layers.{0..1}+norm", ["layers.1+norm"], ["layers.1"]),
+    ],
+)
+def test_patterns_as_questions(pattern, yes, no):
+    assert [name for name in [*yes, *no] if matcher(pattern)(name)] == yes
+
+
+@pytest.mark.parametrize("pattern", ["a.{", "a.}", "a.{1..}", "a.{3..1}", r"\y"])
+def test_what_is_no_pattern_is_refused_as_by_expand(pattern):
+    with pytest.raises(ValueError) as by_expand:  # noqa: PT011  # the text is what is compared
+        expand(pattern)
+    with pytest.raises(ValueError, match=re.escape(str(by_expand.value))):
+        matcher(pattern)
+
+
+def test_an_answer_is_an_int_and_what_is_calculated_from_it_is_plain():
+    count = answer(4, LAYERS)
+    assert isinstance(count, int)
+    assert (repr(count), str(count), f"{count:03}", f"{count!r}", json.dumps([count])) == (
+        ("4", "4", "004", "4", "[4]")
+    )
+    assert {count: "x"}[4] == "x"
+    assert [*range(count)] == [0, 1, 2, 3]
+    assert bool(count)
+    assert not answer(0)
+    copies = (copy.deepcopy(count), pickle.loads(pickle.dumps(count)))  # noqa: S301  # by other plugins
+    calculated = (count + 1, 1 + count, count + count, -count, +count, abs(count), count // 2)
+    for plain in (*copies, *calculated, sum([count, count]), int(count)):
+        assert type(plain) is int
+
+
+def test_questions_as_users_write_them():
+    assert str(Question()) == ""
+    asked = Question(kind="send", phase=Phase.FORWARD, owner="", axis="dp")
+    assert str(asked) == "'send', phase='forward', owner='', axis='dp'"
+
+
+def test_siblings_share_a_line_and_each_site_has_its_own():
+    events = (
+        collective(None, Phase.OPTIMIZER, "all_reduce", site=""),
+        *LAYERS,
+        collective("layers.1", Phase.BACKWARD),
+        collective(""),
+        collective("layers.3", site="train.py:9"),
+    )
+    assert explain_answer("==", answer(8, events), 9) == [
+        "8 == 9, where 8 is counts('all_gather')",
+        "forward (root) all_gather[dp] x1 1_000 B at train.py:7",
+        "forward layers.{0..3} all_gather[dp] x1 1_000 B at train.py:7",
+        "forward layers.3 all_gather[dp] x1 1_000 B at train.py:9",
+        "backward layers.1 all_gather[dp] x1 1_000 B at train.py:7",
+        "optimizer (no-module) all_reduce[dp] x1 1_000 B",
+    ]
+
+
+def test_where_nothing_matches_it_says_what_was_recorded():
+    assert explain_answer("!=", 0, answer(0, recorded=LAYERS[:1])) == [
+        "0 != 0, where 0 is counts('all_gather')",
+        "nothing matches; the recording has:",
+        "forward layers.0 all_gather[dp] x1 1_000 B at train.py:7",
+    ]
+    assert explain_answer("in", answer(0), {1})[1:] == ["the recording has not one collective"]
+
+
+def test_two_answers_each_show_theirs():
+    left = answer(4, LAYERS)
+    right = answer(1000, LAYERS[:1], asked="nbytes(owner='layers.0')")
+    assert explain_answer(">", left, right) == [
+        "4 > 1000, where 4 is counts('all_gather') and 1000 is nbytes(owner='layers.0')",
+        "counts('all_gather'):",
+        "forward layers.{0..3} all_gather[dp] x1 1_000 B at train.py:7",
+        "nbytes(owner='layers.0'):",
+        "forward layers.0 all_gather[dp] x1 1_000 B at train.py:7",
+    ]
+
+
+def test_no_more_than_a_screen():
+    many = tuple(collective(f"block_{chr(97 + n)}") for n in range(26))
+    lines = explain_answer("==", answer(26, many), 2)
+    assert len(lines) == 21
+    assert lines[-1] == "... and 7 more; comm_mode.events has all"
+    both = explain_answer("==", answer(26, many), answer(26, many))
+    assert len(both) == 23
+    exact = explain_answer("==", answer(20, many[:20]), 2)
+    assert exact[-1].startswith("forward block_t ")
+
+
+def test_asking_needs_no_torch_and_no_pytest():
+    code = (
+        "import sys, pytest_fsdp_comm.questions, pytest_fsdp_comm.render.answers; "
+        "sys.exit(bool({'torch', 'pytest', 'difflib'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
