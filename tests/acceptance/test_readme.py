@@ -1,9 +1,11 @@
 """What the README shows is what happens."""
 
 import re
+import runpy
 from pathlib import Path
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 
 
 def blocks(language):
@@ -23,18 +25,20 @@ def test_the_first_test(pytester):
     result.stdout.fnmatch_lines(["2 snapshots passed."])
 
 
-def test_the_commands_are_those_of_ci():
-    ci = (Path(__file__).parents[2] / ".ci" / "run").read_text()
-    commands = [line[2:] for block in blocks("console") for line in block.splitlines()]
-    for command in commands[1:3]:
-        assert command.removesuffix(' -e ".[test]"') in ci.replace("--quiet ", "")
-    assert "pytest -n 2" in README
-    assert "pytest -n 2" in ci
+def test_the_two_commands_are_those_of_ci_and_what_they_run_is_told():
+    commands = blocks("console")[0].splitlines()
+    assert commands == ["$ python3 run.py demo", "$ python3 run.py test"]
+    ci = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [line for line in ci if line.startswith("python3 run.py")] == [
+        command.removeprefix("$ ") for command in commands
+    ]
+    for arguments in runpy.run_path(str(ROOT / "run.py"))["COMMANDS"].values():
+        assert f"`{' '.join(['pytest', *arguments])}`" in README.replace("\n", " ")
 
 
 def test_the_snapshot_that_is_explained():
     shown = next(block for block in blocks("text") if block.startswith("# pytest-fsdp-comm"))
-    directory = Path(__file__).parents[2] / "snapshots" / "examples" / "test_llama"
+    directory = ROOT / "snapshots" / "examples" / "test_llama"
     real = (directory / "test_train_step[untied].ws4.comm").read_text().splitlines()
     for line in shown.splitlines()[1:]:
         assert line == "..." or line in real

@@ -1,0 +1,208 @@
+"""run.py on a fresh machine: what it makes, installs, runs and says. Nothing is downloaded."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BASE_PYTHON = sys._base_executable
+PIP = """
+import json, os, pathlib, signal, sys
+
+env = pathlib.Path(sys.prefix)
+with (env / "pip.log").open("a") as log:
+    log.write(json.dumps(sys.argv[1:]) + "\\n")
+how = env / "how"
+if how.exists():
+    os.kill(os.getppid(), signal.SIGKILL) if how.read_text() == "killed" else sys.exit(1)
+pytest = env / "bin" / "pytest"
+pytest.write_text(
+    f"#!{sys.executable}\\n"
+    "import json, os, shutil, sys\\n"
+    "found = shutil.which('pytest')\\n"
+    "print(json.dumps([sys.argv[1:], os.getcwd(), os.environ['VIRTUAL_ENV'], found]))\\n"
+    "sys.exit(3)\\n"
+)
+pytest.chmod(0o755)
+"""
+INSTALLS = [
+    *("install", "--disable-pip-version-check", "--quiet"),
+    *("-c", "constraints.txt", "-e", ".[test]"),
+]
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A clone, and a shell without an active environment."""
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    for name in ("run.py", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, clone)
+    for name in [name for name in os.environ if name.startswith(("PIP_", "VIRTUAL_ENV", "PYTHON"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)  # not the clone
+
+    def run(*arguments, python=BASE_PYTHON, **variables):
+        return subprocess.run(
+            [python, str(clone / "run.py"), *arguments],
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return SimpleNamespace(path=clone, run=run)
+
+
+def fake_pip(environment):
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "pip").mkdir(exist_ok=True)
+    (packages / "pip" / "__init__.py").write_text("")
+    (packages / "pip" / "__main__.py").write_text(PIP)
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """An environment whose pip installs a pytest that tells how it was called."""
+    made = tmp_path / "env"
+    venv.EnvBuilder(symlinks=True).create(made)
+    fake_pip(made)
+    return made
+
+
+def installations(environment):
+    log = environment / "pip.log"
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def test_from_nothing_with_a_first_installation_that_fails(project):
+    # Real venv and pip, without an index.
+    result = project.run("demo", PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull)
+    made = project.path / ".venv"
+    assert result.returncode == 2
+    assert f"run.py: making the virtual environment {made}" in result.stderr
+    assert (
+        f"-c constraints.txt -e .[test]` failed in {project.path}, see above: is there a network, "
+        "or PIP_INDEX_URL for a mirror? Nothing was run; run this again when it is mended"
+    ) in result.stderr
+    assert "Traceback" not in result.stderr
+    fake_pip(made)
+    result = project.run("demo", "-x")
+    assert result.returncode == 3
+    assert "making" not in result.stderr
+    assert installations(made) == [INSTALLS]
+    assert json.loads(result.stdout) == [
+        ["--world-size", "4", "examples", "-x"],
+        *map(str, (project.path, made, made / "bin" / "pytest")),
+    ]
+    again = project.run("test", "tests/unit", "--help")
+    assert json.loads(again.stdout)[0] == ["-n", "2", "tests/unit", "--help"]
+    assert (again.returncode, again.stderr) == (3, "")
+    assert installations(made) == [INSTALLS]
+
+
+def test_it_installs_again_when_what_is_installed_does_not_fit(project, environment):
+    def runs(**changed):
+        before = len(installations(environment))
+        result = project.run("test", VIRTUAL_ENV=str(environment), **changed)
+        return result.returncode, len(installations(environment)) - before
+
+    constraints = project.path / "constraints.txt"
+    pins = constraints.read_text()
+    assert [runs(), runs()] == [(3, 1), (3, 0)]
+    constraints.write_text(pins + "# another pin\n")
+    (environment / "how").write_text("fails")
+    assert [runs(), runs()] == [(2, 1), (2, 1)]
+    (environment / "how").unlink()
+    assert [runs(), runs()] == [(3, 1), (3, 0)]
+    # Ended while pip ran: what is there is of neither version, also when the file is as it was.
+    (environment / "how").write_text("killed")
+    constraints.write_text(pins)
+    assert runs() == (-9, 1)
+    (environment / "how").unlink()
+    constraints.write_text(pins + "# another pin\n")
+    assert [runs(), runs()] == [(3, 1), (3, 0)]
+    assert not (project.path / ".venv").exists()
+
+
+def test_another_clone_does_not_take_the_installation_of_this_one(project, environment):
+    assert project.run("test", python=str(environment / "bin" / "python")).returncode == 3
+    other = project.path.with_name("other")
+    project.path.rename(other)
+    command = [str(environment / "bin" / "python"), str(other / "run.py"), "test"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 3
+    assert len(installations(environment)) == 2
+
+
+PYTHONS = {
+    "old": "echo '[[3, 10, 13], true]'",
+    "broken": "exit 1",
+    "without ensurepip": """case "$1" in -I) echo '[[3, 11, 7], false]';; *) exit 1;; esac""",
+}
+SAYS = {
+    "old": "the virtual environment {} has Python 3.10.13, expected 3.11 or newer; deactivate it, "
+    "or make it anew with a newer Python",
+    "broken": "the Python of {} does not run (",
+    "without ensurepip": "`{}/bin/python -m ensurepip` failed, see above. On Debian and Ubuntu, "
+    "Python's venv is a package of its own: sudo apt install python3-venv. Then delete {} and run "
+    "this again",
+    "gone": "the variable VIRTUAL_ENV names {}, where there is no bin/python; unset it "
+    "(`deactivate`), and .venv is used",
+}
+
+
+@pytest.mark.parametrize("case", SAYS)
+def test_environments_that_cannot_be_used(project, tmp_path, case):
+    environment = tmp_path / "env"
+    if case in PYTHONS:
+        python = environment / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f"#!/bin/sh\n{PYTHONS[case]}\n")
+        python.chmod(0o755)
+    result = project.run("test", VIRTUAL_ENV=str(environment))
+    assert result.returncode == 2
+    assert result.stderr.startswith("run.py: " + SAYS[case].replace("{}", str(environment)))
+    assert result.stdout == ""
+
+
+def test_a_venv_that_cannot_be_made(project):
+    (project.path / ".venv").write_text("a file in its place")
+    result = project.run("demo")
+    assert result.returncode == 2
+    assert f"-m venv {project.path / '.venv'}` failed, see above. On Debian" in result.stderr
+
+
+def test_help_and_mistakes(project):
+    asked = project.run("--help")
+    assert (asked.returncode, asked.stderr) == (0, "")
+    for words in ("run.py demo", "run.py test", "pytest --world-size 4 examples", "pytest -n 2"):
+        assert words in asked.stdout
+    for arguments in ((), ("tests",), ("-n", "2")):
+        mistake = project.run(*arguments)
+        assert (mistake.returncode, mistake.stdout, mistake.stderr) == (2, "", asked.stdout)
+    assert not (project.path / ".venv").exists()
+
+
+def test_an_old_python_reads_why_it_is_not_enough(project):
+    source = (project.path / "run.py").read_text()
+    ast.parse(source, feature_version=(3, 6))
+    code = (
+        "import sys; sys.version_info = (3, 8, 18); "
+        "exec(compile(sys.stdin.read(), 'run.py', 'exec'), {'__name__': '__main__'})"
+    )
+    result = subprocess.run(
+        [BASE_PYTHON, "-c", code], input=source, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"run.py: Python 3.11 or newer is needed, this is 3.8.18 ({BASE_PYTHON}); run it with a "
+        "newer one, e.g. python3.11 run.py demo\n"
+    )
