@@ -277,6 +277,16 @@ def test_a_group_destroyed_in_the_block_leaves_what_was_recorded(comm_mode, devi
     assert comm_mode.counts(owner="layers.0", axis="dp") == 3
 
 
+@fake
+def test_a_group_destroyed_in_the_block_before_the_model_ran(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh(), reshard_after_forward=2)
+    with comm_mode(model):
+        dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+    assert comm_mode.counts(owner="layers.0") == comm_mode.counts(axis="dp") == 0
+    assert comm_mode.counts(axis="world") == 1
+
+
 @ws2
 def test_each_rank_answers_for_itself(comm_mode, dist_info):
     model = DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
