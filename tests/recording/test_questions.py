@@ -277,9 +277,9 @@ def test_a_group_destroyed_in_the_block_leaves_what_was_recorded(comm_mode, devi
     assert comm_mode.counts(owner="layers.0", axis="dp") == 3
 
 
-@fake
+@pytest.mark.distributed(world_size=8, backend="fake")
 def test_a_group_destroyed_in_the_block_before_the_model_ran(comm_mode, device_mesh):
-    model = shard(Model(), device_mesh(), reshard_after_forward=2)
+    model = shard(Model(), device_mesh(dp=4, tp=2)["dp"], reshard_after_forward=2)
     with comm_mode(model):
         dist.all_reduce(torch.ones(1))
         dist.destroy_process_group()
