@@ -53,7 +53,7 @@ class Llama:
 
 def explanation(text):
     """The lines of the assertion's explanation."""
-    first = text.index("E       assert comm_mode differs")
+    first = text.index("E       assert comm_mode and fsdp_tree differ")
     lines = text[first:].splitlines()
     return [
         line.removeprefix("E").strip().removeprefix("assert ")
@@ -67,7 +67,10 @@ def test_unchanged(llama):
     result.stdout.fnmatch_lines(["4 snapshots passed."])
 
 
-SNAPSHOT = "snapshots/examples/test_llama/test_train_step[untied].ws4.comm"
+HEAD = (
+    "comm_mode and fsdp_tree differ from "
+    "snapshots/examples/test_llama/test_train_step[untied].ws4 (2 files)"
+)
 ACCEPT = (
     "accept: pytest --snapshot-update --world-size 4 "
     '"examples/test_llama.py::test_train_step[untied]"'
@@ -83,9 +86,10 @@ def test_reshard_after_forward_on_one_block(llama):
         "fully_shard(block, mesh=mesh, reshard_after_forward=block.self_attn.layer_idx != 2)",
     )
     assert explanation(llama.failure()) == [
-        f"comm_mode differs from {SNAPSHOT}",
-        "model.layers.2 backward: all_gather[dp] 1 -> 0 (-1), 144.5 KiB -> 0 B per rank",
-        "... and 2 more changes, below",
+        HEAD,
+        "comm: model.layers.2 backward: all_gather[dp] 1 -> 0 (-1), 144.5 KiB -> 0 B per rank",
+        "tree: model.layers.2: reshard_after_forward True -> False",
+        "... and more, below",
         "likely: model.layers.2 stays gathered between forward and backward "
         "(reshard_after_forward became False, or the unit became a root): less traffic, more "
         "memory",
@@ -100,13 +104,14 @@ def test_lm_head_gathered_for_each_loss_chunk(llama):
     )
     text = llama.failure()
     lines = explanation(text)
-    assert lines[0] == f"comm_mode differs from {SNAPSHOT}"
+    assert lines[0] == HEAD
     # Issued in the loop over the chunks.
     line = llama.line_of("functional.cross_entropy(self.lm_head(part)")
     assert lines[1] == (
-        "lm_head forward: all_gather[dp] 0 -> 4 (+4), 0 B -> 512.0 KiB per rank, issued at "
+        "comm: lm_head forward: all_gather[dp] 0 -> 4 (+4), 0 B -> 512.0 KiB per rank, issued at "
         f"examples/llama_training.py:{line}"
     )
+    assert lines[2] == "tree: lm_head: becomes a unit of its own (fsdp2)"
     assert lines[-2:] == [
         "likely: lm_head is called 4 times in one forward (per chunk of the loss?) and gathered "
         "for each call: unshard it once around the loop, or leave it in its parent's unit",
@@ -121,7 +126,7 @@ def test_root_not_sharded(llama):
     llama.edit("    fully_shard(model, mesh=mesh)\n", "")
     text = llama.failure()
     lines = explanation(text)
-    assert lines[0] == f"comm_mode differs from {SNAPSHOT}"
+    assert lines[0] == HEAD
     assert lines[-2:] == [
         "likely: the root is no FSDP unit any more (is its fully_shard(model) missing?): its own "
         "parameters are neither sharded nor reduced, and each block became a root of its own",
