@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from pytest_fsdp_comm.errors import SnapshotFormatError
-from pytest_fsdp_comm.events import MeshAxis, Phase
-from pytest_fsdp_comm.fqn import NO_MODULE, expand, fold_fqns, natural_key
+from pytest_fsdp_comm.errors import quoted_part
+from pytest_fsdp_comm.events import COLLECTIVE_KINDS, Phase
+from pytest_fsdp_comm.fqn import NO_MODULE, Pattern, fold_fqns
+from pytest_fsdp_comm.patterns import Pieces
 from pytest_fsdp_comm.profile import (
     CommProfile,
     CommRow,
@@ -31,88 +33,80 @@ from pytest_fsdp_comm.profile import (
     ReshardRow,
     sort_rows,
 )
+from pytest_fsdp_comm.snapshot_lines import (
+    END,
+    NUMBER,
+    RecordReader,
+    SnapshotLines,
+    header,
+    read_mesh,
+    read_world_size,
+    sort_folded,
+    write_ranks,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-FORMAT_VERSION: Final = 1
-"""Rises when an older reader would misread a snapshot."""
+    from pytest_fsdp_comm.events import MeshAxis
+    from pytest_fsdp_comm.fqn import Ranges
 
-END: Final = "end"
 _BYTE: Final = 0xFF
 
-_HEADER: Final = re.compile(r"# pytest-fsdp-comm (?P<version>\d+) (?P<kind>\w+)(?: \|.*)?")
-_PHASES: Final = tuple(Phase)
-_RANKS: Final = r"(?: ranks (?P<ranks>[\d,-]+))?"
-_ROW: Final = re.compile(
-    r"(?P<phase>\w+) (?P<names>\S+) (?P<kind>[^\s\[]+)\[(?P<axis>\S*)\] "
-    r"x(?P<count>\d+) (?P<nbytes>[\d_]+) B" + _RANKS
+_SECTIONS: Final = (CommRow, ReshardRow, RedistributionRow)
+"""The sorts of rows, in the order of their lines within a phase."""
+_RECORD: Final = re.compile(
+    rf"(?P<phase>{'|'.join(Phase)}) (?P<names>[^ ]+) "
+    rf"(?P<content>(?:(?P<kind>[^ \[]+)\[(?P<axis>[^ ]*)\] x(?P<calls>{NUMBER}) "
+    r"(?P<nbytes>[0-9_]{1,23}) B|"
+    rf"(?:(?P<action>unshard|reshard)|redistribute (?P<change>[^ ]+)) x(?P<count>{NUMBER})))"
+    r"(?: ranks (?P<ranks>[0-9,-]+))?"
 )
-_RESHARD: Final = re.compile(
-    r"(?P<phase>\w+) (?P<names>\S+) (?P<action>unshard|reshard) x(?P<count>\d+)" + _RANKS
+_SHAPES: Final = (
+    "'<phase> <module> <collective>[<axis>] x<count> <bytes> B', '<phase> <module> unshard "
+    "x<count>' or the like"
 )
-_REDISTRIBUTION: Final = re.compile(
-    r"(?P<phase>\w+) (?P<names>\S+) redistribute (?P<change>\S+) x(?P<count>\d+)" + _RANKS
-)
+# All that ends a word, or is no text that a file may hold.
+_UNSAFE: Final = re.compile("[\\s\\[\\]%\x00-\x1f\x7f-\x9f\ud800-\udfff\ufeff]")
 
 
-def header(kind: str, *, torch_version: str, backend: str) -> str:
-    """The first line of a snapshot of a kind, ``comm`` or ``tree``."""
-    return (
-        f"# pytest-fsdp-comm {FORMAT_VERSION} {kind} | torch {torch_version}, {backend} "
-        "(not compared)"
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    """One line: a row for each of some names."""
+
+    number: int
+    """The line's."""
+    phase: Phase
+    section: int
+    """Place of the row's sort in `_SECTIONS`."""
+    content: str
+    """The line from the collective on, ranks included."""
+    what: tuple[str, ...]
+    """What tells rows of one name apart: kind and axis, action, or change."""
+    row: Any
+    """The row, of no name and for all ranks."""
+    names: Pattern
+    ranks: Ranges
+    """Empty for all ranks."""
+
+    def rows(self, ranks: tuple[int, ...]) -> Iterable[Any]:
+        """The rows of all names, for the listed ranks."""
+        if self.names is _NO_NAMES:
+            yield replace(self.row, ranks=ranks)
+            return
+        name = "module" if isinstance(self.row, ReshardRow) else "owner"
+        for fqn in self.names.expand():
+            yield replace(self.row, **{name: fqn, "ranks": ranks})
 
 
-def read_header(text: str, *, where: str) -> str:
-    """Checks the first line and the last of a snapshot.
-
-    Args:
-        text: The whole file.
-        where: The file's path, for the error.
-
-    Returns:
-        The kind: ``comm`` or ``tree``.
-
-    Raises:
-        SnapshotFormatError: It is empty, truncated, of a newer format, or no snapshot of ours.
-    """
-    first = text.partition("\n")[0]
-    match = _HEADER.fullmatch(first)
-    if not text.strip():
-        raise _broken(where, 1, "the file is empty", "a snapshot")
-    if match is None:
-        raise _broken(where, 1, f"it reads {first[:80]!r}", "'# pytest-fsdp-comm <version> <kind>'")
-    if int(match["version"]) > FORMAT_VERSION:
-        raise SnapshotFormatError(
-            f"{where}: the snapshot has format {match['version']}, this pytest-fsdp-comm reads "
-            f"formats up to {FORMAT_VERSION}; upgrade pytest-fsdp-comm, or restore the file with "
-            "`git checkout` if the newer format was a mistake"
-        )
-    lines = text.splitlines()
-    if lines[-1] != END or not text.endswith("\n"):
-        raise _broken(
-            where, len(lines), f"the file ends with {lines[-1][:80]!r}", f"{END!r} as the last line"
-        )
-    return match["kind"]
+_NO_NAMES: Final = Pattern(words=(NO_MODULE,), box=())
 
 
 def format_profile(profile: CommProfile) -> str:
     """Writes a profile as a snapshot; `parse_profile` reads it."""
-    lines = [header("comm", torch_version=profile.torch_version, backend=profile.backend)]
-    lines.append(f"world_size {profile.world_size}")
-    axes = (f"{_word(axis.name)}={axis.size}" for axis in profile.mesh_axes)
-    lines.append(" ".join(("mesh", *axes)))
-    for phase in _PHASES:
-        lines += _phase_lines(profile, phase)
-    lines += [f"total {_content(row)}" for row in profile.totals()]
-    lines.append(END)
-    return "\n".join(lines) + "\n"
-
-
-def _phase_lines(profile: CommProfile, phase: Phase) -> list[str]:
-    """A phase's lines: each group of rows with equal content folds its names."""
-    groups: defaultdict[tuple[int, str], list[str | None]] = defaultdict(list)
+    names_of: defaultdict[tuple[Phase, int], defaultdict[str, list[str | None]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     sections: tuple[Sequence[Any], ...] = (
         profile.rows,
         profile.reshards,
@@ -120,18 +114,38 @@ def _phase_lines(profile: CommProfile, phase: Phase) -> list[str]:
     )
     for section, rows in enumerate(sections):
         for row in rows:
-            if row.phase is phase:
-                groups[section, _content(row) + _written_ranks(row.ranks)].append(row.key[1])
-    entries: list[tuple[Any, str]] = []
-    for (section, content), names in groups.items():
-        named = [name for name in names if name is not None]
-        for pattern in fold_fqns(named):
-            key = (section, False, natural_key(expand(pattern)[0]), content)
-            entries.append((key, f"{phase} {pattern} {content}"))
-        if len(named) < len(names):
-            key = (section, True, natural_key(""), content)
-            entries.append((key, f"{phase} {NO_MODULE} {content}"))
-    return [line for _, line in sorted(entries)]
+            ranks = f" ranks {write_ranks(row.ranks)}" if row.ranks else ""
+            names_of[row.phase, section][_content(row) + ranks].append(row.key[1])
+    folded = {
+        place: {content: _fold(names) for content, names in contents.items()}
+        for place, contents in names_of.items()
+    }
+    first = header("comm", torch_version=profile.torch_version, backend=profile.backend)
+    lines = _lines(profile.world_size, profile.mesh_axes, folded, profile.totals())
+    return "\n".join([first, *lines]) + "\n"
+
+
+def _fold(names: Sequence[str | None]) -> list[str]:
+    named = [name for name in names if name is not None]
+    return [*fold_fqns(named), *([NO_MODULE] if len(named) < len(names) else ())]
+
+
+def _lines(
+    world_size: int,
+    axes: Iterable[MeshAxis],
+    folded: Mapping[tuple[Phase, int], Mapping[str, Iterable[str]]],
+    totals: Iterable[CommRow],
+) -> list[str]:
+    """All lines but the first."""
+    lines = [
+        f"world_size {world_size}",
+        " ".join(("mesh", *(f"{_word(axis.name)}={axis.size}" for axis in axes))),
+    ]
+    for phase in Phase:
+        for section in range(len(_SECTIONS)):
+            found = sort_folded(folded.get((phase, section), {}))
+            lines += [f"{phase} {pattern} {content}" for pattern, content in found]
+    return [*lines, *(f"total {_content(row)}" for row in totals), END]
 
 
 def _content(row: Any) -> str:
@@ -144,8 +158,7 @@ def _content(row: Any) -> str:
 
 def _word(text: str) -> str:
     """Keeps a name from a user's mesh in one word of a line."""
-    return re.sub(
-        r"[\s\[\]%]",
+    return _UNSAFE.sub(
         lambda match: (
             f"%{ord(match[0]):02X}" if ord(match[0]) <= _BYTE else f"%u{ord(match[0]):04X}"
         ),
@@ -161,19 +174,6 @@ def _unword(text: str) -> str:
     )
 
 
-def _written_ranks(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return ""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    written = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f" ranks {','.join(written)}"
-
-
 def parse_profile(text: str, *, where: str = "snapshot") -> CommProfile:
     """Reads what `format_profile` wrote.
 
@@ -184,127 +184,183 @@ def parse_profile(text: str, *, where: str = "snapshot") -> CommProfile:
     Raises:
         SnapshotFormatError: A line is not as `format_profile` writes it; the text says which.
     """
-    kind = read_header(text, where=where)
-    if kind != "comm":
-        raise _broken(where, 1, f"it is a snapshot of kind {kind!r}", "one of kind 'comm'")
-    lines = text.splitlines()
-    world_size = _read_world_size(lines, where)
-    axes = _read_mesh(lines, where)
-    rows: list[CommRow] = []
-    reshards: list[ReshardRow] = []
-    redistributions: list[RedistributionRow] = []
-    totals = []
-    for number, line in enumerate(lines[3:-1], start=4):
-        if line.startswith("total "):
-            totals.append(line)
-            continue
-        try:
-            parsed = list(_read_rows(line))
-        except ValueError as error:
-            raise _broken(
-                where, number, str(error), "a record such as a newer update writes"
-            ) from None
-        if not parsed:
-            expected = "'<phase> <module> <collective>[<axis>] x<count> <bytes> B'"
-            raise _broken(where, number, f"it reads {line[:120]!r}", expected)
-        target: Any = {CommRow: rows, ReshardRow: reshards}.get(type(parsed[0]), redistributions)
-        target += parsed
-    profile = CommProfile(
-        world_size=world_size,
-        mesh_axes=axes,
-        rows=sort_rows(rows),
-        reshards=sort_rows(reshards),
-        redistributions=sort_rows(redistributions),
-    )
-    expected_totals = [f"total {_content(row)}" for row in profile.totals()]
-    if totals != expected_totals:
-        raise _broken(
-            where,
-            len(lines) - 1,
-            "the totals do not fit the records; a line was lost, or edited by hand",
-            "; ".join(expected_totals) or "no totals",
-        )
-    return profile
-
-
-def _read_world_size(lines: Sequence[str], where: str) -> int:
-    match = re.fullmatch(r"world_size (\d+)", lines[1] if len(lines) > 1 else "")
-    if match is None:
-        raise _broken(where, 2, f"it reads {lines[1:2]}", "'world_size <N>'")
-    return int(match[1])
-
-
-def _read_mesh(lines: Sequence[str], where: str) -> tuple[MeshAxis, ...]:
-    word, *axes = lines[2].split(" ") if len(lines) > 2 else [""]  # noqa: PLR2004  # the third line
-    pairs = [re.fullmatch(r"(\S+)=(\d+)", axis) for axis in axes]
-    if word != "mesh" or not all(pairs):
-        raise _broken(where, 3, f"it reads {lines[2:3]}", "'mesh <axis>=<size> ...'")
-    return tuple(
-        MeshAxis(name=_unword(pair[1]), size=int(pair[2])) for pair in pairs if pair is not None
+    document = _Document(SnapshotLines(text, where=where, kind="comm"))
+    sections: tuple[list[Any], ...] = ([], [], [])
+    # One list for all rows that have it: they may be long.
+    listed = {
+        ranges: tuple(rank for first, last in ranges for rank in range(first, last + 1))
+        for ranges in {record.ranks for record in document.records}
+    }
+    for record in document.records:
+        sections[record.section].extend(record.rows(listed[record.ranks]))
+    return CommProfile(
+        world_size=document.world_size,
+        mesh_axes=document.mesh_axes,
+        rows=sort_rows(sections[0]),
+        reshards=sort_rows(sections[1]),
+        redistributions=sort_rows(sections[2]),
     )
 
 
-def _read_rows(line: str) -> Iterable[Any]:
-    """The rows of one line; none if it is no record.
+def check_profile(lines: SnapshotLines) -> None:
+    """Checks what `parse_profile` checks, and builds nothing.
 
     Raises:
-        ValueError: It looks like a record, but a part of it does not make sense.
+        SnapshotFormatError: As there.
     """
-    for pattern, make in (
-        (_ROW, _comm_row),
-        (_RESHARD, _reshard_row),
-        (_REDISTRIBUTION, _move_row),
-    ):
-        match = pattern.fullmatch(line)
-        if match is not None:
-            if match["phase"] not in _PHASES:
-                raise ValueError(f"there is no phase {match['phase']!r}")
-            names: Sequence[str | None] = (
-                [None] if match["names"] == NO_MODULE else expand(match["names"])
+    _Document(lines)
+
+
+class _Document:
+    """The records of one file, checked."""
+
+    def __init__(self, lines: SnapshotLines) -> None:
+        self._lines = lines
+        self._reader = RecordReader()
+        body = lines.lines[1:-1]
+        self.world_size = read_world_size(lines, 2, body[0] if body else END)
+        self._everyone: Ranges = ((0, self.world_size - 1),)
+        self.mesh_axes = read_mesh(
+            lines, 3, body[1] if len(body) > 1 else END, world_size=self.world_size, name=_unword
+        )
+        if len({axis.name for axis in self.mesh_axes}) < len(self.mesh_axes):
+            raise lines.misread(3, "each axis once")
+        totals = next(
+            (place for place, line in enumerate(body) if line.startswith("total ")), len(body)
+        )
+        self.records = [
+            self._read(number, line) for number, line in enumerate(body[2:totals], start=4)
+        ]
+        folded, counted = self._fold()
+        totals_of = CommProfile(world_size=1, mesh_axes=(), rows=tuple(counted)).totals()
+        lines.compare(_lines(self.world_size, self.mesh_axes, folded, totals_of))
+
+    def _read(self, number: int, line: str) -> _Record:
+        match = _RECORD.fullmatch(line)
+        if match is None:
+            is_phase = line.partition(" ")[0] in tuple(Phase)
+            raise self._lines.misread(
+                number, _SHAPES if is_phase else f"a phase first: {', '.join(Phase)}"
             )
-            for name in names:
-                yield make(match, name)
-            return
+        try:
+            record = self._record(number, match)
+        except ValueError as error:
+            raise self._lines.refused(number, error) from None
+        written = f"{match['phase']} {match['names']} {record.content}"
+        if written != line:
+            raise self._lines.differs(number, written)
+        return record
+
+    def _record(self, number: int, match: re.Match[str]) -> _Record:
+        phase = Phase(match["phase"])
+        row: Any
+        what: tuple[str, ...]
+        if match["kind"]:
+            kind = _unword(match["kind"])
+            if kind not in COLLECTIVE_KINDS and not re.fullmatch(r"unknown:.+", kind):
+                raise ValueError(
+                    f"unknown collective {quoted_part(kind)}: expected one of "
+                    f"{', '.join(COLLECTIVE_KINDS)} or unknown:<operation>"
+                )
+            section, axis = 0, _unword(match["axis"])
+            what = (kind, axis)
+            row = CommRow(
+                phase=phase,
+                owner=None,
+                kind=kind,
+                axis=axis,
+                count=int(match["calls"]),
+                nbytes=int(match["nbytes"].replace("_", "") or "0"),
+            )
+        elif match["action"]:
+            if match["names"] == NO_MODULE:
+                raise ValueError(f"{NO_MODULE} has no parameters: expected a module")
+            section, what = 1, (match["action"],)
+            row = ReshardRow(
+                phase=phase, module="", action=match["action"], count=int(match["count"])
+            )
+        else:
+            section, what = 2, (_unword(match["change"]),)
+            row = RedistributionRow(
+                phase=phase, owner=None, change=what[0], count=int(match["count"])
+            )
+        ranks = self._reader.ranks(match["ranks"], self.world_size) if match["ranks"] else ()
+        if ranks == self._everyone:
+            raise ValueError("it lists all ranks: expected no list, as other lines have")
+        is_nameless = match["names"] == NO_MODULE
+        return _Record(
+            number=number,
+            phase=phase,
+            section=section,
+            content=_content(row) + (f" ranks {match['ranks']}" if match["ranks"] else ""),
+            what=what,
+            row=row,
+            names=_NO_NAMES if is_nameless else self._reader.pattern(match["names"]),
+            ranks=ranks,
+        )
+
+    def _fold(self) -> tuple[dict[tuple[Phase, int], dict[str, list[str]]], list[CommRow]]:
+        """How the lines would be folded, and what they sum up to.
+
+        Returns:
+            The patterns of each content, by phase and section; and rows of the same totals.
+        """
+        groups: defaultdict[Any, list[_Record]] = defaultdict(list)
+        for record in self.records:
+            groups[record.phase, record.section, record.what].append(record)
+        folded: defaultdict[tuple[Phase, int], dict[str, list[str]]] = defaultdict(dict)
+        counted: list[CommRow] = []
+        for (phase, section, _), records in groups.items():
+            try:
+                pieces = self._cut(records)
+            except ValueError as error:
+                raise self._lines.refused(records[0].number, error) from None
+            places_of: defaultdict[str, list[int]] = defaultdict(list)
+            for place, record in enumerate(records):
+                places_of[record.content].append(place)
+            folded[phase, section].update(
+                {content: pieces.fold(places) for content, places in places_of.items()}
+            )
+            if section == 0:
+                counted.append(_counted(records, pieces))
+        return folded, counted
+
+    def _cut(self, records: Sequence[_Record]) -> Pieces:
+        """The pieces of lines that differ in their amounts only; no rank has two of a name."""
+        pieces = Pieces([record.names for record in records], self._reader.steps)
+        by_rank = pieces
+        if any(record.ranks for record in records):
+            by_rank = Pieces(
+                [
+                    Pattern(
+                        words=(*record.names.words, ""),
+                        box=(*record.names.box, record.ranks or self._everyone),
+                    )
+                    for record in records
+                ],
+                self._reader.steps,
+            )
+        seen: set[Any] = set()
+        for place, record in enumerate(records):
+            held: list[Any] = [*by_rank.of[place]]
+            if by_rank is not pieces:
+                held += [(*piece, _content(record.row)) for piece in pieces.of[place]]
+            if not seen.isdisjoint(held):
+                raise self._lines.misread(record.number, "each row once, with all of its ranks")
+            seen.update(held)
+        return pieces
 
 
-def _common(match: re.Match[str]) -> dict[str, Any]:
-    return {
-        "phase": Phase(match["phase"]),
-        "count": int(match["count"]),
-        "ranks": _read_ranks(match["ranks"]),
-    }
-
-
-def _comm_row(match: re.Match[str], name: str | None) -> CommRow:
-    return CommRow(
-        owner=name,
-        kind=_unword(match["kind"]),
-        axis=_unword(match["axis"]),
-        nbytes=int(match["nbytes"]),
-        **_common(match),
-    )
-
-
-def _reshard_row(match: re.Match[str], name: str | None) -> ReshardRow:
-    return ReshardRow(module=name or "", action=match["action"], **_common(match))
-
-
-def _move_row(match: re.Match[str], name: str | None) -> RedistributionRow:
-    return RedistributionRow(owner=name, change=_unword(match["change"]), **_common(match))
-
-
-def _read_ranks(text: str | None) -> tuple[int, ...]:
-    ranks: list[int] = []
-    for run in text.split(",") if text else ():
-        first, _, last = run.partition("-")
-        if not first.isdigit() or not (last or first).isdigit():
-            raise ValueError(f"bad ranks {text!r}")
-        ranks += range(int(first), int(last or first) + 1)
-    return tuple(ranks)
-
-
-def _broken(where: str, line: int, came: str, expected: str) -> SnapshotFormatError:
-    return SnapshotFormatError(
-        f"{where}, line {line}: {came}; expected {expected}. Nothing was overwritten: restore the "
-        "file with `git checkout`, or delete it and record it anew with --snapshot-update"
+def _counted(records: Sequence[_Record], pieces: Pieces) -> CommRow:
+    """One row that counts as much as all rows of some lines, each name's on its lowest rank."""
+    first: dict[Any, _Record] = {}
+    for place, record in sorted(enumerate(records), key=lambda entry: entry[1].ranks):
+        for piece in pieces.of[place]:
+            first.setdefault(piece, record)
+    sizes = [(pieces.size(piece), record.row) for piece, record in first.items()]
+    row: CommRow = records[0].row
+    return replace(
+        row,
+        count=sum(size * row.count for size, row in sizes),
+        nbytes=sum(size * row.nbytes for size, row in sizes),
     )

@@ -2,6 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+_LONGEST_QUOTE: Final = 100
+"""An error quotes 200 characters at most: two lines, or a line and two of its parts."""
+_LONGEST_PART: Final = 50
+
+
+def quoted(text: str) -> str:
+    """What came, in quotes, cut so that an error stays short whatever came."""
+    return _quoted(text, _LONGEST_QUOTE)
+
+
+def quoted_part(text: str) -> str:
+    """As `quoted`, of a part of a line that may be quoted too."""
+    return _quoted(text, _LONGEST_PART)
+
+
+def _quoted(text: str, most: int) -> str:
+    shown = repr(text[:most])
+    is_whole = len(text) <= most and len(shown) <= most
+    return shown if is_whole else f"{shown[: most - 4]}...{shown[0]}"
+
 
 class FsdpCommError(Exception):
     """Base of every error that this plugin raises on purpose."""

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any, cast
 from syrupy.terminal import disable_color
 
 from pytest_fsdp_comm.diff import compare
-from pytest_fsdp_comm.document import parse_profile, read_header
+from pytest_fsdp_comm.document import parse_profile
 from pytest_fsdp_comm.errors import SnapshotFormatError
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS
 from pytest_fsdp_comm.render.text import Explanation, combine, render_comparison
 from pytest_fsdp_comm.render.tree_changes import render_tree_changes
 from pytest_fsdp_comm.snapshot_files import shown_path, write_atomically
+from pytest_fsdp_comm.snapshot_lines import read_header
 from pytest_fsdp_comm.snapshot_names import SUFFIX, read_basename, written_test
 from pytest_fsdp_comm.snapshots import CommSnapshot
 from pytest_fsdp_comm.tree_diff import compare_trees
-from pytest_fsdp_comm.tree_text import parse_tree
+from pytest_fsdp_comm.tree_text import parse_tree_ranks
 
 if TYPE_CHECKING:
     import pytest
@@ -136,17 +137,18 @@ def _explain_difference(
         comparison = compare(parse_profile(old_text), new)
         return render_comparison(comparison, snapshot=where, accept=accept, notes=new.notes)
     try:
-        changes = compare_trees(
-            parse_tree(old_text, where=where), parse_tree(new_text, where="the captured tree")
-        )
+        old = parse_tree_ranks(old_text, where=where)
+        new_trees = parse_tree_ranks(new_text, where="the captured tree")
+        why: tuple[str, ...] = ()
     except SnapshotFormatError as problem:
-        # A document that tells the ranks' trees apart is no single tree; its lines follow below.
-        is_of_ranks = any("\nranks " in text for text in (old_text, new_text))
-        why = () if is_of_ranks else (f"  {problem}",)
+        old, new_trees, why = {}, {}, (f"  {problem}",)
+    # A document that tells the ranks' trees apart is no single tree; its lines follow below.
+    if () not in old or () not in new_trees:
         lines = (f"fsdp_tree differs from {where}", *why, f"  accept: {accept}")
         return Explanation(
             short=lines, full=lines, is_cut=False, compared="fsdp_tree", snapshot=where
         )
+    changes = compare_trees(old[()], new_trees[()])
     return render_tree_changes(changes, snapshot=where, accept=accept)
 
 

@@ -130,9 +130,9 @@ def fsdp_tree(request: pytest.FixtureRequest) -> TreeFactory:
     )
 
     context, rules = _context(request), request.config.stash[OPTIONS].findings
-    return (
-        TreeFactory(rules=rules, gather=context.exchange) if context else TreeFactory(rules=rules)
-    )
+    if context is None:
+        return TreeFactory(rules=rules)
+    return TreeFactory(rules=rules, gather=context.exchange, ranks=context.ranks)
 
 
 @pytest.fixture

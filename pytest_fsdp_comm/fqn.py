@@ -7,10 +7,12 @@ A *pattern* is the text of one or more FQNs: ``layers.{0..3,7}.mlp.weight`` stan
 
 from __future__ import annotations
 
-import math
 import re
-from itertools import groupby, product
+from dataclasses import dataclass
+from itertools import groupby, pairwise, product
 from typing import TYPE_CHECKING, Final, TypeAlias
+
+from pytest_fsdp_comm.errors import quoted_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -21,25 +23,32 @@ ROOT_TEXT: Final = "(root)"
 NO_MODULE: Final = "(no-module)"
 """How is written that there is no module."""
 
-MAX_EXPANDED: Final = 10_000_000
-"""The most FQNs that one pattern may stand for: far above any model, below what exhausts memory."""
+MAX_NAMES: Final = 1_000_000
+"""The most FQNs that a pattern, or a whole snapshot, may stand for: those of 300 layers of 400
+experts with 8 lines each."""
 
 _RESERVED: Final = frozenset("\\{}(),#")
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))|\\")
 _DIGITS: Final = re.compile(r"([0-9]+)")
 # `+` joins the modules of one FSDP unit in `events`, so a number may stand beside it too.
 _SEPARATOR: Final = re.compile(r"([.+])")
+_SEPARATORS: Final = (".", "+")
 # At most nine digits: such a number is exact everywhere, and no model has more siblings.
 _FOLDABLE: Final = re.compile(r"0|[1-9][0-9]{0,8}")
-_NUMBERS: Final = re.compile(r"\{([^{}]*)\}")
+_NUMBERS: Final = re.compile(r"\{([0-9]+)[^{}]*\}")
+# Within braces a dot separates nothing.
+_TOKEN: Final = re.compile(r"\{[^{}]*\}|[.+]|[^.+{}]+")
+_RANGE: Final = re.compile(rf"({_FOLDABLE.pattern})(?:\.\.({_FOLDABLE.pattern}))?")
+_BRACES: Final = re.compile(r"(\{[^{}]*\})")
 _ANY: Final = r"[^.+]+"
-_RANGE: Final = re.compile(r"(0|[1-9][0-9]{0,8})(?:\.\.(0|[1-9][0-9]{0,8}))?")
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.+-]+")
 
 _NaturalPart: TypeAlias = tuple[bool, int, str]
-_Box: TypeAlias = tuple[tuple[int, ...], ...]
+Box: TypeAlias = tuple[tuple[int, ...], ...]
 """The numbers that each numbered place of an FQN takes, ascending."""
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""The same numbers as first and last of each run; ascending, with a gap between two runs."""
 
 
 def natural_key(fqn: str) -> tuple[tuple[tuple[_NaturalPart, ...], ...], str]:
@@ -67,11 +76,11 @@ def escape(fqn: str) -> str:
         The FQN with each such character, and each that is not printable, as ``\xHH``, ``\uHHHH`` or
         ``\UHHHHHHHH``; `ROOT_TEXT` for the root.
     """
-    if not fqn:
-        return ROOT_TEXT
-    if _PLAIN.fullmatch(fqn):
-        return fqn
-    return "".join(map(_escape_character, fqn))
+    return _escape_word(fqn) if fqn else ROOT_TEXT
+
+
+def _escape_word(text: str) -> str:
+    return text if _PLAIN.fullmatch(text) else "".join(map(_escape_character, text))
 
 
 def _escape_character(character: str) -> str:
@@ -87,17 +96,30 @@ def unescape(text: str) -> str:
     """Reads what `escape` wrote.
 
     Raises:
-        ValueError: A backslash does not start an escape that `escape` writes.
+        ValueError: `escape` would write it otherwise, or never.
     """
-    return "" if text == ROOT_TEXT else _ESCAPE.sub(lambda match: _unescape(match, text), text)
+    if not text:
+        raise ValueError(f"there is no name: expected {ROOT_TEXT} for the root")
+    return "" if text == ROOT_TEXT else _unescape_word(text)
+
+
+def _unescape_word(text: str) -> str:
+    if not text or _PLAIN.fullmatch(text):
+        return text
+    name = _ESCAPE.sub(lambda match: _unescape(match, text), text)
+    if _escape_word(name) != text:
+        raise ValueError(
+            f"bad name {quoted_part(text)}: expected {quoted_part(_escape_word(name))}"
+        )
+    return name
 
 
 def _unescape(match: re.Match[str], text: str) -> str:
     digits = match[1] or match[2] or match[3]
     if digits is None or int(digits, 16) > 0x10FFFF:  # noqa: PLR2004  # the last code point
         raise ValueError(
-            f"bad escape at column {match.start() + 1} of {text!r}: expected \\xHH, \\uHHHH or "
-            "\\UHHHHHHHH with lower-case hexadecimal digits"
+            f"bad escape at column {match.start() + 1} of {quoted_part(text)}: expected \\xHH, "
+            "\\uHHHH or \\UHHHHHHHH with lower-case hexadecimal digits"
         )
     return chr(int(digits, 16))
 
@@ -120,12 +142,12 @@ def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
         words, numbers = _split_numbers(fqn)
         by_words.setdefault(words, []).append(numbers)
     folded = [
-        (natural_key(_join(words, [str(values[0]) for values in box])), words, box)
+        (natural_key(join_words(words, [str(values[0]) for values in box])), words, box)
         for words, points in by_words.items()
-        for box in _fold_points(points)
+        for box in fold_points(points)
     ]
     return tuple(
-        escape(_join(words, ())) if not box else _pattern(words, box)
+        escape(words[0]) if not box else _pattern(words, box)
         for _, words, box in sorted(folded, key=lambda entry: entry[0])
     )
 
@@ -143,11 +165,11 @@ def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return tuple(words), tuple(numbers)
 
 
-def _fold_points(points: Sequence[tuple[int, ...]]) -> list[_Box]:
-    """Partitions points into boxes."""
-    boxes: list[_Box] = [tuple((number,) for number in point) for point in points]
+def fold_points(points: Sequence[tuple[int, ...]]) -> list[Box]:
+    """Partitions points into boxes, innermost numbers first."""
+    boxes: list[Box] = [tuple((number,) for number in point) for point in points]
     for axis in reversed(range(len(points[0]))):
-        merged: dict[_Box, list[int]] = {}
+        merged: dict[Box, list[int]] = {}
         for box in boxes:
             merged.setdefault(box[:axis] + box[axis + 1 :], []).extend(box[axis])
         boxes = [
@@ -157,27 +179,66 @@ def _fold_points(points: Sequence[tuple[int, ...]]) -> list[_Box]:
     return boxes
 
 
-def _join(words: Sequence[str], numbers: Sequence[str]) -> str:
+def join_words(words: Sequence[str], numbers: Sequence[str]) -> str:
+    """Puts numbers between words."""
     return words[0] + "".join(
         number + word for number, word in zip(numbers, words[1:], strict=True)
     )
 
 
-def _pattern(words: Sequence[str], box: _Box) -> str:
-    escaped = ["".join(map(_escape_character, word)) for word in words]
-    return _join(escaped, [_write_numbers(values) for values in box])
+def _pattern(words: Sequence[str], box: Box) -> str:
+    escaped = [_escape_word(word) for word in words]
+    return join_words(escaped, [write_ranges(runs_of(values)) for values in box])
 
 
-def _write_numbers(values: tuple[int, ...]) -> str:
-    if len(values) == 1:
-        return str(values[0])
+def runs_of(values: Sequence[int]) -> Ranges:
+    """Ascending numbers as runs."""
     # Neighbouring numbers keep the same distance to their place in the list.
     runs = [
         [value for _, value in run]
         for _, run in groupby(enumerate(values), key=lambda pair: pair[1] - pair[0])
     ]
-    written = (str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
-    return "{" + ",".join(written) + "}"
+    return tuple((run[0], run[-1]) for run in runs)
+
+
+def write_ranges(ranges: Ranges) -> str:
+    """The numbers at one place of a pattern: ``{0..3,7}``, or ``7`` if it is one."""
+    written = ",".join(str(a) if a == b else f"{a}..{b}" for a, b in ranges)
+    return written if written.isdigit() else f"{{{written}}}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """A pattern taken apart, whose FQNs are not listed before they are needed."""
+
+    words: tuple[str, ...]
+    """The escaped text before, between and after the numbers."""
+    box: tuple[Ranges, ...]
+    """The numbers at each place."""
+
+    @property
+    def size(self) -> int:
+        """How many FQNs it stands for, but not more than one above `MAX_NAMES`."""
+        size = 1
+        for ranges in self.box:
+            size = min(size * count_numbers(ranges), MAX_NAMES + 1)
+        return size
+
+    def expand(self) -> tuple[str, ...]:
+        """Its FQNs, the last number running fastest."""
+        words = self._names()
+        axes = ([str(n) for a, b in ranges for n in range(a, b + 1)] for ranges in self.box)
+        return tuple(join_words(words, numbers) for numbers in product(*axes))
+
+    def _names(self) -> list[str]:
+        if self.words == (ROOT_TEXT,):
+            return [""]
+        return [_unescape_word(word) for word in self.words]
+
+
+def count_numbers(ranges: Ranges) -> int:
+    """How many numbers some runs have."""
+    return sum(last - first + 1 for first, last in ranges)
 
 
 def expand(pattern: str) -> tuple[str, ...]:
@@ -187,13 +248,7 @@ def expand(pattern: str) -> tuple[str, ...]:
         ValueError: The text is no pattern that `fold_fqns` writes; it says where and what was
             expected.
     """
-    written, ranges = _split_pattern(pattern)
-    count = math.prod(sum(last - first + 1 for first, last in axis) for axis in ranges)
-    if count > MAX_EXPANDED:
-        raise ValueError(f"{pattern!r} stands for {count} names; at most {MAX_EXPANDED} can be")
-    words = [unescape(part) for part in written]
-    axes = ([str(n) for a, b in axis for n in range(a, b + 1)] for axis in ranges)
-    return tuple(_join(words, numbers) for numbers in product(*axes))
+    return read_pattern(pattern).expand()
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
@@ -210,7 +265,7 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     if pattern == ROOT_TEXT:
         return lambda fqn: not fqn
     written, ranges = _split_pattern(pattern)
-    words = (_ANY.join(re.escape(unescape(word)) for word in part.split("*")) for part in written)
+    words = (_ANY.join(map(_literally, part.split("*"))) for part in written)
     shape = re.compile(f"({_FOLDABLE.pattern})".join(words), re.DOTALL)
 
     def matches(fqn: str) -> bool:
@@ -223,25 +278,73 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     return matches
 
 
-def _split_pattern(pattern: str) -> tuple[list[str], list[list[tuple[int, int]]]]:
+def _literally(written: str) -> str:
+    # An asterisk of a name is written with an escape, which no snapshot needs.
+    return re.escape(_ESCAPE.sub(lambda match: _unescape(match, written), written))
+
+
+def _split_pattern(pattern: str) -> tuple[list[str], list[Ranges]]:
     """The text before, between and after the braces, still escaped, and what is in them."""
-    parts = _NUMBERS.split(pattern)
+    parts = _BRACES.split(pattern)
     for brace in "{}":
         if any(brace in part for part in parts[::2]):
-            raise ValueError(f"unpaired {brace!r} in {pattern!r}: expected e.g. layers.{{0..3}}")
+            raise ValueError(
+                f"unpaired {brace!r} in {quoted_part(pattern)}: expected e.g. layers.{{0..3}}"
+            )
     return parts[::2], [_read_ranges(part, pattern) for part in parts[1::2]]
 
 
-def _read_ranges(text: str, pattern: str) -> list[tuple[int, int]]:
-    ranges: list[tuple[int, int]] = []
-    for part in text.split(","):
-        match = _RANGE.fullmatch(part)
-        first = int(match[1]) if match else 0
-        last = int(match[2] or match[1]) if match else -1
-        if last < first or (ranges and first <= ranges[-1][1]):
-            raise ValueError(
-                f"bad numbers {{{text}}} in {pattern!r}: expected ascending numbers and ranges "
-                "such as {0..3,7}"
-            )
-        ranges.append((first, last))
+def first_name(pattern: str) -> str:
+    """The first of the FQNs that a pattern stands for, which must be one."""
+    return unescape(_NUMBERS.sub(r"\1", pattern))
+
+
+def read_pattern(text: str) -> Pattern:
+    """Takes a pattern apart; the work does not grow with the number of its FQNs.
+
+    Raises:
+        ValueError: The text is no pattern that `fold_fqns` writes; it says where and what was
+            expected.
+    """
+    tokens = _TOKEN.findall(text)
+    if sum(map(len, tokens)) < len(text):
+        # Each brace that is left over stands alone.
+        brace = _TOKEN.sub("", text)[0]
+        raise ValueError(
+            f"unpaired {brace!r} in {quoted_part(text)}: expected e.g. layers.{{0..3}}"
+        )
+    parts: list[list[str]] = [[]]
+    box: list[Ranges] = []
+    for before, token, after in zip(("", *tokens), tokens, (*tokens[1:], ""), strict=False):
+        if token[0] == "{" and (before or ".") in _SEPARATORS and (after or ".") in _SEPARATORS:
+            box.append(_read_ranges(token, text))
+            parts.append([])
+        elif _FOLDABLE.fullmatch(token):
+            box.append(((int(token), int(token)),))
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    pattern = Pattern(words=tuple(map("".join, parts)), box=tuple(box))
+    for word in pattern.words if box else ():
+        _unescape_word(word)
+    if not box:
+        unescape(text)
+    if pattern.size > MAX_NAMES:
+        raise ValueError(
+            f"{quoted_part(text)} stands for too many names: expected at most {MAX_NAMES}"
+        )
+    return pattern
+
+
+def _read_ranges(token: str, pattern: str) -> Ranges:
+    matches = [_RANGE.fullmatch(part) for part in token[1:-1].split(",")]
+    ranges = tuple((int(match[1]), int(match[2] or match[1])) for match in matches if match)
+    in_order = all(first <= last for first, last in ranges) and all(
+        before[1] + 1 < after[0] for before, after in pairwise(ranges)
+    )
+    if not all(matches) or not in_order or write_ranges(ranges) != token:
+        raise ValueError(
+            f"bad numbers {quoted_part(token)[1:-1]} in {quoted_part(pattern)}: expected "
+            "ascending numbers and ranges such as {0..3,7}"
+        )
     return ranges

@@ -1,12 +1,107 @@
-"""Snapshot files on disk: written whole or not at all, shown as the user would type them."""
+"""Snapshot files on disk: read and checked, written whole or not at all."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import stat
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.document import check_profile
+from pytest_fsdp_comm.errors import SnapshotFormatError
+from pytest_fsdp_comm.snapshot_lines import (
+    MAX_BYTES,
+    REMEDY,
+    SnapshotLines,
+    too_large,
+    with_plain_ends,
+)
+from pytest_fsdp_comm.tree_text import check_tree
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
+
+_CHECKS: Final[Mapping[str, Callable[[SnapshotLines], None]]] = {
+    "comm": check_profile,
+    "tree": check_tree,
+}
+_SORTS: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
+
+
+def read_snapshot(path: Path, *, where: str) -> str | None:
+    """Reads a snapshot of either kind and checks all of it.
+
+    Args:
+        path: The file, or a link to it.
+        where: The file, as the errors shall name it.
+
+    Returns:
+        Its text, with LF at the ends of its lines; None if there is no file.
+
+    Raises:
+        SnapshotFormatError: It is broken, too large, or no regular file, which is not read then.
+    """
+    try:
+        raw = _read_regular(path, where)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _no_file(path, where, error.strerror or str(error)) from None
+    try:
+        text = with_plain_ends(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        line = 1 + raw.count(b"\n", 0, error.start)
+        raise SnapshotFormatError(
+            f"{where}, line {line}: it cannot be read as UTF-8 text ({error.reason}); expected a "
+            f"snapshot. {REMEDY}"
+        ) from None
+    check_snapshot(text, where=where)
+    return text
+
+
+def check_snapshot(text: str, *, where: str) -> None:
+    """Checks a snapshot of either kind, and builds nothing.
+
+    Raises:
+        SnapshotFormatError: A line is not as it would be written.
+    """
+    lines = SnapshotLines(text, where=where)
+    _CHECKS[lines.kind](lines)
+
+
+def _read_regular(path: Path, where: str) -> bytes:
+    # Neither waits for the other end of a FIFO, nor takes a terminal.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise _no_file(path, where, "")
+        if found.st_size > MAX_BYTES:
+            raise too_large(where, f"{found.st_size} bytes")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(MAX_BYTES + 1)
+    finally:
+        os.close(descriptor)
+
+
+def _no_file(path: Path, where: str, reason: str) -> SnapshotFormatError:
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        mode = stat.S_IFREG
+    sort = next((name for is_sort, name in _SORTS if is_sort(mode)), "")
+    came = f"it is {sort}" if sort else f"it cannot be read ({reason})"
+    return SnapshotFormatError(
+        f"{where}, line 1: {came}; expected a regular file. Nothing was overwritten: move it away "
+        "or make it readable, then restore the file with `git checkout`, or record it anew with "
+        "--snapshot-update"
+    )
 
 
 def write_atomically(path: Path, text: str) -> None:

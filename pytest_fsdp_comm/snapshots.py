@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeGuard, cast
 
@@ -14,32 +15,38 @@ from syrupy.data import SnapshotCollection, SnapshotCollections
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
 from pytest_fsdp_comm.diff import compare
-from pytest_fsdp_comm.document import END, format_profile, parse_profile, read_header
+from pytest_fsdp_comm.document import format_profile, parse_profile
 from pytest_fsdp_comm.errors import EmptyRecordingError, FsdpCommError, SnapshotFormatError
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.rank_lists import name_ranks
-from pytest_fsdp_comm.snapshot_files import shown_path, write_atomically
+from pytest_fsdp_comm.snapshot_files import (
+    check_snapshot,
+    read_snapshot,
+    shown_path,
+    write_atomically,
+)
+from pytest_fsdp_comm.snapshot_lines import REMEDY, read_header
 from pytest_fsdp_comm.snapshot_names import PART, SUFFIX, basename, written_module
 from pytest_fsdp_comm.tree import ShardTree
-from pytest_fsdp_comm.tree_text import format_tree
+from pytest_fsdp_comm.tree_text import format_tree, merge_tree_texts, parse_tree_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from syrupy.assertion import AssertionResult
     from syrupy.location import PyTestLocation
 
     from pytest_fsdp_comm.profile import CommProfile
+    from pytest_fsdp_comm.tree_facts import TreeFacts
 
 UNNAMED: Final = "comm"
 """The name, in a dict of values, of the one whose file has none."""
 
 # A file says by which ranks it was recorded only so far: by its backend, of which `fake` alone runs
 # a part of them, and by the ranks of its lines.
-_WRITTEN_BY: Final = re.compile(r"[^\n]*, (\w+) \(not compared\)\r?\n")
-_RANKS_TOLD: Final = re.compile(r"(?:^| )ranks ([0-9,-]+)\r?$", re.MULTILINE)
+_WRITTEN_BY: Final = re.compile(r"[^\n]*, (\w+) \(not compared\)\n")
 
 _BOUND: Final = pytest.StashKey[dict[str, type["CommSnapshotExtension"]]]()
 
@@ -120,7 +127,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
                 "is the model sharded, and does it run inside `with comm_mode(model):`? A test "
                 "whose point is that nothing is sent says comm_snapshot(allow_empty=True)"
             )
-        text = format_profile(profile)
+        text = _readable(format_profile(profile))
         self._profiles[text] = profile
         return text
 
@@ -131,7 +138,9 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
                 "nothing: is fully_shard(model) missing? A test whose point is that nothing is "
                 "sharded says comm_snapshot(allow_empty=True)"
             )
-        return _merge_tree_texts(gather_alike(self.gather, "fsdp_tree", format_tree(tree)))
+        texts = gather_alike(self.gather, "fsdp_tree", format_tree(tree))
+        ranks = self.recorded_ranks or range(len(texts))
+        return _readable(merge_tree_texts(dict(zip(ranks, texts, strict=True))))
 
     def matches(self, *, serialized_data: Any, snapshot_data: Any) -> bool:
         """Compares what counts; exactly when updating, so that an update also refreshes a file."""
@@ -142,23 +151,25 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         # An update writes what differs in any way.
         if self.updates and not is_part:
             return False
-        kind = read_header(snapshot_data, where="the snapshot")
-        is_same = kind == "comm" and not self._changes(snapshot_data, serialized_data)
+        is_same = not self._differs(snapshot_data, serialized_data, is_part=is_part)
         if self.updates and not is_same:
             self._refuse_part(snapshot_data)
         return is_same
 
-    def _changes(self, old: str, new: str) -> tuple[Any, ...]:
-        if read_header(new, where="the recording") != "comm":
-            return (new,)
-        return compare(parse_profile(old), self.profile_of(new)).changes
+    def _differs(self, old: str, new: str, *, is_part: bool) -> bool:
+        kind = read_header(old, where=self.where)
+        if kind != read_header(new, where="the recording"):
+            return True
+        if kind == "comm":
+            return bool(compare(parse_profile(old), self.profile_of(new)).changes)
+        # Of all ranks, equal trees have equal texts.
+        return not is_part or any(
+            _tree_of(rank, old) != _tree_of(rank, new) for rank in self.recorded_ranks
+        )
 
     def _refuse_part(self, old: str) -> None:
         """Raises unless these ranks' update loses nothing of others."""
-        runs = [run.partition("-") for told in _RANKS_TOLD.findall(old) for run in told.split(",")]
-        told = {
-            rank for first, _, last in runs for rank in range(int(first), int(last or first) + 1)
-        }
+        told = _ranks_told(old)
         backend = _WRITTEN_BY.match(old)
         is_fake = backend is not None and backend[1] == "fake"
         if is_fake and told <= set(self.recorded_ranks):
@@ -179,25 +190,14 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def read_snapshot_data_from_location(
         self, *, snapshot_location: str, snapshot_name: str, session_id: str
     ) -> str | None:
-        """Reads a file and checks that it is whole.
+        """Reads a file of either kind and checks all of it.
 
         Raises:
             SnapshotFormatError: It is not; when updating, too, so that nothing is lost unseen.
         """
         del snapshot_name, session_id
         path = Path(snapshot_location)
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, UnicodeDecodeError) as error:
-            raise SnapshotFormatError(
-                f"{self._shown(path)} cannot be read as UTF-8 text ({error}); restore it with `git "
-                "checkout`, or delete it and record it anew with --snapshot-update"
-            ) from None
-        if read_header(text, where=self._shown(path)) == "comm":
-            parse_profile(text, where=self._shown(path))
-        return text
+        return read_snapshot(path, where=self._shown(path))
 
     def _shown(self, path: Path) -> str:
         return shown_path(path, self.rootdir)
@@ -265,18 +265,30 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         yield from super().diff_lines(_body(serialized_data), _body(snapshot_data))
 
 
-def _merge_tree_texts(texts: Sequence[str]) -> str:
-    """One text if the ranks' trees are equal; otherwise each, below the ranks that have it."""
-    groups: dict[str, list[int]] = {}
-    for place, text in enumerate(texts):
-        groups.setdefault(text, []).append(place)
-    if len(groups) == 1:
-        return texts[0]
-    lines = [texts[0].partition("\n")[0]]
-    for text, places in groups.items():
-        lines.append(f"ranks {','.join(map(str, places))}")
-        lines += [f"  {line}" for line in _body(text).splitlines()]
-    return "\n".join([*lines, END]) + "\n"
+def _readable(text: str) -> str:
+    """The text, unless it is beyond what a snapshot may hold, so that it could not be read back."""
+    try:
+        check_snapshot(text, where="the recording")
+    except SnapshotFormatError as problem:
+        raise FsdpCommError(
+            f"{str(problem).removesuffix(REMEDY)}It is too much to become a snapshot: compare a "
+            "part of the model, or fewer ranks"
+        ) from None
+    return text
+
+
+def _tree_of(rank: int, text: str) -> TreeFacts | None:
+    trees = parse_tree_ranks(text)
+    return next((tree for ranks, tree in trees.items() if not ranks or rank in ranks), None)
+
+
+def _ranks_told(text: str) -> set[int]:
+    """The ranks that a snapshot tells apart."""
+    if read_header(text, where="the snapshot") == "tree":
+        return set(chain(*parse_tree_ranks(text)))
+    profile = parse_profile(text)
+    sections = (profile.rows, profile.reshards, profile.redistributions)
+    return {rank for rows in sections for row in rows for rank in row.ranks}
 
 
 def _are_named(value: object) -> TypeGuard[Mapping[str, object]]:

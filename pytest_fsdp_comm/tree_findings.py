@@ -14,7 +14,7 @@ from pytest_fsdp_comm.tree import Finding
 from pytest_fsdp_comm.tree_rules import FindingRules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pytest_fsdp_comm.tree import ShardTree
 
@@ -32,14 +32,14 @@ def with_findings(tree: ShardTree, rules: FindingRules | None = None) -> ShardTr
     return replace(tree, findings=tuple(findings))
 
 
-def rank_findings(texts: Sequence[str]) -> tuple[Finding, ...]:
+def rank_findings(texts: Mapping[int, str]) -> tuple[Finding, ...]:
     """Compares the trees of all ranks.
 
     Args:
-        texts: What `pytest_fsdp_comm.tree_text.format_tree` writes, in rank order.
+        texts: What `pytest_fsdp_comm.tree_text.format_tree` writes, by rank, ascending.
     """
     ranks_of: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
+    for rank, text in texts.items():
         ranks_of.setdefault(text, []).append(rank)
     if len(ranks_of) == 1:
         return ()

@@ -12,24 +12,25 @@
     total 5 units, 5 parameters
     end
 
-Bytes are not written: they follow from shapes, element types and policies.
+Bytes are not written: they follow from shapes, element types and policies. Where the ranks' trees
+differ, each tree is indented below a line ``ranks 0,2-3``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections import defaultdict
+from typing import TYPE_CHECKING
 
-from pytest_fsdp_comm.document import END, header
-from pytest_fsdp_comm.fqn import escape, expand, fold_fqns, natural_key
-from pytest_fsdp_comm.tree_facts import ParameterFacts, TreeFacts, UnitFacts, tree_facts
-from pytest_fsdp_comm.tree_reading import PRECISION_WORDS, TreeReader, total_text
+from pytest_fsdp_comm.fqn import fold_fqns
+from pytest_fsdp_comm.snapshot_lines import END, INDENT, SnapshotLines, header, write_ranks
+from pytest_fsdp_comm.tree_facts import TreeFacts, tree_facts
+from pytest_fsdp_comm.tree_reading import read_trees
+from pytest_fsdp_comm.tree_writing import parameter_words, tree_lines, unit_words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
     from pytest_fsdp_comm.tree import ShardTree
-
-_Content = TypeVar("_Content")
 
 
 def format_tree(tree: ShardTree) -> str:
@@ -38,61 +39,44 @@ def format_tree(tree: ShardTree) -> str:
     return "\n".join([first, *_fact_lines(tree_facts(tree))]) + "\n"
 
 
-def _fact_lines(facts: TreeFacts) -> Iterator[str]:
-    yield f"world_size {facts.world_size}"
-    yield " ".join(["mesh", *(f"{escape(axis.name)}={axis.size}" for axis in facts.mesh_axes)])
-    units = {
-        (name, number): _unit_words(unit, number) for (name, number), unit in facts.units.items()
-    }
-    for number in sorted({number for _, number in units}):
-        same = {name: words for (name, at), words in units.items() if at == number}
-        yield from (f"unit {pattern} {words}" for pattern, words in _folded(same))
-    parameters = {fqn: _parameter_words(entry) for fqn, entry in facts.parameters.items()}
-    yield from (f"parameter {pattern} {words}" for pattern, words in _folded(parameters))
-    yield f"total {total_text(len(facts.units), len(facts.parameters))}"
-    yield END
+def _fact_lines(facts: TreeFacts) -> list[str]:
+    units: defaultdict[int, dict[str, str]] = defaultdict(dict)
+    for (name, number), unit in facts.units.items():
+        units[number][name] = unit_words(unit, number)
+    parameters = {fqn: parameter_words(entry) for fqn, entry in facts.parameters.items()}
+    return tree_lines(
+        world_size=facts.world_size,
+        mesh_axes=facts.mesh_axes,
+        units={number: _folded(contents) for number, contents in units.items()},
+        parameters=_folded(parameters),
+        totals=(len(facts.units), len(facts.parameters)),
+    )
 
 
-def _folded(contents: Mapping[str, _Content]) -> Iterator[tuple[str, _Content]]:
-    """Folds the names of equal content, in natural order of the first name of each line."""
-    names_of: dict[_Content, list[str]] = {}
+def _folded(contents: Mapping[str, str]) -> dict[str, Iterable[str]]:
+    names_of: defaultdict[str, list[str]] = defaultdict(list)
     for name, content in contents.items():
-        names_of.setdefault(content, []).append(name)
-    lines = [
-        (pattern, content) for content, names in names_of.items() for pattern in fold_fqns(names)
-    ]
-    yield from sorted(lines, key=lambda line: natural_key(next(iter(expand(line[0])))))
+        names_of[content].append(name)
+    return {content: fold_fqns(names) for content, names in names_of.items()}
 
 
-def _unit_words(unit: UnitFacts, number: int) -> str:
-    words: list[str] = [unit.kind]
-    words += [f"group={number}"] if number > 1 else []
-    words += ["root"] if unit.is_root else []
-    if unit.shard_axis is not None:
-        words.append(f"shard={escape(unit.shard_axis)}")
-    if unit.replicate_axis is not None:
-        words.append(f"replicate={escape(unit.replicate_axis)}")
-    if unit.reshard_after_forward is not None:
-        words.append(f"reshard_after_forward={str(unit.reshard_after_forward).lower()}")
-    for name in PRECISION_WORDS:
-        dtype = getattr(unit.precision, name)
-        words += [] if dtype is None else [f"{name}={dtype}"]
-    words += [] if unit.precision.cast_forward_inputs else ["cast_forward_inputs=false"]
-    words += ["offload"] if unit.offload else []
-    for name in ("forward_prefetch", "backward_prefetch"):
-        units = getattr(unit, name)
-        words += [f"{name}={','.join(map(escape, units))}"] if units else []
-    words += [f"prefetch={','.join(unit.prefetch)}"] if unit.prefetch else []
-    return " ".join(words)
+def merge_tree_texts(texts: Mapping[int, str]) -> str:
+    """One text if the ranks' trees are equal; otherwise each, below the ranks that have it.
 
-
-def _parameter_words(parameter: ParameterFacts) -> str:
-    words = [f"{parameter.dtype}[{','.join(map(str, parameter.shape))}]"]
-    words += [] if parameter.trainable else ["frozen"]
-    words += [] if parameter.managed else ["unmanaged"]
-    words += [f"{escape(axis)}={placement}" for axis, placement in parameter.placements]
-    words += [f"tied={','.join(map(escape, parameter.tied))}"] if parameter.tied else []
-    return " ".join(words)
+    Args:
+        texts: What `format_tree` writes, by rank, ascending.
+    """
+    ranks_of: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, text in texts.items():
+        ranks_of[text].append(rank)
+    first = next(iter(ranks_of))
+    if len(ranks_of) == 1:
+        return first
+    lines = [first.partition("\n")[0]]
+    for text, ranks in ranks_of.items():
+        lines.append(f"ranks {write_ranks(ranks)}")
+        lines += [INDENT + line for line in text.partition("\n")[2].split("\n")[:-1]]
+    return "\n".join([*lines, END]) + "\n"
 
 
 def parse_tree(text: str, *, where: str = "snapshot") -> TreeFacts:
@@ -103,6 +87,33 @@ def parse_tree(text: str, *, where: str = "snapshot") -> TreeFacts:
         where: The file, as the errors shall name it.
 
     Raises:
+        SnapshotFormatError: The text is empty, truncated, corrupted, of another format version, or
+            tells the trees of ranks apart.
+    """
+    lines = SnapshotLines(text, where=where, kind="tree")
+    trees = read_trees(lines)
+    if () not in trees:
+        raise lines.misread(2, "one tree for all ranks")
+    return trees[()].facts()
+
+
+def parse_tree_ranks(text: str, *, where: str = "snapshot") -> dict[tuple[int, ...], TreeFacts]:
+    """Reads what `merge_tree_texts` wrote.
+
+    Returns:
+        The trees by the ranks that have them; by no ranks if all ranks have the same.
+
+    Raises:
         SnapshotFormatError: The text is empty, truncated, corrupted, or of another format version.
     """
-    return TreeReader(where).read(text)
+    trees = read_trees(SnapshotLines(text, where=where, kind="tree"))
+    return {ranks: tree.facts() for ranks, tree in trees.items()}
+
+
+def check_tree(lines: SnapshotLines) -> None:
+    """Checks what `parse_tree_ranks` checks, and builds nothing.
+
+    Raises:
+        SnapshotFormatError: As there.
+    """
+    read_trees(lines)

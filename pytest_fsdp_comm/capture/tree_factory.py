@@ -19,7 +19,7 @@ from pytest_fsdp_comm.tree_rules import FindingRules
 from pytest_fsdp_comm.tree_text import format_tree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -34,15 +34,18 @@ class TreeFactory:
         *,
         rules: FindingRules | None = None,
         gather: Callable[[str], list[str]] = lambda text: [text],
+        ranks: Sequence[int] = (),
     ) -> None:
         """Prepares; reads nothing.
 
         Args:
             rules: What counts as a finding; None for the defaults.
             gather: Exchanges a text between the ranks of a test, never by a recorded collective.
+            ranks: The ranks that take part in it, ascending; empty if they count from 0.
         """
         self._rules = rules or FindingRules()
         self._gather = gather
+        self._ranks = ranks
 
     def __call__(self, model: nn.Module) -> ShardTree:
         """How the model is sharded now. Neither runs the model nor sends anything.
@@ -67,7 +70,8 @@ class TreeFactory:
         tree = self(model)
         if self._rules.levels["ranks-differ"] == "off":
             return tree
-        found = rank_findings(self._gather(format_tree(tree)))
+        texts = self._gather(format_tree(tree))
+        found = rank_findings(dict(zip(self._ranks or range(len(texts)), texts, strict=True)))
         level: Level = "error" if self._rules.levels["ranks-differ"] == "error" else "warning"
         found = tuple(replace(finding, level=level) for finding in found)
         return replace(tree, findings=(*found, *tree.findings))

@@ -311,6 +311,25 @@ def test_a_part_never_replaces_the_whole(project):
     assert {name: project.read(name) for name in project.files()} == before
 
 
+def test_a_part_of_trees_that_differ_is_compared_with_its_own(project):
+    project.edit("    assert comm_mode == comm_snapshot\n", "")
+    project.edit(
+        "    assert fsdp_tree(model)",
+        "    model[1].weight.requires_grad_(device_mesh().get_rank() == FROZEN)\n"
+        "    tree = fsdp_tree(model)\n    assert tree",
+    )
+    project.edit("WIDTH = 8", "WIDTH = 8\nFROZEN = 1")
+    project.update("--world-size", "2").assert_outcomes(passed=1)
+    assert "\nranks 0\n" in project.read(TREE)
+    project.run("--comm-backend", "fake").assert_outcomes(passed=1)
+    project.update("--comm-backend", "fake").assert_outcomes(passed=1)
+    project.edit("FROZEN = 1", "FROZEN = 0")
+    project.run("--comm-backend", "fake").assert_outcomes(failed=1)
+    result = project.update("--comm-backend", "fake")
+    result.assert_outcomes(failed=1)
+    explained(result, f"{TREE} was recorded on all ranks, and differs")
+
+
 def test_a_snapshot_of_simulated_ranks_is_updated_by_the_same_ranks(project):
     project.edit("world_size=2)", "world_size=8, backend='fake', ranks=(0, 5))")
     project.update().assert_outcomes(passed=1)
@@ -381,7 +400,7 @@ BROKEN = {
     ),
     "lost": (
         lambda text: text.replace("backward {0..1} reduce_scatter[dp] x1 256 B\n", ""),
-        "the totals do not fit the records; a line was lost, or edited by hand",
+        "the totals do not fit the records, as a line was lost or edited by hand",
     ),
     "conflict": (lambda text: "<<<<<<< HEAD\n" + text, "line 1: it reads '<<<<<<< HEAD'"),
 }
@@ -412,7 +431,7 @@ def test_bytes_that_are_no_text(recorded):
     (recorded.path / COMM).write_bytes(b"\xff\xfe\x00")
     result = recorded.run()
     result.assert_outcomes(failed=1)
-    explained(result, f"{COMM} cannot be read as UTF-8 text")
+    explained(result, f"{COMM}, line 1: it cannot be read as UTF-8 text")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -12,7 +12,7 @@ from pytest_fsdp_comm.layout import AxisPlacement
 from pytest_fsdp_comm.tree import ModuleNode, ParameterNode, Precision, ShardTree, ShardUnit
 from pytest_fsdp_comm.tree_diff import TreeChange, compare_trees
 from pytest_fsdp_comm.tree_facts import tree_facts
-from pytest_fsdp_comm.tree_text import format_tree, parse_tree
+from pytest_fsdp_comm.tree_text import format_tree, merge_tree_texts, parse_tree, parse_tree_ranks
 
 AXES = (MeshAxis(name="dp", size=2), MeshAxis(name="tp ]=,", size=2))
 NAMES = st.one_of(
@@ -114,6 +114,16 @@ def test_text_round_trips(tree):
     assert compare_trees(facts, tree_facts(tree)) == ()
 
 
+@given(trees(), trees())
+def test_trees_of_ranks_round_trip(first, second):
+    texts = {0: format_tree(first), 2: format_tree(second), 3: format_tree(first)}
+    found = parse_tree_ranks(merge_tree_texts(texts).replace("\n", "\r\n"))
+    if texts[0] == texts[2]:
+        assert found == {(): tree_facts(first)}
+    else:
+        assert found == {(0, 3): tree_facts(first), (2,): tree_facts(second)}
+
+
 @given(trees(), st.randoms())
 def test_order_of_construction_does_not_show(tree, random):
     parameters = list(tree.parameters)
@@ -153,58 +163,89 @@ REMEDY = (
         (
             "world_size 4",
             "world_size four",
-            "line 2: expected world_size and a number, got 'four'",
+            "line 2: it reads 'world_size four'; expected 'world_size <N>' with a number from 1 to "
+            "131072",
         ),
-        ("world_size 4\n", "", "line 2: expected world_size ..., got 'mesh dp=4'"),
-        ("mesh dp=4", "mesh dp", "line 3: expected mesh axes such as dp=4, got 'dp'"),
+        (
+            "world_size 4\n",
+            "",
+            "line 2: it reads 'mesh dp=4'; expected 'world_size <N>' with a number from 1 to "
+            "131072",
+        ),
+        (
+            "mesh dp=4",
+            "mesh dp",
+            "line 3: it reads 'mesh dp'; expected 'mesh <axis>=<size> ...', each axis once, by "
+            "name, sizes up to 4",
+        ),
         (
             "unit (root) fsdp2",
             "unit (root) fsdp3",
-            "line 4: expected one of fsdp2, fsdp1, replicate, ddp after the unit, got 'fsdp3'",
+            "line 4: it reads 'unit (root) fsdp3 root shard=dp reshard_after_forward=false': "
+            "unknown unit 'fsdp3'; expected one of fsdp2, fsdp1, replicate, ddp after its name",
         ),
         (
             "reshard_after_forward=true",
             "reshard",
-            "line 5: expected a unit's policy such as reshard_after_forward=true, got 'reshard'",
+            "line 5: it reads 'unit layers.{0..3} fsdp2 shard=dp reshard param_dtype=bfloat16': "
+            "unknown policy 'reshard'; expected a unit's policy such as "
+            "reshard_after_forward=true",
         ),
         (
             "reshard_after_forward=true",
             "reshard_after_forward=maybe",
-            "line 5: expected reshard_after_forward=true, =false or a number of ranks, got 'maybe'",
+            "line 5: it reads 'unit layers.{0..3} fsdp2 shard=dp reshard_after_forward=maybe "
+            "param_dtype=bfloat16': bad number 'maybe'; expected reshard_after_forward=true, "
+            "=false or a number of ranks",
+        ),
+        (
+            "reshard_after_forward=true",
+            "reshard_after_forward=1",
+            "line 5: it reads 'unit layers.{0..3} fsdp2 shard=dp reshard_after_forward=1 "
+            "param_dtype=bfloat16': bad number '1'; expected reshard_after_forward=true, =false or "
+            "a number of ranks",
         ),
         (
             "layers.{0..3} fsdp2",
             "layers.{3..0} fsdp2",
-            "line 5: bad numbers {3..0} in 'layers.{3..0}': expected ascending numbers and ranges "
-            "such as {0..3,7}",
+            "line 5: it reads 'unit layers.{3..0} fsdp2 shard=dp reshard_after_forward=true "
+            "param_dtype=bfloat16': bad numbers {3..0} in 'layers.{3..0}'; expected ascending "
+            "numbers and ranges such as {0..3,7}",
         ),
         (
             "float32[512,64]",
             "float32",
-            "line 6: expected a tensor such as float32[64,64] after the parameter, got 'float32'",
+            "line 6: it reads 'parameter embed.weight float32 dp=Shard(0) tied=head.weight': bad "
+            "tensor 'float32'; expected one such as float32[64,64] after the parameter",
         ),
-        ("dp=Shard(0)\n", "dp\n", "line 7: expected placements such as dp=Shard(0), got 'dp'"),
+        (
+            "dp=Shard(0)\n",
+            "dp\n",
+            "line 7: it reads 'parameter layers.{0..3}.weight float32[64,64] dp': bad placement "
+            "'dp'; expected placements such as dp=Shard(0)",
+        ),
         (
             "parameter embed.weight float32[512,64] dp=Shard(0) tied=head.weight\n",
             "",
-            "line 7: expected total 5 units, 4 parameters, as the lines above have, got 'total 5 "
-            "units, 5 parameters'",
+            "line 7: it reads 'total 5 units, 5 parameters'; the totals do not fit the records, as "
+            "a line was lost or edited by hand; expected 'total 5 units, 4 parameters'",
         ),
         (
             "unit layers.{0..3}",
             "unit (root)",
-            "line 5: expected each unit once, got '(root)'",
+            "line 5: it reads 'unit (root) fsdp2 shard=dp reshard_after_forward=true "
+            "param_dtype=bfloat16'; expected each unit once",
         ),
         (
             "parameter embed",
-            "<<<<<<< HEAD",
-            "line 6: expected unit, parameter or total ..., got '<<<<<<< HEAD.weight "
-            "float32[512,64] dp=Shard(0) tied=head.weight'",
+            "parametre embed",
+            "line 6: it reads 'parametre embed.weight float32[512,64] dp=Shard(0) "
+            "tied=head.weight'; expected 'unit ...', 'parameter ...' or 'total ...'",
         ),
         (
             "tree |",
             "comm |",
-            "line 1: expected a snapshot of kind 'tree', got \"one of kind 'comm'\"",
+            "line 1: it is a snapshot of kind 'comm'; expected one of kind 'tree'",
         ),
     ],
 )

@@ -1,0 +1,297 @@
+"""Mutates snapshots of both kinds, and checks what their parsers make of it.
+
+    python tests/unit/fuzzing.py --mutations 1000000 --seed 7
+
+A mutated text is refused by a short error with file, line and remedy; or it is just what is written
+for what it says, and says something else than the original did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import time
+from collections import Counter
+from functools import cache
+
+from pytest_fsdp_comm.document import format_profile, parse_profile
+from pytest_fsdp_comm.errors import SnapshotFormatError
+from pytest_fsdp_comm.fqn import fold_fqns
+from pytest_fsdp_comm.snapshot_lines import header
+from pytest_fsdp_comm.tree_text import merge_tree_texts, parse_tree_ranks
+from pytest_fsdp_comm.tree_writing import parameter_words, tree_lines, unit_words
+
+COMM = (
+    """\
+# pytest-fsdp-comm 1 comm | torch 2.13.0, gloo (not compared)
+world_size 8
+mesh dp=4 t%20p=2
+forward (root) all_gather[dp] x1 262_400 B
+forward layers.{0..3} all_gather[dp] x1 147_968 B
+forward layers.{0..2}.experts.{0..7} all_to_all[t%20p] x2 1_024 B
+forward layers.3.experts.{0..3} all_to_all[t%20p] x2 1_024 B
+forward layers.3.experts.4 all_to_all[t%20p] x2 1_024 B ranks 0,2-5
+forward layers.3.experts.4 all_to_all[t%20p] x3 1_536 B ranks 6
+forward layers.{0..3} reshard x1
+forward layers.{0..3} unshard x1
+forward norm redistribute (Shard(dim=1))->(Replicate()) x1
+backward (root) reduce_scatter[dp] x1 262_400 B
+backward layers.{0..3} reduce_scatter[dp] x1 147_968 B
+backward layers.{0,2} unshard x2 ranks 1
+optimizer (no-module) all_reduce[dp] x1 4 B
+outside a\\x20b+c unknown:odd_op[dp] x1 0 B
+total all_gather[dp] x5 854_272 B
+total reduce_scatter[dp] x5 854_272 B
+total all_reduce[dp] x1 4 B
+total all_to_all[t%20p] x58 29_696 B
+total unknown:odd_op[dp] x1 0 B
+end
+""",
+    """\
+# pytest-fsdp-comm 1 comm | torch 2.13.0, fake (not compared)
+world_size 131072
+mesh world=131072
+forward 0 broadcast[world] x1 1_000 B ranks 0-511
+outside (no-module) barrier[world] x1 0 B
+total broadcast[world] x1 1_000 B
+total barrier[world] x1 0 B
+end
+""",
+)
+TREE = (
+    """\
+# pytest-fsdp-comm 1 tree | torch 2.13.0, gloo (not compared)
+world_size 4
+mesh dp=2 tp=2
+unit (root) fsdp2 root shard=dp reshard_after_forward=false
+unit layers.{0..3} fsdp2 shard=dp replicate=tp reshard_after_forward=true param_dtype=bfloat16
+unit layers.{4..5} fsdp1 shard=dp reshard_after_forward=2 cast_forward_inputs=false offload \
+forward_prefetch=norm,(root) prefetch=BACKWARD_PRE,FORWARD
+unit layers.{0..1} fsdp2 group=2 shard=dp reshard_after_forward=true
+parameter embed.weight float32[512,64] frozen dp=Shard(0) tp=StridedShard(0,2) \
+tied=a\\x20b,head.weight
+parameter layers.{0..2}.experts.{0..7}.weight float32[64,64] dp=Shard(0)
+parameter layers.3.experts.{0..3}.weight float32[64,64] dp=Shard(0)
+parameter scale float8_e4m3fn[] unmanaged
+total 9 units, 30 parameters
+end
+""",
+)
+TREE = (
+    *TREE,
+    merge_tree_texts({0: TREE[0], 1: TREE[0].replace("fsdp2 root", "fsdp2"), 3: TREE[0]}),
+)
+
+TOKEN = re.compile(r"[A-Za-z_]+|[0-9]+|\s|.", re.DOTALL)
+PIECES = [
+    *(
+        "0",
+        "1",
+        "02",
+        "\uff10\uff10",
+        "x\uff11",
+        "²",
+        "-1",
+        "1_0",
+        "10_00",
+        "9" * 18,
+        "9" * 19,
+        "9" * 5000,
+    ),
+    *("{0..3}", "{0,1}", "{3..0}", "{}", "{0..9999999}", "{0..999999999}", "{", "}", "..", ","),
+    *("ranks 0", " ranks 1-0", " ranks 0-99999999999", " ranks 1,0", " ranks 8", " ranks 0-7"),
+    *("\0", "\t", "\x0b", "\x1b", "\x7f", "\x85", "\u2028", "\ufeff", "\u200b", "\r", "\r\n", "\n"),
+    *("<<<<<<< HEAD\n", "=======\n", ">>>>>>> x\n", "||||||| y\n", "\n=======\n"),
+    *(" ", "  ", "+", ".", "%20", "%41", "%", "\\x20", "\\x41", "\\", "(root)", "(no-module)", "#"),
+    *("forward", "backward", "all_gather", "zzz", "unshard", "redistribute", "unknown:", "total"),
+    *("end\n", "end", "mesh", "world_size", "world_size 0", "dp=0", "dp=4", "x0", "0 B", "frozen"),
+    *("unit a fsdp2\n", "parameter a float32[1]\n", "forward a unshard x1\n", "[", "]", "root"),
+    *("é", "\U0001f600", "a" * 300, "tied=", "group=1", "ranks 0\n", "ranks 1,2\n", "  end\n"),
+]
+
+
+def mutate(random_: random.Random, text: str, other: str) -> str:
+    """Changes a text in one to three places."""
+    for _ in range(random_.choice((1, 1, 1, 2, 3))):
+        text = random_.choice(MUTATIONS)(random_, text, other)
+    return text
+
+
+def on_characters(random_: random.Random, text: str, _: str) -> str:
+    """Removes, doubles, or replaces a few characters."""
+    start = random_.randrange(len(text) + 1)
+    end = min(len(text), start + random_.choice((0, 1, 1, 2, 5)))
+    new = random_.choice(("", text[start:end] * 2, chr(random_.randrange(1, 0x250)), "7"))
+    return text[:start] + new + text[end:]
+
+
+def on_pieces(random_: random.Random, text: str, _: str) -> str:
+    """Puts something odd anywhere."""
+    start = random_.randrange(len(text) + 1)
+    return text[:start] + random_.choice(PIECES) + text[start:]
+
+
+def on_tokens(random_: random.Random, text: str, _: str) -> str:
+    """Replaces a token by another one of the text, or by something odd."""
+    tokens = TOKEN.findall(text)
+    if tokens:
+        tokens[random_.randrange(len(tokens))] = random_.choice(
+            (random_.choice(tokens), random_.choice(PIECES))
+        )
+    return "".join(tokens)
+
+
+def on_numbers(random_: random.Random, text: str, _: str) -> str:
+    """Changes a number a little."""
+    found = list(re.finditer(r"[0-9]+", text))
+    if not found:
+        return text
+    match = random_.choice(found)
+    number = int(match[0][:18]) + random_.choice((-1, 1, 1, 10))
+    return text[: match.start()] + str(max(0, number)) + text[match.end() :]
+
+
+def on_lines(random_: random.Random, text: str, other: str) -> str:
+    """Removes, doubles, moves or splices lines."""
+    lines = text.splitlines(keepends=True) or [""]
+    place, target = random_.randrange(len(lines)), random_.randrange(len(lines))
+    action = random_.randrange(5)
+    if action == 0:
+        del lines[place]
+    elif action == 1:
+        lines.insert(target, lines[place])
+    elif action == 2:  # the third action
+        lines[place], lines[target] = lines[target], lines[place]
+    elif action == 3:  # the fourth action
+        lines[place] = random_.choice(other.splitlines(keepends=True))
+    else:
+        cut = other.splitlines(keepends=True)
+        lines = lines[:place] + cut[random_.randrange(len(cut)) :]
+    return "".join(lines)
+
+
+def on_ends(random_: random.Random, text: str, _: str) -> str:
+    """Truncates, or changes line ends."""
+    return random_.choice(
+        (
+            text[: random_.randrange(len(text) + 1)],
+            text.replace("\n", "\r\n"),
+            text.replace("\n", "\r"),
+            text[random_.randrange(len(text) + 1) :],
+            text.replace("\n", "\n\n", 1),
+        )
+    )
+
+
+MUTATIONS = (on_characters, on_pieces, on_tokens, on_numbers, on_lines, on_ends)
+
+
+READERS = {"comm": parse_profile, "tree": parse_tree_ranks}
+
+
+@cache
+def read_original(kind: str, text: str) -> object:
+    """The value of a text that was not mutated."""
+    return READERS[kind](text)
+
+
+def check(kind: str, original: str, text: str) -> str:
+    """Parses a mutated text.
+
+    Returns:
+        ``refused``, ``same`` or ``other``.
+    """
+    try:
+        value = READERS[kind](text, where="dir/x.comm")
+    except SnapshotFormatError as error:
+        check_error(str(error))
+        return "refused"
+    body = text.replace("\r\n", "\n").partition("\n")[2]
+    assert write(kind, value).partition("\n")[2] == body, "another text is written for it"
+    is_same = body == original.partition("\n")[2]
+    assert (value == read_original(kind, original)) == is_same, "it says the same in another way"
+    return "same" if is_same else "other"
+
+
+def check_error(message: str) -> None:
+    """An error is short, and has file, line and remedy."""
+    assert re.match(r"dir/x\.comm, line [1-9][0-9]*: ", message), message
+    assert "git checkout" in message, message
+    assert "--snapshot-update" in message or "upgrade pytest-fsdp-comm" in message, message
+    assert len(message) < 700, message  # 200 of quotes, and our own words
+    assert message.isprintable(), message
+
+
+def write(kind: str, value: object) -> str:
+    """Writes a parsed value again."""
+    if kind == "comm":
+        return format_profile(value)
+    texts = {}
+    for ranks, facts in value.items():
+        lines = tree_lines(
+            world_size=facts.world_size,
+            mesh_axes=facts.mesh_axes,
+            units={
+                number: _folded(
+                    {
+                        name: unit_words(unit, at)
+                        for (name, at), unit in facts.units.items()
+                        if at == number
+                    }
+                )
+                for number in {at for _, at in facts.units}
+            },
+            parameters=_folded(
+                {name: parameter_words(entry) for name, entry in facts.parameters.items()}
+            ),
+            totals=(len(facts.units), len(facts.parameters)),
+        )
+        first = header("tree", torch_version="x", backend="y")
+        texts.update(dict.fromkeys(ranks or (0,), "\n".join([first, *lines]) + "\n"))
+    return merge_tree_texts(dict(sorted(texts.items())))
+
+
+def _folded(contents: dict[str, str]) -> dict[str, tuple[str, ...]]:
+    return {
+        content: fold_fqns([name for name, other in contents.items() if other == content])
+        for content in set(contents.values())
+    }
+
+
+def fuzz(kind: str, mutations: int, seed: int) -> Counter[str]:
+    """Mutates the documents of a kind.
+
+    Returns:
+        How many texts were refused, and how many said the same or something else.
+
+    Raises:
+        AssertionError: A parser broke its promise; it says for which text.
+    """
+    random_ = random.Random(seed)  # noqa: S311  # not for secrets
+    documents = {"comm": COMM, "tree": TREE}[kind]
+    found: Counter[str] = Counter()
+    for _ in range(mutations):
+        original = random_.choice(documents)
+        text = mutate(random_, original, random_.choice((*COMM, *TREE)))
+        try:
+            found[check(kind, original, text)] += 1
+        except Exception as error:
+            raise AssertionError(f"{error!r} for {text!r}") from error
+    return found
+
+
+def main() -> None:
+    """Fuzzes both kinds, and prints what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mutations", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    for kind in ("comm", "tree"):
+        started = time.process_time()
+        found = fuzz(kind, arguments.mutations, arguments.seed)
+        print(f"{kind}: {dict(found)} in {time.process_time() - started:.1f} s")  # noqa: T201  # its output
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Whatever happens to a snapshot, it is refused, or read as exactly what it says."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SPEC = importlib.util.spec_from_file_location("fuzzing", Path(__file__).with_name("fuzzing.py"))
+fuzzing = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(fuzzing)
+
+
+@pytest.mark.parametrize("kind", ["comm", "tree"])
+def test_ten_thousand_mutations_are_refused_or_read_as_they_are_written(kind):
+    found = fuzzing.fuzz(kind, mutations=10_000, seed=1)
+    assert sum(found.values()) == 10_000
+    # The mutations reach both sides.
+    assert found["refused"] > 5_000
+    assert found["other"] > 100
+    assert found["same"] > 100
+
+
+@pytest.mark.parametrize("kind", ["comm", "tree"])
+def test_the_documents_themselves_are_read(kind):
+    for text in {"comm": fuzzing.COMM, "tree": fuzzing.TREE}[kind]:
+        assert fuzzing.check(kind, text, text) == "same"
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["x.comm: broken", "dir/x.comm, line 3: broken", "dir/x.comm, line 3: " + "x" * 700],
+)
+def test_an_error_without_file_line_or_remedy_is_found(message):
+    with pytest.raises(AssertionError):
+        fuzzing.check_error(message)

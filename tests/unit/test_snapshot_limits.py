@@ -1,0 +1,347 @@
+"""What a snapshot file may hold, alike for both kinds, and what a refused one costs."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from pytest_fsdp_comm import options, snapshot_lines
+from pytest_fsdp_comm.document import format_profile, parse_profile
+from pytest_fsdp_comm.errors import SnapshotFormatError
+from pytest_fsdp_comm.fqn import expand, fold_fqns, read_pattern
+from pytest_fsdp_comm.patterns import Pieces, Steps
+from pytest_fsdp_comm.snapshot_files import read_snapshot
+from pytest_fsdp_comm.tree_text import merge_tree_texts, parse_tree, parse_tree_ranks
+
+COMM = """\
+# pytest-fsdp-comm 1 comm | torch 2.13.0, gloo (not compared)
+world_size 8
+mesh dp=4 tp=2
+forward layers.{0..3} all_gather[dp] x1 1_024 B
+forward norm all_gather[dp] x1 8 B ranks 0,2-3
+forward layers.{0..3} unshard x1
+forward norm redistribute (Shard(dim=1))->(Replicate()) x1
+total all_gather[dp] x5 4_104 B
+end
+"""
+TREE = """\
+# pytest-fsdp-comm 1 tree | torch 2.13.0, gloo (not compared)
+world_size 8
+mesh dp=4 tp=2
+unit layers.{0..3} fsdp2 shard=dp reshard_after_forward=true
+parameter layers.{0..3}.weight float32[64,64] dp=Shard(0) tp=Replicate()
+total 4 units, 4 parameters
+end
+"""
+READERS = {"comm": (COMM, parse_profile), "tree": (TREE, parse_tree_ranks)}
+
+
+def refused(kind, text):
+    with pytest.raises(SnapshotFormatError) as caught:
+        READERS[kind][1](text, where="a/b.comm")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("world_size", "<<<<<<< HEAD\nworld_size", "line 2: it reads '<<<<<<< HEAD', which git"),
+        ("mesh", "||||||| base\nmesh", "line 3: it reads '||||||| base', which git wrote into"),
+        ("end\n", "=======\nend\n", "it reads '=======', which git wrote into a merge conflict"),
+        ("end\n", "end\n>>>>>>> b\n", "it reads '>>>>>>> b', which git wrote into a merge"),
+        ("layers", "la\0yers", "line 4: it has the control character U+0000 at column"),
+        ("layers", "la\x1byers", "line 4: it has the control character U+001B at column"),
+        ("world_size", "\rworld_size", "line 2: it has a carriage return without a line feed"),
+        ("# pytest", "\ufeff# pytest", "line 1: it has a byte order mark at column 1"),
+        ("world_size 8", "world_size \uff18", "line 2: it reads 'world_size \uff18'; expected"),
+        ("world_size 8", "world_size 08", "line 2: it reads 'world_size 08'; expected"),
+        ("world_size 8", "world_size 131073", "with a number from 1 to 131072"),
+        ("dp=4 tp=2", "dp=4 dp=4", "line 3: it reads 'mesh dp=4 dp=4'; expected"),
+        ("dp=4 tp=2", "tp=2 dp=4", "each axis once, by name, sizes up to 8"),
+        ("dp=4", "dp=0", "line 3: it reads 'mesh dp=0 tp=2'; expected"),
+        ("dp=4", "dp=9", "line 3: it reads 'mesh dp=9 tp=2'; expected"),
+        ("{0..3}", "{0..9999999}", "too many names"),
+        ("{0..3}", "{0..900000}.{0..900000}", "stands for too many names; expected at most"),
+        ("{0..3}", "{0..400000}.{0..1}", "too many names"),
+        ("{0..3}", "{0..03}", "bad numbers {0..03} in 'layers.{0..03}"),
+        ("{0..3}", "{0,1..3}", "bad numbers {0,1..3} in 'layers.{0,1..3}"),
+        ("{0..3}", "{3}", "bad numbers {3} in 'layers.{3}"),
+        ("{0..3}", ".".join("0123456789"), "too many numbers in 'layers.0.1.2"),
+        ("layers", "l\\x61yers", "bad name"),
+        ("end\n", "end", "the file ends with 'end'; expected 'end' as the last line"),
+        ("# pytest-fsdp-comm 1 ", "# pytest-fsdp-comm 9 ", "line 1: the snapshot has format 9, "),
+        ("-comm 1 ", "-comm 1 zzz", "-comm <version> comm' or '... tree'"),
+    ],
+)  # fmt: skip
+def test_what_both_kinds_refuse_alike(kind, old, new, complaint):
+    text = READERS[kind][0]
+    assert old in text
+    message = refused(kind, text.replace(old, new))
+    assert complaint in message
+    assert message.startswith("a/b.comm, line ")
+    assert "git checkout" in message
+
+
+def test_a_conflict_says_how_to_take_a_side():
+    assert refused("tree", TREE.replace("mesh", "=======\nmesh")) == (
+        "a/b.comm, line 3: it reads '=======', which git wrote into a merge conflict; expected one "
+        "side of it. Nothing was overwritten: take either side with `git checkout --ours a/b.comm` "
+        "or `git checkout --theirs a/b.comm`, then run the test; --snapshot-update if the change "
+        "is intended"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("x1 1_024", "x\uff11 1_024", "line 4: it reads"),
+        ("x1 1_024", "x01 1_024", "line 4: it reads"),
+        ("x1 1_024", "x0 1_024", "line 4: it reads"),
+        ("1_024", "10_24", "x1 10_24 B'; expected"),
+        ("1_024", "9" * 5000, "line 4: it reads"),
+        ("all_gather[dp] x1 1", "zzz[dp] x1 1", "unknown collective 'zzz'; expected one of all_g"),
+        ("forward norm all", "sideward norm all", "expected a phase first: forward, backward,"),
+        ("ranks 0,2-3", "ranks 3-2", "bad ranks '3-2'; expected ranks from 0 to 7 in ascending"),
+        ("ranks 0,2-3", "ranks 1-0", "bad ranks '1-0'"),
+        ("ranks 0,2-3", "ranks 2,0", "bad ranks '2,0'"),
+        ("ranks 0,2-3", "ranks 2,3", "bad ranks '2,3'"),
+        ("ranks 0,2-3", "ranks 8", "bad ranks '8'"),
+        ("ranks 0,2-3", "ranks 0-99999999999", "bad ranks '0-99999999999'"),
+        ("ranks 0,2-3", "ranks 0-7", "it lists all ranks; expected no list"),
+        ("ranks 0,2-3\n", "ranks 0\nforward norm all_gather[dp] x1 8 B ranks 2-3\n", "each row o"),
+        ("ranks 0,2-3\n", "ranks 0\nforward norm all_gather[dp] x2 8 B ranks 0-1\n", "each row o"),
+        ("norm all_gather[dp] x1 8 B ranks 0,2-3", "layers.2 all_gather[dp] x1 8 B", "line 5: it"),
+        ("norm unshard", "(no-module) unshard", "(no-module) has no parameters; expected a module"),
+        ("forward layers.{0..3} unshard x1\n", "forward layers.{0..1} unshard x1\nforward layers."
+         "{2..3} unshard x1\n", "unshard x1'; expected 'forward layers.{0..3} unshard x1'"),
+        ("forward layers.{0..3} unshard x1\n", "forward layers.{0..3} unshard x1\n" * 2, "each r"),
+        ("4_104", "4_105", "line 8: it reads 'total all_gather[dp] x5 4_105 B'; the totals do not"),
+    ],
+)  # fmt: skip
+def test_what_a_recording_refuses(old, new, complaint):
+    text = COMM.replace("layers.{0..3} unshard", "norm unshard") if "norm unshard" in old else COMM
+    assert old in text
+    assert complaint in refused("comm", text.replace(old, new))
+
+
+def test_rows_of_ranks_that_differ_are_no_rows_given_twice():
+    line = "forward norm all_gather[dp] x1 8 B ranks 0,2-3\n"
+    text = COMM.replace(line, line + line.replace("x1", "x2").replace("0,2-3", "1"))
+    assert format_profile(parse_profile(text)).partition("\n")[2] == text.partition("\n")[2]
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_an_error_quotes_at_most_200_characters(kind):
+    text = READERS[kind][0]
+    for old in ("layers", "world_size 8", "mesh", "{0..3}", "dp=4", "# pytest", "end", "total"):
+        for new in ("x" * 9000, "é ☃ \\" * 900, "{" * 9000, "9" * 9000, "{0,0" + ",1" * 3000 + "}"):
+            message = refused(kind, text.replace(old, f"{new}(", 1))
+            quotes = sum(len(quote) for quote in re.findall(r"'[^']*'", message))
+            assert quotes < 330, message  # 200 of the file's, and our own examples
+            assert len(message) < 600
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_line_ends_of_other_systems_read_alike(kind):
+    text, read = READERS[kind]
+    assert read(text.replace("\n", "\r\n")) == read(text)
+    message = refused(kind, text.replace("\n", "\r"))
+    assert "line 1: it has a carriage return without a line feed" in message
+
+
+def test_the_largest_world_is_that_of_the_options():
+    assert snapshot_lines.MAX_WORLD_SIZE == options.MAX_SIMULATED
+
+
+HEAD = {kind: text.partition("world")[0] for kind, (text, _) in READERS.items()}
+HEAD = {kind: f"{head}world_size 131072\nmesh dp=4\n" for kind, head in HEAD.items()}
+LINES = snapshot_lines.MAX_LINES - 5
+# Each is broken in its last line only, or nowhere but too large.
+COSTLY = {
+    "lines of a recording": HEAD["comm"] + "".join(
+        f"forward l.{n // 250}.e.{n % 250} all_gather[dp] x{n + 1} 8 B\n" for n in range(LINES)
+    ),
+    "lines of a tree": HEAD["tree"] + "".join(
+        f"parameter {n}.0.0.0.0.0.0.0 float32[{n}]\n" for n in range(LINES)
+    ),
+    "names": HEAD["comm"] + "".join(
+        f"forward l{n}.{{0..999}} all_gather[dp] x1 8 B\n" for n in range(999)
+    ),
+    "overlaps": HEAD["comm"] + "".join(
+        f"forward l.{{{n}..{n + 700}}} all_gather[dp] x{n + 1} 8 B ranks {n}\n" for n in range(700)
+    ),
+    "lists of ranks": HEAD["comm"] + "".join(
+        f"forward l.{n} all_gather[dp] x{n + 1} 8 B ranks "
+        f"{','.join(map(str, range(n, 131_072, 2)))}\n"
+        for n in range(9)
+    ),
+    "equal ranks": HEAD["comm"] + "".join(
+        f"forward l.{n} all_gather[dp] x{n + 1} 8 B ranks 1-131071\n" for n in range(LINES)
+    ),
+    "a long name": f"{HEAD['tree']}parameter {'a1' * 499_000} float32[1]\n",
+    "a long line": f"{HEAD['tree']}parameter a float32[1] tied={','.join('b' * 2_000_000)}\n",
+    "bytes": HEAD["comm"] + "\n" * (98 << 20),
+}  # fmt: skip
+MEASURE = """
+import json, re, resource, sys
+from pathlib import Path
+from pytest_fsdp_comm.errors import SnapshotFormatError
+from pytest_fsdp_comm.snapshot_files import read_snapshot
+
+def peak():
+    # Not ru_maxrss, which begins with that of the process that started this one.
+    return int(re.search("VmHWM:\\s*([0-9]+) kB", Path("/proc/self/status").read_text())[1])
+
+def seconds():
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+before = peak(), seconds()
+try:
+    found = read_snapshot(Path(sys.argv[1]), where="x.comm")
+except SnapshotFormatError as error:
+    found = str(error)
+print(json.dumps([found, peak() - before[0], seconds() - before[1]]))
+"""
+
+
+def cost(file):
+    """What reading a file gives, and how many KiB and CPU seconds it takes."""
+    command = [sys.executable, "-c", MEASURE, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_refused_file_costs_little(tmp_path, name):
+    file = tmp_path / "x.comm"
+    file.write_text(f"{COSTLY[name]}total x\nend\n")
+    found, kib, seconds = cost(file)
+    assert found.startswith("x.comm, line ")
+    assert kib < 200 << 10
+    # At most 0.9 s on two busy cores.
+    assert seconds < 5
+
+
+def test_the_cost_of_a_file_is_seen(tmp_path):
+    file = tmp_path / "x.comm"
+    file.write_text(f"{COSTLY['a long line']}total x\nend\n")
+    found, kib, seconds = cost(file)
+    assert "the totals do not fit the records" in found
+    # The file has 4 MB, and its names are a list of 2 million.
+    assert kib > 16 << 10
+    assert seconds > 0.01
+
+
+def layers_of_experts(layers, experts):
+    """A recording of as many names as models have."""
+    lines = []
+    for phase in ("forward", "backward"):
+        lines += [
+            f"{phase} l.{{0..{layers - 1}}}.e.{{0..{experts - 1}}} all_gather[dp] x1 8 B",
+            f"{phase} l.{{0..{layers - 1}}} unshard x1",
+        ]
+    count = 2 * layers * experts
+    return (
+        "# pytest-fsdp-comm 1 comm | x\nworld_size 4096\nmesh dp=4096\n"
+        + "\n".join(lines)
+        + f"\ntotal all_gather[dp] x{count} {8 * count:_} B\nend\n"
+    )
+
+
+def test_hundreds_of_layers_of_hundreds_of_experts_are_read(tmp_path):
+    file = tmp_path / "x.comm"
+    file.write_text(layers_of_experts(400, 500))
+    assert read_snapshot(file, where="x") == file.read_text()
+    assert len(parse_profile(layers_of_experts(126, 64)).rows) == 2 * 126 * 64
+
+
+def make_socket(path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "sort"),
+    [
+        (os.mkfifo, "a FIFO"),
+        (os.mkdir, "a directory"),
+        (make_socket, "a socket"),
+        (lambda path: path.symlink_to("/dev/zero"), "a character device"),
+        (lambda path: path.symlink_to(path), "cannot be read (Too many levels of symbolic links)"),
+    ],
+)
+def test_nothing_but_a_regular_file_is_read(tmp_path, monkeypatch, make, sort):
+    monkeypatch.chdir(tmp_path)  # the path of a socket has to be short
+    file = (tmp_path / "x.comm").relative_to(tmp_path)
+    make(file)
+    with pytest.raises(SnapshotFormatError) as caught:
+        read_snapshot(file, where="x.comm")
+    assert str(caught.value).startswith(
+        f"x.comm, line 1: it {'' if 'cannot' in sort else 'is '}{sort}; "
+    )
+    assert "record it anew with --snapshot-update" in str(caught.value)
+
+
+def test_a_link_to_a_regular_file_is_read(tmp_path):
+    (tmp_path / "real").write_text(TREE.replace("\n", "\r\n"), newline="")
+    (tmp_path / "x.comm").symlink_to("real")
+    assert read_snapshot(tmp_path / "x.comm", where="x") == TREE
+    assert read_snapshot(tmp_path / "none", where="x") is None
+    (tmp_path / "dangling").symlink_to("none")
+    assert read_snapshot(tmp_path / "dangling", where="x") is None
+
+
+def ranks_text(*numbers):
+    trees = [TREE, TREE.replace("true", "false")]
+    return merge_tree_texts({rank: trees[which] for rank, which in numbers})
+
+
+def test_trees_of_ranks_that_differ_are_read_back():
+    text = ranks_text((0, 0), (2, 1), (3, 0), (4, 0))
+    assert [line for line in text.splitlines() if line.startswith("ranks")] == [
+        "ranks 0,3-4",
+        "ranks 2",
+    ]
+    trees = parse_tree_ranks(text)
+    assert trees == {
+        (0, 3, 4): parse_tree(TREE),
+        (2,): parse_tree(TREE.replace("true", "false")),
+    }
+    assert parse_tree_ranks(TREE) == {(): parse_tree(TREE)}
+    with pytest.raises(SnapshotFormatError, match="expected one tree for all ranks"):
+        parse_tree(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("ranks 2\n", "ranks 3\n", "expected each rank once, trees in the order of their first"),
+        ("ranks 0,3\n", "ranks 3\n", "expected each rank once, trees in the order of their first"),
+        ("ranks 2\n", "ranks 9\n", "line 9: it reads 'ranks 9': bad ranks '9'; expected ranks fr"),
+        ("ranks 2\n", "ranks\n", "expected a line 'ranks <N>,...' above each of several trees"),
+        ("=false", "=true", "line 9: it reads 'ranks 2'; expected each tree once, with all of"),
+        ("ranks 0,3\n", "", "line 2: it reads '  world_size 8'; expected a line 'ranks <N>,...'"),
+        ("  unit", "unit", "expected two spaces first, below the ranks of a tree"),
+        ("4 parameters\n  end\nend", "4 parameters\nend", "expected '  end' as the last line of a"),
+        ("=false\n", "=maybe\n", "line 12: it reads 'unit layers.{0..3} fsdp2 shard=dp reshard_"),
+    ],
+)
+def test_a_broken_document_of_ranks_is_refused(old, new, complaint):
+    text = ranks_text((0, 0), (2, 1), (3, 0))
+    assert old in text
+    assert complaint in refused("tree", text.replace(old, new))
+
+
+def test_patterns_fold_as_their_names_do():
+    names = [f"l.{n}.e.{m}" for n in range(9) for m in range(9) if (n * m) % 5 or n == m]
+    patterns = [*fold_fqns(names[::2]), *fold_fqns(names[1::2])]
+    pieces = Pieces([read_pattern(pattern) for pattern in patterns], Steps())
+    assert sorted(pieces.fold(range(len(patterns)))) == sorted(fold_fqns(names))
+    sizes = [sum(map(pieces.size, held)) for held in pieces.of]
+    assert sizes == [len(expand(pattern)) for pattern in patterns]
