@@ -5,6 +5,8 @@ and runs the README's command.
 """
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,10 @@ class Llama:
         source = self.code.read_text()
         assert source.count(old) == 1, f"{old!r} is not once in the example"
         self.code.write_text(source.replace(old, new))
+
+    def snapshots(self):
+        directory = self.pytester.path / "snapshots" / "examples" / "test_llama"
+        return {file.name: file.read_text() for file in directory.iterdir()}
 
     def line_of(self, code):
         lines = self.code.read_text().splitlines()
@@ -147,9 +153,19 @@ def test_accepting_a_change_takes_the_command_that_the_failure_names(llama):
     )
     text = llama.failure()
     command = next(line for line in text.splitlines() if "accept:" in line).split("accept: ")[1]
-    assert "--snapshot-update" in command
-    result = llama.run("--snapshot-update")
-    result.assert_outcomes(passed=1, deselected=1)
+    before = llama.snapshots()
+    # As pasted into a shell, from where the user ran pytest.
+    python = f"{sys.executable} -m pytest -p no:cacheprovider"
+    accepted = subprocess.run(  # noqa: S602  # as above
+        command.replace("pytest", python, 1), shell=True, cwd=llama.pytester.path, check=False
+    )
+    assert accepted.returncode == 0
+    after = llama.snapshots()
+    assert before.keys() == after.keys()
+    assert sorted(name for name in before if before[name] != after[name]) == [
+        "test_train_step[untied].ws4.comm",
+        "test_train_step[untied].ws4.tree.comm",
+    ]
     llama.run().assert_outcomes(passed=1, deselected=1)
 
 
