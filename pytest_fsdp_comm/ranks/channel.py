@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         """Takes over a connected socket."""
         self._connection = connection
+        self._pid = os.getpid()
         self._pending = b""
         self.is_closed = False
         """The other end is gone and everything it sent has been read."""
@@ -38,8 +40,10 @@ class Channel:
         """Sends one message; blocks while the other end is busy.
 
         What JSON cannot carry travels as its ``repr``: a strange user property must not cost the
-        whole report.
+        whole report. Nothing is sent by a process that was forked from the channel's own.
         """
+        if os.getpid() != self._pid:
+            return
         line = json.dumps(message, default=repr, separators=(",", ":"))
         self._connection.sendall(line.encode("utf-8", "surrogatepass") + b"\n")
 

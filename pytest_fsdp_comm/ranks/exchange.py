@@ -37,6 +37,7 @@ class RankExchange(abc.ABC):
         self._rank = rank
         self._ranks = ranks
         self._rounds = 0
+        self._pid = os.getpid()
 
     def __call__(self, text: str) -> list[str]:
         """Gives this rank's text and waits for those of the others.
@@ -45,8 +46,14 @@ class RankExchange(abc.ABC):
             The texts in rank order.
 
         Raises:
-            RanksDivergedError: Another rank ended the test without coming here as often.
+            RanksDivergedError: Another rank ended the test without coming here as often, or this is
+                not the rank, but a process that it forked.
         """
+        if os.getpid() != self._pid:
+            raise RanksDivergedError(
+                f"a process that rank {self._rank} forked compares comm_mode or fsdp_tree; only "
+                "the rank itself can: end the forked process with os._exit before the comparison"
+            )
         self._rounds += 1
         self._write(f"{self._rounds}.{self._rank}", text)
         return [
@@ -73,8 +80,13 @@ class RankExchange(abc.ABC):
         for rank in self._ranks:
             self._await(f"{name}.{rank}", rank, f"rank {rank} ended the test before {name}")
 
-    @abc.abstractmethod
     def leave(self) -> None:
+        """Says that this rank will not come again; nothing in a process that it forked."""
+        if os.getpid() == self._pid:
+            self._leave()
+
+    @abc.abstractmethod
+    def _leave(self) -> None:
         """Says that this rank will not come again."""
 
     def _await(self, name: str, rank: int, complaint: str) -> str:
@@ -151,8 +163,7 @@ class DirectoryExchange(RankExchange):
         self._number = number
         self._departures = departures
 
-    def leave(self) -> None:
-        """Says that this rank will not come again."""
+    def _leave(self) -> None:
         self._departures.mark(self._rank, self._number)
 
     def _write(self, name: str, text: str) -> None:
@@ -188,8 +199,7 @@ class StoreExchange(RankExchange):
         super().__init__(rank, ranks)
         self._store = store
 
-    def leave(self) -> None:
-        """Says that this rank will not come again."""
+    def _leave(self) -> None:
         self._store.put(f"left.{self._rank}", "")
 
     def forget(self) -> None:

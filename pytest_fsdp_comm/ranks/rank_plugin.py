@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_fsdp_comm.ranks.context import RANK_CONTEXT
+from pytest_fsdp_comm.ranks.forked_children import end_forked_child
 from pytest_fsdp_comm.ranks.group import join_group
+from pytest_fsdp_comm.ranks.subtest_reports import capture_subtests, is_subtest
 
 if TYPE_CHECKING:
     import warnings
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator
     from pathlib import Path
+    from types import SimpleNamespace
 
     from pytest_fsdp_comm.ranks.channel import Channel
     from pytest_fsdp_comm.ranks.launch import Launch
@@ -26,6 +29,7 @@ class RankPlugin:
     """Registered in the process that ranks are forked from, and of use in a rank, once bound."""
 
     _channel: Channel
+    _pid: int
 
     def __init__(self, config: pytest.Config) -> None:
         """Knows of no rank yet."""
@@ -33,10 +37,13 @@ class RankPlugin:
         self._logs: list[_Log] = []
         self._held: dict[str, Any] = {}
         self._has_group = False
+        self._has_failed_subtest = False
+        capture_subtests(self._output_of_subtest)
 
     def bind(self, channel: Channel, launch: Launch, rank: int) -> None:
         """Becomes a rank's: reads its logs from where they are now."""
         self._channel = channel
+        self._pid = os.getpid()
         self._logs = [_Log(name, launch.log_path(rank, name)) for name in ("stdout", "stderr")]
 
     # The skip marks are evaluated by a tryfirst hook, so that a skipped test makes no group; the
@@ -47,26 +54,65 @@ class RankPlugin:
             join_group(item.config.stash[RANK_CONTEXT])
             self._has_group = True
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Generator[None, Any, Any]:
-        """Adds the phase's output to the item before the report is made of it."""
+    # Innermost: a process that the phase forked must not go further. Not when a report is made:
+    # subtests make some within the call.
+    @pytest.hookimpl(wrapper=True, trylast=True, specname="pytest_runtest_setup")
+    def pytest_take_output_of_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Adds what the phase wrote to the item, before a report is made of it."""
+        with self._output_of(item, "setup"):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """As for the set-up."""
+        with self._output_of(item, "call"):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """As for the set-up."""
+        with self._output_of(item, "teardown"):
+            return (yield)
+
+    @contextlib.contextmanager
+    def _output_of(self, item: pytest.Item, when: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            end_forked_child(self._pid, error)
+            raise
+        else:
+            end_forked_child(self._pid, None)
+        finally:
+            for log in self._logs:
+                text = log.end_phase()
+                if text:
+                    item.add_report_section(when, log.name, text)
+
+    @contextlib.contextmanager
+    def _output_of_subtest(self, captured: SimpleNamespace) -> Iterator[None]:
         for log in self._logs:
-            text = log.read_new()
-            if text:
-                item.add_report_section(call.when, log.name, text)
-        return (yield)
+            log.begin_part()
+        try:
+            yield
+        finally:
+            captured.out, captured.err = (log.end_part() for log in self._logs)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Sends a phase's report at once: the rank may die in the next phase."""
+        if is_subtest(report):
+            self._has_failed_subtest |= report.failed
+        elif self._has_failed_subtest and report.passed:
+            # As the terminal does: here pytest 9 fails a test that contains failed subtests.
+            self._config.hook.pytest_report_teststatus(report=report, config=self._config)
         message = {
             "report": _serializable(self._config, report),
             "at": time.time(),
+            "is_subtest": is_subtest(report),
             # A debugger is to follow: the others have to wait from here on.
             "debugs": report.failed and self._config.pluginmanager.has_plugin("pdbinvoke"),
             # What comes after these places dies with the rank, unless the parent reads it.
-            "read": {log.name: log.nbytes_read for log in self._logs},
+            "read": {log.name: log.nbytes_reported for log in self._logs},
         }
         if report.when == "teardown" and report.passed:
             self._held = message  # nothing follows but the end
@@ -76,6 +122,7 @@ class RankPlugin:
     def take_held(self) -> dict[str, Any]:
         """What is still to be sent, along with the test's end."""
         held, self._held = self._held, {}
+        self._has_failed_subtest = False
         return held
 
     # A rank waits in collectives, where the signals of pytest-timeout find no Python code to
@@ -138,13 +185,30 @@ class _Log:
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self._file = path.open("rb", buffering=0)
-        self.nbytes_read = 0
+        self._nbytes_read = 0
+        self.nbytes_reported = 0
+        """Up to the last phase that ended."""
+        # The phase's text, then that of the subtests that are within each other.
+        self._parts = [""]
 
-    def read_new(self) -> str:
+    def begin_part(self) -> None:
+        self._parts[-1] += self._read_new()
+        self._parts.append("")
+
+    def end_part(self) -> str:
+        return self._parts.pop() + self._read_new()
+
+    def end_phase(self) -> str:
+        text = "".join(self._parts) + self._read_new()
+        self._parts = [""]
+        self.nbytes_reported = self._nbytes_read
+        return text
+
+    def _read_new(self) -> str:
         with contextlib.suppress(ValueError, OSError, AttributeError):
             getattr(sys, self.name).flush()
-        if os.fstat(self._file.fileno()).st_size <= self.nbytes_read:
+        if os.fstat(self._file.fileno()).st_size <= self._nbytes_read:
             return ""  # as after nearly every phase
         new = self._file.read()
-        self.nbytes_read += len(new)
+        self._nbytes_read += len(new)
         return new.decode("utf-8", "backslashreplace")

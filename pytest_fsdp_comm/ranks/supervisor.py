@@ -80,7 +80,11 @@ class _Rank:
 
     @property
     def has_failed(self) -> bool:
-        failed = any(entry["report"]["outcome"] == "failed" for entry in self.reports)
+        # After a failed subtest the test goes on.
+        failed = any(
+            entry["report"]["outcome"] == "failed" and not entry["is_subtest"]
+            for entry in self.reports
+        )
         return failed or self.escaped is not None or (self.status is not None and not self.is_done)
 
 
@@ -349,7 +353,7 @@ class Supervision:
 def _record(rank: _Rank, message: Mapping[str, Any]) -> None:
     rank.is_debugging = message.get("debugs", rank.is_debugging)
     if "report" in message:
-        rank.reports.append({"report": message["report"], "at": message["at"]})
+        rank.reports.append({name: message[name] for name in ("report", "at", "is_subtest")})
         rank.nbytes_read = message["read"]
     if "warning" in message:
         rank.warnings.append(message["warning"])

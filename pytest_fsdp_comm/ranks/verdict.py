@@ -7,6 +7,7 @@ only its echo ("connection closed by peer").
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,7 @@ import pytest
 from pytest_fsdp_comm.rank_lists import fold_equal, name_ranks
 from pytest_fsdp_comm.ranks.results import RankResult, Stopped
 from pytest_fsdp_comm.ranks.sequence import explain_waiting
+from pytest_fsdp_comm.ranks.subtest_reports import is_subtest, name_subtest
 
 When = Literal["setup", "call", "teardown"]
 LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
@@ -45,6 +47,8 @@ def merge_reports(
 ) -> list[pytest.TestReport]:
     """Makes the test's reports: set-up, call unless set-up ended the test, and teardown.
 
+    Those of subtests come before that of the phase that they ran in.
+
     Args:
         item: The test.
         results: What each rank did.
@@ -54,10 +58,9 @@ def merge_reports(
     Returns:
         The reports to log, in order.
     """
-    reports = {
-        rank: {loaded.when: (loaded, at) for loaded, at in _loaded(result, load)}
-        for rank, result in results.items()
-    }
+    loaded = {rank: _sorted_reports(result, load) for rank, result in results.items()}
+    reports = {rank: phases for rank, (phases, _) in loaded.items()}
+    subtests = _merged_subtests({rank: own for rank, (_, own) in loaded.items()})
     failures = sorted(
         [
             *_failed_reports(reports),
@@ -81,23 +84,122 @@ def merge_reports(
             merged.append(_failed(item, when, everyone, results, (present, sections)))
         elif present:
             merged.append(_unfailed(item, when, present, sections))
-    return _without_call_after_failed_setup(
+    phases = _without_call_after_failed_setup(
         _with_disagreement(item, merged, reports, failures, sections_of["call"])
     )
+    return _with_subtests(phases, subtests)
 
 
-def _loaded(result: RankResult, load: LoadReport) -> Iterable[tuple[pytest.TestReport, float]]:
+_Timed = tuple[pytest.TestReport, float]
+_Reports = Mapping[int, Mapping[When, _Timed]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subtest:
+    """One rank's report of a part of the test."""
+
+    key: tuple[str, int]
+    """Its name and arguments, and how often they came before on the rank."""
+    when: When
+    """The phase that the rank was in."""
+    report: pytest.TestReport
+    at: float
+
+
+def _sorted_reports(
+    result: RankResult, load: LoadReport
+) -> tuple[dict[When, _Timed], list[_Subtest]]:
+    """One report a phase, and those of subtests.
+
+    A plugin may add reports to those of pytest, several of a phase or of one of its own: the first
+    failed one counts.
+    """
+    phases: dict[When, _Timed] = {}
+    subtests: list[_Subtest] = []
+    times: Counter[str] = Counter()
     for data, at in result.reports:
-        report = load(data)
-        place_and_reason: Any = report.longrepr
-        if isinstance(place_and_reason, list):
-            # JSON has no tuples; pytest wants one for a skip's place and reason.
-            place, line, reason = place_and_reason
-            report.longrepr = (place, line, reason)
-        yield report, at
+        report = _loaded(data, load)
+        phase = _unfinished_phase(phases)
+        if is_subtest(report):
+            name = name_subtest(report, data)
+            key = (name, times[name])
+            times[name] += 1
+            subtests.append(_Subtest(key=key, when=phase, report=report, at=at))
+        elif report.when in _PHASES:
+            if report.when not in phases or not phases[report.when][0].failed:
+                phases[report.when] = (report, at)
+        elif report.failed:
+            report.when = "teardown" if "call" in phases else "call"
+            phases[report.when] = (report, at)
+    return phases, subtests
 
 
-_Reports = Mapping[int, Mapping[Any, tuple[pytest.TestReport, float]]]
+def _loaded(data: dict[str, Any], load: LoadReport) -> pytest.TestReport:
+    report = load(data)
+    place_and_reason: Any = report.longrepr
+    if isinstance(place_and_reason, list):
+        # JSON has no tuples; pytest wants one for a skip's place and reason.
+        place, line, reason = place_and_reason
+        report.longrepr = (place, line, reason)
+    return report
+
+
+def _merged_subtests(
+    subtests: Mapping[int, Sequence[_Subtest]],
+) -> dict[When, list[pytest.TestReport]]:
+    """One report for each subtest that a rank ran, in order, by the phase that it ran in."""
+    by_key: dict[tuple[str, int], dict[int, _Subtest]] = {}
+    for rank, own in subtests.items():
+        for subtest in own:
+            by_key.setdefault(subtest.key, {})[rank] = subtest
+    merged: dict[When, list[pytest.TestReport]] = {when: [] for when in _PHASES}
+    for on_ranks in sorted(by_key.values(), key=lambda on: min(sub.at for sub in on.values())):
+        report = _merged_subtest(on_ranks, [rank for rank in subtests if rank not in on_ranks])
+        merged[min((sub.when for sub in on_ranks.values()), key=_PHASES.index)].append(report)
+    return merged
+
+
+def _merged_subtest(on_ranks: Mapping[int, _Subtest], absent: Sequence[int]) -> pytest.TestReport:
+    failures = sorted(
+        [
+            failure
+            for rank, sub in on_ranks.items()
+            for failure in _failed_reports({rank: {sub.when: (sub.report, sub.at)}})
+        ],
+        key=lambda failure: failure.at,
+    )
+    everyone = [sub.report for sub in on_ranks.values()]
+    several = len(on_ranks) + len(absent) > 1
+    sections = _folded({rank: sub.report.sections for rank, sub in on_ranks.items()}, several)
+    categories = {
+        rank: _category({sub.when: (sub.report, sub.at)}) for rank, sub in on_ranks.items()
+    }
+    if failures and failures[0].report is not None:
+        story = [*_later(failures)]
+        quiet = [rank for rank, sub in on_ranks.items() if not sub.report.failed]
+        story += [f"{name_ranks(quiet)} did not fail"] if quiet else []
+        story += [f"{name_ranks(absent)} did not run it"] if absent else []
+        report = _told(failures[0].report, _alike(failures), "\n".join(story))
+    else:
+        report = next((report for report in everyone if report.passed), everyone[0])
+        if len(set(categories.values())) > 1:
+            report.outcome = "failed"
+            report.longrepr = _disagreement(categories)
+    report.sections = sections
+    return _timed(report, everyone)
+
+
+def _with_subtests(
+    phases: list[pytest.TestReport], subtests: Mapping[When, list[pytest.TestReport]]
+) -> list[pytest.TestReport]:
+    """Puts the reports of subtests before that of their phase, which may be missing."""
+    left = dict(subtests)
+    found: list[pytest.TestReport] = []
+    for report in phases:
+        for when in _PHASES[: _PHASES.index(report.when) + 1]:
+            found += left.pop(when, [])
+        found.append(report)
+    return [*found, *(report for rest in left.values() for report in rest)]
 
 
 def _failed_reports(reports: _Reports) -> Iterable[_Failure]:
@@ -150,7 +252,7 @@ def _signal_name(number: int) -> str:
         return "unknown"
 
 
-def _unfinished_phase(phases: Mapping[Any, object]) -> When:
+def _unfinished_phase(phases: Mapping[When, object]) -> When:
     return next((when for when in _PHASES if when not in phases), "teardown")
 
 
@@ -221,19 +323,25 @@ def _failed(
             what = f"were {what.removeprefix('was ')}"
         text = "\n".join(part for part in (f"{name_ranks(alike)} {what}", story) if part)
         return _timed(_new_report(item, when, text, sections), present)
-    report = first.report
+    report = _told(first.report, alike, story)
     report.sections = sections
-    if story:
-        story = f"{name_ranks(alike)} failed{' first' if len(alike) == 1 else ''}\n{story}"
-        longrepr: Any = report.longrepr
-        if hasattr(longrepr, "addsection"):
-            longrepr.addsection("ranks", story)
-        else:
-            report.longrepr = f"{longrepr}\n{story}"
-        crash = getattr(longrepr, "reprcrash", None)
-        if crash is not None:
-            crash.message = f"{name_ranks(alike)}: {crash.message}"
     return _timed(report, present)
+
+
+def _told(report: pytest.TestReport, alike: Sequence[int], story: str) -> pytest.TestReport:
+    """Adds to a rank's failure which ranks failed like it, and what the others did."""
+    if not story:
+        return report
+    story = f"{name_ranks(alike)} failed{' first' if len(alike) == 1 else ''}\n{story}"
+    longrepr: Any = report.longrepr
+    if hasattr(longrepr, "addsection"):
+        longrepr.addsection("ranks", story)
+    else:
+        report.longrepr = f"{longrepr}\n{story}"
+    crash = getattr(longrepr, "reprcrash", None)
+    if crash is not None:
+        crash.message = f"{name_ranks(alike)}: {crash.message}"
+    return report
 
 
 def _alike(failures: Sequence[_Failure]) -> list[int]:
@@ -245,9 +353,7 @@ def _story(failures: Sequence[_Failure], results: Mapping[int, RankResult]) -> s
     first = failures[0]
     alike = _alike(failures)
     others = {failure.rank: failure.text for failure in failures if failure.rank not in alike}
-    lines = []
-    for ranks, text in fold_equal(others):
-        lines.append(f"{name_ranks(ranks)} later: {text.splitlines()[0]}")
+    lines = list(_later(failures))
     stopped = [rank for rank, result in results.items() if result.stopped is Stopped.AFTER_FAILURE]
     for ranks, stack in fold_equal({rank: results[rank].stacks for rank in stopped}):
         lines.append(f"{name_ranks(ranks)} still ran and {_was(ranks)} ended:")
@@ -258,6 +364,14 @@ def _story(failures: Sequence[_Failure], results: Mapping[int, RankResult]) -> s
     if quiet and first.at != float("inf"):
         lines.append(f"{name_ranks(quiet)} did not fail")
     return "\n".join(lines)
+
+
+def _later(failures: Sequence[_Failure]) -> Iterable[str]:
+    """How the ranks failed that failed unlike the first."""
+    alike = _alike(failures)
+    others = {failure.rank: failure.text for failure in failures if failure.rank not in alike}
+    for ranks, text in fold_equal(others):
+        yield f"{name_ranks(ranks)} later: {text.splitlines()[0]}"
 
 
 def _was(ranks: Sequence[int]) -> str:
@@ -288,11 +402,7 @@ def _with_disagreement(
     outcomes = {rank: _category(phases) for rank, phases in reports.items()}
     if failures or len(set(outcomes.values())) == 1:
         return merged
-    told = "; ".join(f"{name_ranks(ranks)} {outcome}" for ranks, outcome in fold_equal(outcomes))
-    text = (
-        f"ranks disagree about the outcome: {told}.\n"
-        "A condition that only some ranks see (rank, local files, time) decides a skip or xfail."
-    )
+    text = _disagreement(outcomes)
     others = [report for report in merged if report.when != "call"]
     setup = [report for report in others if report.when == "setup"]
     for report in setup:
@@ -302,7 +412,15 @@ def _with_disagreement(
     return [*setup, failed, *[report for report in others if report.when == "teardown"]]
 
 
-def _category(phases: Mapping[Any, tuple[pytest.TestReport, float]]) -> str:
+def _disagreement(outcomes: Mapping[int, str]) -> str:
+    told = "; ".join(f"{name_ranks(ranks)} {outcome}" for ranks, outcome in fold_equal(outcomes))
+    return (
+        f"ranks disagree about the outcome: {told}.\n"
+        "A condition that only some ranks see (rank, local files, time) decides a skip or xfail."
+    )
+
+
+def _category(phases: Mapping[When, _Timed]) -> str:
     for report, _ in phases.values():
         if report.skipped:
             if hasattr(report, "wasxfail"):
@@ -317,9 +435,11 @@ def _category(phases: Mapping[Any, tuple[pytest.TestReport, float]]) -> str:
 def _without_call_after_failed_setup(
     merged: list[pytest.TestReport],
 ) -> list[pytest.TestReport]:
-    # Some ranks may have come to the call while another failed in set-up.
+    # Some ranks may have come to the call while another failed in set-up. A call that failed though
+    # the set-up skipped the test is a plugin's doing, and counts.
     if merged and merged[0].when == "setup" and not merged[0].passed:
-        return [report for report in merged if report.when != "call"]
+        counts = merged[0].skipped
+        return [report for report in merged if report.when != "call" or (counts and report.failed)]
     return merged
 
 
@@ -327,17 +447,27 @@ def _sections(
     reports: _Reports, results: Mapping[int, RankResult], when: When
 ) -> list[tuple[str, str]]:
     """Every rank's output up to and in a phase, equal ones folded."""
-    by_title: dict[str, dict[int, str]] = {}
+    parts_of: dict[int, list[tuple[str, str]]] = {}
     for rank in sorted(reports):
-        entry = reports[rank].get(when) or reports[rank].get(_before(when))
+        before = _before(when)
+        entry = reports[rank].get(when) or (before and reports[rank].get(before))
         parts = list(entry[0].sections) if entry else []
         if when == _unfinished_phase(reports[rank]):
             unreported = results[rank].unreported.items()
             parts += [(f"Captured {stream} {when}", text) for stream, text in unreported]
-        for title, content in parts:
+        parts_of[rank] = parts
+    return _folded(parts_of, len(reports) > 1)
+
+
+def _folded(
+    parts_of: Mapping[int, Sequence[tuple[str, str]]], several: bool
+) -> list[tuple[str, str]]:
+    """Sections with the names of their ranks, equal ones once."""
+    by_title: dict[str, dict[int, str]] = {}
+    for rank in sorted(parts_of):
+        for title, content in parts_of[rank]:
             known = by_title.setdefault(title, {})
             known[rank] = known.get(rank, "") + content
-    several = len(reports) > 1
     return [
         (f"{title} ({name_ranks(ranks)})" if several else title, content)
         for title, contents in by_title.items()

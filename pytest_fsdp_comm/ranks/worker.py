@@ -15,6 +15,7 @@ from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.channel import Channel
 from pytest_fsdp_comm.ranks.context import RANK_CONTEXT, RankContext
 from pytest_fsdp_comm.ranks.exchange import Departures, DirectoryExchange, StoreExchange
+from pytest_fsdp_comm.ranks.forked_children import end_forked_child
 from pytest_fsdp_comm.ranks.group import (
     BEYOND_DEADLINE_S,
     device_of,
@@ -91,6 +92,7 @@ class RankTemplate:
         watchdog = Watchdog(launch.socket_path, rank)
         departures = Departures(launch.departures_path)
         session = self._session
+        rank_pid = os.getpid()
         index: int | None = launch.item_index
         number = 0
         while index is not None:
@@ -98,7 +100,10 @@ class RankTemplate:
             context = _context(launch, rank, number, departures)
             watchdog.begin_test()
             session.config.stash[RANK_CONTEXT] = context
-            end = {**_run_item(item, self._extensions), **self._plugin.take_held()}
+            result = _run_item(item, self._extensions)
+            # Whatever way it took: a plugin may have caught what should have ended it before.
+            end_forked_child(rank_pid, None)
+            end = {**result, **self._plugin.take_held()}
             context.exchange.leave()
             save_coverage()
             _flush()
