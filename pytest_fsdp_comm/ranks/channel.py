@@ -8,6 +8,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 # Small enough to come from the heap: larger buffers are mapped, and unmapped, for each message.
@@ -31,6 +32,11 @@ class Channel:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(str(path))
         return cls(connection)
+
+    @property
+    def nbytes_pending(self) -> int:
+        """Bytes of a message of which the end has not come."""
+        return len(self._pending)
 
     def fileno(self) -> int:
         """For selectors."""
@@ -59,17 +65,24 @@ class Channel:
                 return None
         return self._take()
 
-    def receive_available(self) -> list[dict[str, Any]]:
+    def receive_available(self) -> Iterator[dict[str, Any]]:
         """Reads what is there, after a selector said so; never waits twice."""
         self._read_chunk()
         return self.take_pending()
 
-    def take_pending(self) -> list[dict[str, Any]]:
+    def take_pending(self) -> Iterator[dict[str, Any]]:
         """Takes the whole messages that were read along with an earlier one."""
-        messages = []
         while b"\n" in self._pending:
-            messages.append(self._take())
-        return messages
+            yield self._take()
+
+    def is_hung_up(self) -> bool:
+        """Whether the other end is gone and everything it sent has been read; never waits."""
+        try:
+            return not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def settimeout(self, timeout_s: float | None) -> None:
         """Limits every later wait; 0 never waits, None waits for ever."""

@@ -6,10 +6,12 @@ import contextlib
 import os
 import select
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm.ranks.channel import Channel
-from pytest_fsdp_comm.ranks.server import fork_quietly, kill_groups, serve
+from pytest_fsdp_comm.ranks.ending import HURRIED_S, await_end, kill, kill_groups
+from pytest_fsdp_comm.ranks.server import fork_quietly, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +19,13 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.ranks.launch import Launch
     from pytest_fsdp_comm.ranks.server import RunRank
+
+# The first answer comes after torch has been loaded, perhaps from a busy file server.
+_PREPARED_WITHIN_S = 300.0
+# Of a process that does nothing but answer.
+_ANSWERED_WITHIN_S = 15.0
+# It kills its ranks (`ending.HURRIED_S`) and removes a directory.
+_CLOSED_WITHIN_S = 5.0
 
 
 class ServerDiedError(Exception):
@@ -66,12 +75,19 @@ class ForkServer:
         """
         self._launches += 1
         _ask(self._channel, {"launch": self._launches, "of": launch.dump()})
-        return ForkedRanks(self._channel, self._launches, holds_slots=bool(launch.slots))
+        return ForkedRanks(
+            self._channel, self._launches, kill=self.kill, holds_slots=bool(launch.slots)
+        )
+
+    def kill(self) -> None:
+        """Ends the server at once, and with it the ranks."""
+        if not self.has_died:
+            kill([self._pid])
 
     @property
     def has_died(self) -> bool:
         """It ended on its own."""
-        self._reap(os.WNOHANG)
+        self._reap(0.0)
         return self._is_reaped
 
     def close(self) -> int | None:
@@ -81,36 +97,47 @@ class ForkServer:
             Its exit status, or minus the signal that ended it; None if somebody else took it.
         """
         self._channel.close()
-        self._reap(0)
+        self._reap(_CLOSED_WITHIN_S)
+        self.kill()
+        self._reap(HURRIED_S)
         return self._status
 
-    def _reap(self, options: int) -> None:
+    def _reap(self, within_s: float) -> None:
         if self._is_reaped:
             return
         try:
-            done, status = os.waitpid(self._pid, options)
+            self._status = await_end(self._pid, within_s=within_s)
         except ChildProcessError:
             self._is_reaped = True  # by a test that waits for any child
             return
-        if done:
-            self._is_reaped = True
-            self._status = os.waitstatus_to_exitcode(status)
+        self._is_reaped = self._status is not None
 
 
 class ForkedRanks:
     """One set of forked ranks, seen from the pytest process."""
 
-    def __init__(self, channel: Channel, number: int, *, holds_slots: bool) -> None:
-        """Waits for the ranks' process ids."""
+    def __init__(
+        self, channel: Channel, number: int, *, kill: Callable[[], None], holds_slots: bool
+    ) -> None:
+        """Waits for the ranks' process ids.
+
+        Args:
+            channel: To the fork server.
+            number: Of the set, among those of the server.
+            kill: Ends the server, which does not answer.
+            holds_slots: Whether the server holds slots for the ranks.
+        """
+        self._kill_server = kill
         self._holds_slots = holds_slots
         self._channel = channel
         self._number = number
         self._statuses: dict[int, int] = {}
         self._pids: dict[int, int] = {}
-        self._has_ended = False
+        self._alive: dict[int, int] | None = None
         self._answers: list[bool] = []
+        until = time.monotonic() + _PREPARED_WITHIN_S
         while not self._pids:
-            self._take(self._receive())
+            self._take(self._receive(until))
 
     def fileno(self) -> int:
         """Readable when a rank ended."""
@@ -151,24 +178,32 @@ class ForkedRanks:
                 self.exit_statuses()
                 return True
             _ask(self._channel, {"resume": self._number})
+            until = time.monotonic() + _ANSWERED_WITHIN_S
             while not self._answers:
-                self._take(self._receive())
+                self._take(self._receive(until))
         except ServerDiedError:
             return False
         return self._answers.pop()
 
-    def end(self) -> None:
-        """Kills what is left and waits until it is gone."""
+    def end(self, within_s: float) -> dict[int, int]:
+        """Kills what is left, and waits until it is gone, but not for longer."""
+        until = time.monotonic() + within_s + _ANSWERED_WITHIN_S
         try:
-            _ask(self._channel, {"end": self._number})
-            while not self._has_ended:
-                self._take(self._receive())
+            _ask(self._channel, {"end": self._number, "within_s": within_s})
+            while self._alive is None:
+                self._take(self._receive(until))
         except ServerDiedError:
             # Its ranks died with it (`worker._tie_to_parent`), but not what they had forked.
             kill_groups(self._pids.values())
+        return self._alive or {}
 
-    def _receive(self) -> dict[str, Any]:
-        message = self._channel.receive()
+    def _receive(self, until: float) -> dict[str, Any]:
+        self._channel.settimeout(max(until - time.monotonic(), 0.001))
+        try:
+            message = self._channel.receive()
+        except TimeoutError:
+            self._kill_server()
+            raise ServerDiedError from None
         if message is None:
             raise ServerDiedError
         return message
@@ -184,7 +219,7 @@ class ForkedRanks:
         elif "resumed" in message:
             self._answers.append(message["resumed"])
         else:
-            self._has_ended = True
+            self._alive = {int(rank): pid for rank, pid in message["alive"].items()}
 
 
 def _ask(channel: Channel, message: dict[str, Any]) -> None:

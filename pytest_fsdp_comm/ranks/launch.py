@@ -145,5 +145,12 @@ class RankProcesses(Protocol):
             Whether they still live.
         """
 
-    def end(self) -> None:
-        """Kills every process that the ranks left, frees their slots, and returns after that."""
+    def end(self, within_s: float) -> dict[int, int]:
+        """Kills every process that the ranks left, frees their slots, and returns after that.
+
+        Args:
+            within_s: How long to wait until they are gone.
+
+        Returns:
+            Process ids of the ranks that were killed and are still there.
+        """

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
+from pytest_fsdp_comm.ranks.ending import HURRIED_S, PATIENCE_S
 from pytest_fsdp_comm.ranks.forked import ForkServer, ServerDiedError
 from pytest_fsdp_comm.ranks.gpus import visible_gpu_count, visible_gpu_names
 from pytest_fsdp_comm.ranks.group import gpus_of
@@ -49,6 +51,8 @@ class _Kept:
 
     key: tuple[Any, ...]
     """What a test must share with those that the ranks ran."""
+    nodeid: str
+    """The first test that they ran."""
     supervision: Supervision
     processes: RankProcesses
 
@@ -83,6 +87,7 @@ class RankRunner:
         self._kept: _Kept | None = None
         self._terminal: tuple[int, ...] = ()
         self._was_quit = False
+        self._problems: list[str] = []
         self._unpreparable = ""
         self._slots_directory = slots_directory
         self.fallback_reason = ""
@@ -182,7 +187,8 @@ class RankRunner:
 
     def close(self) -> None:
         """Ends every process and removes what they shared."""
-        self._end_kept()
+        self._end_kept(HURRIED_S)
+        self._tell_problems()
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -201,6 +207,13 @@ class RankRunner:
     def run_part(self, item: pytest.Item, settings: DistributedSettings) -> None:
         """Runs this process's ranks of a test that another process reports."""
         self._run_ranks(item, settings)
+        self._tell_problems()
+
+    def _tell_problems(self) -> None:
+        """Tells of processes that are left where no test's report can."""
+        problems, self._problems = self._problems, []
+        for problem in problems:
+            sys.stderr.write(f"fsdp-comm: {problem}\n")
 
     def _prepare_ranks(self) -> RunRank:
         return RankTemplate(self._session, self._extensions).become_rank
@@ -229,12 +242,14 @@ class RankRunner:
             if peers is not None:
                 # The ranks live on meanwhile: a rank that ends breaks those that still run.
                 results, keeps = peers.share(results, keeps=keeps)
-        finally:
-            # Also on Ctrl-C: no rank may outlive its test.
-            if keeps and self._kept is not None:
-                self._kept.processes.rest()
-            else:
-                self._end_kept()
+        except BaseException:
+            # Ctrl-C, say: no rank may outlive its test, and somebody waits.
+            self._end_kept(HURRIED_S)
+            raise
+        if keeps and self._kept is not None:
+            self._kept.processes.rest()
+        else:
+            self._end_kept(PATIENCE_S)
         return results
 
     def _begin(
@@ -253,7 +268,7 @@ class RankRunner:
             run = partial(kept.supervision.run_next, index)
         else:
             # Before waiting for slots: kept ranks hold some.
-            self._end_kept()
+            self._end_kept(PATIENCE_S)
             if peers is None and self._server is not None and self._server.has_died:
                 self._replace_server()
             self._kept = self._start_set(item, index, settings, peers)
@@ -265,7 +280,7 @@ class RankRunner:
     def _lose_server(
         self, settings: DistributedSettings, error: ServerDiedError
     ) -> dict[int, RankResult]:
-        self._end_kept()
+        self._end_kept(PATIENCE_S)
         if error.reason:
             # So it would be with the next one, whose start takes seconds.
             self._unpreparable = error.reason
@@ -312,15 +327,22 @@ class RankRunner:
             )
         return _Kept(
             key=(item.getparent(pytest.Module), settings),
+            nodeid=item.nodeid,
             supervision=Supervision(launch, listener, processes),
             processes=processes,
         )
 
-    def _end_kept(self) -> None:
+    def _end_kept(self, within_s: float) -> None:
         if self._kept is not None:
-            supervision = self._kept.supervision
+            supervision, nodeid = self._kept.supervision, self._kept.nodeid
             self._kept = None
-            supervision.end()
+            for rank, pid in supervision.end(within_s).items():
+                self._problems.append(
+                    f"rank {rank} of {nodeid} could not be ended: its process {pid} is still there "
+                    f"{within_s:g} s after SIGKILL.\n"
+                    "Does a driver or a file server not answer? What it waits for is in "
+                    f"/proc/{pid}/stack (as root). Later tests have new ranks."
+                )
             shutil.rmtree(self._set_directory, ignore_errors=True)
 
     def _load(self, data: dict[str, Any]) -> pytest.TestReport:
@@ -338,7 +360,7 @@ class RankRunner:
     ) -> list[pytest.TestReport]:
         """Gives the extensions what their ranks sent; their problems fail the test."""
         outcome = _outcome(reports)
-        problems: list[str] = []
+        problems, self._problems = self._problems, []
         for place, extension in enumerate(self._extensions):
             payloads = {
                 rank: result.payloads[place]
@@ -346,10 +368,15 @@ class RankRunner:
                 if result.payloads is not None
             }
             problems += extension.merge(item, payloads, outcome)
-        if problems and outcome != "failed":
-            blamed = next((report for report in reports if report.when == "call"), reports[0])
-            blamed.outcome = "failed"
-            blamed.longrepr = "\n\n".join(problems)
+        if problems:
+            text = "\n\n".join(problems)
+            failed = next((report for report in reports if report.failed), None)
+            if failed is not None:
+                failed.sections.append(("Problems", text))
+            else:
+                blamed = next((report for report in reports if report.when == "call"), reports[0])
+                blamed.outcome = "failed"
+                blamed.longrepr = text
         return reports
 
 

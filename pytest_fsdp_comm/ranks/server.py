@@ -16,12 +16,21 @@ import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.ranks.ending import (
+    HURRIED_S,
+    adopt_orphans,
+    is_gone,
+    kill,
+    kill_children,
+    kill_groups,
+)
 from pytest_fsdp_comm.ranks.launch import Launch
 from pytest_fsdp_comm.ranks.slots import HeldSlots
 
@@ -43,6 +52,7 @@ PRELOADED = (
 
 # How soon kept ranks give up slots that another process waits for.
 _WANTED_POLL_S = 0.05
+_HUNG_UP_POLL_S = 0.05
 
 RunRank = Callable[[Launch, int], Any]
 
@@ -57,19 +67,13 @@ def fork_quietly() -> int:
         return os.fork()
 
 
-def kill_groups(groups: Iterable[int]) -> None:
-    """Kills whole process groups, of which some may be gone."""
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
-
-
 def serve(channel: Channel, prepare: Callable[[], RunRank], directory: Path) -> NoReturn:
     """The server's life: forks and reaps until the pytest process is gone."""
     # Ctrl-C reaches the whole foreground group; the pytest process decides and then ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A launcher ends the whole group with SIGTERM, and then, too, the pytest process decides.
     at_sigterm = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    adopt_orphans()
     server: _Server | None = None
     status = 0
     try:
@@ -108,6 +112,7 @@ class _Server:
         # process be killed, by the kernel, as the ranks die with it.
         self._held: dict[int, HeldSlots] = {}
         self._resting: set[int] = set()
+        self._unended: list[int] = []  # killed in vain, by process id
         self._wakeup, write_end = socket.socketpair()
         self._wakeup.settimeout(0.0)
         write_end.settimeout(0.0)
@@ -131,11 +136,11 @@ class _Server:
                     return
             # After the messages: ranks that have just been resumed are not resting any more.
             for number in [n for n in self._resting if self._held[n].are_wanted]:
-                self._kill(number)
+                self._kill(number, within_s=HURRIED_S)
 
     def kill_all(self) -> None:
         for number in list(self._groups):
-            self._kill(number)
+            self._kill(number, within_s=HURRIED_S)
 
     def _handle(self, message: dict[str, Any]) -> None:
         if "launch" in message:
@@ -147,8 +152,8 @@ class _Server:
             self._resting.discard(number)
             self._channel.send({"set": number, "resumed": number in self._groups})
         else:
-            self._kill(message["end"])
-            self._channel.send({"set": message["end"]})
+            alive = self._kill(message["end"], within_s=message["within_s"])
+            self._channel.send({"set": message["end"], "alive": alive})
 
     def _fork(self, number: int, launch: Launch) -> None:
         pids = {}
@@ -196,11 +201,37 @@ class _Server:
                     code = os.waitstatus_to_exitcode(status)
                     self._channel.send({"set": number, "exited": rank, "status": code})
 
-    def _kill(self, number: int) -> None:
-        # The groups of ranks that ended too: what a test forked must not outlive it.
+    def _kill(self, number: int, *, within_s: float) -> dict[int, int]:
+        """Kills what a set of ranks left, and frees its slots.
+
+        Returns:
+            Process ids of the ranks that are not gone in time.
+        """
+        pids = self._sets.pop(number, {})
+        # The groups of ranks that ended too: what a test forked must not outlive it. A rank may
+        # have left its group.
         kill_groups(self._groups.pop(number, ()))
-        for pid in self._sets.pop(number, {}).values():
-            os.waitpid(pid, 0)
+        kill(pids.values())
+        alive = self._await_ends(pids, within_s)
+        running = [pid for others in self._sets.values() for pid in others.values()]
+        kill_children([*alive.values(), *running, *self._unended], within_s=HURRIED_S)
+        self._unended += alive.values()
         self._resting.discard(number)
         if number in self._held:
             self._held.pop(number).release()
+        return alive
+
+    def _await_ends(self, pids: Mapping[int, int], within_s: float) -> dict[int, int]:
+        until = time.monotonic() + within_s
+        while True:
+            left = {rank: pid for rank, pid in pids.items() if not is_gone(pid)}
+            now = time.monotonic()
+            if not left or now > until:
+                break
+            if self._channel.is_hung_up():
+                until = min(until, now + HURRIED_S)
+            if select.select([self._wakeup], [], [], _HUNG_UP_POLL_S)[0]:
+                self._wakeup.recv(4096)
+        # The bytes that told of these may have told of others, too.
+        self._reap()
+        return left

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -15,6 +15,7 @@ import pytest
 
 from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE
 from pytest_fsdp_comm.ranks.context import LAUNCH_VARIABLE, RANK_VARIABLE
+from pytest_fsdp_comm.ranks.ending import PATIENCE_S, descendants, kill, kill_groups
 from pytest_fsdp_comm.ranks.gpus import visible_gpus_variable
 from pytest_fsdp_comm.ranks.launch import Launch
 from pytest_fsdp_comm.ranks.slots import HeldSlots
@@ -78,19 +79,29 @@ class SpawnedRanks:
 
     def rest(self) -> None:
         """Ends them: spawned ranks run one test."""
-        self.end()
+        self.end(PATIENCE_S)
 
     def resume(self) -> bool:
         """They never live on."""
         return False
 
-    def end(self) -> None:
-        """Kills what is left and waits until it is gone."""
-        for process in self._processes.values():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    def end(self, within_s: float) -> dict[int, int]:
+        """Kills what is left, and waits until it is gone, but not for longer."""
+        running = [process.pid for process in self._processes.values() if process.poll() is None]
+        below = [pid for rank in running for pid in descendants(rank)]
+        kill_groups(process.pid for process in self._processes.values())
+        kill([*running, *below])
+        until = time.monotonic() + within_s
+        alive = {}
+        for rank, process in self._processes.items():
+            try:
+                process.wait(max(until - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                alive[rank] = process.pid
+                # Or else it would warn, later, of a process that nobody waited for.
+                process.returncode = -signal.SIGKILL
         self._held.release()
+        return alive
 
 
 def select_own_test(config: pytest.Config) -> None:

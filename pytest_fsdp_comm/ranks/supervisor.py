@@ -27,6 +27,9 @@ GRACE_S = 1.0
 _POLL_S = 0.05
 _DUMP_S = 1.0
 _ANSWER_S = 0.7
+# A message fits into the socket, unless the rank does not read at all.
+_SEND_S = 1.0
+_GREETING_NBYTES = 4096
 
 
 HasFailedElsewhere = Callable[[bool], bool]
@@ -101,6 +104,7 @@ class Supervision:
         """
         self._launch = launch
         self._listener = listener
+        self._listener.settimeout(0.0)
         self._processes = processes
         self._ranks = {rank: _Rank() for rank in launch.ranks}
         self._selector = selectors.DefaultSelector()
@@ -188,21 +192,25 @@ class Supervision:
             if rank.channel is not None:
                 self._selector.unregister(rank.channel)
                 self._selector.register(rank.channel, selectors.EVENT_READ, self._ranks[number])
-                rank.channel.send({"item": item_index})
+                with contextlib.suppress(OSError):  # it has died, which will be noticed
+                    rank.channel.send({"item": item_index})
         return self.run(
             started_at=started_at,
             has_failed_elsewhere=has_failed_elsewhere,
             tell_progress=tell_progress,
         )
 
-    def end(self) -> None:
-        """Kills every process of the set."""
-        self._processes.end()
-        self._selector.close()
-        self._listener.close()
-        for rank in self._ranks.values():
-            for channel in (rank.channel, rank.watchdog):
-                if channel:
+    def end(self, within_s: float) -> dict[int, int]:
+        """Kills every process of the set; see `RankProcesses.end`."""
+        try:
+            return self._processes.end(within_s)
+        finally:
+            callers = [key.fileobj for key in self._selector.get_map().values()]
+            self._selector.close()
+            self._listener.close()
+            known = [end for rank in self._ranks.values() for end in (rank.channel, rank.watchdog)]
+            for channel in (*callers, *known):
+                if isinstance(channel, Channel):
                     channel.close()
 
     def _timers(self) -> list[_Timer]:
@@ -218,6 +226,8 @@ class Supervision:
                 self._accept()
             elif isinstance(key.data, _Rank):
                 self._read(key.data)
+            elif isinstance(key.fileobj, Channel):
+                self._greet(key.fileobj)
             else:
                 may_have_ended = True
         if may_have_ended:
@@ -235,24 +245,37 @@ class Supervision:
                 rank.ended_at = time.time()
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        channel = Channel(connection)
-        hello = channel.receive()
-        if hello is None:
+        with contextlib.suppress(OSError):  # whoever called has hung up
+            connection, _ = self._listener.accept()
+            channel = Channel(connection)
+            channel.settimeout(_SEND_S)
+            self._selector.register(channel, selectors.EVENT_READ, None)
+
+    def _greet(self, channel: Channel) -> None:
+        """Reads who has called, once that was said; whoever says something else is a stranger."""
+        try:
+            said = list(channel.receive_available())
+            if not said and not channel.is_closed and channel.nbytes_pending < _GREETING_NBYTES:
+                return
+            hello, *more = said
+            rank = self._ranks[hello["rank"]]
+        except (ValueError, LookupError, TypeError, OSError):
+            self._selector.unregister(channel)
+            channel.close()
             return
-        rank = self._ranks[hello["rank"]]
+        self._selector.unregister(channel)
         if "watchdog" in hello:
             rank.watchdog = channel
-        else:
-            rank.channel = channel
-            self._selector.register(channel, selectors.EVENT_READ, rank)
-            # What came in one piece with the greeting makes no descriptor readable again.
-            for message in channel.take_pending():
-                _record(rank, message)
+            return
+        rank.channel = channel
+        self._selector.register(channel, selectors.EVENT_READ, rank)
+        # What came in one piece with the greeting makes no descriptor readable again.
+        for message in more:
+            _record(rank, message)
 
     def _drain(self, rank: _Rank) -> None:
-        while rank.channel is None and self._has_caller():
-            self._accept()
+        while rank.channel is None and self._admit():
+            pass
         while rank.channel is not None and not rank.channel.is_closed:
             with contextlib.suppress(BlockingIOError):
                 rank.channel.settimeout(0.0)
@@ -260,15 +283,32 @@ class Supervision:
                 continue
             break
 
-    def _has_caller(self) -> bool:
-        return any(key.fileobj is self._listener for key, _ in self._selector.select(0))
+    def _admit(self) -> bool:
+        """Lets in who has called; whether there was anybody."""
+        found = False
+        for key, _ in self._selector.select(0):
+            if key.fileobj is self._listener:
+                self._accept()
+                found = True
+            elif isinstance(key.fileobj, Channel) and key.data is None:
+                self._greet(key.fileobj)
+                found = True
+        return found
 
     def _read(self, rank: _Rank) -> None:
         channel = rank.channel
         if channel is None:
             return
-        for message in channel.receive_available():
-            _record(rank, message)
+        try:
+            for message in channel.receive_available():
+                _record(rank, message)
+        except BlockingIOError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+            # The rank's test wrote to a descriptor that is not its own.
+            rank.escaped = f"a broken connection ({type(error).__name__}: {error})"
+            rank.ended_at = time.time()
+            channel.is_closed = True
         if channel.is_closed:
             self._selector.unregister(channel)
 
@@ -315,6 +355,7 @@ class Supervision:
         for rank in self._ranks.values():
             if rank.watchdog is not None and rank.status is None:
                 with contextlib.suppress(OSError):  # it died just now
+                    rank.watchdog.settimeout(_SEND_S)
                     rank.watchdog.send({"number": self._questions})
                     asked.append((rank, rank.watchdog))
         return asked

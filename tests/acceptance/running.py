@@ -1,7 +1,13 @@
-"""What runs on this machine."""
+"""Starts a pytest session, and says what runs on this machine."""
 
 import contextlib
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
+
+QUICK_END = ("-p", "no:hypothesispytest")
 
 
 def command_lines():
@@ -11,3 +17,25 @@ def command_lines():
         with contextlib.suppress(OSError):
             lines.append(file.read_text())
     return lines
+
+
+def start(path, *arguments):
+    environment = {**os.environ, "TMPDIR": str(path), "OMP_NUM_THREADS": "1"}
+    for name in ("PYTEST_XDIST_WORKER", "CI"):
+        environment.pop(name, None)
+    return subprocess.Popen(
+        # Hypothesis loads itself at the end of a session, which takes seconds on a busy machine.
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *QUICK_END, *arguments],
+        cwd=path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+    )
+
+
+def wait_for(condition, *, timeout_s):
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.05)

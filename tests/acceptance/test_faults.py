@@ -3,16 +3,13 @@
 All faults run in one session, each followed by a healthy test.
 """
 
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 
 import pytest
-from running import command_lines
+from running import command_lines, start, wait_for
 
 PRELUDE = """
 import os, re, resource, signal, subprocess, sys, threading, time, warnings
@@ -334,20 +331,6 @@ class Session:
         )
 
 
-def start(path, *arguments):
-    environment = {**os.environ, "TMPDIR": str(path), "OMP_NUM_THREADS": "1"}
-    for name in ("PYTEST_XDIST_WORKER", "CI"):
-        environment.pop(name, None)
-    return subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
-        cwd=path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-    )
-
-
 ENDLESS = """
 import pathlib, time
 import pytest
@@ -379,13 +362,6 @@ def test_no_rank_outlives_an_interrupted_or_killed_session(tmp_path, number):
     if number == signal.SIGINT:
         assert session.returncode == pytest.ExitCode.INTERRUPTED
         assert "KeyboardInterrupt" in output
-
-
-def wait_for(condition, *, timeout_s):
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("name", FAULTS)

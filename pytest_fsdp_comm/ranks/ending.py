@@ -1,0 +1,121 @@
+"""Ends processes of ranks, and what these left, without ever waiting for long.
+
+A process that is killed may still not go: its kernel waits for a driver or a file server. Whoever
+waits for it would wait for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PATIENCE_S: Final = 10.0
+"""How long killed ranks have to be gone: the kernel frees much memory slowly on a busy machine."""
+HURRIED_S: Final = 0.3
+"""The same where the session was interrupted, and its user waits."""
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_PAUSE_S = 0.005
+
+
+def kill_groups(groups: Iterable[int]) -> None:
+    """Kills whole process groups, of which some may be gone."""
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Kills processes that nobody has waited for yet, wherever they have moved."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of each descendant that loses its own.
+
+    So it finds what ranks left, whatever group or session that has moved to.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_children(spared: Iterable[int], *, within_s: float) -> None:
+    """Kills and reaps this process's children, and their children, until none is left.
+
+    Args:
+        spared: Children that are none of these.
+        within_s: When to give up.
+    """
+    spared = set(spared)
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return  # as after nearly every test
+        left = set(_children(os.getpid())) - spared
+        if not left:
+            return
+        kill(left)
+        for pid in left:
+            is_gone(pid)
+        time.sleep(_PAUSE_S)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a child has ended; it is reaped then."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return True  # reaped by somebody else
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below one, as far as they are to be found: without those that lost a parent."""
+    found = []
+    waiting = [pid]
+    while waiting:
+        children = _children(waiting.pop())
+        found += children
+        waiting += children
+    return found
+
+
+def await_end(pid: int, *, within_s: float) -> int | None:
+    """Waits for a child.
+
+    Returns:
+        Its exit status, or minus the signal that ended it; None if it still runs.
+
+    Raises:
+        ChildProcessError: Somebody else has reaped it.
+    """
+    until = time.monotonic() + within_s
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() >= until:
+            return None
+        time.sleep(_PAUSE_S)
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        # Each thread has its own.
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (thread / "children").read_text().split())
+    return found

@@ -1,0 +1,241 @@
+"""A rank that is hard to end ends no session: every wait has its bound, and the test says so."""
+
+import signal
+import time
+
+import pytest
+from running import command_lines, start, wait_for
+
+LEAVING = """
+import os, subprocess, sys, time
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.distributed(world_size=2, timeout_s={timeout_s}{more})
+
+def leave_the_group(dist_info):
+    if dist_info.rank == 0:
+        os.setpgid(0, os.getpgid(os.getppid()))
+
+def test_leaves_its_group(dist_info):
+    leave_the_group(dist_info)
+
+def test_after():
+    dist.barrier()
+
+def test_leaves_its_group_and_hangs(dist_info):
+    leave_the_group(dist_info)
+    if dist_info.rank == 0:
+        time.sleep(1000)
+
+def test_leaves_children_in_sessions_of_their_own():
+    subprocess.Popen(["sleep", "4244"], start_new_session=True)
+    # A daemon, as the books have it: its parent is gone.
+    code = "import subprocess; subprocess.Popen(['sleep', '4245'], start_new_session=True)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    if "daemon" in {daemons}:
+        assert b"4245" in subprocess.check_output(["ps", "-eo", "args"])
+
+def test_last():
+    dist.barrier()
+"""
+UNSAFE = (
+    "import threading\nstop = threading.Event()\n"
+    "threading.Thread(target=stop.wait, name='poller', daemon=True).start()\n"
+)
+PYTEST = ("-p", "no:cacheprovider", "-v")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("more", ["", ", scope='module'"], ids=["forked", "kept"])
+def test_a_rank_that_left_its_group(pytester, more):
+    pytester.makepyfile(LEAVING.format(more=more, timeout_s=5, daemons=["daemon"]))
+    result = pytester.runpytest_subprocess(*PYTEST, "-W", "ignore", timeout=100)
+    result.assert_outcomes(passed=4, failed=1)
+    result.stdout.fnmatch_lines(
+        ["*_hangs FAILED*", "*test_last PASSED*", "rank 0 did not finish within 5 s*"]
+    )
+    left = [line for line in command_lines() if "4244" in line or "4245" in line]
+    assert not left
+
+
+def test_a_spawned_rank_that_left_its_group(pytester):
+    pytester.makeconftest(UNSAFE)
+    pytester.makepyfile(
+        test_it=LEAVING.format(more="", timeout_s=60, daemons=[]).replace("4245", "0")
+    )
+    result = pytester.runpytest_subprocess(
+        *PYTEST, "-W", "ignore", "-k", "its_group and not hangs or children", timeout=100
+    )
+    result.assert_outcomes(passed=2, deselected=3)
+    assert not [line for line in command_lines() if "4244" in line]
+
+
+# Nothing here can be made to wait in the kernel for ever, so that its end is left out instead: of
+# the ranks that ask for it, no signal is sent. The kernel ends them with the fork server.
+UNKILLABLE = """
+import os, pathlib
+import pytest_fsdp_comm.ranks.runner as runner
+import pytest_fsdp_comm.ranks.{server} as server
+
+runner.PATIENCE_S = {patience_s}
+HERE = pathlib.Path(__file__).parent
+
+def sparing(kill):
+    def spare(pids):
+        kill([pid for pid in pids if not (HERE / f"spared{{pid}}").exists()])
+    return spare
+
+server.kill = sparing(server.kill)
+server.kill_groups = sparing(server.kill_groups)
+"""
+STUCK = """
+import os, pathlib, time
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.distributed(world_size=2, timeout_s=3{more})
+
+def become_unkillable(dist_info):
+    if dist_info.rank == 1:
+        pathlib.Path(f"spared{{os.getpid()}}").touch()
+
+def test_before():
+    dist.barrier()
+
+def test_stuck(dist_info):
+    become_unkillable(dist_info)
+
+def test_stuck_and_failing(dist_info):
+    become_unkillable(dist_info)
+    assert False, "for another reason"
+
+def test_stuck_and_hanging(dist_info):
+    become_unkillable(dist_info)
+    time.sleep(1000)
+
+def test_after():
+    dist.barrier()
+
+def test_plain():
+    pass
+"""
+ONLY_STUCK = ("-k", "test_stuck and not failing and not hanging")
+
+
+def says_unended(name):
+    return f"rank 1 of {name} could not be ended: its process * is still there 1 s after SIGKILL*"
+
+
+@pytest.mark.parametrize("arguments", [(), ("-n", "1")], ids=["one", "xdist"])
+def test_a_rank_that_cannot_be_ended_fails_its_test(pytester, arguments):
+    pytester.makeconftest(UNKILLABLE.format(server="server", patience_s=1.0))
+    pytester.makepyfile(test_it=STUCK.format(more=""))
+    started_at = time.monotonic()
+    result = pytester.runpytest_subprocess(*PYTEST, *arguments, timeout=100)
+    assert time.monotonic() - started_at < 60
+    result.assert_outcomes(passed=3, failed=3)
+    texts = ["*_ test_stuck _*", says_unended("test_it.py::test_stuck")]
+    texts += ["Does a driver or a file server not answer? * Later tests have new ranks."]
+    texts += ["*for another reason", "*- Problems -*", says_unended("*::test_stuck_and_failing")]
+    texts += ["*ranks 0-1 did not finish within 3 s*", says_unended("*::test_stuck_and_hanging")]
+    result.stdout.fnmatch_lines(texts)
+    assert "INTERNALERROR" not in result.stdout.str()
+    assert not [line for line in command_lines() if str(pytester.path) in line]
+
+
+def test_a_kept_rank_that_cannot_be_ended_is_told(pytester):
+    pytester.makeconftest(UNKILLABLE.format(server="server", patience_s=1.0))
+    pytester.makepyfile(test_it=STUCK.format(more=", scope='module'"))
+    result = pytester.runpytest_subprocess(*PYTEST, *ONLY_STUCK, timeout=60)
+    result.assert_outcomes(passed=1, deselected=5)
+    result.stderr.fnmatch_lines(["fsdp-comm: rank 1 of test_it.py::test_stuck could not be ended*"])
+
+
+def test_a_spawned_rank_that_cannot_be_ended_fails_its_test(pytester):
+    pytester.makeconftest(UNKILLABLE.format(server="spawn", patience_s=1.0) + UNSAFE)
+    pytester.makepyfile(test_it=STUCK.format(more="").replace("timeout_s=3", "timeout_s=30"))
+    result = pytester.runpytest_subprocess(*PYTEST, *ONLY_STUCK, timeout=100)
+    result.assert_outcomes(failed=1, deselected=5)
+    result.stdout.fnmatch_lines([says_unended("test_it.py::test_stuck")])
+    # Its supervisor has hung up.
+    wait_for(lambda: not [x for x in command_lines() if str(pytester.path) in x], timeout_s=10)
+
+
+WAITING = """
+import os, pathlib, time
+import pytest
+
+@pytest.mark.distributed(world_size=2)
+def test_stuck(dist_info):
+    if dist_info.rank == 1:
+        pathlib.Path(f"spared{os.getpid()}").touch()
+        pathlib.Path("started").touch()
+    if SLEEPS:
+        time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("sleeps", [True, False], ids=["in the test", "in the wait for its end"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_unkillable_rank_does_not_keep_an_interrupted_session(tmp_path, number, sleeps):
+    (tmp_path / "conftest.py").write_text(UNKILLABLE.format(server="server", patience_s=60.0))
+    (tmp_path / "test_it.py").write_text(WAITING.replace("SLEEPS", str(sleeps)))
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    # Not ignored, as a shell has it for what it runs in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    session = start(tmp_path, "test_it.py")
+    signal.signal(signal.SIGINT, before)
+    wait_for((tmp_path / "started").exists, timeout_s=60)
+    time.sleep(1.0)
+    assert session.poll() is None
+    sent_at = time.monotonic()
+    session.send_signal(number)
+    output, _ = session.communicate(timeout=20)
+    wait_for(lambda: not list(tmp_path.glob("fsdp-comm*")), timeout_s=10)
+    wait_for(lambda: not [x for x in command_lines() if str(tmp_path) in x], timeout_s=10)
+    assert time.monotonic() - sent_at < 2.0
+    if number == signal.SIGINT:
+        assert session.returncode == pytest.ExitCode.INTERRUPTED
+        assert "KeyboardInterrupt" in output
+
+
+STRANGERS = """
+import socket, time
+import pytest
+import torch.distributed as dist
+from pytest_fsdp_comm.ranks.context import RANK_CONTEXT
+
+pytestmark = pytest.mark.distributed(world_size=2, timeout_s=20{more})
+
+SAID = [b"", b"no json\\n", b"[1]\\n", b'{{"rank": 99}}\\n', b'{{"rank": [0]}}\\n', b"\\xff\\n"]
+
+@pytest.mark.parametrize("said", [*SAID, b"x" * 9000], ids=range(7))
+def test_stranger(request, dist_info, said):
+    path = request.config.stash[RANK_CONTEXT].directory / "socket"
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(path))
+    connection.sendall(said)
+    request.config.calls = [connection]  # left open
+    time.sleep(0.1)
+    dist.barrier()
+
+@pytest.mark.parametrize("said", [b"no json\\n", b"[1]\\n", b'{{"report": 1}}\\n'], ids=str)
+def test_broken(request, dist_info, said):
+    if dist_info.rank == 1:
+        request.config.pluginmanager.get_plugin("fsdp-comm-rank")._channel._connection.sendall(said)
+    dist.barrier()
+
+def test_after():
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("more", ["", ", scope='module'"], ids=["forked", "kept"])
+def test_what_strangers_say_to_the_supervisor(pytester, more):
+    pytester.makepyfile(STRANGERS.format(more=more))
+    result = pytester.runpytest_subprocess(*PYTEST, timeout=100)
+    result.assert_outcomes(passed=8, failed=3)
+    output = result.stdout.str()
+    assert output.count("rank 1 left the test with a broken connection (") == 3, output
+    assert "INTERNALERROR" not in output

@@ -1,0 +1,144 @@
+"""Whoever waits for another process has a bound, and is heard by what it waits for."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pytest_fsdp_comm.ranks import ending, forked
+from pytest_fsdp_comm.ranks.channel import Channel
+from pytest_fsdp_comm.ranks.forked import ForkedRanks, ServerDiedError
+
+
+@pytest.fixture
+def channels():
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(Channel(ours)) as our, contextlib.closing(Channel(theirs)) as their:
+        yield our, their
+
+
+def test_a_server_that_does_not_answer_is_killed(channels, monkeypatch):
+    ours, theirs = channels
+    for name in ("_PREPARED_WITHIN_S", "_ANSWERED_WITHIN_S"):
+        monkeypatch.setattr(forked, name, 0.05)
+    killed = []
+
+    def kill():
+        killed.append(True)
+
+    with pytest.raises(ServerDiedError):
+        ForkedRanks(ours, 1, kill=kill, holds_slots=True)
+    assert len(killed) == 1
+    theirs.send({"set": 1, "pids": {}})
+    theirs.send({"set": 1, "pids": {"0": 2**22 + 1}})  # of nobody
+    ranks = ForkedRanks(ours, 1, kill=kill, holds_slots=True)
+    assert not ranks.resume()
+    assert ranks.end(0.0) == {}
+    assert len(killed) == 3
+
+
+def test_a_server_tells_which_ranks_it_could_not_end(channels):
+    ours, theirs = channels
+    theirs.send({"set": 1, "pids": {"0": 10, "1": 11}})
+    theirs.send({"set": 1, "alive": {"1": 11}})
+    ranks = ForkedRanks(ours, 1, kill=lambda: None, holds_slots=False)
+    assert ranks.end(0.0) == {1: 11}
+    assert theirs.receive() == {"end": 1, "within_s": 0.0}
+
+
+def test_a_channel_is_deaf_to_a_forked_child_of_its_owner(channels):
+    ours, theirs = channels
+    pid = os.fork()
+    if pid == 0:
+        ours.send({"by": "the child"})
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    ours.send({"by": "the owner"})
+    assert theirs.receive() == {"by": "the owner"}
+
+
+def test_a_channel_knows_whether_the_other_end_is_gone(channels):
+    ours, theirs = channels
+    assert not ours.is_hung_up()
+    theirs.send({})
+    theirs.close()
+    assert not ours.is_hung_up()  # there is something to read
+    assert ours.receive() == {}
+    assert ours.is_hung_up()
+
+
+def test_messages_before_a_broken_one_are_received(channels):
+    ours, theirs = channels
+    theirs.send({"number": 1})
+    theirs._connection.sendall(b"broken\n")
+    received = []
+    with pytest.raises(ValueError, match="Expecting value"):
+        received.extend(ours.receive_available())
+    assert received == [{"number": 1}]
+    theirs.send({"number": 2})
+    assert next(ours.receive_available()) == {"number": 2}
+
+
+def test_a_child_that_does_not_end_is_not_waited_for():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    try:
+        started_at = time.monotonic()
+        assert ending.await_end(child.pid, within_s=0.1) is None
+        assert not ending.is_gone(child.pid)
+        assert time.monotonic() - started_at < 5
+    finally:
+        ending.kill([child.pid])
+    assert ending.await_end(child.pid, within_s=10) == -signal.SIGKILL
+    # As where somebody else has reaped it.
+    assert ending.is_gone(child.pid)
+    with pytest.raises(ChildProcessError):
+        ending.await_end(child.pid, within_s=10)
+    child.returncode = -signal.SIGKILL
+
+
+ADOPTING = '''
+import os, subprocess, sys, time
+from pytest_fsdp_comm.ranks import ending
+
+ending.adopt_orphans()
+spared = subprocess.Popen(["sleep", "4246"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+code = """
+from subprocess import DEVNULL, Popen
+print(Popen(['sleep', '4247'], stdout=DEVNULL, stderr=DEVNULL, start_new_session=True).pid)
+"""
+told = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout
+orphan = int(told)
+os.kill(orphan, 0)
+assert not ending.descendants(orphan)
+assert {spared.pid, orphan} == set(ending.descendants(os.getpid()))
+ending.kill_children([spared.pid], within_s=10)
+try:
+    os.kill(orphan, 0)
+except ProcessLookupError:
+    print("gone")
+assert spared.poll() is None
+ending.kill_children([], within_s=10)
+try:
+    os.kill(spared.pid, 0)
+except ProcessLookupError:
+    print("gone")
+sys.stdout.flush()
+os._exit(0)
+'''
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody adopts orphans")
+def test_orphans_are_found_in_sessions_of_their_own():
+    done = subprocess.run(
+        [sys.executable, "-c", ADOPTING],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["gone", "gone"], done.stderr
