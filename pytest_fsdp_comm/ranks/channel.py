@@ -7,6 +7,8 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
+from pytest_fsdp_comm.ranks.socket_paths import connect
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -29,9 +31,7 @@ class Channel:
     @classmethod
     def connect(cls, path: Path) -> Channel:
         """Connects to a listening supervisor."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(str(path))
-        return cls(connection)
+        return cls(connect(path))
 
     @property
     def nbytes_pending(self) -> int:

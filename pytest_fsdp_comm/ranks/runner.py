@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.ranks.ending import HURRIED_S, PATIENCE_S
 from pytest_fsdp_comm.ranks.forked import ForkServer, ServerDiedError
@@ -30,6 +30,7 @@ from pytest_fsdp_comm.ranks.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.results import RankResult
 from pytest_fsdp_comm.ranks.safety import unsafe_to_fork
 from pytest_fsdp_comm.ranks.slots import Slots
+from pytest_fsdp_comm.ranks.socket_paths import check_path, listen
 from pytest_fsdp_comm.ranks.spawn import SpawnedRanks
 from pytest_fsdp_comm.ranks.supervisor import Supervision
 from pytest_fsdp_comm.ranks.terminal import copied_terminal, kept_foreground
@@ -99,8 +100,11 @@ class RankRunner:
         self._start_server()
 
     def _start_server(self) -> None:
-        # Short, since a socket's path has at most 108 characters (104 on macOS).
         self._directory = Path(tempfile.mkdtemp(prefix="fsdp-comm-"))
+        try:
+            check_path(self._directory / "1000000" / "socket")
+        except FsdpCommError as error:
+            self._unpreparable = str(error)
         # What a launcher started is its own bound, and has its GPUs by the local rank.
         is_bounded = self._peers is None
         self._slots = Slots(
@@ -319,9 +323,7 @@ class RankRunner:
                 slots=grant.files,
                 gpus=grant.gpus,
             )
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(str(launch.socket_path))
-            listener.listen(2 * len(launch.ranks))  # each has a watchdog
+            listener = listen(launch.socket_path, 2 * len(launch.ranks))  # each has a watchdog
             processes = (
                 self._server.launch(launch) if self._server else SpawnedRanks(config, launch)
             )

@@ -1,0 +1,87 @@
+"""Unix sockets in directories of any depth.
+
+The address of such a socket holds a path of 107 bytes (103 on macOS), while TMPDIR may be as long
+as a path can be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_fsdp_comm.errors import FsdpCommError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_LONGEST = 107 if sys.platform == "linux" else 103
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+def listen(path: Path, backlog: int) -> socket.socket:
+    """Makes a socket at a path, and listens there.
+
+    Raises:
+        FsdpCommError: The path is too long for this system.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _address_of(path) as address:
+            listener.bind(address)
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def connect(path: Path) -> socket.socket:
+    """Connects to who listens at a path.
+
+    Raises:
+        FsdpCommError: The path is too long for this system.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _address_of(path) as address:
+            connection.connect(address)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def check_path(path: Path) -> None:
+    """Says at once what `listen` and `connect` would say later.
+
+    Raises:
+        FsdpCommError: The path is too long for this system.
+    """
+    if not _is_short(path) and not _DESCRIPTORS.is_dir():
+        raise FsdpCommError(
+            "ranks meet at a socket in the directory for temporary files, whose path has "
+            f"{len(os.fsencode(path))} bytes ({path}); without {_DESCRIPTORS}, this system allows "
+            f"{_LONGEST}. Set TMPDIR to a directory with a shorter path, such as /tmp"
+        )
+
+
+def _is_short(path: Path) -> bool:
+    return len(os.fsencode(path)) <= _LONGEST
+
+
+@contextlib.contextmanager
+def _address_of(path: Path) -> Iterator[str]:
+    """A name for a path that is short enough, while the block lasts."""
+    if _is_short(path):
+        yield str(path)
+        return
+    check_path(path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield str(_DESCRIPTORS / str(directory) / path.name)
+    finally:
+        os.close(directory)
