@@ -13,6 +13,7 @@ import pytest
 from pytest_fsdp_comm.ranks.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.forked_children import end_forked_child
 from pytest_fsdp_comm.ranks.group import join_group
+from pytest_fsdp_comm.ranks.kept_output import read_kept, shortened
 from pytest_fsdp_comm.ranks.subtest_reports import capture_subtests, is_subtest
 
 if TYPE_CHECKING:
@@ -176,6 +177,8 @@ class RankPlugin:
 
 def _serializable(config: pytest.Config, report: pytest.TestReport) -> dict[str, Any]:
     data: dict[str, Any] = config.hook.pytest_report_to_serializable(config=config, report=report)
+    # Also what others than the rank's files hold: captured logs, and the test's own capturing.
+    data["sections"] = [(title, shortened(text)) for title, text in data.get("sections", ())]
     return data
 
 
@@ -192,14 +195,14 @@ class _Log:
         self._parts = [""]
 
     def begin_part(self) -> None:
-        self._parts[-1] += self._read_new()
+        self._parts[-1] = shortened(self._parts[-1] + self._read_new())
         self._parts.append("")
 
     def end_part(self) -> str:
-        return self._parts.pop() + self._read_new()
+        return shortened(self._parts.pop() + self._read_new())
 
     def end_phase(self) -> str:
-        text = "".join(self._parts) + self._read_new()
+        text = shortened("".join(self._parts) + self._read_new())
         self._parts = [""]
         self.nbytes_reported = self._nbytes_read
         return text
@@ -207,8 +210,5 @@ class _Log:
     def _read_new(self) -> str:
         with contextlib.suppress(ValueError, OSError, AttributeError):
             getattr(sys, self.name).flush()
-        if os.fstat(self._file.fileno()).st_size <= self._nbytes_read:
-            return ""  # as after nearly every phase
-        new = self._file.read()
-        self._nbytes_read += len(new)
-        return new.decode("utf-8", "backslashreplace")
+        text, self._nbytes_read = read_kept(self._file.fileno(), self._nbytes_read)
+        return text

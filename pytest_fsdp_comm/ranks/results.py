@@ -14,6 +14,8 @@ class Stopped(StrEnum):
     AFTER_FAILURE = "after failure"
     """Another rank had failed, and the grace period was over."""
     AT_DEADLINE = "at deadline"
+    TOO_MUCH_OUTPUT = "too much output"
+    """Its output took more of the disk than it may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm.ranks.channel import Channel
+from pytest_fsdp_comm.ranks.kept_output import (
+    KEPT_NBYTES,
+    MOST_ON_DISK_NBYTES,
+    OutputFile,
+    read_kept,
+)
 from pytest_fsdp_comm.ranks.results import RankResult, Stopped
 from pytest_fsdp_comm.ranks.stacks import read_stacks
 
@@ -27,6 +33,7 @@ GRACE_S = 1.0
 _POLL_S = 0.05
 _DUMP_S = 1.0
 _ANSWER_S = 0.7
+_STREAMS = ("stdout", "stderr")
 # A message fits into the socket, unless the rank does not read at all.
 _SEND_S = 1.0
 _GREETING_NBYTES = 4096
@@ -114,6 +121,12 @@ class Supervision:
             self._selector.register(self._descriptor, selectors.EVENT_READ, None)
         # Where the logs were when a later test of the set began.
         self._begun_at: dict[tuple[int, str], int] = {}
+        self._outputs = {
+            (rank, stream): OutputFile(launch.log_path(rank, stream))
+            for rank in launch.ranks
+            for stream in _STREAMS
+        }
+        self._bounded_at = 0.0
         self._echo = _Echo(launch) if launch.echoes else None
         self._questions = 0
         self.is_reusable = False
@@ -149,6 +162,7 @@ class Supervision:
                 # Whoever failed, it is the debugger's turn.
                 first_failure = None
                 self._wait(_POLL_S)
+                self._release_output()
                 continue
             has_failed = any(rank.has_failed for rank in self._ranks.values())
             has_failed = has_failed_elsewhere(has_failed) or has_failed
@@ -165,6 +179,8 @@ class Supervision:
                 self._stop(Stopped.AT_DEADLINE)
                 break
             self._wait(min(_POLL_S, max(ends_at - now, 0.001)))
+            if self._bound_output():
+                break
         if self._echo:
             self._echo.copy()
         results = {number: self._result(number, rank) for number, rank in self._ranks.items()}
@@ -183,7 +199,7 @@ class Supervision:
     ) -> dict[int, RankResult]:
         """Runs another test on the same ranks."""
         for number, rank in self._ranks.items():
-            for stream in ("stdout", "stderr"):
+            for stream in _STREAMS:
                 size = 0
                 with contextlib.suppress(FileNotFoundError):
                     size = self._launch.log_path(number, stream).stat().st_size
@@ -234,6 +250,38 @@ class Supervision:
             self._note_ends()
         if self._echo:
             self._echo.copy()
+
+    def _bound_output(self) -> bool:
+        """Frees the disk of output that is not kept; whether a rank had to be stopped for its."""
+        now = time.monotonic()
+        if now < self._bounded_at + _POLL_S:
+            return False
+        self._bounded_at = now
+        fast = [
+            number
+            for number, taken in self._release_output().items()
+            if taken > MOST_ON_DISK_NBYTES
+        ]
+        if not fast:
+            return False
+        self._stop(Stopped.AFTER_FAILURE)
+        for number in fast:
+            self._ranks[number].stopped = Stopped.TOO_MUCH_OUTPUT
+            self._ranks[number].ended_at = time.time()
+        return True
+
+    def _release_output(self) -> dict[int, int]:
+        """How many bytes of disk the largest file of each rank still takes."""
+        return {
+            number: max(
+                self._outputs[number, stream].release(self._unread_from(number, rank, stream))
+                for stream in _STREAMS
+            )
+            for number, rank in self._ranks.items()
+        }
+
+    def _unread_from(self, number: int, rank: _Rank, stream: str) -> int:
+        return rank.nbytes_read.get(stream, self._begun_at.get((number, stream), 0))
 
     def _note_ends(self) -> None:
         for number, status in self._processes.exit_statuses().items():
@@ -327,6 +375,10 @@ class Supervision:
         for rank in running.values():
             if not rank.stacks and rank.position is not None:
                 rank.stacks = rank.position["site"]  # on a busy machine a dump may come too late
+        # It may be long until `end`, where ranks of other processes are waited for: until then it
+        # must neither write on nor wear out the machine.
+        for number in running:
+            self._processes.send_signal(number, signal.SIGSTOP)
 
     def _take_positions(self, asked: Sequence[tuple[_Rank, Channel]]) -> None:
         until = time.monotonic() + _ANSWER_S
@@ -382,12 +434,12 @@ class Supervision:
     def _unreported(self, number: int, rank: _Rank) -> dict[str, str]:
         """What a rank printed in the phase that it did not end."""
         found = {}
-        for stream in ("stdout", "stderr"):
+        for stream in _STREAMS:
             path = self._launch.log_path(number, stream)
             if path.exists():
                 with path.open("rb") as file:
-                    file.seek(rank.nbytes_read.get(stream, self._begun_at.get((number, stream), 0)))
-                    found[stream] = file.read().decode("utf-8", "backslashreplace")
+                    start = self._unread_from(number, rank, stream)
+                    found[stream], _ = read_kept(file.fileno(), start)
         return {stream: text for stream, text in found.items() if text}
 
 
@@ -428,9 +480,15 @@ class _Echo:
         if not path.exists() or path.stat().st_size <= offset:
             return
         with path.open("rb") as file:
-            file.seek(offset)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offsets[rank, stream] = offset + len(whole)
-        for line in whole.decode("utf-8", "backslashreplace").splitlines():
+            if path.stat().st_size - offset > KEPT_NBYTES:
+                # What is shown has no limit, as what is seen needs no room; only how fast it comes.
+                text, end = read_kept(file.fileno(), offset)
+            else:
+                file.seek(offset)
+                data = file.read()
+                # The rest of the last line is still to come.
+                whole = data[: data.rfind(b"\n") + 1]
+                text, end = whole.decode("utf-8", "backslashreplace"), offset + len(whole)
+        self._offsets[rank, stream] = end
+        for line in text.splitlines():
             sys.stdout.write(f"[rank {rank}] {line}\n")

@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 import pytest
 
+from pytest_fsdp_comm.nbytes import show_nbytes
 from pytest_fsdp_comm.rank_lists import fold_equal, name_ranks
+from pytest_fsdp_comm.ranks.kept_output import MOST_ON_DISK_NBYTES
 from pytest_fsdp_comm.ranks.results import RankResult, Stopped
 from pytest_fsdp_comm.ranks.sequence import explain_waiting
 from pytest_fsdp_comm.ranks.subtest_reports import is_subtest, name_subtest
@@ -66,6 +68,7 @@ def merge_reports(
             *_failed_reports(reports),
             *_deaths(results, reports),
             *_timeouts(results, reports, timeout_s),
+            *_too_much_output(results, reports),
         ],
         key=lambda failure: failure.at,
     )
@@ -282,6 +285,20 @@ def _timeouts(
             report=None,
             text="\n".join(lines),
         )
+
+
+def _too_much_output(results: Mapping[int, RankResult], reports: _Reports) -> Iterable[_Failure]:
+    for rank, result in results.items():
+        if result.stopped is Stopped.TOO_MUCH_OUTPUT:
+            when = _unfinished_phase(reports[rank])
+            text = (
+                f"printed so much during {when} that it took more than "
+                f"{show_nbytes(MOST_ON_DISK_NBYTES)} of the disk, and was ended.\n"
+                "What is not kept of its output is freed meanwhile: it prints too fast for that, "
+                "or the file system of TMPDIR cannot free a part of a file. Print less, or set "
+                "TMPDIR to a local disk."
+            )
+            yield _Failure(rank=rank, when=when, at=result.ended_at or 0.0, report=None, text=text)
 
 
 def _waiting(results: Mapping[int, RankResult], *, blamed: Sequence[int]) -> list[str]:

@@ -90,7 +90,7 @@ UNSAFE = (
 def test_a_forked_child_never_speaks_for_a_spawned_rank(pytester):
     pytester.makeconftest(UNSAFE)
     pytester.makepyfile(SOURCE.replace("{more}", ""))
-    arguments = ("-p", "no:cacheprovider", "-k", "test_child_returns_later")
+    arguments = ("-p", "no:cacheprovider", "-k", "test_child_returns and not later")
     result = pytester.runpytest_subprocess(*arguments, timeout=300)
     result.assert_outcomes(failed=1, deselected=7)
     result.stdout.fnmatch_lines(["*AssertionError: the parent goes on"])

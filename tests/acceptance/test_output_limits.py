@@ -1,0 +1,198 @@
+"""Whatever a rank prints, its report, the disk and the time that it takes stay bounded."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+SOURCE = """
+import logging, os, pathlib, sys, time
+import pytest
+import torch.distributed as dist
+from pytest_fsdp_comm.ranks.context import RANK_CONTEXT
+
+def watch(request, seconds):
+    path = request.config.stash[RANK_CONTEXT].directory / "rank0.stdout"
+    most, until = 0, time.monotonic() + seconds
+    while time.monotonic() < until:
+        most = max(most, path.stat().st_blocks * 512)
+        time.sleep(0.02)
+    return most
+
+@pytest.mark.distributed(world_size=2, timeout_s=4)
+def test_endless(request, dist_info):
+    if dist_info.rank == 1:
+        most = watch(request, 3.5)
+        pathlib.Path("most").write_text(str(most))
+        return
+    print("the first line")
+    number = 0
+    while True:
+        number += 1
+        print("x" * 1000, number)
+
+@pytest.mark.distributed(world_size=2, timeout_s=60)
+def test_one_long_line_before_death(dist_info):
+    sys.stdout.write("the first word ")
+    for _ in range(3000):
+        sys.stdout.write("y" * 1000)
+    if dist_info.rank == 0:
+        sys.stdout.write(" the last word")
+        sys.stdout.flush()
+        os._exit(3)
+    time.sleep(1000)
+
+@pytest.mark.distributed(world_size=2, timeout_s=60)
+def test_log():
+    logging.getLogger("mine").warning("z" * 3_000_000)
+    assert 0
+
+@pytest.mark.distributed(world_size=2, timeout_s=60)
+def test_phases(two_phases):
+    print("b" * 400_000)
+    print("c" * 400_000, file=sys.stderr)
+    assert 0
+
+@pytest.fixture
+def two_phases():
+    print("a" * 400_000)
+
+@pytest.mark.distributed(world_size=2, timeout_s=60)
+def test_subtest(subtests):
+    with subtests.test("much"):
+        print("d" * 3_000_000, "the end")
+        assert 0
+"""
+TIMES = """
+import time
+import pytest
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    started_at = time.monotonic()
+    result = yield
+    with open("times", "a") as file:
+        print(item.name, time.monotonic() - started_at, file=file)
+    return result
+"""
+UNSAFE = (
+    "import threading\nstop = threading.Event()\n"
+    "threading.Thread(target=stop.wait, name='poller', daemon=True).start()\n"
+)
+LEFT_OUT = re.compile(r"^\[\.\.\. (\d+) (?:bytes|characters) left out: ", re.MULTILINE)
+PYTEST = ("-p", "no:cacheprovider")
+
+
+def story(output, name):
+    parts = re.split(rf"^_+ {re.escape(name)} _+$", output, flags=re.MULTILINE)[1:]
+    assert len(parts) == 1
+    # A spawned rank's output has the start of its own session.
+    ends = r"^(?:_{3,} .* _{3,}|={3,} (?!test session starts).* ={3,})$"
+    return re.split(ends, parts[0], flags=re.MULTILINE)[0]
+
+
+def check_endless(pytester, output):
+    endless = story(output, "test_endless")
+    assert "rank 0 did not finish within" in endless
+    assert "the first line\n" in endless
+    assert len(endless) < 1_000_000
+    (left_out,) = LEFT_OUT.findall(endless)
+    assert int(left_out) > 10_000_000
+    numbers = [int(line.split()[1]) for line in re.findall(r"^x{1000} \d+$", endless, re.MULTILINE)]
+    assert len(numbers) > 450
+    assert numbers[0] == 1
+    # The end is there, too: all but the last line, in which it was ended.
+    assert numbers[-1] * 1010 > int(left_out)
+    # The hard limit is 1 GiB.
+    assert int((pytester.path / "most").read_text()) < 512 << 20
+
+
+def test_output_is_kept_up_to_a_limit(pytester):
+    pytester.makeconftest(TIMES)
+    pytester.makepyfile(test_it=SOURCE)
+    arguments = () if pytest.version_tuple >= (9,) else ("--deselect", "test_it.py::test_subtest")
+    result = pytester.runpytest_subprocess(*PYTEST, "--junitxml=j.xml", *arguments, timeout=100)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert "INTERNALERROR" not in result.stdout.str()
+    output = result.stdout.str()
+    check_endless(pytester, output)
+    times = dict(line.split() for line in (pytester.path / "times").read_text().splitlines())
+    assert float(times["test_endless"]) < 4 + 4
+
+    death = story(output, "test_one_long_line_before_death")
+    assert "rank 0 ended with exit status 3" in death
+    assert "the first word yyy" in death
+    assert "yyy the last word" in death
+    assert len(LEFT_OUT.findall(death)) == 2
+
+    (left_out,) = LEFT_OUT.findall(story(output, "test_log"))
+    assert 3_000_000 - 524_288 < int(left_out) < 3_000_100 - 524_288
+    phases = story(output, "test_phases")
+    assert not LEFT_OUT.search(phases)
+    assert [phases.count(letter * 400_000) for letter in "abc"] == [1, 1, 1]
+    if not arguments:
+        assert "ddd the end" in story(output, "test_subtest [much]")
+        assert len(LEFT_OUT.findall(story(output, "test_subtest [much]"))) == 1
+        assert not LEFT_OUT.findall(story(output, "test_subtest"))
+
+    junit = pytester.path / "j.xml"
+    assert junit.stat().st_size < 12_000_000
+    assert len(list(ET.parse(junit).iter("testcase"))) == 5 - len(arguments) // 2  # noqa: S314  # our own file
+
+
+@pytest.mark.parametrize(
+    ("arguments", "conftest"), [(("-s",), ""), ((), UNSAFE)], ids=["s", "spawn"]
+)
+def test_endless_output_elsewhere(pytester, arguments, conftest):
+    pytester.makeconftest(conftest)
+    # Spawned ranks take seconds to start, of which the test knows nothing.
+    source = SOURCE.replace("timeout_s=4", "timeout_s=20") if conftest else SOURCE
+    pytester.makepyfile(test_it=source)
+    arguments = (*PYTEST, *arguments, "-k", "test_endless")
+    result = pytester.runpytest_subprocess(*arguments, timeout=100)
+    result.assert_outcomes(failed=1, deselected=4)
+    check_endless(pytester, result.stdout.str())
+    if not conftest:
+        echoed = result.stdout.str().partition("= FAILURES =")[0]
+        assert "[rank 0] the first line\n" in echoed
+
+
+WITHOUT_HOLES = """
+import pytest_fsdp_comm.ranks.kept_output as kept_output
+import pytest_fsdp_comm.ranks.supervisor as supervisor
+import pytest_fsdp_comm.ranks.verdict as verdict
+
+kept_output._FALLOCATE = None
+supervisor.MOST_ON_DISK_NBYTES = verdict.MOST_ON_DISK_NBYTES = 8 << 20
+"""
+
+
+def test_a_disk_that_cannot_be_freed_ends_the_rank(pytester):
+    pytester.makeconftest(WITHOUT_HOLES)
+    pytester.makepyfile(
+        """
+        import time
+        import pytest
+        import torch.distributed as dist
+
+        @pytest.mark.distributed(world_size=2, timeout_s=60)
+        def test_endless(dist_info):
+            while dist_info.rank == 1:
+                print("x" * 1000)
+            dist.barrier()
+
+        @pytest.mark.distributed(world_size=2, timeout_s=60)
+        def test_after():
+            print("x" * 1_000_000)
+            dist.barrier()
+        """
+    )
+    result = pytester.runpytest_subprocess(*PYTEST, timeout=50)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "rank 1 printed so much during call that it took more than 8.0 MiB of the disk, and "
+            "was ended.",
+            "rank 0 still ran and was ended:",
+        ]
+    )
