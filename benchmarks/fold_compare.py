@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import time
 
-from pytest_fsdp_comm.codec import dump_recording
-from pytest_fsdp_comm.diff import compare
-from pytest_fsdp_comm.document import format_profile, parse_profile
-from pytest_fsdp_comm.events import Collective, MeshAxis, Phase, Recording, Source
-from pytest_fsdp_comm.profile import fold, merge
+from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.comm.events import Collective, MeshAxis, Phase, Recording, Source
+from pytest_fsdp_comm.comm.json import dump_recording
+from pytest_fsdp_comm.comm.profile import fold, merge
+from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
 
 KINDS = ("all_gather", "reduce_scatter")
 

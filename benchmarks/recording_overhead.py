@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_fsdp_comm.capture.comm_mode import CommMode
+from pytest_fsdp_comm.recording.comm_mode import CommMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,9 +20,7 @@ from pytest_fsdp_comm.errors import (
 )
 
 if TYPE_CHECKING:
-    from pytest_fsdp_comm.capture.comm_mode import CommMode
-    from pytest_fsdp_comm.capture.tree_factory import TreeFactory
-    from pytest_fsdp_comm.events import (
+    from pytest_fsdp_comm.comm.events import (
         Collective,
         HostDeviceCopy,
         MeshAxis,
@@ -33,10 +31,12 @@ if TYPE_CHECKING:
         Source,
         Timing,
     )
+    from pytest_fsdp_comm.comm.profile import CommProfile
     from pytest_fsdp_comm.fixtures import DistInfo, MakeDeviceMesh
-    from pytest_fsdp_comm.profile import CommProfile
-    from pytest_fsdp_comm.snapshots import CommSnapshot
-    from pytest_fsdp_comm.tree import ShardTree
+    from pytest_fsdp_comm.fsdp_tree import TreeFactory
+    from pytest_fsdp_comm.recording.comm_mode import CommMode
+    from pytest_fsdp_comm.snapshots.extension import CommSnapshot
+    from pytest_fsdp_comm.tree.model import ShardTree
 
 __all__ = [
     "Collective",
@@ -65,22 +65,22 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Collective": "events",
-    "CommMode": "capture.comm_mode",
-    "CommProfile": "profile",
-    "CommSnapshot": "snapshots",
+    "Collective": "comm.events",
+    "CommMode": "recording.comm_mode",
+    "CommProfile": "comm.profile",
+    "CommSnapshot": "snapshots.extension",
     "DistInfo": "fixtures",
-    "HostDeviceCopy": "events",
+    "HostDeviceCopy": "comm.events",
     "MakeDeviceMesh": "fixtures",
-    "MeshAxis": "events",
-    "Phase": "events",
-    "Recording": "events",
-    "Redistribution": "events",
-    "Reshard": "events",
-    "ShardTree": "tree",
-    "Source": "events",
-    "Timing": "events",
-    "TreeFactory": "capture.tree_factory",
+    "MeshAxis": "comm.events",
+    "Phase": "comm.events",
+    "Recording": "comm.events",
+    "Redistribution": "comm.events",
+    "Reshard": "comm.events",
+    "ShardTree": "tree.model",
+    "Source": "comm.events",
+    "Timing": "comm.events",
+    "TreeFactory": "fsdp_tree",
 }
 
 

@@ -10,16 +10,16 @@ import pytest
 
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.options import OPTIONS
-from pytest_fsdp_comm.ranks.context import RANK_CONTEXT
+from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 
 if TYPE_CHECKING:
     from syrupy.assertion import SnapshotAssertion
     from torch.distributed.device_mesh import DeviceMesh  # noqa: TID251  # for the type only
 
-    from pytest_fsdp_comm.capture.comm_mode import CommMode
-    from pytest_fsdp_comm.capture.tree_factory import TreeFactory
-    from pytest_fsdp_comm.ranks.context import RankContext
-    from pytest_fsdp_comm.snapshots import CommSnapshot
+    from pytest_fsdp_comm.fsdp_tree import TreeFactory
+    from pytest_fsdp_comm.ranks.rank.context import RankContext
+    from pytest_fsdp_comm.recording.comm_mode import CommMode
+    from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def device_mesh(dist_info: DistInfo) -> MakeDeviceMesh:
     """Makes device meshes of all ranks, e.g. ``device_mesh(dp=2, tp=-1)``."""
 
     def make(**axes: int) -> DeviceMesh:
-        from pytest_fsdp_comm.ranks.group import make_mesh  # noqa: PLC0415  # loads torch
+        from pytest_fsdp_comm.ranks.rank.process_group import make_mesh  # noqa: PLC0415  # loads torch
 
         sizes = mesh_sizes(axes or {"dp": -1}, dist_info.world_size)
         mesh: DeviceMesh = make_mesh(dist_info.device.partition(":")[0], sizes)
@@ -114,18 +114,21 @@ def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
 @pytest.fixture
 def comm_mode(request: pytest.FixtureRequest) -> CommMode:
     """Records every collective of a block: ``with`` it, or what it makes of a model."""
-    from pytest_fsdp_comm.capture.comm_mode import (  # noqa: PLC0415  # torch only where it is needed
+    from pytest_fsdp_comm.recording.comm_mode import (  # noqa: PLC0415  # torch only where it is needed
         CommMode,
     )
+    from pytest_fsdp_comm.snapshots.comm_text import format_profile  # noqa: PLC0415  # as above
 
     context = _context(request)
-    return CommMode(gather=context.exchange) if context else CommMode()
+    if context is None:
+        return CommMode(show=format_profile)
+    return CommMode(gather=context.exchange, show=format_profile)
 
 
 @pytest.fixture
 def fsdp_tree(request: pytest.FixtureRequest) -> TreeFactory:
     """Shows how a model is sharded, as a tree that snapshots can hold."""
-    from pytest_fsdp_comm.capture.tree_factory import (  # noqa: PLC0415  # torch only where it is needed
+    from pytest_fsdp_comm.fsdp_tree import (  # noqa: PLC0415  # torch only where it is needed
         TreeFactory,
     )
 
@@ -138,7 +141,7 @@ def fsdp_tree(request: pytest.FixtureRequest) -> TreeFactory:
 @pytest.fixture
 def comm_snapshot(request: pytest.FixtureRequest, snapshot: SnapshotAssertion) -> CommSnapshot:
     """The reviewed snapshot of this test, for ``assert comm_mode == comm_snapshot``."""
-    from pytest_fsdp_comm.snapshots import bind_snapshot  # noqa: PLC0415  # on first use only
+    from pytest_fsdp_comm.snapshots.extension import bind_snapshot  # noqa: PLC0415  # on first use only
 
     context = _context(request)
     return bind_snapshot(snapshot, request.node, context.exchange if context else None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import pytest
 
 from pytest_fsdp_comm.launch_environment import LaunchedRank, read_launched_rank
-from pytest_fsdp_comm.tree_rules import FindingRules, parse_rules
+from pytest_fsdp_comm.tree.findings.rules import FindingRules, parse_rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable

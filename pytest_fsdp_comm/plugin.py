@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from pytest_fsdp_comm import marker, options, unused_plugin
+from pytest_fsdp_comm import marker, options
 from pytest_fsdp_comm.fixtures import (
     _fsdp_comm_world_size,
     comm_mode,
@@ -18,15 +18,17 @@ from pytest_fsdp_comm.fixtures import (
     dist_info,
     fsdp_tree,
 )
-from pytest_fsdp_comm.ranks.context import RANK_CONTEXT, RUNNER, is_spawned_rank
-from pytest_fsdp_comm.ranks.gpus import usable_gpu_count
+from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, is_spawned_rank
+from pytest_fsdp_comm.ranks.rank.gpus import usable_gpu_count
+from pytest_fsdp_comm.ranks.session.runner_key import RUNNER
+from pytest_fsdp_comm.snapshots import unused_session
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from xdist.workermanage import WorkerController
 
-    from pytest_fsdp_comm.ranks.extension import RankExtension
+    from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 
 __all__ = [
     "_fsdp_comm_world_size",
@@ -57,9 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.stash[options.OPTIONS] = options.read_session_options(config)
     if config.pluginmanager.has_plugin("syrupy"):
-        config.pluginmanager.register(unused_plugin.UnusedSnapshots(config), "fsdp-comm-unused")
+        config.pluginmanager.register(unused_session.UnusedSnapshots(config), "fsdp-comm-unused")
     if is_spawned_rank():
-        from pytest_fsdp_comm.ranks import spawn  # noqa: PLC0415  # in such a rank only
+        from pytest_fsdp_comm.ranks.start import spawn  # noqa: PLC0415  # in such a rank only
 
         spawn.select_own_test(config)
 
@@ -83,7 +85,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Keeps all but one of the processes that a launcher started from writing to the terminal."""
     launched = session.config.stash[options.OPTIONS].launched
     if launched and not launched.is_leader and not is_spawned_rank():
-        from pytest_fsdp_comm.ranks import quiet  # noqa: PLC0415  # in such a process only
+        from pytest_fsdp_comm.ranks.launched import quiet  # noqa: PLC0415  # in such a process only
 
         quiet.hold_terminal(session.config)
 
@@ -114,12 +116,13 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     if not ours:
         # Tests that were written for a launcher without this plugin run in every process.
         if launched:
-            from pytest_fsdp_comm.ranks import quiet  # noqa: PLC0415  # in such a process only
+            from pytest_fsdp_comm.ranks.launched import quiet  # noqa: PLC0415  # in such a process only
 
             quiet.release_terminal(session.config)
         return
-    from pytest_fsdp_comm import replay  # noqa: PLC0415  # other sessions need none of it
-    from pytest_fsdp_comm.ranks import runner, spawn  # noqa: PLC0415  # as above
+    from pytest_fsdp_comm.ranks.session import runner  # noqa: PLC0415  # as above
+    from pytest_fsdp_comm.ranks.start import spawn  # noqa: PLC0415  # as above
+    from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # other sessions need none of it
 
     config = session.config
     extensions: list[RankExtension] = [replay.RankSnapshots()]
@@ -128,7 +131,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     if config.option.collectonly:
         return
     if launched:
-        from pytest_fsdp_comm.ranks import launched as launch  # noqa: PLC0415  # as above
+        from pytest_fsdp_comm.ranks.launched import join as launch  # noqa: PLC0415  # as above
 
         launch.join_session(session, extensions, launched)
     elif any(options.SETTINGS in item.stash for item in ours):
@@ -167,13 +170,15 @@ def pytest_assertrepr_compare(
 ) -> Generator[None, list[list[str]], list[list[str]]]:
     """Leads the explanation of a failed comparison with the change in the domain's words."""
     explanations = yield
-    if any(type(side).__module__ == "pytest_fsdp_comm.questions" for side in (left, right)):
-        from pytest_fsdp_comm.render.answers import explain_answer  # noqa: PLC0415  # on failure only
+    if any(type(side).__module__ == "pytest_fsdp_comm.comm.questions" for side in (left, right)):
+        from pytest_fsdp_comm.reports.answers import explain_answer  # noqa: PLC0415  # on failure only
 
         return [explain_answer(op, left, right), *explanations]
-    if not any(type(side).__module__ == "pytest_fsdp_comm.snapshots" for side in (left, right)):
+    if not any(
+        type(side).__module__ == "pytest_fsdp_comm.snapshots.extension" for side in (left, right)
+    ):
         return explanations
-    from pytest_fsdp_comm.explanations import explain_comparison  # noqa: PLC0415  # on failure only
+    from pytest_fsdp_comm.snapshots.explain import explain_comparison  # noqa: PLC0415  # on failure only
 
     ours = explain_comparison(config, left, right)
     return [ours, *explanations] if ours else explanations

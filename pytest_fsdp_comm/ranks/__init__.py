@@ -1,1 +1,4 @@
-"""Runs one test on many ranks and gives one verdict."""
+"""A test on its ranks: started, watched, judged.
+
+Top floor first: `launched`, `session`, `start`, `rank`, `hangs`, `wire`; no arrow goes up.
+"""

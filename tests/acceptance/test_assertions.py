@@ -103,7 +103,7 @@ def test_comparisons_without_answers_are_as_ever_and_load_nothing(pytester):
         import sys
 
         def pytest_unconfigure():
-            rooms = ("torch", "pytest_fsdp_comm.questions", "pytest_fsdp_comm.render.answers")
+            rooms = ("torch", "pytest_fsdp_comm.comm.questions", "pytest_fsdp_comm.reports.answers")
             print("loaded:", [name for name in rooms if name in sys.modules])
         """
     )

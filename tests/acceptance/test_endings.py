@@ -75,7 +75,7 @@ def test_a_spawned_rank_that_left_its_group(pytester):
 # the ranks that ask for it, no signal is sent. The kernel ends them with the fork server.
 UNKILLABLE = """
 import os, pathlib
-import pytest_fsdp_comm.ranks.runner as runner
+import pytest_fsdp_comm.ranks.session.runner as runner
 import pytest_fsdp_comm.ranks.{server} as server
 
 runner.PATIENCE_S = {patience_s}
@@ -204,7 +204,7 @@ STRANGERS = """
 import socket, time
 import pytest
 import torch.distributed as dist
-from pytest_fsdp_comm.ranks.context import RANK_CONTEXT
+from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 
 pytestmark = pytest.mark.distributed(world_size=2, timeout_s=20{more})
 

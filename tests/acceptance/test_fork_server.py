@@ -99,7 +99,7 @@ def test_its_death_between_tests_costs_none(pytester):
 
 
 FAILING = """
-import pytest_fsdp_comm.ranks.worker as worker
+import pytest_fsdp_comm.ranks.rank.main as worker
 from pytest_fsdp_comm import UpstreamChangedError
 
 def fail():

@@ -51,7 +51,7 @@ def test_a_long_tmpdir(pytester, monkeypatch, length, arguments, conftest):
 
 WITHOUT_DESCRIPTORS = """
 import pathlib
-import pytest_fsdp_comm.ranks.socket_paths as socket_paths
+import pytest_fsdp_comm.ranks.wire.socket_paths as socket_paths
 
 socket_paths._DESCRIPTORS = pathlib.Path("/proc/nowhere")
 """

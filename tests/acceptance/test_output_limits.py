@@ -9,7 +9,7 @@ SOURCE = """
 import logging, os, pathlib, sys, time
 import pytest
 import torch.distributed as dist
-from pytest_fsdp_comm.ranks.context import RANK_CONTEXT
+from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 
 def watch(request, seconds):
     path = request.config.stash[RANK_CONTEXT].directory / "rank0.stdout"
@@ -158,9 +158,9 @@ def test_endless_output_elsewhere(pytester, arguments, conftest):
 
 
 WITHOUT_HOLES = """
-import pytest_fsdp_comm.ranks.kept_output as kept_output
-import pytest_fsdp_comm.ranks.supervisor as supervisor
-import pytest_fsdp_comm.ranks.verdict as verdict
+import pytest_fsdp_comm.ranks.rank.kept_output as kept_output
+import pytest_fsdp_comm.ranks.session.supervision as supervisor
+import pytest_fsdp_comm.ranks.session.verdict as verdict
 
 kept_output._FALLOCATE = None
 supervisor.MOST_ON_DISK_NBYTES = verdict.MOST_ON_DISK_NBYTES = 8 << 20

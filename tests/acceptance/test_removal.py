@@ -13,8 +13,8 @@ import pytest
 
 CONFTEST = """
 import pytest
-from pytest_fsdp_comm.events import Phase
-from pytest_fsdp_comm.profile import CommProfile, CommRow
+from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.profile import CommProfile, CommRow
 
 class Recorded:
     # As comm_mode, without ranks and torch: what is removed depends on neither.

@@ -236,7 +236,7 @@ def test_it(n): pass
 LEASES_CONFTEST = """
 import os
 import pytest
-from pytest_fsdp_comm.ranks import runner
+from pytest_fsdp_comm.ranks.session import runner
 from test_it import noted
 
 runner.visible_gpu_count = lambda: 2

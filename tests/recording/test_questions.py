@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_comm import RecordingError
-from pytest_fsdp_comm.fqn import expand
+from pytest_fsdp_comm.text.fqn import expand
 
 fake = pytest.mark.distributed(world_size=4, backend="fake")
 ws2 = pytest.mark.distributed(world_size=2)

@@ -22,13 +22,13 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_fsdp_comm.capture.comm_mode import CommMode
-from pytest_fsdp_comm.capture.shards import capture_tree, list_handles
-from pytest_fsdp_comm.events import MeshAxis
-from pytest_fsdp_comm.tree import Precision
-from pytest_fsdp_comm.tree_facts import tree_facts
-from pytest_fsdp_comm.tree_json import dump_tree, load_tree
-from pytest_fsdp_comm.tree_text import format_tree, parse_tree
+from pytest_fsdp_comm.comm.events import MeshAxis
+from pytest_fsdp_comm.recording.comm_mode import CommMode
+from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles
+from pytest_fsdp_comm.snapshots.tree_text import format_tree, parse_tree
+from pytest_fsdp_comm.tree.facts import tree_facts
+from pytest_fsdp_comm.tree.json import dump_tree, load_tree
+from pytest_fsdp_comm.tree.model import Precision
 
 
 @contextlib.contextmanager

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pytest_fsdp_comm.capture.shards import capture_tree, list_states
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.tree_facts import tree_facts
-from pytest_fsdp_comm.tree_text import format_tree, parse_tree
+from pytest_fsdp_comm.sharding.capture import capture_tree, list_states
+from pytest_fsdp_comm.snapshots.tree_text import format_tree, parse_tree
+from pytest_fsdp_comm.tree.facts import tree_facts
 
 COUNT = 100_000
 

@@ -19,9 +19,9 @@ from torch.distributed.fsdp.wrap import (
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pytest_fsdp_comm.capture.tree_factory import TreeFactory
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.tree_rules import CODES, FindingRules
+from pytest_fsdp_comm.fsdp_tree import TreeFactory
+from pytest_fsdp_comm.tree.findings.rules import CODES, FindingRules
 
 CPU = torch.device("cpu")
 

@@ -18,11 +18,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pytest_fsdp_comm.capture.shards import capture_tree, list_handles, list_states
+from pytest_fsdp_comm.comm.events import MeshAxis
 from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.events import MeshAxis
-from pytest_fsdp_comm.tree import Precision
-from pytest_fsdp_comm.tree_text import format_tree
+from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles, list_states
+from pytest_fsdp_comm.snapshots.tree_text import format_tree
+from pytest_fsdp_comm.tree.model import Precision
 
 CPU = torch.device("cpu")
 WORLD = 4

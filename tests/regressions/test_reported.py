@@ -17,8 +17,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from pytest_fsdp_comm.diff import compare
-from pytest_fsdp_comm.render.text import render_comparison
+from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.reports.comm_changes import render_comparison
 
 WIDTH = 8
 

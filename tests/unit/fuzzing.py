@@ -15,12 +15,12 @@ import time
 from collections import Counter
 from functools import cache
 
-from pytest_fsdp_comm.document import format_profile, parse_profile
 from pytest_fsdp_comm.errors import SnapshotFormatError
-from pytest_fsdp_comm.fqn import fold_fqns
-from pytest_fsdp_comm.snapshot_lines import header
-from pytest_fsdp_comm.tree_text import merge_tree_texts, parse_tree_ranks
-from pytest_fsdp_comm.tree_writing import parameter_words, tree_lines, unit_words
+from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
+from pytest_fsdp_comm.snapshots.lines import header
+from pytest_fsdp_comm.snapshots.tree_text import merge_tree_texts, parse_tree_ranks
+from pytest_fsdp_comm.snapshots.tree_writing import parameter_words, tree_lines, unit_words
+from pytest_fsdp_comm.text.fqn import fold_fqns
 
 COMM = (
     """\

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_fsdp_comm.events import Collective, Phase, Source
-from pytest_fsdp_comm.fqn import expand, fold_fqns, matcher
-from pytest_fsdp_comm.questions import Answer, Evidence, Question
-from pytest_fsdp_comm.render.answers import explain_answer
+from pytest_fsdp_comm.comm.events import Collective, Phase, Source
+from pytest_fsdp_comm.comm.questions import Answer, Evidence, Question
+from pytest_fsdp_comm.reports.answers import explain_answer
+from pytest_fsdp_comm.text.fqn import expand, fold_fqns, matcher
 
 NUMBERED = st.lists(
     st.one_of(
@@ -164,7 +164,7 @@ def test_no_more_than_a_screen():
 
 def test_asking_needs_no_torch_and_no_pytest():
     code = (
-        "import sys, pytest_fsdp_comm.questions, pytest_fsdp_comm.render.answers; "
+        "import sys, pytest_fsdp_comm.comm.questions, pytest_fsdp_comm.reports.answers; "
         "sys.exit(bool({'torch', 'pytest', 'difflib'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from pytest_fsdp_comm.ranks import ending, forked
-from pytest_fsdp_comm.ranks.channel import Channel
-from pytest_fsdp_comm.ranks.forked import ForkedRanks, ServerDiedError
+from pytest_fsdp_comm.ranks.start import ending, fork_client
+from pytest_fsdp_comm.ranks.start.fork_client import ForkedRanks, ServerDiedError
+from pytest_fsdp_comm.ranks.wire.channel import Channel
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def channels():
 def test_a_server_that_does_not_answer_is_killed(channels, monkeypatch):
     ours, theirs = channels
     for name in ("_PREPARED_WITHIN_S", "_ANSWERED_WITHIN_S"):
-        monkeypatch.setattr(forked, name, 0.05)
+        monkeypatch.setattr(fork_client, name, 0.05)
     killed = []
 
     def kill():
@@ -103,7 +103,7 @@ def test_a_child_that_does_not_end_is_not_waited_for():
 
 ADOPTING = '''
 import os, subprocess, sys, time
-from pytest_fsdp_comm.ranks import ending
+from pytest_fsdp_comm.ranks.start import ending
 
 ending.adopt_orphans()
 spared = subprocess.Popen(["sleep", "4246"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -6,23 +6,23 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_fsdp_comm.capture import frames, units
-from pytest_fsdp_comm.capture.groups import _named, living_axes, process_groups
-from pytest_fsdp_comm.capture.naming import ModuleNames, clean_fqn
-from pytest_fsdp_comm.capture.op_table import SILENT, look_up
-from pytest_fsdp_comm.capture.units import UnitWatch
+from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS
 from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.events import COLLECTIVE_KINDS
+from pytest_fsdp_comm.recording.mesh_axes import _named, living_axes, process_groups
+from pytest_fsdp_comm.recording.operations import SILENT, look_up
+from pytest_fsdp_comm.recording.owners import fsdp, stack
+from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
+from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, clean_fqn
 
 
 def test_names_of_the_stack_walk():
     assert nn.Module._call_impl.__code__.co_name == "_call_impl"
-    assert frames._engine_code().co_name == "_engine_run_backward"
-    assert frames._redistribute_code().co_name == "redistribute_local_tensor"
-    assert {code.co_name for code in frames._clipping_codes()} >= {"clip_grad_norm_"}
+    assert stack._engine_code().co_name == "_engine_run_backward"
+    assert stack._redistribute_code().co_name == "redistribute_local_tensor"
+    assert {code.co_name for code in stack._clipping_codes()} >= {"clip_grad_norm_"}
     # torch wraps a class's step when its first instance is made.
     torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    assert torch.optim.SGD.step.__code__ is frames._STEP
+    assert torch.optim.SGD.step.__code__ is stack._STEP
 
 
 def test_names_of_autograd():
@@ -35,7 +35,7 @@ def test_names_of_autograd():
 
 
 def test_locals_of_a_redistribution():
-    code = frames._redistribute_code()
+    code = stack._redistribute_code()
     assert {"current_spec", "target_spec", "local_tensor"} <= set(code.co_varnames)
 
 
@@ -87,7 +87,7 @@ def test_without_a_process_group_there_are_no_groups_and_no_axes():
 
 def test_a_function_that_moved_is_named():
     with pytest.raises(UpstreamChangedError, match=r"has no torch\.nn\.nonsense any more"):
-        frames._code("torch.nn", "nonsense")
+        stack._code("torch.nn", "nonsense")
 
 
 def communicating_operations():
@@ -164,4 +164,4 @@ def test_groups_are_named_without_counters(description, ranks, name):
 
 
 def test_no_unit_of_its_own():
-    assert units.param_groups(nn.Linear(1, 1)) == []
+    assert fsdp.param_groups(nn.Linear(1, 1)) == []

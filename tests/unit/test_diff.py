@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from pytest_fsdp_comm.causes import find_causes
-from pytest_fsdp_comm.diff import compare
-from pytest_fsdp_comm.events import MeshAxis, Phase
-from pytest_fsdp_comm.profile import (
+from pytest_fsdp_comm.comm.causes import find_causes
+from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.comm.events import MeshAxis, Phase
+from pytest_fsdp_comm.comm.profile import (
     CommProfile,
     CommRow,
     RedistributionRow,
@@ -16,7 +16,7 @@ from pytest_fsdp_comm.profile import (
     restrict,
     sort_rows,
 )
-from pytest_fsdp_comm.render.text import render_comparison
+from pytest_fsdp_comm.reports.comm_changes import render_comparison
 
 KIB = 1024
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD

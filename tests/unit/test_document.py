@@ -4,15 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_fsdp_comm.codec import (
-    dump_profile,
-    dump_recording,
-    load_profile,
-    load_recording,
-)
-from pytest_fsdp_comm.document import format_profile, parse_profile
-from pytest_fsdp_comm.errors import FsdpCommError, SnapshotFormatError
-from pytest_fsdp_comm.events import (
+from pytest_fsdp_comm.comm.events import (
     Collective,
     MeshAxis,
     Phase,
@@ -22,7 +14,15 @@ from pytest_fsdp_comm.events import (
     Source,
     Timing,
 )
-from pytest_fsdp_comm.profile import CommProfile, CommRow, Site, fold, merge
+from pytest_fsdp_comm.comm.json import (
+    dump_profile,
+    dump_recording,
+    load_profile,
+    load_recording,
+)
+from pytest_fsdp_comm.comm.profile import CommProfile, CommRow, Site, fold, merge
+from pytest_fsdp_comm.errors import FsdpCommError, SnapshotFormatError
+from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
 
 names = st.one_of(
     st.none(),

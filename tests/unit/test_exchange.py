@@ -7,7 +7,7 @@ import pytest
 
 from pytest_fsdp_comm.errors import RanksDivergedError
 from pytest_fsdp_comm.gathering import gather_alike
-from pytest_fsdp_comm.ranks.exchange import Departures, DirectoryExchange
+from pytest_fsdp_comm.ranks.wire.exchange import Departures, DirectoryExchange
 
 
 def directory_exchange(path, rank, ranks, number=0):

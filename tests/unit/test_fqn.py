@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pytest_fsdp_comm.fqn import escape, expand, fold_fqns, natural_key, unescape
+from pytest_fsdp_comm.text.fqn import escape, expand, fold_fqns, natural_key, unescape
 
 TRICKY = ["{", "}", "..", " ", "\t", "\n", "\\", "+", "#", "(root)", "{0..3}", "\\x20", "\ud800"]
 SEGMENTS = st.one_of(

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from pytest_fsdp_comm.ranks import kept_output
-from pytest_fsdp_comm.ranks.kept_output import KEPT_NBYTES, OutputFile, read_kept, shortened
+from pytest_fsdp_comm.ranks.rank import kept_output
+from pytest_fsdp_comm.ranks.rank.kept_output import KEPT_NBYTES, OutputFile, read_kept, shortened
 
 MIB = 1 << 20
 

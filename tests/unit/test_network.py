@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_fsdp_comm.ranks import network
-from pytest_fsdp_comm.ranks.network import interface_towards
+from pytest_fsdp_comm.ranks.rank import network
+from pytest_fsdp_comm.ranks.rank.network import interface_towards
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

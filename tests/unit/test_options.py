@@ -12,7 +12,7 @@ from pytest_fsdp_comm.options import (
     describe,
     read_session_options,
 )
-from pytest_fsdp_comm.ranks import gpus as gpus_module
+from pytest_fsdp_comm.ranks.rank import gpus as gpus_module
 
 
 def session_options(**changes):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.ranks.group import _join_fake_group, empty_compiler_caches
+from pytest_fsdp_comm.ranks.rank.process_group import _join_fake_group, empty_compiler_caches
 
 
 def code_constants(code):

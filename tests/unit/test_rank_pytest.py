@@ -18,8 +18,8 @@ from _pytest.runner import SetupState
 from _pytest.tmpdir import TempPathFactory
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.ranks.quiet import hold_terminal, release_terminal
-from pytest_fsdp_comm.ranks.rank_pytest import (
+from pytest_fsdp_comm.ranks.launched.quiet import hold_terminal, release_terminal
+from pytest_fsdp_comm.ranks.rank.isolation import (
     _move_basetemp,
     _release_capture,
     resolve_basetemp,

@@ -7,7 +7,7 @@ from syrupy.assertion import SnapshotAssertion
 from syrupy.session import SnapshotSession
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.replay import _get, _session
+from pytest_fsdp_comm.snapshots.replay import _get, _session
 
 
 def test_names_of_syrupy(pytestconfig, snapshot):

@@ -1,6 +1,6 @@
 """The texts that explain a hang, from positions made by hand."""
 
-from pytest_fsdp_comm.ranks.sequence import explain_waiting
+from pytest_fsdp_comm.ranks.hangs.waiting import explain_waiting
 
 
 def position(*entries, site="model.py:1 in forward", name="0", description="mesh_dp", **more):

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pytest_fsdp_comm.ranks.gpus import visible_gpu_names, visible_gpus_variable
-from pytest_fsdp_comm.ranks.slots import HeldSlots, Slots
+from pytest_fsdp_comm.ranks.rank.gpus import visible_gpu_names, visible_gpus_variable
+from pytest_fsdp_comm.ranks.start.slots import HeldSlots, Slots
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from pytest_fsdp_comm.ranks.slots import HeldSlots, Slots
+from pytest_fsdp_comm.ranks.start.slots import HeldSlots, Slots
 with Slots(Path(sys.argv[1]), ranks=2, gpus=("0", "1")).turn(ranks=2, gpus=1) as grant:
     held = HeldSlots(grant.files)
 print("held", flush=True)

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from pytest_fsdp_comm.snapshot_files import write_atomically
+from pytest_fsdp_comm.snapshots.files import write_atomically
 
 # The system calls of a write, in order; a process can be killed before or after each.
 STEPS = {

@@ -9,13 +9,14 @@ import sys
 
 import pytest
 
-from pytest_fsdp_comm import options, snapshot_lines
-from pytest_fsdp_comm.document import format_profile, parse_profile
+from pytest_fsdp_comm import options
 from pytest_fsdp_comm.errors import SnapshotFormatError
-from pytest_fsdp_comm.fqn import expand, fold_fqns, read_pattern
-from pytest_fsdp_comm.patterns import Pieces, Steps
-from pytest_fsdp_comm.snapshot_files import read_snapshot
-from pytest_fsdp_comm.tree_text import merge_tree_texts, parse_tree, parse_tree_ranks
+from pytest_fsdp_comm.snapshots import lines
+from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
+from pytest_fsdp_comm.snapshots.files import read_snapshot
+from pytest_fsdp_comm.snapshots.tree_text import merge_tree_texts, parse_tree, parse_tree_ranks
+from pytest_fsdp_comm.text.fqn import expand, fold_fqns, read_pattern
+from pytest_fsdp_comm.text.name_patterns import Pieces, Steps
 
 COMM = """\
 # pytest-fsdp-comm 1 comm | torch 2.13.0, gloo (not compared)
@@ -155,12 +156,12 @@ def test_line_ends_of_other_systems_read_alike(kind):
 
 
 def test_the_largest_world_is_that_of_the_options():
-    assert snapshot_lines.MAX_WORLD_SIZE == options.MAX_SIMULATED
+    assert lines.MAX_WORLD_SIZE == options.MAX_SIMULATED
 
 
 HEAD = {kind: text.partition("world")[0] for kind, (text, _) in READERS.items()}
 HEAD = {kind: f"{head}world_size 131072\nmesh dp=4\n" for kind, head in HEAD.items()}
-LINES = snapshot_lines.MAX_LINES - 5
+LINES = lines.MAX_LINES - 5
 # Each is broken in its last line only, or nowhere but too large.
 COSTLY = {
     "lines of a recording": HEAD["comm"] + "".join(
@@ -191,7 +192,7 @@ MEASURE = """
 import json, re, resource, sys
 from pathlib import Path
 from pytest_fsdp_comm.errors import SnapshotFormatError
-from pytest_fsdp_comm.snapshot_files import read_snapshot
+from pytest_fsdp_comm.snapshots.files import read_snapshot
 
 def peak():
     # Not ru_maxrss, which begins with that of the process that started this one.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_fsdp_comm.snapshot_names import (
+from pytest_fsdp_comm.snapshots.names import (
     PART,
     basename,
     named_module,

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from pytest_fsdp_comm.ranks import heartbeat
-from pytest_fsdp_comm.ranks.exchange import StoreExchange
-from pytest_fsdp_comm.ranks.heartbeat import Heartbeat, Pulse
-from pytest_fsdp_comm.ranks.launch import StoreAddress
-from pytest_fsdp_comm.ranks.text_store import StoreLostError, TextStore, connect_store
+from pytest_fsdp_comm.ranks.launched import heartbeat
+from pytest_fsdp_comm.ranks.launched.heartbeat import Heartbeat, Pulse
+from pytest_fsdp_comm.ranks.wire.exchange import StoreExchange
+from pytest_fsdp_comm.ranks.wire.launch import StoreAddress
+from pytest_fsdp_comm.ranks.wire.text_store import StoreLostError, TextStore, connect_store
 
 
 @pytest.fixture(scope="module")

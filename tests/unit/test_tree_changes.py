@@ -1,7 +1,7 @@
 """The failure text of a tree that changed."""
 
-from pytest_fsdp_comm.render.tree_changes import render_tree_changes
-from pytest_fsdp_comm.tree_diff import TreeChange
+from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
+from pytest_fsdp_comm.tree.diff import TreeChange
 
 WHERE = {"snapshot": "snapshots/test_it/test_tree.comm", "accept": "pytest --snapshot-update"}
 

@@ -4,9 +4,9 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from pytest_fsdp_comm.capture.tree_factory import TreeFactory
-from pytest_fsdp_comm.tree import ShardTree
-from pytest_fsdp_comm.tree_rules import CODES, FindingRules, parse_rules
+from pytest_fsdp_comm.fsdp_tree import TreeFactory
+from pytest_fsdp_comm.tree.findings.rules import CODES, FindingRules, parse_rules
+from pytest_fsdp_comm.tree.model import ShardTree
 
 PAGE = (Path(__file__).parents[2] / "docs" / "fsdp-tree.md").read_text(encoding="utf-8")
 

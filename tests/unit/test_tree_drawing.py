@@ -7,14 +7,15 @@ from html.parser import HTMLParser
 
 import pytest
 
-from pytest_fsdp_comm.capture.tree_factory import TreeFactory
+from pytest_fsdp_comm.comm.events import MeshAxis
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.events import MeshAxis
-from pytest_fsdp_comm.layout import AxisPlacement, FlatRange
-from pytest_fsdp_comm.render.tree_html import render_tree_html
-from pytest_fsdp_comm.render.tree_rows import policy_words, tree_rows
-from pytest_fsdp_comm.render.tree_terminal import render_tree
-from pytest_fsdp_comm.tree import (
+from pytest_fsdp_comm.fsdp_tree import TreeFactory
+from pytest_fsdp_comm.reports.tree_html import render_tree_html
+from pytest_fsdp_comm.reports.tree_rows import policy_words, tree_rows
+from pytest_fsdp_comm.reports.tree_terminal import render_tree
+from pytest_fsdp_comm.tree.json import dump_tree, load_tree
+from pytest_fsdp_comm.tree.layout import AxisPlacement, FlatRange
+from pytest_fsdp_comm.tree.model import (
     Finding,
     ModuleNode,
     ParameterNode,
@@ -22,7 +23,6 @@ from pytest_fsdp_comm.tree import (
     ShardTree,
     ShardUnit,
 )
-from pytest_fsdp_comm.tree_json import dump_tree, load_tree
 
 DP = MeshAxis(name="dp", size=4)
 SHARD = AxisPlacement(axis="dp", size=4, kind="shard", dim=0, text="Shard(0)")

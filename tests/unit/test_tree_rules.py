@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from pytest_fsdp_comm.tree_rules import CODES, FindingRules, parse_rules
+from pytest_fsdp_comm.tree.findings.rules import CODES, FindingRules, parse_rules
 
 
 def test_nothing_said_is_the_default():

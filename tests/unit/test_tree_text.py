@@ -6,13 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_fsdp_comm.comm.events import MeshAxis
 from pytest_fsdp_comm.errors import SnapshotFormatError
-from pytest_fsdp_comm.events import MeshAxis
-from pytest_fsdp_comm.layout import AxisPlacement
-from pytest_fsdp_comm.tree import ModuleNode, ParameterNode, Precision, ShardTree, ShardUnit
-from pytest_fsdp_comm.tree_diff import TreeChange, compare_trees
-from pytest_fsdp_comm.tree_facts import tree_facts
-from pytest_fsdp_comm.tree_text import format_tree, merge_tree_texts, parse_tree, parse_tree_ranks
+from pytest_fsdp_comm.snapshots.tree_text import (
+    format_tree,
+    merge_tree_texts,
+    parse_tree,
+    parse_tree_ranks,
+)
+from pytest_fsdp_comm.tree.diff import TreeChange, compare_trees
+from pytest_fsdp_comm.tree.facts import tree_facts
+from pytest_fsdp_comm.tree.layout import AxisPlacement
+from pytest_fsdp_comm.tree.model import ModuleNode, ParameterNode, Precision, ShardTree, ShardUnit
 
 AXES = (MeshAxis(name="dp", size=2), MeshAxis(name="tp ]=,", size=2))
 NAMES = st.one_of(

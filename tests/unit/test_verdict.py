@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from pytest_fsdp_comm.rank_lists import name_ranks
-from pytest_fsdp_comm.ranks.results import RankResult, Stopped
-from pytest_fsdp_comm.ranks.stacks import _main_thread
-from pytest_fsdp_comm.ranks.verdict import merge_reports
+from pytest_fsdp_comm.ranks.hangs.stacks import _main_thread
+from pytest_fsdp_comm.ranks.session.verdict import merge_reports
+from pytest_fsdp_comm.ranks.wire.results import RankResult, Stopped
+from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 

@@ -1,1 +1,0 @@
-"""Watches torch: every collective, its owner, and how a model is sharded."""

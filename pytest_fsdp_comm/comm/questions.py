@@ -1,0 +1,247 @@
+"""Questions to a recording: which collectives are meant, and what there is to ask for.
+
+A name that nothing can have is an error, since a guard such as ``counts(owner="layer.0") == 0``
+would hold for ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, SupportsIndex
+
+from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, ROOT_FQN, Phase
+from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.text.fqn import NO_MODULE, escape, fold_fqns, matcher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from pytest_fsdp_comm.comm.events import Collective
+
+_MAX_LISTED: Final = 12
+_ELSEWHERE: Final = {
+    "unshard": "unshard and reshard are no collectives, they are in comm_mode.reshards",
+    "reshard": "unshard and reshard are no collectives, they are in comm_mode.reshards",
+    "redistribute": "redistributions are in comm_mode.redistributions",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """What one rank's recording can be asked for."""
+
+    modules: Mapping[str, Mapping[str, str]]
+    """FQN of each module -> attribute -> FQN of the child. A shared module has several ways to it,
+    one of which gives the FQN; the segments of wrappers lead from an FQN to itself."""
+    owners: frozenset[str]
+    """FQNs of all modules and units, and of whatever else owns a collective."""
+    axes: frozenset[str]
+    """Names of mesh axes and groups, used or not."""
+    groups: Mapping[str, str]
+    """Name of each process group that this rank is in -> name of its axis in the recording."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Name of an axis -> name by which the recording has its collectives."""
+    kinds: frozenset[str]
+    """Kinds of collectives beyond `COLLECTIVE_KINDS`."""
+    has_model: bool
+    """Whether the model was given; else only the modules that ran are known."""
+
+    def with_axes(self, living: Iterable[tuple[str, str]], recorded: Iterable[Collective]) -> Names:
+        """Knows further axes.
+
+        Args:
+            living: Name of each, and that of its process group.
+            recorded: All that the rank sent.
+        """
+        axes, renamed = set(self.axes), {}
+        sent_over = {event.axis for event in recorded}
+        for name, group in living:
+            # A mesh over all ranks has the default group, which may go by another name here.
+            recorded_as = self.groups.get(group)
+            if recorded_as in {None, name} or recorded_as not in sent_over:
+                axes.add(name)
+            else:
+                renamed[name] = recorded_as
+        return replace(self, axes=frozenset(axes), renamed=renamed)
+
+    def fqn(self, name: str) -> str | None:
+        """The FQN of an owner that a user names, by whichever way; None if there is none."""
+        if name in self.owners:
+            return name
+        at = ROOT_FQN
+        for segment in name.split("."):
+            child = self.modules.get(at, {}).get(segment)
+            if child is None:
+                return None
+            at = child
+        return at
+
+
+NO_NAMES: Final = Names(
+    modules={}, owners=frozenset(), axes=frozenset(), groups={}, kinds=frozenset(), has_model=False
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Which collectives are meant; None means all."""
+
+    kind: str | None = None
+    phase: str | None = None
+    owner: str | None = None
+    axis: str | None = None
+
+    def __str__(self) -> str:
+        """The arguments, as a user writes them."""
+        given = [] if self.kind is None else [repr(str(self.kind))]
+        for name in ("phase", "owner", "axis"):
+            value = getattr(self, name)
+            if value is not None:
+                given.append(f"{name}={str(value)!r}")
+        return ", ".join(given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What an answer was counted from."""
+
+    asked: str
+    """The question, as a user writes it: ``counts('all_gather')``."""
+    matching: Sequence[Collective]
+    """In the order of issue."""
+    recorded: Sequence[Collective]
+    """All that the rank sent."""
+
+
+class Answer(int):
+    """A number whose failed comparison shows what was counted; otherwise an int like any other.
+
+    Numbers that are calculated from it are plain.
+    """
+
+    evidence: Evidence
+
+    def __new__(cls, value: SupportsIndex, evidence: Evidence) -> Answer:  # noqa: PYI034  # never subclassed
+        """Attaches the evidence."""
+        answer = super().__new__(cls, value)
+        answer.evidence = evidence
+        return answer
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        """A copy is a plain number."""
+        return int, (int(self),)
+
+
+def select(
+    question: Question, recorded: Sequence[Collective], names: Names
+) -> tuple[Collective, ...]:
+    """Finds the collectives that are meant.
+
+    Args:
+        question: As the user asked.
+        recorded: All that this rank sent.
+        names: What there is to ask for.
+
+    Raises:
+        RecordingError: There is no such kind, phase, axis or owner; it lists what there is.
+    """
+    __tracebackhide__ = True
+    _check("kind", question.kind, (*COLLECTIVE_KINDS, *sorted(names.kinds)))
+    _check("phase", question.phase, tuple(Phase))
+    name = None if question.axis is None else names.renamed.get(question.axis)
+    if name is not None:
+        raise RecordingError(
+            f"axis {question.axis!r} is called {name!r} in this recording, since both are one "
+            f"process group; ask for axis={name!r}"
+        )
+    _check("axis", question.axis, sorted(names.axes))
+    owns = _owner_test(question.owner, names)
+    return tuple(
+        event
+        for event in recorded
+        if question.kind in {None, event.kind}
+        and question.phase in {None, event.phase}
+        and question.axis in {None, event.axis}
+        and owns(event.owner)
+    )
+
+
+def _check(what: str, asked: str | None, allowed: Sequence[str]) -> None:
+    __tracebackhide__ = True
+    if asked is None or asked in allowed:
+        return
+    if not isinstance(asked, str):
+        raise RecordingError(
+            f"{what} takes a name such as {str(allowed[0])!r}, got {type(asked).__name__}; "
+            f"expected one of {', '.join(allowed)}"
+        )
+    raise RecordingError(
+        f"there is no {what} {asked!r}; expected one of {_listed(allowed)}{_hint(asked, allowed)}"
+    )
+
+
+def _hint(asked: str, allowed: Iterable[str]) -> str:
+    import difflib  # noqa: PLC0415  # needed only on the way to an error
+
+    if asked in _ELSEWHERE:
+        return f"; {_ELSEWHERE[asked]}"
+    close = difflib.get_close_matches(asked, allowed, n=1)
+    return f"; did you mean {str(close[0])!r}?" if close else ""
+
+
+def _owner_test(asked: str | None, names: Names) -> Callable[[str | None], bool]:
+    """Tells of an event's owner whether it is asked for."""
+    __tracebackhide__ = True
+    if asked is None:
+        return lambda _: True
+    if not isinstance(asked, str):
+        raise RecordingError(
+            f"owner takes the name of a module such as 'layers.0', got {type(asked).__name__}; "
+            "the root's is '', and snapshots print the others"
+        )
+    if asked == NO_MODULE:
+        return lambda owner: owner is None
+    fqn = names.fqn(asked)
+    if fqn is not None:
+        return lambda owner: owner == fqn
+    try:
+        matches = matcher(asked)
+    except ValueError as error:
+        raise RecordingError(f"owner: {error}") from None
+    meant = {name for name in names.owners if matches(name)}
+    if not meant:
+        raise RecordingError(_no_owner(asked, names))
+    return lambda owner: owner in meant
+
+
+def _no_owner(asked: str, names: Names) -> str:
+    is_pattern = any(mark in asked for mark in "{*")
+    missing = f"no module matches {asked!r}" if is_pattern else f"there is no module {asked!r}"
+    patterns = fold_fqns(names.owners)
+    close = _close_owner(asked, patterns if is_pattern else sorted(names.owners))
+    meant = f"; did you mean {escape(close) if not is_pattern else close!r}?" if close else ""
+    listed = ", ".join(part for part in (_listed(patterns), NO_MODULE) if part)
+    if names.has_model:
+        return f"{missing} in the model that comm_mode was given; expected one of {listed}{meant}"
+    return (
+        f"{missing} among those that ran, which are all that a bare `with comm_mode:` knows; use "
+        f"`with comm_mode(model):`, or expected one of {listed}{meant}"
+    )
+
+
+def _close_owner(asked: str, there_are: Sequence[str]) -> str:
+    """The likeliest module; first of all one that is named from further out or further in."""
+    import difflib  # noqa: PLC0415  # needed only on the way to an error
+
+    for name in there_are:
+        if name and (name.endswith(f".{asked}") or asked.endswith(f".{name}")):
+            return name
+    close = difflib.get_close_matches(asked, there_are, n=1)
+    return close[0] if close else ""
+
+
+def _listed(there_are: Sequence[str]) -> str:
+    named = [name for name in there_are if name]
+    more = len(named) - _MAX_LISTED
+    listed = ", ".join(named[:_MAX_LISTED])
+    return f"{listed} and {more} more" if more > 0 else listed

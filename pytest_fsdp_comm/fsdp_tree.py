@@ -1,0 +1,142 @@
+"""The value of the fixture ``fsdp_tree``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.reports.tree_html import render_tree_html
+from pytest_fsdp_comm.reports.tree_terminal import render_tree
+from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles, list_states
+from pytest_fsdp_comm.sharding.expected_units import WrapExpectation, expect_units
+from pytest_fsdp_comm.snapshots.tree_text import format_tree
+from pytest_fsdp_comm.tree.findings.finding import rank_findings
+from pytest_fsdp_comm.tree.findings.rules import FindingRules
+from pytest_fsdp_comm.tree.json import dump_tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn  # noqa: TID251  # for the type only
+
+    from pytest_fsdp_comm.tree.model import Level, ShardTree
+
+
+class TreeFactory:
+    """Makes the sharded tree of a model."""
+
+    def __init__(
+        self,
+        *,
+        rules: FindingRules | None = None,
+        gather: Callable[[str], list[str]] = lambda text: [text],
+        ranks: Sequence[int] = (),
+    ) -> None:
+        """Prepares; reads nothing.
+
+        Args:
+            rules: What counts as a finding; None for the defaults.
+            gather: Exchanges a text between the ranks of a test, never by a recorded collective.
+            ranks: The ranks that take part in it, ascending; empty if they count from 0.
+        """
+        self._rules = rules or FindingRules()
+        self._gather = gather
+        self._ranks = ranks
+
+    def __call__(self, model: nn.Module) -> ShardTree:
+        """How the model is sharded now. Neither runs the model nor sends anything.
+
+        Args:
+            model: Any module; usually the FSDP root.
+
+        Raises:
+            RecordingError: It is no module, or half built.
+        """
+        return capture_tree(model, self._rules)
+
+    def of_all_ranks(self, model: nn.Module) -> ShardTree:
+        """As a plain call, with a finding if the ranks' trees differ. All ranks have to call it.
+
+        Args:
+            model: Any module; usually the FSDP root.
+
+        Raises:
+            RecordingError: It is no module, or half built.
+        """
+        tree = self(model)
+        if self._rules.levels["ranks-differ"] == "off":
+            return tree
+        texts = self._gather(format_tree(tree))
+        found = rank_findings(dict(zip(self._ranks or range(len(texts)), texts, strict=True)))
+        level: Level = "error" if self._rules.levels["ranks-differ"] == "error" else "warning"
+        found = tuple(replace(finding, level=level) for finding in found)
+        return replace(tree, findings=(*found, *tree.findings))
+
+    def expect(self, model: nn.Module, policy: Any) -> WrapExpectation:
+        """Compares the model's units with those that an auto-wrap policy would make.
+
+        Args:
+            model: The model, wrapped or not.
+            policy: As FSDP1's ``auto_wrap_policy``, or a set of module classes.
+
+        Raises:
+            RecordingError: `model` is no module, or `policy` is no policy.
+        """
+        return expect_units(model, policy)
+
+    def show(self, tree: ShardTree, file: TextIO | None = None) -> None:
+        """Prints a tree in columns, coloured on a terminal only.
+
+        Args:
+            tree: What to print.
+            file: Where; None for standard output.
+        """
+        target = file or sys.stdout
+        # https://no-color.org: the variable's presence counts, unless it is empty.
+        color = target.isatty() and not os.environ.get("NO_COLOR")
+        target.write(render_tree(tree, color=color) + "\n")
+
+    def save(self, tree: ShardTree, path: str | os.PathLike[str]) -> None:
+        """Writes a tree to a file: as a page to look at, or as JSON for other tools.
+
+        Args:
+            tree: What to write.
+            path: Ends with ``.html`` or ``.json``, which decides.
+
+        Raises:
+            FsdpCommError: The path ends otherwise.
+        """
+        renderers = {".html": render_tree_html, ".json": dump_tree}
+        render = renderers.get(Path(path).suffix)
+        if render is None:
+            raise FsdpCommError(
+                f"fsdp_tree.save writes .html and .json files, got {os.fspath(path)!r}; name the "
+                "file accordingly"
+            )
+        Path(path).write_text(render(tree), encoding="utf-8")
+
+    def states(self, model: nn.Module) -> tuple[Any, ...]:
+        """All FSDP states below the model, of FSDP1 and FSDP2, each once.
+
+        Args:
+            model: Any module.
+
+        Raises:
+            RecordingError: It is no module, or half built.
+        """
+        return list_states(model)
+
+    def handles(self, model: nn.Module) -> tuple[Any, ...]:
+        """All flat-parameter handles (FSDP1) and parameter groups (FSDP2) below the model.
+
+        Args:
+            model: Any module.
+
+        Raises:
+            RecordingError: It is no module, or half built.
+        """
+        return list_handles(model)

@@ -1,0 +1,82 @@
+"""Tells a launched process that is gone from one that is busy."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from pytest_fsdp_comm.ranks.wire.text_store import StoreLostError
+
+if TYPE_CHECKING:
+    from pytest_fsdp_comm.ranks.wire.text_store import TextStore
+
+BEAT_S = 1.0
+
+
+def _name(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+class Heartbeat:
+    """Says again and again that this process lives."""
+
+    def __init__(self, store: TextStore, rank: int) -> None:
+        """Starts a thread.
+
+        A thread, since the main one may be busy for long with a test or with loading modules. It is
+        started after the fork server was forked, and stopped before the interpreter ends: a thread
+        that is inside the store then crashes the process.
+
+        Args:
+            store: A client for this thread alone.
+            rank: This process's rank.
+        """
+        self._store = store
+        self._rank = rank
+        self._has_ended = threading.Event()
+        self._store.put(_name(rank), "0")
+        self._thread = threading.Thread(
+            target=self._run, name="pytest-fsdp-comm heartbeat", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._has_ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        beats = 0
+        while not self._has_ended.wait(BEAT_S):
+            beats += 1
+            try:
+                self._store.put(_name(self._rank), str(beats))
+            except StoreLostError:
+                return  # the main thread will say so
+
+
+class Pulse:
+    """Listens to another process's heartbeat."""
+
+    def __init__(self, store: TextStore, rank: int) -> None:
+        """Listens from now on."""
+        self._store = store
+        self._rank = rank
+        self._beat = ""
+        self._changed_at = self._looked_at = time.monotonic()
+
+    def silence_s(self) -> float:
+        """Seconds in which the process was asked about and said nothing."""
+        now = time.monotonic()
+        if now < self._looked_at + BEAT_S:
+            return self._looked_at - self._changed_at
+        if now > self._looked_at + 5 * BEAT_S:
+            # Nobody listened meanwhile.
+            self._changed_at = now
+        self._looked_at = now
+        name = _name(self._rank)
+        beat = self._store.get(name) if self._store.has(name) else ""
+        if beat != self._beat:
+            self._beat, self._changed_at = beat, now
+        return now - self._changed_at

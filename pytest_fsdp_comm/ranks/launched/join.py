@@ -1,0 +1,73 @@
+"""Runs a session in processes that an outside launcher started, each with one rank.
+
+Every process collects the same tests. For each distributed test each of them starts its own rank as
+ever, from a fork server, so that a rank that dies, hangs or fails costs that test only; the ranks
+find each other, and the processes exchange what happened, through the launcher's store. Rank 0's
+process alone runs the tests without ranks, reports, and writes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE
+from pytest_fsdp_comm.options import SETTINGS
+from pytest_fsdp_comm.ranks.launched.follower import Follower, follow
+from pytest_fsdp_comm.ranks.launched.leader import Leader
+from pytest_fsdp_comm.ranks.launched.meeting import fits
+from pytest_fsdp_comm.ranks.session.runner import RankRunner
+from pytest_fsdp_comm.ranks.session.runner_key import RUNNER
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_fsdp_comm.launch_environment import LaunchedRank
+    from pytest_fsdp_comm.ranks.wire.extension import RankExtension
+
+
+def join_session(
+    session: pytest.Session, extensions: Sequence[RankExtension], launched: LaunchedRank
+) -> None:
+    """Meets the other processes; returns on rank 0 only, which then runs the session.
+
+    Args:
+        session: The session, after collection.
+        extensions: What other rooms add to each test's way through the ranks.
+        launched: This process's place.
+
+    Raises:
+        pytest.UsageError: The processes do not fit together.
+    """
+    os.environ[INSIDE_VARIABLE] = "1"
+    plan = [_planned(item) for item in session.items]
+    _skip_what_does_not_fit(session.items, launched)
+    if not launched.is_leader:
+        follower = Follower(session, launched)
+        runner = RankRunner(session, extensions, follower)
+        follow(session, follower, runner, plan)
+    leader = Leader(session, launched)
+    session.config.pluginmanager.register(leader, "fsdp-comm-leader")
+    runner = session.config.stash[RUNNER] = RankRunner(session, extensions, leader)
+    # Forks the fork server, before there is a thread.
+    runner.start()
+    runner.explain_fallback()
+    leader.meet(plan)
+
+
+def _planned(item: pytest.Item) -> str:
+    settings = item.stash.get(SETTINGS, None)
+    return f"{item.nodeid} on {settings}" if settings else item.nodeid
+
+
+def _skip_what_does_not_fit(items: Sequence[pytest.Item], launched: LaunchedRank) -> None:
+    for item in items:
+        if SETTINGS in item.stash and not fits(item, launched):
+            size = item.stash[SETTINGS].world_size
+            item.add_marker(
+                pytest.mark.skip(
+                    reason=f"needs {size} ranks, {launched.launcher} started {launched.world_size}"
+                )
+            )

@@ -1,0 +1,277 @@
+"""Rank 0's process: says which test comes next, and reports what all ranks did."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_fsdp_comm.ranks.launched.heartbeat import Pulse
+from pytest_fsdp_comm.ranks.launched.meeting import (
+    MEET_TIMEOUT_S,
+    PLAN,
+    Meeting,
+    Names,
+    farewell,
+    fits,
+    hello,
+    polls,
+)
+from pytest_fsdp_comm.ranks.launched.sigterm import TOLD_TO_END, Termination
+from pytest_fsdp_comm.ranks.rank.isolation import resolve_basetemp
+from pytest_fsdp_comm.ranks.wire.results import RankResult
+from pytest_fsdp_comm.ranks.wire.text_store import StoreLostError
+from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from pytest_fsdp_comm.launch_environment import LaunchedRank
+    from pytest_fsdp_comm.ranks.wire.launch import LaunchedPart
+
+# The other processes run no code of users: a silence is a death.
+_SILENT_AFTER_S = 15.0
+# After SIGTERM, which all processes of a machine get, until the living have answered: a second for
+# their ranks to fail, and the time of a dump.
+_LAST_ANSWERS_S = 4.0
+_FAREWELL_S = 10.0
+_EXPLAIN_AFTER_S = 10.0
+# Hosts agree about the time to some ms, and the leader learns of theirs to some ms only.
+_LARGEST_CLOCK_ERROR_S = 1.0
+
+
+class Leader:
+    """The other processes, seen from rank 0's."""
+
+    def __init__(self, session: pytest.Session, launched: LaunchedRank) -> None:
+        """Prepares; connects to nothing."""
+        self._session = session
+        self._launched = launched
+        self._others = range(1, launched.world_size)
+        self._hosts: dict[int, str] = {}
+        self._pulses: dict[int, Pulse] = {}
+        self._lost: dict[int, str] = {}
+        self._meeting: Meeting | None = None
+        self._began_at = 0.0
+
+    def meet(self, plan: Sequence[str]) -> None:
+        """Waits until every process has collected the same tests.
+
+        Args:
+            plan: The tests, in order.
+
+        Raises:
+            pytest.UsageError: One did not, or did not come.
+        """
+        termination = Termination(defers=False)
+        where = f"{self._launched.host}:{self._launched.port}"
+        try:
+            self._meeting = Meeting(self._launched, termination)
+        except StoreLostError as error:
+            raise pytest.UsageError(
+                f"the store of the launched ranks at {where} (MASTER_ADDR, MASTER_PORT) cannot be "
+                f"{'reached' if self._launched.has_store else 'served'}: {error}; is the port free "
+                "and the same for every rank? Without a launcher, unset RANK and WORLD_SIZE"
+            ) from None
+        store = self._meeting.store
+        store.put(PLAN, json.dumps({"tests": plan, "basetemp": str(self.basetemp())}))
+        self._await_hellos()
+        self._pulses = {rank: Pulse(store, rank) for rank in self._others}
+        self._introduce()
+
+    def basetemp(self) -> Path:
+        """The session's own."""
+        return resolve_basetemp(self._session.config)
+
+    def takes(self, item: pytest.Item) -> bool:
+        """See `Peers`."""
+        return fits(item, self._launched)
+
+    def begin(self, index: int, *, continues: bool) -> bool:
+        """Tells every process to run a test."""
+        meeting = self._met()
+        meeting.termination.defers = True
+        meeting.begin(continues=continues)
+        self._began_at = time.time()
+        with suppress(StoreLostError):
+            meeting.store.remove(Names(meeting.number - 2).command)
+            meeting.store.remove(Names(meeting.number - 2).verdict)
+            command = {"item": index, "continues": continues}
+            meeting.store.put(meeting.names.command, json.dumps(command))
+        return continues
+
+    def part(self) -> LaunchedPart:
+        """See `Peers`."""
+        return self._met().part()
+
+    def has_failed_elsewhere(self, has_failed: bool) -> bool:
+        """See `Peers`; a process that is gone has failed, too."""
+        try:
+            self._look_for_lost(self._others)
+            return self._met().has_failed_elsewhere(has_failed or bool(self._lost))
+        except StoreLostError:
+            return True
+
+    def share(
+        self, results: Mapping[int, RankResult], *, keeps: bool
+    ) -> tuple[dict[int, RankResult], bool]:
+        """Gathers what every rank did; a rank that is gone ends the session after this test."""
+        meeting = self._met()
+        gathered, ending = dict(results), []
+        try:
+            for answer in self._answers():
+                result = RankResult.from_json(
+                    answer["result"], clock_offset_s=self._clock_offset_s(answer["began_at"])
+                )
+                gathered[result.rank] = result
+                keeps = keeps and answer["keeps"]
+                if answer["is_told_to_end"]:
+                    ending.append(result.rank)
+            keeps = keeps and not self._lost
+            meeting.store.put(meeting.names.verdict, json.dumps({"keeps": keeps}))
+            meeting.store.remove(meeting.names.failed)
+            meeting.forget_exchange()
+        except StoreLostError as error:
+            text = f"was lost: the store that the ranks meet at is gone ({error})"
+            self._lost |= {rank: text for rank in self._others if rank not in gathered}
+            keeps = False
+        gathered |= {rank: RankResult.of_lost(rank, text) for rank, text in self._lost.items()}
+        self._end_session_if_lost(ending)
+        return dict(sorted(gathered.items())), keeps
+
+    def close(self) -> None:
+        """Tells every process how the session ended, and lets those that are there hear it."""
+        meeting = self._meeting
+        if meeting is None:
+            return
+        self._meeting = None
+        # When the first process ends with a failure, the launcher ends the others.
+        meeting.termination.ignore()
+        with suppress(StoreLostError):
+            meeting.begin(continues=False)
+            status = int(self._session.exitstatus)
+            meeting.store.put(meeting.names.command, json.dumps({"status": status}))
+            if not self._launched.has_store:
+                self._await_farewells(meeting)
+        meeting.close()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        """From here on the session ends anyway, and nothing may interrupt its report."""
+        if self._meeting is not None:
+            self._meeting.termination.defers = True
+
+    def _met(self) -> Meeting:
+        if self._meeting is None:
+            raise RuntimeError("meet() comes first")
+        return self._meeting
+
+    def _await_hellos(self) -> None:
+        store = self._met().store
+        started_at = time.monotonic()
+        has_explained = False
+        problems: dict[int, str] = {}
+        for _ in polls():
+            for rank in self._others:
+                if rank not in self._hosts and store.has(hello(rank)):
+                    said = json.loads(store.get(hello(rank)))
+                    self._hosts[rank] = said["host"]
+                    if said["problem"]:
+                        problems[rank] = f"(on {said['host']}) {said['problem']}"
+            missing = [rank for rank in self._others if rank not in self._hosts]
+            waited_s = time.monotonic() - started_at
+            if not missing:
+                break
+            if waited_s > MEET_TIMEOUT_S:
+                raise pytest.UsageError(
+                    f"{name_ranks(missing)} of {self._launched.world_size} did not come within "
+                    f"{MEET_TIMEOUT_S:g} s. {self._launched.launcher} said that this process is "
+                    "rank 0 of so many: has each of them been started, with the same tests? "
+                    "Without a launcher, unset RANK and WORLD_SIZE"
+                )
+            if waited_s > _EXPLAIN_AFTER_S and not has_explained:
+                has_explained = True
+                self._write_line(f"fsdp-comm: waiting for {name_ranks(missing)} to collect")
+        if problems:
+            told = "\n".join(f"{name_ranks(r)} {text}" for r, text in fold_equal(problems))
+            raise pytest.UsageError(
+                f"the launched ranks have to collect the same tests in the same order:\n{told}"
+            )
+
+    def _introduce(self) -> None:
+        hosts = {0: socket.gethostname(), **self._hosts}
+        told = "; ".join(f"{name_ranks(ranks)} on {host}" for ranks, host in fold_equal(hosts))
+        self._write_line(f"fsdp-comm: {told}")
+
+    def _write_line(self, text: str) -> None:
+        reporter: Any = self._session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line(text)
+            reporter.flush()
+
+    def _answers(self) -> Iterator[dict[str, Any]]:
+        """What the other processes send, as it comes, until none is waited for."""
+        meeting = self._met()
+        waiting = set(self._others)
+        for _ in polls():
+            for rank in sorted(waiting):
+                name = meeting.names.result(rank)
+                if meeting.store.has(name):
+                    yield json.loads(meeting.store.get(name))
+                    meeting.store.remove(name)
+                    waiting.discard(rank)
+                    # It may have been slow, but it is not gone.
+                    self._lost.pop(rank, None)
+            self._look_for_lost(waiting)
+            told_at = meeting.termination.told_at
+            if told_at is not None and time.monotonic() > told_at + _LAST_ANSWERS_S:
+                for rank in waiting:
+                    self._lost.setdefault(
+                        rank,
+                        f"on {self._hosts[rank]} was lost: its pytest process was gone when the "
+                        "launcher ended the others (killed, perhaps for memory, or crashed)",
+                    )
+            if not waiting - self._lost.keys():
+                return
+
+    def _look_for_lost(self, waiting: Iterable[int]) -> None:
+        for rank in waiting:
+            silence_s = self._pulses[rank].silence_s()
+            if silence_s > _SILENT_AFTER_S:
+                self._lost.setdefault(
+                    rank,
+                    f"on {self._hosts[rank]} was lost: nothing was heard of its pytest process for "
+                    f"{silence_s:.0f} s (killed, or its machine or network failed)",
+                )
+
+    def _clock_offset_s(self, began_at: float) -> float:
+        offset_s = self._began_at - began_at
+        return offset_s if abs(offset_s) > _LARGEST_CLOCK_ERROR_S else 0.0
+
+    def _end_session_if_lost(self, ending: Sequence[int]) -> None:
+        meeting = self._met()
+        if self._lost:
+            self._session.shouldfail = (
+                f"{name_ranks(sorted(self._lost))} of {self._launched.world_size} lost, so that no "
+                "other distributed test can run"
+            )
+        elif meeting.termination.told_at is not None:
+            self._session.shouldfail = TOLD_TO_END
+        elif ending:
+            self._session.shouldfail = f"{name_ranks(ending)}: {TOLD_TO_END}"
+        else:
+            meeting.termination.defers = False
+
+    def _await_farewells(self, meeting: Meeting) -> None:
+        """Waits for those that still read from the store, which ends with this process."""
+        until = time.monotonic() + _FAREWELL_S
+        waiting = set(self._hosts) - self._lost.keys()
+        for _ in polls():
+            waiting = {rank for rank in waiting if not meeting.store.has(farewell(rank))}
+            if not waiting or time.monotonic() > until:
+                return

@@ -1,0 +1,69 @@
+"""Holds back what a launched process that does not report would write to the terminal.
+
+Private names of pytest 8.4 to 9.2 are used here and nowhere else: ``TerminalWriter._file``;
+tests/unit/test_rank_pytest.py fails when it moves.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from pytest_fsdp_comm import upstream
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A terminal that nothing reaches for now."""
+
+    terminal: TextIO
+    text: io.StringIO
+
+
+_HELD: Final = pytest.StashKey[_Held]()
+
+
+def hold_terminal(config: pytest.Config) -> None:
+    """Keeps from the terminal what pytest writes there from now on.
+
+    Raises:
+        UpstreamChangedError: pytest has moved a private name.
+    """
+    writer = _writer(config)
+    if writer is None:
+        return
+    if not hasattr(writer, "_file"):
+        raise upstream.moved(
+            "pytest",
+            "TerminalWriter._file",
+            "keeping all but one of the launched processes quiet relies on",
+        )
+    config.stash[_HELD] = held = _Held(writer._file, io.StringIO())  # noqa: SLF001  # see above
+    writer._file = held.text  # noqa: SLF001  # see the module's docstring
+
+
+def release_terminal(config: pytest.Config) -> None:
+    """Writes what was held, and holds no more."""
+    held = config.stash.get(_HELD, None)
+    if held is None:
+        return
+    del config.stash[_HELD]
+    held.terminal.write(held.text.getvalue())
+    held.terminal.flush()
+    writer = _writer(config)
+    if writer is not None:
+        writer._file = held.terminal  # noqa: SLF001  # see the module's docstring
+
+
+def _writer(config: pytest.Config) -> Any:
+    return (
+        config.get_terminal_writer()
+        if config.pluginmanager.has_plugin("terminalreporter")
+        else None
+    )

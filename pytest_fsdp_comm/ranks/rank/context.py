@@ -1,0 +1,63 @@
+"""What a rank knows about itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pytest_fsdp_comm.options import Backend
+    from pytest_fsdp_comm.ranks.wire.exchange import RankExchange
+    from pytest_fsdp_comm.ranks.wire.launch import StoreAddress
+
+Gather = Callable[[str], list[str]]
+"""Out-of-band exchange: each recorded rank calls it with a text and gets the texts of all of them,
+in rank order. It never sends through a process group, so that it is never recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """One rank of one test."""
+
+    rank: int
+    """This rank, from 0."""
+    local_rank: int
+    """This rank on its machine, from 0."""
+    local_world_size: int
+    """The ranks on this machine."""
+    world_size: int
+    """Ranks of the default process group."""
+    ranks: tuple[int, ...]
+    """The ranks that really run; fewer than `world_size` with the fake backend."""
+    backend: Backend
+    """The backend of the default process group."""
+    device: str
+    """Where this rank's tensors belong: ``cpu`` or ``cuda:N``."""
+    timeout_s: float
+    """The test's deadline in seconds."""
+    directory: Path
+    """Shared by the ranks that one process started together; gone after their last test."""
+    exchange: RankExchange
+    """Collects a text from every rank that runs."""
+    store: StoreAddress | None
+    """Where the ranks make their process group; None if through a file in `directory`."""
+
+
+LAUNCH_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
+"""Environment variable with the path of what a spawned rank is told."""
+RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
+"""Environment variable with a spawned rank's number."""
+
+RANK_CONTEXT: Final = pytest.StashKey[RankContext]()
+"""On the config's stash: present exactly in a rank."""
+
+
+def is_spawned_rank() -> bool:
+    """Whether this pytest process was started as a rank."""
+    return LAUNCH_VARIABLE in os.environ

@@ -1,0 +1,130 @@
+"""Debuggers in ranks: one rank has the terminal, the others go on without.
+
+Private names of pytest 8.4 to 9.2, beside those in `rank_pytest`: ``pytestPDB._init_pdb``, which
+every way into a debugger passes, and ``MultiCapture`` with ``CaptureManager._global_capturing``,
+which pytest suspends before and resumes after a debugger. ``tests/unit/test_rank_pytest.py`` fails
+when one moves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from _pytest.capture import MultiCapture
+from _pytest.config import create_terminal_writer
+from _pytest.debugging import pytestPDB
+
+from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.errors import FsdpCommError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import pytest
+
+    from pytest_fsdp_comm.ranks.rank.terminal import RankTerminal
+    from pytest_fsdp_comm.ranks.wire.results import RankResult
+
+QUIT: str = "Exit: Quitting debugger"
+"""How the exception reads with which pytest ends the session when a debugger was quit."""
+
+
+class _SuspendedCapture(MultiCapture[str]):
+    """No capture, but the terminal where pytest suspends its capture for a debugger."""
+
+    def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+        super().__init__(in_=None, out=None, err=None)
+        self._enter = enter
+        self._leave = leave
+
+    def suspend_capturing(self, in_: bool = False) -> None:
+        super().suspend_capturing(in_)
+        # Without the input it is suspended to write a line, which belongs into the logs.
+        if in_:
+            self._enter()
+
+    def resume_capturing(self) -> None:
+        self._leave()
+        super().resume_capturing()
+
+
+class _NoDebugger:
+    """What a rank without the terminal gets for a debugger."""
+
+    def set_trace(self, frame: object) -> None:
+        """Goes on."""
+
+
+def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
+    """Gives this rank the terminal whenever pytest enters a debugger.
+
+    Raises:
+        UpstreamChangedError: pytest has moved a private name.
+    """
+    manager: Any = config.pluginmanager.getplugin("capturemanager")
+    if manager is None:
+        # Then pytest has nothing to tell us by; the rank keeps the terminal while it lives.
+        terminal.enter()
+        return
+    if not (hasattr(manager, "_global_capturing") and hasattr(manager, "_method")):
+        raise upstream.moved(
+            "pytest", "CaptureManager._global_capturing, ._method", "running ranks relies on"
+        )
+    reporter: Any = config.pluginmanager.getplugin("terminalreporter")
+    log_writer = reporter._tw  # noqa: SLF001  # the rank's own
+
+    def enter() -> None:
+        terminal.enter()
+        # Where pytest shows the failure before it debugs it.
+        reporter._tw = create_terminal_writer(config)  # noqa: SLF001  # as above
+
+    def leave() -> None:
+        terminal.leave()
+        reporter._tw = log_writer  # noqa: SLF001  # as above
+
+    manager._global_capturing = _SuspendedCapture(enter, leave)  # noqa: SLF001  # see the docstring
+    manager._global_capturing.start_capturing()  # noqa: SLF001  # as above
+    # With "no", pytest would not resume what it suspended.
+    manager._method = "fd"  # noqa: SLF001  # as above
+
+
+def debug_elsewhere(config: pytest.Config) -> None:
+    """Makes every way into a debugger go on, in a rank that has no terminal."""
+    _without_debuggers(config, lambda *_, **__: _NoDebugger())
+
+
+def refuse_debuggers(config: pytest.Config) -> None:
+    """Makes every way into a debugger fail, in a session that has no terminal."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise FsdpCommError(
+            "a debugger needs the terminal, which the workers of pytest-xdist do not have; run "
+            "this test with -n 0"
+        )
+
+    _without_debuggers(config, refuse)
+
+
+def point_to_debugger(
+    reports: Sequence[pytest.TestReport], results: Mapping[int, RankResult], debugged: int
+) -> None:
+    """Says which rank to debug, where the failure was not in the one that can be debugged."""
+    failed = [
+        rank
+        for rank, result in results.items()
+        if any(data["outcome"] == "failed" for data, _ in result.reports)
+    ]
+    if failed and debugged not in failed:
+        text = f"rank {debugged} was to be debugged, but did not fail; add --pdb-rank {failed[0]}"
+        for report in reports:
+            if report.failed:
+                report.sections.append(("Debugger", text))
+
+
+def _without_debuggers(config: pytest.Config, init: Callable[..., Any]) -> None:
+    for name in ("pdbinvoke", "pdbtrace"):
+        if config.pluginmanager.has_plugin(name):
+            config.pluginmanager.unregister(name=name)
+    if not hasattr(pytestPDB, "_init_pdb"):
+        raise upstream.moved("pytest", "pytestPDB._init_pdb", "running ranks relies on")
+    pytestPDB._init_pdb = staticmethod(init)  # type: ignore[method-assign]  # noqa: SLF001  # see the docstring

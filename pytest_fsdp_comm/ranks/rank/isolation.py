@@ -1,0 +1,150 @@
+"""Makes the copied pytest session in a rank silent and local to the rank.
+
+Private names of pytest 8.4 to 9.2 are used here and nowhere else in this package; each has a
+contract test in ``tests/unit/test_rank_pytest.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from _pytest._io import TerminalWriter
+
+from pytest_fsdp_comm import upstream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+# Plugins that write what only the parent may write: terminal, files, caches, xdist's channel.
+_PARENTS_PLUGINS = (
+    "terminalreporter",
+    "lfplugin",
+    "nfplugin",
+    "stepwiseplugin",
+    "pastebin",
+    "dsession",
+    "workerinteractor",
+    # Runs a test again; in a rank alone it would meet collectives of ranks that do not.
+    "rerunfailures",
+)
+_PARENTS_CLASSES = ("LogXML", "WorkerInteractor", "DSession", "Reporter")
+
+
+_PARENTS_CAPTURE = pytest.StashKey[object]()
+
+
+class LogTerminal:
+    """A rank's terminal reporter: where ``--setup-show`` and others write."""
+
+    def __init__(self) -> None:
+        """Writes nowhere yet."""
+        self._tw = TerminalWriter(io.StringIO())
+
+    def open(self, path: Path) -> None:
+        """Writes to a file from now on."""
+        # Not the rank's stdout, which a test may capture with capfd.
+        self._tw = TerminalWriter(path.open("a", buffering=1, encoding="utf-8"))
+
+
+def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
+    """Gives a rank files of its own, where the session had some.
+
+    Args:
+        config: The rank's copy of the session's config.
+        basetemp: This rank's directory for temporary directories. With one that the ranks share, 55
+            of 60 tests failed under ``-n 2`` with FileExistsError (pytest 9.2).
+
+    Raises:
+        UpstreamChangedError: pytest has moved a private name.
+    """
+    _release_capture(config)
+    _move_basetemp(config, basetemp)
+
+
+def leave_to_parent(config: pytest.Config) -> LogTerminal:
+    """Takes out what writes for the whole session, and torch's debug logs.
+
+    Returns:
+        What stands for the terminal now.
+    """
+    manager = config.pluginmanager
+    for name in _PARENTS_PLUGINS:
+        if manager.has_plugin(name):
+            manager.unregister(name=name)
+    for plugin in list(manager.get_plugins()):
+        if type(plugin).__name__ in _PARENTS_CLASSES:
+            manager.unregister(plugin)
+    for name in logging.root.manager.loggerDict:
+        # torch logs every c10d call and each step of its compiler at DEBUG there, which floods a
+        # failing test's captured log.
+        if name.startswith(("c10d", "torch.__trace")):
+            logging.getLogger(name).setLevel(logging.WARNING)
+    terminal = LogTerminal()
+    manager.register(terminal, "terminalreporter")
+    return terminal
+
+
+def _release_capture(config: pytest.Config) -> None:
+    """Replaces the parent's capture, whose temporary files are shared after a fork, by none.
+
+    The rank's descriptors go to files of its own instead, which keep what came before a crash.
+    """
+    manager: Any = config.pluginmanager.getplugin("capturemanager")
+    if manager is None:
+        return
+    if not (hasattr(manager, "_global_capturing") and hasattr(manager, "_method")):
+        raise upstream.moved(
+            "pytest", "CaptureManager._global_capturing, ._method", "running ranks relies on"
+        )
+    # Kept alive: collected, its files would warn of not being closed, which -W error makes fatal.
+    config.stash[_PARENTS_CAPTURE] = manager._global_capturing  # noqa: SLF001  # see above
+    # Not stop_global_capturing(): it would write the parent's captured text to the terminal.
+    manager._global_capturing = None  # noqa: SLF001  # see the module's docstring
+    manager._method = "no"  # noqa: SLF001  # see the module's docstring
+    manager.start_global_capturing()
+
+
+def _move_basetemp(config: pytest.Config, basetemp: Path) -> None:
+    factory: Any = getattr(config, "_tmp_path_factory", None)
+    if factory is None:
+        return
+    if not hasattr(factory, "_basetemp"):
+        raise upstream.moved("pytest", "TempPathFactory._basetemp", "running ranks relies on")
+    basetemp.mkdir(mode=0o700, parents=True, exist_ok=True)
+    factory._basetemp = basetemp  # noqa: SLF001  # see the module's docstring
+
+
+@contextlib.contextmanager
+def real_stdin(config: pytest.Config) -> Iterator[None]:
+    """Within the block descriptor 0 is what the user gave pytest.
+
+    Outside of tests pytest lets go of the output that it captures, but not of the input.
+    """
+    manager: Any = config.pluginmanager.getplugin("capturemanager")
+    if manager is None:
+        yield
+        return
+    manager.suspend_global_capture(in_=True)
+    try:
+        yield
+    finally:
+        manager.resume_global_capture()
+        manager.suspend_global_capture(in_=False)
+
+
+def resolve_basetemp(config: pytest.Config) -> Path:
+    """The session's directory for temporary directories, made if need be.
+
+    Raises:
+        UpstreamChangedError: pytest has moved a private name.
+    """
+    factory: Any = getattr(config, "_tmp_path_factory", None)
+    if factory is None:
+        raise upstream.moved("pytest", "config._tmp_path_factory", "running ranks relies on")
+    path: Path = factory.getbasetemp()
+    return path

@@ -1,0 +1,171 @@
+"""The process group of one rank."""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.ranks.rank.gpus import visible_gpus_variable
+from pytest_fsdp_comm.ranks.rank.network import interface_towards
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from pytest_fsdp_comm.options import DistributedSettings
+    from pytest_fsdp_comm.ranks.rank.context import RankContext
+    from pytest_fsdp_comm.ranks.wire.launch import LaunchedPart
+
+# Beyond the test's deadline, so that a hang ends in the supervisor's report of every rank and not
+# in one rank's timeout error.
+BEYOND_DEADLINE_S = 3600.0
+
+
+def device_of(settings: DistributedSettings, local_rank: int) -> str:
+    """The device of a rank's tensors, by its number on its machine."""
+    wants_cuda = settings.device == "cuda" or (
+        settings.backend == "nccl" and settings.device is None
+    )
+    return f"cuda:{local_rank}" if wants_cuda and settings.backend != "fake" else "cpu"
+
+
+def gpus_of(settings: DistributedSettings) -> int:
+    """How many GPUs a test's ranks use together."""
+    return sum(device_of(settings, rank).startswith("cuda") for rank in settings.ranks)
+
+
+def set_environment(
+    settings: DistributedSettings,
+    rank: int,
+    gpus: Sequence[str] = (),
+    part: LaunchedPart | None = None,
+) -> None:
+    """Sets the variables that torchrun would, the visible GPUs, and one thread a rank.
+
+    Ranks share the machine: with torch's default of a thread for each core they fight for it. Also,
+    OpenMP's pool does not survive a fork: a forked child that used the parent's pool hung 9 of 9
+    times, and never with one thread (torch 2.13, CPU).
+
+    Args:
+        settings: How the test runs on ranks.
+        rank: This rank.
+        gpus: The GPUs that the test's ranks may use; empty leaves the caller's list as it is.
+        part: The rank's place on its machine; None if all ranks are on this one.
+    """
+    if gpus:
+        os.environ[visible_gpus_variable(os.environ)] = ",".join(gpus)
+    os.environ["RANK"] = str(rank)
+    os.environ["LOCAL_RANK"] = str(part.local_rank if part else rank)
+    os.environ["WORLD_SIZE"] = str(settings.world_size)
+    os.environ["LOCAL_WORLD_SIZE"] = str(part.local_world_size if part else settings.world_size)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if sys.platform == "linux":
+        # Otherwise gloo looks up the host's name, which fails or waits on many laptops, and which
+        # many machines of a cluster give an address that only they themselves can reach.
+        interface = interface_towards(part.store.host, part.store.port) if part else "lo"
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    import torch  # noqa: PLC0415  # not in the pytest process
+
+    torch.set_num_threads(1)
+
+
+def empty_compiler_caches() -> None:
+    """Does once what making a process group does in each rank (read in torch 2.7, 2.13 and 2.15).
+
+    Emptying them costs a rank 310 page faults, nearly as many as its gloo group, and nothing where
+    they are empty.
+    """
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    # A private name, but without it ranks only start later.
+    clear = getattr(rules, "clear_lru_cache", None)
+    if clear is not None:
+        clear()
+
+
+def join_group(context: RankContext) -> None:
+    """Makes the default process group of this rank.
+
+    Raises:
+        RuntimeError: There are fewer GPUs than ranks.
+    """
+    import torch  # noqa: PLC0415  # not in the pytest process
+    import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
+
+    if context.device.startswith("cuda"):
+        count = torch.cuda.device_count()
+        if count < context.local_world_size:
+            raise RuntimeError(
+                f"a GPU for each of the {context.local_world_size} ranks is needed, {count} are "
+                "visible; use fewer ranks, backend='gloo' (or None, which falls back to gloo), or "
+                "skip the test with pytest.mark.skipif(torch.cuda.device_count() < N, reason=...)"
+            )
+        torch.cuda.set_device(context.local_rank)
+    if context.backend == "fake":
+        _join_fake_group(context.rank, context.world_size)
+        return
+    timeout_s = context.timeout_s + BEYOND_DEADLINE_S
+    store: Any
+    if context.store:
+        # Not before it is needed: a rank that imports a plugin's module has pytest rewrite it.
+        from pytest_fsdp_comm.ranks.wire.text_store import connect_store  # noqa: PLC0415  # see above
+
+        store = connect_store(context.store.below("group"), timeout_s=timeout_s)
+    else:
+        store = dist.FileStore(  # type: ignore[attr-defined]  # not in torch's __all__, but documented
+            str(_store_file(context.directory)), context.world_size
+        )
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if context.backend == "nccl" else "gloo",
+        store=store,
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=dt.timedelta(seconds=timeout_s),
+    )
+    # Making a group is no barrier: a rank that ends right after it breaks those that still connect.
+    context.exchange.meet("joined")
+
+
+def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Makes a device mesh of all ranks from its axes' names and sizes, outermost first."""
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  # see above
+
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _store_file(directory: Path) -> Path:
+    return directory / "store"
+
+
+def _module(name: str) -> object:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _join_fake_group(rank: int, world_size: int) -> None:
+    import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
+
+    # Importing it registers the backend "fake". It is private, but the only in-process group that
+    # torch has (read in 2.6, 2.9, 2.11, 2.13, 2.15).
+    name = "torch.testing._internal.distributed.fake_pg"
+    store = getattr(_module(name), "FakeStore", None)
+    if store is None:
+        raise upstream.moved(
+            "torch",
+            f"{name}.FakeStore",
+            "the fake backend relies on",
+            remedy="upgrade pytest-fsdp-comm, or run this test with backend='gloo'",
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.init_process_group("fake", store=store(), rank=rank, world_size=world_size)

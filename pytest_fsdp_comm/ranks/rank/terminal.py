@@ -1,0 +1,109 @@
+"""The session's terminal, which one rank may take over to debug."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+from pytest_fsdp_comm.ranks.rank.isolation import real_stdin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import pytest
+
+_STANDARD = (0, 1, 2)
+
+
+def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
+    """Copies the session's standard descriptors, as they are outside of pytest's capture.
+
+    Args:
+        config: The session's config, outside of any test.
+
+    Returns:
+        Copies of descriptors 0, 1 and 2; empty in an xdist worker, which has no terminal.
+    """
+    if hasattr(config, "workerinput"):
+        return ()
+    with real_stdin(config):
+        return tuple(os.dup(descriptor) for descriptor in _STANDARD)
+
+
+@contextlib.contextmanager
+def kept_foreground(terminal: Sequence[int]) -> Iterator[None]:
+    """Keeps a terminal this process's, even where a rank dies that has taken it over."""
+    group = os.getpgrp()
+    has_it = bool(terminal) and _foreground(terminal[0]) == group
+    try:
+        yield
+    finally:
+        if has_it:
+            _pass_on(terminal[0], group)
+
+
+def _foreground(descriptor: int) -> int | None:
+    """The process group that a terminal reads for, and that Ctrl-C reaches; None if it is none."""
+    with contextlib.suppress(OSError):
+        return os.tcgetpgrp(descriptor)
+    return None
+
+
+def _pass_on(descriptor: int, group: int) -> None:
+    # Whoever is not in the foreground would be stopped by the signal.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
+    try:
+        os.tcsetpgrp(descriptor, group)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class RankTerminal:
+    """The terminal in the rank that debugs: its own while a debugger runs, else its logs."""
+
+    def __init__(self, descriptors: Sequence[int]) -> None:
+        """Takes nothing yet.
+
+        Args:
+            descriptors: What `copied_terminal` gave.
+        """
+        self._descriptors = tuple(descriptors)
+        self._logs: list[int] = []
+        self._stdin: Any = None
+        # The rank's parent runs in pytest's own group.
+        self._pytests_group = os.getpgid(os.getppid())
+
+    def enter(self) -> None:
+        """Connects this process's standard descriptors to the terminal."""
+        if self._logs:
+            return
+        _flush()
+        self._logs = [os.dup(descriptor) for descriptor in _STANDARD]
+        for descriptor, target in zip(self._descriptors, _STANDARD, strict=True):
+            os.dup2(descriptor, target)
+        self._stdin = sys.stdin
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # until `leave`
+        # A pytest in the background has no terminal to pass on.
+        if _foreground(0) == self._pytests_group:
+            _pass_on(0, os.getpgrp())
+
+    def leave(self) -> None:
+        """Connects them to the rank's logs again."""
+        if not self._logs:
+            return
+        _flush()
+        if _foreground(0) == os.getpgrp():
+            _pass_on(0, self._pytests_group)
+        for descriptor, target in zip(self._logs, _STANDARD, strict=True):
+            os.dup2(descriptor, target)
+            os.close(descriptor)
+        self._logs = []
+        sys.stdin = self._stdin
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

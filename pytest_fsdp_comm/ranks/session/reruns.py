@@ -1,0 +1,108 @@
+"""Lets pytest-rerunfailures run a distributed test again, on fresh ranks.
+
+A rank that ran its test again on its own would meet collectives of ranks that did not. So the
+plugin is off in ranks, and its protocol runs in the pytest process, where one attempt is one set of
+ranks.
+pytest-rerunfailures 16.7 was read: it runs an attempt by its global name ``runtestprotocol``, and
+keeps what it knows of a failure in its wrapper of ``pytest_runtest_makereport``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from pytest_fsdp_comm import upstream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+_CRASH = re.compile(
+    r"(?:ranks? [\d, -]+: )?(?P<name>[A-Za-z_][\w.]*)(?::\s(?P<text>.*))?", re.DOTALL
+)
+
+
+def run_with_reruns(
+    item: pytest.Item,
+    nextitem: pytest.Item | None,
+    attempt: Callable[[], list[pytest.TestReport]],
+) -> bool:
+    """Runs and logs a test, again where it fails and the plugin says so.
+
+    Args:
+        item: The test.
+        nextitem: The session's next test.
+        attempt: Runs the test once.
+
+    Returns:
+        Whether the test ran; it does not if the plugin is absent or has nothing to do with it.
+
+    Raises:
+        UpstreamChangedError: The plugin has moved a private name.
+    """
+    plugin: Any = item.config.pluginmanager.get_plugin("rerunfailures")
+    if plugin is None:
+        return False
+    if not hasattr(plugin, "runtestprotocol"):
+        raise upstream.moved(
+            "pytest-rerunfailures",
+            "runtestprotocol",
+            "reruns of distributed tests rely on",
+            remedy="turn the plugin off with -p no:rerunfailures",
+        )
+
+    def run_once(item: pytest.Item, **_: Any) -> list[pytest.TestReport]:
+        reports = attempt()
+        for report in reports:
+            _note(plugin, item, report)
+        return reports
+
+    original = plugin.runtestprotocol
+    plugin.runtestprotocol = run_once
+    try:
+        return bool(plugin.pytest_runtest_protocol(item, nextitem))
+    finally:
+        plugin.runtestprotocol = original
+
+
+def _note(plugin: Any, item: pytest.Item, report: pytest.TestReport) -> None:
+    """Tells the plugin of a report as pytest would that had made it here."""
+    error = rebuilt_error(report)
+    call = SimpleNamespace(excinfo=SimpleNamespace(value=error) if error else None)
+    wrapper = plugin.pytest_runtest_makereport(item, call)
+    next(wrapper)
+    try:
+        wrapper.send(report)
+    except StopIteration:
+        return
+
+
+def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
+    """A stand-in for the exception that a rank raised, by its name and text.
+
+    Args:
+        report: A merged report.
+
+    Returns:
+        An instance of the built-in exception of that name, else of a plain `Exception`; None if the
+        phase did not fail.
+    """
+    if not report.failed:
+        return None
+    crash = getattr(report.longrepr, "reprcrash", None)
+    message = str(crash.message if crash is not None else report.longrepr)
+    found = _CRASH.fullmatch(message) if crash is not None else None
+    # pytest leaves out the name of an AssertionError that it explains.
+    name, text = "AssertionError" if crash is not None else "RankFailure", message
+    if found and ("." in found["name"] or found["name"][0].isupper()):
+        name, text = found["name"].rpartition(".")[2], found["text"] or ""
+    base = getattr(builtins, name, Exception)
+    if not (isinstance(base, type) and issubclass(base, BaseException)):
+        base = Exception
+    members = {"__init__": lambda _: None, "__str__": lambda _: text}
+    error: BaseException = type(name, (base,), members)()
+    return error

@@ -1,0 +1,517 @@
+"""Merges what the ranks did with one test into the reports of one test.
+
+The worst outcome wins. The failure that leads is the one that happened first: the others are often
+only its echo ("connection closed by peer").
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from pytest_fsdp_comm.ranks.hangs.waiting import explain_waiting
+from pytest_fsdp_comm.ranks.rank.kept_output import MOST_ON_DISK_NBYTES
+from pytest_fsdp_comm.ranks.wire.results import RankResult, Stopped
+from pytest_fsdp_comm.ranks.wire.subtest_reports import is_subtest, name_subtest
+from pytest_fsdp_comm.text.nbytes import show_nbytes
+from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
+
+When = Literal["setup", "call", "teardown"]
+LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
+
+# A death is noticed after the others have seen its closed connections, under load by this much.
+_REAPED_LATE_S = 0.5
+
+_PHASES: tuple[When, ...] = ("setup", "call", "teardown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """One rank's failure."""
+
+    rank: int
+    when: When
+    at: float
+    """`time.time` on the rank."""
+    report: pytest.TestReport | None
+    """None if the rank died."""
+    text: str
+    """What happened to the rank, to be read after its name."""
+
+
+def merge_reports(
+    item: pytest.Item, results: Mapping[int, RankResult], load: LoadReport, *, timeout_s: float
+) -> list[pytest.TestReport]:
+    """Makes the test's reports: set-up, call unless set-up ended the test, and teardown.
+
+    Those of subtests come before that of the phase that they ran in.
+
+    Args:
+        item: The test.
+        results: What each rank did.
+        load: Makes a report of its serialized form.
+        timeout_s: The test's deadline, for the text.
+
+    Returns:
+        The reports to log, in order.
+    """
+    loaded = {rank: _sorted_reports(result, load) for rank, result in results.items()}
+    reports = {rank: phases for rank, (phases, _) in loaded.items()}
+    subtests = _merged_subtests({rank: own for rank, (_, own) in loaded.items()})
+    failures = sorted(
+        [
+            *_failed_reports(reports),
+            *_deaths(results, reports),
+            *_timeouts(results, reports, timeout_s),
+            *_too_much_output(results, reports),
+        ],
+        key=lambda failure: failure.at,
+    )
+    main = [failure for failure in failures if failure.when != "teardown"]
+    late = [failure for failure in failures if failure.when == "teardown"]
+    # Before any report gets the sections of all ranks: a phase that a rank did not end shows those
+    # of the phase before.
+    sections_of = {when: _sections(reports, results, when) for when in _PHASES}
+    merged = []
+    for when in _PHASES:
+        present = [reports[rank][when][0] for rank in sorted(reports) if when in reports[rank]]
+        sections = sections_of[when]
+        blamed = late if when == "teardown" else [main[0]] if main and main[0].when == when else []
+        if blamed:
+            everyone = late if when == "teardown" else main
+            merged.append(_failed(item, when, everyone, results, (present, sections)))
+        elif present:
+            merged.append(_unfailed(item, when, present, sections))
+    phases = _without_call_after_failed_setup(
+        _with_disagreement(item, merged, reports, failures, sections_of["call"])
+    )
+    return _with_subtests(phases, subtests)
+
+
+_Timed = tuple[pytest.TestReport, float]
+_Reports = Mapping[int, Mapping[When, _Timed]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subtest:
+    """One rank's report of a part of the test."""
+
+    key: tuple[str, int]
+    """Its name and arguments, and how often they came before on the rank."""
+    when: When
+    """The phase that the rank was in."""
+    report: pytest.TestReport
+    at: float
+
+
+def _sorted_reports(
+    result: RankResult, load: LoadReport
+) -> tuple[dict[When, _Timed], list[_Subtest]]:
+    """One report a phase, and those of subtests.
+
+    A plugin may add reports to those of pytest, several of a phase or of one of its own: the first
+    failed one counts.
+    """
+    phases: dict[When, _Timed] = {}
+    subtests: list[_Subtest] = []
+    times: Counter[str] = Counter()
+    for data, at in result.reports:
+        report = _loaded(data, load)
+        phase = _unfinished_phase(phases)
+        if is_subtest(report):
+            name = name_subtest(report, data)
+            key = (name, times[name])
+            times[name] += 1
+            subtests.append(_Subtest(key=key, when=phase, report=report, at=at))
+        elif report.when in _PHASES:
+            if report.when not in phases or not phases[report.when][0].failed:
+                phases[report.when] = (report, at)
+        elif report.failed:
+            report.when = "teardown" if "call" in phases else "call"
+            phases[report.when] = (report, at)
+    return phases, subtests
+
+
+def _loaded(data: dict[str, Any], load: LoadReport) -> pytest.TestReport:
+    report = load(data)
+    place_and_reason: Any = report.longrepr
+    if isinstance(place_and_reason, list):
+        # JSON has no tuples; pytest wants one for a skip's place and reason.
+        place, line, reason = place_and_reason
+        report.longrepr = (place, line, reason)
+    return report
+
+
+def _merged_subtests(
+    subtests: Mapping[int, Sequence[_Subtest]],
+) -> dict[When, list[pytest.TestReport]]:
+    """One report for each subtest that a rank ran, in order, by the phase that it ran in."""
+    by_key: dict[tuple[str, int], dict[int, _Subtest]] = {}
+    for rank, own in subtests.items():
+        for subtest in own:
+            by_key.setdefault(subtest.key, {})[rank] = subtest
+    merged: dict[When, list[pytest.TestReport]] = {when: [] for when in _PHASES}
+    for on_ranks in sorted(by_key.values(), key=lambda on: min(sub.at for sub in on.values())):
+        report = _merged_subtest(on_ranks, [rank for rank in subtests if rank not in on_ranks])
+        merged[min((sub.when for sub in on_ranks.values()), key=_PHASES.index)].append(report)
+    return merged
+
+
+def _merged_subtest(on_ranks: Mapping[int, _Subtest], absent: Sequence[int]) -> pytest.TestReport:
+    failures = sorted(
+        [
+            failure
+            for rank, sub in on_ranks.items()
+            for failure in _failed_reports({rank: {sub.when: (sub.report, sub.at)}})
+        ],
+        key=lambda failure: failure.at,
+    )
+    everyone = [sub.report for sub in on_ranks.values()]
+    several = len(on_ranks) + len(absent) > 1
+    sections = _folded({rank: sub.report.sections for rank, sub in on_ranks.items()}, several)
+    categories = {
+        rank: _category({sub.when: (sub.report, sub.at)}) for rank, sub in on_ranks.items()
+    }
+    if failures and failures[0].report is not None:
+        story = [*_later(failures)]
+        quiet = [rank for rank, sub in on_ranks.items() if not sub.report.failed]
+        story += [f"{name_ranks(quiet)} did not fail"] if quiet else []
+        story += [f"{name_ranks(absent)} did not run it"] if absent else []
+        report = _told(failures[0].report, _alike(failures), "\n".join(story))
+    else:
+        report = next((report for report in everyone if report.passed), everyone[0])
+        if len(set(categories.values())) > 1:
+            report.outcome = "failed"
+            report.longrepr = _disagreement(categories)
+    report.sections = sections
+    return _timed(report, everyone)
+
+
+def _with_subtests(
+    phases: list[pytest.TestReport], subtests: Mapping[When, list[pytest.TestReport]]
+) -> list[pytest.TestReport]:
+    """Puts the reports of subtests before that of their phase, which may be missing."""
+    left = dict(subtests)
+    found: list[pytest.TestReport] = []
+    for report in phases:
+        for when in _PHASES[: _PHASES.index(report.when) + 1]:
+            found += left.pop(when, [])
+        found.append(report)
+    return [*found, *(report for rest in left.values() for report in rest)]
+
+
+def _failed_reports(reports: _Reports) -> Iterable[_Failure]:
+    for rank, phases in reports.items():
+        for when, (report, at) in phases.items():
+            if report.failed:
+                # The phase's end is when it failed; the report was made and sent later.
+                failed_at = getattr(report, "stop", None) or at
+                yield _Failure(
+                    rank=rank, when=when, at=failed_at, report=report, text=_crash_line(report)
+                )
+
+
+def _crash_line(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        return f"{crash.message.splitlines()[0]} ({crash.path}:{crash.lineno})"
+    text = str(report.longrepr)
+    return text.strip().splitlines()[-1] if text.strip() else "failed"
+
+
+def _deaths(results: Mapping[int, RankResult], reports: _Reports) -> Iterable[_Failure]:
+    for rank, result in results.items():
+        if result.lost:
+            # Its phase is unknown, and what others say of it is an echo, whenever it was missed.
+            yield _Failure(rank=rank, when="call", at=0.0, report=None, text=result.lost)
+            continue
+        if result.status is None and result.escaped is None:
+            continue
+        when = _unfinished_phase(reports[rank])
+        if result.escaped is not None:
+            what = f"left the test with {result.escaped}"
+        elif result.status is not None and result.status < 0:
+            what = f"was killed by signal {-result.status} ({_signal_name(-result.status)})"
+        else:
+            what = f"ended with exit status {result.status} (os._exit, or a crash)"
+        yield _Failure(
+            rank=rank,
+            when=when,
+            at=(result.ended_at or 0.0) - _REAPED_LATE_S,
+            report=None,
+            text=f"{what} during {when}",
+        )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def _unfinished_phase(phases: Mapping[When, object]) -> When:
+    return next((when for when in _PHASES if when not in phases), "teardown")
+
+
+def _timeouts(
+    results: Mapping[int, RankResult], reports: _Reports, timeout_s: float
+) -> Iterable[_Failure]:
+    late = [rank for rank, result in results.items() if result.stopped is Stopped.AT_DEADLINE]
+    if not late:
+        return
+    limit = results[late[0]].timeout_s
+    told = f"{timeout_s:g} s" if limit is None else f"{limit:g} s (pytest-timeout)"
+    lines = [f"did not finish within {told}, and every rank was ended."]
+    for ranks, stack in fold_equal({rank: results[rank].stacks for rank in late}):
+        lines.append(
+            f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at, innermost first:"
+        )
+        lines += [f"    {line}" for line in (stack or "unknown").splitlines()]
+    finished = [rank for rank in results if rank not in late]
+    if finished:
+        lines.append(f"{name_ranks(finished)} had finished.")
+    lines[1:1] = _waiting(results, blamed=())
+    for rank in late:
+        yield _Failure(
+            rank=rank,
+            when=_unfinished_phase(reports[rank]),
+            at=float("inf"),
+            report=None,
+            text="\n".join(lines),
+        )
+
+
+def _too_much_output(results: Mapping[int, RankResult], reports: _Reports) -> Iterable[_Failure]:
+    for rank, result in results.items():
+        if result.stopped is Stopped.TOO_MUCH_OUTPUT:
+            when = _unfinished_phase(reports[rank])
+            text = (
+                f"printed so much during {when} that it took more than "
+                f"{show_nbytes(MOST_ON_DISK_NBYTES)} of the disk, and was ended.\n"
+                "What is not kept of its output is freed meanwhile: it prints too fast for that, "
+                "or the file system of TMPDIR cannot free a part of a file. Print less, or set "
+                "TMPDIR to a local disk."
+            )
+            yield _Failure(rank=rank, when=when, at=result.ended_at or 0.0, report=None, text=text)
+
+
+def _waiting(results: Mapping[int, RankResult], *, blamed: Sequence[int]) -> list[str]:
+    """Which rank waits for which in a collective.
+
+    Args:
+        results: What each rank did.
+        blamed: Ranks of which it is told already that they failed: that others wait for them is no
+            news.
+
+    Returns:
+        Lines; empty if no rank waits, or nobody knows.
+    """
+    positions = {}
+    for rank, result in results.items():
+        if result.position is not None:
+            positions[rank] = result.position
+        elif result.stacks:
+            site = result.stacks.splitlines()[0]
+            positions[rank] = {"site": site, "module": "", "groups": [], "is_silent": True}
+    return explain_waiting(positions, blamed=blamed)
+
+
+def _failed(
+    item: pytest.Item,
+    when: When,
+    failures: Sequence[_Failure],
+    results: Mapping[int, RankResult],
+    rest: tuple[Sequence[pytest.TestReport], list[tuple[str, str]]],
+) -> pytest.TestReport:
+    """The report of a failed phase: the first failure, then what the other ranks did."""
+    present, sections = rest
+    first = failures[0]
+    alike = _alike(failures)
+    story = _story(failures, results)
+    if first.report is None:
+        what = first.text
+        if len(alike) > 1 and what.startswith("was "):
+            what = f"were {what.removeprefix('was ')}"
+        text = "\n".join(part for part in (f"{name_ranks(alike)} {what}", story) if part)
+        return _timed(_new_report(item, when, text, sections), present)
+    report = _told(first.report, alike, story)
+    report.sections = sections
+    return _timed(report, present)
+
+
+def _told(report: pytest.TestReport, alike: Sequence[int], story: str) -> pytest.TestReport:
+    """Adds to a rank's failure which ranks failed like it, and what the others did."""
+    if not story:
+        return report
+    story = f"{name_ranks(alike)} failed{' first' if len(alike) == 1 else ''}\n{story}"
+    longrepr: Any = report.longrepr
+    if hasattr(longrepr, "addsection"):
+        longrepr.addsection("ranks", story)
+    else:
+        report.longrepr = f"{longrepr}\n{story}"
+    crash = getattr(longrepr, "reprcrash", None)
+    if crash is not None:
+        crash.message = f"{name_ranks(alike)}: {crash.message}"
+    return report
+
+
+def _alike(failures: Sequence[_Failure]) -> list[int]:
+    return [failure.rank for failure in failures if failure.text == failures[0].text]
+
+
+def _story(failures: Sequence[_Failure], results: Mapping[int, RankResult]) -> str:
+    """What the ranks did that did not fail like the first; empty if there are none."""
+    first = failures[0]
+    alike = _alike(failures)
+    others = {failure.rank: failure.text for failure in failures if failure.rank not in alike}
+    lines = list(_later(failures))
+    stopped = [rank for rank, result in results.items() if result.stopped is Stopped.AFTER_FAILURE]
+    for ranks, stack in fold_equal({rank: results[rank].stacks for rank in stopped}):
+        lines.append(f"{name_ranks(ranks)} still ran and {_was(ranks)} ended:")
+        lines += [f"    {line}" for line in (stack or "where is unknown").splitlines()]
+    lines += _waiting(results, blamed=[*alike, *others]) if stopped else []
+    told = {*alike, *others, *stopped}
+    quiet = [rank for rank in results if rank not in told]
+    if quiet and first.at != float("inf"):
+        lines.append(f"{name_ranks(quiet)} did not fail")
+    return "\n".join(lines)
+
+
+def _later(failures: Sequence[_Failure]) -> Iterable[str]:
+    """How the ranks failed that failed unlike the first."""
+    alike = _alike(failures)
+    others = {failure.rank: failure.text for failure in failures if failure.rank not in alike}
+    for ranks, text in fold_equal(others):
+        yield f"{name_ranks(ranks)} later: {text.splitlines()[0]}"
+
+
+def _was(ranks: Sequence[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"
+
+
+def _unfailed(
+    item: pytest.Item,
+    when: When,
+    present: Sequence[pytest.TestReport],
+    sections: list[tuple[str, str]],
+) -> pytest.TestReport:
+    """The report of a phase in which no rank failed: passed unless every rank was skipped."""
+    del item, when
+    report = next((report for report in present if report.passed), present[0])
+    report.sections = sections
+    return _timed(report, present)
+
+
+def _with_disagreement(
+    item: pytest.Item,
+    merged: list[pytest.TestReport],
+    reports: _Reports,
+    failures: Sequence[_Failure],
+    sections: list[tuple[str, str]],
+) -> list[pytest.TestReport]:
+    """Adds a failure where no rank failed, but ranks came to different outcomes."""
+    outcomes = {rank: _category(phases) for rank, phases in reports.items()}
+    if failures or len(set(outcomes.values())) == 1:
+        return merged
+    text = _disagreement(outcomes)
+    others = [report for report in merged if report.when != "call"]
+    setup = [report for report in others if report.when == "setup"]
+    for report in setup:
+        report.outcome = "passed"
+        report.longrepr = None
+    failed = _timed(_new_report(item, "call", text, sections), merged)
+    return [*setup, failed, *[report for report in others if report.when == "teardown"]]
+
+
+def _disagreement(outcomes: Mapping[int, str]) -> str:
+    told = "; ".join(f"{name_ranks(ranks)} {outcome}" for ranks, outcome in fold_equal(outcomes))
+    return (
+        f"ranks disagree about the outcome: {told}.\n"
+        "A condition that only some ranks see (rank, local files, time) decides a skip or xfail."
+    )
+
+
+def _category(phases: Mapping[When, _Timed]) -> str:
+    for report, _ in phases.values():
+        if report.skipped:
+            if hasattr(report, "wasxfail"):
+                return "failed as expected (xfail)"
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            return f"skipped ({str(reason).removeprefix('Skipped: ')})"
+        if report.passed and hasattr(report, "wasxfail"):
+            return "passed unexpectedly (xpass)"
+    return "passed"
+
+
+def _without_call_after_failed_setup(
+    merged: list[pytest.TestReport],
+) -> list[pytest.TestReport]:
+    # Some ranks may have come to the call while another failed in set-up. A call that failed though
+    # the set-up skipped the test is a plugin's doing, and counts.
+    if merged and merged[0].when == "setup" and not merged[0].passed:
+        counts = merged[0].skipped
+        return [report for report in merged if report.when != "call" or (counts and report.failed)]
+    return merged
+
+
+def _sections(
+    reports: _Reports, results: Mapping[int, RankResult], when: When
+) -> list[tuple[str, str]]:
+    """Every rank's output up to and in a phase, equal ones folded."""
+    parts_of: dict[int, list[tuple[str, str]]] = {}
+    for rank in sorted(reports):
+        before = _before(when)
+        entry = reports[rank].get(when) or (before and reports[rank].get(before))
+        parts = list(entry[0].sections) if entry else []
+        if when == _unfinished_phase(reports[rank]):
+            unreported = results[rank].unreported.items()
+            parts += [(f"Captured {stream} {when}", text) for stream, text in unreported]
+        parts_of[rank] = parts
+    return _folded(parts_of, len(reports) > 1)
+
+
+def _folded(
+    parts_of: Mapping[int, Sequence[tuple[str, str]]], several: bool
+) -> list[tuple[str, str]]:
+    """Sections with the names of their ranks, equal ones once."""
+    by_title: dict[str, dict[int, str]] = {}
+    for rank in sorted(parts_of):
+        for title, content in parts_of[rank]:
+            known = by_title.setdefault(title, {})
+            known[rank] = known.get(rank, "") + content
+    return [
+        (f"{title} ({name_ranks(ranks)})" if several else title, content)
+        for title, contents in by_title.items()
+        for ranks, content in fold_equal(contents)
+    ]
+
+
+def _before(when: When) -> When | None:
+    place = _PHASES.index(when)
+    return _PHASES[place - 1] if place else None
+
+
+def _timed(report: pytest.TestReport, present: Sequence[pytest.TestReport]) -> pytest.TestReport:
+    """Gives a merged report the time of the slowest rank."""
+    report.duration = max((other.duration for other in present), default=0.0)
+    return report
+
+
+def _new_report(
+    item: pytest.Item, when: When, text: str, sections: list[tuple[str, str]]
+) -> pytest.TestReport:
+    return pytest.TestReport(
+        nodeid=item.nodeid,
+        location=item.location,
+        keywords=dict.fromkeys(item.keywords, 1),
+        outcome="failed",
+        longrepr=text,
+        when=when,
+        sections=sections,
+    )

@@ -1,0 +1,55 @@
+"""Records in the pytest process what ranks warned of."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import pytest
+
+    from pytest_fsdp_comm.ranks.wire.results import RankResult
+
+
+def replay_warnings(config: pytest.Config, results: Iterable[RankResult]) -> None:
+    """Records each warning once, however many ranks gave it."""
+    seen = set()
+    for result in results:
+        for warning in result.warnings:
+            key = (warning["text"], warning["filename"], warning["lineno"], warning["when"])
+            if key in seen:
+                continue
+            seen.add(key)
+            config.hook.pytest_warning_recorded.call_historic(
+                kwargs={
+                    "warning_message": _rebuilt(warning),
+                    "when": warning["when"],
+                    "nodeid": warning["nodeid"],
+                    "location": warning["location"] and tuple(warning["location"]),
+                }
+            )
+
+
+def _rebuilt(warning: Mapping[str, Any]) -> warnings.WarningMessage:
+    module, name = warning["category"]
+    try:
+        category = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        category = UserWarning
+    return warnings.WarningMessage(
+        message=category(warning["text"]) if _takes_text(category) else warning["text"],
+        category=category,
+        filename=warning["filename"],
+        lineno=warning["lineno"],
+    )
+
+
+def _takes_text(category: type[Warning]) -> bool:
+    try:
+        category("")
+    except TypeError:
+        return False
+    return True

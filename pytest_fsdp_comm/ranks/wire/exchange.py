@@ -1,0 +1,221 @@
+"""Collects a text from every rank: on one machine through files, else through a store."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import os
+import struct
+import time
+from typing import TYPE_CHECKING
+
+from pytest_fsdp_comm.errors import RanksDivergedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pytest_fsdp_comm.ranks.wire.text_store import TextStore
+
+_FIRST_PAUSE_S = 0.0002
+_LONGEST_PAUSE_S = 0.002
+_COUNT = struct.Struct("<q")
+
+
+class RankExchange(abc.ABC):
+    """One rank's end of an exchange.
+
+    Never a collective: it would be recorded, and would hang for ever beside a rank that failed.
+    """
+
+    def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
+        """Joins the exchange.
+
+        Args:
+            rank: This rank.
+            ranks: All ranks that take part, ascending.
+        """
+        self._rank = rank
+        self._ranks = ranks
+        self._rounds = 0
+        self._pid = os.getpid()
+
+    def __call__(self, text: str) -> list[str]:
+        """Gives this rank's text and waits for those of the others.
+
+        Returns:
+            The texts in rank order.
+
+        Raises:
+            RanksDivergedError: Another rank ended the test without coming here as often, or this is
+                not the rank, but a process that it forked.
+        """
+        if os.getpid() != self._pid:
+            raise RanksDivergedError(
+                f"a process that rank {self._rank} forked compares comm_mode or fsdp_tree; only "
+                "the rank itself can: end the forked process with os._exit before the comparison"
+            )
+        self._rounds += 1
+        self._write(f"{self._rounds}.{self._rank}", text)
+        return [
+            self._await(
+                f"{self._rounds}.{rank}",
+                rank,
+                f"rank {self._rank} made comparison {self._rounds} of comm_mode or fsdp_tree, but "
+                f"rank {rank} ended the test without it; every rank has to make the same "
+                "comparisons in the same order (is one inside an `if rank == ...`?)",
+            )
+            for rank in self._ranks
+        ]
+
+    def meet(self, name: str) -> None:
+        """Waits until every rank has come to the same place.
+
+        Args:
+            name: The place; each is met at once in a test.
+
+        Raises:
+            RanksDivergedError: Another rank ended the test without coming there.
+        """
+        self._write(f"{name}.{self._rank}", "")
+        for rank in self._ranks:
+            self._await(f"{name}.{rank}", rank, f"rank {rank} ended the test before {name}")
+
+    def leave(self) -> None:
+        """Says that this rank will not come again; nothing in a process that it forked."""
+        if os.getpid() == self._pid:
+            self._leave()
+
+    @abc.abstractmethod
+    def _leave(self) -> None:
+        """Says that this rank will not come again."""
+
+    def _await(self, name: str, rank: int, complaint: str) -> str:
+        pause_s = _FIRST_PAUSE_S
+        # No deadline of its own: the supervisor ends the test at its deadline, with all stacks.
+        while not self._has(name):
+            # Looked at again, since it may have been written just before the rank left.
+            if self._has_left(rank) and not self._has(name):
+                raise RanksDivergedError(complaint)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return self._read(name)
+
+    @abc.abstractmethod
+    def _write(self, name: str, text: str) -> None:
+        """Makes a whole text visible to all ranks at once."""
+
+    @abc.abstractmethod
+    def _has(self, name: str) -> bool:
+        """Whether a text is visible."""
+
+    @abc.abstractmethod
+    def _read(self, name: str) -> str:
+        """A text that is visible."""
+
+    @abc.abstractmethod
+    def _has_left(self, rank: int) -> bool:
+        """Whether a rank will not come again."""
+
+
+class Departures:
+    """How many tests each rank of a set has left, in one file of 8 bytes for each rank.
+
+    Unlike a file for each test and rank it costs nothing to make or to remove.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file that the ranks of a set share; the first one makes it."""
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def mark(self, rank: int, number: int) -> None:
+        """Says that a rank has left the set's test of this number, from 0."""
+        os.pwrite(self._descriptor, _COUNT.pack(number + 1), rank * _COUNT.size)
+
+    def has_left(self, rank: int, number: int) -> bool:
+        """Whether a rank has left the set's test of this number."""
+        count = os.pread(self._descriptor, _COUNT.size, rank * _COUNT.size)
+        return len(count) == _COUNT.size and _COUNT.unpack(count)[0] > number
+
+
+class DirectoryExchange(RankExchange):
+    """Through files of ranks that share a machine."""
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        ranks: tuple[int, ...],
+        *,
+        number: int,
+        departures: Departures,
+    ) -> None:
+        """Joins the exchange.
+
+        Args:
+            directory: A directory that the ranks of one set share, and nobody else.
+            rank: This rank.
+            ranks: All ranks that take part, ascending.
+            number: Of the set's test, from 0.
+            departures: The set's.
+        """
+        super().__init__(rank, ranks)
+        self._directory = directory
+        self._number = number
+        self._departures = departures
+
+    def _leave(self) -> None:
+        self._departures.mark(self._rank, self._number)
+
+    def _write(self, name: str, text: str) -> None:
+        # The rename makes the whole text visible at once.
+        unfinished = self._path(f"{name}.unfinished")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.rename(self._path(name))
+
+    def _has(self, name: str) -> bool:
+        return self._path(name).exists()
+
+    def _read(self, name: str) -> str:
+        return self._path(name).read_text(encoding="utf-8")
+
+    def _has_left(self, rank: int) -> bool:
+        return self._departures.has_left(rank, self._number)
+
+    def _path(self, name: str) -> Path:
+        return self._directory / f"test{self._number}.{name}"
+
+
+class StoreExchange(RankExchange):
+    """Through a store that ranks of many machines reach."""
+
+    def __init__(self, store: TextStore, rank: int, ranks: tuple[int, ...]) -> None:
+        """Joins the exchange.
+
+        Args:
+            store: A store that the ranks of one test share, and nobody else.
+            rank: This rank.
+            ranks: All ranks that take part, ascending.
+        """
+        super().__init__(rank, ranks)
+        self._store = store
+
+    def _leave(self) -> None:
+        self._store.put(f"left.{self._rank}", "")
+
+    def forget(self) -> None:
+        """Removes what this rank gave, once every rank has left."""
+        for round_number in itertools.count(1):
+            if not self._store.remove(f"{round_number}.{self._rank}"):
+                return
+
+    def _write(self, name: str, text: str) -> None:
+        self._store.put(name, text)
+
+    def _has(self, name: str) -> bool:
+        return self._store.has(name)
+
+    def _read(self, name: str) -> str:
+        return self._store.get(name)
+
+    def _has_left(self, rank: int) -> bool:
+        return self._store.has(f"left.{rank}")

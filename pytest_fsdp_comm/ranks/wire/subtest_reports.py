@@ -1,0 +1,86 @@
+"""Subtests: those of pytest 9, of the plugin pytest-subtests, and ``unittest``'s ``subTest``.
+
+Private names, read in pytest 8.4 to 9.2 and pytest-subtests 0.15, are used here and nowhere else:
+reports that are serialized with ``_subtest.context`` and have a ``context`` of ``msg`` and
+``kwargs``; and the functions ``capturing_output(request)``, whose value has ``out`` and ``err``.
+``tests/unit/test_subtest_reports.py`` fails when one moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from pytest_fsdp_comm import upstream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import pytest
+
+_CONTEXT = "_subtest.context"
+# pytest's own, and the plugin's for earlier versions.
+_MODULES = ("_pytest.subtests", "pytest_subtests.plugin")
+
+
+def is_subtest(report: pytest.TestReport) -> bool:
+    """Whether a report is of a part of a test, which goes on after it."""
+    return type(report).__name__.lower() == "subtestreport"
+
+
+def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
+    """What tells a subtest from the others of its test.
+
+    Also gives the report the arguments as the rank told them: a report that is made of its
+    serialized form quotes them again.
+
+    Args:
+        report: As loaded from its serialized form; `is_subtest`.
+        data: The serialized form.
+
+    Raises:
+        UpstreamChangedError: pytest has moved a private name.
+    """
+    context: Any = getattr(report, "context", None)
+    if _CONTEXT not in data or not {"msg", "kwargs"} <= data[_CONTEXT].keys() or context is None:
+        raise upstream.moved(
+            "pytest", "SubtestReport.context of msg and kwargs", "running ranks relies on"
+        )
+    # Frozen, and right about it, but nobody has seen it yet.
+    object.__setattr__(context, "kwargs", dict(data[_CONTEXT]["kwargs"]))
+    return json.dumps([data[_CONTEXT]["msg"], data[_CONTEXT]["kwargs"]], default=repr)
+
+
+def capture_subtests(capture: Callable[[SimpleNamespace], Any]) -> None:
+    """Makes subtests take their output from this rank's logs, which survive a crash.
+
+    pytest would send it to a temporary file for each subtest, unless the test itself captures.
+
+    Args:
+        capture: Makes a context manager that gives what it is called with ``out`` and ``err``.
+
+    Raises:
+        UpstreamChangedError: pytest has moved a private name.
+    """
+
+    @contextlib.contextmanager
+    def capturing_output(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
+        captured = SimpleNamespace(out="", err="")
+        manager: Any = request.config.pluginmanager.getplugin("capturemanager")
+        test_captures = getattr(manager, "_capture_fixture", None) is not None
+        if request.config.getoption("capture", "no") == "no" or test_captures:
+            yield captured
+        else:
+            with capture(captured):
+                yield captured
+
+    for name in _MODULES:
+        module: Any = sys.modules.get(name)
+        if module is None:
+            continue
+        if not hasattr(module, "capturing_output"):
+            raise upstream.moved("pytest", f"{name}.capturing_output", "running ranks relies on")
+        module.capturing_output = capturing_output

@@ -1,0 +1,101 @@
+"""Texts of any length under names, on a TCP store of torch that many machines reach."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import TYPE_CHECKING
+
+from torch.distributed import (  # type: ignore[attr-defined]  # documented, not in torch's __all__
+    DistError,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+if TYPE_CHECKING:
+    from pytest_fsdp_comm.ranks.wire.launch import StoreAddress
+
+# The store drops a client that sends 8 MiB or more at once (torch 2.13, libuv).
+_CHUNK_NBYTES = 4 << 20
+
+
+class StoreLostError(Exception):
+    """The store does not answer: the process that served it is gone."""
+
+
+class TextStore:
+    """One client of the store; not for use by several threads."""
+
+    def __init__(self, store: Store) -> None:
+        """Takes over a client."""
+        self._store = store
+
+    def below(self, name: str) -> TextStore:
+        """A part of the store, for names of its own."""
+        return TextStore(PrefixStore(name, self._store))
+
+    def put(self, name: str, text: str) -> None:
+        """Makes a whole text visible at once."""
+        data = text.encode("utf-8", "surrogatepass")
+        places = range(0, len(data), _CHUNK_NBYTES)
+        try:
+            for place in places:
+                chunk = data[place : place + _CHUNK_NBYTES]
+                self._store.set(f"{name}@{place}", chunk)  # type: ignore[arg-type]  # takes bytes
+            self._store.set(name, str(len(data)))
+        except DistError as error:
+            raise StoreLostError(str(error)) from error
+
+    def has(self, name: str) -> bool:
+        """Whether there is a text."""
+        try:
+            return bool(self._store.check([name]))
+        except DistError as error:
+            raise StoreLostError(str(error)) from error
+
+    def get(self, name: str) -> str:
+        """A text that is there."""
+        try:
+            data = b"".join(self._store.get(part) for part in self._parts(name))
+        except DistError as error:
+            raise StoreLostError(str(error)) from error
+        return data.decode("utf-8", "surrogatepass")
+
+    def remove(self, name: str) -> bool:
+        """Removes a text; whether there was one."""
+        if not self.has(name):
+            return False
+        try:
+            for part in [*self._parts(name), name]:
+                self._store.delete_key(part)
+        except DistError as error:
+            raise StoreLostError(str(error)) from error
+        return True
+
+    def _parts(self, name: str) -> list[str]:
+        nbytes = int(self._store.get(name))
+        return [f"{name}@{place}" for place in range(0, nbytes, _CHUNK_NBYTES)]
+
+
+def connect_store(address: StoreAddress, *, timeout_s: float, serves: bool = False) -> PrefixStore:
+    """Connects to a store.
+
+    Args:
+        address: Where it is.
+        timeout_s: Limit of this and of every later wait, in seconds.
+        serves: Whether this process serves the store, from now to its end.
+
+    Raises:
+        StoreLostError: It cannot be reached, or served.
+    """
+    try:
+        client = TCPStore(
+            address.host,
+            address.port,
+            is_master=serves,
+            timeout=dt.timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except DistError as error:
+        raise StoreLostError(str(error).partition("\n")[0]) from error
+    return PrefixStore(address.prefix, client)

@@ -1,0 +1,268 @@
+"""The value of the fixture ``comm_mode``."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Self
+
+import torch.distributed as dist
+from torch import nn
+
+from pytest_fsdp_comm.comm.questions import NO_NAMES, Answer, Evidence, Question, select
+from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning
+from pytest_fsdp_comm.gathering import gather_alike
+from pytest_fsdp_comm.recording.comm_debug import CommDebugAnswers
+from pytest_fsdp_comm.recording.mesh_axes import living_axes
+from pytest_fsdp_comm.recording.operations import is_unknown_kind
+from pytest_fsdp_comm.recording.recorder import Recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from pytest_fsdp_comm.comm.events import Collective, Recording, Redistribution, Reshard
+    from pytest_fsdp_comm.comm.profile import CommProfile
+
+_SHOWN_TOTALS: Final = 4
+
+
+class CommMode(CommDebugAnswers):
+    """Records the communication of a block of code.
+
+    ``with comm_mode(model):`` names modules relative to ``model``; bare ``with comm_mode:`` names
+    them relative to the outermost module that ran. If several outermost modules ran, the first one
+    gives plain names, and those of the others begin with ``@2``, ``@3`` and so on, in the order in
+    which they first ran. The result stays after the block; entering again starts anew.
+    """
+
+    def __init__(
+        self,
+        *,
+        gather: Callable[[str], list[str]] = lambda text: [text],
+        show: Callable[[CommProfile], str] | None = None,
+    ) -> None:
+        """Prepares; records nothing.
+
+        Args:
+            gather: Out-of-band exchange between the ranks of the test; the default is for one
+                process.
+            show: Writes a profile as ``str`` shall show it; None shows a line.
+        """
+        self._gather = gather
+        self._show = show
+        self._model: weakref.ref[nn.Module] | None = None
+        self._recorder: Recorder | None = None
+        self._block: AbstractContextManager[None] | None = None
+        self._recording: Recording | None = None
+        self._names = NO_NAMES
+        # Weak: a recording must not keep a model and its parameters alive.
+        self._recorded_root: weakref.ref[nn.Module] | None = None
+
+    def __call__(self, model: nn.Module) -> Self:
+        """Chooses the module that names are relative to, for the next block.
+
+        Args:
+            model: Any module; usually the FSDP root.
+
+        Raises:
+            RecordingError: It is no module.
+        """
+        if not isinstance(model, nn.Module):
+            raise RecordingError(
+                f"comm_mode(model) takes a torch.nn.Module, got {type(model).__name__}; pass the "
+                "model itself, or use `with comm_mode:`"
+            )
+        self._model = weakref.ref(model)
+        return self
+
+    def __enter__(self) -> Self:
+        """Starts recording.
+
+        Raises:
+            RecordingError: It records already, the model is gone, or there is no process group.
+        """
+        if self._recorder is not None:
+            raise RecordingError(
+                "comm_mode records already; it cannot be entered inside itself. To look at a part, "
+                "use two blocks one after the other, or .events of the outer one"
+            )
+        model = None
+        if self._model is not None:
+            model, self._model = self._model(), None
+            if model is None:
+                raise RecordingError(
+                    "the model given to comm_mode(model) no longer exists; keep a reference to it "
+                    "until the block is entered"
+                )
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RecordingError(
+                "comm_mode was entered without a process group, where nothing can be sent; mark "
+                "the test with @pytest.mark.distributed(world_size=...), or enter after "
+                "torch.distributed.init_process_group()"
+            )
+        recorder = Recorder(model)
+        block = recorder.recording()
+        block.__enter__()
+        self._recorder, self._block, self._recording = recorder, block, None
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stops recording; after an exception what was recorded so far stays."""
+        recorder, block = self._recorder, self._block
+        self._recorder = self._block = None
+        if recorder is None or block is None:
+            return
+        try:
+            block.__exit__(kind, value, traceback)
+        finally:
+            root = recorder.root
+            self._recorded_root = None if root is None else weakref.ref(root)
+            self._recording = recorder.finish()
+            self._names = recorder.names
+        # Not in place of the exception that ends the block, where warnings are errors.
+        if recorder.unseen and kind is None:
+            warnings.warn(f"comm_mode: {recorder.unseen}", UnseenCollectivesWarning, stacklevel=2)
+
+    def _root(self) -> nn.Module | None:
+        return self._recorded_root() if self._recorded_root is not None else None
+
+    def __eq__(self, other: object) -> bool:
+        """Leaves a comparison with a snapshot to the snapshot."""
+        if isinstance(other, CommMode):
+            return self.profile == other.profile
+        return NotImplemented
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        """One line, since pytest shows it beside every failure of a test that has the fixture."""
+        if self._recorder is not None:
+            return "<comm_mode: recording>"
+        if self._recording is None:
+            return "<comm_mode: nothing recorded yet>"
+        totals = [f"{row.kind}[{row.axis}] x{row.count}" for row in self.profile.totals()]
+        more = len(totals) - _SHOWN_TOTALS
+        shown = ", ".join(totals[:_SHOWN_TOTALS]) + (f" and {more} more" if more > 0 else "")
+        return f"<comm_mode of rank {self._recording.rank}: {shown or 'no collective'}>"
+
+    def __str__(self) -> str:
+        """The profile of this rank as a table."""
+        if self._recording is None or self._show is None:
+            return repr(self)
+        return self._show(self.profile)
+
+    @property
+    def recording(self) -> Recording:
+        """All that this rank recorded in the last block.
+
+        Raises:
+            RecordingError: No block has ended yet.
+        """
+        if self._recording is None:
+            raise RecordingError(
+                "comm_mode has no recording yet; run the code in `with comm_mode(model):` first, "
+                "and ask after the block"
+            )
+        return self._recording
+
+    @property
+    def events(self) -> tuple[Collective, ...]:
+        """The collectives in the order in which they were issued."""
+        return self.recording.collectives
+
+    @property
+    def reshards(self) -> tuple[Reshard, ...]:
+        """The unshard and reshard events of FSDP units, in order."""
+        return self.recording.reshards
+
+    @property
+    def redistributions(self) -> tuple[Redistribution, ...]:
+        """The redistributions of DTensors that communicated, in order."""
+        return self.recording.redistributions
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Host seconds by category; reported, never compared."""
+        return {timing.category: timing.seconds for timing in self.recording.timings}
+
+    @property
+    def profile(self) -> CommProfile:
+        """This rank's counts and bytes."""
+        from pytest_fsdp_comm.comm.profile import fold  # noqa: PLC0415  # a rank that never compares needs none
+
+        return fold(self.recording)
+
+    def merged_profile(self) -> CommProfile:
+        """The counts and bytes of all ranks. Every rank has to call it."""
+        from pytest_fsdp_comm.comm.json import (  # noqa: PLC0415  # a rank that never compares needs none
+            dump_profile,
+            load_profile,
+        )
+        from pytest_fsdp_comm.comm.profile import merge  # noqa: PLC0415  # see above
+
+        texts = gather_alike(self._gather, "comm_mode", dump_profile(self.profile))
+        return merge([load_profile(text) for text in texts])
+
+    def counts(
+        self,
+        kind: str | None = None,
+        *,
+        phase: str | None = None,
+        owner: str | None = None,
+        axis: str | None = None,
+    ) -> int:
+        """Number of collectives on this rank that match.
+
+        The number is an int; where an assertion on it fails, pytest shows what was counted.
+
+        Args:
+            kind: E.g. ``"all_gather"``; None for all.
+            phase: E.g. ``"backward"``; None for all.
+            owner: FQN of the owning module, ``""`` for the root, or a pattern as snapshots print
+                them: ``"layers.{0..3}"``, ``"(root)"``, ``"(no-module)"``; also ``"layers.*"``,
+                where ``*`` stands for one segment or a part of one. None for all.
+            axis: Name of the mesh axis; None for all.
+
+        Raises:
+            RecordingError: There is no such kind, phase, axis or owner, so that the answer could
+                only ever be 0; or nothing was recorded yet.
+        """
+        __tracebackhide__ = True  # the error is the caller's
+        question = Question(kind=kind, phase=phase, owner=owner, axis=axis)
+        matching = self._matching(question)
+        return self._answer(len(matching), f"counts({question})", matching)
+
+    def nbytes(
+        self,
+        kind: str | None = None,
+        *,
+        phase: str | None = None,
+        owner: str | None = None,
+        axis: str | None = None,
+    ) -> int:
+        """Bytes of the collectives on this rank that match; arguments as in `counts`."""
+        __tracebackhide__ = True
+        question = Question(kind=kind, phase=phase, owner=owner, axis=axis)
+        matching = self._matching(question)
+        nbytes = sum(event.nbytes for event in matching)
+        return self._answer(nbytes, f"nbytes({question})", matching)
+
+    def _matching(self, question: Question) -> tuple[Collective, ...]:
+        __tracebackhide__ = True
+        recorded, names = self.events, self._names
+        if question.kind is not None and is_unknown_kind(question.kind):
+            names = replace(names, kinds=names.kinds | {question.kind})
+        if question.axis is not None and question.axis not in names.axes:
+            names = names.with_axes(living_axes(), recorded)
+        return select(question, recorded, names)
+
+    def _answer(self, number: int, asked: str, matching: tuple[Collective, ...]) -> int:
+        return Answer(number, Evidence(asked=asked, matching=matching, recorded=self.events))

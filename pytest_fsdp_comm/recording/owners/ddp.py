@@ -1,0 +1,94 @@
+"""Finds the owner of what DDP's reducer sends, and the module of a parameter."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import nn
+
+Modules = tuple["nn.Module", ...]
+
+
+def replicated_over(layer: nn.Module) -> dist.ProcessGroup | None:
+    """The group over which a module is replicated; None if it is not."""
+    if isinstance(layer, DistributedDataParallel):
+        found: dist.ProcessGroup = layer.process_group
+        return found
+    # `replicate` swaps the class for a subclass of this DDP, and makes the real DDP in the first
+    # forward only (same in torch 2.7, 2.13, 2.15). By its name in sys.modules: the package exports
+    # a function under the module's name.
+    module: Any = sys.modules.get("torch.distributed._composable.replicate")
+    if module is None or not isinstance(layer, getattr(module, "DDP", ())):
+        return None
+    state = module.replicate.state(layer)
+    given = (state._init_kwargs or {}).get("process_group")  # noqa: SLF001  # see above
+    ddp = getattr(state, "_ddp", None)
+    return given or (dist.group.WORLD if ddp is None else ddp.process_group)
+
+
+class ReplicaOwners:
+    """The replicated modules below the roots of a recording."""
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        """Looks for them.
+
+        Args:
+            roots: As `recorder.Recorder` found them.
+        """
+        self._fallback: Modules = tuple(roots[:1])
+        self._owner_of: dict[int, nn.Module] = {}
+        self._replicas: list[nn.Module] = []
+        for root in roots:
+            # Parents come first, so that an inner replica takes its modules over.
+            for module in root.modules():
+                if replicated_over(module) is not None:
+                    self._replicas.append(module)
+                    self._owner_of.update((id(child), module) for child in module.modules())
+
+    def owner(self, running: Modules) -> Modules:
+        """The replicated module that a collective serves.
+
+        Args:
+            running: The module of the parameter that completed the bucket; empty if unknown.
+
+        Returns:
+            The innermost replicated module around it. If there is none, the first one of the model,
+            and the root of a model without any.
+        """
+        for module in running:
+            found = self._owner_of.get(id(module))
+            if found is not None:
+                return (found,)
+        return tuple(self._replicas[:1]) or self._fallback
+
+
+class ParameterOwners:
+    """Finds the module that registered a parameter, in backward hooks of parameters."""
+
+    def __init__(self, roots: list[nn.Module]) -> None:
+        """Knows none yet.
+
+        Args:
+            roots: The recorder's list, which may still grow.
+        """
+        self._roots = roots
+        self._found: dict[int, nn.Module | None] = {}
+
+    def module_of(self, parameter: torch.Tensor) -> nn.Module | None:
+        """The first module that registered the parameter; None if none did."""
+        if id(parameter) not in self._found:
+            for root in self._roots:
+                for module in root.modules():
+                    for own in module.parameters(recurse=False):
+                        self._found.setdefault(id(own), module)
+            # Remembered too, so that a foreign parameter costs one search only.
+            self._found.setdefault(id(parameter), None)
+        return self._found[id(parameter)]

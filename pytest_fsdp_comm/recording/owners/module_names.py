@@ -1,0 +1,86 @@
+"""Fully qualified names of modules, without the segments that wrappers add."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.text.fqn import natural_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+WRAPPER_SEGMENTS: Final = frozenset(
+    {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
+)
+
+
+def clean_fqn(name: str) -> str:
+    """Removes wrapper segments from a dotted name."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
+
+
+class ModuleNames:
+    """The FQN of each module below the roots."""
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        """Names all modules.
+
+        Args:
+            roots: The first gives its modules plain FQNs. Modules of a further one are prefixed
+                with ``@2`` and so on: its class name must not be part of a snapshot.
+        """
+        self._names: dict[int, str] = {}
+        self._roots = list(roots)
+        for number, root in enumerate(self._roots, start=1):
+            prefix = "" if number == 1 else f"@{number}"
+            for name, module in _named_modules(root):
+                joined = ".".join(part for part in (prefix, name) if part)
+                self._names.setdefault(id(module), joined)
+
+    def all_fqns(self) -> Iterable[str]:
+        """The name of each module."""
+        return self._names.values()
+
+    def children(self) -> dict[str, dict[str, str]]:
+        """The ways to the modules: FQN -> attribute -> FQN of the child."""
+        ways: dict[str, dict[str, str]] = {}
+        for number, root in enumerate(self._roots, start=1):
+            if number > 1:
+                ways.setdefault("", {})[f"@{number}"] = f"@{number}"
+            for module in root.modules():
+                at = self._names[id(module)]
+                # Also the second name of a shared module, which named_children() leaves out.
+                for name, child in module._modules.items():  # noqa: SLF001  # see above
+                    below = self.fqn(child)
+                    if below is not None:
+                        ways.setdefault(at, {})[name] = below
+        return ways
+
+    def fqn(self, module: nn.Module | None) -> str | None:
+        """The module's name; None for no module, or one that is below no root."""
+        return None if module is None else self._names.get(id(module))
+
+    def joined(self, modules: tuple[nn.Module, ...]) -> str | None:
+        """The name of a unit of several modules, joined with ``+``; None if none has one."""
+        names = [name for name in map(self.fqn, modules) if name is not None]
+        # In natural order, since the order in which a user lists them sends the same.
+        return "+".join(sorted(names, key=natural_key)) if names else None
+
+
+def _named_modules(root: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    # DDP's own segment is called "module", which may also be a user's name: only DDP's is removed.
+    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415  # loads torch.distributed
+
+    ddp = [
+        f"{name}.module" if name else "module"
+        for name, module in root.named_modules()
+        if isinstance(module, DistributedDataParallel)
+    ]
+    for name, module in root.named_modules():
+        shown = name
+        for wrapped in reversed(ddp):
+            if shown == wrapped or shown.startswith(wrapped + "."):
+                shown = wrapped.removesuffix("module").rstrip(".") + shown[len(wrapped) :]
+        yield clean_fqn(shown.lstrip(".")), module

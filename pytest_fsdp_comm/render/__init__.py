@@ -1,1 +1,0 @@
-"""Turns values and changes into text, HTML and traces."""

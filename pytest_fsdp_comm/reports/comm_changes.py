@@ -1,0 +1,211 @@
+"""Changes of communication as the text of a failed test."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.text.fqn import fold_fqns
+from pytest_fsdp_comm.text.nbytes import show_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_fsdp_comm.comm.diff import Amount, Change, Comparison
+
+_MAX_PATTERNS: Final = 3
+# pytest cuts an explanation at 8 lines or 640 characters outside CI (8.4 to 9.2).
+_SHORT_LINES: Final = 8
+_SHORT_CHARACTERS: Final = 600
+_LIKELY: Final = "  likely: "
+_LEFT_OUT: Final = "  ... and "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a comparison failed, at two lengths."""
+
+    short: tuple[str, ...]
+    """What fits where pytest cuts: the first changes, the first cause, the command."""
+    full: tuple[str, ...]
+    """Everything."""
+    is_cut: bool
+    """Whether `short` leaves something out."""
+    compared: str = ""
+    """What differs, ``comm_mode`` or ``fsdp_tree``; empty if there was nothing to compare with."""
+    snapshot: str = ""
+    """The file that it differs from, as the user would type it; empty as above."""
+
+
+def render_comparison(
+    comparison: Comparison, *, snapshot: str, accept: str, notes: Sequence[str] = ()
+) -> Explanation:
+    """Explains a failed comparison, the most important line first.
+
+    Args:
+        comparison: What differs.
+        snapshot: Path of the snapshot, as the user would type it.
+        accept: The command that accepts the change.
+        notes: Circumstances of the recording.
+    """
+    head = [f"comm_mode differs from {snapshot}"]
+    ordered = sorted(comparison.changes, key=_weight)
+    lines = [f"  {_change_line(change)}" for change in ordered]
+    loud = sum(change.subject != "reshard" for change in ordered) or len(ordered)
+    causes = [f"{_LIKELY}{cause}" for cause in comparison.causes]
+    tail = [f"  accept: {accept}"]
+    full = [*head, *lines, *causes, *(f"  note: {note}" for note in notes), *tail]
+    short = _cut(head, lines[:loud], [*causes[:1], *tail], left_out=len(lines))
+    return Explanation(
+        short=tuple(short),
+        full=tuple(full),
+        is_cut=short != full,
+        compared="comm_mode",
+        snapshot=snapshot,
+    )
+
+
+def combine(explained: Sequence[tuple[str, Explanation]], *, accept: str) -> tuple[str, ...]:
+    """Tells several failed comparisons of one assertion in the room of one.
+
+    Args:
+        explained: At least two, each with the name of its value.
+        accept: The command that accepts the changes, the same for all.
+
+    Returns:
+        What fits where pytest cuts: of each the first lines, in turn, then the first cause.
+    """
+    tail = [f"  accept: {accept}"]
+    bodies = {name: list(explanation.short) for name, explanation in explained}
+    compared = [explanation for _, explanation in explained if explanation.compared]
+    if len(compared) == len(explained):
+        what = " and ".join(dict.fromkeys(explanation.compared for explanation in compared))
+        files = [explanation.snapshot for explanation in compared]
+        where = os.path.commonprefix(files)  # noqa: RUF071  # the names' beginning, no directory
+        head = [f"{what} differ from {where.rstrip('.')} ({len(compared)} files)"]
+        bodies = {name: body[1:] for name, body in bodies.items()}
+    else:
+        head = [f"{len(explained)} comparisons failed"]
+    told = {*tail, *(line for line in chain(*bodies.values()) if line.startswith(_LEFT_OUT))}
+    causes = [line for line in chain(*bodies.values()) if line.startswith(_LIKELY)]
+    tail = [*causes[:1], *tail]
+    bodies = {
+        name: [line for line in body if line not in told and not line.startswith(_LIKELY)]
+        for name, body in bodies.items()
+    }
+    shown: dict[str, list[str]] = {name: [] for name in bodies}
+    room = _SHORT_CHARACTERS - sum(map(len, (*head, *tail)))
+    for _ in range(_SHORT_LINES):
+        for name, body in bodies.items():
+            count = sum(map(len, shown.values())) + len(head) + len(tail)
+            line = f"  {name}: {body[0].strip()}" if body else ""
+            # One line of each, whatever its length.
+            if line and (not shown[name] or (count < _SHORT_LINES - 1 and len(line) <= room)):
+                shown[name].append(line)
+                room -= len(line)
+                body.pop(0)
+    is_cut = any(bodies.values()) or len(told) > 1 or len(causes) > 1
+    more = ["  ... and more, below"] if is_cut else []
+    return (*head, *chain(*shown.values()), *more, *tail)
+
+
+def _weight(change: Change) -> tuple[bool, bool, int]:
+    """Sorts what costs most to the front.
+
+    What was sent comes before what FSDP did to send it, since unshards repeat their all-gathers;
+    what is new comes before what is gone.
+    """
+    before = sum(amount.nbytes for amount in change.before)
+    after = sum(amount.nbytes for amount in change.after)
+    growth = (after - before) * len(change.owners)
+    return (change.subject == "reshard", change.phase is not None and growth <= 0, -abs(growth))
+
+
+def _cut(
+    head: Sequence[str], lines: Sequence[str], tail: Sequence[str], *, left_out: int
+) -> list[str]:
+    """As many lines as fit, at least one."""
+    for shown in range(len(lines), 0, -1):
+        hidden = left_out - shown
+        more = [f"{_LEFT_OUT}{hidden} more {_plural('change', hidden)}, below"] if hidden else []
+        text = [*head, *lines[:shown], *more, *tail]
+        fits = len(text) <= _SHORT_LINES and sum(map(len, text)) <= _SHORT_CHARACTERS
+        if fits or shown == 1:
+            return text
+    return [*head, *tail]
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+def _change_line(change: Change) -> str:
+    if change.phase is None:
+        return f"{change.what}: {change.old_text} -> {change.new_text}"
+    where = _owners(change.owners)
+    line = f"{where} {change.phase}: {change.what} {_amounts(change)}"
+    site = _site(change)
+    return f"{line}, {site}" if site else line
+
+
+def _owners(owners: Sequence[str | None]) -> str:
+    patterns = list(fold_fqns(name for name in owners if name is not None))
+    if None in owners:
+        patterns.append("(no module)")
+    more = len(patterns) - _MAX_PATTERNS
+    shown = ", ".join(patterns[:_MAX_PATTERNS])
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _amounts(change: Change) -> str:
+    each = ", each" if len(change.owners) > 1 else ""
+    if len(change.before) <= 1 and len(change.after) <= 1 and not _by_rank(change):
+        before = change.before[0] if change.before else None
+        after = change.after[0] if change.after else None
+        return f"{_simple(before, after)}{each}"
+    return f"{_listed(change.before)} -> {_listed(change.after)}{each}"
+
+
+def _by_rank(change: Change) -> bool:
+    return any(amount.ranks for amount in (*change.before, *change.after))
+
+
+def _simple(before: Amount | None, after: Amount | None) -> str:
+    was, now = (before.count if before else 0), (after.count if after else 0)
+    text = f"{was} -> {now} ({now - was:+})" if now != was else f"{was}"
+    old, new = (before.nbytes if before else 0), (after.nbytes if after else 0)
+    return text if old == new else f"{text}, {show_nbytes(old)} -> {show_nbytes(new)} per rank"
+
+
+def _listed(amounts: Sequence[Amount]) -> str:
+    if not amounts:
+        return "0"
+    return " / ".join(
+        f"{amount.count} ({show_nbytes(amount.nbytes)}) on {_ranks(amount.ranks)}"
+        for amount in amounts
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "all ranks"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _site(change: Change) -> str:
+    if not change.sites:
+        return ""
+    site = change.sites[0]
+    owner = change.owners[0] if change.owners else None
+    parts = []
+    if site.issued_in is not None and site.issued_in != owner:
+        parts.append(f"in {fold_fqns([site.issued_in])[0]}")
+    if site.call_site:
+        parts.append(f"at {site.call_site}")
+    # In backward every call site is the line with .backward(), which says nothing.
+    if change.phase is Phase.BACKWARD and site.issued_in in {owner, None}:
+        return ""
+    return f"issued {' '.join(parts)}" if parts else ""

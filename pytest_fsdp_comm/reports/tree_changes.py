@@ -1,0 +1,50 @@
+"""Changes of a sharded tree as the text of a failed test."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.reports.comm_changes import Explanation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_fsdp_comm.tree.diff import TreeChange
+
+# pytest cuts an explanation at 8 lines or 640 characters outside CI (8.4 to 9.2).
+_SHORT_CHANGES: Final = 4
+_SHORT_CHARACTERS: Final = 600
+
+
+def render_tree_changes(
+    changes: Sequence[TreeChange], *, snapshot: str, accept: str
+) -> Explanation:
+    """Explains a failed comparison of trees, the most important line first.
+
+    Args:
+        changes: What differs, as `pytest_fsdp_comm.tree.diff.compare_trees` orders it.
+        snapshot: Path of the snapshot, as the user would type it.
+        accept: The command that accepts the change.
+    """
+    head = f"fsdp_tree differs from {snapshot}"
+    lines = [
+        f"  {subject}: {', '.join(change.what for change in same)}"
+        for subject, same in groupby(changes, key=lambda change: change.subject)
+    ]
+    causes = [f"  likely: {cause}" for cause in dict.fromkeys(c.likely for c in changes) if cause]
+    tail = [*causes[:1], f"  accept: {accept}"]
+    full = (head, *lines, *causes, tail[-1])
+    room = _SHORT_CHARACTERS - sum(map(len, (head, *tail)))
+    shown: list[str] = []
+    for line in lines[:_SHORT_CHANGES]:
+        room -= len(line)
+        if room < 0 and shown:
+            break
+        shown.append(line)
+    left_out = len(lines) - len(shown)
+    more = [f"  ... and {left_out} more, below"] if left_out else []
+    short = (head, *shown, *more, *tail)
+    return Explanation(
+        short=short, full=full, is_cut=bool(left_out), compared="fsdp_tree", snapshot=snapshot
+    )

@@ -1,0 +1,114 @@
+"""A tree for the terminal: aligned columns, and colour where the caller has one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.reports.tree_rows import (
+    MAX_DEPTH,
+    TreeRow,
+    parameter_words,
+    placement_words,
+    policy_words,
+    tree_rows,
+)
+from pytest_fsdp_comm.text.fqn import fold_fqns
+from pytest_fsdp_comm.text.nbytes import show_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pytest_fsdp_comm.tree.model import Finding, ParameterNode, ShardTree
+
+_Line = tuple[str, str, str, str, str]
+"""Module or parameter, policy or placement, gathered, kept, and a style."""
+
+_HEADINGS: Final[_Line] = ("module", "policy or placement", "gathered", "kept", "dim")
+_STYLES: Final = {
+    "": "",
+    "dim": "2",
+    "unit": "1;32",
+    "loose": "33",
+    "error": "1;31",
+    "warning": "33",
+}
+"""SGR codes: a unit bold green, what no unit shards yellow."""
+
+
+def render_tree(tree: ShardTree, *, color: bool = False) -> str:
+    """Draws a tree in columns: modules and parameters, policy or placement, bytes of each unit.
+
+    Args:
+        tree: What to draw.
+        color: Whether to colour, for a terminal.
+    """
+    lines = [_HEADINGS, *(line for row in tree_rows(tree) for line in _row_lines(row))]
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    drawn = [_draw(line, widths, color=color) for line in lines]
+    findings = [_paint(text, level, color=color) for level, text in _findings(tree.findings)]
+    return "\n".join([_summary(tree), "", *drawn, *findings])
+
+
+def _summary(tree: ShardTree) -> str:
+    nbytes = sum(parameter.nbytes for parameter in tree.parameters)
+    axes = ", ".join(f"{axis.name}={axis.size}" for axis in tree.mesh_axes) or "no mesh"
+    kept = sum(parameter.local_numel * parameter.itemsize for parameter in tree.parameters)
+    return (
+        f"{tree.world_size} ranks, {axes}; {len(tree.units)} units; {len(tree.parameters)} "
+        f"parameters of {show_nbytes(nbytes)}, {show_nbytes(kept)} on rank {tree.rank}"
+    )
+
+
+def _row_lines(row: TreeRow) -> Iterator[_Line]:
+    indent = "  " * min(row.depth, MAX_DEPTH)
+    count = f" x{row.count}" if row.count > 1 else ""
+    name = row.name if row.depth else "(root)"
+    label = f"{indent}{name}{count} [{row.class_name}]"
+    if row.same_as:
+        label += f" is {row.same_as}"
+    if row.inside_as:
+        label += f" inside as {row.inside_as}"
+    for unit in row.units:
+        mark = "FULLY SHARDED" if unit.is_fully_sharded else "REPLICATED"
+        gathered = show_nbytes(unit.nbytes_gathered) if unit.nbytes_gathered else ""
+        policy = f"{mark} {policy_words(unit)}"
+        yield (label, policy, gathered, show_nbytes(unit.nbytes_kept), "unit")
+        label = indent
+    if not row.units and len(row.parameters) == 1:
+        yield _parameter_line(f"{label} ", row.parameters[0])
+        return
+    if not row.units:
+        yield (label, "", "", "", "")
+    for parameter in row.parameters:
+        yield _parameter_line(f"{indent}  . ", parameter)
+
+
+def _parameter_line(label: str, parameter: ParameterNode) -> _Line:
+    style = "" if parameter.is_sharded else "loose"
+    return (label + parameter_words(parameter), placement_words(parameter), "", "", style)
+
+
+def _draw(line: _Line, widths: Sequence[int], *, color: bool) -> str:
+    *cells, style = line
+    padded = [
+        cells[0].ljust(widths[0]),
+        cells[1].ljust(widths[1]),
+        cells[2].rjust(widths[2]),
+        cells[3].rjust(widths[3]),
+    ]
+    return _paint("  ".join(padded).rstrip(), style, color=color)
+
+
+def _findings(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
+    for finding in findings:
+        cost = "" if finding.nbytes is None else f" ({show_nbytes(finding.nbytes)})"
+        where = ", ".join(fold_fqns(finding.fqns))
+        yield "", ""
+        yield finding.level, f"{finding.level} {finding.code}{cost}: {where}"
+        yield "", f"  {finding.reason}"
+        yield "", f"  cure: {finding.cure}"
+
+
+def _paint(text: str, style: str, *, color: bool) -> str:
+    code = _STYLES[style]
+    return f"\x1b[{code}m{text}\x1b[0m" if color and code and text else text

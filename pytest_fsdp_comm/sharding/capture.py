@@ -1,0 +1,268 @@
+"""Captures how a model is sharded, without running it, without a collective, without a trace.
+
+Nothing of torch's lazy initialisation is triggered: a recording that starts afterwards sees the
+same as without the capture.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+
+from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.sharding.ddp import read_ddp
+from pytest_fsdp_comm.sharding.fsdp1 import fsdp1_states, read_fsdp1
+from pytest_fsdp_comm.sharding.fsdp2 import fsdp2_meshes, fsdp2_states, read_fsdp2
+from pytest_fsdp_comm.sharding.mesh import AxisNames, local_tensor
+from pytest_fsdp_comm.sharding.units import HeldParameter, shown_dtype
+from pytest_fsdp_comm.sharding.walk import visit_modules
+from pytest_fsdp_comm.text.fqn import natural_key
+from pytest_fsdp_comm.tree.findings.finding import with_findings
+from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import nn
+
+    from pytest_fsdp_comm.sharding.units import ReadUnit, Slot
+    from pytest_fsdp_comm.sharding.walk import Visit
+    from pytest_fsdp_comm.tree.findings.rules import FindingRules
+
+
+def capture_tree(model: nn.Module, rules: FindingRules | None = None) -> ShardTree:
+    """Reads how `model` is sharded.
+
+    Args:
+        model: Any module; FSDP1, FSDP2, DDP, ``replicate`` and DTensor parameters are understood,
+            in any combination. It may be on the meta device, of fake tensors, or not sharded.
+        rules: What counts as a finding; None for the defaults.
+
+    Raises:
+        RecordingError: `model` is no module, is half built, or has a parameter without a shape.
+        UpstreamChangedError: This torch lacks a private name that is needed.
+    """
+    visit = visit_modules(model)
+    axes = AxisNames(chain(fsdp2_meshes(visit), _dtensor_meshes(visit)))
+    units = [*read_fsdp2(visit, axes), *read_fsdp1(visit, axes)]
+    taken = {slot for unit in units for held in unit.held for slot in held.slots}
+    units += read_ddp(visit, axes, taken)
+    units.sort(key=lambda unit: unit.modules[0])
+    parameters, by_slot = _collect_parameters(visit, units, axes)
+    initialized = dist.is_available() and dist.is_initialized()
+    tree = ShardTree(
+        rank=dist.get_rank() if initialized else 0,
+        world_size=dist.get_world_size() if initialized else 1,
+        backend=dist.get_backend() if initialized else "",
+        torch_version=torch.__version__,
+        mesh_axes=axes.used,
+        modules=tuple(visit.nodes),
+        parameters=parameters,
+        units=tuple(_settle_units(units, by_slot)),
+        notes=tuple(_notes(parameters)),
+    )
+    return with_findings(tree, rules)
+
+
+def list_states(model: nn.Module) -> tuple[Any, ...]:
+    """All FSDP states below `model`: FSDP1's wrappers and FSDP2's states, each once.
+
+    Subtrees under ``replicate`` are left out, as ``torch.distributed.fsdp._traversal_utils`` does
+    for FSDP1 alone.
+
+    Raises:
+        RecordingError: `model` is no module, or is half built.
+    """
+    visit = visit_modules(model)
+    found = [(visit.index_of[id(module)], state) for module, state in fsdp2_states(visit)]
+    found += fsdp1_states(visit)
+    barred = _replicated(visit)
+    found.sort(key=lambda entry: entry[0])
+    return tuple(
+        state
+        for index, state in found
+        if index not in barred and not any(above in barred for above in visit.ancestors(index))
+    )
+
+
+def list_handles(model: nn.Module) -> tuple[Any, ...]:
+    """The flat-parameter handles (FSDP1) and parameter groups (FSDP2) of `list_states`.
+
+    Raises:
+        RecordingError: `model` is no module, or is half built.
+    """
+    handles: list[Any] = []
+    for state in list_states(model):
+        # To torch 2.11 a state of FSDP2 had one group; both names as in capture/units.py.
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [getattr(state, "_handle", None) or getattr(state, "_fsdp_param_group", None)]
+        handles += [group for group in groups if group is not None]
+    return tuple(handles)
+
+
+def _replicated(visit: Visit) -> set[int]:
+    # The registry of composable APIs, which names what was applied to a module (same in torch
+    # 2.7, 2.13 and 2.15); it is what torch's own traversal asks.
+    from torch.distributed._composable.contract import (  # noqa: PLC0415  # needed here only
+        _get_registry,
+    )
+
+    return {
+        index for index, module in visit.layers() if "replicate" in (_get_registry(module) or ())
+    }
+
+
+def _dtensor_meshes(visit: Visit) -> Iterator[Any]:
+    for _, module in visit.layers():
+        own: Iterable[Any] = module._parameters.values()  # noqa: SLF001  # parameters() enters children
+        for parameter in own:
+            if isinstance(parameter, DTensor):
+                yield parameter.device_mesh
+
+
+def _collect_parameters(
+    visit: Visit, units: Sequence[ReadUnit], axes: AxisNames
+) -> tuple[tuple[ParameterNode, ...], dict[Slot, int]]:
+    """Lists each original parameter once, and says which slot holds which."""
+    holder = {
+        slot: (number, held)
+        for number, unit in enumerate(units)
+        for held in unit.held
+        for slot in held.slots
+    }
+    slots_of: dict[int, list[Slot]] = {}
+    source: dict[int, tuple[int | None, HeldParameter]] = {}
+    for index, name, tensor in _slots(visit, holder):
+        number, held = holder.get((index, name), (None, None))
+        key = id(held or tensor)
+        if key not in source:
+            source[key] = (number, held or _read_loose(tensor, visit, index, name, axes))
+        slots_of.setdefault(key, []).append((index, name))
+    by_slot: dict[Slot, int] = {}
+    origins: dict[object, int] = {}
+    parameters = []
+    for place, (key, (number, held)) in enumerate(source.items()):
+        slots = _in_natural_order(slots_of[key], visit)
+        by_slot.update(dict.fromkeys(slots, place))
+        first = place if held.origin is None else origins.setdefault(held.origin, place)
+        parameters.append(_parameter(slots, number, held, None if first == place else first))
+    return tuple(parameters), by_slot
+
+
+def _slots(
+    visit: Visit, holder: dict[Slot, tuple[int, HeldParameter]]
+) -> Iterator[tuple[int, str, Any]]:
+    """Every place where a parameter is registered, in registration order.
+
+    The third is the tensor; None where only the unit still knows it.
+    """
+    unregistered: dict[int, list[str]] = {}
+    for index, name in holder:
+        if name not in visit.modules[index]._parameters:  # noqa: SLF001  # FSDP1 without use_orig_params removes it
+            unregistered.setdefault(index, []).append(name)
+    for index, node in enumerate(visit.nodes):
+        if node.alias_of is not None:
+            continue
+        for name, tensor in visit.modules[index]._parameters.items():  # noqa: SLF001  # named_parameters() leaves out tied ones
+            if tensor is not None and not getattr(tensor, "_is_flat_param", False):
+                yield index, name, tensor
+        for name in unregistered.get(index, ()):
+            yield index, name, None
+
+
+def _read_loose(tensor: Any, visit: Visit, index: int, name: str, axes: AxisNames) -> HeldParameter:
+    """Reads a parameter that no unit manages."""
+    if isinstance(tensor, UninitializedParameter):
+        raise RecordingError(
+            f"fsdp_tree met a parameter without a shape: {name} of module "
+            f"{_path(visit, index)} is still lazy; run the model once before it is sharded"
+        )
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return HeldParameter(
+        slots=(),
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        trainable=tensor.requires_grad,
+        placements=axes.placements(tensor) if isinstance(tensor, DTensor) else (),
+        local_numel=local.numel(),
+        device=local.device.type,
+        # FSDP2 marks the tensors that it was given, so a tied one that it left is known again
+        # (2.13, not 2.7).
+        origin=getattr(tensor, "_fsdp_orig_uid", None),
+    )
+
+
+def _path(visit: Visit, index: int) -> str:
+    names = [visit.nodes[at].name for at in (*reversed([*visit.ancestors(index)]), index)]
+    return ".".join(names[1:]) or "(root)"
+
+
+def _in_natural_order(slots: list[Slot], visit: Visit) -> list[Slot]:
+    if len(slots) == 1:  # no FQNs are put together for the many that are not tied
+        return slots
+    return sorted(slots, key=lambda slot: natural_key(f"{_path(visit, slot[0])}.{slot[1]}"))
+
+
+def _parameter(
+    slots: Sequence[Slot], unit: int | None, held: HeldParameter, split_from: int | None
+) -> ParameterNode:
+    (module, name), *tied = slots
+    return ParameterNode(
+        module=module,
+        name=name,
+        tied=tuple(tied),
+        shape=held.shape,
+        dtype=shown_dtype(held.dtype) or "",
+        itemsize=held.dtype.itemsize,
+        placements=held.placements,
+        flat=held.flat,
+        local_numel=held.local_numel,
+        trainable=held.trainable,
+        device=held.device,
+        unit=unit,
+        split_from=split_from,
+    )
+
+
+def _settle_units(units: Sequence[ReadUnit], by_slot: dict[Slot, int]) -> Iterator[ShardUnit]:
+    """Replaces torch's objects by indices."""
+    numbers: dict[int, list[int]] = {}
+    for number, unit in enumerate(units):
+        numbers.setdefault(id(unit.state), []).append(number)
+
+    def named(states: tuple[object, ...]) -> tuple[int, ...]:
+        return tuple(number for state in states for number in numbers.get(id(state), ()))
+
+    for unit in units:
+        places = (by_slot[slot] for held in unit.held for slot in held.slots[:1])
+        yield ShardUnit(
+            kind=unit.kind,
+            modules=unit.modules,
+            parameters=tuple(places),
+            is_root=unit.is_root,
+            shard_axis=unit.shard_axis,
+            replicate_axis=unit.replicate_axis,
+            reshard_after_forward=unit.reshard_after_forward,
+            precision=unit.precision,
+            offload=unit.offload,
+            forward_prefetch=named(unit.forward_prefetch),
+            backward_prefetch=named(unit.backward_prefetch),
+            unshard_in_backward=unit.unshard_in_backward,
+            prefetch=unit.prefetch,
+            precision_overrides=unit.precision_overrides,
+            nbytes_gathered=unit.nbytes_gathered,
+            nbytes_padding=unit.nbytes_padding,
+            nbytes_kept=unit.nbytes_kept,
+        )
+
+
+def _notes(parameters: Sequence[ParameterNode]) -> Iterator[str]:
+    meta = sum(parameter.device == "meta" for parameter in parameters)
+    if meta:
+        yield f"{meta} of {len(parameters)} parameters are on the meta device and hold no data yet"

@@ -1,0 +1,76 @@
+"""Reads replicated units: ``DistributedDataParallel`` and the ``replicate`` that builds on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytest_fsdp_comm.recording.owners.ddp import replicated_over
+from pytest_fsdp_comm.sharding.mesh import replicate
+from pytest_fsdp_comm.sharding.units import HeldParameter, ReadUnit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from torch import nn
+
+    from pytest_fsdp_comm.sharding.mesh import AxisNames
+    from pytest_fsdp_comm.sharding.units import Slot
+    from pytest_fsdp_comm.sharding.walk import Visit
+
+
+def read_ddp(visit: Visit, axes: AxisNames, taken: set[Slot]) -> Iterator[ReadUnit]:
+    """Reads the units, in registration order.
+
+    Args:
+        visit: The model's modules.
+        axes: Names the groups.
+        taken: The parameters that other units manage.
+    """
+    for index, layer in visit.layers():
+        group = replicated_over(layer)
+        if group is not None:
+            axis = axes.of_group(group)
+            ignored: set[str] = getattr(layer, "parameters_to_ignore", set())
+            held = tuple(_read_params(index, visit, axis, taken, ignored))
+            yield ReadUnit(
+                kind="ddp",
+                modules=(index,),
+                held=held,
+                state=layer,
+                is_root=True,
+                shard_axis=None,
+                replicate_axis=axis,
+                reshard_after_forward=None,
+                nbytes_kept=sum(entry.local_numel * entry.dtype.itemsize for entry in held),
+            )
+
+
+def _read_params(
+    top: int, visit: Visit, axis: Any, taken: set[Slot], ignored: set[str]
+) -> Iterator[HeldParameter]:
+    base = {top: ""}
+    seen: dict[int, list[Slot]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    # Parents come before their children, so one pass sees the whole subtree.
+    for index, node in enumerate(visit.nodes[top:], start=top):
+        if index != top:
+            if node.parent not in base or node.alias_of is not None:
+                continue
+            base[index] = f"{base[node.parent]}{node.name}."
+        for name, parameter in visit.modules[index]._parameters.items():  # noqa: SLF001  # named_parameters() leaves out tied ones
+            slot = (index, name)
+            if parameter is not None and slot not in taken and base[index] + name not in ignored:
+                seen.setdefault(id(parameter), []).append(slot)
+                tensors[id(parameter)] = parameter
+    for key, slots in seen.items():
+        tensor: torch.Tensor = tensors[key]
+        yield HeldParameter(
+            slots=tuple(slots),
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            trainable=tensor.requires_grad,
+            placements=(replicate(axis),),
+            local_numel=tensor.numel(),
+            device=tensor.device.type,
+        )

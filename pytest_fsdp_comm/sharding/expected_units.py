@@ -1,0 +1,140 @@
+"""Which modules an auto-wrap policy of torch would wrap, and which are wrapped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.sharding.capture import capture_tree
+from pytest_fsdp_comm.sharding.walk import visit_modules
+from pytest_fsdp_comm.text.fqn import fold_fqns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+    from pytest_fsdp_comm.sharding.walk import Visit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrapExpectation:
+    """A policy's answer beside the truth; the root is part of neither."""
+
+    expected: tuple[str, ...]
+    """FQNs that the policy would wrap, children before parents, as auto-wrap goes."""
+    wrapped: tuple[str, ...]
+    """FQNs that are units, in the same order."""
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Expected, but no unit."""
+        return tuple(fqn for fqn in self.expected if fqn not in set(self.wrapped))
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        """A unit, but not expected."""
+        return tuple(fqn for fqn in self.wrapped if fqn not in set(self.expected))
+
+    @property
+    def is_met(self) -> bool:
+        """Whether exactly the expected modules are units."""
+        return not self.missing and not self.unexpected
+
+    def __bool__(self) -> bool:
+        """As `is_met`, for ``assert fsdp_tree.expect(model, policy)``."""
+        return self.is_met
+
+    def __str__(self) -> str:
+        """What is missing and what is too much, siblings folded."""
+        parts = [
+            f"{len(fqns)} {what}: {', '.join(fold_fqns(fqns))}"
+            for what, fqns in (
+                ("not wrapped, though the policy would", self.missing),
+                ("wrapped, though the policy would not", self.unexpected),
+            )
+            if fqns
+        ]
+        return "; ".join(parts) or f"all {len(self.expected)} expected modules are wrapped"
+
+
+def expect_units(model: nn.Module, policy: Any) -> WrapExpectation:
+    """Compares the units of `model` with those that an auto-wrap policy would make.
+
+    Args:
+        model: The model, wrapped or not.
+        policy: What FSDP1 takes as ``auto_wrap_policy``: a ``ModuleWrapPolicy`` or other policy
+            object, a callable of ``module``, ``recurse`` and ``nonwrapped_numel`` such as a partial
+            of ``size_based_auto_wrap_policy`` or ``transformer_auto_wrap_policy``; or a set of
+            module classes.
+
+    Raises:
+        RecordingError: `model` is no module, or `policy` is none of these.
+    """
+    visit = visit_modules(model)
+    tree = capture_tree(model)
+    chosen = _chosen(visit, tree.parameters, model, policy)
+    units = {module for unit in tree.units for module in unit.modules} - {0}
+    order = list(_post_order(visit))
+    return WrapExpectation(
+        expected=tuple(tree.module_fqn(index) for index in order if index in chosen),
+        wrapped=tuple(tree.module_fqn(index) for index in order if index in units),
+    )
+
+
+def _chosen(visit: Visit, parameters: Any, model: nn.Module, policy: Any) -> set[int]:
+    if isinstance(policy, (set, frozenset)):
+        policy = ModuleWrapPolicy(policy)
+    # Policy objects share this method (torch.distributed.fsdp.wrap._Policy, same in torch
+    # 2.7, 2.13 and 2.15); callables are run as _recursive_wrap does.
+    run = getattr(policy, "_run_policy", None)
+    if run is not None:
+        targets = run(root_module=model, ignored_modules=set(), root_kwargs={})
+        return {visit.index_of[id(module)] for module in targets} - {0}
+    if not callable(policy):
+        raise RecordingError(
+            "fsdp_tree.expect expected an auto-wrap policy (ModuleWrapPolicy, a callable of "
+            "module, recurse and nonwrapped_numel, or a set of module classes), got "
+            f"{type(policy).__name__}"
+        )
+    return _run_callable(visit, parameters, policy)
+
+
+def _run_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) -> set[int]:
+    """Decides as ``torch.distributed.fsdp.wrap._recursive_wrap``, without its recursion."""
+    numels = [0] * len(visit.nodes)
+    for parameter in parameters:
+        numels[parameter.module] += parameter.numel
+    for index in reversed(range(1, len(visit.nodes))):
+        numels[visit.nodes[index].parent or 0] += numels[index]
+    entered: dict[int, None] = {}
+    for index, node in enumerate(visit.nodes):
+        is_reached = node.alias_of is None and (node.parent is None or node.parent in entered)
+        module = visit.modules[index]
+        if is_reached and policy(module=module, recurse=True, nonwrapped_numel=numels[index]):
+            entered[index] = None
+    wrapped_inside = [0] * len(visit.nodes)
+    chosen: set[int] = set()
+    # Children come after their parents, so this order has seen all of them.
+    for index in reversed(entered):
+        rest = numels[index] - wrapped_inside[index]
+        module = visit.modules[index]
+        if index and policy(module=module, recurse=False, nonwrapped_numel=rest):
+            chosen.add(index)
+            wrapped_inside[index] = numels[index]
+        parent = visit.nodes[index].parent
+        if parent is not None:
+            wrapped_inside[parent] += wrapped_inside[index]
+    return chosen
+
+
+def _post_order(visit: Visit) -> Iterator[int]:
+    above: list[int] = []
+    for index, node in enumerate(visit.nodes):
+        while len(above) > node.depth:
+            yield above.pop()
+        above.append(index)
+    yield from reversed(above)

@@ -1,0 +1,179 @@
+"""Reads FSDP1's units (``FullyShardedDataParallel``) from their flat parameters.
+
+Private names, run with torch 2.7.1, 2.13.0 and 2.15.0: ``FullyShardedDataParallel._handle``,
+``._is_root``, ``._inter_node_pg``, ``._device_mesh``, ``.process_group``; ``FlatParamHandle``'s
+``.flat_param``, ``.uses_sharded_strategy``, ``._fwd_bwd_param_dtype``, ``._orig_param_dtype``,
+``._offload_params``; ``FlatParameter``'s ``._param_infos``, ``._shared_param_infos``, ``._shapes``,
+``._numels``, ``._numels_with_padding``, ``._is_padding_mask``, ``._shard_param_infos``,
+``._sharded_size``, ``._params``. tests/recording/test_shards_fsdp1.py fails when one moves.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+from pytest_fsdp_comm.sharding.mesh import flat_shard, replicate
+from pytest_fsdp_comm.sharding.units import (
+    HeldParameter,
+    ReadUnit,
+    private_names,
+    shown_dtype,
+)
+from pytest_fsdp_comm.tree.layout import FlatRange
+from pytest_fsdp_comm.tree.model import Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_fsdp_comm.sharding.mesh import AxisNames
+    from pytest_fsdp_comm.sharding.walk import Visit
+    from pytest_fsdp_comm.tree.layout import AxisPlacement
+
+_RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+def fsdp1_states(visit: Visit) -> list[tuple[int, FullyShardedDataParallel]]:
+    """Each wrapper with its node's index, in registration order."""
+    return [
+        (index, layer)
+        for index, layer in visit.layers()
+        if isinstance(layer, FullyShardedDataParallel)
+    ]
+
+
+def read_fsdp1(visit: Visit, axes: AxisNames) -> Iterator[ReadUnit]:
+    """Reads the units, in registration order.
+
+    Raises:
+        UpstreamChangedError: This torch lacks a private name that the reader relies on.
+    """
+    states = fsdp1_states(visit)
+    # Of nested wrappers around one module the outermost counts as what is above.
+    wrappers = dict(reversed(states))
+    for index, wrapper in states:
+        above = next((wrappers[up] for up in visit.ancestors(index) if up in wrappers), None)
+        with private_names("FSDP1"):
+            unit = _read_unit(index, wrapper, above, visit, axes)
+        yield unit
+
+
+def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNames) -> ReadUnit:
+    handle = wrapper._handle  # noqa: SLF001  # see the module's docstring
+    is_root = above is None if wrapper._is_root is None else bool(wrapper._is_root)  # noqa: SLF001  # see the module's docstring
+    strategy = wrapper.sharding_strategy
+    own = axes.of_group(wrapper.process_group)
+    is_sharded = strategy is not ShardingStrategy.NO_SHARD
+    shard_axis = own if is_sharded else None
+    replicate_axis = None if is_sharded else own
+    if getattr(wrapper, "_inter_node_pg", None) is not None:
+        replicate_axis = axes.of_group(wrapper._inter_node_pg)  # noqa: SLF001  # see the module's docstring
+    placements = tuple(
+        placement
+        for placement in (
+            replicate_axis and replicate(replicate_axis),
+            shard_axis and flat_shard(shard_axis),
+        )
+        if placement
+    )
+    held: tuple[HeldParameter, ...] = ()
+    gathered = padding = kept = 0
+    if handle is not None:
+        held = tuple(_read_params(handle, placements, visit))
+        shard_numel = handle.flat_param._sharded_size.numel()  # noqa: SLF001  # see the module's docstring
+        if shard_axis is not None:
+            itemsize = handle._fwd_bwd_param_dtype.itemsize  # noqa: SLF001  # see the module's docstring
+            gathered = shard_numel * shard_axis.size * itemsize
+            padding = gathered - sum(handle.flat_param._numels) * itemsize  # noqa: SLF001  # see the module's docstring
+        kept = shard_numel * handle._orig_param_dtype.itemsize  # noqa: SLF001  # see the module's docstring
+    return ReadUnit(
+        kind="fsdp1",
+        modules=(index,),
+        held=held,
+        state=wrapper,
+        is_root=is_root,
+        shard_axis=shard_axis,
+        replicate_axis=replicate_axis,
+        # FSDP1's root keeps its parameters, whatever the strategy: its backward comes at once.
+        reshard_after_forward=(strategy in _RESHARDING and not is_root) if is_sharded else None,
+        precision=_precision(wrapper.mixed_precision),
+        offload=bool(wrapper.cpu_offload.offload_params),
+        prefetch=_prefetch(wrapper),
+        precision_overrides=_overrides(wrapper, above),
+        nbytes_gathered=gathered,
+        nbytes_padding=padding,
+        nbytes_kept=kept,
+    )
+
+
+def _precision(policy: Any) -> Precision:
+    return Precision(
+        param_dtype=shown_dtype(policy.param_dtype),
+        reduce_dtype=shown_dtype(policy.reduce_dtype),
+        buffer_dtype=shown_dtype(policy.buffer_dtype),
+        cast_forward_inputs=policy.cast_forward_inputs or policy.cast_root_forward_inputs,
+    )
+
+
+def _prefetch(wrapper: Any) -> str:
+    backward = wrapper.backward_prefetch
+    parts = ([] if backward is None else [backward.name]) + ["FORWARD"] * wrapper.forward_prefetch
+    return " ".join(parts)
+
+
+def _overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
+    """Names the classes for which auto-wrap made a unit without the enclosing mixed precision."""
+    if above is None or wrapper.mixed_precision.param_dtype is not None:
+        return ()
+    policy = above.mixed_precision
+    if policy.param_dtype is None:
+        return ()
+    ignored = tuple(policy._module_classes_to_ignore)  # noqa: SLF001  # documented in MixedPrecision's docstring
+    return (type(wrapper.module).__name__,) if isinstance(wrapper.module, ignored) else ()
+
+
+def _read_params(
+    handle: Any, placements: tuple[AxisPlacement, ...], visit: Visit
+) -> Iterator[HeldParameter]:
+    flat = handle.flat_param
+    starts = _starts(flat)
+    shared = flat._shared_param_infos  # noqa: SLF001  # see the module's docstring
+    for place, info in enumerate(flat._param_infos):  # noqa: SLF001  # see the module's docstring
+        same = [
+            (entry.module, entry.param_name)
+            for entry in shared
+            if entry.prim_module is info.module and entry.prim_param_name == info.param_name
+        ]
+        shape = tuple(flat._shapes[place])  # noqa: SLF001  # see the module's docstring
+        is_sharded = handle.uses_sharded_strategy
+        own = flat._shard_param_infos[place]  # noqa: SLF001  # see the module's docstring
+        original = flat if flat._params is None else flat._params[place]  # noqa: SLF001  # see the module's docstring
+        yield HeldParameter(
+            slots=tuple(
+                (visit.index_of[id(module)], name)
+                for module, name in [(info.module, info.param_name), *same]
+                if id(module) in visit.index_of
+            ),
+            shape=shape,
+            dtype=handle._orig_param_dtype,  # noqa: SLF001  # see the module's docstring
+            trainable=original.requires_grad,
+            placements=placements,
+            local_numel=(own.numel_in_shard or 0) if is_sharded else math.prod(shape),
+            device=flat.device.type,
+            flat=FlatRange(start=starts[place], shard_numel=flat._sharded_size.numel())  # noqa: SLF001  # see the module's docstring
+            if is_sharded
+            else None,
+        )
+
+
+def _starts(flat: Any) -> list[int]:
+    """Elements of the flat parameter before each original one, alignment padding included."""
+    starts, at = [], 0
+    padded = zip(flat._numels_with_padding, flat._is_padding_mask, strict=True)  # noqa: SLF001  # see the module's docstring
+    for numel, is_padding in padded:
+        if not is_padding:
+            starts.append(at)
+        at += numel
+    return starts

@@ -1,0 +1,220 @@
+"""Reads FSDP2's units (``fully_shard``, and ``replicate`` on the same ground) without running them.
+
+FSDP2 settles some facts in the first forward only: parameter FQNs, which unit is the root, and that
+the root keeps its parameters after forward. They are derived here by the same rules instead, since
+that lazy initialisation would change what a later recording sees.
+
+Private names, run with torch 2.7.1, 2.13.0 and 2.15.0: ``FSDPModule._get_fsdp_state``;
+``FSDPState._modules``, ``._is_root``, ``._auto_reshard_after_forward``,
+``._states_to_forward_prefetch``, ``._states_to_backward_prefetch``; ``FSDPParamGroup.fsdp_params``,
+``.mesh_info``, ``.post_forward_mesh_info``, ``.mp_policy``, ``.offload_policy``,
+``.unshard_in_backward``; ``FSDPParam``'s
+``._module_info``, ``.sharded_param``, ``.sharded_state``, ``._orig_size``,
+``.padded_sharded_param_size``, ``._orig_param_uid`` (not in 2.7).
+tests/recording/test_shards_fsdp1.py fails when one moves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from pytest_fsdp_comm.recording.owners.fsdp import param_groups
+from pytest_fsdp_comm.sharding.mesh import local_tensor
+from pytest_fsdp_comm.sharding.units import (
+    HeldParameter,
+    ReadUnit,
+    member_indices,
+    private_names,
+    shown_dtype,
+)
+from pytest_fsdp_comm.tree.model import Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from pytest_fsdp_comm.sharding.mesh import AxisNames
+    from pytest_fsdp_comm.sharding.walk import Visit
+
+
+def fsdp2_states(visit: Visit) -> list[tuple[FSDPModule, Any]]:
+    """Each state with the first module that has it, in registration order."""
+    found: dict[int, tuple[FSDPModule, Any]] = {}
+    for _, module in visit.layers():
+        if isinstance(module, FSDPModule):
+            with private_names("FSDP2"):
+                state = module._get_fsdp_state()  # noqa: SLF001  # see the module's docstring
+            found.setdefault(id(state), (module, state))
+    return list(found.values())
+
+
+def fsdp2_meshes(visit: Visit) -> Iterator[DeviceMesh]:
+    """The meshes of all units."""
+    for module, _ in fsdp2_states(visit):
+        for group in param_groups(module):  # type: ignore[arg-type]  # a module at runtime
+            with private_names("FSDP2"):
+                mesh = group.mesh_info.mesh
+            yield mesh
+
+
+def read_fsdp2(visit: Visit, axes: AxisNames) -> Iterator[ReadUnit]:
+    """Reads the units, in registration order.
+
+    Raises:
+        UpstreamChangedError: This torch lacks a private name that the reader relies on.
+    """
+    states = fsdp2_states(visit)
+    own: dict[int, set[str]] = {}
+    for module, state in states:
+        for member in member_indices(_modules(state, module), visit.index_of):
+            own.setdefault(member, set()).add(_kind(module))
+    for module, state in states:
+        members = member_indices(_modules(state, module), visit.index_of)
+        kind = _kind(module)
+        below = any(kind in own.get(above, ()) for above in visit.ancestors(members[0]))
+        with private_names("FSDP2"):
+            settled = state._is_root  # noqa: SLF001  # see the module's docstring
+        is_root = not below if settled is None else bool(settled)
+        groups = param_groups(module)  # type: ignore[arg-type]  # a module at runtime
+        if not groups:
+            yield _empty_unit(kind, members, state, is_root)
+        for group in groups:
+            with private_names("FSDP2"):
+                unit = _read_group(kind, members, state, is_root, group, visit, axes)
+            yield unit
+
+
+def _kind(module: FSDPModule) -> Any:
+    return "replicate" if type(module).__name__.startswith("Replicate") else "fsdp2"
+
+
+def _modules(state: Any, module: Any) -> tuple[torch.nn.Module, ...]:
+    return tuple(getattr(state, "_modules", ())) or (module,)
+
+
+def _empty_unit(kind: Any, members: tuple[int, ...], state: Any, is_root: bool) -> ReadUnit:
+    return ReadUnit(
+        kind=kind,
+        modules=members,
+        held=(),
+        state=state,
+        is_root=is_root,
+        shard_axis=None,
+        replicate_axis=None,
+        reshard_after_forward=None,
+    )
+
+
+def _read_group(  # noqa: PLR0913, PLR0917  # what a unit is made of
+    kind: Any,
+    members: tuple[int, ...],
+    state: Any,
+    is_root: bool,
+    group: Any,
+    visit: Visit,
+    axes: AxisNames,
+) -> ReadUnit:
+    info = group.mesh_info
+    shard_dim, replicate_dim = info.shard_mesh_dim, info.replicate_mesh_dim
+    ranks = 1 if shard_dim is None else info.mesh.size(shard_dim)
+    gathered = sum(_gathered_nbytes(param, group, ranks) for param in group.fsdp_params)
+    whole = sum(_whole_nbytes(param, group) for param in group.fsdp_params)
+    return ReadUnit(
+        kind=kind,
+        modules=members,
+        held=tuple(_read_param(param, visit, axes) for param in group.fsdp_params),
+        state=state,
+        is_root=is_root,
+        shard_axis=None if shard_dim is None else axes.of_mesh(info.mesh, shard_dim),
+        replicate_axis=None if replicate_dim is None else axes.of_mesh(info.mesh, replicate_dim),
+        reshard_after_forward=_reshard_after_forward(state, group, is_root),
+        precision=_precision(_policy(group.fsdp_params[0], group)),
+        offload=isinstance(group.offload_policy, CPUOffloadPolicy),
+        forward_prefetch=tuple(state._states_to_forward_prefetch),  # noqa: SLF001  # see the module's docstring
+        backward_prefetch=tuple(state._states_to_backward_prefetch),  # noqa: SLF001  # see the module's docstring
+        unshard_in_backward=group.unshard_in_backward,
+        nbytes_gathered=0 if shard_dim is None else gathered,
+        nbytes_padding=0 if shard_dim is None else gathered - whole,
+        nbytes_kept=sum(
+            param.padded_sharded_param_size.numel() * param.sharded_param.dtype.itemsize
+            for param in group.fsdp_params
+        ),
+    )
+
+
+def _reshard_after_forward(state: Any, group: Any, is_root: bool) -> bool | int | None:
+    if group.mesh_info.shard_mesh_dim is None:
+        return None
+    target = group.post_forward_mesh_info
+    # In torch 2.7 a root always keeps its parameters; later only where the user left it to torch.
+    settles_later = state._is_root is None and is_root  # noqa: SLF001  # see the module's docstring
+    if target is None or (settles_later and getattr(state, "_auto_reshard_after_forward", True)):
+        return False
+    if target.shard_mesh_size == group.mesh_info.shard_mesh_size:
+        return True
+    return int(target.shard_mesh_size)
+
+
+def _precision(policy: Any) -> Precision:
+    return Precision(
+        param_dtype=shown_dtype(policy.param_dtype),
+        reduce_dtype=shown_dtype(policy.reduce_dtype),
+        output_dtype=shown_dtype(policy.output_dtype),
+        cast_forward_inputs=policy.cast_forward_inputs,
+    )
+
+
+def _policy(param: Any, group: Any) -> Any:
+    """The mixed-precision policy, which torch 2.15 moved from the group to its parameters."""
+    return getattr(param, "mp_policy", None) or group.mp_policy
+
+
+def _gather_dtype(param: Any, group: Any) -> torch.dtype:
+    original: torch.dtype = param.sharded_param.dtype
+    policy = _policy(param, group)
+    return (policy.param_dtype if original.is_floating_point else None) or original
+
+
+def _gathered_nbytes(param: Any, group: Any, ranks: int) -> int:
+    itemsize = _gather_dtype(param, group).itemsize
+    numel: int = param.padded_sharded_param_size.numel()
+    return numel * ranks * itemsize
+
+
+def _whole_nbytes(param: Any, group: Any) -> int:
+    # Of the tensor that FSDP was given: under tensor parallelism that is this rank's part.
+    numel: int = param._orig_size.numel()  # noqa: SLF001  # see the module's docstring
+    return numel * _gather_dtype(param, group).itemsize
+
+
+def _read_param(param: Any, visit: Visit, axes: AxisNames) -> HeldParameter:
+    info = param._module_info  # noqa: SLF001  # see the module's docstring
+    places = [
+        (info.module, info.param_name),
+        *zip(info.shared_modules, info.shared_param_names, strict=True),
+    ]
+    slots = tuple(
+        (visit.index_of[id(module)], name)
+        for module, name in places
+        if id(module) in visit.index_of
+    )
+    # Unless sharded, the module registers a gathered tensor. Sharded, it may hold a newer one than
+    # the unit knows of: model.to(), which the unit notices in its first forward only.
+    registered = info.module._parameters.get(info.param_name)  # noqa: SLF001  # getattr would run properties of the user
+    is_sharded = param.sharded_state.name == "SHARDED"
+    tensor = registered if is_sharded and registered is not None else param.sharded_param
+    local = local_tensor(tensor)
+    return HeldParameter(
+        slots=slots,
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        trainable=tensor.requires_grad,
+        placements=axes.placements(tensor),
+        local_numel=local.numel(),
+        device=local.device.type,
+        origin=getattr(param, "_orig_param_uid", None),
+    )

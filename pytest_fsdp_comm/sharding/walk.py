@@ -1,0 +1,176 @@
+"""Visits every module of a model once, without recursion and without the wrappers' own segments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.text.fqn import ROOT_TEXT, natural_key
+from pytest_fsdp_comm.tree.model import ModuleNode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_WRAPPED: Final = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+"""Under which name FSDP1, torch.compile and activation checkpointing keep the module that they wrap
+(same in torch 2.7, 2.13, 2.15; torch itself removes these segments from FQNs)."""
+
+_Place = tuple[int, str]
+"""Where a module is registered: ``id`` of its parent, and its name there."""
+
+
+@dataclass(slots=True)
+class Visit:
+    """The modules of one model, by index as in `pytest_fsdp_comm.tree.model.ShardTree.modules`."""
+
+    nodes: list[ModuleNode] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    """The wrapped module of each node."""
+    wrappers: list[tuple[nn.Module, ...]] = field(default_factory=list)
+    """The wrappers of each node, outermost first."""
+    index_of: dict[int, int] = field(default_factory=dict)
+    """``id`` of a module or wrapper -> index of its node; aliases lead to the node they repeat."""
+
+    def layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """Each wrapper and module with its node's index, outermost first; aliases left out."""
+        for index, node in enumerate(self.nodes):
+            if node.alias_of is None:
+                for layer in (*self.wrappers[index], self.modules[index]):
+                    yield index, layer
+
+    def ancestors(self, index: int) -> Iterator[int]:
+        """The indices of the modules above one, nearest first."""
+        parent = self.nodes[index].parent
+        while parent is not None:
+            yield parent
+            parent = self.nodes[parent].parent
+
+
+def visit_modules(model: object) -> Visit:
+    """Lists the modules below `model` in registration order, parents first.
+
+    A module that is registered at several places has its children where natural order meets it
+    first, so that the order of construction does not show; elsewhere an alias stands for it.
+
+    Raises:
+        RecordingError: `model` is no module, or one of its modules is only half built.
+    """
+    root = _checked_root(model)
+    primary = _primary_places(root)
+    visit = Visit()
+    aliases: list[tuple[int, int]] = []
+    pending: list[tuple[nn.Module, int | None, str]] = [(root, None, "")]
+    while pending:
+        outer, parent, name = pending.pop()
+        wrappers, inner = _unwrap(outer)
+        index = len(visit.nodes)
+        place = (0 if parent is None else id(visit.modules[parent]), name)
+        if primary[id(inner)] == place:
+            visit.index_of.update((id(layer), index) for layer in (*wrappers, inner))
+            children = [(child, index, child_name) for child_name, child in _children(inner)]
+            pending += reversed(children)
+        else:
+            aliases.append((index, id(inner)))
+        visit.modules.append(inner)
+        visit.wrappers.append(wrappers)
+        visit.nodes.append(
+            ModuleNode(
+                name=name,
+                parent=parent,
+                depth=0 if parent is None else visit.nodes[parent].depth + 1,
+                class_name=class_name(inner),
+                wrappers=tuple(class_name(wrapper) for wrapper in wrappers),
+            )
+        )
+    for index, target in aliases:
+        node = visit.nodes[index]
+        visit.nodes[index] = ModuleNode(
+            name=node.name,
+            parent=node.parent,
+            depth=node.depth,
+            class_name=node.class_name,
+            wrappers=node.wrappers,
+            alias_of=visit.index_of[target],
+        )
+    return visit
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of the class that the user wrote.
+
+    ``fully_shard`` and ``replicate`` swap a module's class for one that they make on the fly, as
+    ``type("FSDP" + name, (FSDPModule, user_class), {})`` (same in torch 2.7, 2.13, 2.15).
+    """
+    made = type(module)
+    while _is_made(made):
+        made = made.__bases__[1]
+    return made.__name__
+
+
+def _is_made(cls: type) -> bool:
+    mixin = cls.__bases__[0]
+    return len(cls.__bases__) == 2 and mixin.__module__.startswith("torch.distributed.")  # noqa: PLR2004  # the two bases above
+
+
+def _checked_root(model: object) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise RecordingError(
+            f"fsdp_tree expected an nn.Module, got the class {model.__name__} itself; pass an "
+            "instance"
+        )
+    raise RecordingError(
+        f"fsdp_tree expected an nn.Module, got {type(model).__name__}; pass the model that was "
+        "sharded"
+    )
+
+
+def _primary_places(root: nn.Module) -> dict[int, _Place]:
+    primary: dict[int, _Place] = {}
+    pending: list[tuple[nn.Module, _Place]] = [(root, (0, ""))]
+    while pending:
+        outer, place = pending.pop()
+        _, inner = _unwrap(outer)
+        if id(inner) in primary:
+            continue
+        _check_built(inner, place[1])
+        primary[id(inner)] = place
+        children = sorted(_children(inner), key=lambda child: natural_key(child[0]), reverse=True)
+        pending += [(child, (id(inner), name)) for name, child in children]
+    return primary
+
+
+def _check_built(module: nn.Module, name: str) -> None:
+    missing = [part for part in ("_modules", "_parameters") if part not in module.__dict__]
+    if missing:
+        raise RecordingError(
+            f"fsdp_tree met a half-built module: {name or ROOT_TEXT} ({class_name(module)}) has no "
+            f"{missing[0]}; let its __init__ call super().__init__() first"
+        )
+
+
+def _unwrap(module: nn.Module) -> tuple[tuple[nn.Module, ...], nn.Module]:
+    wrappers: list[nn.Module] = []
+    while (wrapped := _wrapped_by(module)) is not None:
+        wrappers.append(module)
+        module = wrapped
+    return tuple(wrappers), module
+
+
+def _wrapped_by(module: nn.Module) -> nn.Module | None:
+    children: dict[str, nn.Module | None] = module.__dict__.get("_modules", {})
+    if isinstance(module, DistributedDataParallel):
+        return children.get("module")
+    return next((children[name] for name in _WRAPPED if name in children), None)
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    # Not named_children(): it leaves out a child that is registered twice.
+    for name, child in module.__dict__.get("_modules", {}).items():
+        if child is not None:
+            yield name, child

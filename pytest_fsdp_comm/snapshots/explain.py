@@ -1,0 +1,193 @@
+"""Says why a comparison with a snapshot failed, and how to accept it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from syrupy.terminal import disable_color
+
+from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.errors import SnapshotFormatError
+from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
+from pytest_fsdp_comm.options import OPTIONS
+from pytest_fsdp_comm.reports.comm_changes import Explanation, combine, render_comparison
+from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
+from pytest_fsdp_comm.snapshots.comm_text import parse_profile
+from pytest_fsdp_comm.snapshots.extension import CommSnapshot
+from pytest_fsdp_comm.snapshots.files import shown_path, write_atomically
+from pytest_fsdp_comm.snapshots.lines import read_header
+from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
+from pytest_fsdp_comm.snapshots.tree_text import parse_tree_ranks
+from pytest_fsdp_comm.tree.diff import compare_trees
+
+if TYPE_CHECKING:
+    import pytest
+    from syrupy.assertion import AssertionResult
+
+    from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension
+
+
+def explain_comparison(config: pytest.Config, left: object, right: object) -> list[str] | None:
+    """Explains a failed assertion in the domain's words, the most important line first.
+
+    What does not fit into pytest's short explanation goes into a section of the report.
+
+    Returns:
+        At most 8 lines of about 640 characters together, which is where pytest cuts (8.4 to 9.2);
+        None if the assertion is not one of ours or did not fail.
+    """
+    assertion = right if isinstance(right, CommSnapshot) else left
+    if not isinstance(assertion, CommSnapshot):
+        return None
+    failed = [(name, result) for name, result in assertion.last_results if not result.success]
+    if not failed:
+        return None
+    extension = cast("CommSnapshotExtension", assertion.extension)
+    explained: list[tuple[str, Explanation]] = []
+    details: list[str] = []
+    accept = update_command(config, failed[0][1].test_location.item)
+    for name, result in failed:
+        explanation = _explain_one(config, extension, result, accept=accept)
+        explained.append((name, explanation))
+        if result.exception is None and result.recalled_data is not None:
+            with disable_color():
+                lines = extension.diff_lines(result.asserted_data, result.recalled_data)
+                difference = list(lines)
+            is_cut = explanation.is_cut or len(failed) > 1
+            details += [*(explanation.full if is_cut else ()), *difference]
+    short = list(
+        explained[0][1].short if len(explained) == 1 else combine(explained, accept=accept)
+    )
+    unreached = _unreached(assertion, failed[0][1])
+    if unreached:
+        # Before the command, which comes last.
+        short.insert(max(len(short) - 1, 1), unreached)
+    if details:
+        item = failed[0][1].test_location.item
+        item.add_report_section("call", "comparison", "\n".join(details) + "\n")
+    return short
+
+
+def _explain_one(
+    config: pytest.Config, extension: CommSnapshotExtension, result: AssertionResult, *, accept: str
+) -> Explanation:
+    where = shown_path(Path(result.snapshot_location), config.rootpath)
+    if result.exception is not None:
+        lines = tuple(describe_error(result, config.rootpath).splitlines())
+        return Explanation(short=lines, full=lines, is_cut=False)
+    _keep_received(config, extension, result)
+    if result.recalled_data is None:
+        lines = (
+            f"there is no snapshot {where} yet",
+            f"  record it: {accept}",
+            "  then read the file, and commit it with the test",
+        )
+        return Explanation(short=lines, full=lines, is_cut=False)
+    return _explain_difference(extension, result, where=where, accept=accept)
+
+
+def _unreached(assertion: CommSnapshot, result: AssertionResult) -> str:
+    """Says which reviewed files of the test were not compared, as it ends here."""
+    item = result.test_location.item
+    own = (written_test(snapshot_test_name(item)), snapshot_variant(item))
+    compared = {Path(done.snapshot_location) for done in assertion.executions.values()}
+    directory = Path(result.snapshot_location).parent
+    left = [
+        path.name
+        for path in sorted(directory.glob(f"*{SUFFIX}"))
+        if read_basename(path.stem) == own and path not in compared
+    ]
+    if not left:
+        return ""
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    return (
+        f"  not reached: the comparison with {left[0]}{more}; "
+        'assert {"comm": comm_mode, "tree": ...} == comm_snapshot compares all at once'
+    )
+
+
+def describe_error(result: AssertionResult, rootdir: Path) -> str:
+    """Says why an assertion could not be decided or written.
+
+    Args:
+        result: syrupy's result, with an exception.
+        rootdir: pytest's root directory.
+    """
+    error = result.exception
+    if isinstance(error, OSError):
+        return (
+            f"cannot write the snapshot {shown_path(Path(result.snapshot_location), rootdir)} "
+            f"({error.strerror or error}); the old one, if any, is unchanged. Make the directory "
+            "writable, or choose another with ini fsdp_comm_snapshot_dir"
+        )
+    return str(error) or type(error).__name__
+
+
+def _explain_difference(
+    extension: CommSnapshotExtension, result: Any, *, where: str, accept: str
+) -> Explanation:
+    old_text, new_text = result.recalled_data, result.asserted_data
+    if read_header(old_text, where=where) == "comm" == read_header(new_text, where="recording"):
+        new = extension.profile_of(new_text)
+        comparison = compare(parse_profile(old_text), new)
+        return render_comparison(comparison, snapshot=where, accept=accept, notes=new.notes)
+    try:
+        old = parse_tree_ranks(old_text, where=where)
+        new_trees = parse_tree_ranks(new_text, where="the captured tree")
+        why: tuple[str, ...] = ()
+    except SnapshotFormatError as problem:
+        old, new_trees, why = {}, {}, (f"  {problem}",)
+    # A document that tells the ranks' trees apart is no single tree; its lines follow below.
+    if () not in old or () not in new_trees:
+        lines = (f"fsdp_tree differs from {where}", *why, f"  accept: {accept}")
+        return Explanation(
+            short=lines, full=lines, is_cut=False, compared="fsdp_tree", snapshot=where
+        )
+    changes = compare_trees(old[()], new_trees[()])
+    return render_tree_changes(changes, snapshot=where, accept=accept)
+
+
+def _keep_received(config: pytest.Config, extension: CommSnapshotExtension, result: Any) -> None:
+    """With ``--comm-artifacts``: keeps what was received, to be accepted by copying it over."""
+    directory = config.stash[OPTIONS].artifacts_dir
+    if directory is None or result.asserted_data is None:
+        return
+    path = directory / Path(result.snapshot_location).relative_to(extension.root)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, str(result.asserted_data))
+
+
+def update_command(config: pytest.Config, item: pytest.Item) -> str:
+    """The command that records a test anew, from where the user gave the last one.
+
+    It holds the options that choose how many ranks there are, and where tests and snapshots are.
+    """
+    parts = ["pytest", "--snapshot-update"]
+    for flag in ("--world-size", "--comm-backend"):
+        given = config.getoption(flag)
+        if given is not None:
+            parts.append(f"{flag} {shlex.quote(str(given))}")
+    parts += _settings(list(map(str, config.invocation_params.args)))
+    module = os.path.relpath(item.path, config.invocation_params.dir)
+    _, separator, names = item.nodeid.partition("::")
+    return " ".join([*parts, _quoted(f"{module}{separator}{names}")])
+
+
+def _settings(arguments: list[str]) -> list[str]:
+    """Those of the command line that say which project it is, and how it is set."""
+    flags = ("-c", "--config-file", "--rootdir", "-o", "--override-ini")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in flags:
+        parser.add_argument(flag, action="append", dest=flag, default=[])
+    found = vars(parser.parse_known_args(arguments)[0])
+    return [f"{flag} {shlex.quote(value)}" for flag in flags for value in found[flag]]
+
+
+def _quoted(text: str) -> str:
+    # Brackets, which most names of tests have, need no escape in double quotes.
+    return shlex.quote(text) if re.search(r'["$`\\!]', text) else f'"{text}"'

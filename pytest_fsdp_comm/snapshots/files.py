@@ -1,0 +1,160 @@
+"""Snapshot files on disk: read and checked, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.errors import SnapshotFormatError
+from pytest_fsdp_comm.snapshots.comm_text import check_profile
+from pytest_fsdp_comm.snapshots.lines import (
+    MAX_BYTES,
+    REMEDY,
+    SnapshotLines,
+    too_large,
+    with_plain_ends,
+)
+from pytest_fsdp_comm.snapshots.tree_text import check_tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+_CHECKS: Final[Mapping[str, Callable[[SnapshotLines], None]]] = {
+    "comm": check_profile,
+    "tree": check_tree,
+}
+_SORTS: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
+
+
+def read_snapshot(path: Path, *, where: str) -> str | None:
+    """Reads a snapshot of either kind and checks all of it.
+
+    Args:
+        path: The file, or a link to it.
+        where: The file, as the errors shall name it.
+
+    Returns:
+        Its text, with LF at the ends of its lines; None if there is no file.
+
+    Raises:
+        SnapshotFormatError: It is broken, too large, or no regular file, which is not read then.
+    """
+    try:
+        raw = _read_regular(path, where)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _no_file(path, where, error.strerror or str(error)) from None
+    try:
+        text = with_plain_ends(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        line = 1 + raw.count(b"\n", 0, error.start)
+        raise SnapshotFormatError(
+            f"{where}, line {line}: it cannot be read as UTF-8 text ({error.reason}); expected a "
+            f"snapshot. {REMEDY}"
+        ) from None
+    check_snapshot(text, where=where)
+    return text
+
+
+def check_snapshot(text: str, *, where: str) -> None:
+    """Checks a snapshot of either kind, and builds nothing.
+
+    Raises:
+        SnapshotFormatError: A line is not as it would be written.
+    """
+    lines = SnapshotLines(text, where=where)
+    _CHECKS[lines.kind](lines)
+
+
+def _read_regular(path: Path, where: str) -> bytes:
+    # Neither waits for the other end of a FIFO, nor takes a terminal.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise _no_file(path, where, "")
+        if found.st_size > MAX_BYTES:
+            raise too_large(where, f"{found.st_size} bytes")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(MAX_BYTES + 1)
+    finally:
+        os.close(descriptor)
+
+
+def _no_file(path: Path, where: str, reason: str) -> SnapshotFormatError:
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        mode = stat.S_IFREG
+    sort = next((name for is_sort, name in _SORTS if is_sort(mode)), "")
+    came = f"it is {sort}" if sort else f"it cannot be read ({reason})"
+    return SnapshotFormatError(
+        f"{where}, line 1: {came}; expected a regular file. Nothing was overwritten: move it away "
+        "or make it readable, then restore the file with `git checkout`, or record it anew with "
+        "--snapshot-update"
+    )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a text file all at once; whatever happens, the old one or the new one is there.
+
+    Where the file system can (``O_TMPFILE``), the new one has no name before it is whole, so that
+    whoever is killed meanwhile leaves nothing behind. A file that is there already can only be
+    replaced by one with a name: it has one between two system calls, and the next write of the file
+    removes it, should the process be killed just there.
+
+    Raises:
+        OSError: The directory cannot be written, or the disk is full.
+    """
+    unfinished = path.with_name(f".{path.name[:200]}.unfinished")
+    unfinished.unlink(missing_ok=True)
+    content = text.encode()
+    try:
+        descriptor = os.open(path.parent, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o666)
+    except (AttributeError, OSError):  # not Linux, or e.g. NFS
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor, is_named = os.open(unfinished, flags, 0o666), True
+    else:
+        is_named = False
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            if not is_named:
+                try:
+                    _name(descriptor, path)
+                except FileExistsError:
+                    _name(descriptor, unfinished)
+                    is_named = True
+        if is_named:
+            unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _name(descriptor: int, path: Path) -> None:
+    """Gives a name to a file that has none."""
+    # Only with a directory's descriptor, which an absolute path needs not, does Python follow.
+    here = os.open("/", os.O_PATH | os.O_CLOEXEC)
+    try:
+        os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=here)
+    finally:
+        os.close(here)
+
+
+def shown_path(path: Path, rootdir: Path) -> str:
+    """A path as the user would type it from the root directory."""
+    try:
+        return str(path.relative_to(rootdir))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,337 @@
+"""Watches a session for the rule of removal (see `unused`), and removes or reports at its end.
+
+syrupy 7.0 decides by whether a part of the command line is a part of a snapshot's path, and counts
+what never ran as unused. So it is shown none of our files, and kept from what plain ``snapshot``
+assertions of distributed tests wrote, where the test did not pass.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
+from pytest_fsdp_comm.options import OPTIONS, SETTINGS
+from pytest_fsdp_comm.snapshots.files import shown_path
+from pytest_fsdp_comm.snapshots.names import written_module, written_test
+from pytest_fsdp_comm.snapshots.unused import (
+    CollectedModule,
+    UnusedSnapshot,
+    find_unused,
+    remove,
+    snapshot_places,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable
+
+    from xdist.workermanage import WorkerController
+
+_OUTPUT: Final = "fsdp_comm_collected"
+"""What a worker of xdist tells its controller: see `_Facts.to_builtins`."""
+
+
+class _Facts:
+    """What one process knows of a session, in values that execnet can carry."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, dict[str, Any]] = {}
+        """By the snapshots' directory: ``tests`` as (name, variant, nodeid), and ``is_whole``."""
+        self.selected_count = 0
+        self.distributed: list[str] = []
+        self.is_selection = False
+        """Tests were deselected, or files left out without being asked."""
+        self.compared: list[str] = []
+
+    def to_builtins(self) -> dict[str, Any]:
+        return vars(self)
+
+    @classmethod
+    def from_builtins(cls, values: dict[str, Any]) -> _Facts:
+        facts = cls()
+        vars(facts).update(values)
+        return facts
+
+
+class UnusedSnapshots:
+    """Registered once in each pytest process."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        """Watches from here on; nothing is known yet."""
+        self._config = config
+        self._options = config.stash[OPTIONS]
+        # Every child of a module or class, before --lf, node ids and -k narrow the list.
+        self._children: dict[pytest.Collector, list[pytest.Item | pytest.Collector]] = {}
+        self._unasked: set[pytest.Collector] = set()
+        self._facts = _Facts()
+        self._finished: set[str] = set()
+        self._passed: set[str] = set()
+        self._failed: set[str] = set()
+        self._started_workers = 0
+        self._told: list[_Facts] = []
+        self._unused: list[UnusedSnapshot] = []
+        self._are_removed = False
+
+    # Collection.
+
+    # Innermost, so that it sees the list before --lf and node ids narrow it.
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        """Notes what a module or class holds, and whether it was asked at all."""
+        if not isinstance(collector, (pytest.File, pytest.Class)):
+            return (yield)
+        # --lf answers for a file without asking it.
+        asked = _Asked(collector)
+        try:
+            report = yield
+        finally:
+            asked.forget()
+        if asked.is_asked and report.passed:
+            self._children[collector] = list(report.result)
+        elif not asked.is_asked:
+            self._unasked.add(collector)
+        return report
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Sums up, once it is known which tests are selected."""
+        selected = set(session.items)
+        facts = self._facts
+        facts.selected_count = len({item.nodeid for item in session.items})
+        facts.distributed = [item.nodeid for item in session.items if SETTINGS in item.stash]
+        seen = [item for children in self._children.values() for item in children]
+        facts.is_selection = bool(self._unasked) or any(
+            isinstance(item, pytest.Item) and item not in selected for item in seen
+        )
+        root = self._options.snapshot_dir
+        modules: defaultdict[Path, list[pytest.Module]] = defaultdict(list)
+        for collector in {*self._children, *self._unasked}:
+            if isinstance(collector, pytest.Module) and not isinstance(collector, self._doctests):
+                modules[collector.path].append(collector)
+        named = _Arguments(self._config)
+        for path, collectors in modules.items():
+            place = str(written_module(path, self._options.snapshot_anchor))
+            if not (root / place).is_dir():
+                continue
+            is_whole = named.selects_whole(path) and all(
+                self._is_whole(collector, selected) for collector in collectors
+            )
+            items = [item for collector in collectors for item in self._items(collector)]
+            facts.modules[place] = {
+                "tests": [
+                    [written_test(snapshot_test_name(item)), snapshot_variant(item), item.nodeid]
+                    for item in items
+                ],
+                # Of a module without tests, nothing could be deselected.
+                "is_whole": is_whole and (bool(items) or not facts.is_selection),
+            }
+        # Collected nodes are many.
+        self._children.clear()
+
+    @property
+    def _doctests(self) -> tuple[type, ...]:
+        plugin = self._config.pluginmanager.get_plugin("doctest")
+        found = getattr(plugin, "DoctestModule", None)
+        return (found,) if isinstance(found, type) else ()
+
+    def _is_whole(self, collector: pytest.Collector, selected: set[pytest.Item]) -> bool:
+        return collector in self._children and all(
+            child in selected if isinstance(child, pytest.Item) else self._is_whole(child, selected)
+            for child in self._children[collector]
+        )
+
+    def _items(self, collector: pytest.Collector) -> Iterable[pytest.Item]:
+        for child in self._children.get(collector, ()):
+            if isinstance(child, pytest.Item):
+                yield child
+            else:
+                yield from self._items(child)
+
+    # The run.
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Notes which tests passed; in xdist's controller, too."""
+        if report.failed:
+            self._failed.add(report.nodeid)
+        elif report.when == "call" and report.passed:
+            self._passed.add(report.nodeid)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Notes which tests came to an end."""
+        self._finished.add(nodeid)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: WorkerController) -> None:
+        """Counts xdist's workers: one that dies takes what it knew with it."""
+        del node
+        self._started_workers += 1
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: WorkerController, error: object) -> None:
+        """Takes what a worker knows."""
+        del error
+        told = getattr(node, "workeroutput", {}).get(_OUTPUT)
+        if told is not None:
+            self._told.append(_Facts.from_builtins(told))
+
+    # The end.
+
+    # Before syrupy's own hook, which removes what plain assertions did not ask for.
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(
+        self, session: pytest.Session, exitstatus: int
+    ) -> Generator[None, None, None]:
+        """Removes with ``--snapshot-update``, and otherwise fails a session that passed."""
+        if self._options.launched and not self._options.launched.is_leader:
+            return (yield)
+        from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # syrupy is loaded by now
+
+        passed = self._passed - self._failed
+        if hasattr(self._config, "workeroutput"):
+            self._facts.compared = replay.compared_files(self._config)
+            self._config.workeroutput[_OUTPUT] = self._facts.to_builtins()
+            return (yield)
+        facts = self._united(replay.compared_files(self._config))
+        has_lost = len(self._told) < self._started_workers
+        kept = [nodeid for nodeid in facts.distributed if has_lost or nodeid not in passed]
+        replay.keep_plain_snapshots(self._config, kept)
+        is_over = (
+            exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}
+            and not (session.shouldstop or session.shouldfail or has_lost)
+            and not self._config.option.collectonly
+            and len(self._finished) >= facts.selected_count
+        )
+        if is_over and not self._config.option.disable_unused_snapshots:
+            self._unused = self._find(facts, passed)
+        self._decide(session)
+        return (yield)
+
+    def _united(self, compared: list[str]) -> _Facts:
+        """One process's facts, or those of all workers: each of them collected the same."""
+        facts = self._told[0] if self._told else self._facts
+        facts.compared = [*compared, *(path for told in self._told for path in told.compared)]
+        return facts
+
+    def _find(self, facts: _Facts, passed: set[str]) -> list[UnusedSnapshot]:
+        root = self._options.snapshot_dir
+        if not root.is_dir():
+            return []
+        modules = {
+            Path(place): CollectedModule(
+                tests=frozenset((name, variant) for name, variant, _ in module["tests"]),
+                passed=frozenset(
+                    (name, variant) for name, variant, nodeid in module["tests"] if nodeid in passed
+                ),
+                is_whole=module["is_whole"],
+            )
+            for place, module in facts.modules.items()
+        }
+        anchor = self._options.snapshot_anchor
+        is_full = not facts.is_selection and _Arguments(self._config).hold_all(
+            anchor / place for place in snapshot_places(root)
+        )
+        return find_unused(
+            root,
+            modules,
+            compared={Path(path) for path in facts.compared},
+            full_anchor=anchor if is_full else None,
+        )
+
+    def _decide(self, session: pytest.Session) -> None:
+        option = self._config.option
+        if not self._unused:
+            return
+        new_only = getattr(option, "update_new_snapshots_only", False)
+        if option.update_snapshots and not option.no_cleanup and not new_only:
+            remove(self._options.snapshot_dir, (unused.path for unused in self._unused))
+            self._are_removed = True
+        elif not (option.update_snapshots or option.warn_unused_snapshots):
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Names every unused file, and says what to do."""
+        if not self._unused or hasattr(self._config, "workeroutput"):
+            return
+        count = len(self._unused)
+        files = f"{count} snapshot file{'' if count == 1 else 's'}"
+        terminalreporter.write_sep("-", "unused communication snapshots")
+        what = "deleted" if self._are_removed else "unused"
+        terminalreporter.write_line(f"{files} {what}:", yellow=True)
+        for unused in self._unused:
+            shown = shown_path(unused.path, self._config.rootpath)
+            terminalreporter.write_line(f"  {shown}: {unused.reason}")
+        if not self._are_removed:
+            it = "it" if count == 1 else "them"
+            terminalreporter.write_line(
+                f"Run the same tests with --snapshot-update to delete {it}; "
+                "--snapshot-warn-unused only warns."
+            )
+
+
+class _Asked:
+    """Whether a collector is asked for its children, until `forget`."""
+
+    def __init__(self, collector: pytest.Collector) -> None:
+        self.is_asked = False
+        self._collector = collector
+        collect = collector.collect
+
+        def noting_collect() -> Iterable[pytest.Item | pytest.Collector]:
+            self.is_asked = True
+            return collect()
+
+        collector.collect = noting_collect  # type: ignore[method-assign]  # this one object, for one call
+
+    def forget(self) -> None:
+        vars(self._collector).pop("collect", None)
+
+
+class _Arguments:
+    """What the command line, or ini ``testpaths``, named."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._named_by_node: set[Path] = set()
+        self._whole: list[Path] = []
+        self._has_unknown_node = False
+        for argument in config.args:
+            base, bracket, _ = str(argument).partition("[")
+            path, separator, _ = base.partition("::")
+            absolute = Path(config.invocation_params.dir, path)
+            is_node = bool(separator or bracket)
+            if not absolute.exists():
+                # The name of a package, with --pyargs.
+                self._has_unknown_node |= is_node
+            elif is_node:
+                self._named_by_node.add(absolute.resolve())
+            else:
+                self._whole.append(absolute.resolve())
+        self._option = config.option
+
+    def selects_whole(self, module: Path) -> bool:
+        """Nothing on the command line chose among a module's tests."""
+        if self._option.keyword or self._option.markexpr:
+            return False
+        module = module.resolve()
+        if any(module.is_relative_to(whole) for whole in self._whole):
+            return True
+        return not self._has_unknown_node and module not in self._named_by_node
+
+    def hold_all(self, places: Iterable[Path]) -> bool:
+        """Every place is below a directory that was named, and nothing was left out of these."""
+        option = self._option
+        if option.keyword or option.markexpr or option.deselect:
+            return False
+        if option.ignore or option.ignore_glob:
+            return False
+        if self._named_by_node or self._has_unknown_node:
+            return False
+        directories = [path for path in self._whole if path.is_dir()]
+        return all(
+            any(place.resolve().is_relative_to(directory) for directory in directories)
+            for place in places
+        )

@@ -1,0 +1,168 @@
+"""What changed between two sharded trees, siblings of equal change told once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from pytest_fsdp_comm.text.fqn import expand, fold_fqns, natural_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts, UnitKey
+    from pytest_fsdp_comm.tree.model import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeChange:
+    """One difference between two trees."""
+
+    subject: str
+    """Whose: a pattern of FQNs as `text.fqn.fold_fqns` writes it, or ``world_size``,
+    ``mesh``."""
+    what: str
+    """``layers.2: reshard_after_forward True -> False`` without its subject."""
+    likely: str = ""
+    """The probable cause; empty if the pattern fits none."""
+
+    def __str__(self) -> str:
+        """The change in one line, with its probable cause."""
+        cause = f" (likely: {self.likely})" if self.likely else ""
+        return f"{self.subject}: {self.what}{cause}"
+
+
+_NO_ROOT: Final = (
+    "fully_shard on the root is missing, so each of these becomes a root and keeps its parameters "
+    "after forward"
+)
+_Fact = TypeVar("_Fact")
+
+
+def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
+    """Compares two trees.
+
+    Args:
+        old: Mostly from a snapshot, by `pytest_fsdp_comm.snapshots.tree_text.parse_tree`.
+        new: Mostly from a live tree, by `pytest_fsdp_comm.tree.facts.tree_facts`.
+
+    Returns:
+        The changes: of the world and its mesh, then of units, then of parameters, each in natural
+        order. Empty if the trees are equal.
+    """
+    changes: list[TreeChange] = []
+    if old.world_size != new.world_size:
+        changes.append(
+            TreeChange(subject="world_size", what=f"{old.world_size} -> {new.world_size}")
+        )
+    meshes = [" ".join(f"{axis.name}={axis.size}" for axis in at.mesh_axes) for at in (old, new)]
+    if meshes[0] != meshes[1]:
+        changes.append(
+            TreeChange(subject="mesh", what=f"{meshes[0] or 'none'} -> {meshes[1] or 'none'}")
+        )
+    units = _differences(old.units, new.units, _unit_changes)
+    lost_root = ("", 1) in old.units and ("", 1) not in new.units
+    changes += _folded(
+        {_unit_label(key): found for key, found in units.items()},
+        likely=lambda what: _NO_ROOT if lost_root and what.startswith("becomes a root") else "",
+    )
+    changes += _folded(
+        _differences(old.parameters, new.parameters, _parameter_changes), likely=lambda _: ""
+    )
+    return tuple(changes)
+
+
+_Key = TypeVar("_Key")
+
+
+def _differences(
+    old: Mapping[_Key, _Fact],
+    new: Mapping[_Key, _Fact],
+    describe: Callable[[_Fact | None, _Fact | None], Iterator[str]],
+) -> dict[_Key, tuple[str, ...]]:
+    found = {}
+    for key in dict.fromkeys((*old, *new)):
+        before, after = old.get(key), new.get(key)
+        if before != after:
+            found[key] = tuple(describe(before, after))
+    return found
+
+
+def _unit_label(key: UnitKey) -> str:
+    name, number = key
+    return name if number == 1 else f"{name}@{number}"
+
+
+def _folded(
+    found: dict[str, tuple[str, ...]], *, likely: Callable[[str], str]
+) -> Iterator[TreeChange]:
+    names_of: dict[tuple[str, ...], list[str]] = {}
+    for name, whats in found.items():
+        names_of.setdefault(whats, []).append(name)
+    lines = [(pattern, whats) for whats, names in names_of.items() for pattern in fold_fqns(names)]
+    for pattern, whats in sorted(lines, key=lambda line: natural_key(expand(line[0])[0])):
+        for what in whats:
+            yield TreeChange(subject=pattern, what=what, likely=likely(what))
+
+
+def _unit_changes(old: UnitFacts | None, new: UnitFacts | None) -> Iterator[str]:
+    if old is None or new is None:
+        given = new or old
+        kind = given.kind if given is not None else ""
+        yield f"becomes a unit of its own ({kind})" if old is None else f"is no unit of {kind} now"
+        return
+    if old.kind != new.kind:
+        yield f"sharded by {old.kind} -> {new.kind}"
+    if old.is_root != new.is_root:
+        yield "becomes a root" if new.is_root else "is no root now"
+    if (old.shard_axis, old.replicate_axis) != (new.shard_axis, new.replicate_axis):
+        yield f"{_axes(old)} -> {_axes(new)}"
+    if old.reshard_after_forward != new.reshard_after_forward:
+        yield f"reshard_after_forward {old.reshard_after_forward} -> {new.reshard_after_forward}"
+    yield from _precision_changes(old.precision, new.precision)
+    if old.offload != new.offload:
+        yield "shards move to host memory" if new.offload else "shards stay on the device"
+    for name in ("forward_prefetch", "backward_prefetch", "prefetch"):
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            yield f"{name} {', '.join(before) or 'none'} -> {', '.join(after) or 'none'}"
+
+
+def _precision_changes(old: Precision, new: Precision) -> Iterator[str]:
+    for entry in fields(old):
+        before, after = getattr(old, entry.name), getattr(new, entry.name)
+        if before != after:
+            yield f"{entry.name} {before} -> {after}"
+
+
+def _axes(unit: UnitFacts) -> str:
+    parts = [f"sharded over {unit.shard_axis}"] if unit.shard_axis is not None else []
+    parts += [f"replicated over {unit.replicate_axis}"] if unit.replicate_axis is not None else []
+    return ", ".join(parts) or "on no mesh"
+
+
+def _parameter_changes(old: ParameterFacts | None, new: ParameterFacts | None) -> Iterator[str]:
+    if old is None or new is None:
+        yield f"added, {_placement(new)}" if new is not None else f"gone, was {_placement(old)}"
+        return
+    if old.placements != new.placements:
+        yield f"{_placement(old)} -> {_placement(new)}"
+    if old.shape != new.shape:
+        yield f"shape {_shape(old)} -> {_shape(new)}"
+    if old.dtype != new.dtype:
+        yield f"dtype {old.dtype} -> {new.dtype}"
+    if old.trainable != new.trainable:
+        yield "frozen -> trainable" if new.trainable else "trainable -> frozen"
+    if old.managed != new.managed:
+        yield "managed by a unit now" if new.managed else "managed by no unit any more"
+    if old.tied != new.tied:
+        yield f"tied with {', '.join(old.tied) or 'none'} -> {', '.join(new.tied) or 'none'}"
+
+
+def _placement(parameter: ParameterFacts | None) -> str:
+    placements = () if parameter is None else parameter.placements
+    return ", ".join(f"{text} over {axis}" for axis, text in placements) or "a plain tensor"
+
+
+def _shape(parameter: ParameterFacts) -> str:
+    return f"[{', '.join(map(str, parameter.shape))}]"

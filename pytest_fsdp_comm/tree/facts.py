@@ -1,0 +1,119 @@
+"""The part of a sharded tree that is compared: the same on every rank, whatever built the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pytest_fsdp_comm.tree.model import Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_fsdp_comm.comm.events import MeshAxis
+    from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit, UnitKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitFacts:
+    """The sharding policy of one unit."""
+
+    kind: UnitKind
+    is_root: bool = False
+    """As in `pytest_fsdp_comm.tree.model.ShardUnit`."""
+    shard_axis: str | None = None
+    """Name of the mesh axis; None if it is not sharded."""
+    replicate_axis: str | None = None
+    """Name of the mesh axis; None if it is not replicated."""
+    reshard_after_forward: bool | int | None = None
+    """As in `pytest_fsdp_comm.tree.model.ShardUnit`."""
+    precision: Precision = field(default_factory=Precision)
+    offload: bool = False
+    forward_prefetch: tuple[str, ...] = ()
+    """Names of the units that the user asked to gather early."""
+    backward_prefetch: tuple[str, ...] = ()
+    """As `forward_prefetch`, in backward."""
+    prefetch: tuple[str, ...] = ()
+    """FSDP1's policies: ``BACKWARD_PRE``, ``FORWARD``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterFacts:
+    """How one original parameter is distributed."""
+
+    shape: tuple[int, ...]
+    """Global shape."""
+    dtype: str
+    """As torch prints it without its prefix."""
+    trainable: bool = True
+    managed: bool = True
+    """Whether some unit manages it."""
+    placements: tuple[tuple[str, str], ...] = ()
+    """Mesh axis and placement, in the order of the mesh; empty for a plain tensor."""
+    tied: tuple[str, ...] = ()
+    """Its further FQNs, in natural order."""
+
+
+UnitKey = tuple[str, int]
+"""FQNs of the unit's modules, joined with ``+``; and 1, or more where these modules have several
+units (parameters on different meshes)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeFacts:
+    """All that a snapshot holds of a sharded tree."""
+
+    world_size: int
+    """Ranks of the default group."""
+    mesh_axes: tuple[MeshAxis, ...]
+    """Sorted by name."""
+    units: Mapping[UnitKey, UnitFacts]
+    parameters: Mapping[str, ParameterFacts]
+    """By FQN."""
+
+
+def tree_facts(tree: ShardTree) -> TreeFacts:
+    """Takes from a tree what is compared."""
+    names = [tree.unit_name(index) for index in range(len(tree.units))]
+    seen: Counter[str] = Counter()
+    units: dict[UnitKey, UnitFacts] = {}
+    for name, unit in zip(names, tree.units, strict=True):
+        seen[name] += 1
+        units[name, seen[name]] = _unit_facts(unit, names)
+    parameters = {
+        fqn: _parameter_facts(parameter, tree.tied_fqns(index))
+        for index, (fqn, parameter) in enumerate(tree.named_parameters())
+    }
+    return TreeFacts(
+        world_size=tree.world_size,
+        mesh_axes=tree.mesh_axes,
+        units=units,
+        parameters=parameters,
+    )
+
+
+def _unit_facts(unit: ShardUnit, names: list[str]) -> UnitFacts:
+    return UnitFacts(
+        kind=unit.kind,
+        is_root=unit.is_root,
+        shard_axis=unit.shard_axis.name if unit.shard_axis else None,
+        replicate_axis=unit.replicate_axis.name if unit.replicate_axis else None,
+        reshard_after_forward=unit.reshard_after_forward,
+        precision=unit.precision,
+        offload=unit.offload,
+        forward_prefetch=tuple(names[index] for index in unit.forward_prefetch),
+        backward_prefetch=tuple(names[index] for index in unit.backward_prefetch),
+        prefetch=tuple(unit.prefetch.split()),
+    )
+
+
+def _parameter_facts(parameter: ParameterNode, tied: tuple[str, ...]) -> ParameterFacts:
+    return ParameterFacts(
+        shape=parameter.shape,
+        dtype=parameter.dtype,
+        trainable=parameter.trainable,
+        managed=parameter.unit is not None,
+        placements=tuple((entry.axis, entry.text) for entry in parameter.placements),
+        tied=tied,
+    )

@@ -1,0 +1,4 @@
+"""What is wrong with the wrapping of a model: each rule with its code, level, reason and cure.
+
+In come trees, out go findings. May know the tree's model.
+"""

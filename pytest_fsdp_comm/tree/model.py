@@ -1,0 +1,301 @@
+"""How a model is sharded: its modules, parameters and FSDP units, as one immutable value.
+
+Modules, parameters and units refer to each other by their index in the tree. FQNs are put together
+when asked for: in a chain of 100,000 modules they would take gigabytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from pytest_fsdp_comm.text.fqn import fold_fqns, natural_key
+from pytest_fsdp_comm.text.nbytes import show_nbytes
+from pytest_fsdp_comm.tree.layout import AxisPlacement, FlatRange, local_numels
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_fsdp_comm.comm.events import MeshAxis
+
+MAX_INDENT: Final = 40
+"""Levels that the outline indents and writes full FQNs for; deeper ones show their own name."""
+
+UnitKind = Literal["fsdp2", "fsdp1", "replicate", "ddp"]
+Level = Literal["error", "warning"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleNode:
+    """A module, at the first place in natural order where it is registered."""
+
+    name: str
+    """Its name in its parent; empty for the root."""
+    parent: int | None
+    """Index of the parent; None for the root."""
+    depth: int
+    """Modules above it."""
+    class_name: str
+    """Name of the class that the user wrote. Shown, never compared."""
+    wrappers: tuple[str, ...] = ()
+    """Classes of the wrappers around it, outermost first, which take no part in its FQN."""
+    alias_of: int | None = None
+    """Index of the node of the same module, if it is registered at several places; its parameters
+    and children are listed there. None otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterNode:
+    """An original parameter, as its module defines it, and how it is distributed."""
+
+    module: int
+    """Index of the module that registers it."""
+    name: str
+    """Its name in that module."""
+    tied: tuple[tuple[int, str], ...] = ()
+    """Further places (module, name) that hold the same parameter."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    dtype: str
+    """Element type that is kept, as torch prints it without its prefix."""
+    itemsize: int
+    """Bytes of one element."""
+    placements: tuple[AxisPlacement, ...] = ()
+    """One for each axis of its device mesh; empty for a tensor that every rank holds whole."""
+    flat: FlatRange | None = None
+    """Its place in the unit's flat parameter (FSDP1); None otherwise."""
+    local_numel: int
+    """Elements that this rank keeps, without padding."""
+    trainable: bool
+    """Whether it requires gradients."""
+    device: str
+    """``cpu``, ``cuda``, ``meta``, where this rank keeps it."""
+    unit: int | None
+    """Index of the unit that manages it; None if none does."""
+    split_from: int | None = None
+    """Index of the parameter that was the same tensor until two units sharded it apart; None
+    otherwise, and where torch does not remember (2.7)."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return self.numel * self.itemsize
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks keep different parts of it."""
+        return any(placement.is_sharded for placement in self.placements)
+
+    @property
+    def local_numels(self) -> tuple[int, ...]:
+        """Elements that each rank of its mesh keeps, the last mesh axis running fastest."""
+        return local_numels(self.shape, self.placements, self.flat)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Mixed precision of a unit: element types as torch prints them; None keeps the original."""
+
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+    """FSDP2 only."""
+    buffer_dtype: str | None = None
+    """FSDP1 only."""
+    cast_forward_inputs: bool = True
+    """Whether inputs of the forward are cast to `param_dtype`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardUnit:
+    """Parameters that are gathered, or reduced, together."""
+
+    kind: UnitKind
+    modules: tuple[int, ...]
+    """Indices of the modules that were passed to ``fully_shard``, or of the one that is wrapped."""
+    parameters: tuple[int, ...]
+    """Indices of the parameters, in the order of the collective."""
+    is_root: bool
+    """Whether it is a root, or will be one once the whole model has run."""
+    shard_axis: MeshAxis | None
+    """Over which it is sharded; None if every rank keeps all of it."""
+    replicate_axis: MeshAxis | None
+    """Over which it is replicated; None if over none."""
+    reshard_after_forward: bool | int | None
+    """What holds when the model runs: whether parameters are freed after forward, or the number of
+    ranks to which they are resharded; None where nothing is gathered."""
+    precision: Precision
+    offload: bool
+    """Whether shards are kept in host memory."""
+    forward_prefetch: tuple[int, ...] = ()
+    """Indices of the units that the user asked to gather early; empty where torch decides."""
+    backward_prefetch: tuple[int, ...] = ()
+    """As `forward_prefetch`, in backward."""
+    unshard_in_backward: bool = True
+    """False where the user said that backward does not need the parameters."""
+    prefetch: str = ""
+    """FSDP1's policy: ``BACKWARD_PRE``, ``BACKWARD_POST``, with ``FORWARD`` where that is on."""
+    precision_overrides: tuple[str, ...] = ()
+    """FSDP1: names of module classes that auto-wrap puts into units without mixed precision."""
+    nbytes_gathered: int
+    """Bytes of one all-gather's output, padding included; 0 where nothing is gathered."""
+    nbytes_padding: int
+    """Bytes of `nbytes_gathered` that hold no parameter."""
+    nbytes_kept: int
+    """Bytes that this rank keeps between steps, padding included."""
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether FSDP gathers its parameters, or would if its children left it any."""
+        return self.shard_axis is not None or (self.kind == "fsdp2" and not self.parameters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A wrapping mistake, or what is likely one."""
+
+    code: str
+    """A short name, such as ``no-root-unit``."""
+    level: Level
+    fqns: tuple[str, ...]
+    """Of the modules or parameters concerned, in natural order."""
+    reason: str
+    """What is the case, and why it hurts."""
+    cure: str
+    """What to write instead."""
+    nbytes: int | None = None
+    """What it costs: bytes on each rank, of memory or of traffic in a step as the reason says; None
+    where that cannot be told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTree:
+    """How a model is sharded, as one rank sees it."""
+
+    rank: int
+    """This rank, from 0; 0 without a process group. Not compared."""
+    world_size: int
+    """Ranks of the default group; 1 without a process group."""
+    backend: str
+    """``gloo``, ``nccl``, ``fake``; empty without a process group. Shown, not compared."""
+    torch_version: str
+    """As ``torch.__version__``. Shown, not compared."""
+    mesh_axes: tuple[MeshAxis, ...]
+    """The axes over which something is sharded or replicated, sorted by name."""
+    modules: tuple[ModuleNode, ...]
+    """In registration order, parents first; the root at index 0."""
+    parameters: tuple[ParameterNode, ...]
+    """In registration order; each original parameter once."""
+    units: tuple[ShardUnit, ...]
+    """In registration order of their first modules."""
+    findings: tuple[Finding, ...] = ()
+    """Wrapping mistakes, errors first."""
+    notes: tuple[str, ...] = ()
+    """What a reader must know of the circumstances, e.g. that the model is on the meta device."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks keep different parts of at least one parameter."""
+        return any(parameter.is_sharded for parameter in self.parameters)
+
+    def module_fqn(self, index: int) -> str:
+        """The FQN of a module; empty for the root."""
+        names = []
+        at: int | None = index
+        while at:
+            names.append(self.modules[at].name)
+            at = self.modules[at].parent
+        return ".".join(reversed(names))
+
+    def parameter_fqn(self, index: int) -> str:
+        """The FQN of a parameter, where it is registered first in natural order."""
+        parameter = self.parameters[index]
+        return self._slot_fqn(parameter.module, parameter.name)
+
+    def tied_fqns(self, index: int) -> tuple[str, ...]:
+        """The further FQNs of a parameter, in natural order."""
+        tied = (self._slot_fqn(*slot) for slot in self.parameters[index].tied)
+        return tuple(sorted(tied, key=natural_key))
+
+    def _slot_fqn(self, module: int, name: str) -> str:
+        prefix = self.module_fqn(module)
+        return f"{prefix}.{name}" if prefix else name
+
+    def named_parameters(self) -> Iterator[tuple[str, ParameterNode]]:
+        """Each original parameter with its FQN, in registration order."""
+        for index, parameter in enumerate(self.parameters):
+            yield self.parameter_fqn(index), parameter
+
+    def units_of(self) -> dict[int, tuple[ShardUnit, ...]]:
+        """The units of each module that has any, by the module's index."""
+        found: dict[int, tuple[ShardUnit, ...]] = {}
+        for unit in self.units:
+            for module in unit.modules:
+                found[module] = (*found.get(module, ()), unit)
+        return found
+
+    def unit_name(self, index: int) -> str:
+        """The FQNs of a unit's modules, joined with ``+`` in natural order, as in recordings."""
+        fqns = (self.module_fqn(module) for module in self.units[index].modules)
+        return "+".join(sorted(fqns, key=natural_key))
+
+    @property
+    def module_to_fqns(self) -> dict[str, tuple[str, ...]]:
+        """FQN of each unit's module -> FQNs of the original parameters that the unit manages.
+
+        A unit of several modules lists each parameter under the module that it is in.
+        """
+        found: dict[str, list[str]] = {}
+        for unit in self.units:
+            members = {at: found.setdefault(self.module_fqn(at), []) for at in unit.modules}
+            for index in unit.parameters:
+                owner = self._enclosing(self.parameters[index].module, members)
+                members[owner].append(self.parameter_fqn(index))
+        return {module: tuple(fqns) for module, fqns in found.items()}
+
+    def _enclosing(self, module: int, candidates: dict[int, list[str]]) -> int:
+        at: int | None = module
+        while at is not None and at not in candidates:
+            at = self.modules[at].parent
+        return next(iter(candidates)) if at is None else at
+
+    def __str__(self) -> str:
+        """The modules as torch's sharded module tree writes them, then the findings.
+
+        Returns:
+            One line a module: ``layers.0[Block] FULLY SHARDED``, indented by four spaces a level.
+        """
+        return "\n".join([*self._outline(), *map(_finding_line, self.findings)])
+
+    def _outline(self) -> Iterator[str]:
+        units = self.units_of()
+        fqns: list[str] = []
+        for index, node in enumerate(self.modules):
+            if node.depth <= MAX_INDENT:
+                parent = fqns[node.depth - 1] if node.depth else ""
+                fqns[node.depth :] = [f"{parent}.{node.name}" if parent else node.name]
+                shown = "    " * node.depth + fqns[node.depth]
+            else:
+                shown = "    " * MAX_INDENT + f"(depth {node.depth}) ...{node.name}"
+            yield f"{shown}[{node.class_name}]{_mark(units.get(index, ()))}{self._alias(node)}"
+
+    def _alias(self, node: ModuleNode) -> str:
+        return "" if node.alias_of is None else f" is {self.module_fqn(node.alias_of) or '(root)'}"
+
+
+def _mark(units: tuple[ShardUnit, ...]) -> str:
+    if any(unit.is_fully_sharded for unit in units):
+        return " FULLY SHARDED"
+    return " REPLICATED" if units else ""
+
+
+def _finding_line(finding: Finding) -> str:
+    where = ", ".join(fold_fqns(finding.fqns))
+    cost = "" if finding.nbytes is None else f" [{show_nbytes(finding.nbytes)}]"
+    return f"{finding.level}: {finding.code}{cost}: {where}: {finding.reason}. Cure: {finding.cure}"
