@@ -48,7 +48,7 @@ def render_comparison(
     Args:
         comparison: What differs.
         snapshot: Path of the snapshot, as the user would type it.
-        accept: The command that accepts the change.
+        accept: The command that accepts the change; empty if none does.
         notes: Circumstances of the recording.
     """
     head = [f"comm_mode differs from {snapshot}"]
@@ -56,7 +56,7 @@ def render_comparison(
     lines = [f"  {_change_line(change)}" for change in ordered]
     loud = sum(change.subject != "reshard" for change in ordered) or len(ordered)
     causes = [f"{_LIKELY}{cause}" for cause in comparison.causes]
-    tail = [f"  accept: {accept}"]
+    tail = [f"  accept: {accept}"] if accept else []
     full = [*head, *lines, *causes, *(f"  note: {note}" for note in notes), *tail]
     short = _cut(head, lines[:loud], [*causes[:1], *tail], left_out=len(lines))
     return Explanation(
@@ -73,12 +73,12 @@ def combine(explained: Sequence[tuple[str, Explanation]], *, accept: str) -> tup
 
     Args:
         explained: At least two, each with the name of its value.
-        accept: The command that accepts the changes, the same for all.
+        accept: The command that accepts the changes, the same for all; empty if none does.
 
     Returns:
         What fits where pytest cuts: of each the first lines, in turn, then the first cause.
     """
-    tail = [f"  accept: {accept}"]
+    tail = [f"  accept: {accept}"] if accept else []
     bodies = {name: list(explanation.short) for name, explanation in explained}
     compared = [explanation for _, explanation in explained if explanation.compared]
     if len(compared) == len(explained):

@@ -25,7 +25,7 @@ def render_tree_changes(
     Args:
         changes: What differs, as `pytest_fsdp_comm.tree.diff.compare_trees` orders it.
         snapshot: Path of the snapshot, as the user would type it.
-        accept: The command that accepts the change.
+        accept: The command that accepts the change; empty if none does.
     """
     head = f"fsdp_tree differs from {snapshot}"
     lines = [
@@ -33,8 +33,9 @@ def render_tree_changes(
         for subject, same in groupby(changes, key=lambda change: change.subject)
     ]
     causes = [f"  likely: {cause}" for cause in dict.fromkeys(c.likely for c in changes) if cause]
-    tail = [*causes[:1], f"  accept: {accept}"]
-    full = (head, *lines, *causes, tail[-1])
+    command = [f"  accept: {accept}"] if accept else []
+    tail = [*causes[:1], *command]
+    full = (head, *lines, *causes, *command)
     room = _SHORT_CHARACTERS - sum(map(len, (head, *tail)))
     shown: list[str] = []
     for line in lines[:_SHORT_CHANGES]:

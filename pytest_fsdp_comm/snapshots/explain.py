@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from syrupy.terminal import disable_color
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.errors import SnapshotFormatError
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
-from pytest_fsdp_comm.options import OPTIONS
 from pytest_fsdp_comm.reports.comm_changes import Explanation, combine, render_comparison
 from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
 from pytest_fsdp_comm.snapshots.comm_text import parse_profile
@@ -26,10 +24,45 @@ from pytest_fsdp_comm.snapshots.tree_text import parse_tree_ranks
 from pytest_fsdp_comm.tree.diff import compare_trees
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pytest
     from syrupy.assertion import AssertionResult
 
     from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension
+
+
+_DROPPED_LETTERS: Final = frozenset("xvqsl")
+_DROPPED: Final = frozenset(
+    {
+        *("--exitfirst", "--last-failed", "--lf", "--failed-first", "--ff", "--new-first", "--nf"),
+        *("--stepwise", "--sw", "--stepwise-skip", "--sw-skip", "--stepwise-reset", "--sw-reset"),
+        *("--verbose", "--quiet", "--showlocals", "--no-header", "--no-summary", "--full-trace"),
+        *("--collect-only", "--co", "--setup-show", "--cache-clear", "--disable-warnings"),
+        *("--pdb", "--trace", "--snapshot-update", "--snapshot-update-new-only"),
+        *("--snapshot-warn-unused", "--snapshot-details", "--snapshot-no-cleanup"),
+        *("--snapshot-disable-unused", "--snapshot-no-colors"),
+    }
+)
+_DROPPED_WITH_VALUE: Final = frozenset(
+    {
+        *(
+            "-k",
+            "-m",
+            "-n",
+            "-r",
+            "--numprocesses",
+            "--maxprocesses",
+            "--dist",
+            "--maxfail",
+            "--tb",
+        ),
+        *("--deselect", "--ignore", "--ignore-glob", "--last-failed-no-failures", "--lfnf"),
+        *("--junitxml", "--junit-xml", "--durations", "--durations-min", "--color", "--capture"),
+        *("--show-capture", "--verbosity", "--comm-artifacts", "--pdb-rank", "--rank-slots"),
+        *("--randomly-seed", "--basetemp"),
+    }
+)
 
 
 def explain_comparison(config: pytest.Config, left: object, right: object) -> list[str] | None:
@@ -50,7 +83,9 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
     extension = cast("CommSnapshotExtension", assertion.extension)
     explained: list[tuple[str, Explanation]] = []
     details: list[str] = []
-    accept = update_command(config, failed[0][1].test_location.item)
+    # An update would refuse what could not be compared.
+    is_broken = any(result.exception is not None for _, result in failed)
+    accept = "" if is_broken else update_command(config, failed[0][1].test_location.item)
     for name, result in failed:
         explanation = _explain_one(config, extension, result, accept=accept)
         explained.append((name, explanation))
@@ -80,13 +115,12 @@ def _explain_one(
     if result.exception is not None:
         lines = tuple(describe_error(result, config.rootpath).splitlines())
         return Explanation(short=lines, full=lines, is_cut=False)
-    _keep_received(config, extension, result)
+    _keep_received(extension, result)
     if result.recalled_data is None:
-        lines = (
-            f"there is no snapshot {where} yet",
-            f"  record it: {accept}",
-            "  then read the file, and commit it with the test",
-        )
+        lines = (f"there is no snapshot {where} yet",)
+        if accept:
+            read_it = "  then read the file, and commit it with the test"
+            lines = (*lines, f"  record it: {accept}", read_it)
         return Explanation(short=lines, full=lines, is_cut=False)
     return _explain_difference(extension, result, where=where, accept=accept)
 
@@ -144,7 +178,8 @@ def _explain_difference(
         old, new_trees, why = {}, {}, (f"  {problem}",)
     # A document that tells the ranks' trees apart is no single tree; its lines follow below.
     if () not in old or () not in new_trees:
-        lines = (f"fsdp_tree differs from {where}", *why, f"  accept: {accept}")
+        command = (f"  accept: {accept}",) if accept else ()
+        lines = (f"fsdp_tree differs from {where}", *why, *command)
         return Explanation(
             short=lines, full=lines, is_cut=False, compared="fsdp_tree", snapshot=where
         )
@@ -152,12 +187,11 @@ def _explain_difference(
     return render_tree_changes(changes, snapshot=where, accept=accept)
 
 
-def _keep_received(config: pytest.Config, extension: CommSnapshotExtension, result: Any) -> None:
+def _keep_received(extension: CommSnapshotExtension, result: Any) -> None:
     """With ``--comm-artifacts``: keeps what was received, to be accepted by copying it over."""
-    directory = config.stash[OPTIONS].artifacts_dir
-    if directory is None or result.asserted_data is None:
+    path = extension.received_path(result.snapshot_location)
+    if path is None or result.asserted_data is None:
         return
-    path = directory / Path(result.snapshot_location).relative_to(extension.root)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, str(result.asserted_data))
 
@@ -165,27 +199,51 @@ def _keep_received(config: pytest.Config, extension: CommSnapshotExtension, resu
 def update_command(config: pytest.Config, item: pytest.Item) -> str:
     """The command that records a test anew, from where the user gave the last one.
 
-    It holds the options that choose how many ranks there are, and where tests and snapshots are.
+    It repeats what the last one set, but neither what it selected nor how it reported.
     """
-    parts = ["pytest", "--snapshot-update"]
-    for flag in ("--world-size", "--comm-backend"):
-        given = config.getoption(flag)
-        if given is not None:
-            parts.append(f"{flag} {shlex.quote(str(given))}")
-    parts += _settings(list(map(str, config.invocation_params.args)))
+    # A worker of xdist has its controller's command line only here.
+    given = getattr(config, "workerinput", {}).get("mainargv", [""])[1:]
+    given = given or list(map(str, config.invocation_params.args))
+    kept = map(shlex.quote, repeated_options(given, list(map(str, config.option.file_or_dir))))
     module = os.path.relpath(item.path, config.invocation_params.dir)
+    # Not to be read as an option, or as a file of arguments.
+    module = f"./{module}" if module[0] in "-@" else module
     _, separator, names = item.nodeid.partition("::")
-    return " ".join([*parts, _quoted(f"{module}{separator}{names}")])
+    return " ".join(["pytest", "--snapshot-update", *kept, _quoted(f"{module}{separator}{names}")])
 
 
-def _settings(arguments: list[str]) -> list[str]:
-    """Those of the command line that say which project it is, and how it is set."""
-    flags = ("-c", "--config-file", "--rootdir", "-o", "--override-ini")
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in flags:
-        parser.add_argument(flag, action="append", dest=flag, default=[])
-    found = vars(parser.parse_known_args(arguments)[0])
-    return [f"{flag} {shlex.quote(value)}" for flag in flags for value in found[flag]]
+def repeated_options(given: Sequence[str], selected: Sequence[str]) -> list[str]:
+    """The arguments of a command that a command for one of its tests repeats.
+
+    Args:
+        given: All arguments.
+        selected: Those that name files, directories and tests.
+    """
+    rest = list(given)
+    for argument in reversed(selected):
+        if argument in rest:
+            # The last one: an option may have the same text as its value.
+            del rest[len(rest) - 1 - rest[::-1].index(argument)]
+    kept: list[str] = []
+    arguments = iter(rest)
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        is_short = re.match(r"-[A-Za-z]", argument) is not None
+        if name in _DROPPED_WITH_VALUE:
+            _ = None if equals else next(arguments, None)
+        elif name in _DROPPED:
+            pass
+        elif is_short and argument[:2] in _DROPPED_WITH_VALUE:
+            pass  # as in -kname or -n2
+        elif is_short and set(argument[1:]) <= _DROPPED_LETTERS:
+            pass  # as in -xvs
+        elif argument == "-p":
+            plugin = next(arguments, "")
+            # What is switched off changes no recording.
+            kept += [] if plugin.startswith("no:") else ["-p", plugin]
+        elif not argument.startswith("-pno:"):
+            kept.append(argument)
+    return kept
 
 
 def _quoted(text: str) -> str:

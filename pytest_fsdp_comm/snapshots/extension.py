@@ -71,6 +71,8 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     """``ws4``; empty for a test that is not distributed."""
     updates: ClassVar[bool]
     """Whether ``--snapshot-update`` is given."""
+    artifacts: ClassVar[Path | None]
+    """Directory for what failed comparisons received; None keeps nothing."""
 
     def __init__(self) -> None:
         """Starts without an exchange; `bind_snapshot` gives one."""
@@ -260,6 +262,14 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         """Never, as none is discovered."""
         raise AssertionError(snapshot_location)
 
+    def received_path(self, location: str) -> Path | None:
+        """Where ``--comm-artifacts`` keeps what is to replace a snapshot file."""
+        return (
+            None
+            if self.artifacts is None
+            else self.artifacts / Path(location).relative_to(self.root)
+        )
+
     def diff_lines(self, serialized_data: Any, snapshot_data: Any) -> Iterator[str]:
         """The lines that differ, below the explanation; the first line is not compared."""
         yield from super().diff_lines(_body(serialized_data), _body(snapshot_data))
@@ -324,6 +334,7 @@ def bound_extension(config: pytest.Config, variant: str) -> type[CommSnapshotExt
                 "rootdir": config.rootpath,
                 "variant": variant,
                 "updates": bool(config.option.update_snapshots),
+                "artifacts": config.stash[OPTIONS].artifacts_dir,
             },
         )
     return classes[variant]
@@ -385,7 +396,12 @@ class CommSnapshot(SnapshotAssertion):
             extension.rootdir,
         )
         super().__eq__(value)
-        return self.executions[self.num_executions - 1]
+        result = self.executions[self.num_executions - 1]
+        received = extension.received_path(result.snapshot_location)
+        if result.success and received is not None:
+            # Of an earlier run into the same directory: copied over, it would bring that back.
+            received.unlink(missing_ok=True)
+        return result
 
     def __repr__(self) -> str:
         """Short, since pytest shows it beside every failure."""

@@ -3,8 +3,8 @@
 A file is unused if
 
 - its test was selected, passed, and did not compare it, or
-- its test no longer exists, and its module was collected whole: nothing of it was deselected, nor
-  left out by a node id, or
+- its test no longer exists, its module was collected whole (nothing of it was deselected, nor left
+  out by a node id), and tests of this world size were collected, or
 - its module no longer exists, and the run was full: it selected nothing, and its directories hold
   the place of every module that has snapshots.
 
@@ -39,6 +39,9 @@ class CollectedModule:
     is_whole: bool
     """Every test that there is was collected and selected."""
 
+    defines: frozenset[str]
+    """The functions and classes that its source defines, collected or not."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnusedSnapshot:
@@ -68,9 +71,10 @@ def find_unused(
         In order of their paths.
     """
     found: list[UnusedSnapshot] = []
+    variants = {variant for module in modules.values() for _, variant in module.tests}
     for place, module in modules.items():
         for path in _files(root / place):
-            reason = "" if path in compared else _reason(path, module)
+            reason = "" if path in compared else _reason(path, module, variants)
             if reason:
                 found.append(UnusedSnapshot(path=path, reason=reason))
     if full_anchor is not None:
@@ -87,15 +91,25 @@ def find_unused(
     return sorted(found, key=lambda unused: unused.path)
 
 
-def _reason(path: Path, module: CollectedModule) -> str:
+def _reason(path: Path, module: CollectedModule, variants: AbstractSet[str]) -> str:
     test = read_basename(path.stem)
     if test is None:
         return ""
     if test in module.passed:
         return "its test passed without comparing it"
-    if module.is_whole and test[0] not in {name for name, _ in module.tests}:
-        return "its test does not exist any more"
-    return ""
+    name, variant = test
+    if not module.is_whole or variant not in variants:
+        return ""
+    if name in {collected for collected, _ in module.tests}:
+        return ""
+    function = name.partition("[")[0]
+    siblings = {entry for entry in module.tests if entry[0].partition("[")[0] == function}
+    if siblings:
+        # A test that is skipped for want of parameters, say, has not lost those that it had.
+        return "its test has no such parameters any more" if siblings <= module.passed else ""
+    # What an option or a hook leaves out is still there.
+    is_there = all(part in module.defines for part in function.split("."))
+    return "" if is_there else "its test does not exist any more"
 
 
 def snapshot_places(root: Path) -> list[Path]:

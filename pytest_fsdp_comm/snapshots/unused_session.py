@@ -7,6 +7,7 @@ assertions of distributed tests wrote, where the test did not pass.
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 
     from xdist.workermanage import WorkerController
 
+_NARROWING_SETTINGS: Final = frozenset(
+    {"python_files", "python_classes", "python_functions", "testpaths", "norecursedirs"}
+)
+"""Ini values that choose what is collected; on the command line they choose for this run."""
+
 _OUTPUT: Final = "fsdp_comm_collected"
 """What a worker of xdist tells its controller: see `_Facts.to_builtins`."""
 
@@ -39,7 +45,8 @@ class _Facts:
 
     def __init__(self) -> None:
         self.modules: dict[str, dict[str, Any]] = {}
-        """By the snapshots' directory: ``tests`` as (name, variant, nodeid), and ``is_whole``."""
+        """By the snapshots' directory: ``tests`` as (name, variant, nodeid), ``is_whole``, and the
+        module's ``path``."""
         self.selected_count = 0
         self.distributed: list[str] = []
         self.is_selection = False
@@ -69,7 +76,7 @@ class UnusedSnapshots:
         self._facts = _Facts()
         self._finished: set[str] = set()
         self._passed: set[str] = set()
-        self._failed: set[str] = set()
+        self._unfinished: set[str] = set()
         self._started_workers = 0
         self._told: list[_Facts] = []
         self._unused: list[UnusedSnapshot] = []
@@ -128,6 +135,7 @@ class UnusedSnapshots:
                 ],
                 # Of a module without tests, nothing could be deselected.
                 "is_whole": is_whole and (bool(items) or not facts.is_selection),
+                "path": str(path),
             }
         # Collected nodes are many.
         self._children.clear()
@@ -155,8 +163,9 @@ class UnusedSnapshots:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Notes which tests passed; in xdist's controller, too."""
-        if report.failed:
-            self._failed.add(report.nodeid)
+        # A part that was skipped, as a subtest can be, may be the one that compares.
+        if not report.passed:
+            self._unfinished.add(report.nodeid)
         elif report.when == "call" and report.passed:
             self._passed.add(report.nodeid)
 
@@ -190,7 +199,7 @@ class UnusedSnapshots:
             return (yield)
         from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # syrupy is loaded by now
 
-        passed = self._passed - self._failed
+        passed = self._passed - self._unfinished
         if hasattr(self._config, "workeroutput"):
             self._facts.compared = replay.compared_files(self._config)
             self._config.workeroutput[_OUTPUT] = self._facts.to_builtins()
@@ -227,6 +236,7 @@ class UnusedSnapshots:
                     (name, variant) for name, variant, nodeid in module["tests"] if nodeid in passed
                 ),
                 is_whole=module["is_whole"],
+                defines=_definitions(Path(module["path"])),
             )
             for place, module in facts.modules.items()
         }
@@ -273,6 +283,16 @@ class UnusedSnapshots:
             )
 
 
+def _definitions(module: Path) -> frozenset[str]:
+    """The names of all functions and classes in a source file; none if it cannot be read."""
+    try:
+        tree = ast.parse(module.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return frozenset()
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, kinds))
+
+
 class _Asked:
     """Whether a collector is asked for its children, until `forget`."""
 
@@ -311,10 +331,12 @@ class _Arguments:
             else:
                 self._whole.append(absolute.resolve())
         self._option = config.option
+        settings = {setting.partition("=")[0] for setting in config.option.override_ini or ()}
+        self._narrows = bool(settings & _NARROWING_SETTINGS)
 
     def selects_whole(self, module: Path) -> bool:
         """Nothing on the command line chose among a module's tests."""
-        if self._option.keyword or self._option.markexpr:
+        if self._option.keyword or self._option.markexpr or self._narrows:
             return False
         module = module.resolve()
         if any(module.is_relative_to(whole) for whole in self._whole):
@@ -324,7 +346,7 @@ class _Arguments:
     def hold_all(self, places: Iterable[Path]) -> bool:
         """Every place is below a directory that was named, and nothing was left out of these."""
         option = self._option
-        if option.keyword or option.markexpr or option.deselect:
+        if option.keyword or option.markexpr or option.deselect or self._narrows:
             return False
         if option.ignore or option.ignore_glob:
             return False

@@ -10,54 +10,64 @@ from pathlib import Path
 import pytest
 
 TRAINING = """
-import torch
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-
 KEPT = False
 
 def make(mesh):
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     for layer in model:
         fully_shard(layer, mesh=mesh, reshard_after_forward=not KEPT)
     return fully_shard(model, mesh=mesh)
 
 def step(model):
+    import torch
     model(torch.randn(2, 8)).sum().backward()
+"""
+CONFTEST = """
+import pytest
+import training
+from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.profile import CommProfile, CommRow
+
+class Recorded:
+    # As comm_mode, without torch: what a command names depends on neither model nor ranks.
+    def merged_profile(self):
+        row = CommRow(
+            phase=Phase.FORWARD, owner="a", kind="all_gather", axis="dp", count=1,
+            nbytes=8 if training.KEPT else 4,
+        )
+        return CommProfile(world_size=2, mesh_axes=(), rows=(row,), backend="gloo")
+
+@pytest.fixture
+def both():
+    return {"comm": Recorded(), "tree": Recorded()}
 """
 MODULE = """
 import pytest
-import training
 
-BOTH = '{"comm": comm_mode, "tree": fsdp_tree(model)} == comm_snapshot'
+def test_step(both, comm_snapshot):
+    assert both == comm_snapshot
 
-def both(device_mesh, comm_mode, fsdp_tree):
-    model = training.make(device_mesh())
-    with comm_mode(model):
-        training.step(model)
-    return {"comm": comm_mode, "tree": fsdp_tree(model)}
-
-@pytest.mark.distributed(world_size=2)
-def test_step(device_mesh, comm_mode, fsdp_tree, comm_snapshot):
-    assert both(device_mesh, comm_mode, fsdp_tree) == comm_snapshot
-
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["tied", "un tied", "a::b", "it's", '"$HOME`!', "[x]"])
-def test_names(device_mesh, comm_mode, fsdp_tree, comm_snapshot, name):
-    assert both(device_mesh, comm_mode, fsdp_tree) == comm_snapshot
+def test_names(both, comm_snapshot, name):
+    assert both == comm_snapshot
 
 class TestLlama:
     @pytest.mark.distributed(world_size=[2, 3])
-    def test_step(self, device_mesh, comm_mode, fsdp_tree, comm_snapshot):
-        assert both(device_mesh, comm_mode, fsdp_tree) == comm_snapshot(name="step")
+    def test_step(self, both, comm_snapshot):
+        assert both == comm_snapshot(name="step")
 """
 OTHER = """
-from test_step import both
 import pytest
+import training
 
 @pytest.mark.distributed(world_size=2)
 def test_step(device_mesh, comm_mode, fsdp_tree, comm_snapshot):
-    assert both(device_mesh, comm_mode, fsdp_tree) == comm_snapshot
+    model = training.make(device_mesh())
+    with comm_mode(model):
+        training.step(model)
+    assert {"comm": comm_mode, "tree": fsdp_tree(model)} == comm_snapshot
 """
 
 
@@ -100,8 +110,9 @@ class Project:
 def recorded(tmp_path_factory):
     path = tmp_path_factory.mktemp("recorded")
     (path / "tests/sub").mkdir(parents=True)
-    (path / "pytest.ini").write_text("[pytest]\npythonpath = . tests/sub\ntestpaths = tests\n")
+    (path / "pytest.ini").write_text("[pytest]\npythonpath = .\ntestpaths = tests\n")
     (path / "training.py").write_text(TRAINING)
+    (path / "tests/sub/conftest.py").write_text(CONFTEST)
     (path / "tests/sub/test_step.py").write_text(MODULE)
     (path / "tests/test_other.py").write_text(OTHER)
     project = Project(path)
@@ -138,9 +149,9 @@ CASES = {
     "class and world size": (
         f"{STEP}::TestLlama::test_step[ws3]", ".", "TestLlama.test_step.ws3"
     ),
-    "parameters": (f"--world-size 2 {STEP}::test_names", ".", "test_names"),
+    "parameters": (f"{STEP}::test_names", ".", "test_names"),
     "with settings of the command line": (
-        f"-c pytest.ini -o fsdp_comm_world_size=2 '{STEP}::test_names[un tied]'",
+        f"-c pytest.ini -o fsdp_comm_world_size=2 --world-size 3 '{STEP}::test_names[un tied]'",
         ".",
         "test_names[un tied]",
     ),
@@ -165,19 +176,72 @@ def test_the_printed_command_changes_exactly_the_files_of_its_test(changed, args
     assert changed.run(*shlex.split(args), cwd=cwd).returncode == 0
 
 
+OPTION = """
+import pytest
+
+def pytest_addoption(parser):
+    parser.addoption("--kept", action="store_true")
+
+@pytest.fixture(autouse=True)
+def _as_chosen(request, monkeypatch):
+    import training
+    monkeypatch.setattr(training, "KEPT", request.config.getoption("--kept"))
+"""
+
+
+def test_the_printed_command_repeats_what_the_project_s_own_options_chose(recorded, tmp_path):
+    shutil.copytree(recorded.path, tmp_path / "project")
+    project = Project(tmp_path / "project")
+    (project.path / "conftest.py").write_text(OPTION)
+    odd = project.path / "@x"
+    odd.mkdir()
+    source = "def test_odd(both, comm_snapshot):\n    assert both == comm_snapshot\n"
+    (odd / "test_odd.py").write_text(source)
+    (project.path / "tests/sub/test_even.py").write_text(source)
+    (odd / "conftest.py").write_text(CONFTEST)
+    assert project.run("--snapshot-update", "./@x", "tests/sub/test_even.py").returncode == 0
+    before = project.files()
+    arguments = ("--kept", "-n", "2", "-vv", "tests/sub/test_even.py", "./@x/test_odd.py")
+    result = project.run(*arguments)
+    assert result.returncode == 1
+    commands = accept_commands(result)
+    assert sorted(commands) == [
+        'pytest --snapshot-update --kept "./@x/test_odd.py::test_odd"',
+        'pytest --snapshot-update --kept "tests/sub/test_even.py::test_odd"',
+    ]
+    for command in commands:
+        assert project.shell(command).returncode == 0
+    assert len(changed_files(project, before)) == 4
+    assert project.run(*arguments).returncode == 0
+
+
+def test_a_broken_file_among_several_is_told_without_a_command_that_would_fail(changed):
+    place = changed.path / "snapshots/tests/test_other"
+    (place / "test_step.ws2.comm").write_text("garbage\n")
+    result = changed.run("tests/test_other.py", "--comm-artifacts", "received")
+    assert result.returncode == 1
+    assert "comm: snapshots/tests/test_other/test_step.ws2.comm, line 1: " in result.stdout
+    assert "tree: fsdp_tree differs from" in result.stdout
+    assert "accept:" not in result.stdout
+    # What was equal in a later run is not there any more.
+    assert (changed.path / "received/tests/test_other/test_step.ws2.tree.comm").is_file()
+    (changed.path / "training.py").write_text(TRAINING)
+    changed.run("tests/test_other.py", "--comm-artifacts", "received")
+    assert not list((changed.path / "received").rglob("*.comm"))
+
+
 def test_one_assertion_tells_and_keeps_all_its_comparisons(changed):
     before = changed.files()
     result = changed.run("tests/test_other.py", "--comm-artifacts", "received")
     assert result.returncode == 1
-    shown = [
-        line.removeprefix("E").strip() for line in result.stdout.splitlines() if line[:1] == "E"
-    ]
-    assert shown[0].startswith("AssertionError: assert 2 comparisons failed") or shown[
-        0
-    ].startswith("assert 2 comparisons failed")
     place = "snapshots/tests/test_other/test_step.ws2"
-    assert f"comm: comm_mode differs from {place}.comm" in shown
-    assert f"tree: fsdp_tree differs from {place}.tree.comm" in shown
+    lines = result.stdout.splitlines()
+    shown = [line.removeprefix("E").strip() for line in lines if line.startswith("E")]
+    assert shown[0].removeprefix("AssertionError: ") == (
+        f"assert comm_mode and fsdp_tree differ from {place} (2 files)"
+    )
+    assert any(line.startswith("comm: {0..1} backward: all_gather[dp] 1 -> 0") for line in shown)
+    assert "tree: {0..1}: reshard_after_forward True -> False" in shown
     assert "not reached" not in result.stdout
     assert 'accept: pytest --snapshot-update "tests/test_other.py::test_step"' in shown
     # Unpacked over the reviewed ones, the next run is green.
@@ -191,11 +255,10 @@ def test_one_assertion_tells_and_keeps_all_its_comparisons(changed):
 
 
 def test_the_first_of_two_assertions_says_that_the_second_was_not_reached(changed):
+    first = "    assert comm_mode == comm_snapshot\n"
     source = OTHER.replace(
-        "    assert both(device_mesh, comm_mode, fsdp_tree) == comm_snapshot",
-        "    values = both(device_mesh, comm_mode, fsdp_tree)\n"
-        "    assert values['comm'] == comm_snapshot\n"
-        "    assert values['tree'] == comm_snapshot(name='tree')",
+        '    assert {"comm": comm_mode, "tree": fsdp_tree(model)} == comm_snapshot\n',
+        f"{first}    assert fsdp_tree(model) == comm_snapshot(name='tree')\n",
     )
     # The same files as those of one assertion of both.
     (changed.path / "tests/test_other.py").write_text(source)
@@ -206,16 +269,11 @@ def test_the_first_of_two_assertions_says_that_the_second_was_not_reached(change
         '{"comm": comm_mode, "tree": ...} == comm_snapshot compares all at once' in result.stdout
     )
     # The last one has none after it.
-    (changed.path / "tests/test_other.py").write_text(
-        source.replace("    assert values['comm'] == comm_snapshot\n", "")
-    )
-    result = changed.run("tests/test_other.py", "--snapshot-no-cleanup")
-    assert "not reached: the comparison with test_step.ws2.comm" in result.stdout
-    (changed.path / "tests/test_other.py").write_text(
-        source.replace("    assert values['comm'] ==", "    values['comm'] ==")
-    )
+    source = source.replace(first, "    comm_mode == comm_snapshot\n")
+    (changed.path / "tests/test_other.py").write_text(source)
     result = changed.run("tests/test_other.py")
     assert result.returncode == 1
+    assert "fsdp_tree differs from" in result.stdout
     assert "not reached" not in result.stdout
 
 

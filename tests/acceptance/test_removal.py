@@ -161,7 +161,7 @@ NO_ONE = (TEST_A, "def test_one(", "def _one(")
 NO_B_TWO = (SUB_B, "def test_two(", "def _two(")
 UNNAMED = (TEST_A, f"    {SECOND}\n", "")
 NO_TESTS = (SUB_B, "def test_", "def _")
-SYNTAX_ERROR = (SUB_B, "def test_two(", "def test_two(def")
+SYNTAX_ERROR = (SUB_B, "def test_two(", "def test_two(]")
 ONE_GONE = {f"{A}/{name}" for name in ONE}
 B = {"tests/sub/test_b/test_one.ws1", "tests/sub/test_b/test_two.ws1"}
 B_TWO_GONE = {"tests/sub/test_b/test_two.ws1"}
@@ -224,6 +224,12 @@ CASES = {
     "--maxfail=1 -n 2": Case(args="--maxfail=1 -n 2", edit=first_line("assert False"), exit=2),
     "pytest.exit": Case(edit=first_line("import pytest; pytest.exit()"), exit=2),
     "pytest.exit with 0": Case(edit=first_line("import pytest; pytest.exit('', 0)")),
+    "ini value of the command line": Case(args="-o python_functions=test_two"),
+    "ini value that chooses classes": Case(args="-o python_classes=Llama"),
+    "a module that is not to be collected": Case(
+        edit=(SUB_B, "def test_one", "__test__ = False\n\n\ndef test_one")
+    ),
+    "no parameters": Case(edit=(TEST_A, '["small", "large"]', "[]")),
     "a worker crashes": Case(args="-n 2", edit=first_line("import os; os._exit(1)"), exit=1),
     "a worker crashes, and a test is gone": Case(
         args="-n 2", edit=(first_line("import os; os._exit(1)"), NO_ONE), exit=1
@@ -448,6 +454,65 @@ def test_syrupy_s_own_directory_is_refused(project):
         "`snapshot` assertions, and removes what it does not know; choose another directory, "
         "e.g. 'snapshots'" in result.stderr
     )
+
+
+def test_what_a_hook_leaves_out_is_still_there(project):
+    project.write(
+        "tests/sub/conftest.py",
+        "def pytest_pycollect_makeitem(name):\n    return [] if name == 'test_two' else None\n",
+    )
+    assert project.run("--snapshot-update").returncode == 0
+    assert project.run().returncode == 0
+    assert project.files() == ALL
+
+
+@pytest.mark.parametrize("leave", ["pytest.skip('')", "pytest.xfail('')"])
+def test_a_test_of_which_a_subtest_did_not_run_to_its_end_loses_nothing(tmp_path, leave):
+    pytest.importorskip("_pytest.subtests")
+    project = Project(tmp_path)
+    project.write("conftest.py", CONFTEST)
+    source = (
+        "import pytest\n\ndef test_a(subtests, recorded, comm_snapshot):\n"
+        "    for i in range(3):\n        with subtests.test(i=i):\n"
+        "            if i == 1: LEAVE\n"
+        "            assert recorded == comm_snapshot(name=f's{i}')\n"
+    )
+    project.write("test_s.py", source.replace("LEAVE", "pass"))
+    assert project.run("--snapshot-update").returncode == 0
+    before = project.files()
+    assert len(before) == 3
+    project.write("test_s.py", source.replace("LEAVE", leave))
+    assert project.run().returncode == 0
+    assert project.run("--snapshot-update").returncode == 0
+    assert project.files() == before
+
+
+def test_parameters_that_follow_the_world_size_keep_the_files_of_the_other(tmp_path):
+    project = Project(tmp_path)
+    project.write(
+        "conftest.py",
+        CONFTEST
+        + """
+def pytest_generate_tests(metafunc):
+    if "tp" in metafunc.fixturenames:
+        ranks = int(metafunc.config.getoption("--world-size"))
+        metafunc.parametrize("tp", [size for size in (1, 2, 3) if size <= ranks])
+""",
+    )
+    project.write(
+        "test_n.py",
+        "import pytest\n@pytest.mark.distributed\n"
+        "def test_t(tp, recorded, comm_snapshot):\n    assert recorded == comm_snapshot\n"
+        "@pytest.mark.distributed\n"
+        "def test_u(recorded, comm_snapshot):\n    assert recorded == comm_snapshot\n",
+    )
+    for size in ("3", "2"):
+        assert project.run("--snapshot-update", "--world-size", size).returncode == 0
+    assert len(project.files()) == 4 + 3
+    project.edit("test_n.py", "def test_u", "def _u")
+    result = project.run("--snapshot-update", "--world-size", "2")
+    assert "1 snapshot file deleted:" in result.stdout
+    assert project.files() >= {"test_n/test_t[3].ws3", "test_n/test_u.ws3"}
 
 
 def test_foreign_files_stay(project):

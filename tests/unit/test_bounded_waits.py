@@ -116,13 +116,16 @@ orphan = int(told)
 os.kill(orphan, 0)
 assert not ending.descendants(orphan)
 assert {spared.pid, orphan} == set(ending.descendants(os.getpid()))
-ending.kill_children([spared.pid], within_s=10)
+assert not ending.kill_children([spared.pid], within_s=10)
 try:
     os.kill(orphan, 0)
 except ProcessLookupError:
     print("gone")
 assert spared.poll() is None
-ending.kill_children([], within_s=10)
+kill, ending.kill = ending.kill, lambda pids: None
+assert ending.kill_children([], within_s=0.05) == {spared.pid}
+ending.kill = kill
+assert not ending.kill_children([], within_s=10)
 try:
     os.kill(spared.pid, 0)
 except ProcessLookupError:

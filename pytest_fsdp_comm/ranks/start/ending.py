@@ -50,27 +50,32 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def kill_children(spared: Iterable[int], *, within_s: float) -> None:
+def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
     """Kills and reaps this process's children, and their children, until none is left.
 
     Args:
         spared: Children that are none of these.
         within_s: When to give up.
+
+    Returns:
+        Those that are still there.
     """
     spared = set(spared)
+    left: set[int] = set()
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            return  # as after nearly every test
+            return set()  # as after nearly every test
         left = set(_children(os.getpid())) - spared
         if not left:
-            return
+            break
         kill(left)
         for pid in left:
             is_gone(pid)
         time.sleep(_PAUSE_S)
+    return left
 
 
 def is_gone(pid: int) -> bool:

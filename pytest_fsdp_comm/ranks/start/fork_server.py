@@ -214,8 +214,9 @@ class _Server:
         kill(pids.values())
         alive = self._await_ends(pids, within_s)
         running = [pid for others in self._sets.values() for pid in others.values()]
-        kill_children([*alive.values(), *running, *self._unended], within_s=HURRIED_S)
         self._unended += alive.values()
+        # Each is waited for once.
+        self._unended += kill_children([*running, *self._unended], within_s=HURRIED_S)
         self._resting.discard(number)
         if number in self._held:
             self._held.pop(number).release()
