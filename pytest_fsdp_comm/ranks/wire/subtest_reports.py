@@ -2,7 +2,8 @@
 
 Private names, read in pytest 8.4 to 9.2 and pytest-subtests 0.15, are used here and nowhere else:
 reports that are serialized with ``_subtest.context`` and have a ``context`` of ``msg`` and
-``kwargs``; and the functions ``capturing_output(request)``, whose value has ``out`` and ``err``.
+``kwargs``; and the functions ``capturing_output(request)``, whose value is a ``Captured`` with
+``out`` and ``err``.
 ``tests/unit/test_subtest_reports.py`` fails when one moves.
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm import upstream
@@ -54,7 +54,7 @@ def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
     return json.dumps([data[_CONTEXT]["msg"], data[_CONTEXT]["kwargs"]], default=repr)
 
 
-def capture_subtests(capture: Callable[[SimpleNamespace], Any]) -> None:
+def capture_subtests(capture: Callable[[Any], Any]) -> None:
     """Makes subtests take their output from this rank's logs, which survive a crash.
 
     pytest would send it to a temporary file for each subtest, unless the test itself captures.
@@ -65,10 +65,20 @@ def capture_subtests(capture: Callable[[SimpleNamespace], Any]) -> None:
     Raises:
         UpstreamChangedError: pytest has moved a private name.
     """
+    for name in _MODULES:
+        module: Any = sys.modules.get(name)
+        if module is None:
+            continue
+        for needed in ("capturing_output", "Captured"):
+            if not hasattr(module, needed):
+                raise upstream.moved("pytest", f"{name}.{needed}", "running ranks relies on")
+        module.capturing_output = _capturing_output(module.Captured, capture)
 
+
+def _capturing_output(make_captured: Callable[[], Any], capture: Callable[[Any], Any]) -> Any:
     @contextlib.contextmanager
-    def capturing_output(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
-        captured = SimpleNamespace(out="", err="")
+    def capturing_output(request: pytest.FixtureRequest) -> Iterator[Any]:
+        captured = make_captured()
         manager: Any = request.config.pluginmanager.getplugin("capturemanager")
         test_captures = getattr(manager, "_capture_fixture", None) is not None
         if request.config.getoption("capture", "no") == "no" or test_captures:
@@ -77,10 +87,4 @@ def capture_subtests(capture: Callable[[SimpleNamespace], Any]) -> None:
             with capture(captured):
                 yield captured
 
-    for name in _MODULES:
-        module: Any = sys.modules.get(name)
-        if module is None:
-            continue
-        if not hasattr(module, "capturing_output"):
-            raise upstream.moved("pytest", f"{name}.capturing_output", "running ranks relies on")
-        module.capturing_output = capturing_output
+    return capturing_output
