@@ -1,0 +1,27 @@
+"""The page that says where things are names what is there."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PACKAGE = ROOT / "pytest_fsdp_comm"
+
+
+def test_every_file_and_room_that_is_named_exists():
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", PAGE))
+    assert len(named) > 30
+    for name in named:
+        # A file that is named without its room stands beside one that is named with it.
+        found = [(ROOT / name).exists(), (PACKAGE / name).exists(), *PACKAGE.rglob(name)]
+        assert any(found), name
+
+
+def test_every_room_is_on_the_page_and_says_what_it_holds():
+    rooms = {file.parent for file in PACKAGE.rglob("*.py")} - {PACKAGE}
+    for room in rooms:
+        assert f"`{room.relative_to(PACKAGE)}/`" in PAGE or f"`{room.name}/`" in PAGE or (
+            f"`{room.name}`" in PAGE
+        ), room  # fmt: skip
+        text = (room / "__init__.py").read_text()
+        assert re.match(r'"""[A-Z].{20,}\.\n\n.{20,}', text), room
