@@ -10,7 +10,8 @@ def _outermost_pytest(monkeypatch, request):
         # Before what follows, since it deletes PYTEST_ADDOPTS.
         request.getfixturevalue("pytester")
     # Plugins that change a run are tested on purpose, in test_other_plugins.py.
-    disabled = ("asyncio", "randomly", "rerunfailures", "timeout")
+    # Hypothesis is not used there, and takes as long to import as a small session to run.
+    disabled = ("asyncio", "hypothesispytest", "randomly", "rerunfailures", "timeout")
     monkeypatch.setenv("PYTEST_ADDOPTS", " ".join(f"-p no:{name}" for name in disabled))
     # Ranks share the machine's few cores with the tests that run beside.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
