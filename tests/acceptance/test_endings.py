@@ -76,7 +76,7 @@ def test_a_spawned_rank_that_left_its_group(pytester):
 UNKILLABLE = """
 import os, pathlib
 import pytest_fsdp_comm.ranks.session.runner as runner
-import pytest_fsdp_comm.ranks.{server} as server
+import pytest_fsdp_comm.ranks.start.{server} as server
 
 runner.PATIENCE_S = {patience_s}
 HERE = pathlib.Path(__file__).parent
@@ -129,7 +129,7 @@ def says_unended(name):
 
 @pytest.mark.parametrize("arguments", [(), ("-n", "1")], ids=["one", "xdist"])
 def test_a_rank_that_cannot_be_ended_fails_its_test(pytester, arguments):
-    pytester.makeconftest(UNKILLABLE.format(server="server", patience_s=1.0))
+    pytester.makeconftest(UNKILLABLE.format(server="fork_server", patience_s=1.0))
     pytester.makepyfile(test_it=STUCK.format(more=""))
     started_at = time.monotonic()
     result = pytester.runpytest_subprocess(*PYTEST, *arguments, timeout=100)
@@ -145,7 +145,7 @@ def test_a_rank_that_cannot_be_ended_fails_its_test(pytester, arguments):
 
 
 def test_a_kept_rank_that_cannot_be_ended_is_told(pytester):
-    pytester.makeconftest(UNKILLABLE.format(server="server", patience_s=1.0))
+    pytester.makeconftest(UNKILLABLE.format(server="fork_server", patience_s=1.0))
     pytester.makepyfile(test_it=STUCK.format(more=", scope='module'"))
     result = pytester.runpytest_subprocess(*PYTEST, *ONLY_STUCK, timeout=60)
     result.assert_outcomes(passed=1, deselected=5)
@@ -179,7 +179,7 @@ def test_stuck(dist_info):
 @pytest.mark.parametrize("sleeps", [True, False], ids=["in the test", "in the wait for its end"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_unkillable_rank_does_not_keep_an_interrupted_session(tmp_path, number, sleeps):
-    (tmp_path / "conftest.py").write_text(UNKILLABLE.format(server="server", patience_s=60.0))
+    (tmp_path / "conftest.py").write_text(UNKILLABLE.format(server="fork_server", patience_s=60.0))
     (tmp_path / "test_it.py").write_text(WAITING.replace("SLEEPS", str(sleeps)))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     # Not ignored, as a shell has it for what it runs in the background.

@@ -315,6 +315,21 @@ def test_variables_of_slurm_and_a_changed_snapshot(forked, tmp_path):
     assert snapshots(path) == snapshots(forked)
 
 
+@pytest.mark.parametrize("is_lost", [True, False], ids=["a process lost", "complete"])
+def test_an_update_removes_only_what_a_complete_launch_shows(forked, tmp_path, is_lost):
+    path = copied(forked, tmp_path / "project")
+    file = path / "test_it.py"
+    lost = "    if rank() == 1: os.kill(pytest_pid(), signal.SIGKILL)\n    time.sleep(1000)\n"
+    last = f"\n@pytest.mark.distributed\ndef test_last():\n{lost if is_lost else '    pass'}\n"
+    file.write_text(file.read_text().replace("def test_step(", "def test_renamed(") + last)
+    ended = end(start_torchrun(path, "--snapshot-update", TMPDIR=str(tmp_path)))
+    gone = {"test_it/test_step.ws2.comm", "test_it/test_step.ws2.tree.comm"}
+    assert gone <= snapshots(forked).keys()
+    kept = {name for name in snapshots(forked) if name in snapshots(path)}
+    assert snapshots(forked).keys() - kept == (set() if is_lost else gone)
+    assert (ended.status == 0) == (not is_lost)
+
+
 def test_two_agents_stop_at_the_same_test(tmp_path):
     fails = "@pytest.mark.distributed\ndef test_fails(): assert rank() == 0, 'not me'\n"
     never = "@pytest.mark.distributed\ndef test_never(): open('ran', 'w').close()\n"
