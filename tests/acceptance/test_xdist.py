@@ -189,7 +189,7 @@ def test_a_killed_worker_frees_its_slots_and_its_ranks_die(run):
 # The daemons are killed with the ranks: here they stand for what the kernel does not let go.
 UNKILLABLE_DAEMONS = """
 from pathlib import Path
-import pytest_fsdp_comm.ranks.ending as ending
+import pytest_fsdp_comm.ranks.start.ending as ending
 
 kill = ending.kill
 
