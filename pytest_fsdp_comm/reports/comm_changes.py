@@ -89,13 +89,11 @@ def combine(explained: Sequence[tuple[str, Explanation]], *, accept: str) -> tup
         bodies = {name: body[1:] for name, body in bodies.items()}
     else:
         head = [f"{len(explained)} comparisons failed"]
-    told = {*tail, *(line for line in chain(*bodies.values()) if line.startswith(_LEFT_OUT))}
+    left_out = {line for line in chain(*bodies.values()) if line.startswith(_LEFT_OUT)}
     causes = [line for line in chain(*bodies.values()) if line.startswith(_LIKELY)]
+    told = {*tail, *left_out, *causes}
     tail = [*causes[:1], *tail]
-    bodies = {
-        name: [line for line in body if line not in told and not line.startswith(_LIKELY)]
-        for name, body in bodies.items()
-    }
+    bodies = {name: [line for line in body if line not in told] for name, body in bodies.items()}
     shown: dict[str, list[str]] = {name: [] for name in bodies}
     room = _SHORT_CHARACTERS - sum(map(len, (*head, *tail)))
     for _ in range(_SHORT_LINES):
@@ -107,7 +105,7 @@ def combine(explained: Sequence[tuple[str, Explanation]], *, accept: str) -> tup
                 shown[name].append(line)
                 room -= len(line)
                 body.pop(0)
-    is_cut = any(bodies.values()) or len(told) > 1 or len(causes) > 1
+    is_cut = any(bodies.values()) or left_out or len(causes) > 1
     more = ["  ... and more, below"] if is_cut else []
     return (*head, *chain(*shown.values()), *more, *tail)
 
