@@ -6,17 +6,17 @@ would hold for ever.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, SupportsIndex
 
-from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, ROOT_FQN, Phase
+from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, ROOT_FQN, Collective, Phase
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.text.fqn import NO_MODULE, escape, fold_fqns, matcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable
 
-    from pytest_fsdp_comm.comm.events import Collective
 
 _MAX_LISTED: Final = 12
 _ELSEWHERE: Final = {

@@ -7,11 +7,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.text.fqn import escape, fold_fqns
+from pytest_fsdp_comm.tree.model import ParameterNode, ShardUnit
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-    from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
+    from pytest_fsdp_comm.tree.model import ShardTree
 
 MAX_DEPTH: Final = 40
 """Levels that a drawing indents; deeper rows stay at this one."""

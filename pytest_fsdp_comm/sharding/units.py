@@ -6,18 +6,18 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.tree.model import Precision
+from pytest_fsdp_comm.comm.events import MeshAxis
+from pytest_fsdp_comm.tree.layout import AxisPlacement, FlatRange
+from pytest_fsdp_comm.tree.model import Precision, UnitKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
     from torch import nn
 
-    from pytest_fsdp_comm.comm.events import MeshAxis
-    from pytest_fsdp_comm.tree.layout import AxisPlacement, FlatRange
-    from pytest_fsdp_comm.tree.model import UnitKind
 
 Slot = tuple[int, str]
 """Where a parameter is registered: index of the module, and its name there."""

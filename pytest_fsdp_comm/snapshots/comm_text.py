@@ -42,14 +42,13 @@ from pytest_fsdp_comm.snapshots.lines import (
     sort_folded,
     write_ranks,
 )
-from pytest_fsdp_comm.text.fqn import NO_MODULE, Pattern, fold_fqns
+from pytest_fsdp_comm.text.fqn import NO_MODULE, Pattern, Ranges, fold_fqns
 from pytest_fsdp_comm.text.name_patterns import Pieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from pytest_fsdp_comm.comm.events import MeshAxis
-    from pytest_fsdp_comm.text.fqn import Ranges
 
 _BYTE: Final = 0xFF
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import glob
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.snapshots.names import SUFFIX, named_module, read_basename
@@ -22,7 +23,6 @@ from pytest_fsdp_comm.snapshots.names import SUFFIX, named_module, read_basename
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from collections.abc import Set as AbstractSet
-    from pathlib import Path
 
     TestVariant = tuple[str, str]
     """A test as `snapshot_names.written_test` writes it, and the variant that is collected."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_comm.tree.model import Precision
+from pytest_fsdp_comm.comm.events import MeshAxis
+from pytest_fsdp_comm.tree.model import Precision, UnitKind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from pytest_fsdp_comm.comm.events import MeshAxis
-    from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit, UnitKind
+    from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

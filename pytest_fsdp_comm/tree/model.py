@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
+from pytest_fsdp_comm.comm.events import MeshAxis
 from pytest_fsdp_comm.text.fqn import fold_fqns, natural_key
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.tree.layout import AxisPlacement, FlatRange, local_numels
@@ -17,7 +18,6 @@ from pytest_fsdp_comm.tree.layout import AxisPlacement, FlatRange, local_numels
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_fsdp_comm.comm.events import MeshAxis
 
 MAX_INDENT: Final = 40
 """Levels that the outline indents and writes full FQNs for; deeper ones show their own name."""

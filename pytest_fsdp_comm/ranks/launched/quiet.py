@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, TextIO
 
 import pytest
 
 from pytest_fsdp_comm import upstream
-
-if TYPE_CHECKING:
-    from typing import TextIO
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import pytest
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pytest_fsdp_comm.options import Backend
-    from pytest_fsdp_comm.ranks.wire.exchange import RankExchange
-    from pytest_fsdp_comm.ranks.wire.launch import StoreAddress
+from pytest_fsdp_comm.options import Backend
+from pytest_fsdp_comm.ranks.wire.exchange import RankExchange
+from pytest_fsdp_comm.ranks.wire.launch import StoreAddress
 
 Gather = Callable[[str], list[str]]
 """Out-of-band exchange: each recorded rank calls it with a text and gets the texts of all of them,

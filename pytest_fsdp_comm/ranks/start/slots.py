@@ -15,11 +15,11 @@ import os
 import time
 import urllib.parse
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 _PAUSE_S = 0.02
 _TURN = "turn"

@@ -15,13 +15,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from pytest_fsdp_comm import upstream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import torch
-    from torch import nn
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 

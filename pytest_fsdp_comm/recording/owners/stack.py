@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 from pytest_fsdp_comm import upstream
 
 if TYPE_CHECKING:
-    from types import CodeType, FrameType
+    from types import CodeType
 
 # Read in torch 2.6, 2.9, 2.11, 2.13; tests/unit/test_capture_contracts.py fails when one moves.
 _CALL_MODULE: Final = nn.Module._call_impl.__code__  # noqa: SLF001  # every module call passes here

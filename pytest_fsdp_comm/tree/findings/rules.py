@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
@@ -9,7 +10,7 @@ from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.tree.model import Finding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
 RuleLevel = Literal["error", "warning", "off"]
 
