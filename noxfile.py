@@ -43,4 +43,4 @@ def matrix(session: nox.Session, torch: str) -> None:
     """
     session.install(f"torch=={torch}", "-e", ".[test]")
     session.run("pytest", "--world-size", "4", "examples")
-    session.run("pytest", "-q", "tests/acceptance/test_stability.py", *session.posargs)
+    session.run("pytest", "-q", "tests/acceptance/snapshots/test_stability.py", *session.posargs)

@@ -1,8 +1,15 @@
-"""How the tests' examples are drawn."""
+"""How the tests' examples are drawn, and on what they run."""
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A runner with two busy cores takes seconds for what takes milliseconds elsewhere: the first draw
 # fills Unicode's tables.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+
+@pytest.fixture
+def backend(request):
+    """Parametrized by `oracle.gloo_and_fake`, which names the tests by it."""
+    return request.param

@@ -4,13 +4,13 @@ import json
 import pathlib
 import shutil
 
-RECORDING = pathlib.Path(__file__).parents[1] / "recording"
+TESTS = pathlib.Path(__file__).parents[1]
 
 
 def test_random_plans(pytester):
     for name in ("oracle.py", "models.py", "conftest.py"):
-        shutil.copy(RECORDING / name, pytester.path)
-    shutil.copy(RECORDING / "random_plans.py", pytester.path / "test_random_plans.py")
+        shutil.copy(TESTS / name, pytester.path)
+    shutil.copy(TESTS / "random_plans.py", pytester.path / "test_random_plans.py")
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=300)
     result.assert_outcomes(passed=4)
     for world_size in (2, 4):

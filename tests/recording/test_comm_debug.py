@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from models import Block, step
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -19,20 +20,9 @@ from torch.distributed.tensor.parallel import (
 
 from pytest_fsdp_comm import RecordingError
 
-WIDTH = 8
 fake = pytest.mark.distributed(world_size=4, backend="fake")
 # Of CommDebugMode's hooks, and of FSDP about outputs that it takes for views under them.
 ignore_hook_warning = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
 
 
 def build(mesh, blocks, sharded, parallel, reshard):
@@ -44,10 +34,6 @@ def build(mesh, blocks, sharded, parallel, reshard):
         if not isinstance(model[number % blocks], torch.distributed.fsdp.FSDPModule):
             fully_shard(model[number % blocks], mesh=mesh["dp"], reshard_after_forward=reshard)
     return fully_shard(model, mesh=mesh["dp"])
-
-
-def step(model):
-    model(torch.randn(2, WIDTH)).sum().backward()
 
 
 @fake

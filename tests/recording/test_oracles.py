@@ -5,8 +5,7 @@ Each test runs on real gloo ranks and, where its marker says so, on the fake gro
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.fsdp import fully_shard
+from models import BLOCK_NBYTES, FLOAT, ROOT_NBYTES, WIDTH, Model, shard, step
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -15,10 +14,6 @@ from torch.distributed.tensor.parallel import (
 from torch.profiler import ProfilerActivity, profile
 
 BLOCKS = 3
-WIDTH = 8
-FLOAT = 4
-BLOCK_NBYTES = 2 * WIDTH * WIDTH * FLOAT  # two linears without bias
-ROOT_NBYTES = 2 * WIDTH * WIDTH * FLOAT  # embed and head
 
 # The profiler shows the sizes of a call's tensor arguments: the tensor that every rank contributes.
 KINDS = {
@@ -31,41 +26,6 @@ KINDS = {
 }
 
 SILENT = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.layers = nn.ModuleList([Block() for _ in range(BLOCKS)])
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def shard(model, mesh, **options):
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def step(model):
-    model(torch.randn(2, WIDTH)).sum().backward()
 
 
 def profiled(comm_mode, model):
@@ -116,7 +76,7 @@ def layers(phase, kind, axis, count, nbytes):
 
 @pytest.mark.distributed(world_size=[2, 4])
 def test_fsdp(comm_mode, device_mesh):
-    model = shard(Model(), device_mesh())
+    model = shard(Model(BLOCKS), device_mesh())
     recorded, seen = profiled(comm_mode, model)
     assert recorded == seen
     # Forward: root and blocks; backward: blocks again, since the root does not reshard.
@@ -132,7 +92,7 @@ def test_fsdp(comm_mode, device_mesh):
 
 @pytest.mark.distributed(world_size=[2, 4])
 def test_fsdp_without_reshard_after_forward(comm_mode, device_mesh):
-    model = shard(Model(), device_mesh(), reshard_after_forward=False)
+    model = shard(Model(BLOCKS), device_mesh(), reshard_after_forward=False)
     recorded, seen = profiled(comm_mode, model)
     assert recorded == seen
     assert rows(comm_mode) == {
@@ -145,7 +105,7 @@ def test_fsdp_without_reshard_after_forward(comm_mode, device_mesh):
 
 @pytest.mark.distributed(world_size=4)
 def test_hsdp(comm_mode, device_mesh):
-    model = shard(Model(), device_mesh(replicate=2, shard=2))
+    model = shard(Model(BLOCKS), device_mesh(replicate=2, shard=2))
     recorded, seen = profiled(comm_mode, model)
     assert recorded == seen
     # The all-reduce over the other axis sends the shard that the reduce-scatter left.
@@ -163,7 +123,7 @@ def test_hsdp(comm_mode, device_mesh):
 @pytest.mark.distributed(world_size=[2, 4])
 def test_fsdp_with_tensor_parallelism(comm_mode, device_mesh, dist_info):
     mesh = device_mesh(dp=-1, tp=2)
-    model = Model()
+    model = Model(BLOCKS)
     for layer in model.layers:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(layer, mesh["tp"], plan)
@@ -198,7 +158,7 @@ def test_fsdp_with_tensor_parallelism(comm_mode, device_mesh, dist_info):
 @pytest.mark.distributed(world_size=4, backend="fake")
 @pytest.mark.parametrize("axes", [{"dp": 4}, {"replicate": 2, "shard": 2}], ids=["fsdp", "hsdp"])
 def test_the_fake_group_sends_the_same(comm_mode, device_mesh, axes):
-    model = shard(Model(), device_mesh(**axes))
+    model = shard(Model(BLOCKS), device_mesh(**axes))
     recorded, seen = profiled(comm_mode, model)
     assert recorded == seen
     shape = [(event.kind, event.owner, event.phase.value) for event in comm_mode.events]

@@ -7,61 +7,25 @@ failed comparison says is the point.
 import itertools
 import re
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
+from models import WIDTH, Block, Model, shard
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
 
-WIDTH = 8
-
 pytestmark = pytest.mark.distributed(world_size=2)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self, blocks=2, *, reentrant=None):
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.layers = nn.ModuleList([Block() for _ in range(blocks)])
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.reentrant = reentrant
-
-    def forward(self, x, *, chunks=1):
-        x = self.embed(x)
-        for layer in self.layers:
-            if self.reentrant is None:
-                x = layer(x)
-            else:
-                x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return torch.cat([self.head(part) for part in x.chunk(chunks)])
-
-
-def shard(model, mesh, *, root=None, **options):
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=root)
-
-
 def step(model, **options):
-    x = torch.ones(4, WIDTH, requires_grad=True)
-    model(x, **options).sum().backward()
+    models.step(model, batch=4, grad_input=True, **options)
 
 
 @pytest.fixture
@@ -303,7 +267,7 @@ def test_a_needless_gather_of_a_dtensor(record, device_mesh):
     reviewed, regressed = (record(model, lambda model=model: step(model)) for model in models)
     assert said(reviewed, regressed) == [
         "{0..1}.up forward: all_gather[tp] 0 -> 1 (+1), 0 B -> 128 B per rank, each, issued at "
-        "tests/regressions/test_reported.py:N",
+        "tests/models.py:N",
         "{0..1}.down backward: all_gather[tp] 0 -> 1 (+1), 0 B -> 128 B per rank, each",
         "{0..1}.up forward: (Shard(dim=1))->(Replicate()) 0 -> 1 (+1), each",
         "{0..1}.down backward: (Shard(dim=1))->(Replicate()) 0 -> 1 (+1), each",

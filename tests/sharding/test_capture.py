@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from models import Block, TokenModel
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -46,34 +47,8 @@ def four_ranks():
         yield
 
 
-class Block(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return self.down(self.up(x).relu())
-
-
-class Model(nn.Module):
-    def __init__(self, *, layers=2, width=8, tied=False):
-        super().__init__()
-        self.embed = nn.Embedding(16, width)
-        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
-        self.head = nn.Linear(width, 16, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def sharded(model=None, **policy):
-    model = Model() if model is None else model
+    model = TokenModel() if model is None else model
     for layer in model.layers:
         fully_shard(layer, **policy)
     return fully_shard(model, **policy)
@@ -107,7 +82,7 @@ pytestmark = pytest.mark.usefixtures("four_ranks")
 def test_blocks_and_root():
     tree = capture_tree(sharded())
     assert str(tree) == (
-        "[Model] FULLY SHARDED\n"
+        "[TokenModel] FULLY SHARDED\n"
         "    embed[Embedding]\n"
         "    layers[ModuleList]\n"
         "        layers.0[Block] FULLY SHARDED\n"
@@ -187,7 +162,7 @@ def test_reshard_set_later():
 
 
 def test_without_a_root_each_block_is_one():
-    model = Model()
+    model = TokenModel()
     for layer in model.layers:
         fully_shard(layer)
     tree = capture_tree(model)
@@ -201,7 +176,7 @@ def test_without_a_root_each_block_is_one():
 
 @pytest.mark.parametrize("reshard", [True, False, pytest.param(None, marks=needs_none), 2])
 def test_running_the_model_does_not_change_its_tree(reshard):
-    model = sharded(Model(tied=True), reshard_after_forward=reshard)
+    model = sharded(TokenModel(tied=True), reshard_after_forward=reshard)
     before = capture_tree(model)
     tokens = torch.zeros(4, dtype=torch.long)
     loss = model(tokens).sum()
@@ -238,7 +213,7 @@ def test_hsdp():
 
 
 def test_tensor_parallelism_alone():
-    model = Block()
+    model = Block(8, 16, bias=True)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     tree = capture_tree(model)
@@ -251,7 +226,7 @@ def test_tensor_parallelism_alone():
 
 
 def test_fsdp_over_tensor_parallelism():
-    model = Block()
+    model = Block(8, 16, bias=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
@@ -305,7 +280,7 @@ def test_three_axes():
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "shard", "tp"))
-    model = Block()
+    model = Block(8, 16, bias=True)
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["replica", "shard"])
     tree = capture_tree(model)
@@ -409,7 +384,7 @@ def test_mixed_precision_offload_and_prefetch():
 
 
 def test_modules_grouped_into_one_unit():
-    model = Model()
+    model = TokenModel()
     fully_shard([model.head, model.layers[1]])
     fully_shard(model)
     tree = capture_tree(model)
@@ -421,7 +396,7 @@ def test_modules_grouped_into_one_unit():
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_units_have_the_names_of_owners_in_recordings():
-    model = Model(layers=3)
+    model = TokenModel(layers=3)
     fully_shard([model.layers[2], model.layers[0]])
     fully_shard(model.layers[1])
     fully_shard(model)
@@ -446,7 +421,7 @@ def test_a_root_whose_children_took_all_parameters():
 
 
 def test_tied_parameters_are_one_with_two_names():
-    tree = capture_tree(sharded(Model(tied=True)))
+    tree = capture_tree(sharded(TokenModel(tied=True)))
     assert "head.weight" not in dict(tree.named_parameters())
     index = [fqn for fqn, _ in tree.named_parameters()].index("embed.weight")
     assert tree.tied_fqns(index) == ("head.weight",)
@@ -454,7 +429,7 @@ def test_tied_parameters_are_one_with_two_names():
 
 
 def test_a_tie_that_two_units_broke_is_remembered():
-    model = Model(tied=True)
+    model = TokenModel(tied=True)
     fully_shard(model.embed)
     if not hasattr(list_handles(model)[0].fsdp_params[0], "_orig_param_uid"):
         pytest.skip("this torch forgets it")
@@ -464,7 +439,7 @@ def test_a_tie_that_two_units_broke_is_remembered():
 
 
 def test_frozen_and_ignored_parameters():
-    model = Model()
+    model = TokenModel()
     model.embed.weight.requires_grad = False
     fully_shard(model, ignored_params={model.head.weight})
     tree = capture_tree(model)
@@ -478,7 +453,7 @@ def test_frozen_and_ignored_parameters():
 
 def test_meta_device_and_fake_tensors():
     with torch.device("meta"):
-        model = Model()
+        model = TokenModel()
     tree = capture_tree(sharded(model))
     assert {entry.device for entry in tree.parameters} == {"meta"}
     assert tree.notes == ("10 of 10 parameters are on the meta device and hold no data yet",)
@@ -497,28 +472,28 @@ def test_moving_to_another_dtype_after_sharding_is_seen():
 
 
 def test_an_unsharded_model_says_so():
-    tree = capture_tree(Model())
+    tree = capture_tree(TokenModel())
     assert not tree.is_sharded
     assert not tree.units
     assert sum(math.prod(entry.shape) for entry in tree.parameters) == sum(
-        tensor.numel() for tensor in Model().parameters()
+        tensor.numel() for tensor in TokenModel().parameters()
     )
 
 
 def test_order_of_construction_and_class_names_do_not_show():
-    class Renamed(Model):
+    class Renamed(TokenModel):
         pass
 
     model = Renamed(tied=True)
     for module in (model, *model.layers):
         module._modules = dict(reversed(module._modules.items()))
     assert format_tree(capture_tree(sharded(model))) == format_tree(
-        capture_tree(sharded(Model(tied=True)))
+        capture_tree(sharded(TokenModel(tied=True)))
     )
 
 
 def test_wrappers_leave_no_trace_in_the_snapshot():
-    model = Model()
+    model = TokenModel()
     model.layers[0] = checkpoint_wrapper(model.layers[0])
     model.layers[1] = torch.compile(model.layers[1], backend="eager")
     tree = capture_tree(torch.compile(sharded(model), backend="eager"))
@@ -530,7 +505,7 @@ def test_wrappers_leave_no_trace_in_the_snapshot():
 
 
 def test_a_module_at_two_places_is_listed_once():
-    model = Model()
+    model = TokenModel()
     model.again = model.layers[0]
     tree = capture_tree(sharded(model))
     # Natural order meets `again` before `layers`; the order of registration does not matter.
@@ -541,7 +516,7 @@ def test_a_module_at_two_places_is_listed_once():
 
 
 def test_every_parameter_is_there_with_its_global_shape():
-    model = sharded(Model(tied=True))
+    model = sharded(TokenModel(tied=True))
     tree = capture_tree(model)
     listed = {}
     for index, (fqn, entry) in enumerate(tree.named_parameters()):

@@ -1,13 +1,7 @@
 """Whatever happens to a snapshot, it is refused, or read as exactly what it says."""
 
-import importlib.util
-from pathlib import Path
-
+import fuzzing
 import pytest
-
-SPEC = importlib.util.spec_from_file_location("fuzzing", Path(__file__).with_name("fuzzing.py"))
-fuzzing = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(fuzzing)
 
 
 @pytest.mark.parametrize("kind", ["comm", "tree"])

@@ -1,6 +1,6 @@
 """Mutates snapshots of both kinds, and checks what their parsers make of it.
 
-    python tests/unit/fuzzing.py --mutations 1000000 --seed 7
+    python tests/fuzzing.py --mutations 1000000 --seed 7
 
 A mutated text is refused by a short error with file, line and remedy; or it is just what is written
 for what it says, and says something else than the original did.

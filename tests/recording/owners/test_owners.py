@@ -7,6 +7,7 @@ module. The fake group is enough, since `test_oracles` shows that gloo sends the
 import pytest
 import torch
 import torch.distributed as dist
+from models import WIDTH, Block, Model, shard, step
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -16,46 +17,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils.checkpoint import checkpoint
-
-WIDTH = 8
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self, blocks=2, *, reentrant=None):
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.layers = nn.ModuleList([Block() for _ in range(blocks)])
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        x = self.embed(x)
-        for layer in self.layers:
-            if self.reentrant is None:
-                x = layer(x)
-            else:
-                x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-
-def shard(model, mesh, **options):
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh)
-
-
-def step(model, *, grad_input=False):
-    model(torch.randn(2, WIDTH, requires_grad=grad_input)).sum().backward()
 
 
 def table(comm_mode):

@@ -8,7 +8,7 @@ from pytest_fsdp_comm.fsdp_tree import TreeFactory
 from pytest_fsdp_comm.tree.findings.rules import CODES, FindingRules, parse_rules
 from pytest_fsdp_comm.tree.model import ShardTree
 
-PAGE = (Path(__file__).parents[2] / "docs" / "fsdp-tree.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "fsdp-tree.md").read_text(encoding="utf-8")
 
 
 def test_codes_and_levels():

@@ -1,30 +1,17 @@
 """``fsdp_tree`` in real ranks, as a user writes and sees it."""
 
+from pathlib import Path
+
 import pytest
+
+MODELS = (Path(__file__).parents[1] / "models.py").read_text()
 
 PROJECT = """
 import pytest
 import torch
 from torch import nn
+from models import Block, UnevenModel
 from torch.distributed.fsdp import fully_shard
-
-class Block(nn.Module):
-    def __init__(self, width=5):
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return self.down(self.up(x).relu())
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.head(self.layers(x))
 
 def shard(model, mesh, blocks=2):
     for layer in model.layers[:blocks]:
@@ -36,7 +23,7 @@ def shard(model, mesh, blocks=2):
 @pytest.fixture
 def project(pytester):
     def make(test, **files):
-        pytester.makepyfile(test_it=PROJECT + test, **files)
+        pytester.makepyfile(test_it=PROJECT + test, models=MODELS, **files)
         return pytester
 
     return make
@@ -50,7 +37,7 @@ def test_the_tree_of_each_rank(project):
     pytester = project("""
 @pytest.mark.distributed
 def test_tree(fsdp_tree, device_mesh, dist_info):
-    model = shard(Model(), device_mesh())
+    model = shard(UnevenModel(10), device_mesh())
     tree = fsdp_tree.of_all_ranks(model)
     assert "layers.1[Block] FULLY SHARDED" in str(tree)
     assert not tree.findings
@@ -62,11 +49,11 @@ def test_tree(fsdp_tree, device_mesh, dist_info):
 
 @pytest.mark.distributed
 def test_ranks_that_differ(fsdp_tree, device_mesh, dist_info):
-    model = shard(Model(), device_mesh(), blocks=dist_info.rank + 1)
+    model = shard(UnevenModel(10), device_mesh(), blocks=dist_info.rank + 1)
     assert [finding.code for finding in fsdp_tree.of_all_ranks(model).findings][0] == "ranks-differ"
 
 def test_without_ranks(fsdp_tree):
-    tree = fsdp_tree(Model())
+    tree = fsdp_tree(UnevenModel(10))
     assert not tree.is_sharded
     assert tree.world_size == 1
 """)
@@ -78,7 +65,7 @@ def test_capturing_leaves_a_recording_as_it_is(project):
 @pytest.mark.distributed
 @pytest.mark.parametrize("captures", [False, True])
 def test_tree(captures, fsdp_tree, comm_mode, device_mesh):
-    model = shard(Model(), device_mesh())
+    model = shard(UnevenModel(10), device_mesh())
     if captures:
         fsdp_tree(model)
     with comm_mode(model):
@@ -101,23 +88,23 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 def fsdp2(mesh, **policy):
-    model = Model()
+    model = UnevenModel(10)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh(dp=4), **policy)
     return fully_shard(model, mesh=mesh(dp=4), **policy)
 
 def hsdp(mesh):
-    return shard(Model(), mesh(replica=2, dp=2))
+    return shard(UnevenModel(10), mesh(replica=2, dp=2))
 
 def tensor_parallel(mesh):
-    model, mesh = Model(), mesh(dp=2, tp=2)
+    model, mesh = UnevenModel(10), mesh(dp=2, tp=2)
     for layer in model.layers:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(layer, mesh["tp"], plan)
     return shard(model, mesh["dp"])
 
 def fsdp1(mesh):
-    model, options = Model(), {"device_id": torch.device("cpu"), "use_orig_params": True}
+    model, options = UnevenModel(10), {"device_id": torch.device("cpu"), "use_orig_params": True}
     for index, layer in enumerate(model.layers):
         model.layers[index] = FullyShardedDataParallel(layer, **options)
     return FullyShardedDataParallel(model, **options)
@@ -155,7 +142,7 @@ def test_bytes(build, fsdp_tree, comm_mode, device_mesh):
 SNAPSHOT_TEST = """
 @pytest.mark.distributed
 def test_tree(fsdp_tree, device_mesh, comm_snapshot):
-    assert fsdp_tree(shard(Model(), device_mesh())) == comm_snapshot(name="tree")
+    assert fsdp_tree(shard(UnevenModel(10), device_mesh())) == comm_snapshot(name="tree")
 """
 
 
@@ -166,9 +153,10 @@ def test_a_changed_tree_fails_in_the_words_of_the_domain(project):
     assert "unit layers.{0..1} fsdp2 shard=dp reshard_after_forward=true\n" in file.read_text()
     run(pytester).assert_outcomes(passed=1)
 
-    source = pytester.path / "test_it.py"
-    renamed = source.read_text().replace("Block", "Layer").replace("Model", "Network")
-    source.write_text(renamed)
+    for name in ("models.py", "test_it.py"):
+        source = pytester.path / name
+        renamed = source.read_text().replace("Block", "Layer").replace("UnevenModel", "Network")
+        source.write_text(renamed)
     run(pytester).assert_outcomes(passed=1)
 
     source.write_text(
@@ -187,7 +175,7 @@ def test_an_unsharded_model_is_no_snapshot(project):
     pytester = project("""
 @pytest.mark.distributed
 def test_tree(fsdp_tree, comm_snapshot):
-    assert fsdp_tree(Model()) == comm_snapshot
+    assert fsdp_tree(UnevenModel(10)) == comm_snapshot
 """)
     result = run(pytester, "--snapshot-update")
     result.assert_outcomes(failed=1)
@@ -198,7 +186,7 @@ def test_tree(fsdp_tree, comm_snapshot):
 FINDINGS_TEST = """
 @pytest.mark.distributed
 def test_tree(fsdp_tree, device_mesh):
-    tree = fsdp_tree(shard(Model(), device_mesh(), blocks=1))
+    tree = fsdp_tree(shard(UnevenModel(10), device_mesh(), blocks=1))
     assert not tree.findings, str(tree)
 """
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from models import Block, UnevenModel
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy, fully_shard
@@ -28,29 +28,6 @@ CPU = torch.device("cpu")
 WORLD = 4
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(5, 7)
-        self.down = nn.Linear(7, 5)
-
-    def forward(self, x):
-        return self.down(self.up(x).relu())
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(5, 5)
-        self.layers = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(5, 3)
-        self.head_twin = nn.Linear(5, 3)
-        self.head_twin.weight = self.head.weight
-
-    def forward(self, x):
-        return self.head(self.layers(self.embed(x))) + self.head_twin(x)
-
-
 def join(rank):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
 
@@ -67,7 +44,7 @@ def wrapped(**options):
         # NO_SHARD and some strategies warn that they are old; that is no concern of the tree.
         warnings.simplefilter("ignore")
         policy = ModuleWrapPolicy({Block})
-        return Fsdp1(Model(), auto_wrap_policy=policy, device_id=CPU, **options)
+        return Fsdp1(UnevenModel(), auto_wrap_policy=policy, device_id=CPU, **options)
 
 
 def unit_of(tree, name):
@@ -96,7 +73,7 @@ def test_units_and_names_are_those_of_torch(use_orig_params, run_first):
 def test_the_outline_has_no_wrappers():
     tree = capture_tree(wrapped(use_orig_params=True))
     assert str(tree).splitlines() == [
-        "[Model] FULLY SHARDED",
+        "[UnevenModel] FULLY SHARDED",
         "    embed[Linear]",
         "    layers[Sequential]",
         "        layers.0[Block] FULLY SHARDED",
@@ -187,9 +164,9 @@ def test_tied_parameters_keep_both_names():
 def test_ddp():
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = DistributedDataParallel(Model())
+    model = DistributedDataParallel(UnevenModel())
     tree = capture_tree(model)
-    assert str(tree).splitlines()[:2] == ["[Model] REPLICATED", "    embed[Linear]"]
+    assert str(tree).splitlines()[:2] == ["[UnevenModel] REPLICATED", "    embed[Linear]"]
     (unit,) = tree.units
     assert (unit.kind, unit.replicate_axis) == ("ddp", MeshAxis(name="world", size=1))
     assert len(tree.module_to_fqns[""]) == len(list(model.parameters()))
@@ -197,7 +174,7 @@ def test_ddp():
 
 
 def test_replicate_before_its_first_forward():
-    model = Model()
+    model = UnevenModel()
     replicate(model.layers)
     tree = capture_tree(model)
     (unit,) = tree.units
@@ -209,7 +186,7 @@ def test_replicate_before_its_first_forward():
 
 def test_replicate_on_the_ground_of_fsdp2():
     module = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
-    model = Model()
+    model = UnevenModel()
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
     module.replicate(model.layers, mesh=mesh)
     tree = capture_tree(model)
@@ -222,7 +199,7 @@ def test_replicate_on_the_ground_of_fsdp2():
 
 
 def test_states_and_handles_of_both_kinds():
-    model = Model()
+    model = UnevenModel()
     model.layers[0] = Fsdp1(model.layers[0], device_id=CPU, use_orig_params=True)
     fully_shard(model.layers[1])
     fully_shard(model.head)
@@ -239,7 +216,7 @@ def test_states_and_handles_of_both_kinds():
 
 
 def test_states_below_replicate_are_left_out_as_torch_does():
-    model = Model()
+    model = UnevenModel()
     model.layers[0] = Fsdp1(model.layers[0], device_id=CPU, use_orig_params=True)
     replicate(model.layers)
     assert torch_traversal._get_fsdp_states(model) == []

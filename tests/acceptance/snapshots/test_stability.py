@@ -4,15 +4,18 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+MODELS = Path(__file__).parents[2] / "models.py"
 
 SOURCE = """
 import os
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from models import Block, Model, step
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -22,25 +25,6 @@ pytestmark = pytest.mark.distributed(
     world_size=2, scope="module" if VARIANT == "leftovers" else "test"
 )
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
 if VARIANT == "renamed":
     Block.__name__ = Block.__qualname__ = "DecoderLayer"
     Model.__name__ = Model.__qualname__ = "Decoder"
@@ -49,9 +33,6 @@ def wrapped(layer):
     if VARIANT == "compiled":
         return torch.compile(layer, backend="aot_eager")
     return checkpoint_wrapper(layer) if VARIANT == "checkpointed" else layer
-
-def step(model):
-    model(torch.ones(2, 8)).sum().backward()
 
 def test_before(device_mesh):
     # What it leaves behind: groups with counted names, hooks, a dispatched model in cycles.
@@ -116,6 +97,7 @@ def snapshots(tmp_path_factory):
     """The folder of what the plain variant recorded."""
     project = tmp_path_factory.mktemp("recorded")
     (project / "test_it.py").write_text(SOURCE)
+    shutil.copy(MODELS, project)
     names = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_ADDOPTS", "CI")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(
@@ -132,7 +114,7 @@ def snapshots(tmp_path_factory):
 
 @pytest.fixture
 def recorded(pytester, snapshots):
-    pytester.makepyfile(test_it=SOURCE)
+    pytester.makepyfile(test_it=SOURCE, models=MODELS.read_text())
     pytester.makeconftest(CONFTEST)
     shutil.copytree(snapshots, pytester.path / "snapshots")
     return pytester

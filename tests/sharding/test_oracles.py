@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from models import TokenModel
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.fsdp import _wrap_utils, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,27 +26,13 @@ def _four_ranks():
     dist.destroy_process_group()
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(8, 8)
-        self.down = nn.Linear(8, 8)
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(8, 8)
-        self.layers = nn.ModuleList([Block(), Block()])
-
-
-NAMES = [name for name, _ in Model().named_parameters()]
+NAMES = [name for name, _ in TokenModel().named_parameters()]
 
 
 @settings(max_examples=40, deadline=None)
 @given(frozen=st.sets(st.sampled_from(NAMES)), wraps_root=st.booleans())
 def test_mixed_frozen_is_what_torch_would_refuse(frozen, wraps_root):
-    model = Model()
+    model = TokenModel()
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name not in frozen
     targets = {*model.layers, *([model] if wraps_root else [])}
@@ -70,7 +56,7 @@ def test_mixed_frozen_is_what_torch_would_refuse(frozen, wraps_root):
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_states_are_there_exactly_where_torch_refuses_to_wrap_again(wrapped):
-    model = Model()
+    model = TokenModel()
     if wrapped:
         model.layers[1] = Fsdp1(model.layers[1], device_id=torch.device("cpu"))
         with pytest.raises(ValueError, match=r"found layers\.1 in"):
@@ -84,7 +70,7 @@ def test_the_tree_has_the_marks_that_torchs_own_misses():
     """Fails when torch's sharded module tree learns of FSDP2: then it can serve as an oracle."""
     from torch.distributed.fsdp import _debug_utils
 
-    model = Model()
+    model = TokenModel()
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from models import Block, TokenModel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
@@ -33,20 +34,8 @@ def _four_ranks():
     dist.destroy_process_group()
 
 
-class Block(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-
-class Model(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.embed = nn.Embedding(16, width)
-        self.layers = nn.ModuleList(Block(width) for _ in range(3))
-        self.head = nn.Linear(width, 16, bias=False)
+def make(width=8):
+    return TokenModel(3, width, norm=True)
 
 
 def shard_blocks(model, **policy):
@@ -56,11 +45,11 @@ def shard_blocks(model, **policy):
 
 
 def healthy():
-    return fully_shard(shard_blocks(Model()))
+    return fully_shard(shard_blocks(make()))
 
 
 def no_root():
-    return shard_blocks(Model().requires_grad_(requires_grad=False))
+    return shard_blocks(make().requires_grad_(requires_grad=False))
 
 
 def grouped_without_root():
@@ -70,7 +59,7 @@ def grouped_without_root():
 
 
 def fsdp1_in_fsdp2():
-    model = Model()
+    model = make()
     model.layers[1] = Fsdp1(model.layers[1], device_id=CPU, use_orig_params=True)
     with torch.no_grad():
         return fully_shard(shard_blocks_except(model, 1))
@@ -84,21 +73,21 @@ def shard_blocks_except(model, left_out):
 
 
 def fsdp1_parent_first():
-    model = Fsdp1(Model(), device_id=CPU, use_orig_params=True)
+    model = Fsdp1(make(), device_id=CPU, use_orig_params=True)
     inner = model.module
     inner.layers[0] = Fsdp1(inner.layers[0], device_id=CPU, use_orig_params=True)
     return model
 
 
 def split_tie():
-    model = Model()
+    model = make()
     model.head.weight = model.embed.weight
     fully_shard(model.embed)
     return fully_shard(shard_blocks(model))
 
 
 def forgotten_head():
-    model = Model()
+    model = make()
     kept = model.head
     del model.head
     fully_shard(shard_blocks(model))
@@ -107,30 +96,30 @@ def forgotten_head():
 
 
 def one_block_forgotten():
-    return fully_shard(shard_blocks_except(Model(), 1))
+    return fully_shard(shard_blocks_except(make(), 1))
 
 
 def lora():
-    model = Model()
+    model = make()
     for layer in model.layers:
         layer.up.weight.requires_grad = False
     return fully_shard(shard_blocks(model))
 
 
 def frozen_backbone():
-    model = Model()
+    model = make()
     model.layers[0].requires_grad_(requires_grad=False)
     return fully_shard(shard_blocks(model))
 
 
 def norm_on_its_own():
-    model = Model(width=64)
+    model = make(width=64)
     fully_shard(model.layers[0].norm)
     return fully_shard(shard_blocks(model))
 
 
 def odd_sizes():
-    model = Model(width=5)
+    model = make(width=5)
     return fully_shard(shard_blocks(model))
 
 
@@ -158,7 +147,7 @@ def batch_norm():
 
 
 def two_dtypes():
-    model = Model()
+    model = make()
     model.layers[0].up.weight = nn.Parameter(
         model.layers[0].up.weight.detach().bfloat16(), requires_grad=False
     )
@@ -166,7 +155,7 @@ def two_dtypes():
 
 
 def replicated_beside_tensor_parallel():
-    model = Model()
+    model = make()
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     return parallelize_module(model, mesh, {"head": ColwiseParallel()})
 
@@ -255,7 +244,7 @@ def test_a_grouped_root_raises_in_torch_as_the_finding_says():
 
 
 def test_a_unit_too_large():
-    tree = TreeFactory(rules=FindingRules(large_nbytes=1000))(fully_shard(Model()))
+    tree = TreeFactory(rules=FindingRules(large_nbytes=1000))(fully_shard(make()))
     (finding,) = tree.findings
     assert (finding.code, finding.fqns) == ("unit-too-large", ("",))
     assert finding.nbytes == 4 * (256 + 3 * 296)
@@ -311,11 +300,11 @@ POLICIES = {
 
 @pytest.mark.parametrize(("policy", "expected"), POLICIES.values(), ids=POLICIES.keys())
 def test_a_policy_wraps_what_auto_wrap_wraps(policy, expected):
-    answer = TreeFactory().expect(Model(), policy)
+    answer = TreeFactory().expect(make(), policy)
     assert sorted(answer.expected) == sorted(expected)
     if policy == {Block}:
         policy = ModuleWrapPolicy(policy)
-    by_torch = Fsdp1(Model(), auto_wrap_policy=policy, device_id=CPU, use_orig_params=True)
+    by_torch = Fsdp1(make(), auto_wrap_policy=policy, device_id=CPU, use_orig_params=True)
     assert set(TreeFactory()(by_torch).module_to_fqns) - {""} == set(expected)
     assert TreeFactory().expect(by_torch, policy)
 

@@ -21,7 +21,7 @@ from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, ends process groups")
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+README = (Path(__file__).parents[3] / "README.md").read_text()
 PRELUDE = """
 import os, pathlib, signal, sys, time, warnings
 import pytest

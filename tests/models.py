@@ -1,0 +1,99 @@
+"""The models of all tests: small, and with sizes that are easy to count by hand."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 8
+FLOAT = 4
+LINEAR_NBYTES = WIDTH * WIDTH * FLOAT
+BLOCK_NBYTES = 2 * LINEAR_NBYTES
+ROOT_NBYTES = 2 * LINEAR_NBYTES  # embed and head
+ACTIVATION_NBYTES = 2 * WIDTH * FLOAT  # of `step`
+VOCABULARY = 16
+
+
+class Block(nn.Module):
+    """Two linears, the input added to their output."""
+
+    def __init__(self, width=WIDTH, hidden=None, *, bias=False, norm=False):
+        super().__init__()
+        if norm:
+            self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden or width, bias=bias)
+        self.down = nn.Linear(hidden or width, width, bias=bias)
+
+    def forward(self, x):
+        normed = self.norm(x) if hasattr(self, "norm") else x
+        return x + self.down(torch.relu(self.up(normed)))
+
+
+class Model(nn.Module):
+    """Linears without bias: embed, blocks, head; `reentrant` checkpoints each block."""
+
+    def __init__(self, blocks=2, *, reentrant=None):
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList([Block() for _ in range(blocks)])
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.reentrant = reentrant
+
+    def forward(self, x, *, chunks=1):
+        x = self.embed(x)
+        for layer in self.layers:
+            if self.reentrant is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return (
+            torch.cat([self.head(part) for part in x.chunk(chunks)]) if chunks > 1 else self.head(x)
+        )
+
+
+class TokenModel(nn.Module):
+    """Tokens in, logits out; embedding and head may be one parameter."""
+
+    def __init__(self, layers=2, width=WIDTH, *, tied=False, norm=False):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(
+            Block(width, 2 * width, bias=True, norm=norm) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class UnevenModel(nn.Module):
+    """Sizes that 4 ranks cannot share evenly, and two heads with one weight."""
+
+    def __init__(self, hidden=7):
+        super().__init__()
+        self.embed = nn.Linear(5, 5)
+        self.layers = nn.Sequential(Block(5, hidden, bias=True), Block(5, hidden, bias=True))
+        self.head = nn.Linear(5, 3)
+        self.head_twin = nn.Linear(5, 3)
+        self.head_twin.weight = self.head.weight
+
+    def forward(self, x):
+        return self.head(self.layers(self.embed(x))) + self.head_twin(x)
+
+
+def shard(model, mesh, *, root=None, **options):
+    """One unit a layer, and the root; `root` is the root's `reshard_after_forward`."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    # Until torch 2.7 the root took no None.
+    policy = {} if root is None else {"reshard_after_forward": root}
+    return fully_shard(model, mesh=mesh, **policy)
+
+
+def step(model, *, batch=2, grad_input=False, **options):
+    model(torch.randn(batch, WIDTH, requires_grad=grad_input), **options).sum().backward()
