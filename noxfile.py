@@ -1,4 +1,4 @@
-"""Tasks: `check` takes seconds, `accept` spawns ranks, `cover` measures branch coverage."""
+"""Tasks: `check`, `record` and `accept` are tiers of the tests (see tests/README.md)."""
 
 import nox
 
@@ -13,7 +13,14 @@ def check(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
     session.run("lint-imports")
-    session.run("pytest", "-q", "tests/unit", "tests/typing", *session.posargs)
+    session.run("pytest", "-q", *(session.posargs or ("tests/unit", "tests/typing")))
+
+
+@nox.session
+def record(session: nox.Session) -> None:
+    """Recordings and trees, most of them on the fake group."""
+    folders = ("tests/recording", "tests/sharding", "tests/regressions")
+    session.run("pytest", "-q", "-n", "2", *(session.posargs or folders))
 
 
 @nox.session

@@ -1,4 +1,34 @@
+import contextlib
+import os
+import sys
+
 import pytest
+from warm import WarmStarter
+
+
+@pytest.fixture(scope="session")
+def _warm_starter():
+    with contextlib.closing(WarmStarter()) as starter:
+        yield starter
+
+
+@pytest.fixture(autouse=True)
+def _warm_sessions(request, monkeypatch):
+    """Sessions of pytester begin with torch imported, except those of tests marked ``cold``."""
+    if "pytester" not in request.fixturenames or request.node.get_closest_marker("cold"):
+        return
+    pytester, starter = (request.getfixturevalue(name) for name in ("pytester", "_warm_starter"))
+    begin = pytester.popen
+
+    def popen(command, stdout, stderr, stdin=pytester.CLOSE_STDIN, **options):
+        is_pytest = tuple(command[:2]) == (sys.executable, "-mpytest")
+        if not is_pytest or stdin is not pytester.CLOSE_STDIN or options:
+            return begin(command, stdout=stdout, stderr=stderr, stdin=stdin, **options)
+        with monkeypatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(pytester.path), prepend=os.pathsep)
+            return starter.start(command[2:], stdout.fileno(), stderr.fileno())
+
+    monkeypatch.setattr(pytester, "popen", popen)
 
 
 @pytest.fixture(autouse=True)
