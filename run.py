@@ -1,4 +1,4 @@
-"""Runs the main job or the tests of pytest-fsdp-comm, with nothing but Python 3.11 or newer.
+"""Runs the main job or the tests of pytest-fsdp-comm; needs only Python 3.11 or newer.
 
 usage: python3 run.py demo [pytest's arguments]
        python3 run.py test [pytest's arguments]
@@ -7,13 +7,14 @@ usage: python3 run.py demo [pytest's arguments]
          reviewed snapshots (pytest --world-size 4 examples)
   test   this project's tests, in two processes (pytest -n 2)
 
-Both run in the virtual environment that is active, else in .venv beside this file, which is made if
-it is not there. What constraints.txt pins is installed when it, pyproject.toml or Python changed.
-On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves several
-GB of CUDA libraries. The exit status is pytest's; it is 2 if there was no run.
+Both run in the active virtual environment, or else in .venv beside this file, which is created if
+missing. The versions pinned in constraints.txt are installed on the first run, and again when
+constraints.txt, pyproject.toml or Python has changed. On a machine without a GPU, set
+PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu to save several GB of CUDA libraries. The
+exit status is pytest's, or 2 if pytest could not be started.
 """
 
-# Old Pythons read this file as far as the check of their version, so its syntax is that of 3.6.
+# An old Python parses all of this file before it reaches the version check: keep to 3.6 syntax.
 import hashlib
 import json
 import os
@@ -22,9 +23,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-if sys.version_info < (3, 11):  # noqa: UP036  # whoever has an older one shall read why it fails
+if sys.version_info < (3, 11):  # noqa: UP036  # tells users of older versions why it fails
     sys.exit(
-        "run.py: Python 3.11 or newer is needed, this is {} ({}); run it with a newer one, e.g. "
+        "run.py: Python 3.11 or newer is required, this is {} ({}); run it with a newer one, e.g. "
         "python3.11 run.py demo".format(".".join(map(str, sys.version_info[:3])), sys.executable)
     )
 
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parent
 COMMANDS = {"demo": ["--world-size", "4", "examples"], "test": ["-n", "2"]}
 OLDEST = (3, 11)
 STAMP = "pytest-fsdp-comm.installed"
-# What the environment's own Python says of itself.
+# Asks the environment's own Python for its version, and whether it has pip.
 QUESTION = (
     "import importlib.util, json, sys; "
     "print(json.dumps([list(sys.version_info[:3]), importlib.util.find_spec('pip') is not None]))"
@@ -40,14 +41,14 @@ QUESTION = (
 
 
 class CannotRunError(Exception):
-    """There is no environment to run in; says why, and what to do."""
+    """There is no environment to run in; the message says why, and what to do."""
 
 
 def main(arguments: list[str]) -> int:
     """Prepares the environment and becomes pytest.
 
     Returns:
-        The exit status where pytest did not start.
+        The exit status if pytest was not started.
     """
     command, *others = arguments or [""]
     if command not in COMMANDS:
@@ -66,7 +67,7 @@ def main(arguments: list[str]) -> int:
 
 
 def chosen_environment() -> Path:
-    """The virtual environment that is active, else the project's own."""
+    """The active virtual environment, else the project's own."""
     if sys.prefix != sys.base_prefix:
         return Path(sys.prefix)
     active = os.environ.get("VIRTUAL_ENV")
@@ -74,22 +75,22 @@ def chosen_environment() -> Path:
         return ROOT / ".venv"
     if not python_of(Path(active)).exists():
         raise CannotRunError(
-            f"the variable VIRTUAL_ENV names {active}, where there is no bin/python; unset it "
-            "(`deactivate`), and .venv is used"
+            f"VIRTUAL_ENV is set to {active}, which has no bin/python; unset it (`deactivate`) to "
+            "use .venv"
         )
     return Path(active)
 
 
 def prepare(environment: Path) -> None:
-    """Makes the environment and installs into it, as far as that is not done."""
+    """Creates the environment and installs into it, unless that is done already."""
     if not python_of(environment).exists():
-        say(f"making the virtual environment {environment}")
+        say(f"creating the virtual environment {environment}")
         make([sys.executable, "-m", "venv", str(environment)], environment)
     version, has_pip = json.loads(ask(environment))
     if tuple(version) < OLDEST:
         raise CannotRunError(
             f"the virtual environment {environment} has Python {'.'.join(map(str, version))}, "
-            "expected 3.11 or newer; deactivate it, or make it anew with a newer Python"
+            "expected 3.11 or newer; deactivate it, or recreate it with a newer Python"
         )
     stamp = environment / STAMP
     wanted = fingerprint(version)
@@ -97,7 +98,7 @@ def prepare(environment: Path) -> None:
         return
     if not has_pip:
         make([str(python_of(environment)), "-m", "ensurepip"], environment)
-    # Gone while pip works, so that an interrupted installation is not taken for a whole one.
+    # Removed while pip works, so that an interrupted installation does not count as complete.
     stamp.unlink(missing_ok=True)
     install(environment)
     stamp.write_text(wanted, encoding="utf-8")
@@ -108,51 +109,51 @@ def make(command: list[str], environment: Path) -> None:
     if subprocess.run(command, check=False).returncode:
         raise CannotRunError(
             f"`{' '.join(command)}` failed, see above. On Debian and Ubuntu, Python's venv is a "
-            "package of its own: sudo apt install python3-venv. Then delete "
+            "separate package: run `sudo apt install python3-venv`, then delete "
             f"{environment} and run this again"
         )
 
 
 def install(environment: Path) -> None:
-    """Installs the project and what its tests need, in the pinned versions."""
-    say(f"installing into {environment}; the first time this takes minutes")
+    """Installs the project and its test dependencies, in the pinned versions."""
+    say(f"installing into {environment}; this takes minutes the first time")
     pip = [str(python_of(environment)), "-m", "pip", "install", "--disable-pip-version-check"]
     command = [*pip, "--quiet", "-c", "constraints.txt", "-e", ".[test]"]
     if subprocess.run(command, cwd=ROOT, check=False).returncode:
         raise CannotRunError(
-            f"`{' '.join(command)}` failed in {ROOT}, see above: is there a network, or "
-            "PIP_INDEX_URL for a mirror? Nothing was run; run this again when it is mended"
+            f"`{' '.join(command)}` failed in {ROOT}, see above. Is the network up, or "
+            "PIP_INDEX_URL set to a mirror? Nothing was run; fix the problem and run this again"
         )
 
 
 def ask(environment: Path) -> str:
-    """What the environment's Python says."""
+    """The answer of the environment's Python to `QUESTION`."""
     command = [str(python_of(environment)), "-I", "-c", QUESTION]
     try:
         return subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.decode()
     except (OSError, subprocess.CalledProcessError) as error:
         raise CannotRunError(
-            f"the Python of {environment} does not run ({error}); delete that directory, and run "
+            f"the Python in {environment} does not run ({error}); delete that directory and run "
             "this again"
         ) from None
 
 
 def fingerprint(version: list[int]) -> str:
-    """What an installation depends on: the checkout that it leads to, its pins, and Python."""
+    """What an installation depends on: the checkout that it points to, its pins, and Python."""
     parts = [str(ROOT).encode(), repr(version).encode()]
     parts += [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
     return hashlib.sha256(b"\0".join(parts)).hexdigest() + "\n"
 
 
 def become_pytest(environment: Path, arguments: list[str]) -> NoReturn:
-    """Ends this program and starts pytest in its place, so that all signals are pytest's."""
+    """Replaces this process with pytest, so that pytest gets all signals."""
     pytest = str(environment / "bin" / "pytest")
     os.chdir(ROOT)
     os.execve(pytest, [pytest, *arguments], activated(environment))  # noqa: S606  # see above
 
 
 def activated(environment: Path) -> dict[str, str]:
-    """The variables as after `activate`, since tests start other commands of the environment."""
+    """The variables as `activate` sets them, since tests run other commands of the environment."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
     path = os.pathsep.join([str(environment / "bin"), variables.get("PATH", os.defpath)])
     return {**variables, "VIRTUAL_ENV": str(environment), "PATH": path}
@@ -164,7 +165,7 @@ def python_of(environment: Path) -> Path:
 
 
 def say(text: str) -> None:
-    """Tells what takes time."""
+    """Announces a step that takes time."""
     print(f"run.py: {text}", file=sys.stderr, flush=True)
 
 

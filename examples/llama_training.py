@@ -1,4 +1,4 @@
-"""Ordinary FSDP2 training code for a Hugging Face Llama: nothing of pytest-fsdp-comm in here."""
+"""Ordinary FSDP2 training code for a Hugging Face Llama; it does not use pytest-fsdp-comm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOSS_CHUNKS = 4
 
 
 def build_model(*, tie_word_embeddings: bool) -> LlamaForCausalLM:
-    """A real Llama from a config, with random weights and nothing downloaded."""
+    """A real Llama built from a config, with random weights and no downloads."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,
@@ -32,7 +32,7 @@ def build_model(*, tie_word_embeddings: bool) -> LlamaForCausalLM:
 
 
 class ChunkedLossLlama(LlamaForCausalLM):
-    """Computes logits and loss in chunks of the sequence, so that no full logits are kept."""
+    """Computes logits and loss in chunks of the sequence, to avoid keeping the full logits."""
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.model(input_ids=input_ids).last_hidden_state
@@ -47,7 +47,7 @@ class ChunkedLossLlama(LlamaForCausalLM):
 
 
 def shard(model: LlamaForCausalLM, mesh: DeviceMesh) -> LlamaForCausalLM:
-    """Shards each decoder block, then the root with all that is left."""
+    """Shards each decoder block, then the root with all remaining parameters."""
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

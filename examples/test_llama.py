@@ -1,4 +1,4 @@
-"""The main job: the communication and the sharding of a Llama training step, under review."""
+"""The main job: compares a Llama training step's communication and sharding with snapshots."""
 
 from __future__ import annotations
 

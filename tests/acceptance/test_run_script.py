@@ -88,16 +88,16 @@ def test_from_nothing_with_a_first_installation_that_fails(project):
     result = project.run("demo", PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull)
     made = project.path / ".venv"
     assert result.returncode == 2
-    assert f"run.py: making the virtual environment {made}" in result.stderr
+    assert f"run.py: creating the virtual environment {made}" in result.stderr
     assert (
-        f"-c constraints.txt -e .[test]` failed in {project.path}, see above: is there a network, "
-        "or PIP_INDEX_URL for a mirror? Nothing was run; run this again when it is mended"
+        f"-c constraints.txt -e .[test]` failed in {project.path}, see above. Is the network up, "
+        "or PIP_INDEX_URL set to a mirror? Nothing was run; fix the problem and run this again"
     ) in result.stderr
     assert "Traceback" not in result.stderr
     fake_pip(made)
     result = project.run("demo", "-x")
     assert result.returncode == 3
-    assert "making" not in result.stderr
+    assert "creating" not in result.stderr
     assert installations(made) == [INSTALLS]
     assert json.loads(result.stdout) == [
         ["--world-size", "4", "examples", "-x"],
@@ -149,13 +149,13 @@ PYTHONS = {
 }
 SAYS = {
     "old": "the virtual environment {} has Python 3.10.13, expected 3.11 or newer; deactivate it, "
-    "or make it anew with a newer Python",
-    "broken": "the Python of {} does not run (",
+    "or recreate it with a newer Python",
+    "broken": "the Python in {} does not run (",
     "without ensurepip": "`{}/bin/python -m ensurepip` failed, see above. On Debian and Ubuntu, "
-    "Python's venv is a package of its own: sudo apt install python3-venv. Then delete {} and run "
-    "this again",
-    "gone": "the variable VIRTUAL_ENV names {}, where there is no bin/python; unset it "
-    "(`deactivate`), and .venv is used",
+    "Python's venv is a separate package: run `sudo apt install python3-venv`, then delete {} and "
+    "run this again",
+    "gone": "VIRTUAL_ENV is set to {}, which has no bin/python; unset it (`deactivate`) to use "
+    ".venv",
 }
 
 
@@ -203,6 +203,6 @@ def test_an_old_python_reads_why_it_is_not_enough(project):
     )
     assert result.returncode == 1
     assert result.stderr == (
-        f"run.py: Python 3.11 or newer is needed, this is 3.8.18 ({BASE_PYTHON}); run it with a "
+        f"run.py: Python 3.11 or newer is required, this is 3.8.18 ({BASE_PYTHON}); run it with a "
         "newer one, e.g. python3.11 run.py demo\n"
     )
