@@ -97,6 +97,7 @@ def test_a_failed_assertion_shows_what_was_counted(pytester, monkeypatch):
     result.stdout.fnmatch_lines(lines[1:3])
 
 
+@pytest.mark.cold
 def test_comparisons_without_answers_are_as_ever_and_load_nothing(pytester):
     pytester.makeconftest(
         """

@@ -156,6 +156,7 @@ def test_markers_and_fixtures_are_described(project):
     assert "_fsdp_comm_world_size" not in shown
 
 
+@pytest.mark.cold
 def test_no_torch_until_a_distributed_test_is_collected(project):
     pytester = project("""
         import sys
