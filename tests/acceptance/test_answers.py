@@ -1,5 +1,7 @@
 """What a failed assertion on `comm_mode.counts` or `nbytes` shows."""
 
+import pytest
+
 PROJECT = """
 import pytest
 import torch
