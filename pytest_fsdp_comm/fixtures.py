@@ -132,10 +132,10 @@ def fsdp_tree(request: pytest.FixtureRequest) -> TreeFactory:
         TreeFactory,
     )
 
-    context, rules = _context(request), request.config.stash[OPTIONS].findings
+    context, findings = _context(request), request.config.stash[OPTIONS].findings
     if context is None:
-        return TreeFactory(rules=rules)
-    return TreeFactory(rules=rules, gather=context.exchange, ranks=context.ranks)
+        return TreeFactory(findings=findings)
+    return TreeFactory(findings=findings, gather=context.exchange, ranks=context.ranks)
 
 
 @pytest.fixture

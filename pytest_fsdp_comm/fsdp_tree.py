@@ -14,8 +14,7 @@ from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles, list_states
 from pytest_fsdp_comm.sharding.expected_units import WrapExpectation, expect_units
 from pytest_fsdp_comm.snapshots.tree_text import format_tree
-from pytest_fsdp_comm.tree.findings.finding import rank_findings
-from pytest_fsdp_comm.tree.findings.rules import FindingRules
+from pytest_fsdp_comm.tree.findings.settings import FindingSettings
 from pytest_fsdp_comm.tree.json import dump_tree
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import nn  # noqa: TID251  # for the type only
 
-    from pytest_fsdp_comm.tree.model import Level, ShardTree
+    from pytest_fsdp_comm.tree.model import ShardTree
 
 
 class TreeFactory:
@@ -32,18 +31,18 @@ class TreeFactory:
     def __init__(
         self,
         *,
-        rules: FindingRules | None = None,
+        findings: FindingSettings | None = None,
         gather: Callable[[str], list[str]] = lambda text: [text],
         ranks: Sequence[int] = (),
     ) -> None:
         """Prepares; reads nothing.
 
         Args:
-            rules: What counts as a finding; None for the defaults.
+            findings: What counts as a finding; None for the defaults.
             gather: Exchanges a text between the ranks of a test, never by a recorded collective.
             ranks: The ranks that take part in it, ascending; empty if they count from 0.
         """
-        self._rules = rules or FindingRules()
+        self._findings = findings or FindingSettings()
         self._gather = gather
         self._ranks = ranks
 
@@ -56,7 +55,7 @@ class TreeFactory:
         Raises:
             RecordingError: It is no module, or half built.
         """
-        return capture_tree(model, self._rules)
+        return capture_tree(model, self._findings)
 
     def of_all_ranks(self, model: nn.Module) -> ShardTree:
         """As a plain call, with a finding if the ranks' trees differ. All ranks have to call it.
@@ -68,12 +67,11 @@ class TreeFactory:
             RecordingError: It is no module, or half built.
         """
         tree = self(model)
-        if self._rules.levels["ranks-differ"] == "off":
+        if not self._findings.compares_ranks:
             return tree
         texts = self._gather(format_tree(tree))
-        found = rank_findings(dict(zip(self._ranks or range(len(texts)), texts, strict=True)))
-        level: Level = "error" if self._rules.levels["ranks-differ"] == "error" else "warning"
-        found = tuple(replace(finding, level=level) for finding in found)
+        ranks = self._ranks or range(len(texts))
+        found = self._findings.findings_of_ranks(dict(zip(ranks, texts, strict=True)))
         return replace(tree, findings=(*found, *tree.findings))
 
     def expect(self, model: nn.Module, policy: Any) -> WrapExpectation:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import pytest
 
 from pytest_fsdp_comm.launch_environment import LaunchedRank, read_launched_rank
-from pytest_fsdp_comm.tree.findings.rules import FindingRules, parse_rules
+from pytest_fsdp_comm.tree.findings.settings import FindingSettings, parse_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +81,7 @@ class SessionOptions:
     several projects share a snapshot directory above theirs, the directory that it is in."""
     artifacts_dir: Path | None
     """Absolute directory for what failed comparisons received; None keeps nothing."""
-    findings: FindingRules = field(default_factory=FindingRules)
+    findings: FindingSettings = field(default_factory=FindingSettings)
     """What counts as a finding of a sharded tree."""
     progress_s: float = DEFAULT_PROGRESS_S
     """Seconds after which a test that still runs is told on the terminal."""
@@ -185,7 +185,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
             raise pytest.UsageError(f"{where}: {problem}") from None
 
     try:
-        findings = parse_rules(config.getini("fsdp_comm_findings"))
+        findings = parse_settings(config.getini("fsdp_comm_findings"))
     except ValueError as problem:
         raise pytest.UsageError(f"ini {problem}") from None
     artifacts = config.getoption("--comm-artifacts")

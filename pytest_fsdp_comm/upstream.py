@@ -6,8 +6,9 @@ its absence becomes one of these errors.
 
 from __future__ import annotations
 
+import importlib
 from importlib import metadata
-from typing import Final
+from typing import Any, Final
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
 
@@ -18,6 +19,24 @@ VERSIONS_READ: Final = {
     "torch": "2.6 to 2.15",
 }
 """The versions whose source was read for the private names that are used here."""
+
+
+def look_up(package: str, module: str, name: str, use: str) -> Any:
+    """A name of a module.
+
+    Args:
+        package: As `VERSIONS_READ` has it.
+        module: Where it is, as one would import it.
+        name: What is needed.
+        use: What relies on it, as for `moved`.
+
+    Raises:
+        UpstreamChangedError: It is not there any more.
+    """
+    found = getattr(importlib.import_module(module), name, None)
+    if found is None:
+        raise moved(package, f"{module}.{name}", use)
+    return found
 
 
 def moved(

@@ -77,11 +77,6 @@ class Names:
         return at
 
 
-NO_NAMES: Final = Names(
-    modules={}, owners=frozenset(), axes=frozenset(), groups={}, kinds=frozenset(), has_model=False
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """Which collectives are meant; None means all."""

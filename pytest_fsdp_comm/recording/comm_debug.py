@@ -1,11 +1,12 @@
 """The questions of torch's CommDebugMode, under its names, answered from a recording.
 
-A test that was written for ``CommDebugMode`` moves over by taking the fixture instead. Where the
+A test that was written for ``CommDebugMode`` moves over by using the fixture instead. Where the
 two differ, the recording is right: ``tests/recording/test_comm_debug.py`` shows each difference.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,17 +31,17 @@ GLOBAL: Final = "Global"
 ModuleCounts = dict[str, dict[str, dict[Any, int]]]
 
 
-class CommDebugAnswers:
+class CommDebugAnswers(ABC):
     """What `CommMode` answers under CommDebugMode's names. All values are copies."""
 
     @property
+    @abstractmethod
     def recording(self) -> Recording:
         """All that this rank recorded."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _root(self) -> nn.Module | None:
         """The module that names are relative to, if it still exists."""
-        raise NotImplementedError
 
     def get_comm_counts(self) -> dict[Any, int]:
         """Counts by operation, e.g. ``torch.ops.c10d._allgather_base_``.
@@ -139,7 +140,7 @@ class CommDebugAnswers:
                 "to the model until they have been asked for"
             )
         for name, module in root.named_modules():
-            yield ".".join(part for part in (type(root).__name__, clean_fqn(name)) if part), module
+            yield ".".join(filter(None, (type(root).__name__, clean_fqn(name)))), module
 
 
 def _empty() -> dict[str, Counter[Any]]:
@@ -161,9 +162,9 @@ def _enclosing(owner: str | None, root: str) -> Iterator[str]:
         return
     if root:
         yield root
-    parts = owner.split(".") if owner else []
-    for length in range(1, len(parts) + 1):
-        yield ".".join([*([root] if root else []), *parts[:length]])
+    segments = owner.split(".") if owner else []
+    for length in range(1, len(segments) + 1):
+        yield ".".join([*([root] if root else []), *segments[:length]])
 
 
 def _described(event: Collective) -> str:

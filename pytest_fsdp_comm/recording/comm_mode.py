@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final, Self
 import torch.distributed as dist
 from torch import nn
 
-from pytest_fsdp_comm.comm.questions import NO_NAMES, Answer, Evidence, Question, select
+from pytest_fsdp_comm.comm.questions import Answer, Evidence, Question, select
 from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.recording.comm_debug import CommDebugAnswers
-from pytest_fsdp_comm.recording.mesh_axes import living_axes
+from pytest_fsdp_comm.recording.mesh_axes import existing_axes
 from pytest_fsdp_comm.recording.operations import is_unknown_kind
 from pytest_fsdp_comm.recording.recorder import Recorder
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.events import Collective, Recording, Redistribution, Reshard
     from pytest_fsdp_comm.comm.profile import CommProfile
+    from pytest_fsdp_comm.recording.recorder import RecordedBlock
 
 _SHOWN_TOTALS: Final = 4
 
@@ -49,17 +50,13 @@ class CommMode(CommDebugAnswers):
         Args:
             gather: Out-of-band exchange between the ranks of the test; the default is for one
                 process.
-            show: Writes a profile as ``str`` shall show it; None shows a line.
+            show: Writes a profile as ``str`` shows it; None for one line.
         """
         self._gather = gather
         self._show = show
         self._model: weakref.ref[nn.Module] | None = None
-        self._recorder: Recorder | None = None
-        self._block: AbstractContextManager[None] | None = None
-        self._recording: Recording | None = None
-        self._names = NO_NAMES
-        # Weak: a recording must not keep a model and its parameters alive.
-        self._recorded_root: weakref.ref[nn.Module] | None = None
+        self._running: tuple[Recorder, AbstractContextManager[None]] | None = None
+        self._block: RecordedBlock | None = None
 
     def __call__(self, model: nn.Module) -> Self:
         """Chooses the module that names are relative to, for the next block.
@@ -82,12 +79,13 @@ class CommMode(CommDebugAnswers):
         """Starts recording.
 
         Raises:
-            RecordingError: It records already, the model is gone, or there is no process group.
+            RecordingError: It is recording already, the model is gone, or there is no process
+                group.
         """
-        if self._recorder is not None:
+        if self._running is not None:
             raise RecordingError(
-                "comm_mode records already; it cannot be entered inside itself. To look at a part, "
-                "use two blocks one after the other, or .events of the outer one"
+                "comm_mode is recording already; it cannot be entered inside itself. To look at a "
+                "part, use two blocks one after the other, or .events of the outer one"
             )
         model = None
         if self._model is not None:
@@ -104,9 +102,9 @@ class CommMode(CommDebugAnswers):
                 "torch.distributed.init_process_group()"
             )
         recorder = Recorder(model)
-        block = recorder.recording()
-        block.__enter__()
-        self._recorder, self._block, self._recording = recorder, block, None
+        watching = recorder.watching()
+        watching.__enter__()
+        self._running, self._block = (recorder, watching), None
         return self
 
     def __exit__(
@@ -116,23 +114,22 @@ class CommMode(CommDebugAnswers):
         traceback: TracebackType | None,
     ) -> None:
         """Stops recording; after an exception what was recorded so far stays."""
-        recorder, block = self._recorder, self._block
-        self._recorder = self._block = None
-        if recorder is None or block is None:
+        if self._running is None:
             return
+        recorder, watching = self._running
+        self._running = None
         try:
-            block.__exit__(kind, value, traceback)
+            watching.__exit__(kind, value, traceback)
         finally:
-            root = recorder.root
-            self._recorded_root = None if root is None else weakref.ref(root)
-            self._recording = recorder.finish()
-            self._names = recorder.names
+            self._block = recorder.finish()
         # Not in place of the exception that ends the block, where warnings are errors.
-        if recorder.unseen and kind is None:
-            warnings.warn(f"comm_mode: {recorder.unseen}", UnseenCollectivesWarning, stacklevel=2)
+        if self._block.unseen and kind is None:
+            warnings.warn(
+                f"comm_mode: {self._block.unseen}", UnseenCollectivesWarning, stacklevel=2
+            )
 
     def _root(self) -> nn.Module | None:
-        return self._recorded_root() if self._recorded_root is not None else None
+        return None if self._block is None or self._block.root is None else self._block.root()
 
     def __eq__(self, other: object) -> bool:
         """Leaves a comparison with a snapshot to the snapshot."""
@@ -144,18 +141,18 @@ class CommMode(CommDebugAnswers):
 
     def __repr__(self) -> str:
         """One line, since pytest shows it beside every failure of a test that has the fixture."""
-        if self._recorder is not None:
+        if self._running is not None:
             return "<comm_mode: recording>"
-        if self._recording is None:
+        if self._block is None:
             return "<comm_mode: nothing recorded yet>"
         totals = [f"{row.kind}[{row.axis}] x{row.count}" for row in self.profile.totals()]
         more = len(totals) - _SHOWN_TOTALS
         shown = ", ".join(totals[:_SHOWN_TOTALS]) + (f" and {more} more" if more > 0 else "")
-        return f"<comm_mode of rank {self._recording.rank}: {shown or 'no collective'}>"
+        return f"<comm_mode of rank {self._block.recording.rank}: {shown or 'no collective'}>"
 
     def __str__(self) -> str:
         """The profile of this rank as a table."""
-        if self._recording is None or self._show is None:
+        if self._block is None or self._show is None:
             return repr(self)
         return self._show(self.profile)
 
@@ -166,12 +163,15 @@ class CommMode(CommDebugAnswers):
         Raises:
             RecordingError: No block has ended yet.
         """
-        if self._recording is None:
+        return self._ended_block().recording
+
+    def _ended_block(self) -> RecordedBlock:
+        if self._block is None:
             raise RecordingError(
                 "comm_mode has no recording yet; run the code in `with comm_mode(model):` first, "
                 "and ask after the block"
             )
-        return self._recording
+        return self._block
 
     @property
     def events(self) -> tuple[Collective, ...]:
@@ -257,11 +257,12 @@ class CommMode(CommDebugAnswers):
 
     def _matching(self, question: Question) -> tuple[Collective, ...]:
         __tracebackhide__ = True
-        recorded, names = self.events, self._names
+        block = self._ended_block()
+        recorded, names = block.recording.collectives, block.names
         if question.kind is not None and is_unknown_kind(question.kind):
             names = replace(names, kinds=names.kinds | {question.kind})
         if question.axis is not None and question.axis not in names.axes:
-            names = names.with_axes(living_axes(), recorded)
+            names = names.with_axes(existing_axes(), recorded)
         return select(question, recorded, names)
 
     def _answer(self, number: int, asked: str, matching: tuple[Collective, ...]) -> int:

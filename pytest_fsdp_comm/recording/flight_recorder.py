@@ -2,7 +2,7 @@
 
 A ``TorchDispatchMode`` watches the thread that entered it and the autograd threads that this one
 starts. The flight recorder watches the process, below the dispatcher; it knows no point-to-point
-calls, and nothing of the fake group. Its entries tell the thread from torch 2.13 on (version 2.10
+calls, and nothing of the fake group. Its entries name the thread from torch 2.13 on (version 2.10
 of the trace; read in 2.13 and 2.15).
 """
 
@@ -31,7 +31,7 @@ _ITEM_SIZES: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flown:
+class FlightEntry:
     """One collective, as the flight recorder knows it."""
 
     group: str
@@ -39,7 +39,7 @@ class Flown:
     description: str
     """Description of the process group, e.g. ``mesh_dp``."""
     seq: int
-    """Its place among the group's collectives, from 1; equal on all ranks of the group."""
+    """Its number among the group's collectives, from 1; equal on all ranks of the group."""
     kind: str
     """What the backend ran; gloo runs a reduce-scatter as ``all_reduce``."""
     nbytes: int
@@ -48,7 +48,7 @@ class Flown:
     """Whether the backend has finished it."""
 
 
-def flown(since_ns: int) -> list[Flown]:
+def flown(since_ns: int) -> list[FlightEntry]:
     """The collectives of this process, point-to-point calls left out, in order.
 
     Args:
@@ -58,7 +58,7 @@ def flown(since_ns: int) -> list[Flown]:
         Empty where torch has no flight recorder for the backend.
     """
     return [
-        Flown(
+        FlightEntry(
             group=entry["process_group"][0],
             description=entry["process_group"][1],
             seq=entry["collective_seq_id"],
@@ -85,7 +85,7 @@ def unseen(*, since_ns: int, seen_threads: set[int]) -> dict[str, Counter[str]]:
 
     Returns:
         For each such thread its name, with the number of collectives by kind. Empty if there are
-        none, and where torch has no flight recorder or does not tell the thread.
+        none, and where torch has no flight recorder or does not record the thread.
     """
     found: dict[str, Counter[str]] = {}
     for entry in _entries():
@@ -108,7 +108,7 @@ def _nbytes(entry: dict[str, Any]) -> int:
 
 
 def _entries() -> list[dict[str, Any]]:
-    dump = getattr(torch._C, "_distributed_c10d", None)  # noqa: SLF001  # see the module's docstring
+    dump = getattr(torch._C, "_distributed_c10d", None)
     dump = getattr(dump, "_dump_fr_trace_json", None)
     if dump is None:
         return []

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -23,6 +24,15 @@ WORLD = "world"
 """The default group, unless a mesh gives it an axis name."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """A process group, as torch describes it."""
+
+    description: str
+    ranks: tuple[int, ...]
+    """Ranks of the default group."""
+
+
 class GroupNames:
     """Collects what is known of the groups of one recording; names them at its end.
 
@@ -30,30 +40,29 @@ class GroupNames:
     """
 
     def __init__(self) -> None:
-        """Knows nothing yet."""
-        self._axes: dict[str, str] = {}  # group name -> axis, from meshes
-        self._groups: dict[
-            str, tuple[str, int, tuple[int, ...]]
-        ] = {}  # -> description, size, ranks
-        self._wholes: dict[str, str] = {}  # post-forward group -> the whole shard group
+        """Starts without a group: they are noted as they are used."""
+        # By name of the group:
+        self._axes: dict[str, str] = {}  # its axis in a mesh
+        self._groups: dict[str, _Group] = {}
+        self._wholes: dict[str, str] = {}  # of a post-forward group, the whole shard group
         # By identity, and kept alive: a slice of a mesh is often a temporary, whose identity the
         # next one would take over.
         self._meshes: dict[int, DeviceMesh] = {}
 
     def learn_mesh(self, mesh: DeviceMesh) -> None:
-        """Takes the axis names of a mesh for its groups; the first name of a group stays."""
+        """Names the groups of a mesh after its axes; the first name of a group stays."""
         if id(mesh) in self._meshes or not mesh.mesh_dim_names:
             return
         self._meshes[id(mesh)] = mesh
-        for place, axis in enumerate(mesh.mesh_dim_names):
+        for dim, axis in enumerate(mesh.mesh_dim_names):
             try:
-                group = mesh.get_group(place)
+                group = mesh.get_group(dim)
             except RuntimeError:  # this rank is outside the mesh
                 continue
             self._axes.setdefault(group.group_name, axis)
 
     def learn_parameters(self, roots: Iterable[nn.Module]) -> None:
-        """Takes the axis names of the meshes over which parameters are distributed.
+        """Learns the meshes over which parameters are distributed.
 
         Compiled code sends without a trace of its mesh, and torch gives the default group to a mesh
         over all ranks, whose description names no axis.
@@ -70,7 +79,7 @@ class GroupNames:
                     self.learn_mesh(parameter.device_mesh)
 
     def learn_post_forward(self, group: dist.ProcessGroup, shard_group: dist.ProcessGroup) -> None:
-        """Takes the smaller group over which an FSDP unit is sharded between forward and backward.
+        """Learns the smaller group over which a unit is sharded between forward and backward.
 
         torch makes its mesh without names (``reshard_after_forward`` given as an int), so it is
         named after the axis that it is a part of.
@@ -85,21 +94,22 @@ class GroupNames:
         """Remembers a group that was used.
 
         Returns:
-            The key to ask for its axis with, later.
+            The key by which to ask for its axis later.
         """
         name: str = group.group_name
         if name not in self._groups:
             ranks = tuple(dist.get_process_group_ranks(group))
-            self._groups[name] = (group.group_desc, len(ranks), ranks)
+            self._groups[name] = _Group(description=group.group_desc, ranks=ranks)
         return name
 
     def axis(self, key: str) -> MeshAxis:
         """The axis of a group that `note` has seen."""
-        description, size, ranks = self._groups[key]
+        group = self._groups[key]
+        size = len(group.ranks)
         whole = self._wholes.get(key)
         if whole is not None and whole != key:
             return MeshAxis(name=f"{self.axis(whole).name}.post_forward", size=size)
-        return MeshAxis(name=self._axes.get(key) or _named(description, ranks), size=size)
+        return MeshAxis(name=self._axes.get(key) or _name_of(group), size=size)
 
     def known(self) -> tuple[dict[str, str], frozenset[str]]:
         """What this rank could have sent over, whether it did or not.
@@ -115,10 +125,10 @@ class GroupNames:
         return groups, frozenset({*groups.values(), *of_meshes})
 
 
-def living_axes() -> Iterator[tuple[str, str]]:
-    """The axis names that this process has now, of meshes that no recording met too.
+def existing_axes() -> Iterator[tuple[str, str]]:
+    """The axis names that this process has now, also of meshes that no recording has seen.
 
-    torch keeps no list of meshes, so that this looks at all objects: for the way to an error only.
+    torch keeps no list of meshes, so this looks at all objects: only on the way to an error.
 
     Yields:
         The name of an axis, and the name of the process group that it is; empty if this rank is in
@@ -135,14 +145,14 @@ def living_axes() -> Iterator[tuple[str, str]]:
         # Never isinstance(): it asks proxies for their class, which runs their code.
         if not issubclass(type(found), module.DeviceMesh):
             continue
-        for place, name in enumerate(getattr(found, "mesh_dim_names", None) or ()):
-            yield name, _group_name(found, place)
+        for dim, name in enumerate(getattr(found, "mesh_dim_names", None) or ()):
+            yield name, _group_name(found, dim)
 
 
-def _group_name(mesh: DeviceMesh, place: int) -> str:
+def _group_name(mesh: DeviceMesh, dim: int) -> str:
     # RuntimeError: this rank is outside the mesh. The others: the mesh outlived its groups.
     with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
-        name: str = mesh.get_group(place).group_name
+        name: str = mesh.get_group(dim).group_name
         return name
     return ""
 
@@ -184,20 +194,21 @@ def group_of(bound: dict[str, Any]) -> dist.ProcessGroup | None:
     # Private, but what torch's own functional collectives call (read in torch 2.6 to 2.13).
     from torch.distributed import distributed_c10d  # noqa: PLC0415  # absent without torch.distributed
 
-    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]  # noqa: SLF001  # see above
+    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]  # see above
     return group
 
 
-def _named(description: str, ranks: tuple[int, ...]) -> str:
+def _name_of(group: _Group) -> str:
     """A name from torch's description or, without one, from the group's shape.
 
     The shape is equal on every rank whose group is a shifted copy, as those of a mesh are.
     """
-    if description == "default_pg":
+    if group.description == "default_pg":
         return WORLD
-    if description.startswith("mesh_"):
-        return description.removeprefix("mesh_")
-    if description and description != "undefined":
-        return description
-    steps = {after - before for before, after in itertools.pairwise(ranks)}
-    return f"size{len(ranks)}.stride{steps.pop()}" if len(steps) == 1 else f"size{len(ranks)}"
+    if group.description.startswith("mesh_"):
+        return group.description.removeprefix("mesh_")
+    if group.description and group.description != "undefined":
+        return group.description
+    size = len(group.ranks)
+    steps = {after - before for before, after in itertools.pairwise(group.ranks)}
+    return f"size{size}.stride{steps.pop()}" if len(steps) == 1 else f"size{size}"

@@ -1,4 +1,4 @@
-"""Tells of an operation whether it communicates, and where its tensors and group are.
+"""The operations that communicate or copy: in which direction, and how much.
 
 Operations are hooked, not Python functions: ``dist.all_gather_single`` is new in torch 2.13, and
 the operation below it is still ``c10d._allgather_base_``. Read in torch 2.6, 2.9, 2.11, 2.13.
@@ -7,9 +7,12 @@ the operation below it is still ``c10d._allgather_base_``. Read in torch 2.6, 2.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
+
+from pytest_fsdp_comm.comm.events import Source
+from pytest_fsdp_comm.recording.mesh_axes import group_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +23,18 @@ NAMESPACES: Final = frozenset(
 
 UNKNOWN: Final = "unknown:"
 """What the kind of an operation begins with that the table does not have."""
+
+TIMING_CATEGORIES: Final = (
+    "all_gather",
+    "all_gather_object",
+    "reduce",
+    "resharding",
+    "H2D",
+    "D2H",
+)
+"""What seconds are summed up by; those of all calls, of other kinds too, are ``all``."""
+
+_REDUCING: Final = ("reduce_scatter", "all_reduce", "reduce")
 
 # Not communication of their own: they wait for it, wrap its result, or look things up.
 SILENT: Final = frozenset(
@@ -46,6 +61,15 @@ class Operation:
     the input is overwritten, or nothing comes out."""
     root: str = ""
     """Name of the argument with the group rank that alone sends; empty if every rank does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What this rank sends and receives in one call: fields of `comm.events.Collective`."""
+
+    dtype: str
+    nbytes_sent: int
+    nbytes_received: int
 
 
 def _c10d() -> Mapping[str, Operation]:
@@ -141,8 +165,8 @@ def is_unknown_kind(kind: str) -> bool:
 
 
 def bind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name."""
-    names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001  # the only way to the schema; a tested contract
+    """The arguments of a call by name; the schema is a private name, but the only list of them."""
+    names = [argument.name for argument in func._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -151,7 +175,76 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors_in(part)
+        for entry in value:
+            yield from tensors_in(entry)
     elif isinstance(value, dict):
         yield from tensors_in(list(value.values()))
+
+
+def measure(operation: Operation, bound: dict[str, Any], result: Any) -> Message:
+    """The message of a call.
+
+    Args:
+        operation: As `look_up` knows it.
+        bound: Its arguments by name.
+        result: What it returned.
+    """
+    sent, received = _sent_and_received(operation, bound, result)
+    dtypes = dict.fromkeys(
+        str(tensor.dtype).removeprefix("torch.") for tensor in (sent or received)
+    )
+    return Message(
+        dtype="+".join(dtypes), nbytes_sent=_nbytes(sent), nbytes_received=_nbytes(received)
+    )
+
+
+def _sent_and_received(
+    operation: Operation, bound: dict[str, Any], result: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    if operation.sent == "*":
+        return list(tensors_in(bound)), []
+    sent = list(tensors_in(bound.get(operation.sent))) if operation.sent else []
+    if operation.received == "return":
+        received = list(tensors_in(result))
+    else:
+        received = list(tensors_in(bound.get(operation.received))) if operation.received else []
+    if operation.root:
+        group = group_of(bound)
+        is_root = group is not None and group.rank() == bound.get(operation.root)
+        return (sent, []) if is_root else ([], received)
+    return sent, received
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def timing_category(kind: str, source: Source) -> str | None:
+    """The category of `TIMING_CATEGORIES` that a collective's seconds belong to; None for none."""
+    if kind == "all_gather":
+        return "all_gather_object" if source is Source.OBJECT else "all_gather"
+    return "reduce" if kind in _REDUCING else None
+
+
+def may_copy(func: Any) -> bool:
+    """Whether an operation can copy between host and device, as `copy_direction` asks of a call."""
+    # Higher-order operators have no namespace.
+    is_aten = getattr(func, "namespace", None) == "aten"
+    return is_aten and func.overloadpacket.__name__ in {"_to_copy", "copy_"}
+
+
+def copy_direction(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Literal["H2D", "D2H"] | None:
+    """Whether a ``_to_copy`` or ``copy_`` crosses between host and device; None if it does not."""
+    if func.overloadpacket.__name__ == "_to_copy":
+        target = kwargs.get("device")
+        source = args[0].device.type
+        to = getattr(target, "type", target)
+    else:
+        to, source = args[0].device.type, args[1].device.type
+    if to is None or to == source or "meta" in (to, source):
+        return None
+    if source == "cpu":
+        return "H2D"
+    return "D2H" if to == "cpu" else None

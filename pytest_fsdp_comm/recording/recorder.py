@@ -3,69 +3,95 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import itertools
 import threading
 import time
+import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from enum import Enum, auto
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from pytest_fsdp_comm.comm.events import (
-    COLLECTIVE_KINDS,
-    Collective,
-    HostDeviceCopy,
-    MeshAxis,
-    Recording,
-    Redistribution,
-    Reshard,
-    Source,
-    Timing,
-)
-from pytest_fsdp_comm.comm.questions import NO_NAMES, Names
+from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Recording, Source, Timing
+from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.recording import flight_recorder
-from pytest_fsdp_comm.recording.measuring import (
+from pytest_fsdp_comm.recording.mesh_axes import GroupNames, group_of
+from pytest_fsdp_comm.recording.operations import (
+    NAMESPACES,
     TIMING_CATEGORIES,
-    collective,
+    Operation,
+    bind,
     copy_direction,
+    look_up,
+    may_copy,
+    measure,
+    tensors_in,
     timing_category,
 )
-from pytest_fsdp_comm.recording.mesh_axes import GroupNames, group_of
-from pytest_fsdp_comm.recording.operations import NAMESPACES, Operation, bind, look_up, tensors_in
-from pytest_fsdp_comm.recording.owners.ddp import ParameterOwners, ReplicaOwners
+from pytest_fsdp_comm.recording.owners.attribution import (
+    Attribution,
+    BackwardMap,
+    OwnerNames,
+    attribute,
+)
+from pytest_fsdp_comm.recording.owners.ddp import ParameterOwners
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, param_groups
 from pytest_fsdp_comm.recording.owners.futures import following_callbacks
-from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
-from pytest_fsdp_comm.recording.owners.place import BackwardMap, Place, attribute
 from pytest_fsdp_comm.recording.owners.stack import outermost_module, scan_stack
+from pytest_fsdp_comm.recording.pending import (
+    PendingCollective,
+    PendingCopy,
+    PendingRedistribution,
+    PendingReshard,
+)
 from pytest_fsdp_comm.recording.redistributions import RedistributionWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from torch import nn
+    from pytest_fsdp_comm.comm.events import Collective
+    from pytest_fsdp_comm.recording.owners.fsdp import ReshardAction
+    from pytest_fsdp_comm.recording.owners.stack import StackScan
+
+_Pending = TypeVar(
+    "_Pending", PendingCollective, PendingCopy, PendingRedistribution, PendingReshard
+)
 
 
-@dataclass(slots=True)
-class _Raw:
-    """An event before its modules and groups have names."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedBlock:
+    """What is known of a block that has ended."""
 
-    event: Collective | Reshard | Redistribution | HostDeviceCopy | None
-    """None until the call has returned, and for good if it raised."""
-    place: Place
-    group: str = ""
+    recording: Recording
+    names: Names
+    """What can be asked of it."""
+    root: weakref.ref[nn.Module] | None
+    """The module that gives plain names; None if no module ran. Weak, since a recording must not
+    keep a model and its parameters alive."""
+    unseen: str
+    """What is known to be missing, as a sentence; empty if nothing is."""
+
+
+class _NoCollective(Enum):
+    """How an operation is treated that does not communicate."""
+
+    COPY = auto()
+    SILENT = auto()
 
 
 class Recorder:
-    """One recording: enter, run the code, leave, `finish`."""
+    """One recording: enter `watching`, run the code, leave, `finish`."""
 
     def __init__(self, model: nn.Module | None) -> None:
         """Prepares.
 
         Args:
-            model: Gives the FQNs; None takes the outermost modules that run.
+            model: Gives the FQNs; None for the outermost modules that run.
         """
         # Asked now, since the block may destroy the group.
         has_group = dist.is_available() and dist.is_initialized()
@@ -75,28 +101,30 @@ class Recorder:
         self._roots: list[nn.Module] = [] if model is None else [model]
         self._has_given_root = model is not None
         self._lacks_root = model is None
-        self._raw: list[_Raw] = []
+        # An index is taken before the call: what the call itself causes comes after it.
+        self._indices = itertools.count()
+        self._collectives: list[PendingCollective] = []
+        self._reshards: list[PendingReshard] = []
+        self._redistributions: list[PendingRedistribution] = []
+        self._copies: list[PendingCopy] = []
         self._groups = GroupNames()
         self._backward = BackwardMap(ParameterOwners(self._roots))
         self._units = UnitWatch(
             self._note_reshard, self._groups.learn_mesh, self._groups.learn_post_forward
         )
-        self._redistributions = RedistributionWatch()
+        self._redistribution_watch = RedistributionWatch(self._groups.learn_mesh)
         self._seconds = dict.fromkeys((*TIMING_CATEGORIES, "all"), 0.0)
         self._notes: list[str] = []
-        self.unseen = ""
-        """What is known to be missing, as a sentence; empty if nothing is."""
-        self.names = NO_NAMES
-        """What can be asked of the recording; nothing before `finish`."""
+        self._unseen = ""
         self._is_recording = False
         self._threads: set[int] = {threading.get_ident()}
-        self._callback = threading.local()  # .place, while a callback of a future runs
-        self._lock = threading.Lock()
+        self._callback = threading.local()  # .attribution, while a callback of a future runs
+        self._lock = threading.Lock()  # callbacks record from other threads
         # Looked up for every operation of the block, so by identity and once.
-        self._known: dict[Any, object] = {}
+        self._known: dict[Any, Operation | _NoCollective] = {}
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Watches while the block runs."""
         self._note_entry_state()
         since_ns = flight_recorder.now_ns()
@@ -104,71 +132,61 @@ class Recorder:
         try:
             with (
                 self._units.watching(),
-                following_callbacks(self._attribute, self._resumed),
+                following_callbacks(self._attribute_callback, self._resumed),
                 _Mode(self),
             ):
                 yield
         finally:
-            self._is_recording = False
+            with self._lock:
+                self._is_recording = False
             self._note_unseen(since_ns)
 
-    @property
-    def root(self) -> nn.Module | None:
-        """The module that gives plain names; None if no module ran, and after `finish`."""
-        return self._roots[0] if self._roots else None
-
-    def finish(self) -> Recording:
-        """Names everything and lets go of every module and group.
-
-        Returns:
-            The recording.
-        """
-        names = ModuleNames(self._roots)
-        replicas = ReplicaOwners(self._roots)
+    def finish(self) -> RecordedBlock:
+        """Names everything, and keeps no module and no group."""
+        names = OwnerNames(self._roots)
         self._groups.learn_parameters(self._roots)
-        by_type: dict[type, list[Any]] = {
-            kind: [] for kind in (Collective, Reshard, Redistribution, HostDeviceCopy)
-        }
-        axes: dict[str, MeshAxis] = {}
-        for raw in self._raw:
-            if raw.event is None:
-                continue
-            changes = _named(raw, names, replicas)
-            if isinstance(raw.event, Collective) and raw.group:
-                axis = self._groups.axis(raw.group)
-                axes[axis.name] = axis
-                changes |= {"axis": axis.name, "group_size": axis.size}
-            by_type[type(raw.event)].append(_replaced(raw.event, changes))
-        self.names = self._what_to_ask(names, by_type[Collective])
-        self._raw.clear()
-        self._roots.clear()
-        return Recording(
+        pending = _in_order(self._collectives)
+        axes = {axis.name: axis for entry in pending if (axis := entry.axis(self._groups))}
+        collectives = tuple(entry.named(names, self._groups) for entry in pending)
+        recording = Recording(
             rank=self._rank,
             world_size=self._world_size,
             backend=self._backend,
             torch_version=str(torch.__version__),
             mesh_axes=tuple(axes[name] for name in sorted(axes)),
-            collectives=tuple(by_type[Collective]),
-            reshards=tuple(by_type[Reshard]),
-            redistributions=tuple(by_type[Redistribution]),
-            copies=tuple(by_type[HostDeviceCopy]),
+            collectives=collectives,
+            reshards=tuple(entry.named(names) for entry in _in_order(self._reshards)),
+            redistributions=tuple(entry.named(names) for entry in _in_order(self._redistributions)),
+            copies=tuple(entry.named(names) for entry in _in_order(self._copies)),
             timings=tuple(Timing(category=name, seconds=s) for name, s in self._seconds.items()),
             notes=tuple(self._notes),
         )
+        block = RecordedBlock(
+            recording=recording,
+            names=self._what_to_ask(names, collectives),
+            root=weakref.ref(self._roots[0]) if self._roots else None,
+            unseen=self._unseen,
+        )
+        for held in (self._collectives, self._reshards, self._redistributions, self._copies):
+            held.clear()
+        self._roots.clear()
+        return block
 
-    def _what_to_ask(self, names: ModuleNames, recorded: Sequence[Collective]) -> Names:
-        """The names to ask for; taken after the axes were named, which this must not change."""
+    def _what_to_ask(self, names: OwnerNames, recorded: Sequence[Collective]) -> Names:
+        """The names to ask for; read after the axes were named, which this must not change."""
         modules = (module for root in self._roots for module in root.modules())
         units = [unit for module in modules for unit in param_groups(module)]
         if dist.is_initialized():  # the block may have destroyed it
             for unit in units:
                 self._units.learn_groups(unit)
         groups, axes = self._groups.known()
-        owners = {names.joined(tuple(unit.modules)) for unit in units}
+        owners = {names.modules.joined(tuple(unit.modules)) for unit in units}
         owners |= {event.owner for event in recorded}
         return Names(
-            modules=names.children(),
-            owners=frozenset(names.all_fqns()).union(name for name in owners if name is not None),
+            modules=names.modules.children(),
+            owners=frozenset(names.modules.all_fqns()).union(
+                name for name in owners if name is not None
+            ),
             axes=axes.union(event.axis for event in recorded),
             groups=groups,
             kinds=frozenset(event.kind for event in recorded).difference(COLLECTIVE_KINDS),
@@ -186,7 +204,7 @@ class Recorder:
             known = self._known[func] = _classify(func)
         # Without grad mode too: an autograd.Function has made its node when its forward runs so.
         self._backward.note_operation()
-        if known is _COPY:
+        if known is _NoCollective.COPY:
             direction = copy_direction(func, args, kwargs)
             if direction is not None:
                 return self._run_copy(direction, func, args, kwargs)
@@ -198,93 +216,112 @@ class Recorder:
         self, operation: Operation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         self._threads.add(threading.get_ident())
-        place = self._attribute(func.namespace)
+        scan = scan_stack()
+        attribution = self._attribute(scan, func.namespace)
         bound = bind(func, args, kwargs)
-        index = self._reserve(place)
+        index = next(self._indices)
         started = time.perf_counter()
         try:
             result = func(*args, **kwargs)
         finally:
             seconds = time.perf_counter() - started
-            self._add_seconds(timing_category(operation.kind, place.source), seconds)
+            self._add_seconds(timing_category(operation.kind, attribution.source), seconds)
         group = group_of(bound)
-        event = collective(operation, func, bound, result, (index, place))
+        message = measure(operation, bound, result)
         with self._lock:
             if not self._is_recording:  # the block ended while a callback's collective ran
                 return result
-            self._raw[index].event = event
-            self._raw[index].group = self._groups.note(group) if group is not None else ""
-        redistribution = self._redistributions.begun(place.scan, self._groups.learn_mesh)
-        if redistribution is not None:
-            at = self._reserve(place)
-            self._raw[at].event = redistribution.event(at, place)
+            self._collectives.append(
+                PendingCollective(
+                    index=index,
+                    kind=operation.kind,
+                    op=f"{func.namespace}.{func.overloadpacket.__name__}",
+                    attribution=attribution,
+                    group=None if group is None else self._groups.note(group),
+                    message=message,
+                    call_site=scan.call_site,
+                )
+            )
+        start = self._redistribution_watch.note_collective(scan.redistribution)
+        if start is not None:
+            self._redistributions.append(
+                PendingRedistribution(
+                    index=next(self._indices),
+                    attribution=attribution,
+                    start=start,
+                    call_site=scan.call_site,
+                )
+            )
         return result
 
     def _run_copy(
         self, direction: Literal["H2D", "D2H"], func: Any, args: Sequence[Any], kwargs: Any
     ) -> Any:
-        place = self._attribute()
-        index = self._reserve(place)
+        scan = scan_stack()
+        attribution = self._attribute(scan)
+        index = next(self._indices)
         started = time.perf_counter()
         result = func(*args, **kwargs)
         self._add_seconds(direction, time.perf_counter() - started)
-        self._raw[index].event = HostDeviceCopy(
-            index=index,
-            direction=direction,
-            owner=None,
-            phase=place.phase,
-            nbytes=sum(tensor.nbytes for tensor in tensors_in(result)),
-            call_site=place.scan.call_site,
+        self._copies.append(
+            PendingCopy(
+                index=index,
+                direction=direction,
+                attribution=attribution,
+                nbytes=sum(tensor.nbytes for tensor in tensors_in(result)),
+                call_site=scan.call_site,
+            )
         )
         return result
 
-    def _reserve(self, place: Place) -> int:
-        """Takes the next index before the call: what the call itself causes comes after it."""
-        with self._lock:  # callbacks record from other threads
-            self._raw.append(_Raw(None, place))
-            return len(self._raw) - 1
-
     def _note_reshard(
-        self, action: str, modules: tuple[nn.Module, ...], nbytes: int, seconds: float
+        self,
+        action: ReshardAction,
+        modules: tuple[nn.Module, ...],
+        nbytes: int,
+        seconds: float,
     ) -> None:
-        place = self._attribute()
+        issued = self._attribute(scan_stack())
         if action == "reshard":
             self._add_seconds("resharding", seconds)
-        owned = Place(modules, place.issued_in, place.phase, Source.FSDP, place.scan)
-        index = self._reserve(owned)
-        self._raw[index].event = Reshard(
-            index=index,
-            action="unshard" if action == "unshard" else "reshard",
-            module="",
-            issued_in=None,
-            phase=place.phase,
-            nbytes=nbytes,
+        self._reshards.append(
+            PendingReshard(
+                index=next(self._indices),
+                action=action,
+                attribution=Attribution(
+                    owner=modules,
+                    issued_in=issued.issued_in,
+                    phase=issued.phase,
+                    source=Source.FSDP,
+                ),
+                nbytes=nbytes,
+            )
         )
 
     @contextlib.contextmanager
-    def _resumed(self, place: Place) -> Iterator[None]:
-        """Records a callback on any thread as part of the place that registered it."""
-        before = getattr(self._callback, "place", None)
-        self._callback.place = place
+    def _resumed(self, attribution: Attribution) -> Iterator[None]:
+        """Records a callback on any thread as part of what registered it."""
+        before = getattr(self._callback, "attribution", None)
+        self._callback.attribution = attribution
         try:
             with contextlib.ExitStack() as stack:
                 if self._is_recording and not _is_watched():
                     stack.enter_context(_Mode(self))
                 yield
         finally:
-            self._callback.place = before
+            self._callback.attribution = before
 
-    def _attribute(self, namespace: str = "") -> Place:
-        inherited: Place | None = getattr(self._callback, "place", None)
+    def _attribute_callback(self) -> Attribution:
+        return self._attribute(scan_stack())
+
+    def _attribute(self, scan: StackScan, namespace: str = "") -> Attribution:
+        inherited: Attribution | None = getattr(self._callback, "attribution", None)
         if inherited is not None:
-            return dataclasses.replace(inherited, scan=scan_stack())
-        place = attribute(self._units, self._backward, namespace)
-        outermost = place.scan.outermost
-        place.scan.outermost = None
-        place.scan.modules = place.scan.modules[:1]
-        if not self._has_given_root and outermost is not None:
-            self._add_root(outermost)
-        return place
+            return inherited
+        attribution = attribute(scan, self._units, self._backward, namespace)
+        if not self._has_given_root and scan.outermost is not None:
+            self._add_root(scan.outermost)
+        return attribution
 
     def _look_for_root(self) -> None:
         """Finds a root at the first operation: DDP sends in backward only, where none runs."""
@@ -294,10 +331,10 @@ class Recorder:
 
     def _add_root(self, module: nn.Module) -> None:
         if not any(module is known for root in self._roots for known in root.modules()):
-            # A module that contains an earlier root takes its place.
+            # A module that contains an earlier root replaces it.
             inside = {id(child) for child in module.modules()}
             self._lacks_root = False
-            # In place, since others hold the list.
+            # The same list, since others hold it.
             self._roots[:] = [module if id(root) in inside else root for root in self._roots]
             if not any(root is module for root in self._roots):
                 self._roots.append(module)
@@ -329,11 +366,22 @@ class Recorder:
                 for thread, kinds in unseen.items()
             )
             count = sum(kinds.total() for kinds in unseen.values())
-            self.unseen = (
+            self._unseen = (
                 f"{count} collectives of other threads are missing, since a recording covers the "
                 f"thread that entered it ({threads}, as the flight recorder names them)"
             )
-            self._notes.append(self.unseen)
+            self._notes.append(self._unseen)
+
+
+def _in_order(pending: Iterable[_Pending]) -> list[_Pending]:
+    """By index: an event is held when its call returns, after what the call itself caused."""
+    return sorted(pending, key=attrgetter("index"))
+
+
+def _classify(func: Any) -> Operation | _NoCollective:
+    if getattr(func, "namespace", None) in NAMESPACES:
+        return look_up(func) or _NoCollective.SILENT
+    return _NoCollective.COPY if may_copy(func) else _NoCollective.SILENT
 
 
 def _is_watched() -> bool:
@@ -364,33 +412,3 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
             # DTensor first turns into local operations and collectives, which come back here.
             return NotImplemented
         return self._recorder.run(func, args, kwargs or {})
-
-
-def _named(raw: _Raw, names: ModuleNames, replicas: ReplicaOwners) -> dict[str, Any]:
-    place = raw.place
-    is_replica = place.source is Source.DDP
-    owner = names.joined(replicas.owner(place.issued_in) if is_replica else place.owner)
-    issued_in = names.joined(place.issued_in[:1])
-    if isinstance(raw.event, Reshard):
-        return {"module": owner if owner is not None else "", "issued_in": issued_in}
-    if isinstance(raw.event, HostDeviceCopy):
-        return {"owner": owner}
-    return {"owner": owner, "issued_in": issued_in}
-
-
-def _replaced(event: Any, changes: dict[str, Any]) -> Any:
-    return dataclasses.replace(event, **changes)
-
-
-# How an operation is treated that does not communicate.
-_COPY: Final = "copy"
-_SILENT: Final = "silent"
-
-
-def _classify(func: Any) -> object:
-    """The `Operation` of a collective; otherwise one of the two marks above."""
-    namespace = getattr(func, "namespace", None)
-    if namespace in NAMESPACES:
-        return look_up(func) or _SILENT
-    is_copy = namespace == "aten" and func.overloadpacket.__name__ in {"_to_copy", "copy_"}
-    return _COPY if is_copy else _SILENT

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Any, Final
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.questions import Answer
-from pytest_fsdp_comm.text.fqn import NO_MODULE, expand, fold_fqns, natural_key
+from pytest_fsdp_comm.text.fqn import NO_MODULE, NaturalKey, expand, fold_fqns, natural_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_fsdp_comm.comm.events import Collective
     from pytest_fsdp_comm.comm.questions import Evidence
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 # A screen. pytest itself cuts an explanation at 8 lines, except in CI and with -vv.
 _MAX_LINES: Final = 20
 _PHASES: Final = tuple(Phase)
+
+_Position: TypeAlias = "tuple[bool, NaturalKey]"
+"""Whether there is no module, and the first module."""
 
 
 def explain_answer(operator: str, left: object, right: object) -> list[str]:
@@ -51,26 +55,50 @@ def _evidence_lines(evidence: Evidence) -> list[str]:
 
 def _grouped(events: Sequence[Collective]) -> list[str]:
     """One line for all collectives that differ in nothing but numbers in their owners' names."""
-    counts: Counter[Any] = Counter()
-    nbytes: Counter[Any] = Counter()
+    by_owner: defaultdict[_Line, defaultdict[str | None, list[int]]]
+    by_owner = defaultdict(lambda: defaultdict(list))
     for event in events:
-        key = (event.owner, event.phase, f"{event.kind}[{event.axis}]", event.call_site)
-        counts[key] += 1
-        nbytes[key] += event.nbytes
-    owners: defaultdict[Any, list[str | None]] = defaultdict(list)
-    for key, count in counts.items():
-        owner, *rest = key
-        owners[*rest, count, nbytes[key]].append(owner)
+        line = _Line(
+            phase=event.phase, what=f"{event.kind}[{event.axis}]", call_site=event.call_site
+        )
+        by_owner[line][event.owner].append(event.nbytes)
     found = [
-        (_PHASES.index(phase), place, what, site, f"{phase} {pattern} {what} x{count} {size:_} B")
-        for (phase, what, site, count, size), names in owners.items()
-        for place, pattern in _patterns(names)
+        (*line.order(position), line.text(pattern, count, nbytes))
+        for line, sizes in by_owner.items()
+        for (count, nbytes), owners in _alike(sizes).items()
+        for position, pattern in _patterns(owners)
     ]
-    return [f"{line} at {site}" if site else line for *_, site, line in sorted(found)]
+    return [text for *_, text in sorted(found)]
 
 
-def _patterns(owners: Sequence[str | None]) -> Iterator[tuple[Any, str]]:
-    """The owners as patterns, each with its place in the order; what has no module comes last."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """What collectives have in common that share a line."""
+
+    phase: Phase
+    what: str
+    call_site: str
+
+    def order(self, position: _Position) -> tuple[int, _Position, str, str]:
+        """Where the line stands among the others."""
+        return _PHASES.index(self.phase), position, self.what, self.call_site
+
+    def text(self, owners: str, count: int, nbytes: int) -> str:
+        """The line."""
+        at = f" at {self.call_site}" if self.call_site else ""
+        return f"{self.phase} {owners} {self.what} x{count} {nbytes:_} B{at}"
+
+
+def _alike(sizes: Mapping[str | None, Sequence[int]]) -> dict[tuple[int, int], list[str | None]]:
+    """The owners that sent as much in as many calls."""
+    owners: defaultdict[tuple[int, int], list[str | None]] = defaultdict(list)
+    for owner, own in sizes.items():
+        owners[len(own), sum(own)].append(owner)
+    return owners
+
+
+def _patterns(owners: Sequence[str | None]) -> Iterator[tuple[_Position, str]]:
+    """The owners as patterns, each with its position; what has no module comes last."""
     for pattern in fold_fqns(owner for owner in owners if owner is not None):
         yield (False, natural_key(expand(pattern)[0])), pattern
     if None in owners:

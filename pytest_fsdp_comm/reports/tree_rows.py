@@ -7,12 +7,13 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.text.fqn import escape, fold_fqns
+from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.tree.model import ParameterNode, ShardUnit
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-    from pytest_fsdp_comm.tree.model import ShardTree
+    from pytest_fsdp_comm.tree.model import Finding, ShardTree
 
 MAX_DEPTH: Final = 40
 """Levels that a drawing indents; deeper rows stay at this one."""
@@ -42,9 +43,14 @@ class TreeRow:
     """Name of the sibling row that is alike but for the policy, and whose parameters and children
     stand for this one's too; empty if they are drawn."""
 
+    @property
+    def has_parameter_rows(self) -> bool:
+        """Whether parameters have rows of their own; a single one may share that of its module."""
+        return len(self.parameters) > 1 or bool(self.units and self.parameters)
+
 
 def tree_rows(tree: ShardTree) -> Iterator[TreeRow]:
-    """Draws a tree row by row, parents first, in registration order."""
+    """The rows of a tree, parents first, in registration order."""
     children = _children(tree)
     parameters: dict[int, list[ParameterNode]] = {}
     for parameter in tree.parameters:
@@ -74,7 +80,7 @@ def tree_rows(tree: ShardTree) -> Iterator[TreeRow]:
             units=units.get(index, ()),
             parameters=tuple(parameters.get(index, ()) if first == name else ()),
             nbytes=nbytes[index],
-            same_as="" if node.alias_of is None else tree.module_fqn(node.alias_of) or "(root)",
+            same_as="" if node.alias_of is None else escape(tree.module_fqn(node.alias_of)),
             inside_as="" if first == name else first,
         )
         if first == name:
@@ -130,6 +136,33 @@ def _alike_siblings(
 
 def _shared_name(names: Sequence[str]) -> str:
     return escape(names[0]) if len(names) == 1 else ",".join(fold_fqns(names))
+
+
+def summary_words(tree: ShardTree) -> str:
+    """``4 ranks, dp=4; 33 units; 33 parameters of 128.0 KiB, 32.0 KiB on rank 0``."""
+    nbytes = sum(parameter.nbytes for parameter in tree.parameters)
+    kept = sum(parameter.local_numel * parameter.itemsize for parameter in tree.parameters)
+    axes = ", ".join(f"{axis.name}={axis.size}" for axis in tree.mesh_axes) or "no mesh"
+    return (
+        f"{tree.world_size} ranks, {axes}; {len(tree.units)} units; {len(tree.parameters)} "
+        f"parameters of {show_nbytes(nbytes)}, {show_nbytes(kept)} on rank {tree.rank}"
+    )
+
+
+def cost_words(finding: Finding) -> str:
+    """`` (2.9 KiB)``, to follow the code; empty where the cost cannot be told."""
+    return "" if finding.nbytes is None else f" ({show_nbytes(finding.nbytes)})"
+
+
+def relation_words(row: TreeRow) -> str:
+    """`` is layers.0``, `` inside as {0..6}``, to follow the class; empty for most."""
+    repeated = f" is {row.same_as}" if row.same_as else ""
+    return repeated + (f" inside as {row.inside_as}" if row.inside_as else "")
+
+
+def mark(unit: ShardUnit) -> str:
+    """Whether a unit is sharded at all, in capitals."""
+    return "FULLY SHARDED" if unit.is_fully_sharded else "REPLICATED"
 
 
 def policy_words(unit: ShardUnit) -> str:

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Final
 from pytest_fsdp_comm.reports.tree_rows import (
     MAX_DEPTH,
     TreeRow,
+    cost_words,
+    mark,
     parameter_words,
     placement_words,
     policy_words,
+    relation_words,
+    summary_words,
     tree_rows,
 )
 from pytest_fsdp_comm.text.fqn import fold_fqns
@@ -46,35 +50,19 @@ def render_tree(tree: ShardTree, *, color: bool = False) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
     drawn = [_draw(line, widths, color=color) for line in lines]
     findings = [_paint(text, level, color=color) for level, text in _findings(tree.findings)]
-    return "\n".join([_summary(tree), "", *drawn, *findings])
-
-
-def _summary(tree: ShardTree) -> str:
-    nbytes = sum(parameter.nbytes for parameter in tree.parameters)
-    axes = ", ".join(f"{axis.name}={axis.size}" for axis in tree.mesh_axes) or "no mesh"
-    kept = sum(parameter.local_numel * parameter.itemsize for parameter in tree.parameters)
-    return (
-        f"{tree.world_size} ranks, {axes}; {len(tree.units)} units; {len(tree.parameters)} "
-        f"parameters of {show_nbytes(nbytes)}, {show_nbytes(kept)} on rank {tree.rank}"
-    )
+    return "\n".join([summary_words(tree), "", *drawn, *findings])
 
 
 def _row_lines(row: TreeRow) -> Iterator[_Line]:
     indent = "  " * min(row.depth, MAX_DEPTH)
     count = f" x{row.count}" if row.count > 1 else ""
-    name = row.name if row.depth else "(root)"
-    label = f"{indent}{name}{count} [{row.class_name}]"
-    if row.same_as:
-        label += f" is {row.same_as}"
-    if row.inside_as:
-        label += f" inside as {row.inside_as}"
+    label = f"{indent}{row.name}{count} [{row.class_name}]{relation_words(row)}"
     for unit in row.units:
-        mark = "FULLY SHARDED" if unit.is_fully_sharded else "REPLICATED"
         gathered = show_nbytes(unit.nbytes_gathered) if unit.nbytes_gathered else ""
-        policy = f"{mark} {policy_words(unit)}"
+        policy = f"{mark(unit)} {policy_words(unit)}"
         yield (label, policy, gathered, show_nbytes(unit.nbytes_kept), "unit")
         label = indent
-    if not row.units and len(row.parameters) == 1:
+    if not row.has_parameter_rows and row.parameters:
         yield _parameter_line(f"{label} ", row.parameters[0])
         return
     if not row.units:
@@ -101,10 +89,9 @@ def _draw(line: _Line, widths: Sequence[int], *, color: bool) -> str:
 
 def _findings(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
     for finding in findings:
-        cost = "" if finding.nbytes is None else f" ({show_nbytes(finding.nbytes)})"
         where = ", ".join(fold_fqns(finding.fqns))
         yield "", ""
-        yield finding.level, f"{finding.level} {finding.code}{cost}: {where}"
+        yield finding.level, f"{finding.level} {finding.code}{cost_words(finding)}: {where}"
         yield "", f"  {finding.reason}"
         yield "", f"  cure: {finding.cure}"
 

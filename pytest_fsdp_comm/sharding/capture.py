@@ -6,6 +6,7 @@ same as without the capture.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -16,39 +17,39 @@ from torch.nn.parameter import UninitializedParameter
 
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.sharding.ddp import read_ddp
+from pytest_fsdp_comm.sharding.dtensor import dtensor_meshes, local_tensor, read_placements
 from pytest_fsdp_comm.sharding.fsdp1 import fsdp1_states, read_fsdp1
 from pytest_fsdp_comm.sharding.fsdp2 import fsdp2_meshes, fsdp2_states, read_fsdp2
-from pytest_fsdp_comm.sharding.mesh import AxisNames, local_tensor
+from pytest_fsdp_comm.sharding.mesh import AxisNames
 from pytest_fsdp_comm.sharding.units import HeldParameter, shown_dtype
 from pytest_fsdp_comm.sharding.walk import visit_modules
-from pytest_fsdp_comm.text.fqn import natural_key
-from pytest_fsdp_comm.tree.findings.finding import with_findings
+from pytest_fsdp_comm.text.fqn import ROOT_TEXT, natural_key
+from pytest_fsdp_comm.tree.findings.settings import FindingSettings
 from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
     from pytest_fsdp_comm.sharding.units import ReadUnit, Slot
     from pytest_fsdp_comm.sharding.walk import Visit
-    from pytest_fsdp_comm.tree.findings.rules import FindingRules
 
 
-def capture_tree(model: nn.Module, rules: FindingRules | None = None) -> ShardTree:
+def capture_tree(model: nn.Module, findings: FindingSettings | None = None) -> ShardTree:
     """Reads how `model` is sharded.
 
     Args:
         model: Any module; FSDP1, FSDP2, DDP, ``replicate`` and DTensor parameters are understood,
             in any combination. It may be on the meta device, of fake tensors, or not sharded.
-        rules: What counts as a finding; None for the defaults.
+        findings: What counts as a finding; None for the defaults.
 
     Raises:
         RecordingError: `model` is no module, is half built, or has a parameter without a shape.
         UpstreamChangedError: This torch lacks a private name that is needed.
     """
     visit = visit_modules(model)
-    axes = AxisNames(chain(fsdp2_meshes(visit), _dtensor_meshes(visit)))
+    axes = AxisNames(chain(fsdp2_meshes(visit), dtensor_meshes(visit)))
     units = [*read_fsdp2(visit, axes), *read_fsdp1(visit, axes)]
     taken = {slot for unit in units for held in unit.held for slot in held.slots}
     units += read_ddp(visit, axes, taken)
@@ -66,7 +67,7 @@ def capture_tree(model: nn.Module, rules: FindingRules | None = None) -> ShardTr
         units=tuple(_settle_units(units, by_slot)),
         notes=tuple(_notes(parameters)),
     )
-    return with_findings(tree, rules)
+    return replace(tree, findings=(findings or FindingSettings()).findings(tree))
 
 
 def list_states(model: nn.Module) -> tuple[Any, ...]:
@@ -98,7 +99,7 @@ def list_handles(model: nn.Module) -> tuple[Any, ...]:
     """
     handles: list[Any] = []
     for state in list_states(model):
-        # To torch 2.11 a state of FSDP2 had one group; both names as in capture/units.py.
+        # To torch 2.11 a state of FSDP2 had one group; both names as in recording/owners/fsdp.py.
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
             groups = [getattr(state, "_handle", None) or getattr(state, "_fsdp_param_group", None)]
@@ -118,69 +119,62 @@ def _replicated(visit: Visit) -> set[int]:
     }
 
 
-def _dtensor_meshes(visit: Visit) -> Iterator[Any]:
-    for _, module in visit.layers():
-        own: Iterable[Any] = module._parameters.values()  # noqa: SLF001  # parameters() enters children
-        for parameter in own:
-            if isinstance(parameter, DTensor):
-                yield parameter.device_mesh
-
-
 def _collect_parameters(
     visit: Visit, units: Sequence[ReadUnit], axes: AxisNames
 ) -> tuple[tuple[ParameterNode, ...], dict[Slot, int]]:
     """Lists each original parameter once, and says which slot holds which."""
     holder = {
         slot: (number, held)
-        for number, unit in enumerate(units)
-        for held in unit.held
+        for number, read in enumerate(units)
+        for held in read.held
         for slot in held.slots
     }
     slots_of: dict[int, list[Slot]] = {}
     source: dict[int, tuple[int | None, HeldParameter]] = {}
-    for index, name, tensor in _slots(visit, holder):
-        number, held = holder.get((index, name), (None, None))
+    for slot, tensor in _slots(visit, holder):
+        unit, held = holder.get(slot, (None, None))
         key = id(held or tensor)
         if key not in source:
-            source[key] = (number, held or _read_loose(tensor, visit, index, name, axes))
-        slots_of.setdefault(key, []).append((index, name))
+            source[key] = (unit, held or _read_loose(tensor, visit, slot, axes))
+        slots_of.setdefault(key, []).append(slot)
     by_slot: dict[Slot, int] = {}
     origins: dict[object, int] = {}
     parameters = []
-    for place, (key, (number, held)) in enumerate(source.items()):
+    for index, (key, (unit, held)) in enumerate(source.items()):
         slots = _in_natural_order(slots_of[key], visit)
-        by_slot.update(dict.fromkeys(slots, place))
-        first = place if held.origin is None else origins.setdefault(held.origin, place)
-        parameters.append(_parameter(slots, number, held, None if first == place else first))
+        by_slot.update(dict.fromkeys(slots, index))
+        first = index if held.origin is None else origins.setdefault(held.origin, index)
+        parameters.append(_parameter(slots, unit, held, None if first == index else first))
     return tuple(parameters), by_slot
 
 
 def _slots(
     visit: Visit, holder: dict[Slot, tuple[int, HeldParameter]]
-) -> Iterator[tuple[int, str, Any]]:
-    """Every place where a parameter is registered, in registration order.
+) -> Iterator[tuple[Slot, Any]]:
+    """Every slot that a parameter is registered in, in registration order.
 
-    The third is the tensor; None where only the unit still knows it.
+    With the tensor; None where only the unit still knows it.
     """
     unregistered: dict[int, list[str]] = {}
     for index, name in holder:
-        if name not in visit.modules[index]._parameters:  # noqa: SLF001  # FSDP1 without use_orig_params removes it
+        if name not in visit.modules[index]._parameters:  # FSDP1 without use_orig_params removes it
             unregistered.setdefault(index, []).append(name)
     for index, node in enumerate(visit.nodes):
         if node.alias_of is not None:
             continue
-        for name, tensor in visit.modules[index]._parameters.items():  # noqa: SLF001  # named_parameters() leaves out tied ones
+        for name, tensor in visit.modules[index]._parameters.items():
             if tensor is not None and not getattr(tensor, "_is_flat_param", False):
-                yield index, name, tensor
+                yield (index, name), tensor
         for name in unregistered.get(index, ()):
-            yield index, name, None
+            yield (index, name), None
 
 
-def _read_loose(tensor: Any, visit: Visit, index: int, name: str, axes: AxisNames) -> HeldParameter:
+def _read_loose(tensor: Any, visit: Visit, slot: Slot, axes: AxisNames) -> HeldParameter:
     """Reads a parameter that no unit manages."""
     if isinstance(tensor, UninitializedParameter):
+        index, name = slot
         raise RecordingError(
-            f"fsdp_tree met a parameter without a shape: {name} of module "
+            f"fsdp_tree found a parameter without a shape: {name} of module "
             f"{_path(visit, index)} is still lazy; run the model once before it is sharded"
         )
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
@@ -189,7 +183,7 @@ def _read_loose(tensor: Any, visit: Visit, index: int, name: str, axes: AxisName
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
         trainable=tensor.requires_grad,
-        placements=axes.placements(tensor) if isinstance(tensor, DTensor) else (),
+        placements=read_placements(tensor, axes) if isinstance(tensor, DTensor) else (),
         local_numel=local.numel(),
         device=local.device.type,
         # FSDP2 marks the tensors that it was given, so a tied one that it left is known again
@@ -200,7 +194,7 @@ def _read_loose(tensor: Any, visit: Visit, index: int, name: str, axes: AxisName
 
 def _path(visit: Visit, index: int) -> str:
     names = [visit.nodes[at].name for at in (*reversed([*visit.ancestors(index)]), index)]
-    return ".".join(names[1:]) or "(root)"
+    return ".".join(names[1:]) or ROOT_TEXT
 
 
 def _in_natural_order(slots: list[Slot], visit: Visit) -> list[Slot]:
@@ -240,11 +234,10 @@ def _settle_units(units: Sequence[ReadUnit], by_slot: dict[Slot, int]) -> Iterat
         return tuple(number for state in states for number in numbers.get(id(state), ()))
 
     for unit in units:
-        places = (by_slot[slot] for held in unit.held for slot in held.slots[:1])
         yield ShardUnit(
             kind=unit.kind,
             modules=unit.modules,
-            parameters=tuple(places),
+            parameters=tuple(by_slot[slot] for held in unit.held for slot in held.slots[:1]),
             is_root=unit.is_root,
             shard_axis=unit.shard_axis,
             replicate_axis=unit.replicate_axis,

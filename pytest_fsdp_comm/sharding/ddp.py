@@ -58,7 +58,7 @@ def _read_params(
             if node.parent not in base or node.alias_of is not None:
                 continue
             base[index] = f"{base[node.parent]}{node.name}."
-        for name, parameter in visit.modules[index]._parameters.items():  # noqa: SLF001  # named_parameters() leaves out tied ones
+        for name, parameter in visit.modules[index]._parameters.items():
             slot = (index, name)
             if parameter is not None and slot not in taken and base[index] + name not in ignored:
                 seen.setdefault(id(parameter), []).append(slot)

@@ -66,7 +66,7 @@ def expect_units(model: nn.Module, policy: Any) -> WrapExpectation:
 
     Args:
         model: The model, wrapped or not.
-        policy: What FSDP1 takes as ``auto_wrap_policy``: a ``ModuleWrapPolicy`` or other policy
+        policy: What FSDP1 accepts as ``auto_wrap_policy``: a ``ModuleWrapPolicy`` or other policy
             object, a callable of ``module``, ``recurse`` and ``nonwrapped_numel`` such as a partial
             of ``size_based_auto_wrap_policy`` or ``transformer_auto_wrap_policy``; or a set of
             module classes.

@@ -61,15 +61,15 @@ def read_fsdp1(visit: Visit, axes: AxisNames) -> Iterator[ReadUnit]:
 
 
 def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNames) -> ReadUnit:
-    handle = wrapper._handle  # noqa: SLF001  # see the module's docstring
-    is_root = above is None if wrapper._is_root is None else bool(wrapper._is_root)  # noqa: SLF001  # see the module's docstring
+    handle = wrapper._handle
+    is_root = above is None if wrapper._is_root is None else bool(wrapper._is_root)
     strategy = wrapper.sharding_strategy
     own = axes.of_group(wrapper.process_group)
     is_sharded = strategy is not ShardingStrategy.NO_SHARD
     shard_axis = own if is_sharded else None
     replicate_axis = None if is_sharded else own
     if getattr(wrapper, "_inter_node_pg", None) is not None:
-        replicate_axis = axes.of_group(wrapper._inter_node_pg)  # noqa: SLF001  # see the module's docstring
+        replicate_axis = axes.of_group(wrapper._inter_node_pg)
     placements = tuple(
         placement
         for placement in (
@@ -82,12 +82,12 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
     gathered = padding = kept = 0
     if handle is not None:
         held = tuple(_read_params(handle, placements, visit))
-        shard_numel = handle.flat_param._sharded_size.numel()  # noqa: SLF001  # see the module's docstring
+        shard_numel = handle.flat_param._sharded_size.numel()
         if shard_axis is not None:
-            itemsize = handle._fwd_bwd_param_dtype.itemsize  # noqa: SLF001  # see the module's docstring
+            itemsize = handle._fwd_bwd_param_dtype.itemsize
             gathered = shard_numel * shard_axis.size * itemsize
-            padding = gathered - sum(handle.flat_param._numels) * itemsize  # noqa: SLF001  # see the module's docstring
-        kept = shard_numel * handle._orig_param_dtype.itemsize  # noqa: SLF001  # see the module's docstring
+            padding = gathered - sum(handle.flat_param._numels) * itemsize
+        kept = shard_numel * handle._orig_param_dtype.itemsize
     return ReadUnit(
         kind="fsdp1",
         modules=(index,),
@@ -130,7 +130,7 @@ def _overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
     policy = above.mixed_precision
     if policy.param_dtype is None:
         return ()
-    ignored = tuple(policy._module_classes_to_ignore)  # noqa: SLF001  # documented in MixedPrecision's docstring
+    ignored = tuple(policy._module_classes_to_ignore)  # documented in MixedPrecision's docstring
     return (type(wrapper.module).__name__,) if isinstance(wrapper.module, ignored) else ()
 
 
@@ -139,17 +139,17 @@ def _read_params(
 ) -> Iterator[HeldParameter]:
     flat = handle.flat_param
     starts = _starts(flat)
-    shared = flat._shared_param_infos  # noqa: SLF001  # see the module's docstring
-    for place, info in enumerate(flat._param_infos):  # noqa: SLF001  # see the module's docstring
+    shared = flat._shared_param_infos
+    for number, info in enumerate(flat._param_infos):
         same = [
             (entry.module, entry.param_name)
             for entry in shared
             if entry.prim_module is info.module and entry.prim_param_name == info.param_name
         ]
-        shape = tuple(flat._shapes[place])  # noqa: SLF001  # see the module's docstring
+        shape = tuple(flat._shapes[number])
         is_sharded = handle.uses_sharded_strategy
-        own = flat._shard_param_infos[place]  # noqa: SLF001  # see the module's docstring
-        original = flat if flat._params is None else flat._params[place]  # noqa: SLF001  # see the module's docstring
+        own = flat._shard_param_infos[number]
+        original = flat if flat._params is None else flat._params[number]
         yield HeldParameter(
             slots=tuple(
                 (visit.index_of[id(module)], name)
@@ -157,12 +157,12 @@ def _read_params(
                 if id(module) in visit.index_of
             ),
             shape=shape,
-            dtype=handle._orig_param_dtype,  # noqa: SLF001  # see the module's docstring
+            dtype=handle._orig_param_dtype,
             trainable=original.requires_grad,
             placements=placements,
             local_numel=(own.numel_in_shard or 0) if is_sharded else math.prod(shape),
             device=flat.device.type,
-            flat=FlatRange(start=starts[place], shard_numel=flat._sharded_size.numel())  # noqa: SLF001  # see the module's docstring
+            flat=FlatRange(start=starts[number], shard_numel=flat._sharded_size.numel())
             if is_sharded
             else None,
         )
@@ -171,7 +171,7 @@ def _read_params(
 def _starts(flat: Any) -> list[int]:
     """Elements of the flat parameter before each original one, alignment padding included."""
     starts, at = [], 0
-    padded = zip(flat._numels_with_padding, flat._is_padding_mask, strict=True)  # noqa: SLF001  # see the module's docstring
+    padded = zip(flat._numels_with_padding, flat._is_padding_mask, strict=True)
     for numel, is_padding in padded:
         if not is_padding:
             starts.append(at)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from pytest_fsdp_comm.recording.owners.fsdp import param_groups
-from pytest_fsdp_comm.sharding.mesh import local_tensor
+from pytest_fsdp_comm.sharding.dtensor import local_tensor, read_placements
 from pytest_fsdp_comm.sharding.units import (
     HeldParameter,
     ReadUnit,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.sharding.mesh import AxisNames
     from pytest_fsdp_comm.sharding.walk import Visit
+    from pytest_fsdp_comm.tree.model import UnitKind
 
 
 def fsdp2_states(visit: Visit) -> list[tuple[FSDPModule, Any]]:
@@ -47,7 +48,7 @@ def fsdp2_states(visit: Visit) -> list[tuple[FSDPModule, Any]]:
     for _, module in visit.layers():
         if isinstance(module, FSDPModule):
             with private_names("FSDP2"):
-                state = module._get_fsdp_state()  # noqa: SLF001  # see the module's docstring
+                state = module._get_fsdp_state()
             found.setdefault(id(state), (module, state))
     return list(found.values())
 
@@ -68,7 +69,7 @@ def read_fsdp2(visit: Visit, axes: AxisNames) -> Iterator[ReadUnit]:
         UpstreamChangedError: This torch lacks a private name that the reader relies on.
     """
     states = fsdp2_states(visit)
-    own: dict[int, set[str]] = {}
+    own: dict[int, set[UnitKind]] = {}
     for module, state in states:
         for member in member_indices(_modules(state, module), visit.index_of):
             own.setdefault(member, set()).add(_kind(module))
@@ -77,7 +78,7 @@ def read_fsdp2(visit: Visit, axes: AxisNames) -> Iterator[ReadUnit]:
         kind = _kind(module)
         below = any(kind in own.get(above, ()) for above in visit.ancestors(members[0]))
         with private_names("FSDP2"):
-            settled = state._is_root  # noqa: SLF001  # see the module's docstring
+            settled = state._is_root
         is_root = not below if settled is None else bool(settled)
         groups = param_groups(module)  # type: ignore[arg-type]  # a module at runtime
         if not groups:
@@ -88,7 +89,7 @@ def read_fsdp2(visit: Visit, axes: AxisNames) -> Iterator[ReadUnit]:
             yield unit
 
 
-def _kind(module: FSDPModule) -> Any:
+def _kind(module: FSDPModule) -> UnitKind:
     return "replicate" if type(module).__name__.startswith("Replicate") else "fsdp2"
 
 
@@ -96,7 +97,7 @@ def _modules(state: Any, module: Any) -> tuple[torch.nn.Module, ...]:
     return tuple(getattr(state, "_modules", ())) or (module,)
 
 
-def _empty_unit(kind: Any, members: tuple[int, ...], state: Any, is_root: bool) -> ReadUnit:
+def _empty_unit(kind: UnitKind, members: tuple[int, ...], state: Any, is_root: bool) -> ReadUnit:
     return ReadUnit(
         kind=kind,
         modules=members,
@@ -110,7 +111,7 @@ def _empty_unit(kind: Any, members: tuple[int, ...], state: Any, is_root: bool) 
 
 
 def _read_group(  # noqa: PLR0913, PLR0917  # what a unit is made of
-    kind: Any,
+    kind: UnitKind,
     members: tuple[int, ...],
     state: Any,
     is_root: bool,
@@ -134,8 +135,8 @@ def _read_group(  # noqa: PLR0913, PLR0917  # what a unit is made of
         reshard_after_forward=_reshard_after_forward(state, group, is_root),
         precision=_precision(_policy(group.fsdp_params[0], group)),
         offload=isinstance(group.offload_policy, CPUOffloadPolicy),
-        forward_prefetch=tuple(state._states_to_forward_prefetch),  # noqa: SLF001  # see the module's docstring
-        backward_prefetch=tuple(state._states_to_backward_prefetch),  # noqa: SLF001  # see the module's docstring
+        forward_prefetch=tuple(state._states_to_forward_prefetch),
+        backward_prefetch=tuple(state._states_to_backward_prefetch),
         unshard_in_backward=group.unshard_in_backward,
         nbytes_gathered=0 if shard_dim is None else gathered,
         nbytes_padding=0 if shard_dim is None else gathered - whole,
@@ -151,7 +152,7 @@ def _reshard_after_forward(state: Any, group: Any, is_root: bool) -> bool | int 
         return None
     target = group.post_forward_mesh_info
     # In torch 2.7 a root always keeps its parameters; later only where the user left it to torch.
-    settles_later = state._is_root is None and is_root  # noqa: SLF001  # see the module's docstring
+    settles_later = state._is_root is None and is_root
     if target is None or (settles_later and getattr(state, "_auto_reshard_after_forward", True)):
         return False
     if target.shard_mesh_size == group.mesh_info.shard_mesh_size:
@@ -187,24 +188,25 @@ def _gathered_nbytes(param: Any, group: Any, ranks: int) -> int:
 
 def _whole_nbytes(param: Any, group: Any) -> int:
     # Of the tensor that FSDP was given: under tensor parallelism that is this rank's part.
-    numel: int = param._orig_size.numel()  # noqa: SLF001  # see the module's docstring
+    numel: int = param._orig_size.numel()
     return numel * _gather_dtype(param, group).itemsize
 
 
 def _read_param(param: Any, visit: Visit, axes: AxisNames) -> HeldParameter:
-    info = param._module_info  # noqa: SLF001  # see the module's docstring
-    places = [
+    info = param._module_info
+    registrations = [
         (info.module, info.param_name),
         *zip(info.shared_modules, info.shared_param_names, strict=True),
     ]
     slots = tuple(
         (visit.index_of[id(module)], name)
-        for module, name in places
+        for module, name in registrations
         if id(module) in visit.index_of
     )
     # Unless sharded, the module registers a gathered tensor. Sharded, it may hold a newer one than
-    # the unit knows of: model.to(), which the unit notices in its first forward only.
-    registered = info.module._parameters.get(info.param_name)  # noqa: SLF001  # getattr would run properties of the user
+    # the unit knows of: model.to(), which the unit notices in its first forward only. Not read by
+    # getattr, which would run a property of the user.
+    registered = info.module._parameters.get(info.param_name)
     is_sharded = param.sharded_state.name == "SHARDED"
     tensor = registered if is_sharded and registered is not None else param.sharded_param
     local = local_tensor(tensor)
@@ -213,7 +215,7 @@ def _read_param(param: Any, visit: Visit, axes: AxisNames) -> HeldParameter:
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
         trainable=tensor.requires_grad,
-        placements=axes.placements(tensor),
+        placements=read_placements(tensor, axes),
         local_numel=local.numel(),
         device=local.device.type,
         origin=getattr(param, "_orig_param_uid", None),

@@ -1,16 +1,9 @@
-"""Reads device meshes and DTensor placements into values."""
+"""Names the axes over which a model is sharded or replicated."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Literal
-
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import (
-    # Private: FSDP over a dimension that tensor parallelism splits too (same in torch 2.7, 2.13 and
-    # 2.15).
-    _StridedShard,
-)
+from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.comm.events import MeshAxis
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames
@@ -19,17 +12,19 @@ from pytest_fsdp_comm.tree.layout import AxisPlacement
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Placement
 
 
 class AxisNames:
     """Names the axes of all meshes of one tree, and remembers which were asked for."""
 
     def __init__(self, meshes: Iterable[DeviceMesh]) -> None:
-        """Learns the axis names first, so that no result depends on the order of the questions."""
+        """Learns all axis names first, so that no name depends on the order of the questions.
+
+        Args:
+            meshes: All meshes of the model.
+        """
         self._groups = GroupNames()
         self._used: set[MeshAxis] = set()
         for mesh in meshes:
@@ -43,12 +38,12 @@ class AxisNames:
         """The axes that were asked for, sorted by name and size."""
         return tuple(sorted(self._used, key=lambda axis: (axis.name, axis.size)))
 
-    def of_mesh(self, mesh: DeviceMesh, place: int) -> MeshAxis:
-        """One axis of a mesh."""
+    def of_mesh(self, mesh: DeviceMesh, dim: int) -> MeshAxis:
+        """The axis that a dimension of a mesh is."""
         if mesh.mesh_dim_names:
-            axis = MeshAxis(name=mesh.mesh_dim_names[place], size=mesh.size(place))
+            axis = MeshAxis(name=mesh.mesh_dim_names[dim], size=mesh.size(dim))
         else:
-            axis = self._groups.axis(self._groups.note(mesh.get_group(place)))
+            axis = self._groups.axis(self._groups.note(mesh.get_group(dim)))
         self._used.add(axis)
         return axis
 
@@ -57,23 +52,6 @@ class AxisNames:
         axis = self._groups.axis(self._groups.note(group))
         self._used.add(axis)
         return axis
-
-    def placements(self, tensor: DTensor) -> tuple[AxisPlacement, ...]:
-        """What each axis of a DTensor's mesh does to it."""
-        mesh = tensor.device_mesh
-        return tuple(
-            _axis_placement(placement, self.of_mesh(mesh, place), tensor.ndim)
-            for place, placement in enumerate(tensor.placements)
-        )
-
-
-def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """What this rank keeps of a DTensor.
-
-    The public ``to_local()`` dispatches a view, which a recorder that is running would see.
-    ``_local_tensor`` is in torch 2.7, 2.13 and 2.15.
-    """
-    return tensor._local_tensor  # noqa: SLF001  # see above
 
 
 def flat_shard(axis: MeshAxis) -> AxisPlacement:
@@ -84,22 +62,3 @@ def flat_shard(axis: MeshAxis) -> AxisPlacement:
 def replicate(axis: MeshAxis) -> AxisPlacement:
     """Every rank along the axis keeps the same."""
     return AxisPlacement(axis=axis.name, size=axis.size, kind="replicate", text="Replicate()")
-
-
-def _axis_placement(placement: Placement, axis: MeshAxis, ndim: int) -> AxisPlacement:
-    # Written out by hand: torch's own texts differ between versions ("Shard(dim=0)", "S(0)").
-    kind: Literal["shard", "strided_shard", "partial", "other"]
-    dim = None
-    if isinstance(placement, _StridedShard):  # first: a subclass of Shard in torch 2.7
-        kind, dim = "strided_shard", placement.dim % ndim
-        text = f"StridedShard({dim},{placement.split_factor})"
-    elif isinstance(placement, Shard):
-        kind, dim = "shard", placement.dim % ndim
-        text = f"Shard({dim})"
-    elif isinstance(placement, Replicate):
-        return replicate(axis)
-    elif isinstance(placement, Partial):
-        kind, text = "partial", f"Partial({placement.reduce_op})"
-    else:
-        kind, text = "other", f"{type(placement).__name__}()"
-    return AxisPlacement(axis=axis.name, size=axis.size, kind=kind, dim=dim, text=text)

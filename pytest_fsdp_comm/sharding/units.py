@@ -14,7 +14,7 @@ from pytest_fsdp_comm.tree.layout import AxisPlacement, FlatRange
 from pytest_fsdp_comm.tree.model import Precision, UnitKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import nn
 
@@ -42,14 +42,14 @@ class HeldParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadUnit:
-    """One unit, as `pytest_fsdp_comm.tree.model.ShardUnit` but with torch's own objects."""
+    """One unit: a `pytest_fsdp_comm.tree.model.ShardUnit`, but with torch's own objects."""
 
     kind: UnitKind
     modules: tuple[int, ...]
     """Indices of the nodes."""
     held: tuple[HeldParameter, ...]
     state: object
-    """Identifies the unit where another names it for prefetch."""
+    """Identifies the unit where another prefetches it."""
     is_root: bool
     shard_axis: MeshAxis | None
     replicate_axis: MeshAxis | None
@@ -69,11 +69,11 @@ class ReadUnit:
 
 
 @contextlib.contextmanager
-def private_names(part: str) -> Iterator[None]:
-    """Says which private name is missing, should torch have moved one.
+def private_names(what: str) -> Iterator[None]:
+    """Turns the absence of a private name into an error that says so.
 
     Args:
-        part: What is read, as the error shall name it.
+        what: What is read, as the error names it.
 
     Raises:
         UpstreamChangedError: An attribute was missing in the block.
@@ -81,7 +81,7 @@ def private_names(part: str) -> Iterator[None]:
     try:
         yield
     except AttributeError as missing:
-        raise upstream.misread("torch", f"{part} that fsdp_tree reads", missing) from missing
+        raise upstream.misread("torch", f"{what} that fsdp_tree reads", missing) from missing
 
 
 def shown_dtype(dtype: torch.dtype | None) -> str | None:
@@ -89,6 +89,6 @@ def shown_dtype(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def member_indices(modules: tuple[nn.Module, ...], index_of: dict[int, int]) -> tuple[int, ...]:
+def member_indices(modules: tuple[nn.Module, ...], index_of: Mapping[int, int]) -> tuple[int, ...]:
     """The nodes of a unit's modules; those outside the tree are left out."""
     return tuple(dict.fromkeys(index_of[id(m)] for m in modules if id(m) in index_of))

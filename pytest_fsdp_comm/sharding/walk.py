@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.recording.owners.module_names import WRAPPER_SEGMENTS
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, natural_key
 from pytest_fsdp_comm.tree.model import ModuleNode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_WRAPPED: Final = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
-"""Under which name FSDP1, torch.compile and activation checkpointing keep the module that they wrap
-(same in torch 2.7, 2.13, 2.15; torch itself removes these segments from FQNs)."""
-
-_Place = tuple[int, str]
-"""Where a module is registered: ``id`` of its parent, and its name there."""
+_Registration = tuple[int, str]
+"""What a module is registered in: ``id`` of its parent, and its name there."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
     """The modules of one model, by index as in `pytest_fsdp_comm.tree.model.ShardTree.modules`."""
 
-    nodes: list[ModuleNode] = field(default_factory=list)
-    modules: list[nn.Module] = field(default_factory=list)
+    nodes: tuple[ModuleNode, ...]
+    modules: tuple[nn.Module, ...]
     """The wrapped module of each node."""
-    wrappers: list[tuple[nn.Module, ...]] = field(default_factory=list)
+    wrappers: tuple[tuple[nn.Module, ...], ...]
     """The wrappers of each node, outermost first."""
-    index_of: dict[int, int] = field(default_factory=dict)
+    index_of: Mapping[int, int]
     """``id`` of a module or wrapper -> index of its node; aliases lead to the node they repeat."""
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
@@ -50,53 +48,69 @@ class Visit:
             parent = self.nodes[parent].parent
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Visited:
+    """A module on the way."""
+
+    name: str
+    parent: int | None
+    depth: int
+    module: nn.Module
+    wrappers: tuple[nn.Module, ...]
+    is_alias: bool
+
+    def node(self, index_of: Mapping[int, int]) -> ModuleNode:
+        """The module's node, once the index of each module is known."""
+        return ModuleNode(
+            name=self.name,
+            parent=self.parent,
+            depth=self.depth,
+            class_name=class_name(self.module),
+            wrappers=tuple(map(class_name, self.wrappers)),
+            alias_of=index_of[id(self.module)] if self.is_alias else None,
+        )
+
+
 def visit_modules(model: object) -> Visit:
     """Lists the modules below `model` in registration order, parents first.
 
-    A module that is registered at several places has its children where natural order meets it
+    A module that is registered several times has its children where natural order comes to it
     first, so that the order of construction does not show; elsewhere an alias stands for it.
 
     Raises:
         RecordingError: `model` is no module, or one of its modules is only half built.
     """
     root = _checked_root(model)
-    primary = _primary_places(root)
-    visit = Visit()
-    aliases: list[tuple[int, int]] = []
+    primary = _primary_registrations(root)
+    visited: list[_Visited] = []
+    index_of: dict[int, int] = {}
     pending: list[tuple[nn.Module, int | None, str]] = [(root, None, "")]
     while pending:
         outer, parent, name = pending.pop()
         wrappers, inner = _unwrap(outer)
-        index = len(visit.nodes)
-        place = (0 if parent is None else id(visit.modules[parent]), name)
-        if primary[id(inner)] == place:
-            visit.index_of.update((id(layer), index) for layer in (*wrappers, inner))
+        index = len(visited)
+        registration = (0 if parent is None else id(visited[parent].module), name)
+        is_alias = primary[id(inner)] != registration
+        if not is_alias:
+            index_of.update((id(layer), index) for layer in (*wrappers, inner))
             children = [(child, index, child_name) for child_name, child in _children(inner)]
             pending += reversed(children)
-        else:
-            aliases.append((index, id(inner)))
-        visit.modules.append(inner)
-        visit.wrappers.append(wrappers)
-        visit.nodes.append(
-            ModuleNode(
+        visited.append(
+            _Visited(
                 name=name,
                 parent=parent,
-                depth=0 if parent is None else visit.nodes[parent].depth + 1,
-                class_name=class_name(inner),
-                wrappers=tuple(class_name(wrapper) for wrapper in wrappers),
+                depth=0 if parent is None else visited[parent].depth + 1,
+                module=inner,
+                wrappers=wrappers,
+                is_alias=is_alias,
             )
         )
-    for index, target in aliases:
-        node = visit.nodes[index]
-        visit.nodes[index] = ModuleNode(
-            name=node.name,
-            parent=node.parent,
-            depth=node.depth,
-            class_name=node.class_name,
-            wrappers=node.wrappers,
-            alias_of=visit.index_of[target],
-        )
-    return visit
+    return Visit(
+        nodes=tuple(entry.node(index_of) for entry in visited),
+        modules=tuple(entry.module for entry in visited),
+        wrappers=tuple(entry.wrappers for entry in visited),
+        index_of=index_of,
+    )
 
 
 def class_name(module: nn.Module) -> str:
@@ -130,27 +144,29 @@ def _checked_root(model: object) -> nn.Module:
     )
 
 
-def _primary_places(root: nn.Module) -> dict[int, _Place]:
-    primary: dict[int, _Place] = {}
-    pending: list[tuple[nn.Module, _Place]] = [(root, (0, ""))]
+def _primary_registrations(root: nn.Module) -> dict[int, _Registration]:
+    """The first registration of each module, by its ``id``, in natural order."""
+    primary: dict[int, _Registration] = {}
+    pending: list[tuple[nn.Module, _Registration]] = [(root, (0, ""))]
     while pending:
-        outer, place = pending.pop()
+        outer, registration = pending.pop()
         _, inner = _unwrap(outer)
         if id(inner) in primary:
             continue
-        _check_built(inner, place[1])
-        primary[id(inner)] = place
+        _check_built(inner, registration[1])
+        primary[id(inner)] = registration
         children = sorted(_children(inner), key=lambda child: natural_key(child[0]), reverse=True)
         pending += [(child, (id(inner), name)) for name, child in children]
     return primary
 
 
 def _check_built(module: nn.Module, name: str) -> None:
-    missing = [part for part in ("_modules", "_parameters") if part not in module.__dict__]
+    needed = ("_modules", "_parameters")
+    missing = [attribute for attribute in needed if attribute not in module.__dict__]
     if missing:
         raise RecordingError(
-            f"fsdp_tree met a half-built module: {name or ROOT_TEXT} ({class_name(module)}) has no "
-            f"{missing[0]}; let its __init__ call super().__init__() first"
+            f"fsdp_tree found a half-built module: {name or ROOT_TEXT} ({class_name(module)}) has "
+            f"no {missing[0]}; let its __init__ call super().__init__() first"
         )
 
 
@@ -166,7 +182,7 @@ def _wrapped_by(module: nn.Module) -> nn.Module | None:
     children: dict[str, nn.Module | None] = module.__dict__.get("_modules", {})
     if isinstance(module, DistributedDataParallel):
         return children.get("module")
-    return next((children[name] for name in _WRAPPED if name in children), None)
+    return next((children[name] for name in WRAPPER_SEGMENTS if name in children), None)
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import groupby, pairwise, product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from pytest_fsdp_comm.errors import quoted_part
+from pytest_fsdp_comm.text.rank_lists import runs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ ROOT_TEXT: Final = "(root)"
 """How the root's FQN, which is empty, is written. Parentheses in names are escaped."""
 
 NO_MODULE: Final = "(no-module)"
-"""How is written that there is no module."""
+"""What is written where there is no module."""
 
 MAX_NAMES: Final = 1_000_000
 """The most FQNs that a pattern, or a whole snapshot, may stand for: those of 300 layers of 400
@@ -45,13 +46,15 @@ _ANY: Final = r"[^.+]+"
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.+-]+")
 
 _NaturalPart: TypeAlias = tuple[bool, int, str]
+NaturalKey: TypeAlias = tuple[tuple[tuple[_NaturalPart, ...], ...], str]
+"""What `natural_key` gives: its order alone is of use."""
 Box: TypeAlias = tuple[tuple[int, ...], ...]
-"""The numbers that each numbered place of an FQN takes, ascending."""
+"""The numbers at each numbered position of an FQN, ascending."""
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """The same numbers as first and last of each run; ascending, with a gap between two runs."""
 
 
-def natural_key(fqn: str) -> tuple[tuple[tuple[_NaturalPart, ...], ...], str]:
+def natural_key(fqn: str) -> NaturalKey:
     """Sorts FQNs as people count: parents before children, ``layers.2`` before ``layers.10``."""
     segments = tuple(
         tuple(_natural_part(part) for part in _DIGITS.split(segment) if part)
@@ -191,18 +194,8 @@ def _pattern(words: Sequence[str], box: Box) -> str:
     return join_words(escaped, [write_ranges(runs_of(values)) for values in box])
 
 
-def runs_of(values: Sequence[int]) -> Ranges:
-    """Ascending numbers as runs."""
-    # Neighbouring numbers keep the same distance to their place in the list.
-    runs = [
-        [value for _, value in run]
-        for _, run in groupby(enumerate(values), key=lambda pair: pair[1] - pair[0])
-    ]
-    return tuple((run[0], run[-1]) for run in runs)
-
-
 def write_ranges(ranges: Ranges) -> str:
-    """The numbers at one place of a pattern: ``{0..3,7}``, or ``7`` if it is one."""
+    """The numbers at one position of a pattern: ``{0..3,7}``, or ``7`` if it is one."""
     written = ",".join(str(a) if a == b else f"{a}..{b}" for a, b in ranges)
     return written if written.isdigit() else f"{{{written}}}"
 
@@ -214,7 +207,7 @@ class Pattern:
     words: tuple[str, ...]
     """The escaped text before, between and after the numbers."""
     box: tuple[Ranges, ...]
-    """The numbers at each place."""
+    """The numbers at each position."""
 
     @property
     def size(self) -> int:
@@ -252,7 +245,7 @@ def expand(pattern: str) -> tuple[str, ...]:
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """Reads a pattern as a question, in which ``*`` stands for one segment or a part of one.
+    """Reads a pattern as a question, in which ``*`` stands for one segment or some of one.
 
     The FQNs are not listed, so that large numbers cost nothing.
 

@@ -1,22 +1,28 @@
-"""Names ranks in texts."""
+"""Ranks as people write them, their runs folded."""
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
+def runs_of(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending numbers as first and last of each run: ``0, 1, 2, 5`` as ``(0, 2), (5, 5)``."""
+    # Neighbours in a run have the same distance to their position in the list.
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    ]
+    return tuple((run[0], run[-1]) for run in runs)
+
+
 def name_ranks(ranks: Sequence[int]) -> str:
     """``rank 2``, ``ranks 0-3`` or ``ranks 0, 2-3``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    runs = runs_of(sorted(ranks))
+    text = ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 

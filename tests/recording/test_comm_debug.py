@@ -133,7 +133,9 @@ def test_errors_without_ranks(comm_mode):
 
 @fake
 def test_errors_with_ranks(comm_mode):
-    inside = pytest.raises(RecordingError, match="records already; it cannot be entered inside")
+    inside = pytest.raises(
+        RecordingError, match="is recording already; it cannot be entered inside"
+    )
     with comm_mode, inside:
         comm_mode.__enter__()
     with pytest.raises(RecordingError, match="there is no phase 'forwards'; expected one of"):

@@ -8,7 +8,12 @@ from torch import nn
 
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS
 from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.recording.mesh_axes import _named, living_axes, process_groups
+from pytest_fsdp_comm.recording.mesh_axes import (
+    _Group,
+    _name_of,
+    existing_axes,
+    process_groups,
+)
 from pytest_fsdp_comm.recording.operations import SILENT, look_up
 from pytest_fsdp_comm.recording.owners import fsdp, stack
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
@@ -73,7 +78,7 @@ def test_the_list_of_process_groups(monkeypatch):
     distributed.new_group([1])
     world = distributed.distributed_c10d._get_default_group()
     assert set(process_groups()) == {mine, world}
-    assert dict(living_axes())["world"] == world.group_name
+    assert dict(existing_axes())["world"] == world.group_name
     moved = SimpleNamespace(default_pg=world)
     monkeypatch.setattr(distributed.distributed_c10d, "_world", moved)
     with pytest.raises(UpstreamChangedError, match=r"has no torch\.distributed\.\w+\._world"):
@@ -82,7 +87,7 @@ def test_the_list_of_process_groups(monkeypatch):
 
 def test_without_a_process_group_there_are_no_groups_and_no_axes():
     assert process_groups() == []
-    assert list(living_axes()) == []
+    assert list(existing_axes()) == []
 
 
 def test_a_function_that_moved_is_named():
@@ -160,7 +165,7 @@ def test_names_of_modules():
     ],
 )
 def test_groups_are_named_without_counters(description, ranks, name):
-    assert _named(description, ranks) == name
+    assert _name_of(_Group(description=description, ranks=ranks)) == name
 
 
 def test_no_unit_of_its_own():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from pytest_fsdp_comm.recording.measuring import copy_direction
+from pytest_fsdp_comm.recording.operations import copy_direction
 
 NBYTES = 4 * 8
 

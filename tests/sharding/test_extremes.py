@@ -54,7 +54,7 @@ def test_a_half_built_module():
     with pytest.raises(RecordingError) as caught:
         capture_tree(model)
     assert str(caught.value) == (
-        "fsdp_tree met a half-built module: 1 (Careless) has no _modules; let its __init__ call "
+        "fsdp_tree found a half-built module: 1 (Careless) has no _modules; let its __init__ call "
         "super().__init__() first"
     )
 
@@ -64,7 +64,7 @@ def test_a_parameter_without_a_shape():
     with pytest.raises(RecordingError) as caught:
         capture_tree(model)
     assert str(caught.value) == (
-        "fsdp_tree met a parameter without a shape: weight of module 1 is still lazy; run the "
+        "fsdp_tree found a parameter without a shape: weight of module 1 is still lazy; run the "
         "model once before it is sharded"
     )
 

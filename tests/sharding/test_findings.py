@@ -22,7 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
-from pytest_fsdp_comm.tree.findings.rules import CODES, FindingRules
+from pytest_fsdp_comm.tree.findings.rules import RULES
+from pytest_fsdp_comm.tree.findings.settings import FindingSettings
+from pytest_fsdp_comm.tree.findings.thresholds import Thresholds
 
 CPU = torch.device("cpu")
 
@@ -160,7 +162,10 @@ def replicated_beside_tensor_parallel():
     return parallelize_module(model, mesh, {"head": ColwiseParallel()})
 
 
-TINY = FindingRules(small_nbytes=10_000, replicated_nbytes=512, padding_nbytes=1)
+LEVELS = {rule.code: rule.level for rule in RULES}
+TINY = FindingSettings(
+    thresholds=Thresholds(small_nbytes=10_000, replicated_nbytes=512, padding_nbytes=1)
+)
 BLOCKS = ("layers.0", "layers.1", "layers.2")
 CASES = {
     "healthy": (healthy, {}),
@@ -221,7 +226,7 @@ CASES = {
 @pytest.mark.parametrize(("build", "expected"), CASES.values(), ids=CASES.keys())
 def test_each_mistake(build, expected):
     model = build()
-    tree = TreeFactory(rules=TINY)(model)
+    tree = TreeFactory(findings=TINY)(model)
     if build is split_tie and not hasattr(
         TreeFactory().handles(model)[0].fsdp_params[0], "_orig_param_uid"
     ):
@@ -230,12 +235,12 @@ def test_each_mistake(build, expected):
     assert set(found) == set(expected), str(tree)
     for code, (fqns, nbytes) in expected.items():
         assert found[code].fqns == fqns
-        assert found[code].level == CODES[code]
+        assert found[code].level == LEVELS[code]
         if nbytes is not None:
             assert found[code].nbytes == nbytes
         assert found[code].reason
         assert found[code].cure
-        assert f"{CODES[code]}: {code}" in str(tree)
+        assert f"{LEVELS[code]}: {code}" in str(tree)
 
 
 def test_a_grouped_root_raises_in_torch_as_the_finding_says():
@@ -244,20 +249,21 @@ def test_a_grouped_root_raises_in_torch_as_the_finding_says():
 
 
 def test_a_unit_too_large():
-    tree = TreeFactory(rules=FindingRules(large_nbytes=1000))(fully_shard(make()))
+    settings = FindingSettings(thresholds=Thresholds(large_nbytes=1000))
+    tree = TreeFactory(findings=settings)(fully_shard(make()))
     (finding,) = tree.findings
     assert (finding.code, finding.fqns) == ("unit-too-large", ("",))
     assert finding.nbytes == 4 * (256 + 3 * 296)
 
 
 def test_every_code_but_that_of_ranks_has_a_case():
-    assert set(CODES) - set(CASES) == {"ranks-differ", "unit-too-large"}
+    assert set(LEVELS) - set(CASES) == {"ranks-differ", "unit-too-large"}
 
 
 def test_levels_are_the_projects_choice():
-    levels = {**CODES, "split-tie": "off", "mixed-frozen": "error"}
-    assert not TreeFactory(rules=FindingRules(levels=levels))(split_tie()).findings
-    (_, _, finding) = TreeFactory(rules=FindingRules(levels=levels))(lora()).findings
+    settings = FindingSettings(levels={"split-tie": "off", "mixed-frozen": "error"})
+    assert not TreeFactory(findings=settings)(split_tie()).findings
+    (_, _, finding) = TreeFactory(findings=settings)(lora()).findings
     assert finding.level == "error"
 
 
@@ -270,7 +276,7 @@ def test_ranks_that_differ():
     assert tree.findings[0].code == "ranks-differ"
     assert tree.findings[0].level == "error"
     assert tree.findings[0].reason.startswith(
-        "ranks 0, 1 and ranks 2 shard the model differently, first in: parameter embed.weight"
+        "ranks 0-1 and rank 2 shard the model differently, first in: parameter embed.weight"
     )
     assert not TreeFactory(gather=lambda text: [text, text]).of_all_ranks(model).findings
 

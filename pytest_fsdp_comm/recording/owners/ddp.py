@@ -29,7 +29,7 @@ def replicated_over(layer: nn.Module) -> dist.ProcessGroup | None:
     if module is None or not isinstance(layer, getattr(module, "DDP", ())):
         return None
     state = module.replicate.state(layer)
-    given = (state._init_kwargs or {}).get("process_group")  # noqa: SLF001  # see above
+    given = (state._init_kwargs or {}).get("process_group")
     ddp = getattr(state, "_ddp", None)
     return given or (dist.group.WORLD if ddp is None else ddp.process_group)
 
@@ -38,7 +38,7 @@ class ReplicaOwners:
     """The replicated modules below the roots of a recording."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
-        """Looks for them.
+        """Finds the replicated modules.
 
         Args:
             roots: As `recorder.Recorder` found them.
@@ -47,7 +47,7 @@ class ReplicaOwners:
         self._owner_of: dict[int, nn.Module] = {}
         self._replicas: list[nn.Module] = []
         for root in roots:
-            # Parents come first, so that an inner replica takes its modules over.
+            # Parents come first, so that an inner replica overrides the outer one.
             for module in root.modules():
                 if replicated_over(module) is not None:
                     self._replicas.append(module)
@@ -74,7 +74,7 @@ class ParameterOwners:
     """Finds the module that registered a parameter, in backward hooks of parameters."""
 
     def __init__(self, roots: list[nn.Module]) -> None:
-        """Knows none yet.
+        """Searches no model before the first question.
 
         Args:
             roots: The recorder's list, which may still grow.

@@ -13,7 +13,7 @@ import functools
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -26,41 +26,44 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+ReshardAction = Literal["unshard", "reshard"]
+
 _FSDP1_FLAT_PARAM = "torch.distributed.fsdp._flat_param"
 _FSDP1_RUNTIME = "torch.distributed.fsdp._runtime_utils"
 
 
-@dataclass(frozen=True, slots=True)
-class Acting:
-    """A unit that is doing something."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ActingUnit:
+    """A unit one of whose methods runs."""
 
     modules: tuple[nn.Module, ...]
-    """The unit's modules."""
     serves: bool
-    """Its collectives serve this unit's parameters; False while it only triggers a prefetch of
+    """Whether its collectives serve its own parameters; False while it only triggers a prefetch of
     others."""
 
 
 class UnitWatch:
-    """Knows at each moment which FSDP units act, innermost last."""
+    """Watches which FSDP units act at each moment."""
 
     def __init__(
         self,
-        on_reshard: Callable[[str, tuple[nn.Module, ...], int, float], None],
+        on_reshard: Callable[
+            [Literal["unshard", "reshard"], tuple[nn.Module, ...], int, float], None
+        ],
         on_mesh: Callable[[DeviceMesh], None],
         on_post_forward: Callable[[ProcessGroup, ProcessGroup], None],
     ) -> None:
         """Prepares; wraps nothing.
 
         Args:
-            on_reshard: Told ``unshard`` or ``reshard``, the modules, the bytes and the host seconds
-                that a reshard took (0.0 for an unshard, whose all-gather is timed itself), each
-                time a unit's state changes.
-            on_mesh: Told each mesh that a unit uses.
-            on_post_forward: Told the group over which a unit is sharded between forward and
+            on_reshard: Called each time a unit's state changes, with ``unshard`` or ``reshard``,
+                its modules, its bytes and the host seconds that a reshard took (0.0 for an unshard,
+                whose all-gather is timed itself).
+            on_mesh: Called with each mesh that a unit uses.
+            on_post_forward: Called with the group over which a unit is sharded between forward and
                 backward where it is a smaller one, and the one over which it is sharded otherwise.
         """
-        self.stack: list[Acting] = []
+        self._acting: list[_ActingUnit] = []
         self._on_reshard = on_reshard
         self._on_mesh = on_mesh
         self._on_post_forward = on_post_forward
@@ -68,18 +71,18 @@ class UnitWatch:
     @property
     def owner(self) -> tuple[nn.Module, ...]:
         """The modules of the unit whose parameters are being sent; empty if none is."""
-        for acting in reversed(self.stack):
-            if acting.serves:
-                return acting.modules
+        for unit in reversed(self._acting):
+            if unit.serves:
+                return unit.modules
         return ()
 
     @property
     def issuer(self) -> tuple[nn.Module, ...]:
         """The modules of the unit whose hook runs, which under prefetch is not the owner."""
-        return self.stack[0].modules if self.stack else ()
+        return self._acting[0].modules if self._acting else ()
 
     def learn_groups(self, group: Any) -> None:
-        """Tells the mesh of a parameter group, and that of ``reshard_after_forward``."""
+        """Reports the mesh of a parameter group, and that of ``reshard_after_forward``."""
         self._on_mesh(group.mesh_info.mesh)
         after = group.post_forward_mesh_info
         if after is not None:
@@ -89,16 +92,16 @@ class UnitWatch:
     def watching(self) -> Iterator[None]:
         """Wraps FSDP's methods and puts them back."""
         with contextlib.ExitStack() as undo:
-            for place, name, wrap in [*self._fsdp2(), *self._fsdp1()]:
-                original = place.__dict__.get(name)
+            for holder, name, wrap in [*self._fsdp2(), *self._fsdp1()]:
+                original = holder.__dict__.get(name)
                 if original is None:
                     raise upstream.moved(
                         "torch",
-                        f"{_shown(place)}.{name}",
-                        "the recorder relies on to tell the owner of a collective",
+                        f"{_qualified(holder)}.{name}",
+                        "the recorder relies on to find the owner of a collective",
                     )
-                setattr(place, name, functools.wraps(original)(wrap(original)))
-                undo.callback(setattr, place, name, original)
+                setattr(holder, name, functools.wraps(original)(wrap(original)))
+                undo.callback(setattr, holder, name, original)
             yield
 
     def _fsdp2(self) -> list[tuple[Any, str, Callable[..., Any]]]:
@@ -138,7 +141,7 @@ class UnitWatch:
 
     def _wrap_state(self, original: Any) -> Any:
         def wrapped(state: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._acting(tuple(state._modules), serves=False):  # noqa: SLF001  # see the module's docstring
+            with self._act(tuple(state._modules), serves=False):
                 return original(state, *args, **kwargs)
 
         return wrapped
@@ -146,7 +149,7 @@ class UnitWatch:
     def _wrap_acting(self, original: Any, *, serves: bool) -> Any:
         def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
             self._on_mesh(group.mesh_info.mesh)
-            with self._acting(tuple(group.modules), serves=serves):
+            with self._act(tuple(group.modules), serves=serves):
                 return original(group, *args, **kwargs)
 
         return wrapped
@@ -154,11 +157,11 @@ class UnitWatch:
     def _wrap_unshard(self, original: Any) -> Any:
         def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
             self.learn_groups(group)
-            pending = group._all_gather_result  # noqa: SLF001  # see the module's docstring
-            with self._acting(tuple(group.modules), serves=True):
+            pending = group._all_gather_result
+            with self._act(tuple(group.modules), serves=True):
                 result = original(group, *args, **kwargs)
                 # Set by a gather that was really issued, and only then.
-                if pending is None and group._all_gather_result is not None:  # noqa: SLF001  # see above
+                if pending is None and group._all_gather_result is not None:
                     nbytes = _unsharded_nbytes(group)
                     self._on_reshard("unshard", tuple(group.modules), nbytes, 0.0)
             return result
@@ -167,12 +170,12 @@ class UnitWatch:
 
     def _wrap_reshard(self, original: Any) -> Any:
         def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
-            before = group._sharded_state  # noqa: SLF001  # see the module's docstring
-            with self._acting(tuple(group.modules), serves=True):
+            before = group._sharded_state
+            with self._act(tuple(group.modules), serves=True):
                 started = time.perf_counter()
                 result = original(group, *args, **kwargs)
                 seconds = time.perf_counter() - started
-                if group._sharded_state != before:  # noqa: SLF001  # see above
+                if group._sharded_state != before:
                     nbytes = _unsharded_nbytes(group)
                     self._on_reshard("reshard", tuple(group.modules), nbytes, seconds)
             return result
@@ -182,7 +185,7 @@ class UnitWatch:
     def _wrap_gather_of_handle(self, original: Any) -> Any:
         def wrapped(handle: Any, unsharded: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             modules = _modules_of_handle(handle)
-            with self._acting(modules, serves=True):
+            with self._act(modules, serves=True):
                 result = original(handle, unsharded, *args, **kwargs)
                 nbytes = unsharded.numel() * unsharded.element_size()
                 self._on_reshard("unshard", modules, nbytes, 0.0)
@@ -193,13 +196,13 @@ class UnitWatch:
     def _wrap_reshard_of_handle(self, original: Any) -> Any:
         def wrapped(handle: Any, free: bool, *args: Any, **kwargs: Any) -> Any:
             modules = _modules_of_handle(handle)
-            with self._acting(modules, serves=True):
+            with self._act(modules, serves=True):
                 frees = free and handle.uses_sharded_strategy and not handle.needs_unshard()
                 started = time.perf_counter()
                 result = original(handle, free, *args, **kwargs)
                 seconds = time.perf_counter() - started
                 if frees:
-                    padded = handle.flat_param._full_param_padded  # noqa: SLF001  # see the module's docstring
+                    padded = handle.flat_param._full_param_padded
                     nbytes = padded.numel() * padded.element_size()
                     self._on_reshard("reshard", modules, nbytes, seconds)
             return result
@@ -208,14 +211,14 @@ class UnitWatch:
 
     def _wrap_handle_first(self, original: Any) -> Any:
         def wrapped(handle: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._acting(_modules_of_handle(handle), serves=True):
+            with self._act(_modules_of_handle(handle), serves=True):
                 return original(handle, *args, **kwargs)
 
         return wrapped
 
     def _wrap_handle_second(self, original: Any) -> Any:
         def wrapped(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._acting(_modules_of_handle(handle), serves=True):
+            with self._act(_modules_of_handle(handle), serves=True):
                 return original(state, handle, *args, **kwargs)
 
         return wrapped
@@ -223,18 +226,18 @@ class UnitWatch:
     def _wrap_prefetch_of_handle(self, original: Any) -> Any:
         def wrapped(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
             modules = () if handle is None else _modules_of_handle(handle)
-            with self._acting(modules, serves=False):
+            with self._act(modules, serves=False):
                 return original(state, handle, *args, **kwargs)
 
         return wrapped
 
     @contextlib.contextmanager
-    def _acting(self, modules: tuple[nn.Module, ...], *, serves: bool) -> Iterator[None]:
-        self.stack.append(Acting(modules, serves))
+    def _act(self, modules: tuple[nn.Module, ...], *, serves: bool) -> Iterator[None]:
+        self._acting.append(_ActingUnit(modules=modules, serves=serves))
         try:
             yield
         finally:
-            self.stack.pop()
+            self._acting.pop()
 
 
 def param_groups(module: nn.Module) -> list[Any]:
@@ -257,13 +260,13 @@ def _unsharded_nbytes(group: Any) -> int:
     total = 0
     for param in group.fsdp_params:
         dtype = param.param_dtype or param.orig_dtype
-        total += param._orig_size.numel() * dtype.itemsize  # noqa: SLF001  # see the module's docstring
+        total += param._orig_size.numel() * dtype.itemsize
     return total
 
 
 def _modules_of_handle(handle: Any) -> tuple[nn.Module, ...]:
-    return (handle._fully_sharded_module,)  # noqa: SLF001  # see the module's docstring
+    return (handle._fully_sharded_module,)
 
 
-def _shown(place: Any) -> str:
-    return f"{getattr(place, '__module__', '')}.{place.__name__}".lstrip(".")
+def _qualified(holder: Any) -> str:
+    return f"{getattr(holder, '__module__', '')}.{holder.__name__}".lstrip(".")

@@ -2,7 +2,7 @@
 
 DDP's communication hooks chain collectives in ``Future.then`` (PowerSGD does). Whether such a
 callback runs at once or later on a thread of the backend is a race, so both have to be recorded,
-and to the same place: the one where the callback was registered.
+and attributed alike: to what registered the callback.
 """
 
 from __future__ import annotations
@@ -11,30 +11,34 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
-import torch
+from pytest_fsdp_comm import upstream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from pytest_fsdp_comm.recording.owners.place import Place
+    from pytest_fsdp_comm.recording.owners.attribution import Attribution
 
 
 @contextlib.contextmanager
 def following_callbacks(
-    place: Callable[[], Place], resumed: Callable[[Place], AbstractContextManager[None]]
+    attribute: Callable[[], Attribution],
+    resumed: Callable[[Attribution], AbstractContextManager[None]],
 ) -> Iterator[None]:
     """Wraps the two ways to register a callback, and puts them back.
 
     Args:
-        place: Tells where the code is that registers a callback.
-        resumed: Entered around the callback, on its thread, with that place.
+        attribute: Attributes the code that registers a callback.
+        resumed: Entered around the callback, on its thread, with that attribution.
+
+    Raises:
+        UpstreamChangedError: torch has moved the class of futures.
     """
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
         def wrapped(future: Any, callback: Callable[..., Any]) -> Any:
-            registered = place()
+            registered = attribute()
 
             @functools.wraps(callback)
             def run(*args: Any) -> Any:
@@ -46,7 +50,9 @@ def following_callbacks(
         return wrapped
 
     # The base, since work.get_future() gives a plain one. Read in torch 2.6 to 2.15.
-    future_type = torch._C.Future  # noqa: SLF001  # see above
+    future_type = upstream.look_up(
+        "torch", "torch._C", "Future", "the recorder relies on to follow callbacks"
+    )
     with contextlib.ExitStack() as undo:
         for name in ("then", "add_done_callback"):
             original = getattr(future_type, name)

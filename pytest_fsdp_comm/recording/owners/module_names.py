@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-WRAPPER_SEGMENTS: Final = frozenset(
-    {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
-)
+WRAPPER_SEGMENTS: Final = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+"""Under which name FSDP1, torch.compile and activation checkpointing keep the module that they wrap
+(same in torch 2.7, 2.13, 2.15; torch itself removes these segments from FQNs)."""
 
 
 def clean_fqn(name: str) -> str:
     """Removes wrapper segments from a dotted name."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
+    return ".".join(segment for segment in name.split(".") if segment not in WRAPPER_SEGMENTS)
 
 
 class ModuleNames:
-    """The FQN of each module below the roots."""
+    """The FQN of each module below some roots."""
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         """Names all modules.
@@ -36,7 +36,7 @@ class ModuleNames:
         for number, root in enumerate(self._roots, start=1):
             prefix = "" if number == 1 else f"@{number}"
             for name, module in _named_modules(root):
-                joined = ".".join(part for part in (prefix, name) if part)
+                joined = ".".join(filter(None, (prefix, name)))
                 self._names.setdefault(id(module), joined)
 
     def all_fqns(self) -> Iterable[str]:
@@ -50,12 +50,12 @@ class ModuleNames:
             if number > 1:
                 ways.setdefault("", {})[f"@{number}"] = f"@{number}"
             for module in root.modules():
-                at = self._names[id(module)]
+                parent = self._names[id(module)]
                 # Also the second name of a shared module, which named_children() leaves out.
-                for name, child in module._modules.items():  # noqa: SLF001  # see above
+                for name, child in module._modules.items():
                     below = self.fqn(child)
                     if below is not None:
-                        ways.setdefault(at, {})[name] = below
+                        ways.setdefault(parent, {})[name] = below
         return ways
 
     def fqn(self, module: nn.Module | None) -> str | None:

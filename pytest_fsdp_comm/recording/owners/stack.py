@@ -7,9 +7,10 @@ after an error, and miscount modules that run twice.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import sysconfig
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
@@ -19,15 +20,16 @@ import torch.distributed as dist
 from torch import nn
 
 from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.text.paths import show_path
 
 if TYPE_CHECKING:
     from types import CodeType
 
 # Read in torch 2.6, 2.9, 2.11, 2.13; tests/unit/test_capture_contracts.py fails when one moves.
-_CALL_MODULE: Final = nn.Module._call_impl.__code__  # noqa: SLF001  # every module call passes here
-_STEP: Final = torch.optim.Optimizer.profile_hook_step(
-    lambda: None
-).__code__  # torch's wrapper around every optimizer's step
+_CALL_MODULE: Final = nn.Module._call_impl.__code__
+"""Every call of a module passes through it."""
+_STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+"""torch's wrapper around every optimizer's step."""
 
 _TORCH: Final = str(Path(torch.__file__).parent) + "/"
 _DDP: Final = _TORCH + "nn/parallel/distributed.py"
@@ -40,36 +42,36 @@ _STDLIB: Final = sysconfig.get_path("stdlib") + "/"
 _SITE_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
 
 
-@dataclass(slots=True)
-class Scan:
-    """What one walk up the stack found."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackScan:
+    """What one walk up the stack found. Keep none: its frame keeps all its tensors alive."""
 
-    modules: list[nn.Module] = field(default_factory=list)
-    """Modules that run, innermost first; in backward only those of a recomputation."""
-    outermost: nn.Module | None = None
-    """The outermost module of the whole stack."""
-    is_in_engine: bool = False
+    innermost: nn.Module | None
+    """The module that runs; in backward only one that a recomputation runs. None if none does."""
+    outermost: nn.Module | None
+    """The outermost module of the whole stack; None if no module runs."""
+    is_in_engine: bool
     """Python called the autograd engine further up."""
-    is_in_optimizer: bool = False
+    is_in_optimizer: bool
     """An optimizer's step, or gradient clipping, runs."""
-    is_object: bool = False
+    is_object: bool
     """One of the ``*_object*`` collectives asked for it."""
-    is_from_cpp: bool = True
+    is_from_cpp: bool
     """No Python lies between the call and the autograd engine, or the start of its thread."""
-    is_from_ddp: bool = False
+    is_from_ddp: bool
     """DDP asked for it, or a communication hook that it called."""
-    is_from_dtensor: bool = False
+    is_from_dtensor: bool
     """DTensor asked for it."""
-    redistribution: FrameType | None = None
-    """The frame of DTensor's redistribution."""
-    call_site: str = ""
-    """``path:line`` of the innermost user code, or else of the innermost library."""
-    library_call_site: str = ""
+    redistribution: FrameType | None
+    """The frame of DTensor's redistribution; None outside of one."""
+    call_site: str
+    """``path:line`` of the innermost user code, or else of the innermost library; empty if there is
+    neither."""
 
 
 def innermost_module() -> nn.Module | None:
-    """The module that runs, or is run again, at the innermost place of the stack."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # inspect.currentframe, documented for CPython
+    """The innermost module on the stack that runs, or is run again; None in backward itself."""
+    frame: FrameType | None = sys._getframe(1)
     engine = _engine_code()
     while frame is not None:
         code = frame.f_code
@@ -82,9 +84,9 @@ def innermost_module() -> nn.Module | None:
 
 
 def outermost_module() -> nn.Module | None:
-    """The module whose call is furthest up the stack."""
+    """The module whose call is furthest up the stack; None if no module runs."""
     found = None
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # see above
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CALL_MODULE:
             found = _self_of(frame)
@@ -92,70 +94,109 @@ def outermost_module() -> nn.Module | None:
     return found
 
 
-def scan_stack() -> Scan:
+def scan_stack() -> StackScan:
     """Walks the whole stack once."""
-    scan = Scan()
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # see above
+    walk = _Walk()
+    frame: FrameType | None = sys._getframe(1)
     below = frame
     while frame is not None:
         if frame.f_code is _engine_code():
-            if not scan.is_in_engine:
-                _note_entry(scan, below)
-            scan.is_in_engine = True
+            if not walk.is_in_engine:
+                walk.pass_entry(below)
+            walk.is_in_engine = True
         elif frame.f_code is _CALL_MODULE:
-            _note_module(scan, frame)
+            walk.pass_module(frame)
         else:
-            _note_code(scan, frame)
+            walk.pass_code(frame)
         below, frame = frame, frame.f_back
-    if not scan.is_in_engine:
-        _note_entry(scan, below)
-    scan.call_site = scan.call_site or scan.library_call_site
-    return scan
+    if not walk.is_in_engine:
+        walk.pass_entry(below)
+    return walk.result()
 
 
-def _note_module(scan: Scan, frame: FrameType) -> None:
-    module = _self_of(frame)
-    # Never `module or ...`: the truth of a module is its length, or an error.
-    if module is not None:
-        scan.outermost = module
-        if not scan.is_in_engine:
-            scan.modules.append(module)
+@dataclass(slots=True)
+class _Walk:
+    """A `StackScan` in the making, frame by frame from the innermost."""
 
+    innermost: nn.Module | None = None
+    outermost: nn.Module | None = None
+    is_in_engine: bool = False
+    is_in_optimizer: bool = False
+    is_object: bool = False
+    is_from_cpp: bool = True
+    is_from_ddp: bool = False
+    is_from_dtensor: bool = False
+    redistribution: FrameType | None = None
+    user_call_site: str = ""
+    library_call_site: str = ""
 
-def _note_code(scan: Scan, frame: FrameType) -> None:
-    code = frame.f_code
-    path = code.co_filename
-    if path.startswith((_OURS, *_AROUND_DISPATCH)):
-        return
-    if not scan.is_in_engine:
-        scan.is_from_cpp = False
-    if code is _STEP or code in _clipping_codes():
-        scan.is_in_optimizer = True
-    elif path.startswith(_TORCH):
-        _note_torch_frame(scan, frame, _redistribute_code())
-    elif not scan.call_site and not path.startswith((_STDLIB, "<")):
-        where = f"{_shown(path)}:{frame.f_lineno}"
-        if any(part in path for part in _SITE_PACKAGES):
-            scan.library_call_site = scan.library_call_site or where
-        else:
-            scan.call_site = where
+    def pass_module(self, frame: FrameType) -> None:
+        """Passes the call of a module."""
+        module = _self_of(frame)
+        if module is not None:
+            self.outermost = module
+            # Never the truth of a module, which is its length, or an error.
+            if self.innermost is None and not self.is_in_engine:
+                self.innermost = module
 
+    def pass_code(self, frame: FrameType) -> None:
+        """Passes any other frame."""
+        code = frame.f_code
+        path = code.co_filename
+        if path.startswith((_OURS, *_AROUND_DISPATCH)):
+            return
+        if not self.is_in_engine:
+            self.is_from_cpp = False
+        if code is _STEP or code in _clipping_codes():
+            self.is_in_optimizer = True
+        elif path.startswith(_TORCH):
+            self._pass_torch(frame)
+        elif not self.user_call_site and not path.startswith((_STDLIB, "<")):
+            call_site = f"{_shown(path)}:{frame.f_lineno}"
+            if any(directory in path for directory in _SITE_PACKAGES):
+                self.library_call_site = self.library_call_site or call_site
+            else:
+                self.user_call_site = call_site
 
-def _note_torch_frame(scan: Scan, frame: FrameType, redistribute: CodeType) -> None:
-    code = frame.f_code
-    if scan.modules or scan.is_in_engine:
-        return
-    if code.co_filename == _DDP:
-        scan.is_from_ddp = True
-    if not code.co_filename.startswith(_TORCH + "distributed"):
-        return
-    if code is redistribute and scan.redistribution is None:
-        scan.redistribution = frame
-    inside = code.co_filename[len(_TORCH) :]
-    if inside.startswith(("distributed/tensor/", "distributed/_tensor/")):
-        scan.is_from_dtensor = True
-    elif inside == "distributed/distributed_c10d.py" and "object" in code.co_name:
-        scan.is_object = True
+    def _pass_torch(self, frame: FrameType) -> None:
+        code = frame.f_code
+        # What lies beyond the module, or beyond the engine, did not ask.
+        if self.innermost is not None or self.is_in_engine:
+            return
+        if code.co_filename == _DDP:
+            self.is_from_ddp = True
+        if not code.co_filename.startswith(_TORCH + "distributed"):
+            return
+        if code is _redistribute_code() and self.redistribution is None:
+            self.redistribution = frame
+        inside = code.co_filename[len(_TORCH) :]
+        if inside.startswith(("distributed/tensor/", "distributed/_tensor/")):
+            self.is_from_dtensor = True
+        elif inside == "distributed/distributed_c10d.py" and "object" in code.co_name:
+            self.is_object = True
+
+    def pass_entry(self, frame: FrameType | None) -> None:
+        """Looks at the frame that C++ called: below the engine, or at the start of a thread."""
+        if frame is None:
+            return
+        # A communication hook of DDP is given the bucket.
+        bucket: Any = dist.GradBucket  # type: ignore[attr-defined]  # public, but torch does not list it
+        self.is_from_ddp |= any(isinstance(value, bucket) for value in frame.f_locals.values())
+
+    def result(self) -> StackScan:
+        """What was found."""
+        return StackScan(
+            innermost=self.innermost,
+            outermost=self.outermost,
+            is_in_engine=self.is_in_engine,
+            is_in_optimizer=self.is_in_optimizer,
+            is_object=self.is_object,
+            is_from_cpp=self.is_from_cpp,
+            is_from_ddp=self.is_from_ddp,
+            is_from_dtensor=self.is_from_dtensor,
+            redistribution=self.redistribution,
+            call_site=self.user_call_site or self.library_call_site,
+        )
 
 
 def _self_of(frame: FrameType) -> nn.Module | None:
@@ -163,22 +204,8 @@ def _self_of(frame: FrameType) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-def _note_entry(scan: Scan, frame: FrameType | None) -> None:
-    """Looks at the frame that C++ called: below the engine, or at the start of a thread."""
-    if frame is None:
-        return
-    # A communication hook of DDP is given the bucket.
-    bucket: Any = dist.GradBucket  # type: ignore[attr-defined]  # public, but torch does not list it
-    scan.is_from_ddp |= any(isinstance(value, bucket) for value in frame.f_locals.values())
-
-
-@functools.cache
-def _shown(path: str) -> str:
-    """A path relative to the working directory where it lies below it."""
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return path
+# For every collective the same few files.
+_shown = functools.cache(show_path)
 
 
 @functools.cache
@@ -193,9 +220,10 @@ def _redistribute_code() -> CodeType:
 
 @functools.cache
 def _clipping_codes() -> frozenset[CodeType]:
+    # torch 2.6 lacks some of them.
+    module = importlib.import_module("torch.nn.utils.clip_grad")
     names = ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm")
-    module = "torch.nn.utils.clip_grad"
-    found = {_code(module, name) for name in names if _has(module, name)}
+    found = {_code(module.__name__, name) for name in names if hasattr(module, name)}
     fsdp1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
     if fsdp1 in sys.modules:
         wrapped = sys.modules[fsdp1].FullyShardedDataParallel.clip_grad_norm_
@@ -203,14 +231,8 @@ def _clipping_codes() -> frozenset[CodeType]:
     return frozenset(found)
 
 
-def _has(module: str, name: str) -> bool:
-    return hasattr(_imported(module), name)
-
-
 def _code(module: str, name: str) -> CodeType:
-    function = getattr(_imported(module), name, None)
-    if function is None:
-        raise upstream.moved("torch", f"{module}.{name}", "the recorder relies on")
+    function = upstream.look_up("torch", module, name, "the recorder relies on")
     code: CodeType = _unwrapped(function).__code__
     return code
 
@@ -219,9 +241,3 @@ def _unwrapped(function: Any) -> Any:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
-
-
-def _imported(module: str) -> Any:
-    import importlib  # noqa: PLC0415  # on first use only
-
-    return importlib.import_module(module)

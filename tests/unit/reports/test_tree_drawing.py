@@ -212,6 +212,22 @@ def test_the_page_is_whole_and_has_a_bar_for_each_unit():
     assert page.count("<details") == page.count("</details>")
 
 
+def test_what_a_user_names_is_text_on_the_page():
+    markup = '<b class="x">&\''
+    tree = stack(blocks=1)
+    named = ModuleNode(name=markup, parent=0, depth=1, class_name=markup)
+    alias = ModuleNode(name="again", parent=0, depth=1, class_name="Block", alias_of=4)
+    finding = replace(FINDING, fqns=(markup,), reason=markup, cure=markup)
+    tree = replace(tree, modules=(*tree.modules, named, alias), findings=(finding,))
+    page = render_tree_html(tree)
+    balance = Balance()
+    balance.feed(page)
+    assert balance.open == []
+    assert "<b class" not in page
+    assert page.count("&lt;b class") == 3
+    assert page.count("&lt;b\\x20class") == 3
+
+
 def test_a_very_deep_tree_is_drawn_flat_below_a_limit():
     modules = [ModuleNode(name="", parent=None, depth=0, class_name="Model")]
     modules += [

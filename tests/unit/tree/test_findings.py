@@ -4,15 +4,16 @@ import re
 
 import pytest
 
-from pytest_fsdp_comm.tree.findings.rules import CODES, FindingRules, parse_rules
+from pytest_fsdp_comm.tree.findings.rules import RULES
+from pytest_fsdp_comm.tree.findings.settings import FindingSettings, parse_settings
 
 
 def test_nothing_said_is_the_default():
-    assert parse_rules([]) == parse_rules(["", "  "]) == FindingRules()
+    assert parse_settings([]) == parse_settings(["", "  "]) == FindingSettings()
 
 
 def test_levels_and_thresholds_are_read_in_order():
-    rules = parse_rules(
+    settings = parse_settings(
         [
             "all = off",
             "split-tie=error",
@@ -21,10 +22,10 @@ def test_levels_and_thresholds_are_read_in_order():
             "padding_share=.5",
         ]
     )
-    on = {code: level for code, level in rules.levels.items() if level != "off"}
+    on = {code: level for code, level in settings.levels.items() if level != "off"}
     assert on == {"split-tie": "error", "padding": "warning"}
-    assert set(rules.levels) == set(CODES)
-    assert (rules.small_nbytes, rules.padding_share) == (7, 0.5)
+    assert set(settings.levels) == {rule.code for rule in RULES}
+    assert (settings.thresholds.small_nbytes, settings.thresholds.padding_share) == (7, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -52,4 +53,4 @@ def test_levels_and_thresholds_are_read_in_order():
 )
 def test_what_cannot_be_read(line, problem):
     with pytest.raises(ValueError, match="^" + re.escape(problem)):
-        parse_rules([line])
+        parse_settings([line])

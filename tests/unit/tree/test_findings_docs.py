@@ -5,7 +5,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
-from pytest_fsdp_comm.tree.findings.rules import CODES, FindingRules, parse_rules
+from pytest_fsdp_comm.tree.findings.rules import RULES
+from pytest_fsdp_comm.tree.findings.settings import parse_settings
+from pytest_fsdp_comm.tree.findings.thresholds import Thresholds
 from pytest_fsdp_comm.tree.model import ShardTree
 
 PAGE = (Path(__file__).parents[3] / "docs" / "fsdp-tree.md").read_text(encoding="utf-8")
@@ -13,22 +15,20 @@ PAGE = (Path(__file__).parents[3] / "docs" / "fsdp-tree.md").read_text(encoding=
 
 def test_codes_and_levels():
     listed = re.findall(r"^\| `([a-z-]+)` \| (error|warning) \|", PAGE, re.MULTILINE)
-    assert listed == list(CODES.items())
+    assert listed == [(rule.code, rule.level) for rule in RULES]
 
 
 def test_thresholds():
     listed = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", PAGE, re.MULTILINE))
-    rules = FindingRules()
-    names = [entry.name for entry in fields(rules) if entry.name != "levels"]
-    assert listed == {name: str(getattr(rules, name)) for name in names}
+    assert listed == {entry.name: str(entry.default) for entry in fields(Thresholds)}
 
 
 def test_the_ini_example_is_valid():
     (example,) = re.findall(r"fsdp_comm_findings =\n((?:    .*\n)+)", PAGE)
-    rules = parse_rules(example.splitlines())
-    assert rules.levels["unit-too-small"] == "off"
-    assert rules.levels["mixed-frozen"] == "error"
-    assert rules.padding_share == 0.25
+    settings = parse_settings(example.splitlines())
+    assert settings.levels["unit-too-small"] == "off"
+    assert settings.levels["mixed-frozen"] == "error"
+    assert settings.thresholds.padding_share == 0.25
 
 
 def test_what_is_named_is_there():

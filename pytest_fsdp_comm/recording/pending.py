@@ -1,0 +1,127 @@
+"""Events while their recording runs: complete but for the names of modules and groups.
+
+The names come last. A mesh that names a group, the root that names modules and the replica that a
+bucket serves may all show up after their first use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pytest_fsdp_comm.comm.events import Collective, HostDeviceCopy, Redistribution, Reshard
+from pytest_fsdp_comm.recording.operations import Message
+from pytest_fsdp_comm.recording.owners.attribution import Attribution
+from pytest_fsdp_comm.recording.owners.fsdp import ReshardAction
+from pytest_fsdp_comm.recording.redistributions import RedistributionStart
+
+if TYPE_CHECKING:
+    from pytest_fsdp_comm.comm.events import MeshAxis
+    from pytest_fsdp_comm.recording.mesh_axes import GroupNames
+    from pytest_fsdp_comm.recording.owners.attribution import OwnerNames
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingCollective:
+    """A call that has returned."""
+
+    index: int
+    kind: str
+    op: str
+    attribution: Attribution
+    group: str | None
+    """The key of its group in `GroupNames`; None if the operation shows none."""
+    message: Message
+    call_site: str
+
+    def axis(self, groups: GroupNames) -> MeshAxis | None:
+        """The axis that its group is; None if the group is not known."""
+        return None if self.group is None else groups.axis(self.group)
+
+    def named(self, names: OwnerNames, groups: GroupNames) -> Collective:
+        """The event."""
+        axis = self.axis(groups)
+        return Collective(
+            index=self.index,
+            kind=self.kind,
+            op=self.op,
+            owner=names.owner(self.attribution),
+            issued_in=names.issued_in(self.attribution),
+            phase=self.attribution.phase,
+            axis="" if axis is None else axis.name,
+            group_size=0 if axis is None else axis.size,
+            dtype=self.message.dtype,
+            nbytes_sent=self.message.nbytes_sent,
+            nbytes_received=self.message.nbytes_received,
+            source=self.attribution.source,
+            call_site=self.call_site,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingReshard:
+    """A unit that was unsharded, or resharded."""
+
+    index: int
+    action: ReshardAction
+    attribution: Attribution
+    """Its owner is the unit."""
+    nbytes: int
+
+    def named(self, names: OwnerNames) -> Reshard:
+        """The event."""
+        return Reshard(
+            index=self.index,
+            action=self.action,
+            module=names.owner(self.attribution) or "",
+            issued_in=names.issued_in(self.attribution),
+            phase=self.attribution.phase,
+            nbytes=self.nbytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingRedistribution:
+    """A redistribution whose first collective has returned."""
+
+    index: int
+    attribution: Attribution
+    start: RedistributionStart
+    call_site: str
+
+    def named(self, names: OwnerNames) -> Redistribution:
+        """The event."""
+        return Redistribution(
+            index=self.index,
+            owner=names.owner(self.attribution),
+            issued_in=names.issued_in(self.attribution),
+            phase=self.attribution.phase,
+            source_placements=self.start.source_placements,
+            target_placements=self.start.target_placements,
+            mesh_axes=self.start.mesh_axes,
+            is_explicit=self.start.is_explicit,
+            nbytes=self.start.nbytes,
+            call_site=self.call_site,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingCopy:
+    """A copy that has returned."""
+
+    index: int
+    direction: Literal["H2D", "D2H"]
+    attribution: Attribution
+    nbytes: int
+    call_site: str
+
+    def named(self, names: OwnerNames) -> HostDeviceCopy:
+        """The event."""
+        return HostDeviceCopy(
+            index=self.index,
+            direction=self.direction,
+            owner=names.owner(self.attribution),
+            phase=self.attribution.phase,
+            nbytes=self.nbytes,
+            call_site=self.call_site,
+        )
