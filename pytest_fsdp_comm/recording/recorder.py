@@ -10,7 +10,7 @@ import weakref
 from dataclasses import dataclass
 from enum import Enum, auto
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,11 @@ class _NoCollective(Enum):
 
     COPY = auto()
     SILENT = auto()
+
+
+# For every operation: an attribute of an Enum is slow to look up.
+_COPY: Final = _NoCollective.COPY
+_SILENT: Final = _NoCollective.SILENT
 
 
 class Recorder:
@@ -204,7 +209,9 @@ class Recorder:
             known = self._known[func] = _classify(func)
         # Without grad mode too: an autograd.Function has made its node when its forward runs so.
         self._backward.note_operation()
-        if known is _NoCollective.COPY:
+        if known is _SILENT:
+            return func(*args, **kwargs)
+        if known is _COPY:
             direction = copy_direction(func, args, kwargs)
             if direction is not None:
                 return self._run_copy(direction, func, args, kwargs)
@@ -380,8 +387,8 @@ def _in_order(pending: Iterable[_Pending]) -> list[_Pending]:
 
 def _classify(func: Any) -> Operation | _NoCollective:
     if getattr(func, "namespace", None) in NAMESPACES:
-        return look_up(func) or _NoCollective.SILENT
-    return _NoCollective.COPY if may_copy(func) else _NoCollective.SILENT
+        return look_up(func) or _SILENT
+    return _COPY if may_copy(func) else _SILENT
 
 
 def _is_watched() -> bool:

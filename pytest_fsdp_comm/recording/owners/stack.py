@@ -12,8 +12,8 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from types import CodeType, FrameType
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,6 @@ from torch import nn
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.text.paths import show_path
-
-if TYPE_CHECKING:
-    from types import CodeType
 
 # Read in torch 2.6, 2.9, 2.11, 2.13; tests/unit/test_capture_contracts.py fails when one moves.
 _CALL_MODULE: Final = nn.Module._call_impl.__code__
@@ -33,10 +30,10 @@ _STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 _TORCH: Final = str(Path(torch.__file__).parent) + "/"
 _DDP: Final = _TORCH + "nn/parallel/distributed.py"
-_OURS: Final = str(Path(__file__).parents[1]) + "/"
-# What torch puts between the dispatcher and a mode's Python.
-_AROUND_DISPATCH: Final = tuple(
-    _TORCH + path for path in ("_compile.py", "_dynamo/", "utils/_python_dispatch.py")
+# The recorder, and what torch puts between the dispatcher and a mode's Python.
+_SKIPPED: Final = (
+    str(Path(__file__).parents[1]) + "/",
+    *(_TORCH + path for path in ("_compile.py", "_dynamo/", "utils/_python_dispatch.py")),
 )
 _STDLIB: Final = sysconfig.get_path("stdlib") + "/"
 _SITE_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
@@ -96,11 +93,12 @@ def outermost_module() -> nn.Module | None:
 
 def scan_stack() -> StackScan:
     """Walks the whole stack once."""
-    walk = _Walk()
+    walk = _Walk(_clipping_codes())
+    engine = _engine_code()
     frame: FrameType | None = sys._getframe(1)
     below = frame
     while frame is not None:
-        if frame.f_code is _engine_code():
+        if frame.f_code is engine:
             if not walk.is_in_engine:
                 walk.pass_entry(below)
             walk.is_in_engine = True
@@ -118,6 +116,7 @@ def scan_stack() -> StackScan:
 class _Walk:
     """A `StackScan` in the making, frame by frame from the innermost."""
 
+    clipping: frozenset[CodeType]
     innermost: nn.Module | None = None
     outermost: nn.Module | None = None
     is_in_engine: bool = False
@@ -143,11 +142,11 @@ class _Walk:
         """Passes any other frame."""
         code = frame.f_code
         path = code.co_filename
-        if path.startswith((_OURS, *_AROUND_DISPATCH)):
+        if path.startswith(_SKIPPED):
             return
         if not self.is_in_engine:
             self.is_from_cpp = False
-        if code is _STEP or code in _clipping_codes():
+        if code is _STEP or code in self.clipping:
             self.is_in_optimizer = True
         elif path.startswith(_TORCH):
             self._pass_torch(frame)
