@@ -45,7 +45,7 @@ class MakeDeviceMesh(Protocol):
         """Makes a mesh of all ranks with named axes, e.g. ``device_mesh(dp=2, tp=2)``.
 
         Args:
-            axes: Size of each axis, outermost first; one may be -1, which takes the ranks that the
+            axes: Size of each axis, outermost first; one may be -1, which gets the ranks that the
                 others leave. Without axes: one axis ``dp``.
 
         Raises:
@@ -144,7 +144,9 @@ def comm_snapshot(request: pytest.FixtureRequest, snapshot: SnapshotAssertion) -
     from pytest_fsdp_comm.snapshots.extension import bind_snapshot  # noqa: PLC0415  # on first use only
 
     context = _context(request)
-    return bind_snapshot(snapshot, request.node, context.exchange if context else None)
+    if context is None:
+        return bind_snapshot(snapshot, request.node)
+    return bind_snapshot(snapshot, request.node, context.exchange)
 
 
 def _context(request: pytest.FixtureRequest) -> RankContext | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.reports.tree_html import render_tree_html
 from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles, list_states
@@ -35,12 +36,12 @@ class TreeFactory:
         gather: Callable[[str], list[str]] = lambda text: [text],
         ranks: Sequence[int] = (),
     ) -> None:
-        """Prepares; reads nothing.
+        """Sets up how trees are judged and exchanged.
 
         Args:
             findings: What counts as a finding; None for the defaults.
             gather: Exchanges a text between the ranks of a test, never by a recorded collective.
-            ranks: The ranks that take part in it, ascending; empty if they count from 0.
+            ranks: The ranks that exchange, ascending; empty if they count from 0.
         """
         self._findings = findings or FindingSettings()
         self._gather = gather
@@ -69,7 +70,7 @@ class TreeFactory:
         tree = self(model)
         if not self._findings.compares_ranks:
             return tree
-        texts = self._gather(format_tree(tree))
+        texts = gather_alike(self._gather, "fsdp_tree.of_all_ranks", format_tree(tree))
         ranks = self._ranks or range(len(texts))
         found = self._findings.findings_of_ranks(dict(zip(ranks, texts, strict=True)))
         return replace(tree, findings=(*found, *tree.findings))

@@ -1,35 +1,57 @@
-"""Collects the same thing from every rank, or says that the ranks are at different things."""
+"""Collects a value from every rank, or says that the ranks are at different comparisons."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pytest_fsdp_comm.errors import RanksDivergedError
+from pytest_fsdp_comm.text.codec import dump_document, from_json, load_document, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_Value = TypeVar("_Value")
 
-def gather_alike(gather: Callable[[str], list[str]], label: str, text: str) -> list[str]:
-    """Exchanges a text with the other ranks.
+_KIND: Final = "exchange"
+_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Message:
+    """What one rank gives to the others."""
+
+    label: str
+    value: Any
+    """As `to_json` makes it: its class is not known before the labels are compared."""
+
+
+def gather_alike(gather: Callable[[str], list[str]], label: str, value: _Value) -> list[_Value]:
+    """Exchanges values of one class with the other ranks.
 
     Args:
-        gather: The exchange: takes this rank's text, gives those of all recorded ranks.
-        label: What the text is, in one line, e.g. ``comm_mode``.
-        text: This rank's text.
+        gather: The exchange, from this rank's text to those of all recorded ranks.
+        label: What the value is, in one line, e.g. ``comm_mode``.
+        value: This rank's value, of a class that the codec knows.
 
     Returns:
-        The texts in rank order.
+        The values in rank order; equal ones may be one object.
 
     Raises:
         RanksDivergedError: Another rank exchanged something else.
     """
-    received = [sent.partition("\n") for sent in gather(f"{label}\n{text}")]
-    others = sorted({found for found, _, _ in received if found != label})
+    texts = gather(dump_document(_KIND, _VERSION, _Message(label=label, value=to_json(value))))
+    # Most ranks have the same, which may be large: each text is read once.
+    messages = {text: load_document(_Message, _KIND, _VERSION, text) for text in set(texts)}
+    others = sorted({message.label for message in messages.values()} - {label})
     if others:
         raise RanksDivergedError(
             f"this rank compared {label} with a snapshot, another one {', '.join(others)}; every "
             "rank has to make the same comparisons in the same order (is one inside an "
             "`if rank == ...`?)"
         )
-    return [content for _, _, content in received]
+    values = {
+        text: from_json(type(value), message.value, where=label)
+        for text, message in messages.items()
+    }
+    return [values[text] for text in texts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -24,7 +25,7 @@ from pytest_fsdp_comm.ranks.session.runner_key import RUNNER
 from pytest_fsdp_comm.snapshots import unused_session
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterable
 
     from xdist.workermanage import WorkerController
 
@@ -42,7 +43,7 @@ __all__ = [
 _SLOTS: Final = pytest.StashKey[str]()
 """In xdist's controller: the directory through which its workers share ranks and GPUs."""
 _SLOTS_INPUT: Final = "fsdp_comm_slots"
-"""In xdist's workers: the name of that directory in what the controller tells them."""
+"""In xdist's workers: the key of that directory in ``config.workerinput``."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
-    """Tells an xdist worker what it shares with the others."""
+    """Gives an xdist worker what it shares with the others."""
     stash = node.config.stash
     if _SLOTS not in stash:
         stash[_SLOTS] = tempfile.mkdtemp(prefix="fsdp-comm-slots-")
@@ -170,18 +171,26 @@ def pytest_assertrepr_compare(
 ) -> Generator[None, list[list[str]], list[list[str]]]:
     """Leads the explanation of a failed comparison with the change in the domain's words."""
     explanations = yield
-    if any(type(side).__module__ == "pytest_fsdp_comm.comm.questions" for side in (left, right)):
+    sides = (left, right)
+    if _is_any(sides, "comm.questions", "Answer"):
         from pytest_fsdp_comm.reports.answers import explain_answer  # noqa: PLC0415  # on failure only
 
         return [explain_answer(op, left, right), *explanations]
-    if not any(
-        type(side).__module__ == "pytest_fsdp_comm.snapshots.extension" for side in (left, right)
-    ):
+    if not _is_any(sides, "snapshots.extension", "CommSnapshot"):
         return explanations
     from pytest_fsdp_comm.snapshots.explain import explain_comparison  # noqa: PLC0415  # on failure only
 
     ours = explain_comparison(config, left, right)
     return [ours, *explanations] if ours else explanations
+
+
+def _is_any(values: Iterable[object], module: str, name: str) -> bool:
+    """Whether one of some values is of a class of this package, without importing the class."""
+    loaded = sys.modules.get(f"pytest_fsdp_comm.{module}")
+    # Never isinstance(), which runs the code of proxies.
+    return loaded is not None and any(
+        issubclass(type(value), getattr(loaded, name)) for value in values
+    )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

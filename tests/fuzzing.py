@@ -16,11 +16,8 @@ from collections import Counter
 from functools import cache
 
 from pytest_fsdp_comm.errors import SnapshotFormatError
-from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
-from pytest_fsdp_comm.snapshots.lines import header
-from pytest_fsdp_comm.snapshots.tree_text import merge_tree_texts, parse_tree_ranks
-from pytest_fsdp_comm.snapshots.tree_writing import parameter_words, tree_lines, unit_words
-from pytest_fsdp_comm.text.fqn import fold_fqns
+from pytest_fsdp_comm.snapshots import comm_text, tree_text
+from pytest_fsdp_comm.tree.profile import merge
 
 COMM = (
     """\
@@ -78,10 +75,9 @@ total 9 units, 30 parameters
 end
 """,
 )
-TREE = (
-    *TREE,
-    merge_tree_texts({0: TREE[0], 1: TREE[0].replace("fsdp2 root", "fsdp2"), 3: TREE[0]}),
-)
+_ONE, _OTHER = map(tree_text.parse_tree, (TREE[0], TREE[0].replace("fsdp2 root", "fsdp2")))
+_RANKS = merge({0: _ONE, 1: _OTHER, 3: _ONE}, backend="gloo", torch_version="2.13.0")
+TREE = (*TREE, tree_text.format_profile(_RANKS))
 
 TOKEN = re.compile(r"[A-Za-z_]+|[0-9]+|\s|.", re.DOTALL)
 PIECES = [
@@ -187,7 +183,8 @@ def on_ends(random_: random.Random, text: str, _: str) -> str:
 MUTATIONS = (on_characters, on_pieces, on_tokens, on_numbers, on_lines, on_ends)
 
 
-READERS = {"comm": parse_profile, "tree": parse_tree_ranks}
+READERS = {"comm": comm_text.parse_profile, "tree": tree_text.parse_profile}
+WRITERS = {"comm": comm_text.format_profile, "tree": tree_text.format_profile}
 
 
 @cache
@@ -208,7 +205,7 @@ def check(kind: str, original: str, text: str) -> str:
         check_error(str(error))
         return "refused"
     body = text.replace("\r\n", "\n").partition("\n")[2]
-    assert write(kind, value).partition("\n")[2] == body, "another text is written for it"
+    assert WRITERS[kind](value).partition("\n")[2] == body, "another text is written for it"
     is_same = body == original.partition("\n")[2]
     assert (value == read_original(kind, original)) == is_same, "it says the same in another way"
     return "same" if is_same else "other"
@@ -221,42 +218,6 @@ def check_error(message: str) -> None:
     assert "--snapshot-update" in message or "upgrade pytest-fsdp-comm" in message, message
     assert len(message) < 700, message  # 200 of quotes, and our own words
     assert message.isprintable(), message
-
-
-def write(kind: str, value: object) -> str:
-    """Writes a parsed value again."""
-    if kind == "comm":
-        return format_profile(value)
-    texts = {}
-    for ranks, facts in value.items():
-        lines = tree_lines(
-            world_size=facts.world_size,
-            mesh_axes=facts.mesh_axes,
-            units={
-                number: _folded(
-                    {
-                        name: unit_words(unit, at)
-                        for (name, at), unit in facts.units.items()
-                        if at == number
-                    }
-                )
-                for number in {at for _, at in facts.units}
-            },
-            parameters=_folded(
-                {name: parameter_words(entry) for name, entry in facts.parameters.items()}
-            ),
-            totals=(len(facts.units), len(facts.parameters)),
-        )
-        first = header("tree", torch_version="x", backend="y")
-        texts.update(dict.fromkeys(ranks or (0,), "\n".join([first, *lines]) + "\n"))
-    return merge_tree_texts(dict(sorted(texts.items())))
-
-
-def _folded(contents: dict[str, str]) -> dict[str, tuple[str, ...]]:
-    return {
-        content: fold_fqns([name for name, other in contents.items() if other == content])
-        for content in set(contents.values())
-    }
 
 
 def fuzz(kind: str, mutations: int, seed: int) -> Counter[str]:

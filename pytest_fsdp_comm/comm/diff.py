@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from pytest_fsdp_comm.comm.causes import find_causes
 from pytest_fsdp_comm.comm.events import Phase
@@ -12,6 +13,10 @@ from pytest_fsdp_comm.text.fqn import natural_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    from pytest_fsdp_comm.comm.profile import Row, RowKey
+
+_PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +28,9 @@ class Amount:
     """Bytes on one rank; 0 where only counts are compared."""
     ranks: tuple[int, ...] = ()
     """The ranks for which it holds; empty for all."""
+
+
+_Amounts: TypeAlias = tuple[Amount, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +77,12 @@ def compare(old: CommProfile, new: CommProfile) -> Comparison:
     """
     if new.recorded_ranks and len(new.recorded_ranks) < new.world_size:
         old = restrict(old, new.recorded_ranks)
+    sites = {row.key: row.sites for row in reversed(new.rows)}
     changes = [
         *_compare_frames(old, new),
-        *_compare_rows("collective", old.rows, new.rows),
-        *_compare_rows("reshard", old.reshards, new.reshards),
-        *_compare_rows("redistribution", old.redistributions, new.redistributions),
+        *_compare_rows("collective", old.rows, new.rows, sites),
+        *_compare_rows("reshard", old.reshards, new.reshards, {}),
+        *_compare_rows("redistribution", old.redistributions, new.redistributions, {}),
     ]
     return Comparison(changes=tuple(changes), causes=find_causes(old, new) if changes else ())
 
@@ -93,43 +102,38 @@ def _compare_frames(old: CommProfile, new: CommProfile) -> Iterable[Change]:
 
 def _compare_rows(
     subject: Literal["collective", "reshard", "redistribution"],
-    old: Sequence[Any],
-    new: Sequence[Any],
+    old: Iterable[Row],
+    new: Iterable[Row],
+    sites: Mapping[RowKey, tuple[Site, ...]],
 ) -> Iterable[Change]:
     before, after = _by_key(old), _by_key(new)
-    sites = {row.key: row.sites for row in reversed(new)} if subject == "collective" else {}
-    groups: dict[Any, list[Any]] = {}
+    groups: dict[tuple[Phase, str, _Amounts, _Amounts], list[RowKey]] = {}
     # The order of the new profile, with what is gone at its place among the old.
-    for key in _merged_order(before, after):
-        if before.get(key) != after.get(key):
-            phase, _, *what = key
-            content = (phase, _what(what), before.get(key, ()), after.get(key, ()))
-            groups.setdefault(content, []).append(key)
-    for (phase, what, was, now), keys in groups.items():
-        owners = sorted((key[1] for key in keys), key=lambda name: natural_key(name or ""))
+    for key in sorted({**after, **before}, key=lambda key: _PHASE_ORDER[key[0]]):
+        was, now = before.get(key, ()), after.get(key, ())
+        if was != now:
+            phase, _, what = key
+            groups.setdefault((phase, _described(what), was, now), []).append(key)
+    for (phase, described, was, now), keys in groups.items():
+        owners = sorted((owner for _, owner, _ in keys), key=lambda name: natural_key(name or ""))
         yield Change(
             subject=subject,
             phase=phase,
             owners=tuple(owners),
-            what=what,
+            what=described,
             before=was,
             after=now,
             sites=sites.get(keys[0], ()),
         )
 
 
-def _what(parts: Sequence[str]) -> str:
-    return f"{parts[0]}[{parts[1]}]" if len(parts) > 1 else parts[0]
+def _described(what: Sequence[str]) -> str:
+    return f"{what[0]}[{what[1]}]" if len(what) > 1 else what[0]
 
 
-def _by_key(rows: Iterable[Any]) -> dict[Any, tuple[Amount, ...]]:
-    found: dict[Any, list[Amount]] = {}
+def _by_key(rows: Iterable[Row]) -> dict[RowKey, _Amounts]:
+    found: defaultdict[RowKey, list[Amount]] = defaultdict(list)
     for row in rows:
-        amount = Amount(count=row.count, nbytes=getattr(row, "nbytes", 0), ranks=row.ranks)
-        found.setdefault(row.key, []).append(amount)
+        amount = Amount(count=row.count, nbytes=row.nbytes, ranks=row.ranks)
+        found[row.key].append(amount)
     return {key: tuple(amounts) for key, amounts in found.items()}
-
-
-def _merged_order(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[Any]:
-    order = {phase: place for place, phase in enumerate(Phase)}
-    return sorted({**after, **before}, key=lambda key: order[key[0]])

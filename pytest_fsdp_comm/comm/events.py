@@ -1,6 +1,6 @@
 """What one rank saw: immutable records of communication, in the order in which it was issued.
 
-Every record of a recording carries ``index``, its place in one sequence that all sorts of records
+Every record of a recording carries ``index``, its place in one sequence that all records
 share, so that the timeline of a step can be put together again from the parts.
 """
 

@@ -6,19 +6,60 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import Field, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
 
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, MeshAxis, Phase
 from pytest_fsdp_comm.text.fqn import natural_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from pytest_fsdp_comm.comm.events import Recording
+    from pytest_fsdp_comm.comm.events import Collective, Recording
 
 _PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
 _KIND_ORDER: Final = {kind: place for place, kind in enumerate(COLLECTIVE_KINDS)}
+
+RowKey: TypeAlias = tuple[Phase, str | None, tuple[str, ...]]
+"""Phase, owner and `Row.what`."""
+
+
+class Row(Protocol):
+    """What rows of all kinds have in common: how often some ranks did something."""
+
+    # What `dataclasses.replace` asks of a value.
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def phase(self) -> Phase:
+        """The part of the step."""
+
+    @property
+    def owner(self) -> str | None:
+        """FQN of the module that it is about; None if it is about no module."""
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        """What distinguishes rows of one phase and owner."""
+
+    @property
+    def key(self) -> RowKey:
+        """What distinguishes rows, except those of ranks that differ."""
+
+    @property
+    def count(self) -> int:
+        """How often, on one rank."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on one rank; 0 where only counts are compared."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks for which this holds, ascending; empty for all ranks."""
+
+
+_Row = TypeVar("_Row", bound=Row)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +97,14 @@ class CommRow:
     """Of the lowest of these ranks; empty in a profile that was read from a snapshot."""
 
     @property
-    def key(self) -> tuple[Phase, str | None, str, str]:
-        """What tells rows apart."""
-        return (self.phase, self.owner, self.kind, self.axis)
+    def what(self) -> tuple[str, str]:
+        """Kind and axis."""
+        return (self.kind, self.axis)
+
+    @property
+    def key(self) -> RowKey:
+        """See `Row.key`."""
+        return (self.phase, self.owner, self.what)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +121,24 @@ class ReshardRow:
     """The ranks for which this holds, ascending; empty for all ranks."""
 
     @property
-    def key(self) -> tuple[Phase, str, str]:
-        """What tells rows apart."""
-        return (self.phase, self.module, self.action)
+    def owner(self) -> str:
+        """The module, as other rows call it."""
+        return self.module
+
+    @property
+    def what(self) -> tuple[str]:
+        """The action."""
+        return (self.action,)
+
+    @property
+    def key(self) -> RowKey:
+        """See `Row.key`."""
+        return (self.phase, self.module, self.what)
+
+    @property
+    def nbytes(self) -> int:
+        """None are compared: the collective that an unshard issues has them."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +155,19 @@ class RedistributionRow:
     """The ranks for which this holds, ascending; empty for all ranks."""
 
     @property
-    def key(self) -> tuple[Phase, str | None, str]:
-        """What tells rows apart."""
-        return (self.phase, self.owner, self.change)
+    def what(self) -> tuple[str]:
+        """The change."""
+        return (self.change,)
+
+    @property
+    def key(self) -> RowKey:
+        """See `Row.key`."""
+        return (self.phase, self.owner, self.what)
+
+    @property
+    def nbytes(self) -> int:
+        """None are compared: the collectives that it issues have them."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,19 +193,19 @@ class CommProfile:
 
     @property
     def is_empty(self) -> bool:
-        """Whether not one collective was recorded on any rank."""
+        """Whether no collective was recorded on any rank."""
         return not self.rows
 
     def totals(self) -> tuple[CommRow, ...]:
         """Counts and bytes of each kind and axis over all phases and owners.
 
         Returns:
-            Rows without owner, in the order of kinds; of the lowest rank that has the row, where
-            ranks differ.
+            Rows without owner, in the order of kinds. Where ranks differ in a row, its lowest rank
+            counts.
         """
         counts: Counter[tuple[str, str]] = Counter()
         nbytes: Counter[tuple[str, str]] = Counter()
-        seen: set[Any] = set()
+        seen: set[RowKey] = set()
         for row in self.rows:
             if row.key not in seen:
                 seen.add(row.key)
@@ -151,7 +222,13 @@ class CommProfile:
             )
             for (kind, axis), count in counts.items()
         )
-        return tuple(sorted(rows, key=lambda row: (_kind_key(row.kind), row.axis)))
+        return sort_rows(rows)
+
+    @property
+    def named_ranks(self) -> frozenset[int]:
+        """The ranks that some row names, since others do not share it; empty if none differ."""
+        sections = (self.rows, self.reshards, self.redistributions)
+        return frozenset(rank for rows in sections for row in rows for rank in row.ranks)
 
 
 def fold(recording: Recording) -> CommProfile:
@@ -170,26 +247,21 @@ def fold(recording: Recording) -> CommProfile:
 
 
 def _fold_collectives(recording: Recording) -> Iterable[CommRow]:
-    counts: Counter[Any] = Counter()
-    nbytes: Counter[Any] = Counter()
-    sites: defaultdict[Any, Counter[tuple[str | None, str, str]]] = defaultdict(Counter)
+    events: defaultdict[tuple[Phase, str | None, str, str], list[Collective]] = defaultdict(list)
     for event in recording.collectives:
-        key = (event.phase, event.owner, event.kind, event.axis)
-        counts[key] += 1
-        nbytes[key] += event.nbytes
-        sites[key][event.issued_in, event.call_site, event.dtype] += 1
-    for key, count in counts.items():
-        phase, owner, kind, axis = key
+        events[event.phase, event.owner, event.kind, event.axis].append(event)
+    for (phase, owner, kind, axis), alike in events.items():
+        sites = Counter((event.issued_in, event.call_site, event.dtype) for event in alike)
         yield CommRow(
             phase=phase,
             owner=owner,
             kind=kind,
             axis=axis,
-            count=count,
-            nbytes=nbytes[key],
+            count=len(alike),
+            nbytes=sum(event.nbytes for event in alike),
             sites=tuple(
-                Site(issued_in=issued_in, call_site=call_site, dtype=dtype, count=times)
-                for (issued_in, call_site, dtype), times in sites[key].most_common()
+                Site(issued_in=issued_in, call_site=call_site, dtype=dtype, count=count)
+                for (issued_in, call_site, dtype), count in sites.most_common()
             ),
         )
 
@@ -231,76 +303,64 @@ def merge(profiles: Sequence[CommProfile]) -> CommProfile:
     return replace(
         first,
         mesh_axes=tuple(axes[name] for name in sorted(axes)),
-        rows=_merge_rows(
-            {rank: profile.rows for rank, profile in zip(ranks, profiles, strict=True)},
-            lambda row: (row.key, row.count, row.nbytes),
-        ),
-        reshards=_merge_rows(
-            {rank: profile.reshards for rank, profile in zip(ranks, profiles, strict=True)},
-            lambda row: (row.key, row.count),
-        ),
-        redistributions=_merge_rows(
-            {rank: profile.redistributions for rank, profile in zip(ranks, profiles, strict=True)},
-            lambda row: (row.key, row.count),
-        ),
+        rows=_merge_rows(ranks, [profile.rows for profile in profiles]),
+        reshards=_merge_rows(ranks, [profile.reshards for profile in profiles]),
+        redistributions=_merge_rows(ranks, [profile.redistributions for profile in profiles]),
         recorded_ranks=ranks,
         notes=tuple(dict.fromkeys(note for profile in profiles for note in profile.notes)),
     )
 
 
-def _merge_rows(
-    by_rank: Mapping[int, Sequence[Any]], content: Callable[[Any], Any]
-) -> tuple[Any, ...]:
-    groups: dict[Any, tuple[Any, list[int]]] = {}
-    for rank, rows in by_rank.items():
+def _merge_rows(ranks: Sequence[int], rows_of: Sequence[Sequence[_Row]]) -> tuple[_Row, ...]:
+    """Makes one of equal rows.
+
+    Args:
+        ranks: Ascending.
+        rows_of: The rows of each of them.
+    """
+    groups: dict[tuple[RowKey, int, int], tuple[_Row, list[int]]] = {}
+    for rank, rows in zip(ranks, rows_of, strict=True):
         for row in rows:
-            groups.setdefault(content(row), (row, []))[1].append(rank)
-    everyone = len(by_rank)
+            groups.setdefault((row.key, row.count, row.nbytes), (row, []))[1].append(rank)
     return sort_rows(
-        replace(row, ranks=() if len(ranks) == everyone else tuple(ranks))
-        for row, ranks in groups.values()
+        replace(row, ranks=() if len(having) == len(ranks) else tuple(having))
+        for row, having in groups.values()
     )
 
 
 def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
-    """The part of a profile that some ranks have, as if only they had been recorded.
+    """A profile as if only some of its ranks had been recorded.
 
     Args:
         profile: Of all ranks, e.g. read from a snapshot.
         ranks: The ranks to keep, e.g. those that the fake backend ran.
     """
-
-    def kept(rows: Sequence[Any]) -> tuple[Any, ...]:
-        found = []
-        for row in rows:
-            having = tuple(rank for rank in ranks if not row.ranks or rank in row.ranks)
-            if having:
-                found.append(replace(row, ranks=() if len(having) == len(ranks) else having))
-        return sort_rows(found)
-
-    rows = kept(profile.rows)
+    rows = _restrict_rows(profile.rows, ranks)
     used = {row.axis for row in rows}
     return replace(
         profile,
         mesh_axes=tuple(axis for axis in profile.mesh_axes if axis.name in used),
         rows=rows,
-        reshards=kept(profile.reshards),
-        redistributions=kept(profile.redistributions),
+        reshards=_restrict_rows(profile.reshards, ranks),
+        redistributions=_restrict_rows(profile.redistributions, ranks),
     )
 
 
-def sort_rows(rows: Iterable[Any]) -> tuple[Any, ...]:
-    """Rows of one sort in order of phase, owner, kind and axis."""
-    return tuple(sorted(rows, key=_row_key))
+def _restrict_rows(rows: Iterable[_Row], ranks: Sequence[int]) -> tuple[_Row, ...]:
+    found = []
+    for row in rows:
+        having = tuple(rank for rank in ranks if not row.ranks or rank in row.ranks)
+        if having:
+            found.append(replace(row, ranks=() if len(having) == len(ranks) else having))
+    return sort_rows(found)
 
 
-def _row_key(row: Any) -> tuple[Any, ...]:
-    phase, name, *rest = row.key
-    where = (name is None, natural_key(name or ""))
-    if isinstance(row, CommRow):
-        return (_PHASE_ORDER[phase], where, _kind_key(row.kind), row.axis, row.ranks)
-    return (_PHASE_ORDER[phase], where, tuple(rest), row.ranks)
+def sort_rows(rows: Iterable[_Row]) -> tuple[_Row, ...]:
+    """Puts rows of one kind into the order of phase, owner and what they count."""
+    return tuple(sorted(rows, key=_order))
 
 
-def _kind_key(kind: str) -> tuple[int, str]:
-    return (_KIND_ORDER.get(kind, len(_KIND_ORDER)), kind)
+def _order(row: Row) -> tuple[object, ...]:
+    where = (row.owner is None, natural_key(row.owner or ""))
+    kind = _KIND_ORDER.get(row.what[0], len(_KIND_ORDER))
+    return (_PHASE_ORDER[row.phase], where, kind, row.what, row.ranks)

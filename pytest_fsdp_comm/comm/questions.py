@@ -47,11 +47,11 @@ class Names:
     """Whether the model was given; else only the modules that ran are known."""
 
     def with_axes(self, living: Iterable[tuple[str, str]], recorded: Iterable[Collective]) -> Names:
-        """Knows further axes.
+        """The same names with further axes.
 
         Args:
-            living: Name of each, and that of its process group.
-            recorded: All that the rank sent.
+            living: The name of each axis, and that of its process group.
+            recorded: All that this rank sent.
         """
         axes, renamed = set(self.axes), {}
         sent_over = {event.axis for event in recorded}
@@ -185,7 +185,7 @@ def _hint(asked: str, allowed: Iterable[str]) -> str:
 
 
 def _owner_test(asked: str | None, names: Names) -> Callable[[str | None], bool]:
-    """Tells of an event's owner whether it is asked for."""
+    """Makes the test whether the owner of an event is meant."""
     __tracebackhide__ = True
     if asked is None:
         return lambda _: True
@@ -224,19 +224,19 @@ def _no_owner(asked: str, names: Names) -> str:
     )
 
 
-def _close_owner(asked: str, there_are: Sequence[str]) -> str:
-    """The likeliest module; first of all one that is named from further out or further in."""
+def _close_owner(asked: str, known: Sequence[str]) -> str:
+    """The likeliest module: first one whose name lacks outer modules, or has too many of them."""
     import difflib  # noqa: PLC0415  # needed only on the way to an error
 
-    for name in there_are:
+    for name in known:
         if name and (name.endswith(f".{asked}") or asked.endswith(f".{name}")):
             return name
-    close = difflib.get_close_matches(asked, there_are, n=1)
+    close = difflib.get_close_matches(asked, known, n=1)
     return close[0] if close else ""
 
 
-def _listed(there_are: Sequence[str]) -> str:
-    named = [name for name in there_are if name]
+def _listed(known: Sequence[str]) -> str:
+    named = [name for name in known if name]
     more = len(named) - _MAX_LISTED
     listed = ", ".join(named[:_MAX_LISTED])
     return f"{listed} and {more} more" if more > 0 else listed

@@ -202,14 +202,9 @@ class CommMode(CommDebugAnswers):
 
     def merged_profile(self) -> CommProfile:
         """The counts and bytes of all ranks. Every rank has to call it."""
-        from pytest_fsdp_comm.comm.json import (  # noqa: PLC0415  # a rank that never compares needs none
-            dump_profile,
-            load_profile,
-        )
-        from pytest_fsdp_comm.comm.profile import merge  # noqa: PLC0415  # see above
+        from pytest_fsdp_comm.comm.profile import merge  # noqa: PLC0415  # a rank that never compares needs none
 
-        texts = gather_alike(self._gather, "comm_mode", dump_profile(self.profile))
-        return merge([load_profile(text) for text in texts])
+        return merge(gather_alike(self._gather, "comm_mode", self.profile))
 
     def counts(
         self,

@@ -69,7 +69,7 @@ def render_comparison(
 
 
 def combine(explained: Sequence[tuple[str, Explanation]], *, accept: str) -> tuple[str, ...]:
-    """Tells several failed comparisons of one assertion in the room of one.
+    """Explains several failed comparisons of one assertion in the space of one.
 
     Args:
         explained: At least two, each with the name of its value.
@@ -91,9 +91,9 @@ def combine(explained: Sequence[tuple[str, Explanation]], *, accept: str) -> tup
         head = [f"{len(explained)} comparisons failed"]
     left_out = {line for line in chain(*bodies.values()) if line.startswith(_LEFT_OUT)}
     causes = [line for line in chain(*bodies.values()) if line.startswith(_LIKELY)]
-    told = {*tail, *left_out, *causes}
+    shared = {*tail, *left_out, *causes}
     tail = [*causes[:1], *tail]
-    bodies = {name: [line for line in body if line not in told] for name, body in bodies.items()}
+    bodies = {name: [line for line in body if line not in shared] for name, body in bodies.items()}
     shown: dict[str, list[str]] = {name: [] for name in bodies}
     room = _SHORT_CHARACTERS - sum(map(len, (*head, *tail)))
     for _ in range(_SHORT_LINES):

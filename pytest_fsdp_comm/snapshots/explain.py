@@ -6,22 +6,21 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from syrupy.terminal import disable_color
 
-from pytest_fsdp_comm.comm.diff import compare
-from pytest_fsdp_comm.errors import SnapshotFormatError
+from pytest_fsdp_comm.comm import diff as comm_diff
+from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.reports.comm_changes import Explanation, combine, render_comparison
 from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
-from pytest_fsdp_comm.snapshots.comm_text import parse_profile
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
-from pytest_fsdp_comm.snapshots.files import shown_path, write_atomically
-from pytest_fsdp_comm.snapshots.lines import read_header
+from pytest_fsdp_comm.snapshots.files import write_atomically
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
-from pytest_fsdp_comm.snapshots.tree_text import parse_tree_ranks
-from pytest_fsdp_comm.tree.diff import compare_trees
+from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.tree import diff as tree_diff
+from pytest_fsdp_comm.tree.profile import TreeProfile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     import pytest
     from syrupy.assertion import AssertionResult
 
+    from pytest_fsdp_comm.snapshots.documents import SnapshotText
     from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension
 
 
@@ -80,7 +80,7 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
     failed = [(name, result) for name, result in assertion.last_results if not result.success]
     if not failed:
         return None
-    extension = cast("CommSnapshotExtension", assertion.extension)
+    extension = assertion.extension
     explained: list[tuple[str, Explanation]] = []
     details: list[str] = []
     # An update would refuse what could not be compared.
@@ -111,7 +111,7 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
 def _explain_one(
     config: pytest.Config, extension: CommSnapshotExtension, result: AssertionResult, *, accept: str
 ) -> Explanation:
-    where = shown_path(Path(result.snapshot_location), config.rootpath)
+    where = show_path(Path(result.snapshot_location), config.rootpath)
     if result.exception is not None:
         lines = tuple(describe_error(result, config.rootpath).splitlines())
         return Explanation(short=lines, full=lines, is_cut=False)
@@ -122,7 +122,9 @@ def _explain_one(
             read_it = "  then read the file, and commit it with the test"
             lines = (*lines, f"  record it: {accept}", read_it)
         return Explanation(short=lines, full=lines, is_cut=False)
-    return _explain_difference(extension, result, where=where, accept=accept)
+    old = cast("SnapshotText", result.recalled_data)
+    new = cast("SnapshotText", result.asserted_data)
+    return _explain_difference(old, new, where=where, accept=accept)
 
 
 def _unreached(assertion: CommSnapshot, result: AssertionResult) -> str:
@@ -155,7 +157,7 @@ def describe_error(result: AssertionResult, rootdir: Path) -> str:
     error = result.exception
     if isinstance(error, OSError):
         return (
-            f"cannot write the snapshot {shown_path(Path(result.snapshot_location), rootdir)} "
+            f"cannot write the snapshot {show_path(Path(result.snapshot_location), rootdir)} "
             f"({error.strerror or error}); the old one, if any, is unchanged. Make the directory "
             "writable, or choose another with ini fsdp_comm_snapshot_dir"
         )
@@ -163,31 +165,27 @@ def describe_error(result: AssertionResult, rootdir: Path) -> str:
 
 
 def _explain_difference(
-    extension: CommSnapshotExtension, result: Any, *, where: str, accept: str
+    old: SnapshotText, new: SnapshotText, *, where: str, accept: str
 ) -> Explanation:
-    old_text, new_text = result.recalled_data, result.asserted_data
-    if read_header(old_text, where=where) == "comm" == read_header(new_text, where="recording"):
-        new = extension.profile_of(new_text)
-        comparison = compare(parse_profile(old_text), new)
-        return render_comparison(comparison, snapshot=where, accept=accept, notes=new.notes)
-    try:
-        old = parse_tree_ranks(old_text, where=where)
-        new_trees = parse_tree_ranks(new_text, where="the captured tree")
-        why: tuple[str, ...] = ()
-    except SnapshotFormatError as problem:
-        old, new_trees, why = {}, {}, (f"  {problem}",)
-    # A document that tells the ranks' trees apart is no single tree; its lines follow below.
-    if () not in old or () not in new_trees:
-        command = (f"  accept: {accept}",) if accept else ()
-        lines = (f"fsdp_tree differs from {where}", *why, *command)
-        return Explanation(
-            short=lines, full=lines, is_cut=False, compared="fsdp_tree", snapshot=where
-        )
-    changes = compare_trees(old[()], new_trees[()])
-    return render_tree_changes(changes, snapshot=where, accept=accept)
+    why: tuple[str, ...] = ()
+    match old.profile, new.profile:
+        case CommProfile() as was, CommProfile() as now:
+            comparison = comm_diff.compare(was, now)
+            return render_comparison(comparison, snapshot=where, accept=accept, notes=now.notes)
+        case TreeProfile() as was, TreeProfile() as now:
+            changes = tree_diff.compare(was, now).changes
+            if changes:
+                return render_tree_changes(changes, snapshot=where, accept=accept)
+            # The ranks differ among themselves; the lines of both texts follow below.
+        case _:
+            why = (f"  {old.lines.other_kind(new.lines.kind)}",)
+    compared = "comm_mode" if new.lines.kind == "comm" else "fsdp_tree"
+    command = (f"  accept: {accept}",) if accept else ()
+    lines = (f"{compared} differs from {where}", *why, *command)
+    return Explanation(short=lines, full=lines, is_cut=False, compared=compared, snapshot=where)
 
 
-def _keep_received(extension: CommSnapshotExtension, result: Any) -> None:
+def _keep_received(extension: CommSnapshotExtension, result: AssertionResult) -> None:
     """With ``--comm-artifacts``: keeps what was received, to be accepted by copying it over."""
     path = extension.received_path(result.snapshot_location)
     if path is None or result.asserted_data is None:

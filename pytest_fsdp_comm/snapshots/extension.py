@@ -2,207 +2,204 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import replace
-from itertools import chain
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Final, Self, TypeGuard, cast
 
-import pytest
 from syrupy.assertion import SnapshotAssertion
 from syrupy.data import SnapshotCollection, SnapshotCollections
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
-from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.comm import diff as comm_diff
+from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.errors import EmptyRecordingError, FsdpCommError, SnapshotFormatError
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
-from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
-from pytest_fsdp_comm.snapshots.files import (
-    check_snapshot,
-    read_snapshot,
-    shown_path,
-    write_atomically,
-)
-from pytest_fsdp_comm.snapshots.lines import REMEDY, read_header
+from pytest_fsdp_comm.snapshots.documents import SnapshotText
+from pytest_fsdp_comm.snapshots.files import read_snapshot, write_atomically
+from pytest_fsdp_comm.snapshots.lines import REMEDY, written_by
 from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, written_module
-from pytest_fsdp_comm.snapshots.tree_text import format_tree, merge_tree_texts, parse_tree_ranks
+from pytest_fsdp_comm.text.paths import show_path
 from pytest_fsdp_comm.text.rank_lists import name_ranks
+from pytest_fsdp_comm.tree import diff as tree_diff
+from pytest_fsdp_comm.tree.facts import tree_facts
 from pytest_fsdp_comm.tree.model import ShardTree
+from pytest_fsdp_comm.tree.profile import TreeProfile, merge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import pytest
     from syrupy.assertion import AssertionResult
     from syrupy.location import PyTestLocation
 
-    from pytest_fsdp_comm.comm.profile import CommProfile
-    from pytest_fsdp_comm.tree.facts import TreeFacts
+    from pytest_fsdp_comm.snapshots.documents import Profile
 
 UNNAMED: Final = "comm"
 """The name, in a dict of values, of the one whose file has none."""
 
-# A file says by which ranks it was recorded only so far: by its backend, of which `fake` alone runs
-# a part of them, and by the ranks of its lines.
-_WRITTEN_BY: Final = re.compile(r"[^\n]*, (\w+) \(not compared\)\n")
+_RECORDING: Final = "the recording"
+"""What errors call a text that was just written."""
 
-_BOUND: Final = pytest.StashKey[dict[str, type["CommSnapshotExtension"]]]()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compared:
+    """One comparison, as syrupy hands it to `CommSnapshotExtension.serialize`."""
+
+    value: object
+    location: str
+    """Path of the snapshot file."""
+    allow_empty: bool
+    """Whether the value may be one that a later change could not differ from."""
 
 
 class CommSnapshotExtension(SingleFileSnapshotExtension):
     """One file for each assertion, below a directory that mirrors the tests.
 
-    syrupy makes instances without arguments, so what an assertion needs is bound to subclasses, one
-    for each variant of a session: see `bound_extension`.
+    syrupy asks the class where files are, with a test at hand, which knows all of that. What one
+    assertion needs besides is in its instance: see `bind_extension`.
     """
 
     _write_mode = WriteMode.TEXT
     file_extension = SUFFIX.removeprefix(".")
 
-    root: ClassVar[Path]
-    """Directory of all snapshots."""
-    anchor: ClassVar[Path]
-    """As `options.SessionOptions.snapshot_anchor`."""
-    rootdir: ClassVar[Path]
-    """pytest's root directory."""
-    variant: ClassVar[str]
-    """``ws4``; empty for a test that is not distributed."""
-    updates: ClassVar[bool]
-    """Whether ``--snapshot-update`` is given."""
-    artifacts: ClassVar[Path | None]
-    """Directory for what failed comparisons received; None keeps nothing."""
+    def __init__(self, item: pytest.Item, gather: Callable[[str], list[str]]) -> None:
+        """Reads from a test what its comparisons depend on.
 
-    def __init__(self) -> None:
-        """Starts without an exchange; `bind_snapshot` gives one."""
+        Args:
+            item: The test.
+            gather: Exchange between the ranks of the test.
+        """
         super().__init__()
-        self.allows_empty = False
-        self.recorded_ranks: tuple[int, ...] = ()
-        self.world_size = 1
-        self.where = ""
-        # What this test has written or compared, by file: an update must not overwrite its own.
-        self._updated: dict[str, str] = {}
-        self.gather: Callable[[str], list[str]] = lambda text: [text]
-        # What was serialized, by its text: with details that the text does not hold.
-        self._profiles: dict[str, CommProfile] = {}
-
-    def bind_ranks(self, item: pytest.Item) -> None:
-        """Takes from a test which ranks of it are recorded."""
         settings = item.stash.get(SETTINGS, None)
-        if settings is not None:
-            self.recorded_ranks = settings.ranks
-            self.world_size = settings.world_size
+        self._ranks: tuple[int, ...] = settings.ranks if settings else ()
+        self._world_size = settings.world_size if settings else 1
+        self._gather = gather
+        self._updates = bool(item.config.option.update_snapshots)
+        self._options = item.config.stash[OPTIONS]
+        self._rootdir = item.config.rootpath
+        # By file: an update must not overwrite what the same test has just written.
+        self._updated: dict[str, str] = {}
 
-    def serialize(self, data: Any, **_: Any) -> str:
+    def serialize(self, data: _Compared, **_: Any) -> SnapshotText:
         """Merges what the ranks have and writes it as text.
 
         Args:
-            data: The value of ``comm_mode`` or of ``fsdp_tree(model)``.
+            data: The comparison.
 
         Raises:
             EmptyRecordingError: There is nothing that a later change could differ from.
-            FsdpCommError: It is something else.
+            FsdpCommError: The value is neither of ``comm_mode`` nor of ``fsdp_tree(model)``, or too
+                much to become a snapshot.
         """
-        if hasattr(data, "merged_profile"):
-            text = self._serialize_profile(data.merged_profile())
-        elif isinstance(data, ShardTree):
-            text = self._serialize_tree(data)
-        else:
+        profile = self._profile(data.value, allow_empty=data.allow_empty)
+        try:
+            text = SnapshotText.of(profile, where=_RECORDING)
+        except SnapshotFormatError as problem:
             raise FsdpCommError(
-                "comm_snapshot compares comm_mode, fsdp_tree(model), or a dict of these by name "
-                'such as {"comm": comm_mode, "tree": fsdp_tree(model)}, got '
-                f"{_shown_type(data)}; for other values use syrupy's plain `snapshot` fixture"
-            )
-        if self.updates and _body(self._updated.setdefault(self.where, text)) != _body(text):
+                f"{str(problem).removesuffix(REMEDY)}It is too much to become a snapshot: compare "
+                "a part of the model, or fewer ranks"
+            ) from None
+        if self._updates and _body(self._updated.setdefault(data.location, text)) != _body(text):
             raise FsdpCommError(
-                f"{self.where} is compared twice in this test, with different recordings, so that "
-                "an update cannot write both; give each a name of its own: "
+                f"{self._shown(data.location)} is compared twice in this test, with different "
+                "recordings, so that an update cannot write both; give each a name of its own: "
                 'comm_snapshot(name="second")'
             )
         return text
 
-    def _serialize_profile(self, profile: CommProfile) -> str:
-        if profile.is_empty and not self.allows_empty:
-            raise EmptyRecordingError(
-                "the recording has not one collective, so that a snapshot of it could never fail: "
-                "is the model sharded, and does it run inside `with comm_mode(model):`? A test "
-                "whose point is that nothing is sent says comm_snapshot(allow_empty=True)"
+    def _profile(self, value: object, *, allow_empty: bool) -> Profile:
+        if hasattr(value, "merged_profile"):
+            profile: CommProfile = value.merged_profile()
+            if profile.is_empty and not allow_empty:
+                raise EmptyRecordingError(
+                    "the recording has not one collective, so that a snapshot of it could never "
+                    "fail: is the model sharded, and does it run inside `with comm_mode(model):`? "
+                    "A test whose point is that nothing is sent says "
+                    "comm_snapshot(allow_empty=True)"
+                )
+            return profile
+        if isinstance(value, ShardTree):
+            if not value.is_sharded and not allow_empty:
+                raise EmptyRecordingError(
+                    "the tree has not one sharded parameter, so that a snapshot of it would guard "
+                    "nothing: is fully_shard(model) missing? A test whose point is that nothing is "
+                    "sharded says comm_snapshot(allow_empty=True)"
+                )
+            trees = gather_alike(self._gather, "fsdp_tree", tree_facts(value))
+            ranks = self._ranks or range(len(trees))
+            return merge(
+                dict(zip(ranks, trees, strict=True)),
+                backend=value.backend,
+                torch_version=value.torch_version,
             )
-        text = _readable(format_profile(profile))
-        self._profiles[text] = profile
-        return text
-
-    def _serialize_tree(self, tree: ShardTree) -> str:
-        if not tree.is_sharded and not self.allows_empty:
-            raise EmptyRecordingError(
-                "the tree has not one sharded parameter, so that a snapshot of it would guard "
-                "nothing: is fully_shard(model) missing? A test whose point is that nothing is "
-                "sharded says comm_snapshot(allow_empty=True)"
-            )
-        texts = gather_alike(self.gather, "fsdp_tree", format_tree(tree))
-        ranks = self.recorded_ranks or range(len(texts))
-        return _readable(merge_tree_texts(dict(zip(ranks, texts, strict=True))))
+        raise FsdpCommError(
+            "comm_snapshot compares comm_mode, fsdp_tree(model), or a dict of these by name "
+            'such as {"comm": comm_mode, "tree": fsdp_tree(model)}, got '
+            f"{_shown_type(value)}; for other values use syrupy's plain `snapshot` fixture"
+        )
 
     def matches(self, *, serialized_data: Any, snapshot_data: Any) -> bool:
-        """Compares what counts; exactly when updating, so that an update also refreshes a file."""
+        """Compares what counts; exactly when updating, so that an update also refreshes a file.
+
+        Args:
+            serialized_data: From `serialize`; a plain text where it came out of a rank.
+            snapshot_data: From `read_snapshot_data_from_location`.
+        """
+        old: SnapshotText = snapshot_data
         # The first line names versions: a change of it alone is no difference.
-        if _body(serialized_data) == _body(snapshot_data):
+        if _body(serialized_data) == _body(old):
             return True
-        is_part = len(self.recorded_ranks) not in {0, self.world_size}
+        is_part = len(self._ranks) not in {0, self._world_size}
         # An update writes what differs in any way.
-        if self.updates and not is_part:
+        if self._updates and not is_part:
             return False
-        is_same = not self._differs(snapshot_data, serialized_data, is_part=is_part)
-        if self.updates and not is_same:
-            self._refuse_part(snapshot_data)
+        is_same = not _differ(old.profile, self._recorded(serialized_data))
+        if self._updates and not is_same:
+            self._refuse_part(old)
         return is_same
 
-    def _differs(self, old: str, new: str, *, is_part: bool) -> bool:
-        kind = read_header(old, where=self.where)
-        if kind != read_header(new, where="the recording"):
-            return True
-        if kind == "comm":
-            return bool(compare(parse_profile(old), self.profile_of(new)).changes)
-        # Of all ranks, equal trees have equal texts.
-        return not is_part or any(
-            _tree_of(rank, old) != _tree_of(rank, new) for rank in self.recorded_ranks
-        )
+    def _recorded(self, text: str) -> Profile:
+        if isinstance(text, SnapshotText):
+            return text.profile
+        profile = SnapshotText(text, where=_RECORDING).profile
+        return replace(profile, recorded_ranks=self._ranks)
 
-    def _refuse_part(self, old: str) -> None:
-        """Raises unless these ranks' update loses nothing of others."""
-        told = _ranks_told(old)
-        backend = _WRITTEN_BY.match(old)
-        is_fake = backend is not None and backend[1] == "fake"
-        if is_fake and told <= set(self.recorded_ranks):
+    def _refuse_part(self, old: SnapshotText) -> None:
+        """Raises unless an update by these ranks loses nothing of others.
+
+        A file says by which ranks it was recorded only so far: by its backend, of which ``fake``
+        alone runs a part of them, and by the ranks that it names.
+        """
+        named = old.profile.named_ranks
+        is_fake = written_by(old) == "fake"
+        if is_fake and named <= set(self._ranks):
             return
-        whole = name_ranks(sorted(told)) if is_fake else "all ranks"
+        whole = name_ranks(sorted(named)) if is_fake else "all ranks"
         raise FsdpCommError(
-            f"{self.where} was recorded on {whole}, and differs from what this update recorded on "
-            f"{name_ranks(self.recorded_ranks)} of {self.world_size} alone; a part never replaces "
-            "the whole. Nothing was overwritten: update with every rank (gloo or nccl, without "
-            "--comm-backend fake), or delete the file to keep only this part of it from now on"
+            f"{old.lines.where} was recorded on {whole}, and differs from what this update "
+            f"recorded on {name_ranks(self._ranks)} of {self._world_size} alone; a part never "
+            "replaces the whole. Nothing was overwritten: update with every rank (gloo or nccl, "
+            "without --comm-backend fake), or delete the file to keep only this part of it from "
+            "now on"
         )
-
-    def profile_of(self, text: str) -> CommProfile:
-        """The profile behind a serialized text, with sites and notes if it was recorded here."""
-        known = self._profiles.get(text)
-        return known or replace(parse_profile(text), recorded_ranks=self.recorded_ranks)
 
     def read_snapshot_data_from_location(
         self, *, snapshot_location: str, snapshot_name: str, session_id: str
-    ) -> str | None:
+    ) -> SnapshotText | None:
         """Reads a file of either kind and checks all of it.
 
         Raises:
-            SnapshotFormatError: It is not; when updating, too, so that nothing is lost unseen.
+            SnapshotFormatError: It is broken; when updating, too, so that nothing is lost unseen.
         """
         del snapshot_name, session_id
-        path = Path(snapshot_location)
-        return read_snapshot(path, where=self._shown(path))
+        return read_snapshot(Path(snapshot_location), where=self._shown(snapshot_location))
 
-    def _shown(self, path: Path) -> str:
-        return shown_path(path, self.rootdir)
+    def _shown(self, location: str) -> str:
+        return show_path(Path(location), self._rootdir)
 
     @classmethod
     def write_snapshot_collection(
@@ -228,7 +225,9 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     @classmethod
     def dirname(cls, *, test_location: PyTestLocation) -> str:
         """``<root>/<path of the test module without .py>``."""
-        return str(cls.root / written_module(Path(test_location.filepath), cls.anchor))
+        options = test_location.item.config.stash[OPTIONS]
+        module = written_module(Path(test_location.filepath), options.snapshot_anchor)
+        return str(options.snapshot_dir / module)
 
     @classmethod
     def discovery_dirname(cls, *, test_location: PyTestLocation) -> str:
@@ -238,7 +237,8 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     @classmethod
     def get_file_basename(cls, *, test_location: PyTestLocation, index: Any) -> str:
         """``<test name>.<variant>[.<name or index>]``."""
-        return basename(snapshot_test_name(test_location.item), cls.variant, index)
+        item = test_location.item
+        return basename(snapshot_test_name(item), snapshot_variant(item), index)
 
     @classmethod
     def get_snapshot_name(cls, *, test_location: PyTestLocation, index: Any = 0) -> str:
@@ -254,7 +254,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def discover_snapshots(
         self, *, test_location: PyTestLocation, ignore_extensions: list[str] | None = None
     ) -> SnapshotCollections:
-        """None: what syrupy does not know of, it cannot take for unused (see `unused_plugin`)."""
+        """None: syrupy must not count them as unused, which `unused_session` decides."""
         del test_location, ignore_extensions
         return SnapshotCollections()
 
@@ -264,41 +264,23 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
 
     def received_path(self, location: str) -> Path | None:
         """Where ``--comm-artifacts`` keeps what is to replace a snapshot file."""
-        return (
-            None
-            if self.artifacts is None
-            else self.artifacts / Path(location).relative_to(self.root)
-        )
+        artifacts = self._options.artifacts_dir
+        if artifacts is None:
+            return None
+        return artifacts / Path(location).relative_to(self._options.snapshot_dir)
 
     def diff_lines(self, serialized_data: Any, snapshot_data: Any) -> Iterator[str]:
         """The lines that differ, below the explanation; the first line is not compared."""
         yield from super().diff_lines(_body(serialized_data), _body(snapshot_data))
 
 
-def _readable(text: str) -> str:
-    """The text, unless it is beyond what a snapshot may hold, so that it could not be read back."""
-    try:
-        check_snapshot(text, where="the recording")
-    except SnapshotFormatError as problem:
-        raise FsdpCommError(
-            f"{str(problem).removesuffix(REMEDY)}It is too much to become a snapshot: compare a "
-            "part of the model, or fewer ranks"
-        ) from None
-    return text
-
-
-def _tree_of(rank: int, text: str) -> TreeFacts | None:
-    trees = parse_tree_ranks(text)
-    return next((tree for ranks, tree in trees.items() if not ranks or rank in ranks), None)
-
-
-def _ranks_told(text: str) -> set[int]:
-    """The ranks that a snapshot tells apart."""
-    if read_header(text, where="the snapshot") == "tree":
-        return set(chain(*parse_tree_ranks(text)))
-    profile = parse_profile(text)
-    sections = (profile.rows, profile.reshards, profile.redistributions)
-    return {rank for rows in sections for row in rows for rank in row.ranks}
+def _differ(old: Profile, new: Profile) -> bool:
+    match old, new:
+        case CommProfile(), CommProfile():
+            return bool(comm_diff.compare(old, new).changes)
+        case TreeProfile(), TreeProfile():
+            return not tree_diff.compare(old, new).is_same
+    return True
 
 
 def _are_named(value: object) -> TypeGuard[Mapping[str, object]]:
@@ -319,35 +301,48 @@ def _body(text: str) -> str:
     return text.partition("\n")[2]
 
 
-def bound_extension(config: pytest.Config, variant: str) -> type[CommSnapshotExtension]:
-    """The extension for a variant, one class a session: syrupy tells extensions apart by class."""
-    classes = config.stash.setdefault(_BOUND, {})
-    if variant not in classes:
-        classes[variant] = type(
-            CommSnapshotExtension.__name__,
-            (CommSnapshotExtension,),
-            {
-                "__module__": CommSnapshotExtension.__module__,
-                "__qualname__": CommSnapshotExtension.__qualname__,
-                "root": config.stash[OPTIONS].snapshot_dir,
-                "anchor": config.stash[OPTIONS].snapshot_anchor,
-                "rootdir": config.rootpath,
-                "variant": variant,
-                "updates": bool(config.option.update_snapshots),
-                "artifacts": config.stash[OPTIONS].artifacts_dir,
-            },
-        )
-    return classes[variant]
+def _only_this_process(text: str) -> list[str]:
+    return [text]
+
+
+def bind_extension(
+    cls: type[CommSnapshotExtension],
+    item: pytest.Item,
+    gather: Callable[[str], list[str]] = _only_this_process,
+) -> type[CommSnapshotExtension]:
+    """What an assertion shall make its extension from.
+
+    syrupy calls it without arguments when the assertion first needs the extension, and asks no more
+    of it than that it can be called.
+
+    Args:
+        cls: The extension, or a subclass.
+        item: The test.
+        gather: Exchange between the ranks of the test; the default is for one process.
+    """
+    return cast("type[CommSnapshotExtension]", partial(cls, item, gather))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Changes:
+    """What a call of the assertion changes for the next comparison."""
+
+    name: str = ""
+    """The name of its file; empty for none."""
+    allow_empty: bool = False
 
 
 class CommSnapshot(SnapshotAssertion):
-    """syrupy's assertion, which also takes ``allow_empty``, and several values by name."""
+    """syrupy's assertion, with ``allow_empty``, and with several values by name."""
 
-    _comparisons = 0
-    _name = ""
-    _index: str | int = 0
-    last_results: tuple[tuple[str, AssertionResult], ...] = ()
-    """What came of the last comparison, by the values' names; ``""`` for one without."""
+    def __post_init__(self) -> None:
+        """Begins with the first comparison."""
+        self.last_results: tuple[tuple[str, AssertionResult], ...] = ()
+        """What came of the last comparison, by the values' names; ``""`` for one without."""
+        self._comparisons = 0
+        self._changes = _Changes()
+        self._index: str | int = 0
+        super().__post_init__()
 
     def __call__(self, *, allow_empty: bool = False, **changes: Any) -> Self:
         """Changes the next comparison.
@@ -358,14 +353,23 @@ class CommSnapshot(SnapshotAssertion):
             changes: As for syrupy's ``snapshot``; ``name`` gives the assertion a file of its own.
         """
         super().__call__(**changes)
-        self._name = str(changes.get("name") or "")
-        if allow_empty:
-            cast("CommSnapshotExtension", self.extension).allows_empty = True
+        self._changes = _Changes(
+            name=str(changes.get("name") or ""),
+            allow_empty=allow_empty or self._changes.allow_empty,
+        )
         return self
 
     @property
+    def extension(self) -> CommSnapshotExtension:
+        """The extension, made on first use."""
+        return cast("CommSnapshotExtension", super().extension)
+
+    @property
     def index(self) -> str | int:
-        """What tells the file of this comparison from the test's others (see `basename`)."""
+        """What distinguishes the file of this comparison from the test's others (see `basename`).
+
+        syrupy asks for it several times in a comparison; it counts values, not comparisons.
+        """
         return self._index
 
     def __eq__(self, other: object) -> bool:
@@ -374,30 +378,25 @@ class CommSnapshot(SnapshotAssertion):
         ``{"comm": comm_mode, "tree": fsdp_tree(model)}`` has the files of
         ``comm_mode == comm_snapshot`` and ``fsdp_tree(model) == comm_snapshot(name="tree")``.
         """
-        prefix = self._name or (str(self._comparisons) if self._comparisons else "")
         # An empty dict, or one with odd keys, is no comparison: `serialize` says so.
         values: Mapping[str, object] = other if _are_named(other) else {"": other}
         try:
             self.last_results = tuple(
-                (key, self._compare(value, key, prefix)) for key, value in values.items()
+                (key, self._compare(key, value)) for key, value in values.items()
             )
             return all(result.success for _, result in self.last_results)
         finally:
             self._comparisons += 1
-            self._name = ""
-            cast("CommSnapshotExtension", self.extension).allows_empty = False
+            self._changes = _Changes()
 
-    def _compare(self, value: object, key: str, prefix: str) -> AssertionResult:
-        parts = [part for part in (prefix, "" if key == UNNAMED else key) if part]
-        self._index = PART.join(parts) or 0
-        extension = cast("CommSnapshotExtension", self.extension)
-        extension.where = shown_path(
-            Path(extension.get_location(test_location=self.test_location, index=self._index)),
-            extension.rootdir,
-        )
-        super().__eq__(value)
+    def _compare(self, key: str, value: object) -> AssertionResult:
+        first = self._changes.name or (str(self._comparisons) if self._comparisons else "")
+        self._index = PART.join(filter(None, (first, "" if key == UNNAMED else key))) or 0
+        location = self.extension.get_location(test_location=self.test_location, index=self._index)
+        compared = _Compared(value=value, location=location, allow_empty=self._changes.allow_empty)
+        super().__eq__(compared)
         result = self.executions[self.num_executions - 1]
-        received = extension.received_path(result.snapshot_location)
+        received = self.extension.received_path(location)
         if result.success and received is not None:
             # Of an earlier run into the same directory: copied over, it would bring that back.
             received.unlink(missing_ok=True)
@@ -411,27 +410,24 @@ class CommSnapshot(SnapshotAssertion):
 
 
 def bind_snapshot(
-    snapshot: SnapshotAssertion, item: pytest.Item, gather: Callable[[str], list[str]] | None
+    snapshot: SnapshotAssertion,
+    item: pytest.Item,
+    gather: Callable[[str], list[str]] = _only_this_process,
 ) -> CommSnapshot:
     """Makes an assertion that compares communication.
 
     Args:
-        snapshot: The value of syrupy's fixture, whose options it takes.
+        snapshot: The value of syrupy's fixture, whose options are used.
         item: The test.
-        gather: Exchange between the ranks of the test; None in one process.
+        gather: Exchange between the ranks of the test; the default is for one process.
 
     Returns:
         The assertion to compare ``comm_mode`` and ``fsdp_tree(model)`` with.
     """
-    assertion = CommSnapshot(
+    return CommSnapshot(
         session=snapshot.session,
-        extension_class=bound_extension(item.config, snapshot_variant(item)),
+        extension_class=bind_extension(CommSnapshotExtension, item, gather),
         test_location=snapshot.test_location,
         update_snapshots=snapshot.update_snapshots,
         update_new_snapshots_only=snapshot.update_new_snapshots_only,
     )
-    extension = cast("CommSnapshotExtension", assertion.extension)
-    extension.bind_ranks(item)
-    if gather is not None:
-        extension.gather = gather
-    return assertion

@@ -7,25 +7,14 @@ import stat
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.errors import SnapshotFormatError
-from pytest_fsdp_comm.snapshots.comm_text import check_profile
-from pytest_fsdp_comm.snapshots.lines import (
-    MAX_BYTES,
-    REMEDY,
-    SnapshotLines,
-    too_large,
-    with_plain_ends,
-)
-from pytest_fsdp_comm.snapshots.tree_text import check_tree
+from pytest_fsdp_comm.snapshots.documents import SnapshotText
+from pytest_fsdp_comm.snapshots.lines import MAX_BYTES, REMEDY, too_large, with_plain_ends
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
-_CHECKS: Final[Mapping[str, Callable[[SnapshotLines], None]]] = {
-    "comm": check_profile,
-    "tree": check_tree,
-}
-_SORTS: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
+_FILE_TYPES: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),
@@ -34,7 +23,7 @@ _SORTS: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
 )
 
 
-def read_snapshot(path: Path, *, where: str) -> str | None:
+def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
     """Reads a snapshot of either kind and checks all of it.
 
     Args:
@@ -61,22 +50,11 @@ def read_snapshot(path: Path, *, where: str) -> str | None:
             f"{where}, line {line}: it cannot be read as UTF-8 text ({error.reason}); expected a "
             f"snapshot. {REMEDY}"
         ) from None
-    check_snapshot(text, where=where)
-    return text
-
-
-def check_snapshot(text: str, *, where: str) -> None:
-    """Checks a snapshot of either kind, and builds nothing.
-
-    Raises:
-        SnapshotFormatError: A line is not as it would be written.
-    """
-    lines = SnapshotLines(text, where=where)
-    _CHECKS[lines.kind](lines)
+    return SnapshotText(text, where=where)
 
 
 def _read_regular(path: Path, where: str) -> bytes:
-    # Neither waits for the other end of a FIFO, nor takes a terminal.
+    # Neither wait for the other end of a FIFO, nor make a terminal the controlling one.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         found = os.fstat(descriptor)
@@ -95,8 +73,8 @@ def _no_file(path: Path, where: str, reason: str) -> SnapshotFormatError:
         mode = path.stat().st_mode
     except OSError:
         mode = stat.S_IFREG
-    sort = next((name for is_sort, name in _SORTS if is_sort(mode)), "")
-    came = f"it is {sort}" if sort else f"it cannot be read ({reason})"
+    file_type = next((name for is_type, name in _FILE_TYPES if is_type(mode)), "")
+    came = f"it is {file_type}" if file_type else f"it cannot be read ({reason})"
     return SnapshotFormatError(
         f"{where}, line 1: {came}; expected a regular file. Nothing was overwritten: move it away "
         "or make it readable, then restore the file with `git checkout`, or record it anew with "
@@ -105,12 +83,12 @@ def _no_file(path: Path, where: str, reason: str) -> SnapshotFormatError:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a text file all at once; whatever happens, the old one or the new one is there.
+    """Replaces a text file atomically: at any time, the old one or the new one is there.
 
-    Where the file system can (``O_TMPFILE``), the new one has no name before it is whole, so that
-    whoever is killed meanwhile leaves nothing behind. A file that is there already can only be
-    replaced by one with a name: it has one between two system calls, and the next write of the file
-    removes it, should the process be killed just there.
+    Where the file system can (``O_TMPFILE``), the new one has no name before it is complete, so
+    that a process that is killed leaves nothing behind. An existing file can only be replaced by
+    one with a name: it has one between two system calls, and if the process is killed just there,
+    the next write removes it.
 
     Raises:
         OSError: The directory cannot be written, or the disk is full.
@@ -144,17 +122,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 def _name(descriptor: int, path: Path) -> None:
     """Gives a name to a file that has none."""
-    # Only with a directory's descriptor, which an absolute path needs not, does Python follow.
+    # os.link follows a symbolic link only if it is given a directory, unused by absolute paths.
     here = os.open("/", os.O_PATH | os.O_CLOEXEC)
     try:
         os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=here)
     finally:
         os.close(here)
-
-
-def shown_path(path: Path, rootdir: Path) -> str:
-    """A path as the user would type it from the root directory."""
-    try:
-        return str(path.relative_to(rootdir))
-    except ValueError:
-        return str(path)

@@ -80,8 +80,8 @@ def named_module(directory: Path, anchor: Path) -> Path | None:
     """The test module whose snapshots are in a directory, the reverse of `written_module`.
 
     Returns:
-        Its absolute path if it is a ``.py`` file below the anchor; None for any other, which is not
-        told apart from a directory.
+        Its absolute path if it is a ``.py`` file below the anchor; None for any other, which looks
+        like a directory.
     """
     if _ABOVE in directory.parts or not directory.parts:
         return None

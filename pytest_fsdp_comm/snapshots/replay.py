@@ -11,16 +11,15 @@ from __future__ import annotations
 import base64
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from syrupy.assertion import SnapshotAssertion
 from syrupy.location import PyTestLocation
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.marker import snapshot_variant
 from pytest_fsdp_comm.snapshots.explain import describe_error
-from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension, bound_extension
+from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension, bind_extension
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -94,7 +93,9 @@ class RankSnapshots:
 
     def _assert_again(self, item: pytest.Item, made: Mapping[str, Any]) -> str:
         config = item.config
-        extension = self._replaying(_extension(item, made))
+        extension: Any = self._replaying(_extension(made))
+        if issubclass(extension, CommSnapshotExtension):
+            extension = bind_extension(extension, item)
         assertion = SnapshotAssertion(
             session=_session(config),
             extension_class=extension,
@@ -107,8 +108,6 @@ class RankSnapshots:
         index, data = made["index"], made["data"]
         if made["is_bytes"]:
             data = base64.b64decode(data)
-        if made["is_ours"]:
-            cast("CommSnapshotExtension", assertion.extension).bind_ranks(item)
         if isinstance(index, str):
             assertion(name=index)
         else:
@@ -179,9 +178,9 @@ def _described(asked: _Asked, data: Any) -> dict[str, Any]:
     }
 
 
-def _extension(item: pytest.Item, made: Mapping[str, Any]) -> type:
+def _extension(made: Mapping[str, Any]) -> type:
     if made["is_ours"]:
-        return bound_extension(item.config, snapshot_variant(item))
+        return CommSnapshotExtension
     module, name = made["extension"]
     found: Any = importlib.import_module(module)
     for part in name.split("."):

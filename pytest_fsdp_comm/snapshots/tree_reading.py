@@ -6,31 +6,27 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, cast, get_args
+from typing import TYPE_CHECKING, Final, cast, get_args
 
 from pytest_fsdp_comm.errors import quoted_part
-from pytest_fsdp_comm.snapshots.lines import (
-    END,
-    INDENT,
-    NUMBER,
-    RecordReader,
-    SnapshotLines,
-    read_mesh,
-    read_world_size,
-)
+from pytest_fsdp_comm.snapshots.lines import END, INDENT, NUMBER, read_mesh, read_world_size
+from pytest_fsdp_comm.snapshots.records import RANKS, Record, RecordReader, fold_pieces
 from pytest_fsdp_comm.snapshots.tree_writing import (
     PRECISION_WORDS,
-    parameter_words,
+    parameter_content,
     tree_lines,
-    unit_words,
+    unit_content,
 )
-from pytest_fsdp_comm.text.fqn import Pattern, unescape
-from pytest_fsdp_comm.text.name_patterns import Pieces
+from pytest_fsdp_comm.text.fqn import unescape
+from pytest_fsdp_comm.text.rank_lists import list_ranks
 from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
 from pytest_fsdp_comm.tree.model import Precision, UnitKind
+from pytest_fsdp_comm.tree.profile import TreeProfile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from pytest_fsdp_comm.snapshots.lines import SnapshotLines
 
 _UNIT_FLAGS: Final = frozenset({"root", "offload"})
 _UNIT_WORDS: Final = _UNIT_FLAGS | {
@@ -44,7 +40,8 @@ _UNIT_WORDS: Final = _UNIT_FLAGS | {
     "backward_prefetch",
     "prefetch",
 }
-_RANKS: Final = "ranks "
+_PARAMETERS: Final = 0
+"""Stands for the parameters, beside the numbers of units, which begin with 1."""
 _NUMBER: Final = re.compile(NUMBER)
 _TENSOR: Final = re.compile(r"([A-Za-z0-9_]+)\[((?:[0-9]{1,18}(?:,[0-9]{1,18})*)?)\]")
 _DTYPE: Final = re.compile(r"[A-Za-z0-9_]+")
@@ -53,47 +50,59 @@ _PLACEMENT: Final = re.compile(r"\w+\([^ ()]*\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
-    """One line: the same facts for each of some names."""
-
-    number: int
-    """The line's."""
-    names: Pattern
-    group: int
-    """0 for a parameter; for a unit, which of those with its name it is, from 1."""
-    words: str
-    facts: Any
+class _UnitRecord(Record):
+    facts: UnitFacts
 
 
-def read_trees(lines: SnapshotLines) -> dict[tuple[int, ...], TreeDocument]:
-    """Reads the tree of a snapshot, or those of the ranks that it tells apart.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ParameterRecord(Record):
+    facts: ParameterFacts
 
-    Returns:
-        The trees by the ranks that have them; by no ranks if all ranks have the same.
 
-    Raises:
-        SnapshotFormatError: A line is not as `pytest_fsdp_comm.snapshots.tree_text` writes it.
-    """
+class TreeDocument:
+    """The snapshot of a sharded tree, or of several where ranks differ, checked."""
+
+    kind: Final = "tree"
+
+    def __init__(self, lines: SnapshotLines) -> None:
+        """Reads and checks the lines, and builds nothing.
+
+        Args:
+            lines: Of the whole file.
+
+        Raises:
+            SnapshotFormatError: A line is not as `tree_lines` writes it.
+        """
+        self.lines = lines
+        self._trees = _read_trees(lines)
+
+    def profile(self) -> TreeProfile:
+        """What the document holds."""
+        return TreeProfile(trees={ranks: tree.facts() for ranks, tree in self._trees.items()})
+
+
+def _read_trees(lines: SnapshotLines) -> dict[tuple[int, ...], _Tree]:
+    """Reads trees by the ranks that have them; by no ranks if all ranks have the same."""
     reader = RecordReader()
-    starts = [at for at, line in enumerate(lines.lines, 1) if line.startswith(_RANKS)]
+    starts = [at for at, line in enumerate(lines.lines, 1) if line.startswith(RANKS)]
     if not starts:
-        return {(): TreeDocument(lines, reader)}
+        return {(): _Tree(lines, reader)}
     if starts[0] != 2 or len(starts) == 1:  # noqa: PLR2004  # the line below the header
         raise lines.misread(2, "a line 'ranks <N>,...' above each of several trees")
-    trees: dict[tuple[int, ...], TreeDocument] = {}
+    trees: dict[tuple[int, ...], _Tree] = {}
     bodies: dict[tuple[str, ...], int] = {}
     for start, end in pairwise([*starts, len(lines.lines)]):
-        part = _indented(lines, start, end)
-        tree = TreeDocument(part, reader)
+        section = _indented(lines, start, end)
+        tree = _Tree(section, reader)
         try:
-            ranges = reader.ranks(lines.lines[start - 1].removeprefix(_RANKS), tree.world_size)
+            ranges = reader.ranks(lines.lines[start - 1].removeprefix(RANKS), tree.world_size)
         except ValueError as error:
             raise lines.refused(start, error) from None
-        ranks = tuple(rank for first, last in ranges for rank in range(first, last + 1))
+        ranks = list_ranks(ranges)
         seen = {rank for held in trees for rank in held}
         if not seen.isdisjoint(ranks) or ranks < max(trees, default=()):
             raise lines.misread(start, "each rank once, trees in the order of their first ranks")
-        if bodies.setdefault(tuple(part.lines[1:]), start) != start:
+        if bodies.setdefault(tuple(section.lines[1:]), start) != start:
             raise lines.misread(start, "each tree once, with all of its ranks")
         trees[ranks] = tree
     return trees
@@ -106,103 +115,84 @@ def _indented(lines: SnapshotLines, start: int, end: int) -> SnapshotLines:
             raise lines.misread(number, "two spaces first, below the ranks of a tree")
     if lines.lines[end - 2] != INDENT + END:
         raise lines.misread(end - 1, f"{INDENT + END!r} as the last line of a tree")
-    return lines.part(start + 1, end - 1)
+    return lines.section(start + 1, end - 1)
 
 
-class TreeDocument:
+class _Tree:
     """The records of one tree, checked."""
 
     def __init__(self, lines: SnapshotLines, reader: RecordReader) -> None:
-        """Reads and checks the lines, and builds nothing.
-
-        Args:
-            lines: Of the tree, below a first one that is not its.
-            reader: Counts what the whole file holds.
-
-        Raises:
-            SnapshotFormatError: A line is not as `tree_lines` writes it.
-        """
         self._lines = lines
         self._reader = reader
         body = lines.lines[1:-1]
         self.world_size = read_world_size(lines, 2, body[0] if body else END)
-        self.mesh_axes = read_mesh(
-            lines, 3, body[1] if len(body) > 1 else END, world_size=self.world_size, name=unescape
+        self._mesh_axes = read_mesh(
+            lines,
+            3,
+            body[1] if len(body) > 1 else END,
+            world_size=self.world_size,
+            read_name=unescape,
         )
-        read: dict[str, Callable[[int, list[str]], _Record]] = {
-            "unit": self._read_unit,
-            "parameter": self._read_parameter,
-        }
-        self._records: list[_Record] = []
+        self._units: defaultdict[int, list[_UnitRecord]] = defaultdict(list)
+        self._parameters: list[_ParameterRecord] = []
+        # In the order of their first lines, which decides what error comes first.
+        groups: defaultdict[int, list[Record]] = defaultdict(list)
         for number, line in enumerate(body[2:], start=4):
             word, *words = line.split(" ")
             if word == "total":
                 break
-            if word not in read or not words or not words[0]:
+            if word not in {"unit", "parameter"} or not words or not words[0]:
                 raise lines.misread(number, "'unit ...', 'parameter ...' or 'total ...'")
             try:
-                record = read[word](number, words)
+                group, record = (
+                    self._read_unit(number, words)
+                    if word == "unit"
+                    else self._read_parameter(number, words)
+                )
             except ValueError as error:
                 raise lines.refused(number, error) from None
             if record.words != " ".join(words[1:]):
                 raise lines.differs(number, f"{word} {words[0]} {record.words}")
-            self._records.append(record)
-        self._check()
+            groups[group].append(record)
+        self._check(groups)
 
     def facts(self) -> TreeFacts:
-        """What the document holds."""
-        units: dict[tuple[str, int], UnitFacts] = {}
-        parameters: dict[str, ParameterFacts] = {}
-        for record in self._records:
-            if record.group:
-                found = ((fqn, record.group) for fqn in record.names.expand())
-                units.update(dict.fromkeys(found, record.facts))
-            else:
-                parameters.update(dict.fromkeys(record.names.expand(), record.facts))
+        """What the lines hold."""
         return TreeFacts(
             world_size=self.world_size,
-            mesh_axes=self.mesh_axes,
-            units=units,
-            parameters=parameters,
+            mesh_axes=self._mesh_axes,
+            units={
+                group: {fqn: record.facts for record in records for fqn in record.names.expand()}
+                for group, records in self._units.items()
+            },
+            parameters={
+                fqn: record.facts for record in self._parameters for fqn in record.names.expand()
+            },
         )
 
-    def _check(self) -> None:
-        groups: defaultdict[int, list[_Record]] = defaultdict(list)
-        for record in self._records:
-            groups[record.group].append(record)
-        folded = {group: self._fold(records) for group, records in groups.items()}
-        parameters = folded.pop(0, {})
-        sizes = [(record.group > 0, record.names.size) for record in self._records]
+    def _check(self, groups: Mapping[int, Sequence[Record]]) -> None:
+        """Checks that the lines are folded, ordered and counted as they would be written."""
+        folded = {}
+        for group, records in groups.items():
+            once = f"each {'parameter' if group == _PARAMETERS else 'unit'} once"
+            pieces = self._reader.cut(self._lines, records, once=once)
+            folded[group] = fold_pieces(records, pieces)
+        parameters = folded.pop(_PARAMETERS, {})
+        units = [record for records in self._units.values() for record in records]
         self._lines.compare(
             tree_lines(
                 world_size=self.world_size,
-                mesh_axes=self.mesh_axes,
+                mesh_axes=self._mesh_axes,
                 units=folded,
                 parameters=parameters,
                 totals=(
-                    sum(size for is_unit, size in sizes if is_unit),
-                    sum(size for is_unit, size in sizes if not is_unit),
+                    sum(record.names.size for record in units),
+                    sum(record.names.size for record in self._parameters),
                 ),
             )
         )
 
-    def _fold(self, records: Sequence[_Record]) -> dict[str, list[str]]:
-        """The patterns of each content, as the lines should have them."""
-        try:
-            pieces = Pieces([record.names for record in records], self._reader.steps)
-        except ValueError as error:
-            raise self._lines.refused(records[0].number, error) from None
-        seen: set[Any] = set()
-        places_of: defaultdict[str, list[int]] = defaultdict(list)
-        for place, record in enumerate(records):
-            if not seen.isdisjoint(pieces.of[place]):
-                what = "unit" if record.group else "parameter"
-                raise self._lines.misread(record.number, f"each {what} once")
-            seen.update(pieces.of[place])
-            places_of[record.words].append(place)
-        return {words: pieces.fold(places) for words, places in places_of.items()}
-
-    def _read_unit(self, number: int, line: list[str]) -> _Record:
+    def _read_unit(self, number: int, line: list[str]) -> tuple[int, Record]:
         pattern, kind, *words = [*line, ""][: max(2, len(line))]
         if kind not in get_args(UnitKind):
             raise ValueError(
@@ -234,15 +224,16 @@ class TreeDocument:
             backward_prefetch=_names(given.get("backward_prefetch")),
             prefetch=_policies(given.get("prefetch")),
         )
-        return _Record(
+        record = _UnitRecord(
             number=number,
             names=self._reader.pattern(pattern),
-            group=group,
-            words=unit_words(unit, group),
+            content=unit_content(unit, group),
             facts=unit,
         )
+        self._units[group].append(record)
+        return group, record
 
-    def _read_parameter(self, number: int, line: list[str]) -> _Record:
+    def _read_parameter(self, number: int, line: list[str]) -> tuple[int, Record]:
         pattern, tensor, *words = [*line, ""][: max(2, len(line))]
         match = _TENSOR.fullmatch(tensor)
         if match is None:
@@ -262,13 +253,14 @@ class TreeDocument:
             placements=tuple(_placements(words[len(flags) :])),
             tied=tied,
         )
-        return _Record(
+        record = _ParameterRecord(
             number=number,
             names=self._reader.pattern(pattern),
-            group=0,
-            words=parameter_words(parameter),
+            content=parameter_content(parameter),
             facts=parameter,
         )
+        self._parameters.append(record)
+        return _PARAMETERS, record
 
 
 def _placements(words: Iterable[str]) -> Iterable[tuple[str, str]]:

@@ -21,99 +21,84 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_comm.snapshots.lines import END, INDENT, SnapshotLines, header, write_ranks
-from pytest_fsdp_comm.snapshots.tree_reading import read_trees
-from pytest_fsdp_comm.snapshots.tree_writing import parameter_words, tree_lines, unit_words
-from pytest_fsdp_comm.text.fqn import fold_fqns
-from pytest_fsdp_comm.tree.facts import TreeFacts, tree_facts
+from pytest_fsdp_comm.snapshots.lines import END, INDENT, SnapshotLines, header
+from pytest_fsdp_comm.snapshots.records import RANKS, fold_names
+from pytest_fsdp_comm.snapshots.tree_reading import TreeDocument
+from pytest_fsdp_comm.snapshots.tree_writing import parameter_content, tree_lines, unit_content
+from pytest_fsdp_comm.text.rank_lists import runs_of, write_ranks
+from pytest_fsdp_comm.tree.profile import fold
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from pytest_fsdp_comm.tree.facts import TreeFacts
     from pytest_fsdp_comm.tree.model import ShardTree
+    from pytest_fsdp_comm.tree.profile import TreeProfile
 
 
 def format_tree(tree: ShardTree) -> str:
-    """Writes what a snapshot holds of a tree, with a first line that is not compared."""
-    first = header("tree", torch_version=tree.torch_version, backend=tree.backend)
-    return "\n".join([first, *_fact_lines(tree_facts(tree))]) + "\n"
+    """Writes one rank's tree as a snapshot."""
+    return format_profile(fold(tree))
 
 
-def _fact_lines(facts: TreeFacts) -> list[str]:
-    units: defaultdict[int, dict[str, str]] = defaultdict(dict)
-    for (name, number), unit in facts.units.items():
-        units[number][name] = unit_words(unit, number)
-    parameters = {fqn: parameter_words(entry) for fqn, entry in facts.parameters.items()}
-    return tree_lines(
-        world_size=facts.world_size,
-        mesh_axes=facts.mesh_axes,
-        units={number: _folded(contents) for number, contents in units.items()},
-        parameters=_folded(parameters),
-        totals=(len(facts.units), len(facts.parameters)),
-    )
-
-
-def _folded(contents: Mapping[str, str]) -> dict[str, Iterable[str]]:
-    names_of: defaultdict[str, list[str]] = defaultdict(list)
-    for name, content in contents.items():
-        names_of[content].append(name)
-    return {content: fold_fqns(names) for content, names in names_of.items()}
-
-
-def merge_tree_texts(texts: Mapping[int, str]) -> str:
-    """One text if the ranks' trees are equal; otherwise each, below the ranks that have it.
-
-    Args:
-        texts: What `format_tree` writes, by rank, ascending.
-    """
-    ranks_of: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, text in texts.items():
-        ranks_of[text].append(rank)
-    first = next(iter(ranks_of))
-    if len(ranks_of) == 1:
-        return first
-    lines = [first.partition("\n")[0]]
-    for text, ranks in ranks_of.items():
-        lines.append(f"ranks {write_ranks(ranks)}")
-        lines += [INDENT + line for line in text.partition("\n")[2].split("\n")[:-1]]
+def format_profile(profile: TreeProfile) -> str:
+    """Writes a profile as a snapshot; `parse_profile` reads it."""
+    lines = [header("tree", torch_version=profile.torch_version, backend=profile.backend)]
+    for ranks, facts in profile.trees.items():
+        if not ranks:
+            return "\n".join([*lines, *_fact_lines(facts)]) + "\n"
+        lines.append(RANKS + write_ranks(runs_of(ranks)))
+        lines += [INDENT + line for line in _fact_lines(facts)]
     return "\n".join([*lines, END]) + "\n"
 
 
-def parse_tree(text: str, *, where: str = "snapshot") -> TreeFacts:
-    """Reads what `format_tree` wrote; the first line counts for its format only.
+def _fact_lines(facts: TreeFacts) -> list[str]:
+    return tree_lines(
+        world_size=facts.world_size,
+        mesh_axes=facts.mesh_axes,
+        units={
+            number: _folded((name, unit_content(unit, number)) for name, unit in units.items())
+            for number, units in facts.units.items()
+        },
+        parameters=_folded(
+            (fqn, parameter_content(parameter)) for fqn, parameter in facts.parameters.items()
+        ),
+        totals=(sum(map(len, facts.units.values())), len(facts.parameters)),
+    )
+
+
+def _folded(contents: Iterable[tuple[str, str]]) -> Mapping[str, Iterable[str]]:
+    names_of: defaultdict[str, list[str]] = defaultdict(list)
+    for name, content in contents:
+        names_of[content].append(name)
+    return fold_names(names_of)
+
+
+def parse_profile(text: str, *, where: str = "snapshot") -> TreeProfile:
+    """Reads what `format_profile` wrote.
 
     Args:
-        text: The whole document.
-        where: The file, as the errors shall name it.
+        text: The whole file.
+        where: The file's path, for errors.
 
     Raises:
-        SnapshotFormatError: The text is empty, truncated, corrupted, of another format version, or
-            tells the trees of ranks apart.
+        SnapshotFormatError: A line is not as `format_profile` writes it; the text says which.
+    """
+    return TreeDocument(SnapshotLines(text, where=where, kind="tree")).profile()
+
+
+def parse_tree(text: str, *, where: str = "snapshot") -> TreeFacts:
+    """Reads what `format_tree` wrote.
+
+    Args:
+        text: The whole file.
+        where: The file's path, for errors.
+
+    Raises:
+        SnapshotFormatError: As `parse_profile`, or the ranks have different trees.
     """
     lines = SnapshotLines(text, where=where, kind="tree")
-    trees = read_trees(lines)
-    if () not in trees:
+    tree = TreeDocument(lines).profile().common
+    if tree is None:
         raise lines.misread(2, "one tree for all ranks")
-    return trees[()].facts()
-
-
-def parse_tree_ranks(text: str, *, where: str = "snapshot") -> dict[tuple[int, ...], TreeFacts]:
-    """Reads what `merge_tree_texts` wrote.
-
-    Returns:
-        The trees by the ranks that have them; by no ranks if all ranks have the same.
-
-    Raises:
-        SnapshotFormatError: The text is empty, truncated, corrupted, or of another format version.
-    """
-    trees = read_trees(SnapshotLines(text, where=where, kind="tree"))
-    return {ranks: tree.facts() for ranks, tree in trees.items()}
-
-
-def check_tree(lines: SnapshotLines) -> None:
-    """Checks what `parse_tree_ranks` checks, and builds nothing.
-
-    Raises:
-        SnapshotFormatError: As there.
-    """
-    read_trees(lines)
+    return tree

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from pytest_fsdp_comm.snapshots.lines import END, sort_folded
+from pytest_fsdp_comm.snapshots.lines import END, world_lines
+from pytest_fsdp_comm.snapshots.records import sort_folded
 from pytest_fsdp_comm.text.fqn import escape
 
 if TYPE_CHECKING:
@@ -30,13 +31,12 @@ def tree_lines(
     Args:
         world_size: Ranks of the default group.
         mesh_axes: Sorted by name.
-        units: Folded names of each text of `unit_words`, for the first, second, ... unit of a name.
-        parameters: Folded names of each text of `parameter_words`.
+        units: Folded names of each content, by `TreeFacts.units`' number.
+        parameters: Folded names of each content.
         totals: How many units and parameters there are, so that a lost line is noticed.
     """
     return [
-        f"world_size {world_size}",
-        " ".join(["mesh", *(f"{escape(axis.name)}={axis.size}" for axis in mesh_axes)]),
+        *world_lines(world_size, mesh_axes, write_name=escape),
         *(
             f"unit {pattern} {words}"
             for number in sorted(units)
@@ -48,8 +48,8 @@ def tree_lines(
     ]
 
 
-def unit_words(unit: UnitFacts, number: int) -> str:
-    """What a line says of a unit, the given one of those with its name."""
+def unit_content(unit: UnitFacts, number: int) -> str:
+    """What a line says of a unit, the given one of those of its modules."""
     words: list[str] = [unit.kind]
     words += [f"group={number}"] if number > 1 else []
     words += ["root"] if unit.is_root else []
@@ -71,7 +71,7 @@ def unit_words(unit: UnitFacts, number: int) -> str:
     return " ".join(words)
 
 
-def parameter_words(parameter: ParameterFacts) -> str:
+def parameter_content(parameter: ParameterFacts) -> str:
     """What a line says of a parameter."""
     words = [f"{parameter.dtype}[{','.join(map(str, parameter.shape))}]"]
     words += [] if parameter.trainable else ["frozen"]

@@ -1,7 +1,7 @@
 """Watches a session for the rule of removal (see `unused`), and removes or reports at its end.
 
-syrupy 7.0 decides by whether a part of the command line is a part of a snapshot's path, and counts
-what never ran as unused. So it is shown none of our files, and kept from what plain ``snapshot``
+syrupy 7.0 decides by whether text of the command line occurs in a snapshot's path, and counts what
+never ran as unused. So it sees none of our files, and leaves alone what plain ``snapshot``
 assertions of distributed tests wrote, where the test did not pass.
 """
 
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
-from pytest_fsdp_comm.snapshots.files import shown_path
 from pytest_fsdp_comm.snapshots.names import written_module, written_test
 from pytest_fsdp_comm.snapshots.unused import (
     CollectedModule,
@@ -25,9 +26,11 @@ from pytest_fsdp_comm.snapshots.unused import (
     remove,
     snapshot_places,
 )
+from pytest_fsdp_comm.text.codec import dump_document, load_document
+from pytest_fsdp_comm.text.paths import show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Generator, Iterable, Sequence
 
     from xdist.workermanage import WorkerController
 
@@ -37,48 +40,72 @@ _NARROWING_SETTINGS: Final = frozenset(
 """Ini values that choose what is collected; on the command line they choose for this run."""
 
 _OUTPUT: Final = "fsdp_comm_collected"
-"""What a worker of xdist tells its controller: see `_Facts.to_builtins`."""
+"""Under which name a worker of xdist gives its controller a `_Session`, as JSON."""
+_KIND: Final = "session"
+_VERSION: Final = 1
 
 
-class _Facts:
-    """What one process knows of a session, in values that execnet can carry."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Test:
+    name: str
+    """As `names.written_test` writes it."""
+    variant: str
+    nodeid: str
 
-    def __init__(self) -> None:
-        self.modules: dict[str, dict[str, Any]] = {}
-        """By the snapshots' directory: ``tests`` as (name, variant, nodeid), ``is_whole``, and the
-        module's ``path``."""
-        self.selected_count = 0
-        self.distributed: list[str] = []
-        self.is_selection = False
-        """Tests were deselected, or files left out without being asked."""
-        self.compared: list[str] = []
 
-    def to_builtins(self) -> dict[str, Any]:
-        return vars(self)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Module:
+    """A test module that has snapshots."""
 
-    @classmethod
-    def from_builtins(cls, values: dict[str, Any]) -> _Facts:
-        facts = cls()
-        vars(facts).update(values)
-        return facts
+    path: Path
+    """Of its source."""
+    tests: tuple[_Test, ...]
+    """All that it has, selected or not."""
+    is_whole: bool
+    """As `CollectedModule.is_whole`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Session:
+    """What one process collected, and what it compared."""
+
+    modules: Mapping[str, _Module]
+    """By the directory of their snapshots, relative to that of all snapshots."""
+    selected_count: int
+    distributed: tuple[str, ...]
+    """Node ids of the selected tests that run on ranks."""
+    is_selection: bool
+    """Whether tests were deselected, or files left out without being collected."""
+    compared: tuple[str, ...]
+    """Paths of the snapshot files that its assertions compared or wrote."""
+
+
+_NOTHING: Final = _Session(
+    modules={}, selected_count=0, distributed=(), is_selection=False, compared=()
+)
+"""Of a session that ended before all was collected."""
 
 
 class UnusedSnapshots:
     """Registered once in each pytest process."""
 
     def __init__(self, config: pytest.Config) -> None:
-        """Watches from here on; nothing is known yet."""
+        """Starts before collection.
+
+        Args:
+            config: Of the session.
+        """
         self._config = config
         self._options = config.stash[OPTIONS]
         # Every child of a module or class, before --lf, node ids and -k narrow the list.
         self._children: dict[pytest.Collector, list[pytest.Item | pytest.Collector]] = {}
         self._unasked: set[pytest.Collector] = set()
-        self._facts = _Facts()
+        self._session = _NOTHING
         self._finished: set[str] = set()
         self._passed: set[str] = set()
         self._unfinished: set[str] = set()
         self._started_workers = 0
-        self._told: list[_Facts] = []
+        self._of_workers: list[_Session] = []
         self._unused: list[UnusedSnapshot] = []
         self._are_removed = False
 
@@ -89,7 +116,7 @@ class UnusedSnapshots:
     def pytest_make_collect_report(
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        """Notes what a module or class holds, and whether it was asked at all."""
+        """Notes what a module or class holds, and whether it was collected at all."""
         if not isinstance(collector, (pytest.File, pytest.Class)):
             return (yield)
         # --lf answers for a file without asking it.
@@ -107,38 +134,49 @@ class UnusedSnapshots:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Sums up, once it is known which tests are selected."""
         selected = set(session.items)
-        facts = self._facts
-        facts.selected_count = len({item.nodeid for item in session.items})
-        facts.distributed = [item.nodeid for item in session.items if SETTINGS in item.stash]
         seen = [item for children in self._children.values() for item in children]
-        facts.is_selection = bool(self._unasked) or any(
+        is_selection = bool(self._unasked) or any(
             isinstance(item, pytest.Item) and item not in selected for item in seen
         )
-        root = self._options.snapshot_dir
-        modules: defaultdict[Path, list[pytest.Module]] = defaultdict(list)
+        self._session = _Session(
+            modules=self._modules(selected, is_selection=is_selection),
+            selected_count=len({item.nodeid for item in session.items}),
+            distributed=tuple(item.nodeid for item in session.items if SETTINGS in item.stash),
+            is_selection=is_selection,
+            compared=(),
+        )
+        # Collected nodes are many.
+        self._children.clear()
+
+    def _modules(self, selected: set[pytest.Item], *, is_selection: bool) -> dict[str, _Module]:
+        collectors_of: defaultdict[Path, list[pytest.Module]] = defaultdict(list)
         for collector in {*self._children, *self._unasked}:
             if isinstance(collector, pytest.Module) and not isinstance(collector, self._doctests):
-                modules[collector.path].append(collector)
+                collectors_of[collector.path].append(collector)
         named = _Arguments(self._config)
-        for path, collectors in modules.items():
+        modules: dict[str, _Module] = {}
+        for path, collectors in collectors_of.items():
             place = str(written_module(path, self._options.snapshot_anchor))
-            if not (root / place).is_dir():
+            if not (self._options.snapshot_dir / place).is_dir():
                 continue
             is_whole = named.selects_whole(path) and all(
                 self._is_whole(collector, selected) for collector in collectors
             )
             items = [item for collector in collectors for item in self._items(collector)]
-            facts.modules[place] = {
-                "tests": [
-                    [written_test(snapshot_test_name(item)), snapshot_variant(item), item.nodeid]
+            modules[place] = _Module(
+                path=path,
+                tests=tuple(
+                    _Test(
+                        name=written_test(snapshot_test_name(item)),
+                        variant=snapshot_variant(item),
+                        nodeid=item.nodeid,
+                    )
                     for item in items
-                ],
+                ),
                 # Of a module without tests, nothing could be deselected.
-                "is_whole": is_whole and (bool(items) or not facts.is_selection),
-                "path": str(path),
-            }
-        # Collected nodes are many.
-        self._children.clear()
+                is_whole=is_whole and (bool(items) or not is_selection),
+            )
+        return modules
 
     @property
     def _doctests(self) -> tuple[type, ...]:
@@ -163,7 +201,7 @@ class UnusedSnapshots:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Notes which tests passed; in xdist's controller, too."""
-        # A part that was skipped, as a subtest can be, may be the one that compares.
+        # A skipped subtest, say, may be the one that compares.
         if not report.passed:
             self._unfinished.add(report.nodeid)
         elif report.when == "call" and report.passed:
@@ -175,17 +213,17 @@ class UnusedSnapshots:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: WorkerController) -> None:
-        """Counts xdist's workers: one that dies takes what it knew with it."""
+        """Counts xdist's workers: of one that dies, nothing is known."""
         del node
         self._started_workers += 1
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: WorkerController, error: object) -> None:
-        """Takes what a worker knows."""
+        """Reads what a worker collected and compared."""
         del error
-        told = getattr(node, "workeroutput", {}).get(_OUTPUT)
-        if told is not None:
-            self._told.append(_Facts.from_builtins(told))
+        text = getattr(node, "workeroutput", {}).get(_OUTPUT)
+        if text is not None:
+            self._of_workers.append(load_document(_Session, _KIND, _VERSION, text))
 
     # The end.
 
@@ -200,54 +238,48 @@ class UnusedSnapshots:
         from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # syrupy is loaded by now
 
         passed = self._passed - self._unfinished
+        own = replace(self._session, compared=tuple(replay.compared_files(self._config)))
         if hasattr(self._config, "workeroutput"):
-            self._facts.compared = replay.compared_files(self._config)
-            self._config.workeroutput[_OUTPUT] = self._facts.to_builtins()
+            self._config.workeroutput[_OUTPUT] = dump_document(_KIND, _VERSION, own)
             return (yield)
-        facts = self._united(replay.compared_files(self._config))
-        has_lost = len(self._told) < self._started_workers
-        kept = [nodeid for nodeid in facts.distributed if has_lost or nodeid not in passed]
+        whole = _united(own, self._of_workers)
+        has_lost = len(self._of_workers) < self._started_workers
+        kept = [nodeid for nodeid in whole.distributed if has_lost or nodeid not in passed]
         replay.keep_plain_snapshots(self._config, kept)
         is_over = (
             exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}
             and not (session.shouldstop or session.shouldfail or has_lost)
             and not self._config.option.collectonly
-            and len(self._finished) >= facts.selected_count
+            and len(self._finished) >= whole.selected_count
         )
         if is_over and not self._config.option.disable_unused_snapshots:
-            self._unused = self._find(facts, passed)
+            self._unused = self._find(whole, passed)
         self._decide(session)
         return (yield)
 
-    def _united(self, compared: list[str]) -> _Facts:
-        """One process's facts, or those of all workers: each of them collected the same."""
-        facts = self._told[0] if self._told else self._facts
-        facts.compared = [*compared, *(path for told in self._told for path in told.compared)]
-        return facts
-
-    def _find(self, facts: _Facts, passed: set[str]) -> list[UnusedSnapshot]:
+    def _find(self, collected: _Session, passed: set[str]) -> list[UnusedSnapshot]:
         root = self._options.snapshot_dir
         if not root.is_dir():
             return []
         modules = {
             Path(place): CollectedModule(
-                tests=frozenset((name, variant) for name, variant, _ in module["tests"]),
+                tests=frozenset((test.name, test.variant) for test in module.tests),
                 passed=frozenset(
-                    (name, variant) for name, variant, nodeid in module["tests"] if nodeid in passed
+                    (test.name, test.variant) for test in module.tests if test.nodeid in passed
                 ),
-                is_whole=module["is_whole"],
-                defines=_definitions(Path(module["path"])),
+                is_whole=module.is_whole,
+                defines=_definitions(module.path),
             )
-            for place, module in facts.modules.items()
+            for place, module in collected.modules.items()
         }
         anchor = self._options.snapshot_anchor
-        is_full = not facts.is_selection and _Arguments(self._config).hold_all(
+        is_full = not collected.is_selection and _Arguments(self._config).hold_all(
             anchor / place for place in snapshot_places(root)
         )
         return find_unused(
             root,
             modules,
-            compared={Path(path) for path in facts.compared},
+            compared={Path(path) for path in collected.compared},
             full_anchor=anchor if is_full else None,
         )
 
@@ -273,7 +305,7 @@ class UnusedSnapshots:
         what = "deleted" if self._are_removed else "unused"
         terminalreporter.write_line(f"{files} {what}:", yellow=True)
         for unused in self._unused:
-            shown = shown_path(unused.path, self._config.rootpath)
+            shown = show_path(unused.path, self._config.rootpath)
             terminalreporter.write_line(f"  {shown}: {unused.reason}")
         if not self._are_removed:
             it = "it" if count == 1 else "them"
@@ -281,6 +313,13 @@ class UnusedSnapshots:
                 f"Run the same tests with --snapshot-update to delete {it}; "
                 "--snapshot-warn-unused only warns."
             )
+
+
+def _united(own: _Session, of_workers: Sequence[_Session]) -> _Session:
+    """What one process knows, or all workers of xdist, each of which collected the same."""
+    first = of_workers[0] if of_workers else own
+    compared = (*own.compared, *(path for worker in of_workers for path in worker.compared))
+    return replace(first, compared=compared)
 
 
 def _definitions(module: Path) -> frozenset[str]:
@@ -294,7 +333,7 @@ def _definitions(module: Path) -> frozenset[str]:
 
 
 class _Asked:
-    """Whether a collector is asked for its children, until `forget`."""
+    """Whether a collector is asked for its children; `forget` ends the watch."""
 
     def __init__(self, collector: pytest.Collector) -> None:
         self.is_asked = False

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.text.fqn import Pattern, Ranges
 
 MAX_STEPS: Final = 300_000
-"""The most steps that cutting a snapshot's patterns may take: 30 for each line of the longest. Real
-patterns take one or two, since layers differ in few ways."""
+"""The most steps for cutting the patterns of a snapshot: 30 for each line of the longest. Real
+patterns need one or two, since layers differ in few ways."""
 
 Piece: TypeAlias = tuple[int, ...]
 """The class of the number at each place, after the place of the words."""
 
 
 class Steps:
-    """Counts what cutting costs, so that no text can make it cost much."""
+    """Limits what cutting costs, whatever the text."""
 
     def __init__(self) -> None:
-        """Nothing was done yet."""
+        """Starts at zero, for one snapshot."""
         self._done = 0
 
-    def take(self, count: int) -> None:
-        """Does some more.
+    def add(self, count: int) -> None:
+        """Counts further steps.
 
         Raises:
             ValueError: That is more than `MAX_STEPS`.
@@ -54,7 +54,7 @@ class Pieces:
         """Cuts the patterns.
 
         Raises:
-            ValueError: It takes too many steps.
+            ValueError: There are too many steps.
         """
         self.of: list[list[Piece]] = [[] for _ in patterns]
         """The pieces of each pattern."""
@@ -74,7 +74,7 @@ class Pieces:
                 count = 1
                 for classes_held in held:
                     count *= len(classes_held)
-                    steps.take(count)
+                    steps.add(count)
                 self.of[place] = [(len(self._words), *numbers) for numbers in product(*held)]
             self._words.append(words)
             self._classes.append([members for members, _ in axes])
@@ -129,7 +129,7 @@ def _classes(
     members: defaultdict[frozenset[int], list[tuple[int, int]]] = defaultdict(list)
     for first, end in pairwise(sorted(edges)):
         inside.symmetric_difference_update(edges[first])
-        steps.take(len(inside))
+        steps.add(len(inside))
         if inside:
             members[frozenset(inside)].append((first, end - 1))
     classes_of: defaultdict[int, list[int]] = defaultdict(list)

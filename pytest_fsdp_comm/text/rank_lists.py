@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 def runs_of(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -21,9 +21,18 @@ def runs_of(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """``rank 2``, ``ranks 0-3`` or ``ranks 0, 2-3``."""
-    runs = runs_of(sorted(ranks))
-    text = ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in runs)
+    text = write_ranks(runs_of(sorted(ranks)), separator=", ")
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def write_ranks(runs: Iterable[tuple[int, int]], *, separator: str = ",") -> str:
+    """``0,2-3``, from the first and last rank of each run."""
+    return separator.join(f"{first}-{last}" if first < last else str(first) for first, last in runs)
+
+
+def list_ranks(runs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """Every rank by itself, from the first and last rank of each run."""
+    return tuple(rank for first, last in runs for rank in range(first, last + 1))
 
 
 def fold_equal(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:

@@ -1,4 +1,4 @@
-"""What changed between two sharded trees, siblings of equal change told once."""
+"""Compares two sharded trees and says what changed, siblings of equal change in one line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pytest_fsdp_comm.text.fqn import expand, fold_fqns, natural_key
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts, UnitKey
+    from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
     from pytest_fsdp_comm.tree.model import Precision
+    from pytest_fsdp_comm.tree.profile import TreeProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,16 @@ class TreeChange:
         return f"{self.subject}: {self.what}{cause}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeComparison:
+    """All that differs between a snapshot and what was captured."""
+
+    is_same: bool
+    changes: tuple[TreeChange, ...]
+    """Empty if nothing differs, and where ranks differ among themselves: no list of changes holds
+    for all of them."""
+
+
 _NO_ROOT: Final = (
     "fully_shard on the root is missing, so each of these becomes a root and keeps its parameters "
     "after forward"
@@ -39,11 +50,34 @@ _NO_ROOT: Final = (
 _Fact = TypeVar("_Fact")
 
 
+def compare(old: TreeProfile, new: TreeProfile) -> TreeComparison:
+    """Compares a snapshot with what was captured.
+
+    Where fewer ranks were recorded than the world has (the fake backend), only these are compared.
+
+    Args:
+        old: The snapshot.
+        new: What was captured.
+    """
+    if old.common is not None and new.common is not None:
+        is_same = old.common == new.common
+        changes = () if is_same else compare_trees(old.common, new.common)
+        return TreeComparison(is_same=is_same, changes=changes)
+    ranks = new.recorded_ranks
+    is_part = 0 < len(ranks) < new.world_size
+    is_same = (
+        all(old.of_rank(rank) == new.of_rank(rank) for rank in ranks)
+        if is_part
+        else old.trees == new.trees
+    )
+    return TreeComparison(is_same=is_same, changes=())
+
+
 def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
     """Compares two trees.
 
     Args:
-        old: Mostly from a snapshot, by `pytest_fsdp_comm.snapshots.tree_text.parse_tree`.
+        old: Mostly from a snapshot.
         new: Mostly from a live tree, by `pytest_fsdp_comm.tree.facts.tree_facts`.
 
     Returns:
@@ -60,10 +94,10 @@ def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
         changes.append(
             TreeChange(subject="mesh", what=f"{meshes[0] or 'none'} -> {meshes[1] or 'none'}")
         )
-    units = _differences(old.units, new.units, _unit_changes)
-    lost_root = ("", 1) in old.units and ("", 1) not in new.units
+    units = _units_by_label(old), _units_by_label(new)
+    lost_root = "" in units[0] and "" not in units[1]
     changes += _folded(
-        {_unit_label(key): found for key, found in units.items()},
+        _differences(*units, _unit_changes),
         likely=lambda what: _NO_ROOT if lost_root and what.startswith("becomes a root") else "",
     )
     changes += _folded(
@@ -72,25 +106,25 @@ def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
     return tuple(changes)
 
 
-_Key = TypeVar("_Key")
+def _units_by_label(tree: TreeFacts) -> dict[str, UnitFacts]:
+    return {
+        name if number == 1 else f"{name}@{number}": unit
+        for number, units in tree.units.items()
+        for name, unit in units.items()
+    }
 
 
 def _differences(
-    old: Mapping[_Key, _Fact],
-    new: Mapping[_Key, _Fact],
+    old: Mapping[str, _Fact],
+    new: Mapping[str, _Fact],
     describe: Callable[[_Fact | None, _Fact | None], Iterator[str]],
-) -> dict[_Key, tuple[str, ...]]:
+) -> dict[str, tuple[str, ...]]:
     found = {}
-    for key in dict.fromkeys((*old, *new)):
-        before, after = old.get(key), new.get(key)
+    for name in dict.fromkeys((*old, *new)):
+        before, after = old.get(name), new.get(name)
         if before != after:
-            found[key] = tuple(describe(before, after))
+            found[name] = tuple(describe(before, after))
     return found
-
-
-def _unit_label(key: UnitKey) -> str:
-    name, number = key
-    return name if number == 1 else f"{name}@{number}"
 
 
 def _folded(

@@ -1,8 +1,8 @@
-"""The part of a sharded tree that is compared: the same on every rank, whatever built the model."""
+"""What is compared of a sharded tree: the same on every rank, however the model was built."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -54,32 +54,29 @@ class ParameterFacts:
     """Its further FQNs, in natural order."""
 
 
-UnitKey = tuple[str, int]
-"""FQNs of the unit's modules, joined with ``+``; and 1, or more where these modules have several
-units (parameters on different meshes)."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeFacts:
-    """All that a snapshot holds of a sharded tree."""
+    """All that is compared of one rank's tree."""
 
     world_size: int
     """Ranks of the default group."""
     mesh_axes: tuple[MeshAxis, ...]
     """Sorted by name."""
-    units: Mapping[UnitKey, UnitFacts]
+    units: Mapping[int, Mapping[str, UnitFacts]]
+    """By the FQNs of the unit's modules, joined with ``+``; first by 1, or more where these modules
+    have several units (parameters on different meshes)."""
     parameters: Mapping[str, ParameterFacts]
     """By FQN."""
 
 
 def tree_facts(tree: ShardTree) -> TreeFacts:
-    """Takes from a tree what is compared."""
+    """Selects from a tree what is compared."""
     names = [tree.unit_name(index) for index in range(len(tree.units))]
     seen: Counter[str] = Counter()
-    units: dict[UnitKey, UnitFacts] = {}
+    units: defaultdict[int, dict[str, UnitFacts]] = defaultdict(dict)
     for name, unit in zip(names, tree.units, strict=True):
         seen[name] += 1
-        units[name, seen[name]] = _unit_facts(unit, names)
+        units[seen[name]][name] = _unit_facts(unit, names)
     parameters = {
         fqn: _parameter_facts(parameter, tree.tied_fqns(index))
         for index, (fqn, parameter) in enumerate(tree.named_parameters())

@@ -29,7 +29,7 @@ class AxisPlacement:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank along the axis keeps a part only."""
+        """Whether each rank along the axis keeps only a shard."""
         return self.kind in {"shard", "strided_shard", "flat_shard"}
 
 

@@ -39,7 +39,7 @@ class ModuleNode:
     class_name: str
     """Name of the class that the user wrote. Shown, never compared."""
     wrappers: tuple[str, ...] = ()
-    """Classes of the wrappers around it, outermost first, which take no part in its FQN."""
+    """Classes of the wrappers around it, outermost first, which are not in its FQN."""
     alias_of: int | None = None
     """Index of the node of the same module, if it is registered at several places; its parameters
     and children are listed there. None otherwise."""
@@ -171,7 +171,7 @@ class Finding:
     """What to write instead."""
     nbytes: int | None = None
     """What it costs: bytes on each rank, of memory or of traffic in a step as the reason says; None
-    where that cannot be told."""
+    where that is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -339,6 +339,94 @@ def test_a_snapshot_of_simulated_ranks_is_updated_by_the_same_ranks(project):
     project.run().assert_outcomes(passed=1)
 
 
+RANKS_DIFFER = """
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+SENDER, FROZEN = 3, 0
+
+@pytest.mark.distributed(world_size=4, backend="fake", ranks=(0, 3))
+def test_ranks(dist_info, device_mesh, comm_mode, fsdp_tree, comm_snapshot):
+    model = fully_shard(nn.Linear(8, 8, bias=False), mesh=device_mesh())
+    model.weight.requires_grad_(dist_info.rank != FROZEN)
+    with comm_mode(model):
+        model(torch.randn(2, 8))
+        if dist_info.rank == SENDER:
+            dist.all_reduce(torch.ones(2))
+    assert {"comm": comm_mode, "tree": fsdp_tree(model)} == comm_snapshot
+"""
+
+
+def test_simulated_ranks_that_differ_have_their_own_numbers_in_either_kind(project):
+    (project.path / "test_it.py").write_text(RANKS_DIFFER)
+    project.update().assert_outcomes(passed=1)
+    comm, tree = (
+        project.read(f"snapshots/test_it/test_ranks.ws4.{name}") for name in ("comm", "tree.comm")
+    )
+    assert [line for line in comm.splitlines() if "ranks" in line] == [
+        "outside (no-module) all_reduce[dp] x1 8 B ranks 3"
+    ]
+    assert [line for line in tree.splitlines() if "ranks" in line] == ["ranks 0", "ranks 3"]
+    project.run().assert_outcomes(passed=1)
+    project.update().assert_outcomes(passed=1)
+    project.edit("SENDER, FROZEN = 3, 0", "SENDER, FROZEN = 0, 3")
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    explained(
+        result,
+        "comm_mode and fsdp_tree differ from snapshots/test_it/test_ranks.ws4 (2 files)",
+        "(no module) outside: all_reduce[dp] 1 (8 B) on rank 3 -> 1 (8 B) on rank 0",
+    )
+    project.update().assert_outcomes(passed=1)
+    text = project.read("snapshots/test_it/test_ranks.ws4.comm")
+    assert text == comm.replace("ranks 3", "ranks 0")
+
+
+COUNTING = """
+import pytest
+from pytest_fsdp_comm.snapshots.lines import SnapshotLines
+
+READ = []
+make = SnapshotLines.__init__
+
+def counting(self, text, *, where, kind=None):
+    READ.append(where)
+    make(self, text, where=where, kind=kind)
+
+SnapshotLines.__init__ = counting
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.when == "call":
+        report.sections.append(("parsed", "".join(f"parsed {where}\\n" for where in READ)))
+    READ.clear()
+    return report
+"""
+
+
+def test_a_failed_comparison_parses_each_text_once(recorded):
+    recorded.pytester.makeconftest(COUNTING)
+    recorded.edit("WIDTH = 8", "WIDTH = 16")
+    recorded.edit("    assert comm_mode == comm_snapshot\n    assert fsdp_tree(model)", "    tree")
+    recorded.edit(
+        'tree == comm_snapshot(name="tree")',
+        'assert {"comm": comm_mode, "tree": fsdp_tree(model)} == comm_snapshot',
+    )
+    result = recorded.run()
+    result.assert_outcomes(failed=1)
+    explained(result, "comm_mode and fsdp_tree differ from")
+    parsed = [line for line in result.outlines if line.startswith("parsed ")]
+    assert sorted(set(parsed)) == [f"parsed {COMM}", f"parsed {TREE}", "parsed the recording"]
+    # One report for both ranks: rank 0's.
+    assert parsed.count(f"parsed {COMM}") == 1
+    assert parsed.count(f"parsed {TREE}") == 1
+    assert parsed.count("parsed the recording") == 2
+
+
 def test_an_update_does_not_write_two_recordings_to_one_file(project):
     once = "    assert comm_mode == comm_snapshot(name='step')\n"
     project.edit("    assert comm_mode == comm_snapshot\n", once + once)

@@ -11,12 +11,12 @@ import pytest
 
 from pytest_fsdp_comm import options
 from pytest_fsdp_comm.errors import SnapshotFormatError
-from pytest_fsdp_comm.snapshots import lines
+from pytest_fsdp_comm.snapshots import lines, tree_text
 from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
 from pytest_fsdp_comm.snapshots.files import read_snapshot
-from pytest_fsdp_comm.snapshots.tree_text import merge_tree_texts, parse_tree, parse_tree_ranks
 from pytest_fsdp_comm.text.fqn import expand, fold_fqns, read_pattern
 from pytest_fsdp_comm.text.name_patterns import Pieces, Steps
+from pytest_fsdp_comm.tree.profile import merge
 
 COMM = """\
 # pytest-fsdp-comm 1 comm | torch 2.13.0, gloo (not compared)
@@ -38,7 +38,7 @@ parameter layers.{0..3}.weight float32[64,64] dp=Shard(0) tp=Replicate()
 total 4 units, 4 parameters
 end
 """
-READERS = {"comm": (COMM, parse_profile), "tree": (TREE, parse_tree_ranks)}
+READERS = {"comm": (COMM, parse_profile), "tree": (TREE, tree_text.parse_profile)}
 
 
 def refused(kind, text):
@@ -298,9 +298,11 @@ def test_a_link_to_a_regular_file_is_read(tmp_path):
     assert read_snapshot(tmp_path / "dangling", where="x") is None
 
 
+TREES = [tree_text.parse_tree(text) for text in (TREE, TREE.replace("true", "false"))]
+
+
 def ranks_text(*numbers):
-    trees = [TREE, TREE.replace("true", "false")]
-    return merge_tree_texts({rank: trees[which] for rank, which in numbers})
+    return tree_text.format_profile(merge({rank: TREES[which] for rank, which in numbers}))
 
 
 def test_trees_of_ranks_that_differ_are_read_back():
@@ -309,14 +311,10 @@ def test_trees_of_ranks_that_differ_are_read_back():
         "ranks 0,3-4",
         "ranks 2",
     ]
-    trees = parse_tree_ranks(text)
-    assert trees == {
-        (0, 3, 4): parse_tree(TREE),
-        (2,): parse_tree(TREE.replace("true", "false")),
-    }
-    assert parse_tree_ranks(TREE) == {(): parse_tree(TREE)}
+    assert tree_text.parse_profile(text).trees == {(0, 3, 4): TREES[0], (2,): TREES[1]}
+    assert tree_text.parse_profile(TREE).trees == {(): TREES[0]}
     with pytest.raises(SnapshotFormatError, match="expected one tree for all ranks"):
-        parse_tree(text)
+        tree_text.parse_tree(text)
 
 
 @pytest.mark.parametrize(

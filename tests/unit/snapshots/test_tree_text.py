@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from pytest_fsdp_comm.comm.events import MeshAxis
 from pytest_fsdp_comm.errors import SnapshotFormatError
 from pytest_fsdp_comm.snapshots.tree_text import (
+    format_profile,
     format_tree,
-    merge_tree_texts,
+    parse_profile,
     parse_tree,
-    parse_tree_ranks,
 )
-from pytest_fsdp_comm.tree.diff import TreeChange, compare_trees
+from pytest_fsdp_comm.tree.diff import TreeChange, compare, compare_trees
 from pytest_fsdp_comm.tree.facts import tree_facts
 from pytest_fsdp_comm.tree.layout import AxisPlacement
 from pytest_fsdp_comm.tree.model import ModuleNode, ParameterNode, Precision, ShardTree, ShardUnit
+from pytest_fsdp_comm.tree.profile import fold, merge
 
 AXES = (MeshAxis(name="dp", size=2), MeshAxis(name="tp ]=,", size=2))
 NAMES = st.one_of(
@@ -119,14 +120,40 @@ def test_text_round_trips(tree):
     assert compare_trees(facts, tree_facts(tree)) == ()
 
 
+# Of a world of four; also such as the fake backend records, which leave some out.
+RANKS = st.sets(st.integers(0, 3), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
+
+
+@given(st.data(), RANKS)
+def test_trees_of_ranks_round_trip(data, ranks):
+    shapes = data.draw(st.lists(trees(), min_size=1, max_size=3))
+    facts = {rank: tree_facts(data.draw(st.sampled_from(shapes))) for rank in ranks}
+    profile = merge(facts)
+    text = format_profile(profile)
+    found = parse_profile(text)
+    assert found == parse_profile(text.replace("\n", "\r\n")) == profile
+    assert {rank: found.of_rank(rank) for rank in ranks} == facts
+    assert found.named_ranks == (set(ranks) if len(found.trees) > 1 else set())
+    assert format_profile(found).partition("\n")[2] == text.partition("\n")[2]
+    assert compare(found, profile).is_same
+    assert compare(found, profile).changes == ()
+
+
 @given(trees(), trees())
-def test_trees_of_ranks_round_trip(first, second):
-    texts = {0: format_tree(first), 2: format_tree(second), 3: format_tree(first)}
-    found = parse_tree_ranks(merge_tree_texts(texts).replace("\n", "\r\n"))
-    if texts[0] == texts[2]:
-        assert found == {(): tree_facts(first)}
-    else:
-        assert found == {(0, 3): tree_facts(first), (2,): tree_facts(second)}
+def test_a_part_is_compared_with_its_own(first, second):
+    one, other = tree_facts(first), tree_facts(second)
+    whole = merge({0: one, 1: other, 2: one, 3: other})
+    assert compare(whole, merge({0: one})).is_same
+    assert compare(whole, merge({1: other})).is_same
+    assert compare(whole, merge({0: one, 3: other})).is_same
+    assert compare(whole, merge({1: one})).is_same == (one == other)
+    assert compare(whole, merge(dict.fromkeys(range(4), one))).is_same == (one == other)
+
+
+@given(trees())
+def test_one_rank_has_the_tree_that_all_have(tree):
+    assert fold(tree).common == tree_facts(tree)
+    assert fold(tree).recorded_ranks == (0,)
 
 
 @given(trees(), st.randoms())

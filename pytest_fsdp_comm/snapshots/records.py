@@ -1,0 +1,211 @@
+"""The records of a snapshot, alike for both kinds: folded names, a content, and ranks."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.errors import quoted_part
+from pytest_fsdp_comm.text.fqn import (
+    MAX_NAMES,
+    NO_MODULE,
+    Pattern,
+    Ranges,
+    count_numbers,
+    first_name,
+    fold_fqns,
+    natural_key,
+    read_pattern,
+)
+from pytest_fsdp_comm.text.name_patterns import Pieces, Steps
+from pytest_fsdp_comm.text.rank_lists import write_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from pytest_fsdp_comm.snapshots.lines import SnapshotLines
+
+MAX_NAME_TEXT: Final = 1_000_000
+"""The most characters that the names of all lines have: 100 for each of the most lines."""
+MAX_NUMBERS: Final = 8
+"""The most numbers in one name: ``layers.3.experts.7`` has two."""
+
+RANKS: Final = "ranks "
+"""Before a list of ranks."""
+
+_RUN: Final = re.compile(r"(0|[1-9][0-9]{0,8})(?:-([1-9][0-9]{0,8}))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A line that was read: the same for each of some names."""
+
+    number: int
+    """The line's."""
+    names: Pattern
+    content: str
+    """What the writer writes after the names, without ranks."""
+    ranks: Ranges = ()
+    """Empty for all ranks."""
+
+    @property
+    def words(self) -> str:
+        """What the writer writes after the names."""
+        return with_ranks(self.content, self.ranks)
+
+
+def with_ranks(content: str, ranks: Ranges) -> str:
+    """A line's content with the ranks that share it; none are written for all ranks."""
+    return f"{content} {RANKS}{write_ranks(ranks)}" if ranks else content
+
+
+def fold_names(names_of: Mapping[str, Iterable[str | None]]) -> dict[str, list[str]]:
+    """Folds the names of each content, of which None stands for no module."""
+    folded = {}
+    for content, names in names_of.items():
+        found = list(names)
+        patterns = fold_fqns(name for name in found if name is not None)
+        folded[content] = [*patterns, *([NO_MODULE] if None in found else [])]
+    return folded
+
+
+def sort_folded(patterns_of: Mapping[str, Iterable[str]]) -> list[tuple[str, str]]:
+    """Puts lines into order: naturally by their first names, those of no module last.
+
+    Args:
+        patterns_of: The patterns of each content.
+
+    Returns:
+        Pattern and content of each line.
+    """
+
+    def key(line: tuple[str, str]) -> tuple[object, ...]:
+        pattern, content = line
+        if pattern == NO_MODULE:
+            return (True, natural_key(""), content)
+        return (False, natural_key(first_name(pattern)), content)
+
+    lines = [(pattern, content) for content, found in patterns_of.items() for pattern in found]
+    return sorted(lines, key=key)
+
+
+class RecordReader:
+    """Reads the parts of records that both kinds have, within the limits of the whole file.
+
+    Its methods raise ValueError with what came and what was expected; the caller knows the line.
+    """
+
+    def __init__(self) -> None:
+        """Counts from zero: one reader for each file."""
+        self._steps = Steps()
+        self._name_text = 0
+        self._names = 0
+        self._ranks = 0
+        self._rank_lists: dict[str, Ranges] = {}
+
+    def pattern(self, text: str) -> Pattern:
+        """Reads names, which count for the whole file."""
+        self._name_text += len(text)
+        if self._name_text > MAX_NAME_TEXT:
+            raise ValueError(f"too long: expected at most {MAX_NAME_TEXT} characters in all names")
+        pattern = read_pattern(text)
+        if len(pattern.box) > MAX_NUMBERS:
+            raise ValueError(
+                f"too many numbers in {quoted_part(text)}: expected at most {MAX_NUMBERS}"
+            )
+        self._names += pattern.size
+        if self._names > MAX_NAMES:
+            raise ValueError(f"too many names: expected at most {MAX_NAMES} in all lines together")
+        return pattern
+
+    def ranks(self, text: str, world_size: int) -> Ranges:
+        """Reads a list of ranks such as ``0,2-3``."""
+        if text not in self._rank_lists:
+            self._rank_lists[text] = ranges = read_ranks(text, world_size)
+            self._ranks += count_numbers(ranges)
+            if self._ranks > MAX_NAMES:
+                raise ValueError(
+                    f"too many ranks: expected at most {MAX_NAMES} in all lists together"
+                )
+        return self._rank_lists[text]
+
+    def cut(
+        self,
+        lines: SnapshotLines,
+        records: Sequence[Record],
+        *,
+        once: str,
+        everyone: Ranges = (),
+    ) -> Pieces:
+        """Cuts the names of lines that differ in their contents only.
+
+        Args:
+            lines: The snapshot, for errors.
+            records: The lines.
+            once: What is expected if two lines have the same name on the same rank.
+            everyone: All ranks, where lines list some.
+
+        Raises:
+            SnapshotFormatError: Two have, or there are too many steps.
+        """
+        names = [record.names for record in records]
+        try:
+            pieces = by_rank = Pieces(names, self._steps)
+            if any(record.ranks for record in records):
+                # The rank as one more number of the name.
+                boxes = [(*record.names.box, record.ranks or everyone) for record in records]
+                by_rank = Pieces(
+                    [
+                        Pattern(words=(*pattern.words, ""), box=box)
+                        for pattern, box in zip(names, boxes, strict=True)
+                    ],
+                    self._steps,
+                )
+        except ValueError as error:
+            raise lines.refused(records[0].number, error) from None
+        seen: set[object] = set()
+        for place, record in enumerate(records):
+            held: list[object] = [*by_rank.of[place]]
+            if by_rank is not pieces:
+                # The same content belongs on one line, with all of its ranks.
+                held += [(*piece, record.content) for piece in pieces.of[place]]
+            if not seen.isdisjoint(held):
+                raise lines.misread(record.number, once)
+            seen.update(held)
+        return pieces
+
+
+def fold_pieces(records: Sequence[Record], pieces: Pieces) -> dict[str, list[str]]:
+    """The patterns of each content, as the writer would fold them.
+
+    Args:
+        records: Lines that differ in their contents only.
+        pieces: Those of their names.
+    """
+    places_of: defaultdict[str, list[int]] = defaultdict(list)
+    for place, record in enumerate(records):
+        places_of[record.words].append(place)
+    return {words: pieces.fold(places) for words, places in places_of.items()}
+
+
+def read_ranks(text: str, world_size: int) -> Ranges:
+    """Reads ranks such as ``0,2-3``.
+
+    Raises:
+        ValueError: `text.rank_lists.write_ranks` does not write such a text.
+    """
+    ranges: list[tuple[int, int]] = []
+    for run in text.split(","):
+        match = _RUN.fullmatch(run)
+        first = int(match[1]) if match else -1
+        last = int(match[2]) if match and match[2] else first
+        is_run = last > first if match and match[2] else match is not None
+        if not is_run or last >= world_size or (ranges and first <= ranges[-1][1] + 1):
+            raise ValueError(
+                f"bad ranks {quoted_part(text)}: expected ranks from 0 to {world_size - 1} in "
+                "ascending order, such as 0,2-3"
+            )
+        ranges.append((first, last))
+    return tuple(ranges)

@@ -1,0 +1,84 @@
+"""The trees of all ranks of a test: what is compared with a snapshot.
+
+`fold` makes the profile of one rank's tree, `merge` that of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from pytest_fsdp_comm.tree.facts import TreeFacts, tree_facts
+
+if TYPE_CHECKING:
+    from pytest_fsdp_comm.tree.model import ShardTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeProfile:
+    """All that is compared of how a test's ranks shard a model, and what is shown beside it."""
+
+    trees: Mapping[tuple[int, ...], TreeFacts]
+    """By the ranks that have it, ascending, in the order of their lowest; by no ranks if all have
+    the same."""
+    recorded_ranks: tuple[int, ...] = field(default=(), compare=False)
+    """The ranks that were recorded, ascending; empty in a profile that was read from a snapshot."""
+    backend: str = field(default="", compare=False)
+    """E.g. ``gloo``."""
+    torch_version: str = field(default="", compare=False)
+    """As ``torch.__version__``."""
+
+    @property
+    def common(self) -> TreeFacts | None:
+        """The tree that all ranks have; None if they differ."""
+        return self.trees.get(())
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the default group."""
+        return next(iter(self.trees.values())).world_size
+
+    @property
+    def named_ranks(self) -> frozenset[int]:
+        """The ranks that some tree names, since others do not share it; empty if none differ."""
+        return frozenset(chain.from_iterable(self.trees))
+
+    def of_rank(self, rank: int) -> TreeFacts | None:
+        """The tree of one rank; None if it was not recorded."""
+        found = (tree for ranks, tree in self.trees.items() if not ranks or rank in ranks)
+        return next(found, None)
+
+
+def fold(tree: ShardTree) -> TreeProfile:
+    """Selects from one rank's tree what is compared."""
+    return merge(
+        {tree.rank: tree_facts(tree)}, backend=tree.backend, torch_version=tree.torch_version
+    )
+
+
+def merge(
+    trees: Mapping[int, TreeFacts], *, backend: str = "", torch_version: str = ""
+) -> TreeProfile:
+    """Merges the trees of the recorded ranks; equal ones become one.
+
+    Args:
+        trees: By rank, ascending.
+        backend: As `TreeProfile.backend`.
+        torch_version: As `TreeProfile.torch_version`.
+    """
+    groups: list[tuple[TreeFacts, list[int]]] = []
+    for rank, facts in trees.items():
+        ranks = next((ranks for other, ranks in groups if other == facts), None)
+        if ranks is None:
+            groups.append((facts, [rank]))
+        else:
+            ranks.append(rank)
+    is_common = len(groups) == 1
+    return TreeProfile(
+        trees={() if is_common else tuple(ranks): facts for facts, ranks in groups},
+        recorded_ranks=tuple(trees),
+        backend=backend,
+        torch_version=torch_version,
+    )
