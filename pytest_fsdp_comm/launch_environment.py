@@ -1,12 +1,13 @@
-"""Reads from the environment whether an outside launcher started this process as one rank of many.
+"""Reads from the environment what started this process: an outside launcher, or this plugin.
 
 ``torchrun`` sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; so do many scripts.
-Under SLURM's ``srun`` the first two may be absent, and ``SLURM_PROCID`` and ``SLURM_NTASKS`` tell
+Under SLURM's ``srun`` the first two may be absent, and ``SLURM_PROCID`` and ``SLURM_NTASKS`` hold
 the same.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -15,7 +16,11 @@ if TYPE_CHECKING:
 
 INSIDE_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCHED"
 """Environment variable that a launched pytest sets: a pytest that one of its tests runs inherits
-the launcher's variables, but is not a rank of that launch."""
+the launcher's variables, but is none of its ranks."""
+SPEC_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
+"""Environment variable of a spawned rank: the path of its `RankSetSpec`."""
+RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
+"""Environment variable of a spawned rank: its number."""
 
 # What names the rank, the world size, the rank on its machine, and the ranks of a machine.
 _VARIABLES = (
@@ -27,7 +32,7 @@ _LARGEST_PORT = 65535
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedRank:
-    """This process's place among those that a launcher started."""
+    """One of the processes that a launcher started, each for one rank."""
 
     rank: int
     """This rank, from 0."""
@@ -44,14 +49,19 @@ class LaunchedRank:
     has_store: bool
     """Whether the launcher serves the store; otherwise rank 0 does."""
     run_id: str
-    """Tells launches apart that share a store."""
+    """Differs between runs that share a store."""
     launcher: str
-    """What started the ranks, for texts: ``torchrun``, or the variables that say so."""
+    """What started the ranks, for texts: ``torchrun``, or the names of the variables it set."""
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank reports and writes for all."""
         return self.rank == 0
+
+
+def is_spawned_rank() -> bool:
+    """Whether this pytest process was started as a rank, by the pytest process of its session."""
+    return SPEC_VARIABLE in os.environ
 
 
 def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
@@ -61,9 +71,9 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
         environment: Such as `os.environ`.
 
     Returns:
-        None if no launcher started this process, if it started one only (which can start the ranks
-        of its tests itself, as ever), or if it says nothing of a store to meet at (as in a SLURM
-        batch script, which is not started once for each task).
+        None if no launcher started this process, if it started one only (which starts the ranks of
+        its tests itself), or if it names no store to meet at (as in a SLURM batch script, which is
+        not started once for each task).
 
     Raises:
         ValueError: A variable has no valid value; the text says what was expected and what came.

@@ -1,4 +1,4 @@
-"""Resolves a test's ``distributed`` marker against the session's options, or says what is wrong."""
+"""Resolves a test's ``distributed`` marker against the session's options, or reports errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def resolve(
 
     Args:
         mark: The test's ``distributed`` marker.
-        options: What command line and ini say.
+        options: What command line and ini set.
         parametrized: This item's world size if the marker lists several; None otherwise.
         count_gpus: Says how many GPUs are visible; called only where the answer matters.
 
@@ -126,7 +126,7 @@ def uses_plugin(item: pytest.Item) -> bool:
 
 
 def snapshot_variant(item: pytest.Item) -> str:
-    """``ws4``, the part of a file name that tells world sizes apart; ``ws1`` without ranks."""
+    """``ws4``, the part of a file name that names the world size; ``ws1`` without ranks."""
     settings = item.stash.get(SETTINGS, None)
     return settings.variant if settings else "ws1"
 
@@ -134,8 +134,8 @@ def snapshot_variant(item: pytest.Item) -> str:
 def snapshot_test_name(item: pytest.Item) -> str:
     """``TestClass.test_name[params]``, by which a test's snapshots are named.
 
-    Without a parametrized world size, which the variant tells: a marker's 4 that becomes ``[2, 4]``
-    goes on with the reviewed file.
+    Without a parametrized world size, which the variant names: a marker's 4 that becomes ``[2, 4]``
+    keeps the reviewed file.
     """
     name = item.name
     callspec = getattr(item, "callspec", None)

@@ -31,7 +31,7 @@ WORLD_SIZE_PARAM: Final = "_fsdp_comm_world_size"
 
 MAX_PROCESSES: Final = 256
 """Largest world size with a process for each rank: beyond it, 200 MB a rank once torch ran (torch
-2.13, CPU) outgrow a machine, and a simulation tells the same."""
+2.13, CPU) outgrow a machine, and a simulation shows the same."""
 MAX_SIMULATED: Final = 131_072
 """Largest world size with ``fake``: 16 times the largest mesh that the recorder was measured on."""
 
@@ -60,13 +60,13 @@ class DistributedSettings:
 
     @property
     def variant(self) -> str:
-        """The part of a snapshot's file name that tells world sizes apart, e.g. ``ws4``."""
+        """The part of a snapshot's file name that names the world size, e.g. ``ws4``."""
         return f"ws{self.world_size}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """What command line and ini say, before any marker is looked at."""
+    """What command line and ini set, before any marker is looked at."""
 
     world_size: int
     """World size of tests whose marker names none."""
@@ -84,10 +84,10 @@ class SessionOptions:
     findings: FindingSettings = field(default_factory=FindingSettings)
     """What counts as a finding of a sharded tree."""
     progress_s: float = DEFAULT_PROGRESS_S
-    """Seconds after which a test that still runs is told on the terminal."""
+    """Seconds after which a test that still runs is shown on the terminal."""
     launched: LaunchedRank | None = None
-    """This process's place among those that torchrun or the like started; None if it starts the
-    ranks of its tests itself."""
+    """This process's rank, if torchrun or the like started it; None if it starts the ranks of its
+    tests itself."""
     pdb_rank: int | None = None
     """The rank that debuggers run in; None chooses the lowest of each test."""
     rank_slots: int | None = None
@@ -149,7 +149,7 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addini("fsdp_comm_timeout_s", "default of --comm-timeout, in seconds", default="")
     parser.addini(
         "fsdp_comm_progress_s",
-        "seconds after which a test that still runs is told on the terminal with where its ranks "
+        "seconds after which a test that still runs is shown on the terminal, with where its ranks "
         "are, and again each time that twice as long has passed",
         default="",
     )
@@ -256,7 +256,7 @@ def _read_pdb_rank(config: pytest.Config) -> int | None:
     if number is None or number < 0:
         raise pytest.UsageError(f"--pdb-rank: expected a rank, from 0 on, got {given!r}")
     if config.getoption("dist", "no") != "no":
-        # As xdist says it of --pdb.
+        # As xdist words it for --pdb.
         raise pytest.UsageError(
             "--pdb-rank is incompatible with distributing tests; try using -n0 or -nno"
         )
@@ -267,11 +267,11 @@ def describe(options: SessionOptions) -> str:
     """The line of the report header."""
     backend = options.backend or "nccl with enough GPUs, else gloo"
     launched = options.launched
-    place = ""
+    rank = ""
     if launched:
-        place = f", rank {launched.rank} of {launched.world_size} that {launched.launcher} started"
+        rank = f", rank {launched.rank} of {launched.world_size} that {launched.launcher} started"
     slots = "" if options.rank_slots is None else f", at most {options.rank_slots} ranks at once"
-    return f"fsdp-comm: world size {options.world_size}, backend {backend}{place}{slots}"
+    return f"fsdp-comm: world size {options.world_size}, backend {backend}{rank}{slots}"
 
 
 def parse_world_size(value: object) -> int:

@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -19,7 +19,8 @@ from pytest_fsdp_comm.fixtures import (
     dist_info,
     fsdp_tree,
 )
-from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, is_spawned_rank
+from pytest_fsdp_comm.launch_environment import is_spawned_rank
+from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.gpus import usable_gpu_count
 from pytest_fsdp_comm.ranks.session.runner_key import RUNNER
 from pytest_fsdp_comm.snapshots import unused_session
@@ -62,9 +63,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.has_plugin("syrupy"):
         config.pluginmanager.register(unused_session.UnusedSnapshots(config), "fsdp-comm-unused")
     if is_spawned_rank():
-        from pytest_fsdp_comm.ranks.start import spawn  # noqa: PLC0415  # in such a rank only
+        from pytest_fsdp_comm.ranks.rank import spawned  # noqa: PLC0415  # in such a rank only
 
-        spawn.select_own_test(config)
+        spawned.select_own_test(config)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -122,13 +123,14 @@ def pytest_runtestloop(session: pytest.Session) -> None:
             quiet.release_terminal(session.config)
         return
     from pytest_fsdp_comm.ranks.session import runner  # noqa: PLC0415  # as above
-    from pytest_fsdp_comm.ranks.start import spawn  # noqa: PLC0415  # as above
     from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # other sessions need none of it
 
     config = session.config
-    extensions: list[RankExtension] = [replay.RankSnapshots()]
+    extensions: list[RankExtension[Any]] = [replay.RankSnapshots()]
     if is_spawned_rank():
-        spawn.become_rank(session, extensions)
+        from pytest_fsdp_comm.ranks.rank import spawned  # noqa: PLC0415  # as above
+
+        spawned.run_spawned_rank(session, extensions)
     if config.option.collectonly:
         return
     if launched:
@@ -150,7 +152,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if options.SETTINGS not in item.stash or RANK_CONTEXT in item.config.stash:
         return None
     runner = item.config.stash[RUNNER]
-    if not runner.takes(item):
+    if not runner.can_run(item):
         return None
     runner.run(item, nextitem, item.stash[options.SETTINGS])
     return True

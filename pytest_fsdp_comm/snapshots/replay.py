@@ -2,8 +2,8 @@
 
 syrupy decides in one process what is written, counted and removed. Private names of syrupy 7.0 are
 used here and nowhere else: ``config._syrupy``, ``SnapshotSession._assertions`` and
-``_worker_reports``, and ``SnapshotAssertion._executions``; tests/unit/test_replay.py fails when one
-moves.
+``_worker_reports``, and ``SnapshotAssertion._executions``;
+tests/unit/snapshots/test_replay.py fails when one moves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from syrupy.assertion import SnapshotAssertion
 from syrupy.location import PyTestLocation
@@ -25,58 +25,88 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     import pytest
-
-Outcome = Literal["passed", "failed", "skipped"]
+    from syrupy.extensions.base import AbstractSyrupyExtension
 
 _USE: Final = "snapshots in ranks rely on"
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What an assertion asked syrupy for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recall:
+    """What an assertion had syrupy look up."""
 
     extension: type
     index: int | str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAssertion:
+    """One snapshot assertion of a rank."""
+
+    module: str
+    """The module of its extension's class."""
+    qualname: str
+    """The class's name in it."""
+    index: int | str
+    """The assertion's number in the test, or its name."""
+    data: str
+    """What was asserted, serialized; in base64 if it is bytes."""
+    is_bytes: bool
+    """Whether the extension serializes to bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAssertions:
+    """The snapshot assertions that a test made in one rank, in order."""
+
+    assertions: tuple[RankAssertion, ...]
+
+
 class RankSnapshots:
-    """Carries a test's snapshot assertions from rank 0 to the parent."""
+    """Carries a test's snapshot assertions from rank 0 to the pytest process."""
+
+    payload_type: Final = RankAssertions
 
     def __init__(self) -> None:
-        """Nothing was asked yet."""
-        self._asked: dict[tuple[str, str], _Asked] = {}
-        self._replayed: dict[type, type] = {}
+        """Notes of each rank's test what it recalls, by file and name of the snapshot."""
+        self._recalls: dict[tuple[str, str], _Recall] = {}
 
     def enter_rank(self, config: pytest.Config) -> None:
-        """Makes syrupy's session in a rank read-only, and notes what it is asked for."""
+        """Makes syrupy's session in a rank read-only, and notes what it recalls."""
         session = _session(config)
         recall = session.recall_snapshot
 
         def noting_recall(extension: Any, test_location: Any, index: Any) -> Any:
             location = extension.get_location(test_location=test_location, index=index)
             name = extension.get_snapshot_name(test_location=test_location, index=index)
-            self._asked[location, name] = _Asked(type(extension), index)
+            self._recalls[location, name] = _Recall(extension=type(extension), index=index)
             return recall(extension, test_location, index)
 
         session.recall_snapshot = noting_recall
         session.queue_snapshot_write = _write_nothing
 
-    def rank_payload(self, item: pytest.Item) -> list[dict[str, Any]]:
+    def rank_payload(self, item: pytest.Item) -> RankAssertions:
         """The assertions that the test made in this rank."""
         session = _session(item.config)
         made = []
         for assertion in _get(session, "_assertions"):
             for _, result in sorted(assertion.executions.items()):
-                asked = self._asked.get((result.snapshot_location, result.snapshot_name))
-                if asked is not None and result.asserted_data is not None:
-                    made.append(_described(asked, result.asserted_data))
+                recall = self._recalls.get((result.snapshot_location, result.snapshot_name))
+                if recall is not None and result.asserted_data is not None:
+                    made.append(_described(recall, result.asserted_data))
         # Ranks that run several tests begin the next one with none.
         _get(session, "_assertions").clear()
-        self._asked.clear()
-        return made
+        self._recalls.clear()
+        return RankAssertions(assertions=tuple(made))
 
-    def merge(self, item: pytest.Item, payloads: Mapping[int, Any], outcome: Outcome) -> list[str]:
+    def merge(
+        self, item: pytest.Item, payloads: Mapping[int, RankAssertions], *, has_failed: bool
+    ) -> list[str]:
         """Asserts again what the lowest rank asserted, on the session that writes.
+
+        Args:
+            item: The test.
+            payloads: What each rank asserted.
+            has_failed: Whether the test has failed in the ranks: then that is no news.
 
         Returns:
             Why it failed here though it had passed in the ranks, such as a file that cannot be
@@ -85,52 +115,11 @@ class RankSnapshots:
         if not payloads:
             return []
         problems = []
-        for made in payloads[min(payloads)]:
-            failure = self._assert_again(item, made)
-            if failure and outcome != "failed":
+        for made in payloads[min(payloads)].assertions:
+            failure = _assert_again(item, made)
+            if failure and not has_failed:
                 problems.append(failure)
         return problems
-
-    def _assert_again(self, item: pytest.Item, made: Mapping[str, Any]) -> str:
-        config = item.config
-        extension: Any = self._replaying(_extension(made))
-        if issubclass(extension, CommSnapshotExtension):
-            extension = bind_extension(extension, item)
-        assertion = SnapshotAssertion(
-            session=_session(config),
-            extension_class=extension,
-            test_location=PyTestLocation(item),
-            update_snapshots=bool(config.option.update_snapshots),
-            update_new_snapshots_only=bool(
-                getattr(config.option, "update_new_snapshots_only", False)
-            ),
-        )
-        index, data = made["index"], made["data"]
-        if made["is_bytes"]:
-            data = base64.b64decode(data)
-        if isinstance(index, str):
-            assertion(name=index)
-        else:
-            if not hasattr(assertion, "_executions"):
-                raise upstream.moved("syrupy", "SnapshotAssertion._executions", _USE)
-            assertion._executions = index  # noqa: SLF001  # see the module's docstring
-        if assertion == data:
-            return ""
-        result = assertion.executions[assertion.num_executions - 1]
-        if result.exception is not None:
-            return describe_error(result, config.rootpath)
-        return f"the snapshot {result.snapshot_location} changed while the test ran"
-
-    def _replaying(self, extension: type) -> type:
-        """A subclass that takes data which are serialized already."""
-        if extension not in self._replayed:
-            body = {
-                "__module__": extension.__module__,
-                "__qualname__": extension.__qualname__,
-                "serialize": lambda _self, data, **_: data,
-            }
-            self._replayed[extension] = type(extension.__name__, (extension,), body)
-        return self._replayed[extension]
 
 
 def compared_files(config: pytest.Config) -> list[str]:
@@ -167,30 +156,60 @@ def _write_nothing(**_: Any) -> None:
     pass
 
 
-def _described(asked: _Asked, data: Any) -> dict[str, Any]:
+def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
+    """Asserts as a rank did; returns why it failed, empty if it did not."""
+    config = item.config
+    assertion = SnapshotAssertion(
+        session=_session(config),
+        extension_class=_extension_class(item, made),
+        test_location=PyTestLocation(item),
+        update_snapshots=bool(config.option.update_snapshots),
+        update_new_snapshots_only=bool(getattr(config.option, "update_new_snapshots_only", False)),
+    )
+    # Of this instance alone: syrupy tells extensions apart by class, and writes together what is
+    # for one file of one class.
+    assertion.extension.serialize = _already_serialized  # type: ignore[method-assign]  # see above
+    if isinstance(made.index, str):
+        assertion(name=made.index)
+    else:
+        if not hasattr(assertion, "_executions"):
+            raise upstream.moved("syrupy", "SnapshotAssertion._executions", _USE)
+        assertion._executions = made.index  # noqa: SLF001  # see the module's docstring
+    if assertion == (base64.b64decode(made.data) if made.is_bytes else made.data):
+        return ""
+    result = assertion.executions[assertion.num_executions - 1]
+    if result.exception is not None:
+        return describe_error(result, config.rootpath)
+    return f"the snapshot {result.snapshot_location} changed while the test ran"
+
+
+def _already_serialized(data: Any, **_: Any) -> Any:
+    return data
+
+
+def _described(recall: _Recall, data: Any) -> RankAssertion:
     is_bytes = isinstance(data, bytes)
-    return {
-        "extension": [asked.extension.__module__, asked.extension.__qualname__],
-        "is_ours": issubclass(asked.extension, CommSnapshotExtension),
-        "index": asked.index,
-        "is_bytes": is_bytes,
-        "data": base64.b64encode(data).decode("ascii") if is_bytes else str(data),
-    }
+    return RankAssertion(
+        module=recall.extension.__module__,
+        qualname=recall.extension.__qualname__,
+        index=recall.index,
+        data=base64.b64encode(data).decode("ascii") if is_bytes else str(data),
+        is_bytes=is_bytes,
+    )
 
 
-def _extension(made: Mapping[str, Any]) -> type:
-    if made["is_ours"]:
-        return CommSnapshotExtension
-    module, name = made["extension"]
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
+def _extension_class(item: pytest.Item, made: RankAssertion) -> type[AbstractSyrupyExtension]:
+    found: Any = importlib.import_module(made.module)
+    for name in made.qualname.split("."):
+        found = getattr(found, name, None)
     if not isinstance(found, type):
         raise FsdpCommError(
-            f"the snapshot extension {module}.{name} cannot be imported by name, so that what the "
-            "ranks asserted cannot be written; define it at the top of a module"
+            f"the snapshot extension {made.module}.{made.qualname} cannot be imported by name, so "
+            "that what the ranks asserted cannot be written; define it at the top of a module"
         )
-    return found
+    if issubclass(found, CommSnapshotExtension):
+        return bind_extension(found, item)
+    return cast("type[AbstractSyrupyExtension]", found)
 
 
 def _session(config: pytest.Config) -> Any:

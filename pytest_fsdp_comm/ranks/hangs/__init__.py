@@ -1,4 +1,4 @@
 """Where ranks are when they do not come to an end, and who waits for whom.
 
-In come processes and stacks, out goes text.
+In come positions and stacks, out goes text.
 """

@@ -1,45 +1,40 @@
-"""Where a rank is: its line of user code, its module, and its place in the order of collectives.
+"""Reads where this rank is: its line of user code, its module, and how far its groups have come.
 
-Read on a thread of the rank itself, while its main thread may be stuck in a collective, which lets
-go of the GIL. The order comes from torch's flight recorder, which watches gloo and NCCL from torch
-2.13 on with no setting, but no point-to-point calls, and nothing of the fake group.
+Read on a thread of the rank itself, while its main thread may be stuck in a collective, which
+releases the GIL. The order comes from torch's flight recorder, which watches gloo and NCCL from
+torch 2.13 on with no setting, but no point-to-point calls, and nothing of the fake group.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm.ranks.hangs.stacks import is_library, is_runner, shown_path
+from pytest_fsdp_comm.ranks.wire.positions import GroupPosition, IssuedCollective, Position
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-# What ranks compare: where one waits, and what the others issued in its place.
-_KEPT_ENTRIES = 16
+# Enough to compare ranks: the collective that one waits in, and what the others issued instead.
+_KEPT_COLLECTIVES = 16
 
 
-def read_position(since_ns: int) -> dict[str, Any]:
-    """Describes the main thread, as values that JSON can carry.
+def read_position(since_ns: int) -> Position:
+    """Reads where the main thread is.
 
     Args:
         since_ns: Collectives before this time (`time.time_ns`) belong to another test.
-
-    Returns:
-        ``site`` (``path:line in function`` of the innermost user code), ``module`` (FQN of the
-        module or FSDP unit that runs; empty for the root or none), and ``groups``: for each process
-        group its ``name``, ``description``, ``ranks`` and last ``entries``, each with ``seq``,
-        ``kind``, ``nbytes`` and ``is_done``.
     """
     main = threading.main_thread().ident
-    frames = list(_outwards(sys._current_frames().get(main or 0)))  # noqa: SLF001  # documented for debuggers
-    return {
-        "site": _site(frames),
-        "module": _module(frames),
-        "groups": _groups(since_ns, _called(frames)),
-    }
+    frame = sys._current_frames().get(main) if main is not None else None  # noqa: SLF001  # documented for debuggers
+    frames = list(_outwards(frame))
+    return Position(
+        site=_site(frames), module=_module(frames), groups=_groups(since_ns, _called(frames))
+    )
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -77,7 +72,7 @@ def _module(frames: list[FrameType]) -> str:
     called: list[nn.Module] = []
     for frame in frames:
         self: Any = frame.f_locals.get("self")
-        # Set from torch 2.6 to 2.15 once the unit has run; only told to people, so that it may go.
+        # Set from torch 2.6 to 2.15 once the unit has run; only shown to people, so it may go away.
         unit = getattr(self, "_module_fqn", None) if _is_unit(self) else None
         if isinstance(unit, str) and unit and not called:
             return unit
@@ -93,40 +88,43 @@ def _is_unit(thing: object) -> bool:
     return type(thing).__name__ == "FSDPParamGroup"
 
 
-def _groups(since_ns: int, called: str) -> list[dict[str, Any]]:
+def _groups(since_ns: int, called: str) -> tuple[GroupPosition, ...]:
     from pytest_fsdp_comm.recording.flight_recorder import flown  # noqa: PLC0415  # loads torch
 
-    entries: dict[str, list[dict[str, Any]]] = {}
-    descriptions: dict[str, str] = {}
+    issued: dict[str, list[IssuedCollective]] = {}
+    groups: dict[str, GroupPosition] = {}
     for entry in flown(since_ns) if "torch.distributed" in sys.modules else []:
-        descriptions[entry.group] = entry.description
         kind = entry.kind
         if not entry.is_done and kind == "all_reduce" and called.startswith("reduce_scatter"):
             kind = "reduce_scatter"  # which gloo runs as an all-reduce
-        entries.setdefault(entry.group, []).append(
-            {"seq": entry.seq, "kind": kind, "nbytes": entry.nbytes, "is_done": entry.is_done}
+        issued.setdefault(entry.group, []).append(
+            IssuedCollective(seq=entry.seq, kind=kind, nbytes=entry.nbytes, is_done=entry.is_done)
         )
-    members = _members()
+        groups[entry.group] = GroupPosition(
+            name=entry.group, description=entry.description, ranks=(), collectives=()
+        )
     # Also the groups in which this rank has issued nothing: it may be the one that is waited for.
-    return [
-        {
-            "name": name,
-            "description": descriptions.get(name, known[0] if known else ""),
-            "ranks": known[1] if known else [],
-            "entries": entries.get(name, [])[-_KEPT_ENTRIES:],
-        }
-        for name in dict.fromkeys([*entries, *members])
-        for known in [members.get(name)]
-    ]
+    for known in _known_groups():
+        description = groups[known.name].description if known.name in groups else known.description
+        groups[known.name] = replace(known, description=description)
+    return tuple(
+        replace(group, collectives=tuple(issued.get(name, [])[-_KEPT_COLLECTIVES:]))
+        for name, group in groups.items()
+    )
 
 
-def _members() -> dict[str, tuple[str, list[int]]]:
-    """Description and global ranks of each process group; empty where torch does not tell them."""
+def _known_groups() -> list[GroupPosition]:
+    """Every process group of this rank, without its collectives; empty where torch lists none."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    # Private, but the only list of all groups (read in torch 2.6 to 2.15); only told to people.
+    # Private, but the only list of all groups (read in torch 2.6 to 2.15); only shown to people.
     groups = getattr(getattr(c10d, "_world", None), "pg_group_ranks", {})
-    return {
-        group.group_name: (group.group_desc, sorted(ranks))
+    return [
+        GroupPosition(
+            name=group.group_name,
+            description=group.group_desc,
+            ranks=tuple(sorted(ranks)),
+            collectives=(),
+        )
         for group, ranks in list(groups.items())
         if hasattr(group, "group_name")
-    }
+    ]

@@ -10,7 +10,7 @@ from pathlib import Path
 _PAUSE_S = 0.005
 _SETTLED = 10
 _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)')
-# Frames of those that run the test say nothing about it.
+# Frames of what runs the test explain nothing about it.
 _RUNNERS = re.compile(
     r"/(_pytest|pytest|pluggy|xdist|execnet|pytest_fsdp_comm/(ranks|plugin))[/.]|/bin/[^/]+$|runpy(\.py|>)$"
 )
@@ -20,7 +20,7 @@ _LIBRARY_FRAMES = 1
 
 
 def is_runner(path: str) -> bool:
-    """Whether a file belongs to those that run the test."""
+    """Whether a file belongs to what runs the test: pytest, its plugins, or this one."""
     return _RUNNERS.search(path) is not None
 
 
@@ -68,8 +68,8 @@ def _read(path: Path) -> str:
 
 def _main_thread(text: str) -> str:
     # faulthandler writes the thread that got the signal, the main one, last or as "Current".
-    parts = re.split(r"^(?=(?:Current )?[Tt]hread 0x)", text, flags=re.MULTILINE)
-    current = [part for part in parts if part.startswith("Current")] or parts[-1:]
+    threads = re.split(r"^(?=(?:Current )?[Tt]hread 0x)", text, flags=re.MULTILINE)
+    current = [thread for thread in threads if thread.startswith("Current")] or threads[-1:]
     frames = [match for match in map(_FRAME.match, current[0].splitlines()) if match]
     kept = [frame for frame in frames if not is_runner(frame["path"])]
     users = [frame for frame in kept if not is_library(frame["path"])]

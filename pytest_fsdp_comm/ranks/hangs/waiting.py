@@ -1,24 +1,26 @@
-"""Says which rank waits for which, from where each is in the order of collectives."""
+"""Explains which rank waits for which, from where each is in the order of collectives."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from pytest_fsdp_comm.ranks.wire.positions import Activity, IssuedCollective
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
+
+    from pytest_fsdp_comm.ranks.wire.positions import GroupPosition, Position
 
 
-def explain_waiting(
-    positions: Mapping[int, dict[str, Any]], *, blamed: Sequence[int] = ()
-) -> list[str]:
+def explain_waiting(positions: Mapping[int, Position], *, blamed: Sequence[int] = ()) -> list[str]:
     """Explains a hang.
 
     Args:
-        positions: As `position.read_position`, by rank, with ``is_over`` where a rank had finished
-            the test, and ``is_silent`` where nothing but ``site`` is known. Dead ranks are missing.
+        positions: Where each rank is; dead ranks are missing.
         blamed: Ranks that are known to have failed.
 
     Returns:
@@ -30,126 +32,139 @@ def explain_waiting(
     lines: list[str] = []
     waiting: set[int] = set()
     absent: set[int] = set()
-    for name in _group_names(positions):
-        entries = {
-            rank: {entry["seq"]: entry for entry in group["entries"]}
-            for rank, position in positions.items()
-            for group in position["groups"]
-            if group["name"] == name
-        }
-        waited_for = [
-            entry["seq"]
-            for by_seq in entries.values()
-            for entry in by_seq.values()
-            if not entry["is_done"]
-        ]
-        if waited_for:
-            seq = min(waited_for)
-            lines += _explain_one(name, seq, entries, positions)
-            waits = {r for r, own in entries.items() if seq in own and not own[seq]["is_done"]}
-            waiting |= waits
-            absent |= {*_described(name, positions)[1]} - waits
+    for stall in _stalls(positions):
+        lines += _explain_stall(stall, positions)
+        waiting |= stall.waiting.keys()
+        absent |= {*stall.members} - stall.waiting.keys()
     guilty = absent - waiting
     if guilty and guilty <= set(blamed):
         return []
     return [*_cause(guilty, positions), *lines]
 
 
-def _cause(guilty: set[int], positions: Mapping[int, dict[str, Any]]) -> Iterator[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stall:
+    """The first collective of a process group that a rank waits in."""
+
+    axis: str
+    """What people call the group."""
+    members: tuple[int, ...]
+    """The group's ranks; empty if unknown."""
+    seq: int
+    """The collective's number in the group's order."""
+    issued: Mapping[int, Mapping[int, IssuedCollective]]
+    """What each rank issued on the group, by number."""
+
+    @property
+    def waiting(self) -> dict[int, IssuedCollective]:
+        """The ranks that wait in it."""
+        return {
+            rank: own[self.seq]
+            for rank, own in self.issued.items()
+            if self.seq in own and not own[self.seq].is_done
+        }
+
+
+def _stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
+    groups: dict[str, dict[int, GroupPosition]] = {}
+    for rank, position in positions.items():
+        for group in position.groups:
+            groups.setdefault(group.name, {})[rank] = group
+    for by_rank in groups.values():
+        waited_in = [
+            issued.seq
+            for group in by_rank.values()
+            for issued in group.collectives
+            if not issued.is_done
+        ]
+        if waited_in:
+            first = next(iter(by_rank.values()))
+            yield _Stall(
+                axis=_axis(first),
+                members=first.ranks,
+                seq=min(waited_in),
+                issued={
+                    rank: {issued.seq: issued for issued in group.collectives}
+                    for rank, group in by_rank.items()
+                },
+            )
+
+
+def _axis(group: GroupPosition) -> str:
+    if group.description == "default_pg":
+        return "world"
+    if group.description and group.description != "undefined":
+        return group.description.removeprefix("mesh_")
+    return f"the group of {name_ranks(group.ranks)}" if group.ranks else "a group"
+
+
+def _cause(guilty: set[int], positions: Mapping[int, Position]) -> Iterator[str]:
     """Those that are waited for and wait for nobody: the rest is their echo."""
-    told = {}
-    for rank in guilty:
-        position = positions.get(rank)
-        if position is None:
-            told[rank] = ", which is dead"
-        elif position.get("is_silent"):
-            told[rank] = f", which does not let go of the GIL{_at(position)}"
-        else:
-            told[rank] = _at(position, ",").replace(", and", ", which")
-    for ranks, text in fold_equal(told):
-        yield f"all wait for {name_ranks(ranks)}{text if len(ranks) == 1 else _plural(text)}"
+    for ranks, _ in fold_equal({rank: _whereabouts([rank], positions) for rank in guilty}):
+        yield f"all wait for {name_ranks(ranks)}{_whereabouts(ranks, positions)}"
 
 
-def _plural(text: str) -> str:
-    for one, several in (
-        (", and is at", ", and are at"),
-        ("and has ended", "and have ended"),
-        ("which has ended", "which have ended"),
-        ("which is dead", "which are dead"),
-        ("which does not", "which do not"),
-        ("(its last", "(their last"),
-    ):
-        text = text.replace(one, several)
+def _whereabouts(ranks: Sequence[int], positions: Mapping[int, Position]) -> str:
+    """What ranks do that others wait for; all of them do the same."""
+    is_one = len(ranks) == 1
+    position = positions.get(ranks[0])
+    if position is None:
+        return f", which {'is' if is_one else 'are'} dead"
+    if position.activity is Activity.HAS_ENDED:
+        return f", which {'has' if is_one else 'have'} ended the test"
+    at = f" at {position.site}" if position.site else ""
+    if position.activity is Activity.HOLDS_GIL:
+        return f", which {'does' if is_one else 'do'} not let go of the GIL{at}"
+    return f",{at}" if at else ""
+
+
+def _explain_stall(stall: _Stall, positions: Mapping[int, Position]) -> Iterator[str]:
+    waiting = stall.waiting
+    what = {rank: _describe(stall, issued, positions[rank]) for rank, issued in waiting.items()}
+    for ranks, text in fold_equal(what):
+        yield f"{name_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {text}"
+    if len({issued.kind for issued in waiting.values()}) > 1:
+        yield (
+            f"  these differ: #{stall.seq} of {stall.axis} has to be the same collective on every "
+            "rank"
+        )
+    elif len({issued.nbytes for issued in waiting.values()}) > 1:
+        yield (
+            f"  the sizes differ: #{stall.seq} of {stall.axis} has to be of one shape on every rank"
+        )
+    absent = [
+        rank
+        for rank in stall.members or sorted(stall.issued)
+        if rank not in waiting
+        and rank in positions
+        and positions[rank].activity is not Activity.HOLDS_GIL
+    ]
+    for ranks, _ in fold_equal({rank: _absence([rank], stall, positions) for rank in absent}):
+        yield f"{name_ranks(ranks)} {_absence(ranks, stall, positions)}"
+
+
+def _describe(stall: _Stall, issued: IssuedCollective, position: Position) -> str:
+    module = f" for {position.module}" if position.module else ""
+    is_there = position.site and position.activity is not Activity.HAS_ENDED
+    at = f" at {position.site}" if is_there else ""
+    return f"{issued.kind} #{stall.seq} of {stall.axis}{module} ({show_nbytes(issued.nbytes)}){at}"
+
+
+def _absence(ranks: Sequence[int], stall: _Stall, positions: Mapping[int, Position]) -> str:
+    """How ranks are past a collective that others wait in, or before it; all of them alike."""
+    is_one = len(ranks) == 1
+    own = stall.issued.get(ranks[0], {})
+    position = positions[ranks[0]]
+    if stall.seq in own:
+        text = "finished it"
+    elif own:
+        last = own[max(own)]
+        whose = "its" if is_one else "their"
+        text = f"never issued it ({whose} last of {stall.axis} was {last.kind} #{last.seq})"
+    else:
+        text = "never issued it"
+    if position.activity is Activity.HAS_ENDED:
+        return f"{text}, and {'has' if is_one else 'have'} ended the test"
+    if position.site:
+        return f"{text}, and {'is' if is_one else 'are'} at {position.site}"
     return text
-
-
-def _explain_one(
-    name: str,
-    seq: int,
-    entries: Mapping[int, Mapping[int, dict[str, Any]]],
-    positions: Mapping[int, dict[str, Any]],
-) -> Iterator[str]:
-    axis, members = _described(name, positions)
-    waiting = {
-        rank: by_seq[seq]
-        for rank, by_seq in entries.items()
-        if seq in by_seq and not by_seq[seq]["is_done"]
-    }
-    sizes = {entry["nbytes"] for entry in waiting.values()}
-    told = {
-        rank: f"wait in {entry['kind']} #{seq} of {axis}{_module(positions[rank])} "
-        f"({show_nbytes(entry['nbytes'])}){_at(positions[rank])}"
-        for rank, entry in waiting.items()
-    }
-    for ranks, text in fold_equal(told):
-        verb = text if len(ranks) > 1 else text.replace("wait ", "waits ", 1)
-        yield f"{name_ranks(ranks)} {verb}"
-    if len({entry["kind"] for entry in waiting.values()}) > 1:
-        yield f"  these differ: #{seq} of {axis} has to be the same collective on every rank"
-    elif len(sizes) > 1:
-        yield f"  the sizes differ: #{seq} of {axis} has to be of one shape on every rank"
-    absent = {}
-    for rank in members or sorted(entries):
-        if rank in waiting or rank not in positions or positions[rank].get("is_silent"):
-            continue
-        own = entries.get(rank, {})
-        if seq in own:
-            absent[rank] = f"finished it{_at(positions[rank], ', and is')}"
-        else:
-            last = max(own, default=0)
-            before = f" (its last of {axis} was {own[last]['kind']} #{last})" if last else ""
-            absent[rank] = f"never issued it{before}{_at(positions[rank], ', and is')}"
-    for ranks, text in fold_equal(absent):
-        yield f"{name_ranks(ranks)} {text if len(ranks) == 1 else _plural(text)}"
-
-
-def _group_names(positions: Mapping[int, dict[str, Any]]) -> list[str]:
-    names = (group["name"] for position in positions.values() for group in position["groups"])
-    return list(dict.fromkeys(names))
-
-
-def _described(name: str, positions: Mapping[int, dict[str, Any]]) -> tuple[str, list[int]]:
-    """What people call a group, and its ranks."""
-    found = next(
-        group
-        for position in positions.values()
-        for group in position["groups"]
-        if group["name"] == name
-    )
-    members: list[int] = found["ranks"]
-    description: str = found["description"]
-    if description == "default_pg":
-        return "world", members
-    if description and description != "undefined":
-        return description.removeprefix("mesh_"), members
-    return f"the group of {name_ranks(members)}" if members else "a group", members
-
-
-def _module(position: Mapping[str, Any]) -> str:
-    return f" for {position['module']}" if position["module"] else ""
-
-
-def _at(position: Mapping[str, Any], joint: str = "") -> str:
-    if position.get("is_over"):
-        return ", and has ended the test" if joint else ""
-    return f"{joint} at {position['site']}" if position["site"] else ""

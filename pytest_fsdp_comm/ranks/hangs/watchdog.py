@@ -1,4 +1,4 @@
-"""A thread of a rank that says where the rank is, while the main thread may be stuck."""
+"""A thread of a rank that reports where the rank is, while the main thread may be stuck."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.ranks.hangs.position import read_position
 from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.ranks.wire.messages import WATCHDOG, PositionAnswer, WatchdogHello
+from pytest_fsdp_comm.ranks.wire.positions import Position
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,8 +27,8 @@ class Watchdog:
             rank: This rank.
         """
         self._began_ns = time.time_ns()
-        self._channel = Channel.connect(socket_path)
-        self._channel.send({"rank": rank, "watchdog": True})
+        self._channel = Channel.connect(socket_path, WATCHDOG)
+        self._channel.send(WatchdogHello(rank=rank))
         # The thread inherits the mask: signals are for the main thread, whose stack is asked for.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
@@ -37,14 +39,14 @@ class Watchdog:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def begin_test(self) -> None:
-        """Forgets what an earlier test of the same ranks sent."""
+        """Leaves out the collectives of an earlier test from now on."""
         self._began_ns = time.time_ns()
 
     def _answer(self) -> None:
-        # Until the supervisor hangs up. There is only one question, told apart by its number.
+        # Until the supervisor hangs up.
         while (question := self._channel.receive()) is not None:
             try:
                 position = read_position(self._began_ns)
-            except Exception as error:  # noqa: BLE001  # an explanation must not cost the verdict
-                position = {"site": "", "module": "", "groups": [], "error": repr(error)}
-            self._channel.send({"position": position, "number": question["number"]})
+            except Exception:  # noqa: BLE001  # an explanation must not cost the verdict
+                position = Position(site="")
+            self._channel.send(PositionAnswer(number=question.number, position=position))

@@ -1,4 +1,4 @@
-"""Tells a launched process that is gone from one that is busy."""
+"""Distinguishes a launched process that is gone from one that is busy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _name(rank: int) -> str:
 
 
 class Heartbeat:
-    """Says again and again that this process lives."""
+    """Puts a count on the store that grows while this process lives."""
 
     def __init__(self, store: TextStore, rank: int) -> None:
         """Starts a thread.
@@ -53,21 +53,26 @@ class Heartbeat:
             try:
                 self._store.put(_name(self._rank), str(beats))
             except StoreLostError:
-                return  # the main thread will say so
+                return  # the main thread will report it
 
 
 class Pulse:
     """Listens to another process's heartbeat."""
 
     def __init__(self, store: TextStore, rank: int) -> None:
-        """Listens from now on."""
+        """Listens from now on.
+
+        Args:
+            store: A client for this thread.
+            rank: The other process's rank.
+        """
         self._store = store
         self._rank = rank
-        self._beat = ""
+        self._beat: str | None = None
         self._changed_at = self._looked_at = time.monotonic()
 
     def silence_s(self) -> float:
-        """Seconds in which the process was asked about and said nothing."""
+        """Seconds since the last beat, of those in which this was called."""
         now = time.monotonic()
         if now < self._looked_at + BEAT_S:
             return self._looked_at - self._changed_at
@@ -76,7 +81,7 @@ class Pulse:
             self._changed_at = now
         self._looked_at = now
         name = _name(self._rank)
-        beat = self._store.get(name) if self._store.has(name) else ""
+        beat = self._store.get(name) if self._store.has(name) else None
         if beat != self._beat:
             self._beat, self._changed_at = beat, now
         return now - self._changed_at

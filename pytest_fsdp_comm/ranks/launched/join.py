@@ -1,15 +1,15 @@
 """Runs a session in processes that an outside launcher started, each with one rank.
 
-Every process collects the same tests. For each distributed test each of them starts its own rank as
-ever, from a fork server, so that a rank that dies, hangs or fails costs that test only; the ranks
-find each other, and the processes exchange what happened, through the launcher's store. Rank 0's
-process alone runs the tests without ranks, reports, and writes.
+Every process collects the same tests. For each distributed test each of them starts its own rank
+from a fork server, as without a launcher, so that a rank that dies, hangs or fails costs that test
+only. The ranks find each other, and the processes exchange what happened, through the launcher's
+store. Rank 0's process alone runs the tests without ranks, reports, and writes.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -29,35 +29,35 @@ if TYPE_CHECKING:
 
 
 def join_session(
-    session: pytest.Session, extensions: Sequence[RankExtension], launched: LaunchedRank
+    session: pytest.Session, extensions: Sequence[RankExtension[Any]], launched: LaunchedRank
 ) -> None:
     """Meets the other processes; returns on rank 0 only, which then runs the session.
 
     Args:
         session: The session, after collection.
         extensions: What other rooms add to each test's way through the ranks.
-        launched: This process's place.
+        launched: This process's rank.
 
     Raises:
         pytest.UsageError: The processes do not fit together.
     """
     os.environ[INSIDE_VARIABLE] = "1"
-    plan = [_planned(item) for item in session.items]
+    tests = tuple(_described(item) for item in session.items)
     _skip_what_does_not_fit(session.items, launched)
     if not launched.is_leader:
         follower = Follower(session, launched)
         runner = RankRunner(session, extensions, follower)
-        follow(session, follower, runner, plan)
+        follow(session, follower, runner, tests)
     leader = Leader(session, launched)
     session.config.pluginmanager.register(leader, "fsdp-comm-leader")
     runner = session.config.stash[RUNNER] = RankRunner(session, extensions, leader)
     # Forks the fork server, before there is a thread.
     runner.start()
     runner.explain_fallback()
-    leader.meet(plan)
+    leader.meet(tests)
 
 
-def _planned(item: pytest.Item) -> str:
+def _described(item: pytest.Item) -> str:
     settings = item.stash.get(SETTINGS, None)
     return f"{item.nodeid} on {settings}" if settings else item.nodeid
 

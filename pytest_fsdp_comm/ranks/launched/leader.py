@@ -1,8 +1,7 @@
-"""Rank 0's process: says which test comes next, and reports what all ranks did."""
+"""Rank 0's process: announces the next test, and reports what all ranks did with it."""
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from contextlib import suppress
@@ -15,15 +14,23 @@ from pytest_fsdp_comm.ranks.launched.meeting import (
     MEET_TIMEOUT_S,
     PLAN,
     Meeting,
-    Names,
     farewell,
     fits,
     hello,
     polls,
 )
-from pytest_fsdp_comm.ranks.launched.sigterm import TOLD_TO_END, Termination
+from pytest_fsdp_comm.ranks.launched.sigterm import SIGTERM_REASON, Termination
 from pytest_fsdp_comm.ranks.rank.isolation import resolve_basetemp
-from pytest_fsdp_comm.ranks.wire.results import RankResult
+from pytest_fsdp_comm.ranks.session.peers import SharedResults
+from pytest_fsdp_comm.ranks.wire.messages import (
+    BeginTest,
+    EndSession,
+    FollowerHello,
+    FollowerResult,
+    Plan,
+    Verdict,
+)
+from pytest_fsdp_comm.ranks.wire.results import Loss, RankResult
 from pytest_fsdp_comm.ranks.wire.text_store import StoreLostError
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
@@ -32,7 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank
-    from pytest_fsdp_comm.ranks.wire.launch import LaunchedPart
+    from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank
 
 # The other processes run no code of users: a silence is a death.
 _SILENT_AFTER_S = 15.0
@@ -49,21 +56,26 @@ class Leader:
     """The other processes, seen from rank 0's."""
 
     def __init__(self, session: pytest.Session, launched: LaunchedRank) -> None:
-        """Prepares; connects to nothing."""
+        """Connects to nothing yet; `meet` does.
+
+        Args:
+            session: The session, after collection.
+            launched: This process's rank.
+        """
         self._session = session
         self._launched = launched
         self._others = range(1, launched.world_size)
         self._hosts: dict[int, str] = {}
         self._pulses: dict[int, Pulse] = {}
-        self._lost: dict[int, str] = {}
+        self._lost: dict[int, Loss] = {}
         self._meeting: Meeting | None = None
-        self._began_at = 0.0
+        self._began_at: float | None = None
 
-    def meet(self, plan: Sequence[str]) -> None:
+    def meet(self, tests: tuple[str, ...]) -> None:
         """Waits until every process has collected the same tests.
 
         Args:
-            plan: The tests, in order.
+            tests: The tests, in order.
 
         Raises:
             pytest.UsageError: One did not, or did not come.
@@ -78,36 +90,37 @@ class Leader:
                 f"{'reached' if self._launched.has_store else 'served'}: {error}; is the port free "
                 "and the same for every rank? Without a launcher, unset RANK and WORLD_SIZE"
             ) from None
-        store = self._meeting.store
-        store.put(PLAN, json.dumps({"tests": plan, "basetemp": str(self.basetemp())}))
+        self._meeting.send(PLAN, Plan(tests=tests, basetemp=self.basetemp()))
         self._await_hellos()
-        self._pulses = {rank: Pulse(store, rank) for rank in self._others}
+        self._pulses = {rank: Pulse(self._meeting.store, rank) for rank in self._others}
         self._introduce()
 
     def basetemp(self) -> Path:
         """The session's own."""
         return resolve_basetemp(self._session.config)
 
-    def takes(self, item: pytest.Item) -> bool:
+    def can_run(self, item: pytest.Item) -> bool:
         """See `Peers`."""
         return fits(item, self._launched)
 
-    def begin(self, index: int, *, continues: bool) -> bool:
-        """Tells every process to run a test."""
+    def begin(self, index: int, *, reuses_ranks: bool) -> bool:
+        """Makes every process run a test."""
         meeting = self._met()
         meeting.termination.defers = True
-        meeting.begin(continues=continues)
+        # Every process has read what belongs to the test before the last one.
+        read_by_all = meeting.names_before_last
+        meeting.begin(reuses_ranks=reuses_ranks)
         self._began_at = time.time()
         with suppress(StoreLostError):
-            meeting.store.remove(Names(meeting.number - 2).command)
-            meeting.store.remove(Names(meeting.number - 2).verdict)
-            command = {"item": index, "continues": continues}
-            meeting.store.put(meeting.names.command, json.dumps(command))
-        return continues
+            meeting.store.remove(read_by_all.command)
+            meeting.store.remove(read_by_all.verdict)
+            command = BeginTest(item_index=index, reuses_ranks=reuses_ranks)
+            meeting.send(meeting.names.command, command)
+        return reuses_ranks
 
-    def part(self) -> LaunchedPart:
+    def local_rank(self) -> LocalRank:
         """See `Peers`."""
-        return self._met().part()
+        return self._met().local_rank()
 
     def has_failed_elsewhere(self, has_failed: bool) -> bool:
         """See `Peers`; a process that is gone has failed, too."""
@@ -117,35 +130,32 @@ class Leader:
         except StoreLostError:
             return True
 
-    def share(
-        self, results: Mapping[int, RankResult], *, keeps: bool
-    ) -> tuple[dict[int, RankResult], bool]:
+    def share(self, results: Mapping[int, RankResult], *, can_keep: bool) -> SharedResults:
         """Gathers what every rank did; a rank that is gone ends the session after this test."""
         meeting = self._met()
         gathered, ending = dict(results), []
+        keeps = can_keep
         try:
             for answer in self._answers():
-                result = RankResult.from_json(
-                    answer["result"], clock_offset_s=self._clock_offset_s(answer["began_at"])
-                )
-                gathered[result.rank] = result
-                keeps = keeps and answer["keeps"]
-                if answer["is_told_to_end"]:
-                    ending.append(result.rank)
+                rank = answer.result.rank
+                gathered[rank] = answer.result.shifted(self._clock_offset_s(answer.began_at))
+                keeps = keeps and answer.can_keep
+                if answer.is_terminating:
+                    ending.append(rank)
             keeps = keeps and not self._lost
-            meeting.store.put(meeting.names.verdict, json.dumps({"keeps": keeps}))
+            meeting.send(meeting.names.verdict, Verdict(keeps=keeps))
             meeting.store.remove(meeting.names.failed)
             meeting.forget_exchange()
         except StoreLostError as error:
-            text = f"was lost: the store that the ranks meet at is gone ({error})"
-            self._lost |= {rank: text for rank in self._others if rank not in gathered}
+            lost = _lost(f"the store that the ranks meet at is gone ({error})")
+            self._lost |= {rank: lost for rank in self._others if rank not in gathered}
             keeps = False
-        gathered |= {rank: RankResult.of_lost(rank, text) for rank, text in self._lost.items()}
+        gathered |= {rank: RankResult(rank=rank, lost=lost) for rank, lost in self._lost.items()}
         self._end_session_if_lost(ending)
-        return dict(sorted(gathered.items())), keeps
+        return SharedResults(results=dict(sorted(gathered.items())), keeps=keeps)
 
     def close(self) -> None:
-        """Tells every process how the session ended, and lets those that are there hear it."""
+        """Sends every process the session's status, and waits until those alive have read it."""
         meeting = self._meeting
         if meeting is None:
             return
@@ -153,9 +163,8 @@ class Leader:
         # When the first process ends with a failure, the launcher ends the others.
         meeting.termination.ignore()
         with suppress(StoreLostError):
-            meeting.begin(continues=False)
             status = int(self._session.exitstatus)
-            meeting.store.put(meeting.names.command, json.dumps({"status": status}))
+            meeting.send(meeting.next_names.command, EndSession(status=status))
             if not self._launched.has_store:
                 self._await_farewells(meeting)
         meeting.close()
@@ -172,17 +181,17 @@ class Leader:
         return self._meeting
 
     def _await_hellos(self) -> None:
-        store = self._met().store
+        meeting = self._met()
         started_at = time.monotonic()
         has_explained = False
         problems: dict[int, str] = {}
         for _ in polls():
             for rank in self._others:
-                if rank not in self._hosts and store.has(hello(rank)):
-                    said = json.loads(store.get(hello(rank)))
-                    self._hosts[rank] = said["host"]
-                    if said["problem"]:
-                        problems[rank] = f"(on {said['host']}) {said['problem']}"
+                if rank not in self._hosts and meeting.store.has(hello(rank)):
+                    said = meeting.receive(hello(rank), {"FollowerHello": FollowerHello})
+                    self._hosts[rank] = said.host
+                    if said.problem:
+                        problems[rank] = f"(on {said.host}) {said.problem}"
             missing = [rank for rank in self._others if rank not in self._hosts]
             waited_s = time.monotonic() - started_at
             if not missing:
@@ -198,15 +207,15 @@ class Leader:
                 has_explained = True
                 self._write_line(f"fsdp-comm: waiting for {name_ranks(missing)} to collect")
         if problems:
-            told = "\n".join(f"{name_ranks(r)} {text}" for r, text in fold_equal(problems))
+            lines = "\n".join(f"{name_ranks(r)} {text}" for r, text in fold_equal(problems))
             raise pytest.UsageError(
-                f"the launched ranks have to collect the same tests in the same order:\n{told}"
+                f"the launched ranks have to collect the same tests in the same order:\n{lines}"
             )
 
     def _introduce(self) -> None:
         hosts = {0: socket.gethostname(), **self._hosts}
-        told = "; ".join(f"{name_ranks(ranks)} on {host}" for ranks, host in fold_equal(hosts))
-        self._write_line(f"fsdp-comm: {told}")
+        where = "; ".join(f"{name_ranks(ranks)} on {host}" for ranks, host in fold_equal(hosts))
+        self._write_line(f"fsdp-comm: {where}")
 
     def _write_line(self, text: str) -> None:
         reporter: Any = self._session.config.pluginmanager.get_plugin("terminalreporter")
@@ -214,27 +223,30 @@ class Leader:
             reporter.write_line(text)
             reporter.flush()
 
-    def _answers(self) -> Iterator[dict[str, Any]]:
-        """What the other processes send, as it comes, until none is waited for."""
+    def _answers(self) -> Iterator[FollowerResult]:
+        """The other processes' results, as they come, until none is waited for."""
         meeting = self._met()
         waiting = set(self._others)
         for _ in polls():
             for rank in sorted(waiting):
                 name = meeting.names.result(rank)
                 if meeting.store.has(name):
-                    yield json.loads(meeting.store.get(name))
+                    yield meeting.receive(name, {"FollowerResult": FollowerResult})
                     meeting.store.remove(name)
                     waiting.discard(rank)
                     # It may have been slow, but it is not gone.
                     self._lost.pop(rank, None)
             self._look_for_lost(waiting)
-            told_at = meeting.termination.told_at
-            if told_at is not None and time.monotonic() > told_at + _LAST_ANSWERS_S:
+            signalled_at = meeting.termination.signalled_at
+            if signalled_at is not None and time.monotonic() > signalled_at + _LAST_ANSWERS_S:
                 for rank in waiting:
                     self._lost.setdefault(
                         rank,
-                        f"on {self._hosts[rank]} was lost: its pytest process was gone when the "
-                        "launcher ended the others (killed, perhaps for memory, or crashed)",
+                        _lost(
+                            "its pytest process was gone when the launcher ended the others "
+                            "(killed, perhaps for memory, or crashed)",
+                            host=self._hosts[rank],
+                        ),
                     )
             if not waiting - self._lost.keys():
                 return
@@ -245,12 +257,15 @@ class Leader:
             if silence_s > _SILENT_AFTER_S:
                 self._lost.setdefault(
                     rank,
-                    f"on {self._hosts[rank]} was lost: nothing was heard of its pytest process for "
-                    f"{silence_s:.0f} s (killed, or its machine or network failed)",
+                    _lost(
+                        f"nothing was heard of its pytest process for {silence_s:.0f} s (killed, "
+                        "or its machine or network failed)",
+                        host=self._hosts[rank],
+                    ),
                 )
 
     def _clock_offset_s(self, began_at: float) -> float:
-        offset_s = self._began_at - began_at
+        offset_s = 0.0 if self._began_at is None else self._began_at - began_at
         return offset_s if abs(offset_s) > _LARGEST_CLOCK_ERROR_S else 0.0
 
     def _end_session_if_lost(self, ending: Sequence[int]) -> None:
@@ -260,10 +275,10 @@ class Leader:
                 f"{name_ranks(sorted(self._lost))} of {self._launched.world_size} lost, so that no "
                 "other distributed test can run"
             )
-        elif meeting.termination.told_at is not None:
-            self._session.shouldfail = TOLD_TO_END
+        elif meeting.termination.signalled_at is not None:
+            self._session.shouldfail = SIGTERM_REASON
         elif ending:
-            self._session.shouldfail = f"{name_ranks(ending)}: {TOLD_TO_END}"
+            self._session.shouldfail = f"{name_ranks(ending)}: {SIGTERM_REASON}"
         else:
             meeting.termination.defers = False
 
@@ -275,3 +290,8 @@ class Leader:
             waiting = {rank for rank in waiting if not meeting.store.has(farewell(rank))}
             if not waiting or time.monotonic() > until:
                 return
+
+
+def _lost(reason: str, *, host: str | None = None) -> Loss:
+    where = f"on {host} " if host else ""
+    return Loss(of_one=f"{where}was lost: {reason}", of_several=f"{where}were lost: {reason}")

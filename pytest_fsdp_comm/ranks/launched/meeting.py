@@ -1,7 +1,7 @@
-"""What the processes of one launch say to each other through their store, and how.
+"""How launched processes talk through their store.
 
-Rank 0's process is the leader: it says which test comes next, and gathers what the ranks did with
-it. The names on the store are those of `Names`.
+Rank 0's process is the leader: it announces the next test, and gathers what the ranks did with it.
+Messages are those of `wire.messages`, under the names of `Names`.
 """
 
 from __future__ import annotations
@@ -9,21 +9,23 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.launched.heartbeat import Heartbeat
 from pytest_fsdp_comm.ranks.wire.exchange import StoreExchange
-from pytest_fsdp_comm.ranks.wire.launch import LaunchedPart, StoreAddress
+from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank, StoreAddress
 from pytest_fsdp_comm.ranks.wire.text_store import TextStore, connect_store
+from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import pytest
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank
     from pytest_fsdp_comm.ranks.launched.sigterm import Termination
+    from pytest_fsdp_comm.ranks.wire.messages import StoreMessage
 
 # Hosts of a cluster load torch from one busy file server at the same time.
 MEET_TIMEOUT_S = 300.0
@@ -31,44 +33,47 @@ _ASK_EVERY_S = 0.1
 _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.02
 
+_Message = TypeVar("_Message")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Names on the store that belong to one test, by its number."""
+    """Names on the store that belong to one test."""
 
     number: int
+    """The test's, among those of the launched processes, from 1."""
 
     @property
     def command(self) -> str:
-        """The leader says what comes next."""
+        """The leader's `LeaderCommand`."""
         return f"command/{self.number}"
 
     @property
     def failed(self) -> str:
-        """A rank has failed: the others have little time left."""
+        """Present once a rank has failed: the others have little time left."""
         return f"failed/{self.number}"
 
     def result(self, rank: int) -> str:
-        """What a rank did."""
+        """A rank's `FollowerResult`."""
         return f"result/{self.number}/{rank}"
 
     @property
     def verdict(self) -> str:
-        """The leader has every result."""
+        """The leader's `Verdict`."""
         return f"verdict/{self.number}"
 
 
 PLAN = "plan"
-"""The leader's tests."""
+"""The name of the leader's `Plan`."""
 
 
 def hello(rank: int) -> str:
-    """The name under which a process says that it has read the plan."""
+    """The name of a rank's `FollowerHello`."""
     return f"hello/{rank}"
 
 
 def farewell(rank: int) -> str:
-    """The name under which a process says that it will not read again."""
+    """The name that is present once a rank's process will not read again."""
     return f"farewell/{rank}"
 
 
@@ -76,18 +81,23 @@ class Meeting:
     """A process's connection to the others, and what both kinds of process do with it."""
 
     def __init__(self, launched: LaunchedRank, termination: Termination) -> None:
-        """Connects.
+        """Connects, and starts the heartbeat.
+
+        Args:
+            launched: This process's rank.
+            termination: Notes the launcher's signal.
 
         Raises:
             StoreLostError: The store cannot be reached, or served.
         """
         self.launched = launched
         self.termination = termination
-        self.number = -1
+        self.test_count = 0
+        """The tests that have begun, so also the number of the last one."""
         self._set_number = 0
         self._number_in_set = 0
-        self._asked_at = 0.0
-        self._has_said_failed = False
+        self._asked_at: float | None = None
+        self._has_failed = False
         self._address = StoreAddress(
             host=launched.host, port=launched.port, prefix=f"pytest-fsdp-comm/{launched.run_id}"
         )
@@ -96,21 +106,35 @@ class Meeting:
 
     @property
     def names(self) -> Names:
-        """The names of the test that runs."""
-        return Names(self.number)
+        """The names of the test that began last."""
+        return Names(number=self.test_count)
 
-    def begin(self, *, continues: bool) -> None:
-        """Notes that the next test begins."""
-        self.number += 1
-        self._has_said_failed = False
-        if continues:
+    @property
+    def names_before_last(self) -> Names:
+        """The names of the test before the one that began last."""
+        return Names(number=self.test_count - 1)
+
+    @property
+    def next_names(self) -> Names:
+        """The names of the next test."""
+        return Names(number=self.test_count + 1)
+
+    def begin(self, *, reuses_ranks: bool) -> None:
+        """Counts the next test.
+
+        Args:
+            reuses_ranks: Whether the ranks of the test before run it.
+        """
+        self.test_count += 1
+        self._has_failed = False
+        if reuses_ranks:
             self._number_in_set += 1
         else:
-            self._set_number, self._number_in_set = self.number, 0
+            self._set_number, self._number_in_set = self.test_count, 0
 
-    def part(self) -> LaunchedPart:
-        """The rank to start here for the test that began."""
-        return LaunchedPart(
+    def local_rank(self) -> LocalRank:
+        """The rank to start here for the test that began last."""
+        return LocalRank(
             rank=self.launched.rank,
             local_rank=self.launched.local_rank,
             local_world_size=self.launched.local_world_size,
@@ -118,22 +142,36 @@ class Meeting:
         )
 
     def forget_exchange(self) -> None:
-        """Removes what this process's rank exchanged in the test, which may be much."""
+        """Removes what this process's rank exchanged in the test, which may be large."""
         store = self.store.below(f"set{self._set_number}/test{self._number_in_set}")
         StoreExchange(store, self.launched.rank, ()).forget()
 
     def has_failed_elsewhere(self, has_failed: bool) -> bool:
-        """See `Peers`; a process that was told to end has no time for its rank either."""
-        if self.termination.told_at is not None:
+        """See `Peers`; a process that is to end has no time for its rank either."""
+        if self.termination.signalled_at is not None:
             has_failed = True
-        if has_failed and not self._has_said_failed:
-            self._has_said_failed = True
+        if has_failed and not self._has_failed:
+            self._has_failed = True
             self.store.put(self.names.failed, "")
         now = time.monotonic()
-        if not self._has_said_failed and now > self._asked_at + _ASK_EVERY_S:
+        is_due = self._asked_at is None or now > self._asked_at + _ASK_EVERY_S
+        if not self._has_failed and is_due:
             self._asked_at = now
-            self._has_said_failed = self.store.has(self.names.failed)
-        return self._has_said_failed
+            self._has_failed = self.store.has(self.names.failed)
+        return self._has_failed
+
+    def send(self, name: str, message: StoreMessage) -> None:
+        """Puts a message on the store."""
+        self.store.put(name, dump_tagged(message))
+
+    def receive(self, name: str, heard: Mapping[str, type[_Message]]) -> _Message:
+        """Reads a message that is on the store.
+
+        Args:
+            name: Where it is.
+            heard: The classes that it may be of, by name.
+        """
+        return load_tagged(heard, self.store.get(name))
 
     def close(self) -> None:
         """Ends the thread that uses the store."""
@@ -151,7 +189,7 @@ def fits(item: pytest.Item, launched: LaunchedRank) -> bool:
 
 
 def polls() -> Iterator[None]:
-    """Gives turns for ever, with a pause between them that grows to a limit."""
+    """Yields for ever, with a pause in between that grows to a limit."""
     pause_s = _FIRST_PAUSE_S
     for _ in itertools.count():
         yield

@@ -15,9 +15,9 @@ import pytest
 from pytest_fsdp_comm import upstream
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """A terminal that nothing reaches for now."""
+    """A terminal that nothing is written to for now."""
 
     terminal: TextIO
     text: io.StringIO
@@ -41,12 +41,13 @@ def hold_terminal(config: pytest.Config) -> None:
             "TerminalWriter._file",
             "keeping all but one of the launched processes quiet relies on",
         )
-    config.stash[_HELD] = held = _Held(writer._file, io.StringIO())  # noqa: SLF001  # see above
+    terminal = writer._file  # noqa: SLF001  # see the module's docstring
+    config.stash[_HELD] = held = _Held(terminal=terminal, text=io.StringIO())
     writer._file = held.text  # noqa: SLF001  # see the module's docstring
 
 
 def release_terminal(config: pytest.Config) -> None:
-    """Writes what was held, and holds no more."""
+    """Writes what was held back, and stops holding."""
     held = config.stash.get(_HELD, None)
     if held is None:
         return

@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from types import FrameType
 
-TOLD_TO_END = (
+SIGTERM_REASON = (
     "the launcher ended this run (SIGTERM): one of its processes failed, or it was itself told to"
 )
 
@@ -19,18 +19,18 @@ TOLD_TO_END = (
 class Termination:
     """Notes SIGTERM, which a launcher sends to all of its processes when one of them has failed.
 
-    Its default would lose what rank 0 has to tell: pytest writes failures at the end of a session.
+    Its default would lose rank 0's report: pytest writes failures at the end of a session.
     """
 
     def __init__(self, *, defers: bool) -> None:
         """Handles SIGTERM from now on.
 
         Args:
-            defers: Whether only to note the signal, for those who ask; otherwise it ends the
-                session at once, like Ctrl-C.
+            defers: Whether the signal is only noted, in `signalled_at`; otherwise it ends the
+                session immediately, like Ctrl-C.
         """
         self.defers = defers
-        self.told_at: float | None = None
+        self.signalled_at: float | None = None
         """When the signal came (`time.monotonic`); None if it did not."""
         signal.signal(signal.SIGTERM, self._note)
 
@@ -40,8 +40,8 @@ class Termination:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number, frame
-        if self.told_at is None:
-            self.told_at = time.monotonic()
+        if self.signalled_at is None:
+            self.signalled_at = time.monotonic()
         if not self.defers:
             self.defers = True
-            pytest.exit(TOLD_TO_END, returncode=pytest.ExitCode.TESTS_FAILED)
+            pytest.exit(SIGTERM_REASON, returncode=pytest.ExitCode.TESTS_FAILED)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,11 +10,7 @@ import pytest
 
 from pytest_fsdp_comm.options import Backend
 from pytest_fsdp_comm.ranks.wire.exchange import RankExchange
-from pytest_fsdp_comm.ranks.wire.launch import StoreAddress
-
-Gather = Callable[[str], list[str]]
-"""Out-of-band exchange: each recorded rank calls it with a text and gets the texts of all of them,
-in rank order. It never sends through a process group, so that it is never recorded."""
+from pytest_fsdp_comm.ranks.wire.rank_set import StoreAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,22 +34,12 @@ class RankContext:
     timeout_s: float
     """The test's deadline in seconds."""
     directory: Path
-    """Shared by the ranks that one process started together; gone after their last test."""
+    """Of the rank set, on this machine; gone after its last test."""
     exchange: RankExchange
     """Collects a text from every rank that runs."""
     store: StoreAddress | None
     """Where the ranks make their process group; None if through a file in `directory`."""
 
 
-LAUNCH_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
-"""Environment variable with the path of what a spawned rank is told."""
-RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
-"""Environment variable with a spawned rank's number."""
-
 RANK_CONTEXT: Final = pytest.StashKey[RankContext]()
 """On the config's stash: present exactly in a rank."""
-
-
-def is_spawned_rank() -> bool:
-    """Whether this pytest process was started as a rank."""
-    return LAUNCH_VARIABLE in os.environ

@@ -1,6 +1,6 @@
 """Debuggers in ranks: one rank has the terminal, the others go on without.
 
-Private names of pytest 8.4 to 9.2, beside those in `rank_pytest`: ``pytestPDB._init_pdb``, which
+Private names of pytest 8.4 to 9.2, beside those in `isolation`: ``pytestPDB._init_pdb``, which
 every way into a debugger passes, and ``MultiCapture`` with ``CaptureManager._global_capturing``,
 which pytest suspends before and resumes after a debugger. ``tests/unit/test_rank_pytest.py`` fails
 when one moves.
@@ -63,7 +63,7 @@ def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
     """
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     if manager is None:
-        # Then pytest has nothing to tell us by; the rank keeps the terminal while it lives.
+        # Then pytest suspends nothing for a debugger; the rank keeps the terminal while it lives.
         terminal.enter()
         return
     if not (hasattr(manager, "_global_capturing") and hasattr(manager, "_method")):
@@ -112,7 +112,7 @@ def point_to_debugger(
     failed = [
         rank
         for rank, result in results.items()
-        if any(data["outcome"] == "failed" for data, _ in result.reports)
+        if any(report.has_failed for report in result.reports)
     ]
     if failed and debugged not in failed:
         text = f"rank {debugged} was to be debugged, but did not fail; add --pdb-rank {failed[0]}"

@@ -1,4 +1,4 @@
-"""Processes that a test forked in a rank: copies of it, which must not speak for it."""
+"""Processes that a test forked in a rank: copies of it, which must not report for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def end_forked_child(rank_pid: int, error: BaseException | None) -> None:
 
     Args:
         rank_pid: The rank's process.
-        error: What the child's part of the test raised; None if it returned.
+        error: What the test raised in the child; None if it returned there.
     """
     if os.getpid() == rank_pid:
         return

@@ -1,4 +1,4 @@
-"""Tells which GPUs this process may use, without starting CUDA."""
+"""Finds which GPUs this process may use, without starting CUDA."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def usable_gpu_count(launched: LaunchedRank | None) -> int:
     """Number of GPUs that the ranks of a test may have, over all machines.
 
     Args:
-        launched: This process's place in a launch, whose machines are taken to be alike; None if
-            all ranks are on this machine.
+        launched: This process's rank, where a launcher started one on machines that are alike; None
+            if all ranks are on this machine.
     """
     count = visible_gpu_count()
     return count if launched is None else count // launched.local_world_size * launched.world_size

@@ -42,7 +42,7 @@ class LogTerminal:
     """A rank's terminal reporter: where ``--setup-show`` and others write."""
 
     def __init__(self) -> None:
-        """Writes nowhere yet."""
+        """Keeps what is written in memory until `open`."""
         self._tw = TerminalWriter(io.StringIO())
 
     def open(self, path: Path) -> None:

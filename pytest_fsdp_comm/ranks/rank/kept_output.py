@@ -1,9 +1,9 @@
 """What is kept of what a rank prints: the first and the last part, in reports and on the disk.
 
 A rank writes straight into files, which survive whatever becomes of it. Their disk is bounded from
-outside: the supervisor makes holes where nothing is kept, so that places in the file stay what they
-were for those who write and read meanwhile, and the last words are never at risk. A pipe would need
-somebody who always reads it, and would lose its last words with that; a limit of the file's size
+outside: the supervisor makes holes where nothing is kept, so that offsets in the file stay valid
+for those who write and read meanwhile, and the last words are never at risk. A pipe would need a
+reader at all times, and would lose its last words with that; a limit of the file's size
 (RLIMIT_FSIZE) ends the rank, and whatever else it writes.
 """
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 KEPT_NBYTES: Final = 256 << 10
 """Kept at either end of what a rank writes to a stream in a phase of a test."""
 MOST_ON_DISK_NBYTES: Final = 1 << 30
-"""A rank is ended if one of its files takes more of the disk: it writes faster than holes are made,
-or its file system has none."""
+"""A rank is ended if one of its files occupies more of the disk: it writes faster than holes are
+made, or its file system has none."""
 
 # Calls for less would cost more than the disk does.
 _HOLE_NBYTES = 1 << 20
@@ -40,10 +40,10 @@ def shortened(text: str) -> str:
 
 
 def read_kept(descriptor: int, start: int) -> tuple[str, int]:
-    """Reads what is kept of a file from a place on.
+    """Reads what is kept of a file from an offset on.
 
     Returns:
-        The text, and the place up to which was read.
+        The text, and the offset of its end.
     """
     end = os.fstat(descriptor).st_size
     if end <= start:
@@ -56,7 +56,7 @@ def read_kept(descriptor: int, start: int) -> tuple[str, int]:
 
 
 def _kept(descriptor: int, start: int, end: int) -> tuple[int, int]:
-    """Where the first part ends and the last one starts, neither of which has holes."""
+    """Where what is kept at the start ends, and what is kept at the end starts, without holes."""
     first_hole = _seek(descriptor, start, "SEEK_HOLE", end)
     if end - start <= 2 * KEPT_NBYTES and first_hole >= end:
         return end, end
@@ -65,13 +65,13 @@ def _kept(descriptor: int, start: int, end: int) -> tuple[int, int]:
     return head_end, max(head_end, _seek(descriptor, tail, "SEEK_DATA", tail))
 
 
-def _seek(descriptor: int, place: int, how: str, otherwise: int) -> int:
+def _seek(descriptor: int, offset: int, how: str, otherwise: int) -> int:
     if not hasattr(os, how):
         return otherwise
     try:
-        return os.lseek(descriptor, place, getattr(os, how))
+        return os.lseek(descriptor, offset, getattr(os, how))
     except OSError as error:
-        # Nothing but a hole up to the end, or a file system that does not tell.
+        # Nothing but a hole up to the end, or a file system that knows no holes.
         return otherwise if error.errno != errno.ENXIO else os.fstat(descriptor).st_size
 
 
@@ -84,10 +84,14 @@ def _left_out(nbytes: int, unit: str) -> str:
 
 
 class OutputFile:
-    """A file that a rank writes to, seen by who bounds what it takes of the disk."""
+    """A file that a rank writes to, whose disk is bounded."""
 
     def __init__(self, path: Path) -> None:
-        """Opens nothing."""
+        """Begins with the whole file kept; it need not exist yet.
+
+        Args:
+            path: The file.
+        """
         self._path = path
         self._size = 0
         self._free_before = 0
@@ -100,13 +104,13 @@ class OutputFile:
             start: Where the phase starts; what is before it has been read.
 
         Returns:
-            How many bytes the file still takes.
+            How many bytes of disk the file still occupies.
         """
         try:
             status = os.stat(self._path)  # noqa: PTH116  # 20 times a second for each file
         except FileNotFoundError:
             return 0
-        # Not up to the end: a rank that has begun another phase since has not been heard yet.
+        # Not up to the end: the rank may have begun another phase, whose report is still to come.
         end, self._size = min(self._size, status.st_size), status.st_size
         middle = max(start + KEPT_NBYTES, self._free_middle)
         has_middle = end - KEPT_NBYTES - middle > _HOLE_NBYTES
@@ -126,7 +130,7 @@ class OutputFile:
         if _FALLOCATE is not None:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                # Where there are no holes, what the file takes tells so.
+                # An error is no matter: the caller sees what the file still occupies.
                 _FALLOCATE(descriptor, _PUNCH_HOLE, start, end - start)
             finally:
                 os.close(descriptor)

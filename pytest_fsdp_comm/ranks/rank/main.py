@@ -1,4 +1,4 @@
-"""One rank: runs the whole pytest protocol of a test and reports what happened."""
+"""One rank: runs the whole pytest protocol of each of its tests and reports what happened."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.hangs.watchdog import Watchdog
@@ -27,6 +27,15 @@ from pytest_fsdp_comm.ranks.rank.process_group import (
 from pytest_fsdp_comm.ranks.rank.terminal import RankTerminal
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.exchange import Departures, DirectoryExchange, StoreExchange
+from pytest_fsdp_comm.ranks.wire.messages import (
+    RANK,
+    Escape,
+    RankHello,
+    RankMessage,
+    RunTest,
+    TestEnded,
+)
+from pytest_fsdp_comm.text.codec import dump_tagged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +44,9 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.ranks.wire.exchange import RankExchange
     from pytest_fsdp_comm.ranks.wire.extension import RankExtension
-    from pytest_fsdp_comm.ranks.wire.launch import Launch
+    from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+
+_Channel: TypeAlias = Channel[RankMessage, RunTest]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -48,8 +59,13 @@ class RankTemplate:
     done in each rank, what is done here cost a third of a trivial test's time.
     """
 
-    def __init__(self, session: pytest.Session, extensions: Sequence[RankExtension]) -> None:
-        """Takes from this process's session what belongs to its parent."""
+    def __init__(self, session: pytest.Session, extensions: Sequence[RankExtension[Any]]) -> None:
+        """Separates this process's session from its parent's.
+
+        Args:
+            session: The session, after collection.
+            extensions: What other rooms add to each test's way through the ranks.
+        """
         self._session = session
         self._extensions = extensions
         self._terminal = leave_to_parent(session.config)
@@ -60,104 +76,113 @@ class RankTemplate:
         empty_compiler_caches()
         for item in session.items:
             if SETTINGS in item.stash:
-                _ = item.location  # kept by pytest once it is known
+                _ = item.location  # pytest caches it
 
-    def become_rank(self, launch: Launch, rank: int) -> NoReturn:
-        """Runs tests until the supervisor hangs up. Never returns to the caller's frames."""
+    def run_rank(self, spec: RankSetSpec, rank: int) -> NoReturn:
+        """Runs tests until the supervisor hangs up, and ends the process.
+
+        Args:
+            spec: The rank set's.
+            rank: The rank that this process is from now on.
+        """
         session = self._session
         _tie_to_parent()
-        _redirect_output(launch, rank)
+        _redirect_output(spec, rank)
         # pytest enabled it for the terminal, where a rank's crash would write into the progress
         # line.
         faulthandler.enable(file=2)
         # The handler is C code on its own stack: it answers even where Python code holds the GIL.
-        stacks = launch.stacks_path(rank).open("w")
+        stacks = spec.stacks_path(rank).open("w")
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
-        set_environment(launch.settings, rank, launch.gpus, launch.part)
-        isolate_session(session.config, basetemp=launch.basetemp / f"rank{rank}")
-        self._terminal.open(launch.log_path(rank, "terminal"))
-        if not launch.terminal:
+        set_environment(spec.settings, rank, spec.gpus, spec.local)
+        isolate_session(session.config, basetemp=spec.basetemp / f"rank{rank}")
+        self._terminal.open(spec.log_path(rank, "terminal"))
+        if not spec.terminal:
             refuse_debuggers(session.config)
-        elif rank == launch.debugged_rank:
-            debug_here(session.config, RankTerminal(launch.terminal))
+        elif rank == spec.debugged_rank:
+            debug_here(session.config, RankTerminal(spec.terminal))
         else:
             debug_elsewhere(session.config)
-        channel = Channel.connect(launch.socket_path)
-        channel.send({"rank": rank, "pid": os.getpid()})
-        self._plugin.bind(channel, launch, rank)
-        self._run_items(launch, rank, channel)
+        channel = Channel.connect(spec.socket_path, RANK)
+        channel.send(RankHello(rank=rank))
+        self._plugin.bind(channel, spec, rank)
+        self._run_items(spec, rank, channel)
         os._exit(0)
 
-    def _run_items(self, launch: Launch, rank: int, channel: Channel) -> None:
-        watchdog = Watchdog(launch.socket_path, rank)
-        departures = Departures(launch.departures_path)
+    def _run_items(self, spec: RankSetSpec, rank: int, channel: _Channel) -> None:
+        watchdog = Watchdog(spec.socket_path, rank)
+        departures = Departures(spec.departures_path)
         session = self._session
         rank_pid = os.getpid()
-        index: int | None = launch.item_index
+        index: int | None = spec.item_index
         number = 0
         while index is not None:
             item = session.items[index]
-            context = _context(launch, rank, number, departures)
+            context = _context(spec, rank, number, departures)
             watchdog.begin_test()
             session.config.stash[RANK_CONTEXT] = context
-            result = _run_item(item, self._extensions)
-            # Whatever way it took: a plugin may have caught what should have ended it before.
+            payloads, escaped = _run_item(item, self._extensions)
+            # Again, since a plugin may have caught what should have ended a forked child before.
             end_forked_child(rank_pid, None)
-            end = {**result, **self._plugin.take_held()}
+            ended = TestEnded(
+                last_report=self._plugin.take_held(), payloads=payloads, escaped=escaped
+            )
             context.exchange.leave()
             save_coverage()
             _flush()
-            channel.send({**end, "done": number})
+            channel.send(ended)
             command = channel.receive()
-            index = command["item"] if command else None
+            index = command.item_index if command else None
             number += 1
 
 
-def _context(launch: Launch, rank: int, number: int, departures: Departures) -> RankContext:
-    settings, part = launch.settings, launch.part
+def _context(spec: RankSetSpec, rank: int, number: int, departures: Departures) -> RankContext:
+    settings, local = spec.settings, spec.local
     exchange: RankExchange
-    if part:
+    if local:
         from pytest_fsdp_comm.ranks.wire.text_store import (  # noqa: PLC0415  # other ranks need no store
             TextStore,
             connect_store,
         )
 
         client = connect_store(
-            part.store.below(f"test{number}"), timeout_s=settings.timeout_s + BEYOND_DEADLINE_S
+            local.store.below(f"test{number}"), timeout_s=settings.timeout_s + BEYOND_DEADLINE_S
         )
         exchange = StoreExchange(TextStore(client), rank, settings.ranks)
     else:
         exchange = DirectoryExchange(
-            launch.directory, rank, settings.ranks, number=number, departures=departures
+            spec.directory, rank, settings.ranks, number=number, departures=departures
         )
-    local_rank = part.local_rank if part else rank
+    local_rank = local.local_rank if local else rank
     return RankContext(
         rank=rank,
         local_rank=local_rank,
-        local_world_size=part.local_world_size if part else settings.world_size,
+        local_world_size=local.local_world_size if local else settings.world_size,
         world_size=settings.world_size,
         ranks=settings.ranks,
         backend=settings.backend,
         device=device_of(settings, local_rank),
         timeout_s=settings.timeout_s,
-        directory=launch.directory,
+        directory=spec.directory,
         exchange=exchange,
-        store=part.store if part else None,
+        store=local.store if local else None,
     )
 
 
-def _run_item(item: pytest.Item, extensions: Sequence[RankExtension]) -> dict[str, Any]:
+def _run_item(
+    item: pytest.Item, extensions: Sequence[RankExtension[Any]]
+) -> tuple[tuple[str, ...] | None, Escape | None]:
     """Runs a test's protocol.
 
     Returns:
-        How it ended, to be told with its end.
+        As `TestEnded.payloads` and `TestEnded.escaped`.
     """
     try:
         item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
     except BaseException as error:  # noqa: BLE001  # pytest.exit, KeyboardInterrupt, plugins' errors
         # Without payloads: the verdict is known, and the session's state is not.
-        return {"escaped": _describe(error), "escaped_at": time.time()}
-    return {"payloads": [extension.rank_payload(item) for extension in extensions]}
+        return None, Escape(text=_describe(error), at=time.time())
+    return tuple(dump_tagged(extension.rank_payload(item)) for extension in extensions), None
 
 
 def _describe(error: BaseException) -> str:
@@ -173,11 +198,11 @@ def _tie_to_parent() -> None:
             os._exit(1)  # the parent died before the line above
 
 
-def _redirect_output(launch: Launch, rank: int) -> None:
+def _redirect_output(spec: RankSetSpec, rank: int) -> None:
     """Sends descriptors 1 and 2 to files of this rank, which survive a crash."""
     _flush()
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        log = os.open(launch.log_path(rank, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = os.open(spec.log_path(rank, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, descriptor)
         os.close(log)
         # Python's own buffer would be lost in a crash.

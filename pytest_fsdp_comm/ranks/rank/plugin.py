@@ -14,6 +14,13 @@ from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.forked_children import end_forked_child
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept, shortened
 from pytest_fsdp_comm.ranks.rank.process_group import join_group
+from pytest_fsdp_comm.ranks.wire.messages import (
+    DebuggerEntered,
+    DebuggerLeft,
+    TimerCancelled,
+    TimerSet,
+)
+from pytest_fsdp_comm.ranks.wire.results import PhaseReport, WarningSeen
 from pytest_fsdp_comm.ranks.wire.subtest_reports import capture_subtests, is_subtest
 
 if TYPE_CHECKING:
@@ -23,29 +30,37 @@ if TYPE_CHECKING:
     from types import SimpleNamespace
 
     from pytest_fsdp_comm.ranks.wire.channel import Channel
-    from pytest_fsdp_comm.ranks.wire.launch import Launch
+    from pytest_fsdp_comm.ranks.wire.messages import RankMessage, RunTest
+    from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 
 class RankPlugin:
-    """Registered in the process that ranks are forked from, and of use in a rank, once bound."""
+    """Registered in the process that ranks are forked from; `bind` makes it a rank's.
 
-    _channel: Channel
+    Registered there, since pluggy's registration writes to memory that each rank would copy.
+    """
+
+    _channel: Channel[RankMessage, RunTest]
     _pid: int
 
     def __init__(self, config: pytest.Config) -> None:
-        """Knows of no rank yet."""
+        """Redirects the output of subtests.
+
+        Args:
+            config: The session's.
+        """
         self._config = config
         self._logs: list[_Log] = []
-        self._held: dict[str, Any] = {}
+        self._held: PhaseReport | None = None
         self._has_group = False
         self._has_failed_subtest = False
         capture_subtests(self._output_of_subtest)
 
-    def bind(self, channel: Channel, launch: Launch, rank: int) -> None:
-        """Becomes a rank's: reads its logs from where they are now."""
+    def bind(self, channel: Channel[RankMessage, RunTest], spec: RankSetSpec, rank: int) -> None:
+        """Connects the hooks to a rank, whose logs are read from their start."""
         self._channel = channel
         self._pid = os.getpid()
-        self._logs = [_Log(name, launch.log_path(rank, name)) for name in ("stdout", "stderr")]
+        self._logs = [_Log(name, spec.log_path(rank, name)) for name in ("stdout", "stderr")]
 
     # The skip marks are evaluated by a tryfirst hook, so that a skipped test makes no group; the
     # fixtures are set up by a hook that was registered before this one, and so runs after it.
@@ -65,13 +80,13 @@ class RankPlugin:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """As for the set-up."""
+        """Adds output, as for the set-up."""
         with self._output_of(item, "call"):
             return (yield)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """As for the set-up."""
+        """Adds output, as for the set-up."""
         with self._output_of(item, "teardown"):
             return (yield)
 
@@ -93,36 +108,34 @@ class RankPlugin:
     @contextlib.contextmanager
     def _output_of_subtest(self, captured: SimpleNamespace) -> Iterator[None]:
         for log in self._logs:
-            log.begin_part()
+            log.begin_subtest()
         try:
             yield
         finally:
-            captured.out, captured.err = (log.end_part() for log in self._logs)
+            captured.out, captured.err = (log.end_subtest() for log in self._logs)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Sends a phase's report at once: the rank may die in the next phase."""
+        """Sends a phase's report immediately: the rank may die in the next phase."""
         if is_subtest(report):
             self._has_failed_subtest |= report.failed
         elif self._has_failed_subtest and report.passed:
             # As the terminal does: here pytest 9 fails a test that contains failed subtests.
             self._config.hook.pytest_report_teststatus(report=report, config=self._config)
-        message = {
-            "report": _serializable(self._config, report),
-            "at": time.time(),
-            "is_subtest": is_subtest(report),
-            # A debugger is to follow: the others have to wait from here on.
-            "debugs": report.failed and self._config.pluginmanager.has_plugin("pdbinvoke"),
-            # What comes after these places dies with the rank, unless the parent reads it.
-            "read": {log.name: log.nbytes_reported for log in self._logs},
-        }
+        message = PhaseReport(
+            report=_serializable(self._config, report),
+            made_at=time.time(),
+            is_subtest=is_subtest(report),
+            precedes_debugger=report.failed and self._config.pluginmanager.has_plugin("pdbinvoke"),
+            nbytes_reported={log.name: log.nbytes_reported for log in self._logs},
+        )
         if report.when == "teardown" and report.passed:
             self._held = message  # nothing follows but the end
         else:
             self._channel.send(message)
 
-    def take_held(self) -> dict[str, Any]:
-        """What is still to be sent, along with the test's end."""
-        held, self._held = self._held, {}
+    def take_held(self) -> PhaseReport | None:
+        """Ends the test; returns the report that is to be sent along with its end."""
+        held, self._held = self._held, None
         self._has_failed_subtest = False
         return held
 
@@ -131,22 +144,22 @@ class RankPlugin:
     @pytest.hookimpl(tryfirst=True, optionalhook=True)
     def pytest_timeout_set_timer(self, settings: Any) -> bool:
         """Leaves the timeout of pytest-timeout to the supervisor, which knows every rank."""
-        self._channel.send({"timer_s": settings.timeout, "at": time.monotonic()})
+        self._channel.send(TimerSet(timeout_s=settings.timeout, set_at=time.monotonic()))
         return True
 
     @pytest.hookimpl(tryfirst=True, optionalhook=True)
     def pytest_timeout_cancel_timer(self) -> bool:
-        """Says that what had a timeout has ended."""
-        self._channel.send({"timer_s": None})
+        """Reports that what had a timeout has ended."""
+        self._channel.send(TimerCancelled())
         return True
 
     def pytest_enter_pdb(self) -> None:
-        """Says that a human is at work, who takes time."""
-        self._channel.send({"debugs": True})
+        """Reports that a human is at work."""
+        self._channel.send(DebuggerEntered())
 
     def pytest_leave_pdb(self) -> None:
-        """Says that the test goes on."""
-        self._channel.send({"debugs": False})
+        """Reports that the test goes on."""
+        self._channel.send(DebuggerLeft())
 
     def pytest_warning_recorded(
         self,
@@ -157,21 +170,20 @@ class RankPlugin:
     ) -> None:
         """Sends a warning."""
         if when != "runtest":
-            # Of collection: the pytest process has it, and pytest tells it to every new plugin.
+            # Of collection: the pytest process has it, and pytest repeats it to every new plugin.
             return
         category = warning_message.category
         self._channel.send(
-            {
-                "warning": {
-                    "text": str(warning_message.message),
-                    "category": [category.__module__, category.__qualname__],
-                    "filename": warning_message.filename,
-                    "lineno": warning_message.lineno,
-                    "when": when,
-                    "nodeid": nodeid,
-                    "location": location,
-                }
-            }
+            WarningSeen(
+                text=str(warning_message.message),
+                category_module=category.__module__,
+                category_name=category.__qualname__,
+                filename=warning_message.filename,
+                lineno=warning_message.lineno,
+                when=when,
+                nodeid=nodeid,
+                location=location,
+            )
         )
 
 
@@ -191,19 +203,19 @@ class _Log:
         self._nbytes_read = 0
         self.nbytes_reported = 0
         """Up to the last phase that ended."""
-        # The phase's text, then that of the subtests that are within each other.
-        self._parts = [""]
+        # The phase's text, then that of each subtest within the one before.
+        self._texts = [""]
 
-    def begin_part(self) -> None:
-        self._parts[-1] = shortened(self._parts[-1] + self._read_new())
-        self._parts.append("")
+    def begin_subtest(self) -> None:
+        self._texts[-1] = shortened(self._texts[-1] + self._read_new())
+        self._texts.append("")
 
-    def end_part(self) -> str:
-        return shortened(self._parts.pop() + self._read_new())
+    def end_subtest(self) -> str:
+        return shortened(self._texts.pop() + self._read_new())
 
     def end_phase(self) -> str:
-        text = shortened("".join(self._parts) + self._read_new())
-        self._parts = [""]
+        text = shortened("".join(self._texts) + self._read_new())
+        self._texts = [""]
         self.nbytes_reported = self._nbytes_read
         return text
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.options import DistributedSettings
     from pytest_fsdp_comm.ranks.rank.context import RankContext
-    from pytest_fsdp_comm.ranks.wire.launch import LaunchedPart
+    from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank
 
 # Beyond the test's deadline, so that a hang ends in the supervisor's report of every rank and not
 # in one rank's timeout error.
@@ -45,7 +45,7 @@ def set_environment(
     settings: DistributedSettings,
     rank: int,
     gpus: Sequence[str] = (),
-    part: LaunchedPart | None = None,
+    local: LocalRank | None = None,
 ) -> None:
     """Sets the variables that torchrun would, the visible GPUs, and one thread a rank.
 
@@ -57,19 +57,19 @@ def set_environment(
         settings: How the test runs on ranks.
         rank: This rank.
         gpus: The GPUs that the test's ranks may use; empty leaves the caller's list as it is.
-        part: The rank's place on its machine; None if all ranks are on this one.
+        local: The rank on its machine; None if all ranks are on this one.
     """
     if gpus:
         os.environ[visible_gpus_variable(os.environ)] = ",".join(gpus)
     os.environ["RANK"] = str(rank)
-    os.environ["LOCAL_RANK"] = str(part.local_rank if part else rank)
+    os.environ["LOCAL_RANK"] = str(local.local_rank if local else rank)
     os.environ["WORLD_SIZE"] = str(settings.world_size)
-    os.environ["LOCAL_WORLD_SIZE"] = str(part.local_world_size if part else settings.world_size)
+    os.environ["LOCAL_WORLD_SIZE"] = str(local.local_world_size if local else settings.world_size)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":
         # Otherwise gloo looks up the host's name, which fails or waits on many laptops, and which
         # many machines of a cluster give an address that only they themselves can reach.
-        interface = interface_towards(part.store.host, part.store.port) if part else "lo"
+        interface = interface_towards(local.store.host, local.store.port) if local else "lo"
         if interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     import torch  # noqa: PLC0415  # not in the pytest process

@@ -53,7 +53,7 @@ def _foreground(descriptor: int) -> int | None:
 
 
 def _pass_on(descriptor: int, group: int) -> None:
-    # Whoever is not in the foreground would be stopped by the signal.
+    # A process that is not in the foreground would be stopped by the signal.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:
         os.tcsetpgrp(descriptor, group)
@@ -65,7 +65,7 @@ class RankTerminal:
     """The terminal in the rank that debugs: its own while a debugger runs, else its logs."""
 
     def __init__(self, descriptors: Sequence[int]) -> None:
-        """Takes nothing yet.
+        """Leaves the terminal alone until `enter`.
 
         Args:
             descriptors: What `copied_terminal` gave.

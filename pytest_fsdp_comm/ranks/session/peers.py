@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from pytest_fsdp_comm.ranks.wire.results import RankResult
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -10,8 +13,17 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from pytest_fsdp_comm.ranks.wire.launch import LaunchedPart
-    from pytest_fsdp_comm.ranks.wire.results import RankResult
+    from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedResults:
+    """What came of a test in all processes."""
+
+    results: dict[int, RankResult]
+    """On the leader those of all ranks, elsewhere this process's."""
+    keeps: bool
+    """Whether all ranks are kept for another test."""
 
 
 class Peers(Protocol):
@@ -20,38 +32,33 @@ class Peers(Protocol):
     def basetemp(self) -> Path:
         """Where temporary directories are, the same for every process."""
 
-    def takes(self, item: pytest.Item) -> bool:
+    def can_run(self, item: pytest.Item) -> bool:
         """Whether a distributed test fits the ranks that were launched."""
 
-    def begin(self, index: int, *, continues: bool) -> bool:
+    def begin(self, index: int, *, reuses_ranks: bool) -> bool:
         """Begins a test in every process.
 
         Args:
-            index: The test's place in the session's items.
-            continues: Whether ranks that were kept here would run it.
+            index: The test's index in the session's items.
+            reuses_ranks: Whether ranks that were kept here could run it.
 
         Returns:
             Whether kept ranks run it: the leader decides.
         """
 
-    def part(self) -> LaunchedPart:
+    def local_rank(self) -> LocalRank:
         """The rank to start here for the test that began."""
 
     def has_failed_elsewhere(self, has_failed: bool) -> bool:
-        """Says whether this process's rank has failed, and asks for the others."""
+        """Reports whether this process's rank has failed; whether another one has."""
 
-    def share(
-        self, results: Mapping[int, RankResult], *, keeps: bool
-    ) -> tuple[dict[int, RankResult], bool]:
-        """Waits until every rank has done with the test.
+    def share(self, results: Mapping[int, RankResult], *, can_keep: bool) -> SharedResults:
+        """Waits until every rank is done with the test.
 
         Args:
             results: What this process's rank did.
-            keeps: Whether it could run another test.
-
-        Returns:
-            On the leader what all ranks did, elsewhere as given; and whether all are kept.
+            can_keep: Whether it could run another test.
         """
 
     def close(self) -> None:
-        """Says goodbye."""
+        """Leaves the other processes."""

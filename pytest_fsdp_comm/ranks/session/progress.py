@@ -1,44 +1,64 @@
-"""Says of a test that takes long where its ranks are."""
+"""Shows where the ranks of a long test are."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
+from pytest_fsdp_comm.ranks.wire.positions import Activity
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import pytest
 
-    from pytest_fsdp_comm.ranks.session.supervision import Supervision
+    from pytest_fsdp_comm.ranks.wire.positions import Position
 
 
-def tell_progress(item: pytest.Item, supervision: Supervision, seconds: float) -> float:
-    """Writes a line to the terminal, if there is one: an xdist worker has none.
+class Progress(Protocol):
+    """Shows that a test still runs: after a while, then each time that twice as long has passed."""
 
-    Args:
-        item: The test.
-        supervision: Its ranks.
-        seconds: How long it has run; 0 only asks when to tell.
+    @property
+    def first_after_s(self) -> float:
+        """Seconds after the test's start until it is shown first."""
 
-    Returns:
-        After how many seconds to tell again.
-    """
+    def show(self, positions: Mapping[int, Position], *, after_s: float) -> None:
+        """Shows it.
+
+        Args:
+            positions: Where each rank is that answered.
+            after_s: Seconds since the test's start.
+        """
+
+
+class _TerminalLine:
+    """Writes a line to the terminal."""
+
+    def __init__(self, item: pytest.Item, reporter: Any) -> None:
+        self._item = item
+        self._reporter = reporter
+        self.first_after_s = item.config.stash[OPTIONS].progress_s
+
+    def show(self, positions: Mapping[int, Position], *, after_s: float) -> None:
+        sites = {
+            rank: "done"
+            if position.activity is Activity.HAS_ENDED
+            else f"at {position.site or 'unknown'}"
+            for rank, position in positions.items()
+        }
+        where = "; ".join(f"{name_ranks(ranks)} {site}" for ranks, site in fold_equal(sites))
+        deadline = self._item.stash[SETTINGS].timeout_s
+        self._reporter.ensure_newline()
+        self._reporter.write_line(
+            f"fsdp-comm: {self._item.nodeid} still runs after {after_s:.0f} s (deadline "
+            f"{deadline:g} s): {where or 'no rank answers'}"
+        )
+
+
+def progress_on_terminal(item: pytest.Item) -> Progress | None:
+    """Shows a test's progress on the terminal; None where there is none, as in an xdist worker."""
     reporter = item.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or hasattr(item.config, "workerinput"):
-        return math.inf
-    if seconds == 0.0:
-        return item.config.stash[OPTIONS].progress_s
-    sites = {
-        rank: "done" if position["is_over"] else f"at {position['site'] or 'unknown'}"
-        for rank, position in supervision.positions().items()
-    }
-    told = "; ".join(f"{name_ranks(ranks)} {site}" for ranks, site in fold_equal(sites))
-    deadline = item.stash[SETTINGS].timeout_s
-    reporter.ensure_newline()
-    reporter.write_line(
-        f"fsdp-comm: {item.nodeid} still runs after {seconds:.0f} s (deadline {deadline:g} s): "
-        f"{told or 'no rank answers'}"
-    )
-    return 2 * seconds
+        return None
+    return _TerminalLine(item, reporter)

@@ -31,7 +31,7 @@ def run_with_reruns(
     nextitem: pytest.Item | None,
     attempt: Callable[[], list[pytest.TestReport]],
 ) -> bool:
-    """Runs and logs a test, again where it fails and the plugin says so.
+    """Runs and logs a test, again where it fails and the plugin decides so.
 
     Args:
         item: The test.
@@ -70,7 +70,7 @@ def run_with_reruns(
 
 
 def _note(plugin: Any, item: pytest.Item, report: pytest.TestReport) -> None:
-    """Tells the plugin of a report as pytest would that had made it here."""
+    """Shows the plugin a report as if pytest had made it here."""
     error = rebuilt_error(report)
     call = SimpleNamespace(excinfo=SimpleNamespace(value=error) if error else None)
     wrapper = plugin.pytest_runtest_makereport(item, call)
@@ -103,6 +103,7 @@ def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
     base = getattr(builtins, name, Exception)
     if not (isinstance(base, type) and issubclass(base, BaseException)):
         base = Exception
+    # A class made for it, since the plugin matches the name of the error's class.
     members = {"__init__": lambda _: None, "__str__": lambda _: text}
     error: BaseException = type(name, (base,), members)()
     return error

@@ -23,7 +23,8 @@ from pytest_fsdp_comm.ranks.rank.isolation import resolve_basetemp
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate
 from pytest_fsdp_comm.ranks.rank.process_group import gpus_of
 from pytest_fsdp_comm.ranks.rank.terminal import copied_terminal, kept_foreground
-from pytest_fsdp_comm.ranks.session.progress import tell_progress
+from pytest_fsdp_comm.ranks.session.progress import progress_on_terminal
+from pytest_fsdp_comm.ranks.session.rank_set import RankSet
 from pytest_fsdp_comm.ranks.session.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
@@ -33,9 +34,10 @@ from pytest_fsdp_comm.ranks.start.fork_client import ForkServer, ServerDiedError
 from pytest_fsdp_comm.ranks.start.fork_safety import unsafe_to_fork
 from pytest_fsdp_comm.ranks.start.slots import Slots
 from pytest_fsdp_comm.ranks.start.spawn import SpawnedRanks
-from pytest_fsdp_comm.ranks.wire.launch import Launch, RankProcesses
-from pytest_fsdp_comm.ranks.wire.results import RankResult
+from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+from pytest_fsdp_comm.ranks.wire.results import Loss, RankResult
 from pytest_fsdp_comm.ranks.wire.socket_paths import check_path, listen
+from pytest_fsdp_comm.text.codec import load_tagged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,19 +45,19 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.options import DistributedSettings
     from pytest_fsdp_comm.ranks.session.peers import Peers
     from pytest_fsdp_comm.ranks.start.fork_server import RunRank
-    from pytest_fsdp_comm.ranks.wire.extension import Outcome, RankExtension
+    from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 
 
-@dataclass(slots=True, kw_only=True)
-class _Kept:
-    """The ranks that run a test now, or are kept for the next one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Base:
+    """What rank sets are started from."""
 
-    key: tuple[Any, ...]
-    """What a test must share with those that the ranks ran."""
-    nodeid: str
-    """The first test that they ran."""
-    supervision: Supervision
-    processes: RankProcesses
+    directory: Path
+    """Holds a directory for each rank set."""
+    slots: Slots
+    """What the ranks of all of the session's processes may use."""
+    server: ForkServer | None
+    """None where ranks are started as new processes."""
 
 
 class RankRunner:
@@ -64,12 +66,12 @@ class RankRunner:
     def __init__(
         self,
         session: pytest.Session,
-        extensions: Sequence[RankExtension],
+        extensions: Sequence[RankExtension[Any]],
         peers: Peers | None = None,
         *,
         slots_directory: str | None = None,
     ) -> None:
-        """Prepares; starts nothing.
+        """Starts nothing yet.
 
         Args:
             session: The session, after collection.
@@ -81,51 +83,57 @@ class RankRunner:
         self._session = session
         self._extensions = extensions
         self._peers = peers
-        self._server: ForkServer | None = None
-        self._directory: Path | None = None
-        self._sets = 0
-        self._places = {item: place for place, item in enumerate(session.items)}
-        self._kept: _Kept | None = None
+        self._slots_directory = slots_directory
+        self._indices = {item: index for index, item in enumerate(session.items)}
+        self._base: _Base | None = None
         self._terminal: tuple[int, ...] = ()
+        self._set_count = 0
+        self._rank_set: RankSet | None = None
         self._was_quit = False
         self._problems: list[str] = []
         self._unpreparable = ""
-        self._slots_directory = slots_directory
         self.fallback_reason = ""
         """Why ranks are started as new processes instead of forked; empty if they are forked."""
 
     def start(self) -> None:
         """Forks the fork server, unless the process is unsafe to fork."""
         self._terminal = copied_terminal(self._session.config)
-        self._start_server()
+        self._base = self._start_base()
 
-    def _start_server(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="fsdp-comm-"))
+    def _start_base(self) -> _Base:
+        directory = Path(tempfile.mkdtemp(prefix="fsdp-comm-"))
         try:
-            check_path(self._directory / "1000000" / "socket")
+            check_path(directory / "1000000" / "socket")
         except FsdpCommError as error:
             self._unpreparable = str(error)
         # What a launcher started is its own bound, and has its GPUs by the local rank.
         is_bounded = self._peers is None
-        self._slots = Slots(
-            Path(self._slots_directory or self._directory / "slots"),
+        slots = Slots(
+            Path(self._slots_directory or directory / "slots"),
             ranks=self._session.config.stash[OPTIONS].rank_slots if is_bounded else None,
             gpus=self._gpus() if is_bounded else (),
         )
         self.fallback_reason = unsafe_to_fork()
-        if not self.fallback_reason:
-            self._server = ForkServer(self._prepare_ranks, self._directory)
+        server = None if self.fallback_reason else ForkServer(self._prepare_ranks, directory)
+        return _Base(directory=directory, slots=slots, server=server)
+
+    def _close_base(self) -> int | None:
+        """Ends the fork server; returns how, as `ForkServer.close`."""
+        base, self._base = self._base, None
+        if base is None:
+            return None
+        status = base.server.close() if base.server is not None else None
+        shutil.rmtree(base.directory, ignore_errors=True)
+        return status
 
     def _replace_server(self) -> str:
-        """Starts a fork server for one that has died.
+        """Starts a fork server in place of one that has died.
 
         Returns:
             How that ended, to be read after "the process".
         """
-        status = self._server.close() if self._server is not None else None
-        self._server = None
-        self._remove_directory()
-        self._start_server()
+        status = self._close_base()
+        self._base = self._start_base()
         self.explain_fallback()
         if status is None:
             return "has ended"
@@ -134,19 +142,19 @@ class RankRunner:
             return f"was killed by signal {-status}{hint}"
         return f"ended with exit status {status}"
 
-    def takes(self, item: pytest.Item) -> bool:
-        """Whether the ranks that there are can run a distributed test; if not, it is skipped."""
-        return self._peers is None or self._peers.takes(item)
+    def can_run(self, item: pytest.Item) -> bool:
+        """Whether a distributed test fits the ranks that were launched; if not, it is skipped."""
+        return self._peers is None or self._peers.can_run(item)
 
     def _gpus(self) -> tuple[str, ...]:
         settings = (item.stash.get(SETTINGS, None) for item in self._session.items)
         if not any(found is not None and gpus_of(found) for found in settings):
-            # Not asked for nothing: counting them imports torch here.
+            # Counting them imports torch here.
             return ()
         return visible_gpu_names(os.environ, visible_gpu_count())
 
     def explain_fallback(self) -> None:
-        """Says on the terminal why ranks are slow to start, if they are."""
+        """Writes on the terminal why ranks are slow to start, if they are."""
         reporter = self._session.config.pluginmanager.get_plugin("terminalreporter")
         if self.fallback_reason and reporter is not None:
             reporter.write_line(
@@ -191,36 +199,28 @@ class RankRunner:
 
     def close(self) -> None:
         """Ends every process and removes what they shared."""
-        self._end_kept(HURRIED_S)
-        self._tell_problems()
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        self._end_ranks(HURRIED_S)
+        self._write_problems()
+        self._close_base()
         for descriptor in self._terminal:
             os.close(descriptor)
         self._terminal = ()
-        self._remove_directory()
         if self._peers is not None:
             self._peers.close()
 
-    def _remove_directory(self) -> None:
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
-
-    def run_part(self, item: pytest.Item, settings: DistributedSettings) -> None:
-        """Runs this process's ranks of a test that another process reports."""
+    def run_unreported(self, item: pytest.Item, settings: DistributedSettings) -> None:
+        """Runs this process's rank of a test that another process reports."""
         self._run_ranks(item, settings)
-        self._tell_problems()
+        self._write_problems()
 
-    def _tell_problems(self) -> None:
-        """Tells of processes that are left where no test's report can."""
+    def _write_problems(self) -> None:
+        """Writes what no test's report can hold: which processes are left."""
         problems, self._problems = self._problems, []
         for problem in problems:
             sys.stderr.write(f"fsdp-comm: {problem}\n")
 
     def _prepare_ranks(self) -> RunRank:
-        return RankTemplate(self._session, self._extensions).become_rank
+        return RankTemplate(self._session, self._extensions).run_rank
 
     def _run_ranks(self, item: pytest.Item, settings: DistributedSettings) -> dict[int, RankResult]:
         peers = self._peers if settings.backend != "fake" else None
@@ -230,30 +230,30 @@ class RankRunner:
                 run = self._begin(item, settings, peers)
                 with kept_foreground(self._terminal):
                     # From here on: waiting for slots was not the test's fault.
-                    results = run(
-                        started_at=time.monotonic(), tell_progress=partial(tell_progress, item)
-                    )
+                    results = run(started_at=time.monotonic(), progress=progress_on_terminal(item))
             except ServerDiedError as error:
                 if peers is not None:
                     raise
                 results = self._lose_server(settings, error)
             keeps = (
                 settings.scope == "module"
-                and self._server is not None
-                and self._kept is not None
-                and self._kept.supervision.is_reusable
+                and self._base is not None
+                and self._base.server is not None
+                and self._rank_set is not None
+                and self._rank_set.supervision.is_reusable
             )
             if peers is not None:
                 # The ranks live on meanwhile: a rank that ends breaks those that still run.
-                results, keeps = peers.share(results, keeps=keeps)
+                shared = peers.share(results, can_keep=keeps)
+                results, keeps = shared.results, shared.keeps
         except BaseException:
-            # Ctrl-C, say: no rank may outlive its test, and somebody waits.
-            self._end_kept(HURRIED_S)
+            # Ctrl-C, for example: no rank may outlive its test, and somebody waits.
+            self._end_ranks(HURRIED_S)
             raise
-        if keeps and self._kept is not None:
-            self._kept.processes.rest()
+        if keeps and self._rank_set is not None:
+            self._rank_set.processes.rest()
         else:
-            self._end_kept(PATIENCE_S)
+            self._end_ranks(PATIENCE_S)
         return results
 
     def _begin(
@@ -262,21 +262,21 @@ class RankRunner:
         """Gives a test to the ranks that are kept for it, or starts new ones."""
         if self._unpreparable:
             raise ServerDiedError(self._unpreparable)
-        key = (item.getparent(pytest.Module), settings)
-        index = self._places[item]
-        kept = self._kept
-        continues = kept is not None and kept.key == key
+        index = self._indices[item]
+        kept = self._rank_set
+        reuses_ranks = kept is not None and kept.suits(item, settings)
         if peers is not None:
-            continues = peers.begin(index, continues=continues)
-        if kept is not None and continues and kept.processes.resume():
+            reuses_ranks = peers.begin(index, reuses_ranks=reuses_ranks)
+        if kept is not None and reuses_ranks and kept.processes.resume():
             run = partial(kept.supervision.run_next, index)
         else:
             # Before waiting for slots: kept ranks hold some.
-            self._end_kept(PATIENCE_S)
-            if peers is None and self._server is not None and self._server.has_died:
+            self._end_ranks(PATIENCE_S)
+            server = self._base.server if self._base is not None else None
+            if peers is None and server is not None and server.has_died:
                 self._replace_server()
-            self._kept = self._start_set(item, index, settings, peers)
-            run = partial(self._kept.supervision.run)
+            self._rank_set = self._start_ranks(item, index, settings, peers)
+            run = partial(self._rank_set.supervision.run)
         if peers is not None:
             run = partial(run, has_failed_elsewhere=peers.has_failed_elsewhere)
         return run
@@ -284,68 +284,57 @@ class RankRunner:
     def _lose_server(
         self, settings: DistributedSettings, error: ServerDiedError
     ) -> dict[int, RankResult]:
-        self._end_kept(PATIENCE_S)
+        self._end_ranks(PATIENCE_S)
         if error.reason:
-            # So it would be with the next one, whose start takes seconds.
+            # The next one, whose start takes seconds, would fail like it.
             self._unpreparable = error.reason
             text = f"could not be prepared: {error.reason}"
         else:
             how = self._replace_server()
             text = f"died with the process that all ranks are forked from, which {how}"
-        return {rank: RankResult.of_lost(rank, text) for rank in settings.ranks}
+        lost = Loss(of_one=text, of_several=text)
+        return {rank: RankResult(rank=rank, lost=lost) for rank in settings.ranks}
 
-    def _start_set(
-        self,
-        item: pytest.Item,
-        index: int,
-        settings: DistributedSettings,
-        peers: Peers | None,
-    ) -> _Kept:
-        if self._directory is None:
+    def _start_ranks(
+        self, item: pytest.Item, index: int, settings: DistributedSettings, peers: Peers | None
+    ) -> RankSet:
+        if self._base is None:
             raise RuntimeError("start() comes before run()")
-        self._sets += 1
-        directory = self._directory / str(self._sets)
+        self._set_count += 1
+        directory = self._base.directory / str(self._set_count)
         directory.mkdir()
         config = self._session.config
-        self._set_directory = directory
-        part = peers.part() if peers else None
-        with self._slots.turn(ranks=len(settings.ranks), gpus=gpus_of(settings)) as grant:
-            launch = Launch(
+        local = peers.local_rank() if peers else None
+        with self._base.slots.turn(ranks=len(settings.ranks), gpus=gpus_of(settings)) as grant:
+            spec = RankSetSpec(
                 item_index=index,
                 nodeid=item.nodeid,
                 settings=settings,
                 directory=directory,
                 basetemp=peers.basetemp() if peers else resolve_basetemp(config),
                 echoes=_echoes(config),
-                part=part,
+                local=local,
                 terminal=self._terminal,
                 debugged_rank=_debugged_rank(config, settings),
                 slots=grant.files,
                 gpus=grant.gpus,
             )
-            listener = listen(launch.socket_path, 2 * len(launch.ranks))  # each has a watchdog
-            processes = (
-                self._server.launch(launch) if self._server else SpawnedRanks(config, launch)
-            )
-        return _Kept(
-            key=(item.getparent(pytest.Module), settings),
+            listener = listen(spec.socket_path, 2 * len(spec.ranks))  # each has a watchdog
+            server = self._base.server
+            processes = server.fork_ranks(spec) if server else SpawnedRanks(config, spec)
+        return RankSet(
+            module=item.getparent(pytest.Module),
+            settings=settings,
             nodeid=item.nodeid,
-            supervision=Supervision(launch, listener, processes),
+            directory=directory,
+            supervision=Supervision(spec, listener, processes),
             processes=processes,
         )
 
-    def _end_kept(self, within_s: float) -> None:
-        if self._kept is not None:
-            supervision, nodeid = self._kept.supervision, self._kept.nodeid
-            self._kept = None
-            for rank, pid in supervision.end(within_s).items():
-                self._problems.append(
-                    f"rank {rank} of {nodeid} could not be ended: its process {pid} is still there "
-                    f"{within_s:g} s after SIGKILL.\n"
-                    "Does a driver or a file server not answer? What it waits for is in "
-                    f"/proc/{pid}/stack (as root). Later tests have new ranks."
-                )
-            shutil.rmtree(self._set_directory, ignore_errors=True)
+    def _end_ranks(self, within_s: float) -> None:
+        rank_set, self._rank_set = self._rank_set, None
+        if rank_set is not None:
+            self._problems += rank_set.end(within_s)
 
     def _load(self, data: dict[str, Any]) -> pytest.TestReport:
         config = self._session.config
@@ -361,15 +350,16 @@ class RankRunner:
         reports: list[pytest.TestReport],
     ) -> list[pytest.TestReport]:
         """Gives the extensions what their ranks sent; their problems fail the test."""
-        outcome = _outcome(reports)
+        has_failed = any(report.failed for report in reports)
         problems, self._problems = self._problems, []
-        for place, extension in enumerate(self._extensions):
+        for index, extension in enumerate(self._extensions):
+            known = {extension.payload_type.__name__: extension.payload_type}
             payloads = {
-                rank: result.payloads[place]
+                rank: load_tagged(known, result.payloads[index])
                 for rank, result in results.items()
                 if result.payloads is not None
             }
-            problems += extension.merge(item, payloads, outcome)
+            problems += extension.merge(item, payloads, has_failed=has_failed)
         if problems:
             text = "\n\n".join(problems)
             failed = next((report for report in reports if report.failed), None)
@@ -395,9 +385,3 @@ def _echoes(config: pytest.Config) -> tuple[str, ...]:
         *(("stdout", "stderr") if config.getoption("capture", "fd") == "no" else ()),
         *(("terminal",) if shows_setup else ()),
     )
-
-
-def _outcome(reports: Sequence[pytest.TestReport]) -> Outcome:
-    if any(report.failed for report in reports):
-        return "failed"
-    return "skipped" if any(report.skipped for report in reports) else "passed"

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import selectors
 import signal
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_fsdp_comm.ranks.hangs.stacks import read_stacks
-from pytest_fsdp_comm.ranks.rank.kept_output import (
-    KEPT_NBYTES,
-    MOST_ON_DISK_NBYTES,
-    OutputFile,
-    read_kept,
-)
+from pytest_fsdp_comm.ranks.rank.kept_output import MOST_ON_DISK_NBYTES, OutputFile, read_kept
+from pytest_fsdp_comm.ranks.session.echo import Echo
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.results import RankResult, Stopped
+from pytest_fsdp_comm.ranks.wire.messages import (
+    SUPERVISOR,
+    DebuggerEntered,
+    DebuggerLeft,
+    PositionAnswer,
+    PositionQuestion,
+    RankHello,
+    RankMessage,
+    RunTest,
+    SupervisorMessage,
+    TestEnded,
+    TimerCancelled,
+    TimerSet,
+    WatchdogHello,
+)
+from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
+from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, Stopped, WarningSeen
+from pytest_fsdp_comm.text.codec import CodecError
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Mapping
 
-    from pytest_fsdp_comm.ranks.wire.launch import Launch, RankProcesses
+    from pytest_fsdp_comm.ranks.session.progress import Progress
+    from pytest_fsdp_comm.ranks.wire.rank_set import RankProcesses, RankSetSpec
 
 # Once a rank has failed, the others fail within a second of it (their connections close) or hang.
 GRACE_S = 1.0
@@ -39,50 +50,32 @@ _SEND_S = 1.0
 _GREETING_NBYTES = 4096
 
 
+_Channel: TypeAlias = Channel[SupervisorMessage, RankMessage]
+
 HasFailedElsewhere = Callable[[bool], bool]
+"""Called again and again while ranks run, with whether one of them has failed; returns whether one
+that another process supervises has."""
 
 
-TellProgress = Callable[["Supervision", float], float]
-
-
-def _silently(supervision: Supervision, seconds: float) -> float:
-    del supervision, seconds
-    return math.inf
-
-
-def _nowhere(has_failed: bool) -> bool:
-    del has_failed
-    return False
-
-
-@dataclass(frozen=True, slots=True)
-class _Timer:
-    """A timeout that pytest-timeout set in a rank."""
-
-    timeout_s: float
-    until: float
-    """When it runs out (`time.monotonic`)."""
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Rank:
-    """What is known so far of one rank."""
+    """What is known so far of one rank's test."""
 
-    channel: Channel | None = None
-    watchdog: Channel | None = None
-    position: dict[str, Any] | None = None
-    reports: list[dict[str, Any]] = field(default_factory=list)
-    warnings: list[dict[str, Any]] = field(default_factory=list)
-    payloads: list[Any] | None = None
+    channel: _Channel | None = None
+    watchdog: _Channel | None = None
+    position: Position | None = None
+    reports: list[PhaseReport] = field(default_factory=list)
+    warnings: list[WarningSeen] = field(default_factory=list)
+    payloads: tuple[str, ...] | None = None
     escaped: str | None = None
     is_done: bool = False
     status: int | None = None
     ended_at: float | None = None
     stopped: Stopped | None = None
     stacks: str = ""
-    timer: _Timer | None = None
+    timer: TimerSet | None = None
     is_debugging: bool = False
-    nbytes_read: dict[str, int] = field(default_factory=dict)
+    nbytes_reported: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
@@ -91,89 +84,90 @@ class _Rank:
     @property
     def has_failed(self) -> bool:
         # After a failed subtest the test goes on.
-        failed = any(
-            entry["report"]["outcome"] == "failed" and not entry["is_subtest"]
-            for entry in self.reports
-        )
+        failed = any(report.has_failed and not report.is_subtest for report in self.reports)
         return failed or self.escaped is not None or (self.status is not None and not self.is_done)
 
 
 class Supervision:
-    """One set of ranks, for the tests that it runs one after another."""
+    """Supervises one rank set, for the tests that it runs one after another."""
 
-    def __init__(self, launch: Launch, listener: socket.socket, processes: RankProcesses) -> None:
-        """Takes over a set of ranks that has just been started.
+    def __init__(
+        self, spec: RankSetSpec, listener: socket.socket, processes: RankProcesses
+    ) -> None:
+        """Begins with a rank set that has just been started.
 
         Args:
-            launch: What the ranks were told.
-            listener: Listens at the launch's socket path.
-            processes: The ranks' processes.
+            spec: How it was started.
+            listener: Listens at its socket path; closed with it.
+            processes: Its processes.
         """
-        self._launch = launch
+        self._spec = spec
         self._listener = listener
         self._listener.settimeout(0.0)
         self._processes = processes
-        self._ranks = {rank: _Rank() for rank in launch.ranks}
+        self._ranks = {rank: _Rank() for rank in spec.ranks}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
         self._descriptor = processes.fileno()
         if self._descriptor is not None:
             self._selector.register(self._descriptor, selectors.EVENT_READ, None)
-        # Where the logs were when a later test of the set began.
-        self._begun_at: dict[tuple[int, str], int] = {}
+        # The size of each log when a later test of the rank set began.
+        self._log_starts: dict[tuple[int, str], int] = {}
         self._outputs = {
-            (rank, stream): OutputFile(launch.log_path(rank, stream))
-            for rank in launch.ranks
+            (rank, stream): OutputFile(spec.log_path(rank, stream))
+            for rank in spec.ranks
             for stream in _STREAMS
         }
-        self._bounded_at = 0.0
-        self._echo = _Echo(launch) if launch.echoes else None
+        self._bounded_at: float | None = None
+        self._echo = Echo(spec) if spec.echoes else None
         self._questions = 0
         self.is_reusable = False
-        """All ranks finished the last test and wait for another."""
+        """Whether all ranks finished the last test and wait for another."""
 
     def run(
         self,
         *,
         started_at: float,
-        has_failed_elsewhere: HasFailedElsewhere = _nowhere,
-        tell_progress: TellProgress = _silently,
+        has_failed_elsewhere: HasFailedElsewhere | None = None,
+        progress: Progress | None = None,
     ) -> dict[int, RankResult]:
         """Waits until every rank finished the test, failed with a grace period, or ran out of time.
 
         Args:
             started_at: When the ranks were started for this test (`time.monotonic`).
-            has_failed_elsewhere: Asked again and again while ranks run, and told whether one of
-                them has failed; says whether one that another process supervises has.
-            tell_progress: Called now and then with the seconds that the test has run; returns after
-                how many to call it again.
+            has_failed_elsewhere: Asked for the ranks that other processes supervise; None if there
+                are none.
+            progress: Shows that the test still runs; None does not.
 
         Returns:
             What each rank did.
         """
-        deadline = started_at + self._launch.settings.timeout_s
-        next_told_s = tell_progress(self, 0.0)
+        deadline = started_at + self._spec.settings.timeout_s
+        progress_after_s = progress.first_after_s if progress else None
         first_failure: float | None = None
         was_debugged = False
         while not all(rank.is_over for rank in self._ranks.values()):
             now = time.monotonic()
             if any(rank.is_debugging and not rank.is_over for rank in self._ranks.values()):
                 was_debugged = True
-                # Whoever failed, it is the debugger's turn.
+                # Even if a rank has failed, it is the debugger's turn.
                 first_failure = None
                 self._wait(_POLL_S)
                 self._release_output()
                 continue
             has_failed = any(rank.has_failed for rank in self._ranks.values())
-            has_failed = has_failed_elsewhere(has_failed) or has_failed
+            if has_failed_elsewhere is not None:
+                has_failed = has_failed_elsewhere(has_failed) or has_failed
             if first_failure is None and has_failed:
                 first_failure = now
             if first_failure is not None and now > first_failure + GRACE_S:
                 self._stop(Stopped.AFTER_FAILURE)
                 break
-            if now - started_at > next_told_s:
-                next_told_s = tell_progress(self, now - started_at)
-            ends_at = min([deadline, *(timer.until for timer in self._timers())])
+            after_s = now - started_at
+            if progress and progress_after_s is not None and after_s > progress_after_s:
+                progress.show(self._positions(), after_s=after_s)
+                progress_after_s = 2 * after_s
+            ends_at = min([deadline, *(timer.runs_out_at for timer in self._timers())])
             # Time in a debugger is not the test's, and how much it was does not matter any more.
             if now > ends_at and not was_debugged:
                 self._stop(Stopped.AT_DEADLINE)
@@ -194,30 +188,28 @@ class Supervision:
         item_index: int,
         *,
         started_at: float,
-        has_failed_elsewhere: HasFailedElsewhere = _nowhere,
-        tell_progress: TellProgress = _silently,
+        has_failed_elsewhere: HasFailedElsewhere | None = None,
+        progress: Progress | None = None,
     ) -> dict[int, RankResult]:
         """Runs another test on the same ranks."""
         for number, rank in self._ranks.items():
             for stream in _STREAMS:
                 size = 0
                 with contextlib.suppress(FileNotFoundError):
-                    size = self._launch.log_path(number, stream).stat().st_size
-                self._begun_at[number, stream] = size
+                    size = self._spec.log_path(number, stream).stat().st_size
+                self._log_starts[number, stream] = size
             self._ranks[number] = _Rank(channel=rank.channel, watchdog=rank.watchdog)
             if rank.channel is not None:
                 self._selector.unregister(rank.channel)
                 self._selector.register(rank.channel, selectors.EVENT_READ, self._ranks[number])
                 with contextlib.suppress(OSError):  # it has died, which will be noticed
-                    rank.channel.send({"item": item_index})
+                    rank.channel.send(RunTest(item_index=item_index))
         return self.run(
-            started_at=started_at,
-            has_failed_elsewhere=has_failed_elsewhere,
-            tell_progress=tell_progress,
+            started_at=started_at, has_failed_elsewhere=has_failed_elsewhere, progress=progress
         )
 
     def end(self, within_s: float) -> dict[int, int]:
-        """Kills every process of the set; see `RankProcesses.end`."""
+        """Kills every process of the rank set; see `RankProcesses.end`."""
         try:
             return self._processes.end(within_s)
         finally:
@@ -229,7 +221,7 @@ class Supervision:
                 if isinstance(channel, Channel):
                     channel.close()
 
-    def _timers(self) -> list[_Timer]:
+    def _timers(self) -> list[TimerSet]:
         ranks = self._ranks.values()
         return [rank.timer for rank in ranks if rank.timer is not None and not rank.is_over]
 
@@ -254,13 +246,13 @@ class Supervision:
     def _bound_output(self) -> bool:
         """Frees the disk of output that is not kept; whether a rank had to be stopped for its."""
         now = time.monotonic()
-        if now < self._bounded_at + _POLL_S:
+        if self._bounded_at is not None and now < self._bounded_at + _POLL_S:
             return False
         self._bounded_at = now
         fast = [
             number
-            for number, taken in self._release_output().items()
-            if taken > MOST_ON_DISK_NBYTES
+            for number, nbytes in self._release_output().items()
+            if nbytes > MOST_ON_DISK_NBYTES
         ]
         if not fast:
             return False
@@ -281,7 +273,7 @@ class Supervision:
         }
 
     def _unread_from(self, number: int, rank: _Rank, stream: str) -> int:
-        return rank.nbytes_read.get(stream, self._begun_at.get((number, stream), 0))
+        return rank.nbytes_reported.get(stream, self._log_starts.get((number, stream), 0))
 
     def _note_ends(self) -> None:
         for number, status in self._processes.exit_statuses().items():
@@ -293,33 +285,35 @@ class Supervision:
                 rank.ended_at = time.time()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # whoever called has hung up
+        with contextlib.suppress(OSError):  # the caller has hung up
             connection, _ = self._listener.accept()
-            channel = Channel(connection)
+            channel = Channel(connection, SUPERVISOR)
             channel.settimeout(_SEND_S)
             self._selector.register(channel, selectors.EVENT_READ, None)
 
-    def _greet(self, channel: Channel) -> None:
-        """Reads who has called, once that was said; whoever says something else is a stranger."""
-        try:
-            said = list(channel.receive_available())
-            if not said and not channel.is_closed and channel.nbytes_pending < _GREETING_NBYTES:
+    def _greet(self, channel: _Channel) -> None:
+        """Reads who has called, once that has come; anything but a greeting is a stranger's."""
+        hello: RankMessage | None = None
+        with contextlib.suppress(CodecError, OSError):
+            hello = next(channel.receive_available(), None)
+            if (
+                hello is None
+                and not channel.is_closed
+                and channel.nbytes_pending < _GREETING_NBYTES
+            ):
                 return
-            hello, *more = said
-            rank = self._ranks[hello["rank"]]
-        except (ValueError, LookupError, TypeError, OSError):
-            self._selector.unregister(channel)
-            channel.close()
-            return
         self._selector.unregister(channel)
-        if "watchdog" in hello:
-            rank.watchdog = channel
-            return
-        rank.channel = channel
-        self._selector.register(channel, selectors.EVENT_READ, rank)
-        # What came in one piece with the greeting makes no descriptor readable again.
-        for message in more:
-            _record(rank, message)
+        match hello:
+            case WatchdogHello() if hello.rank in self._ranks:
+                self._ranks[hello.rank].watchdog = channel
+            case RankHello() if hello.rank in self._ranks:
+                rank = self._ranks[hello.rank]
+                rank.channel = channel
+                self._selector.register(channel, selectors.EVENT_READ, rank)
+                # What came in one piece with the greeting makes no descriptor readable again.
+                self._record_all(rank, channel, channel.take_pending)
+            case _:
+                channel.close()
 
     def _drain(self, rank: _Rank) -> None:
         while rank.channel is None and self._admit():
@@ -344,15 +338,18 @@ class Supervision:
         return found
 
     def _read(self, rank: _Rank) -> None:
-        channel = rank.channel
-        if channel is None:
-            return
+        if rank.channel is not None:
+            self._record_all(rank, rank.channel, rank.channel.receive_available)
+
+    def _record_all(
+        self, rank: _Rank, channel: _Channel, receive: Callable[[], Iterator[RankMessage]]
+    ) -> None:
         try:
-            for message in channel.receive_available():
+            for message in receive():
                 _record(rank, message)
         except BlockingIOError:
             raise
-        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+        except (CodecError, OSError) as error:
             # The rank's test wrote to a descriptor that is not its own.
             rank.escaped = f"a broken connection ({type(error).__name__}: {error})"
             rank.ended_at = time.time()
@@ -369,38 +366,39 @@ class Supervision:
         until = time.monotonic() + _DUMP_S
         for number, rank in running.items():
             rank.stopped = why
-            rank.stacks = read_stacks(self._launch.stacks_path(number), until=until)
+            rank.stacks = read_stacks(self._spec.stacks_path(number), until=until)
         # Most have answered by now; one that holds the GIL never does.
         self._take_positions(asked)
         for rank in running.values():
             if not rank.stacks and rank.position is not None:
-                rank.stacks = rank.position["site"]  # on a busy machine a dump may come too late
+                rank.stacks = rank.position.site  # on a busy machine a dump may come too late
         # It may be long until `end`, where ranks of other processes are waited for: until then it
         # must neither write on nor wear out the machine.
         for number in running:
             self._processes.send_signal(number, signal.SIGSTOP)
 
-    def _take_positions(self, asked: Sequence[tuple[_Rank, Channel]]) -> None:
+    def _take_positions(self, asked: Sequence[tuple[_Rank, _Channel]]) -> None:
         until = time.monotonic() + _ANSWER_S
         for rank, watchdog in asked:
             rank.position = None
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, CodecError):
                 while rank.position is None:
                     watchdog.settimeout(max(until - time.monotonic(), 0.001))
                     answer = watchdog.receive()
                     if answer is None:
                         break
                     # An earlier question may have been answered after its time.
-                    if answer["number"] == self._questions:
-                        rank.position = {**answer["position"], "is_over": rank.is_over}
+                    if isinstance(answer, PositionAnswer) and answer.number == self._questions:
+                        activity = Activity.HAS_ENDED if rank.is_over else Activity.RUNS
+                        rank.position = replace(answer.position, activity=activity)
 
-    def positions(self) -> dict[int, dict[str, Any]]:
-        """Where the ranks are, as `position.read_position`; those without an answer are missing."""
+    def _positions(self) -> dict[int, Position]:
+        """Where the ranks are; those without an answer are missing."""
         self._take_positions(self._ask_positions())
         ranks = self._ranks.items()
         return {number: rank.position for number, rank in ranks if rank.position is not None}
 
-    def _ask_positions(self) -> list[tuple[_Rank, Channel]]:
+    def _ask_positions(self) -> list[tuple[_Rank, _Channel]]:
         """Asks every rank that lives where it is, those that have finished the test too."""
         asked = []
         self._questions += 1
@@ -408,14 +406,14 @@ class Supervision:
             if rank.watchdog is not None and rank.status is None:
                 with contextlib.suppress(OSError):  # it died just now
                     rank.watchdog.settimeout(_SEND_S)
-                    rank.watchdog.send({"number": self._questions})
+                    rank.watchdog.send(PositionQuestion(number=self._questions))
                     asked.append((rank, rank.watchdog))
         return asked
 
     def _result(self, number: int, rank: _Rank) -> RankResult:
         return RankResult(
             rank=number,
-            reports=tuple((entry["report"], entry["at"]) for entry in rank.reports),
+            reports=tuple(rank.reports),
             warnings=tuple(rank.warnings),
             payloads=rank.payloads,
             escaped=rank.escaped,
@@ -423,7 +421,11 @@ class Supervision:
             ended_at=rank.ended_at,
             stopped=rank.stopped,
             timeout_s=min(
-                (timer.timeout_s for timer in self._timers() if timer.until < time.monotonic()),
+                (
+                    timer.timeout_s
+                    for timer in self._timers()
+                    if timer.runs_out_at < time.monotonic()
+                ),
                 default=None,
             ),
             stacks=rank.stacks,
@@ -435,7 +437,7 @@ class Supervision:
         """What a rank printed in the phase that it did not end."""
         found = {}
         for stream in _STREAMS:
-            path = self._launch.log_path(number, stream)
+            path = self._spec.log_path(number, stream)
             if path.exists():
                 with path.open("rb") as file:
                     start = self._unread_from(number, rank, stream)
@@ -443,52 +445,37 @@ class Supervision:
         return {stream: text for stream, text in found.items() if text}
 
 
-def _record(rank: _Rank, message: Mapping[str, Any]) -> None:
-    rank.is_debugging = message.get("debugs", rank.is_debugging)
-    if "report" in message:
-        rank.reports.append({name: message[name] for name in ("report", "at", "is_subtest")})
-        rank.nbytes_read = message["read"]
-    if "warning" in message:
-        rank.warnings.append(message["warning"])
-    if "timer_s" in message:
-        timeout_s = message["timer_s"]
-        rank.timer = None if timeout_s is None else _Timer(timeout_s, message["at"] + timeout_s)
-    if "done" in message:
-        rank.payloads = message.get("payloads")
-        if "escaped" in message:
-            rank.escaped = message["escaped"]
-            rank.ended_at = message["escaped_at"]
-        rank.is_done = True
+def _record(rank: _Rank, message: RankMessage) -> None:
+    match message:
+        case PhaseReport():
+            _record_report(rank, message)
+        case WarningSeen():
+            rank.warnings.append(message)
+        case TimerSet():
+            rank.timer = message
+        case TimerCancelled():
+            rank.timer = None
+        case DebuggerEntered():
+            rank.is_debugging = True
+        case DebuggerLeft():
+            rank.is_debugging = False
+        case TestEnded():
+            _record_end(rank, message)
+        case RankHello() | WatchdogHello() | PositionAnswer():
+            raise CodecError(f"expected what a rank reports, got {type(message).__name__}")
 
 
-class _Echo:
-    """Shows each rank's new lines under its name."""
+def _record_report(rank: _Rank, report: PhaseReport) -> None:
+    rank.is_debugging = report.precedes_debugger
+    rank.reports.append(report)
+    rank.nbytes_reported = report.nbytes_reported
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
-        self._offsets: dict[tuple[int, str], int] = {}
 
-    def copy(self) -> None:
-        for rank in self._launch.ranks:
-            for stream in self._launch.echoes:
-                self._copy_one(rank, stream)
-        sys.stdout.flush()
-
-    def _copy_one(self, rank: int, stream: str) -> None:
-        path = self._launch.log_path(rank, stream)
-        offset = self._offsets.get((rank, stream), 0)
-        if not path.exists() or path.stat().st_size <= offset:
-            return
-        with path.open("rb") as file:
-            if path.stat().st_size - offset > KEPT_NBYTES:
-                # What is shown has no limit, as what is seen needs no room; only how fast it comes.
-                text, end = read_kept(file.fileno(), offset)
-            else:
-                file.seek(offset)
-                data = file.read()
-                # The rest of the last line is still to come.
-                whole = data[: data.rfind(b"\n") + 1]
-                text, end = whole.decode("utf-8", "backslashreplace"), offset + len(whole)
-        self._offsets[rank, stream] = end
-        for line in text.splitlines():
-            sys.stdout.write(f"[rank {rank}] {line}\n")
+def _record_end(rank: _Rank, ended: TestEnded) -> None:
+    if ended.last_report is not None:
+        _record_report(rank, ended.last_report)
+    rank.payloads = ended.payloads
+    if ended.escaped is not None:
+        rank.escaped = ended.escaped.text
+        rank.ended_at = ended.escaped.at
+    rank.is_done = True

@@ -10,13 +10,15 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Literal
 
 import pytest
 
 from pytest_fsdp_comm.ranks.hangs.waiting import explain_waiting
 from pytest_fsdp_comm.ranks.rank.kept_output import MOST_ON_DISK_NBYTES
-from pytest_fsdp_comm.ranks.wire.results import RankResult, Stopped
+from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
+from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, Stopped
 from pytest_fsdp_comm.ranks.wire.subtest_reports import is_subtest, name_subtest
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
@@ -30,18 +32,38 @@ _REAPED_LATE_S = 0.5
 _PHASES: tuple[When, ...] = ("setup", "call", "teardown")
 
 
+class _Blame(IntEnum):
+    """Which failures lead, whenever they happened; the smallest does."""
+
+    LOST = 0
+    """The rank's process is gone with the one that should report on it. What other ranks say is an
+    echo, however late it was missed."""
+    OWN = 1
+    """The rank failed or died; the first one leads."""
+    DEADLINE = 2
+    """The rank only took too long."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
     """One rank's failure."""
 
     rank: int
     when: When
-    at: float
-    """`time.time` on the rank."""
+    blame: _Blame = _Blame.OWN
+    at: float | None
+    """`time.time` on the rank; None where it is unknown or does not matter."""
     report: pytest.TestReport | None
     """None if the rank died."""
     text: str
     """What happened to the rank, to be read after its name."""
+    text_of_several: str
+    """The same, to be read after the names of several ranks."""
+
+    @property
+    def order(self) -> tuple[_Blame, float]:
+        """Sorts failures: the first one leads."""
+        return self.blame, 0.0 if self.at is None else self.at
 
 
 def merge_reports(
@@ -70,7 +92,7 @@ def merge_reports(
             *_timeouts(results, reports, timeout_s),
             *_too_much_output(results, reports),
         ],
-        key=lambda failure: failure.at,
+        key=lambda failure: failure.order,
     )
     main = [failure for failure in failures if failure.when != "teardown"]
     late = [failure for failure in failures if failure.when == "teardown"]
@@ -79,71 +101,89 @@ def merge_reports(
     sections_of = {when: _sections(reports, results, when) for when in _PHASES}
     merged = []
     for when in _PHASES:
-        present = [reports[rank][when][0] for rank in sorted(reports) if when in reports[rank]]
-        sections = sections_of[when]
-        blamed = late if when == "teardown" else [main[0]] if main and main[0].when == when else []
-        if blamed:
-            everyone = late if when == "teardown" else main
-            merged.append(_failed(item, when, everyone, results, (present, sections)))
+        present = [reports[rank][when].report for rank in sorted(reports) if when in reports[rank]]
+        phase = _Phase(item=item, when=when, present=present, sections=sections_of[when])
+        blamed = late if when == "teardown" else main
+        if blamed and blamed[0].when == when:
+            merged.append(_failed(phase, blamed, results))
         elif present:
-            merged.append(_unfailed(item, when, present, sections))
+            merged.append(_unfailed(phase))
     phases = _without_call_after_failed_setup(
         _with_disagreement(item, merged, reports, failures, sections_of["call"])
     )
     return _with_subtests(phases, subtests)
 
 
-_Timed = tuple[pytest.TestReport, float]
-_Reports = Mapping[int, Mapping[When, _Timed]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankReport:
+    """A rank's report, loaded."""
+
+    report: pytest.TestReport
+    made_at: float
+    """`time.time` on the rank."""
+
+
+_Reports = Mapping[int, Mapping[When, _RankReport]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Phase:
+    """One phase of the merged test."""
+
+    item: pytest.Item
+    when: When
+    present: Sequence[pytest.TestReport]
+    """The reports of the ranks that ended it."""
+    sections: list[tuple[str, str]]
+    """Every rank's output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subtest:
-    """One rank's report of a part of the test."""
+    """One rank's report of a subtest."""
 
     key: tuple[str, int]
     """Its name and arguments, and how often they came before on the rank."""
     when: When
     """The phase that the rank was in."""
-    report: pytest.TestReport
-    at: float
+    sent: _RankReport
 
 
 def _sorted_reports(
     result: RankResult, load: LoadReport
-) -> tuple[dict[When, _Timed], list[_Subtest]]:
-    """One report a phase, and those of subtests.
+) -> tuple[dict[When, _RankReport], list[_Subtest]]:
+    """One report for each phase, and those of subtests.
 
-    A plugin may add reports to those of pytest, several of a phase or of one of its own: the first
-    failed one counts.
+    A plugin may add reports to those of pytest, several of a phase or of a phase of its own: the
+    first failed one counts.
     """
-    phases: dict[When, _Timed] = {}
+    phases: dict[When, _RankReport] = {}
     subtests: list[_Subtest] = []
-    times: Counter[str] = Counter()
-    for data, at in result.reports:
-        report = _loaded(data, load)
-        phase = _unfinished_phase(phases)
+    counts: Counter[str] = Counter()
+    for sent in result.reports:
+        report = _loaded(sent, load)
+        loaded = _RankReport(report=report, made_at=sent.made_at)
         if is_subtest(report):
-            name = name_subtest(report, data)
-            key = (name, times[name])
-            times[name] += 1
-            subtests.append(_Subtest(key=key, when=phase, report=report, at=at))
+            name = name_subtest(report, sent.report)
+            key = (name, counts[name])
+            counts[name] += 1
+            subtests.append(_Subtest(key=key, when=_unfinished_phase(phases), sent=loaded))
         elif report.when in _PHASES:
-            if report.when not in phases or not phases[report.when][0].failed:
-                phases[report.when] = (report, at)
+            if report.when not in phases or not phases[report.when].report.failed:
+                phases[report.when] = loaded
         elif report.failed:
             report.when = "teardown" if "call" in phases else "call"
-            phases[report.when] = (report, at)
+            phases[report.when] = loaded
     return phases, subtests
 
 
-def _loaded(data: dict[str, Any], load: LoadReport) -> pytest.TestReport:
-    report = load(data)
-    place_and_reason: Any = report.longrepr
-    if isinstance(place_and_reason, list):
-        # JSON has no tuples; pytest wants one for a skip's place and reason.
-        place, line, reason = place_and_reason
-        report.longrepr = (place, line, reason)
+def _loaded(sent: PhaseReport, load: LoadReport) -> pytest.TestReport:
+    report = load(sent.report)
+    longrepr: Any = report.longrepr
+    if isinstance(longrepr, list):
+        # JSON has no tuples; pytest wants one for a skip.
+        path, line, reason = longrepr
+        report.longrepr = (path, line, reason)
     return report
 
 
@@ -156,7 +196,9 @@ def _merged_subtests(
         for subtest in own:
             by_key.setdefault(subtest.key, {})[rank] = subtest
     merged: dict[When, list[pytest.TestReport]] = {when: [] for when in _PHASES}
-    for on_ranks in sorted(by_key.values(), key=lambda on: min(sub.at for sub in on.values())):
+    for on_ranks in sorted(
+        by_key.values(), key=lambda subs: min(sub.sent.made_at for sub in subs.values())
+    ):
         report = _merged_subtest(on_ranks, [rank for rank in subtests if rank not in on_ranks])
         merged[min((sub.when for sub in on_ranks.values()), key=_PHASES.index)].append(report)
     return merged
@@ -167,22 +209,22 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], absent: Sequence[int]) -> 
         [
             failure
             for rank, sub in on_ranks.items()
-            for failure in _failed_reports({rank: {sub.when: (sub.report, sub.at)}})
+            for failure in _failed_reports({rank: {sub.when: sub.sent}})
         ],
-        key=lambda failure: failure.at,
+        key=lambda failure: failure.order,
     )
-    everyone = [sub.report for sub in on_ranks.values()]
+    everyone = [sub.sent.report for sub in on_ranks.values()]
     several = len(on_ranks) + len(absent) > 1
-    sections = _folded({rank: sub.report.sections for rank, sub in on_ranks.items()}, several)
-    categories = {
-        rank: _category({sub.when: (sub.report, sub.at)}) for rank, sub in on_ranks.items()
-    }
+    sections = _folded(
+        {rank: sub.sent.report.sections for rank, sub in on_ranks.items()}, several=several
+    )
+    categories = {rank: _category([sub.sent]) for rank, sub in on_ranks.items()}
     if failures and failures[0].report is not None:
         story = [*_later(failures)]
-        quiet = [rank for rank, sub in on_ranks.items() if not sub.report.failed]
+        quiet = [rank for rank, sub in on_ranks.items() if not sub.sent.report.failed]
         story += [f"{name_ranks(quiet)} did not fail"] if quiet else []
         story += [f"{name_ranks(absent)} did not run it"] if absent else []
-        report = _told(failures[0].report, _alike(failures), "\n".join(story))
+        report = _with_story(failures[0].report, _alike(failures), "\n".join(story))
     else:
         report = next((report for report in everyone if report.passed), everyone[0])
         if len(set(categories.values())) > 1:
@@ -207,12 +249,18 @@ def _with_subtests(
 
 def _failed_reports(reports: _Reports) -> Iterable[_Failure]:
     for rank, phases in reports.items():
-        for when, (report, at) in phases.items():
-            if report.failed:
+        for when, sent in phases.items():
+            if sent.report.failed:
                 # The phase's end is when it failed; the report was made and sent later.
-                failed_at = getattr(report, "stop", None) or at
+                failed_at = getattr(sent.report, "stop", None) or sent.made_at
+                text = _crash_line(sent.report)
                 yield _Failure(
-                    rank=rank, when=when, at=failed_at, report=report, text=_crash_line(report)
+                    rank=rank,
+                    when=when,
+                    at=failed_at,
+                    report=sent.report,
+                    text=text,
+                    text_of_several=text,
                 )
 
 
@@ -226,25 +274,36 @@ def _crash_line(report: pytest.TestReport) -> str:
 
 def _deaths(results: Mapping[int, RankResult], reports: _Reports) -> Iterable[_Failure]:
     for rank, result in results.items():
-        if result.lost:
-            # Its phase is unknown, and what others say of it is an echo, whenever it was missed.
-            yield _Failure(rank=rank, when="call", at=0.0, report=None, text=result.lost)
+        if result.lost is not None:
+            # Its phase is unknown.
+            yield _Failure(
+                rank=rank,
+                when="call",
+                blame=_Blame.LOST,
+                at=None,
+                report=None,
+                text=result.lost.of_one,
+                text_of_several=result.lost.of_several,
+            )
             continue
         if result.status is None and result.escaped is None:
             continue
         when = _unfinished_phase(reports[rank])
+        was, were = "", ""
         if result.escaped is not None:
             what = f"left the test with {result.escaped}"
         elif result.status is not None and result.status < 0:
-            what = f"was killed by signal {-result.status} ({_signal_name(-result.status)})"
+            was, were = "was ", "were "
+            what = f"killed by signal {-result.status} ({_signal_name(-result.status)})"
         else:
             what = f"ended with exit status {result.status} (os._exit, or a crash)"
         yield _Failure(
             rank=rank,
             when=when,
-            at=(result.ended_at or 0.0) - _REAPED_LATE_S,
+            at=None if result.ended_at is None else result.ended_at - _REAPED_LATE_S,
             report=None,
-            text=f"{what} during {when}",
+            text=f"{was}{what} during {when}",
+            text_of_several=f"{were}{what} during {when}",
         )
 
 
@@ -266,8 +325,8 @@ def _timeouts(
     if not late:
         return
     limit = results[late[0]].timeout_s
-    told = f"{timeout_s:g} s" if limit is None else f"{limit:g} s (pytest-timeout)"
-    lines = [f"did not finish within {told}, and every rank was ended."]
+    within = f"{timeout_s:g} s" if limit is None else f"{limit:g} s (pytest-timeout)"
+    lines = [f"did not finish within {within}, and every rank was ended."]
     for ranks, stack in fold_equal({rank: results[rank].stacks for rank in late}):
         lines.append(
             f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at, innermost first:"
@@ -277,13 +336,16 @@ def _timeouts(
     if finished:
         lines.append(f"{name_ranks(finished)} had finished.")
     lines[1:1] = _waiting(results, blamed=())
+    text = "\n".join(lines)
     for rank in late:
         yield _Failure(
             rank=rank,
             when=_unfinished_phase(reports[rank]),
-            at=float("inf"),
+            blame=_Blame.DEADLINE,
+            at=None,
             report=None,
-            text="\n".join(lines),
+            text=text,
+            text_of_several=text,
         )
 
 
@@ -291,14 +353,22 @@ def _too_much_output(results: Mapping[int, RankResult], reports: _Reports) -> It
     for rank, result in results.items():
         if result.stopped is Stopped.TOO_MUCH_OUTPUT:
             when = _unfinished_phase(reports[rank])
-            text = (
-                f"printed so much during {when} that it took more than "
-                f"{show_nbytes(MOST_ON_DISK_NBYTES)} of the disk, and was ended.\n"
-                "What is not kept of its output is freed meanwhile: it prints too fast for that, "
-                "or the file system of TMPDIR cannot free a part of a file. Print less, or set "
-                "TMPDIR to a local disk."
+            limit = show_nbytes(MOST_ON_DISK_NBYTES)
+            remedy = "Print less, or set TMPDIR to a local disk."
+            yield _Failure(
+                rank=rank,
+                when=when,
+                at=result.ended_at,
+                report=None,
+                text=f"printed so much during {when} that it took more than {limit} of the disk, "
+                "and was ended.\nWhat is not kept of its output is freed meanwhile: it prints too "
+                "fast for that, or the file system of TMPDIR cannot free a part of a file. "
+                f"{remedy}",
+                text_of_several=f"printed so much during {when} that each took more than {limit} "
+                "of the disk, and were ended.\nWhat is not kept of their output is freed "
+                "meanwhile: they print too fast for that, or the file system of TMPDIR cannot free "
+                f"a part of a file. {remedy}",
             )
-            yield _Failure(rank=rank, when=when, at=result.ended_at or 0.0, report=None, text=text)
 
 
 def _waiting(results: Mapping[int, RankResult], *, blamed: Sequence[int]) -> list[str]:
@@ -306,11 +376,10 @@ def _waiting(results: Mapping[int, RankResult], *, blamed: Sequence[int]) -> lis
 
     Args:
         results: What each rank did.
-        blamed: Ranks of which it is told already that they failed: that others wait for them is no
-            news.
+        blamed: Ranks whose failure the text shows already: that others wait for them is no news.
 
     Returns:
-        Lines; empty if no rank waits, or nobody knows.
+        Lines; empty if no rank waits, or it is unknown.
     """
     positions = {}
     for rank, result in results.items():
@@ -318,34 +387,28 @@ def _waiting(results: Mapping[int, RankResult], *, blamed: Sequence[int]) -> lis
             positions[rank] = result.position
         elif result.stacks:
             site = result.stacks.splitlines()[0]
-            positions[rank] = {"site": site, "module": "", "groups": [], "is_silent": True}
+            positions[rank] = Position(site=site, activity=Activity.HOLDS_GIL)
     return explain_waiting(positions, blamed=blamed)
 
 
 def _failed(
-    item: pytest.Item,
-    when: When,
-    failures: Sequence[_Failure],
-    results: Mapping[int, RankResult],
-    rest: tuple[Sequence[pytest.TestReport], list[tuple[str, str]]],
+    phase: _Phase, failures: Sequence[_Failure], results: Mapping[int, RankResult]
 ) -> pytest.TestReport:
     """The report of a failed phase: the first failure, then what the other ranks did."""
-    present, sections = rest
     first = failures[0]
     alike = _alike(failures)
     story = _story(failures, results)
     if first.report is None:
-        what = first.text
-        if len(alike) > 1 and what.startswith("was "):
-            what = f"were {what.removeprefix('was ')}"
-        text = "\n".join(part for part in (f"{name_ranks(alike)} {what}", story) if part)
-        return _timed(_new_report(item, when, text, sections), present)
-    report = _told(first.report, alike, story)
-    report.sections = sections
-    return _timed(report, present)
+        what = first.text_of_several if len(alike) > 1 else first.text
+        text = "\n".join(filter(None, (f"{name_ranks(alike)} {what}", story)))
+        failed = _new_report(phase.item, phase.when, text, phase.sections)
+        return _timed(failed, phase.present)
+    report = _with_story(first.report, alike, story)
+    report.sections = phase.sections
+    return _timed(report, phase.present)
 
 
-def _told(report: pytest.TestReport, alike: Sequence[int], story: str) -> pytest.TestReport:
+def _with_story(report: pytest.TestReport, alike: Sequence[int], story: str) -> pytest.TestReport:
     """Adds to a rank's failure which ranks failed like it, and what the others did."""
     if not story:
         return report
@@ -376,9 +439,9 @@ def _story(failures: Sequence[_Failure], results: Mapping[int, RankResult]) -> s
         lines.append(f"{name_ranks(ranks)} still ran and {_was(ranks)} ended:")
         lines += [f"    {line}" for line in (stack or "where is unknown").splitlines()]
     lines += _waiting(results, blamed=[*alike, *others]) if stopped else []
-    told = {*alike, *others, *stopped}
-    quiet = [rank for rank in results if rank not in told]
-    if quiet and first.at != float("inf"):
+    mentioned = {*alike, *others, *stopped}
+    quiet = [rank for rank in results if rank not in mentioned]
+    if quiet and first.blame is not _Blame.DEADLINE:
         lines.append(f"{name_ranks(quiet)} did not fail")
     return "\n".join(lines)
 
@@ -395,17 +458,11 @@ def _was(ranks: Sequence[int]) -> str:
     return "was" if len(ranks) == 1 else "were"
 
 
-def _unfailed(
-    item: pytest.Item,
-    when: When,
-    present: Sequence[pytest.TestReport],
-    sections: list[tuple[str, str]],
-) -> pytest.TestReport:
+def _unfailed(phase: _Phase) -> pytest.TestReport:
     """The report of a phase in which no rank failed: passed unless every rank was skipped."""
-    del item, when
-    report = next((report for report in present if report.passed), present[0])
-    report.sections = sections
-    return _timed(report, present)
+    report = next((report for report in phase.present if report.passed), phase.present[0])
+    report.sections = phase.sections
+    return _timed(report, phase.present)
 
 
 def _with_disagreement(
@@ -416,7 +473,7 @@ def _with_disagreement(
     sections: list[tuple[str, str]],
 ) -> list[pytest.TestReport]:
     """Adds a failure where no rank failed, but ranks came to different outcomes."""
-    outcomes = {rank: _category(phases) for rank, phases in reports.items()}
+    outcomes = {rank: _category(phases.values()) for rank, phases in reports.items()}
     if failures or len(set(outcomes.values())) == 1:
         return merged
     text = _disagreement(outcomes)
@@ -430,15 +487,17 @@ def _with_disagreement(
 
 
 def _disagreement(outcomes: Mapping[int, str]) -> str:
-    told = "; ".join(f"{name_ranks(ranks)} {outcome}" for ranks, outcome in fold_equal(outcomes))
+    by_ranks = "; ".join(
+        f"{name_ranks(ranks)} {outcome}" for ranks, outcome in fold_equal(outcomes)
+    )
     return (
-        f"ranks disagree about the outcome: {told}.\n"
+        f"ranks disagree about the outcome: {by_ranks}.\n"
         "A condition that only some ranks see (rank, local files, time) decides a skip or xfail."
     )
 
 
-def _category(phases: Mapping[When, _Timed]) -> str:
-    for report, _ in phases.values():
+def _category(reports: Iterable[_RankReport]) -> str:
+    for report in (sent.report for sent in reports):
         if report.skipped:
             if hasattr(report, "wasxfail"):
                 return "failed as expected (xfail)"
@@ -464,25 +523,25 @@ def _sections(
     reports: _Reports, results: Mapping[int, RankResult], when: When
 ) -> list[tuple[str, str]]:
     """Every rank's output up to and in a phase, equal ones folded."""
-    parts_of: dict[int, list[tuple[str, str]]] = {}
+    by_rank: dict[int, list[tuple[str, str]]] = {}
     for rank in sorted(reports):
         before = _before(when)
         entry = reports[rank].get(when) or (before and reports[rank].get(before))
-        parts = list(entry[0].sections) if entry else []
+        sections = list(entry.report.sections) if entry else []
         if when == _unfinished_phase(reports[rank]):
             unreported = results[rank].unreported.items()
-            parts += [(f"Captured {stream} {when}", text) for stream, text in unreported]
-        parts_of[rank] = parts
-    return _folded(parts_of, len(reports) > 1)
+            sections += [(f"Captured {stream} {when}", text) for stream, text in unreported]
+        by_rank[rank] = sections
+    return _folded(by_rank, several=len(reports) > 1)
 
 
 def _folded(
-    parts_of: Mapping[int, Sequence[tuple[str, str]]], several: bool
+    by_rank: Mapping[int, Sequence[tuple[str, str]]], *, several: bool
 ) -> list[tuple[str, str]]:
     """Sections with the names of their ranks, equal ones once."""
     by_title: dict[str, dict[int, str]] = {}
-    for rank in sorted(parts_of):
-        for title, content in parts_of[rank]:
+    for rank in sorted(by_rank):
+        for title, content in by_rank[rank]:
             known = by_title.setdefault(title, {})
             known[rank] = known.get(rank, "") + content
     return [
@@ -493,8 +552,8 @@ def _folded(
 
 
 def _before(when: When) -> When | None:
-    place = _PHASES.index(when)
-    return _PHASES[place - 1] if place else None
+    index = _PHASES.index(when)
+    return _PHASES[index - 1] if index else None
 
 
 def _timed(report: pytest.TestReport, present: Sequence[pytest.TestReport]) -> pytest.TestReport:

@@ -1,17 +1,17 @@
-"""Records in the pytest process what ranks warned of."""
+"""Records in the pytest process the warnings of ranks."""
 
 from __future__ import annotations
 
 import importlib
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     import pytest
 
-    from pytest_fsdp_comm.ranks.wire.results import RankResult
+    from pytest_fsdp_comm.ranks.wire.results import RankResult, WarningSeen
 
 
 def replay_warnings(config: pytest.Config, results: Iterable[RankResult]) -> None:
@@ -19,35 +19,34 @@ def replay_warnings(config: pytest.Config, results: Iterable[RankResult]) -> Non
     seen = set()
     for result in results:
         for warning in result.warnings:
-            key = (warning["text"], warning["filename"], warning["lineno"], warning["when"])
+            key = (warning.text, warning.filename, warning.lineno, warning.when)
             if key in seen:
                 continue
             seen.add(key)
             config.hook.pytest_warning_recorded.call_historic(
                 kwargs={
                     "warning_message": _rebuilt(warning),
-                    "when": warning["when"],
-                    "nodeid": warning["nodeid"],
-                    "location": warning["location"] and tuple(warning["location"]),
+                    "when": warning.when,
+                    "nodeid": warning.nodeid,
+                    "location": warning.location,
                 }
             )
 
 
-def _rebuilt(warning: Mapping[str, Any]) -> warnings.WarningMessage:
-    module, name = warning["category"]
+def _rebuilt(warning: WarningSeen) -> warnings.WarningMessage:
     try:
-        category = getattr(importlib.import_module(module), name)
+        category = getattr(importlib.import_module(warning.category_module), warning.category_name)
     except (ImportError, AttributeError):
         category = UserWarning
     return warnings.WarningMessage(
-        message=category(warning["text"]) if _takes_text(category) else warning["text"],
+        message=category(warning.text) if _accepts_text(category) else warning.text,
         category=category,
-        filename=warning["filename"],
-        lineno=warning["lineno"],
+        filename=warning.filename,
+        lineno=warning.lineno,
     )
 
 
-def _takes_text(category: type[Warning]) -> bool:
+def _accepts_text(category: type[Warning]) -> bool:
     try:
         category("")
     except TypeError:

@@ -1,7 +1,7 @@
 """Ends processes of ranks, and what these left, without ever waiting for long.
 
-A process that is killed may still not go: its kernel waits for a driver or a file server. Whoever
-waits for it would wait for ever.
+A process that is killed may still not go: its kernel waits for a driver or a file server. Waiting
+for it would take for ever.
 """
 
 from __future__ import annotations

@@ -7,18 +7,37 @@ import os
 import select
 import socket
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, await_end, kill, kill_groups
 from pytest_fsdp_comm.ranks.start.fork_server import fork_quietly, serve
 from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.ranks.wire.messages import (
+    FORK_CLIENT,
+    FORK_SERVER,
+    EndSet,
+    RankExited,
+    RestSet,
+    ResumeSet,
+    ServerFailed,
+    ServerReply,
+    ServerRequest,
+    SetEnded,
+    SetResumed,
+    SetStarted,
+    StartSet,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from pytest_fsdp_comm.ranks.start.fork_server import RunRank
-    from pytest_fsdp_comm.ranks.wire.launch import Launch
+    from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+
+_Channel: TypeAlias = Channel[ServerRequest, ServerReply]
+
+_Reply = TypeVar("_Reply", SetStarted, SetResumed, SetEnded)
 
 # The first answer comes after torch has been loaded, perhaps from a busy file server.
 _PREPARED_WITHIN_S = 300.0
@@ -32,7 +51,7 @@ class ServerDiedError(Exception):
     """The fork server has died, and every rank with it."""
 
     def __init__(self, reason: str = "") -> None:
-        """Makes the text for whoever cannot go on without.
+        """Writes the text for sessions that end with it.
 
         Args:
             reason: Why it ended itself, so that the next one would, too; empty if it was killed.
@@ -46,47 +65,44 @@ class ServerDiedError(Exception):
 
 
 class ForkServer:
-    """The pytest process's end."""
+    """The fork server, seen from the pytest process."""
 
     def __init__(self, prepare: Callable[[], RunRank], directory: Path) -> None:
         """Forks the server.
 
         Args:
-            prepare: Does in the server what every rank would do first, and returns what each does
-                after its fork, from where it never returns.
+            prepare: As for `fork_server.serve`.
             directory: Removed once the pytest process is gone.
         """
         ours, theirs = socket.socketpair()
         self._pid = fork_quietly()
         if self._pid == 0:
             ours.close()
-            serve(Channel(theirs), prepare, directory)
+            serve(Channel(theirs, FORK_SERVER), prepare, directory)
         theirs.close()
-        self._channel = Channel(ours)
-        self._launches = 0
+        self._channel = Channel(ours, FORK_CLIENT)
+        self._sets = 0
         self._status: int | None = None
         self._is_reaped = False
 
-    def launch(self, launch: Launch) -> ForkedRanks:
-        """Forks one set of ranks.
+    def fork_ranks(self, spec: RankSetSpec) -> ForkedRanks:
+        """Forks one rank set.
 
         Raises:
-            ServerDiedError: It is gone; so it is with whatever else is asked of the set.
+            ServerDiedError: The server is gone. Methods of the rank set raise it too.
         """
-        self._launches += 1
-        _ask(self._channel, {"launch": self._launches, "of": launch.dump()})
-        return ForkedRanks(
-            self._channel, self._launches, kill=self.kill, holds_slots=bool(launch.slots)
-        )
+        self._sets += 1
+        _ask(self._channel, StartSet(number=self._sets, spec=spec))
+        return ForkedRanks(self._channel, self._sets, kill=self.kill, holds_slots=bool(spec.slots))
 
     def kill(self) -> None:
-        """Ends the server at once, and with it the ranks."""
+        """Ends the server immediately, and with it the ranks."""
         if not self.has_died:
             kill([self._pid])
 
     @property
     def has_died(self) -> bool:
-        """It ended on its own."""
+        """Whether it ended on its own."""
         self._reap(0.0)
         return self._is_reaped
 
@@ -114,17 +130,17 @@ class ForkServer:
 
 
 class ForkedRanks:
-    """One set of forked ranks, seen from the pytest process."""
+    """One forked rank set, seen from the pytest process."""
 
     def __init__(
-        self, channel: Channel, number: int, *, kill: Callable[[], None], holds_slots: bool
+        self, channel: _Channel, number: int, *, kill: Callable[[], None], holds_slots: bool
     ) -> None:
         """Waits for the ranks' process ids.
 
         Args:
             channel: To the fork server.
-            number: Of the set, among those of the server.
-            kill: Ends the server, which does not answer.
+            number: The rank set's, which is unique on the server.
+            kill: Ends a server that does not answer.
             holds_slots: Whether the server holds slots for the ranks.
         """
         self._kill_server = kill
@@ -132,24 +148,19 @@ class ForkedRanks:
         self._channel = channel
         self._number = number
         self._statuses: dict[int, int] = {}
-        self._pids: dict[int, int] = {}
-        self._alive: dict[int, int] | None = None
-        self._answers: list[bool] = []
-        until = time.monotonic() + _PREPARED_WITHIN_S
-        while not self._pids:
-            self._take(self._receive(until))
+        self._pids = self._await(SetStarted, _PREPARED_WITHIN_S).pids
 
     def fileno(self) -> int:
-        """Readable when a rank ended."""
+        """The server's connection, which becomes readable when a rank ended."""
         return self._channel.fileno()
 
     def exit_statuses(self) -> dict[int, int]:
         """The ranks that ended, with exit status or minus signal number."""
-        for message in self._channel.take_pending():
-            self._take(message)
+        for reply in self._channel.take_pending():
+            self._take(reply)
         while select.select([self._channel], [], [], 0)[0]:
-            for message in self._channel.receive_available():
-                self._take(message)
+            for reply in self._channel.receive_available():
+                self._take(reply)
             if self._channel.is_closed:
                 raise ServerDiedError
         return self._statuses
@@ -161,77 +172,73 @@ class ForkedRanks:
                 os.kill(self._pids[rank], number)
 
     def rest(self) -> None:
-        """Says that the ranks run nothing: they are ended if another process wants their slots."""
+        """Lets the ranks be ended if another process wants their slots."""
         if self._holds_slots:
-            with contextlib.suppress(ServerDiedError):  # `resume` will say so
-                _ask(self._channel, {"rest": self._number})
+            with contextlib.suppress(ServerDiedError):  # `resume` will find it dead
+                _ask(self._channel, RestSet(number=self._number))
 
     def resume(self) -> bool:
-        """Says that the ranks are to run a test.
+        """Keeps the ranks from being ended for their slots.
 
         Returns:
             Whether they still live.
         """
         try:
             if not self._holds_slots:
-                # Nobody wanted any.
+                # They were not.
                 self.exit_statuses()
                 return True
-            _ask(self._channel, {"resume": self._number})
-            until = time.monotonic() + _ANSWERED_WITHIN_S
-            while not self._answers:
-                self._take(self._receive(until))
+            _ask(self._channel, ResumeSet(number=self._number))
+            return self._await(SetResumed, _ANSWERED_WITHIN_S).is_alive
         except ServerDiedError:
             return False
-        return self._answers.pop()
 
     def end(self, within_s: float) -> dict[int, int]:
         """Kills what is left, and waits until it is gone, but not for longer."""
-        until = time.monotonic() + within_s + _ANSWERED_WITHIN_S
         try:
-            _ask(self._channel, {"end": self._number, "within_s": within_s})
-            while self._alive is None:
-                self._take(self._receive(until))
+            _ask(self._channel, EndSet(number=self._number, within_s=within_s))
+            return self._await(SetEnded, within_s + _ANSWERED_WITHIN_S).unended
         except ServerDiedError:
-            # Its ranks died with it (`worker._tie_to_parent`), but not what they had forked.
+            # Its ranks died with it (`main._tie_to_parent`), but not what they had forked.
             kill_groups(self._pids.values())
-        return self._alive or {}
+            return {}
 
-    def _receive(self, until: float) -> dict[str, Any]:
+    def _await(self, cls: type[_Reply], within_s: float) -> _Reply:
+        """Waits for an answer; a server that gives none is killed."""
+        until = time.monotonic() + within_s
+        while True:
+            reply = self._receive(until)
+            self._take(reply)
+            if isinstance(reply, cls) and reply.number == self._number:
+                return reply
+
+    def _receive(self, until: float) -> ServerReply:
         self._channel.settimeout(max(until - time.monotonic(), 0.001))
         try:
-            message = self._channel.receive()
+            reply = self._channel.receive()
         except TimeoutError:
             self._kill_server()
             raise ServerDiedError from None
-        if message is None:
+        if reply is None:
             raise ServerDiedError
-        return message
+        return reply
 
-    def _take(self, message: dict[str, Any]) -> None:
-        _raise_if_dead(message)
-        if message["set"] != self._number:
-            return
-        if "pids" in message:
-            self._pids = {int(rank): pid for rank, pid in message["pids"].items()}
-        elif "exited" in message:
-            self._statuses[message["exited"]] = message["status"]
-        elif "resumed" in message:
-            self._answers.append(message["resumed"])
-        else:
-            self._alive = {int(rank): pid for rank, pid in message["alive"].items()}
+    def _take(self, reply: ServerReply) -> None:
+        _raise_if_dead(reply)
+        if isinstance(reply, RankExited) and reply.number == self._number:
+            self._statuses[reply.rank] = reply.status
 
 
-def _ask(channel: Channel, message: dict[str, Any]) -> None:
+def _ask(channel: _Channel, request: ServerRequest) -> None:
     try:
-        channel.send(message)
+        channel.send(request)
     except OSError:
         # Its last words may still be there.
-        for last in channel.receive_available():
-            _raise_if_dead(last)
+        for reply in channel.receive_available():
+            _raise_if_dead(reply)
         raise ServerDiedError from None
 
 
-def _raise_if_dead(message: dict[str, Any]) -> None:
-    if "died" in message:
-        raise ServerDiedError(message["died"])
+def _raise_if_dead(reply: ServerReply) -> None:
+    if isinstance(reply, ServerFailed):
+        raise ServerDiedError(reply.reason)

@@ -20,7 +20,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.start.ending import (
@@ -32,12 +33,26 @@ from pytest_fsdp_comm.ranks.start.ending import (
     kill_groups,
 )
 from pytest_fsdp_comm.ranks.start.slots import HeldSlots
-from pytest_fsdp_comm.ranks.wire.launch import Launch
+from pytest_fsdp_comm.ranks.wire.messages import (
+    EndSet,
+    RankExited,
+    RestSet,
+    ResumeSet,
+    ServerFailed,
+    SetEnded,
+    SetResumed,
+    SetStarted,
+    StartSet,
+)
+from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_fsdp_comm.ranks.wire.channel import Channel
+    from pytest_fsdp_comm.ranks.wire.messages import ServerReply, ServerRequest
+
+    _Channel: TypeAlias = Channel[ServerReply, ServerRequest]
 
 # Imported once here, they cost nothing in a rank: an FSDP2 step in a fresh rank took 1.89 s without
 # and 0.18 s with them (torch 2.13, CPU).
@@ -54,7 +69,8 @@ PRELOADED = (
 _WANTED_POLL_S = 0.05
 _HUNG_UP_POLL_S = 0.05
 
-RunRank = Callable[[Launch, int], Any]
+RunRank = Callable[[RankSetSpec, int], NoReturn]
+"""What a process does as a rank, after its fork."""
 
 
 def fork_quietly() -> int:
@@ -67,8 +83,15 @@ def fork_quietly() -> int:
         return os.fork()
 
 
-def serve(channel: Channel, prepare: Callable[[], RunRank], directory: Path) -> NoReturn:
-    """The server's life: forks and reaps until the pytest process is gone."""
+def serve(channel: _Channel, prepare: Callable[[], RunRank], directory: Path) -> NoReturn:
+    """Forks and reaps until the pytest process is gone, and ends this process.
+
+    Args:
+        channel: To the pytest process.
+        prepare: Does here what every rank would do first, and returns what each does after its
+            fork.
+        directory: Removed in the end.
+    """
     # Ctrl-C reaches the whole foreground group; the pytest process decides and then ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A launcher ends the whole group with SIGTERM, and then, too, the pytest process decides.
@@ -78,8 +101,8 @@ def serve(channel: Channel, prepare: Callable[[], RunRank], directory: Path) -> 
     status = 0
     try:
         for name in PRELOADED:
-            # What is missing is missed by the ranks that use it: torch.distributed.tensor.debug,
-            # say, wants numpy, which torch does not.
+            # A test that needs a missing one says so: torch.distributed.tensor.debug, for
+            # example, needs numpy, which torch does not.
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         server = _Server(channel, prepare(), at_sigterm)
@@ -89,9 +112,9 @@ def serve(channel: Channel, prepare: Callable[[], RunRank], directory: Path) -> 
         gc.freeze()
         server.run()
     except BaseException as error:  # noqa: BLE001  # nothing may unwind into the copied session
-        told = str(error) if isinstance(error, FsdpCommError) else traceback.format_exc()
+        reason = str(error) if isinstance(error, FsdpCommError) else traceback.format_exc()
         with contextlib.suppress(OSError):
-            channel.send({"died": told})
+            channel.send(ServerFailed(reason=reason))
         status = 1
     finally:
         if server is not None:
@@ -101,17 +124,27 @@ def serve(channel: Channel, prepare: Callable[[], RunRank], directory: Path) -> 
         os._exit(status)
 
 
+@dataclass(slots=True, kw_only=True)
+class _RankSet:
+    """The processes of one rank set."""
+
+    pids: dict[int, int]
+    """Process ids of the ranks that are not reaped yet, by rank."""
+    groups: tuple[int, ...]
+    """The process groups of all ranks, in which others may be left."""
+    slots: HeldSlots
+    """Held here: freed when the last rank is reaped, and, should this process be killed, by the
+    kernel, as the ranks die with it."""
+    is_resting: bool = False
+    """Whether the ranks are only kept, and give up slots that another process waits for."""
+
+
 class _Server:
-    def __init__(self, channel: Channel, run_rank: RunRank, at_sigterm: Any) -> None:
+    def __init__(self, channel: _Channel, run_rank: RunRank, at_sigterm: Any) -> None:
         self._channel = channel
         self._run_rank = run_rank
         self._at_sigterm = at_sigterm
-        self._sets: dict[int, dict[int, int]] = {}  # set -> rank -> pid, unreaped ranks only
-        self._groups: dict[int, list[int]] = {}  # set -> process groups that it may have left
-        # The ranks' slots are held here: freed when the last rank is reaped, and, should this
-        # process be killed, by the kernel, as the ranks die with it.
-        self._held: dict[int, HeldSlots] = {}
-        self._resting: set[int] = set()
+        self._sets: dict[int, _RankSet] = {}
         self._unended: list[int] = []  # killed in vain, by process id
         self._wakeup, write_end = socket.socketpair()
         self._wakeup.settimeout(0.0)
@@ -123,56 +156,61 @@ class _Server:
     def run(self) -> None:
         while True:
             waiting: list[Any] = [self._channel, self._wakeup]
-            gives_up = any(self._held[number].holds_any for number in self._resting)
-            readable, _, _ = select.select(waiting, [], [], _WANTED_POLL_S if gives_up else None)
+            may_end = any(kept.is_resting and kept.slots.holds_any for kept in self._sets.values())
+            readable, _, _ = select.select(waiting, [], [], _WANTED_POLL_S if may_end else None)
             if self._wakeup in readable:
                 self._wakeup.recv(4096)
                 self._reap()
             if self._channel in readable:
-                messages = self._channel.receive_available()
-                for message in messages:
-                    self._handle(message)
+                for request in self._channel.receive_available():
+                    self._handle(request)
                 if self._channel.is_closed:
                     return
-            # After the messages: ranks that have just been resumed are not resting any more.
-            for number in [n for n in self._resting if self._held[n].are_wanted]:
+            # After the requests: ranks that have just been resumed are not resting any more.
+            wanted = [
+                n for n, kept in self._sets.items() if kept.is_resting and kept.slots.are_wanted
+            ]
+            for number in wanted:
                 self._kill(number, within_s=HURRIED_S)
 
     def kill_all(self) -> None:
-        for number in list(self._groups):
+        for number in list(self._sets):
             self._kill(number, within_s=HURRIED_S)
 
-    def _handle(self, message: dict[str, Any]) -> None:
-        if "launch" in message:
-            self._fork(message["launch"], Launch.load(message["of"]))
-        elif "rest" in message:
-            self._resting.add(message["rest"])
-        elif "resume" in message:
-            number = message["resume"]
-            self._resting.discard(number)
-            self._channel.send({"set": number, "resumed": number in self._groups})
-        else:
-            alive = self._kill(message["end"], within_s=message["within_s"])
-            self._channel.send({"set": message["end"], "alive": alive})
+    def _handle(self, request: ServerRequest) -> None:
+        match request:
+            case StartSet():
+                self._fork(request.number, request.spec)
+            case RestSet():
+                if request.number in self._sets:
+                    self._sets[request.number].is_resting = True
+            case ResumeSet():
+                kept = self._sets.get(request.number)
+                if kept is not None:
+                    kept.is_resting = False
+                self._channel.send(SetResumed(number=request.number, is_alive=kept is not None))
+            case EndSet():
+                unended = self._kill(request.number, within_s=request.within_s)
+                self._channel.send(SetEnded(number=request.number, unended=unended))
 
-    def _fork(self, number: int, launch: Launch) -> None:
+    def _fork(self, number: int, spec: RankSetSpec) -> None:
         pids = {}
-        self._held[number] = HeldSlots(launch.slots)
+        slots = HeldSlots(spec.slots)
         sys.stdout.flush()
         sys.stderr.flush()
-        for rank in launch.ranks:
+        for rank in spec.ranks:
             pid = fork_quietly()
             if pid == 0:
-                self._become_rank(launch, rank)
+                slots.forget()
+                self._run_forked(spec, rank)
             # Also done by the rank itself; whichever comes first, a kill of the group finds it.
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
             pids[rank] = pid
-        self._sets[number] = dict(pids)
-        self._groups[number] = list(pids.values())
-        self._channel.send({"set": number, "pids": pids})
+        self._sets[number] = _RankSet(pids=dict(pids), groups=tuple(pids.values()), slots=slots)
+        self._channel.send(SetStarted(number=number, pids=pids))
 
-    def _become_rank(self, launch: Launch, rank: int) -> NoReturn:
+    def _run_forked(self, spec: RankSetSpec, rank: int) -> NoReturn:
         status = 1
         try:
             os.setpgid(0, 0)
@@ -184,43 +222,43 @@ class _Server:
             self._channel.close()
             self._wakeup.close()
             self._write_end.close()
-            for held in self._held.values():
-                held.forget()
-            self._run_rank(launch, rank)
+            for other in self._sets.values():
+                other.slots.forget()
+            self._run_rank(spec, rank)
         except BaseException:  # noqa: BLE001  # nothing may unwind into the copied pytest session
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(status)
 
     def _reap(self) -> None:
-        for number, pids in self._sets.items():
-            for rank, pid in list(pids.items()):
+        for number, kept in self._sets.items():
+            for rank, pid in list(kept.pids.items()):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
-                    del pids[rank]
+                    del kept.pids[rank]
                     code = os.waitstatus_to_exitcode(status)
-                    self._channel.send({"set": number, "exited": rank, "status": code})
+                    self._channel.send(RankExited(number=number, rank=rank, status=code))
 
     def _kill(self, number: int, *, within_s: float) -> dict[int, int]:
-        """Kills what a set of ranks left, and frees its slots.
+        """Kills what a rank set left, and frees its slots.
 
         Returns:
             Process ids of the ranks that are not gone in time.
         """
-        pids = self._sets.pop(number, {})
+        ended = self._sets.pop(number, None)
+        if ended is None:
+            return {}
         # The groups of ranks that ended too: what a test forked must not outlive it. A rank may
         # have left its group.
-        kill_groups(self._groups.pop(number, ()))
-        kill(pids.values())
-        alive = self._await_ends(pids, within_s)
-        running = [pid for others in self._sets.values() for pid in others.values()]
-        self._unended += alive.values()
+        kill_groups(ended.groups)
+        kill(ended.pids.values())
+        unended = self._await_ends(ended.pids, within_s)
+        running = [pid for other in self._sets.values() for pid in other.pids.values()]
+        self._unended += unended.values()
         # Each is waited for once.
         self._unended += kill_children([*running, *self._unended], within_s=HURRIED_S)
-        self._resting.discard(number)
-        if number in self._held:
-            self._held.pop(number).release()
-        return alive
+        ended.slots.release()
+        return unended
 
     def _await_ends(self, pids: Mapping[int, int], within_s: float) -> dict[int, int]:
         until = time.monotonic() + within_s
@@ -233,6 +271,6 @@ class _Server:
                 until = min(until, now + HURRIED_S)
             if select.select([self._wakeup], [], [], _HUNG_UP_POLL_S)[0]:
                 self._wakeup.recv(4096)
-        # The bytes that told of these may have told of others, too.
+        # The signals of these may have been merged with those of others.
         self._reap()
         return left

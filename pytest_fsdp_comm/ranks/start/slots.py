@@ -2,8 +2,8 @@
 
 A slot is a file in a directory that these processes share, and whoever uses it holds its lock
 (`fcntl.flock`), which the kernel frees when the holder dies. Nobody can deadlock: slots are only
-taken in one's turn, of which there is one at a time, all of a test's slots at once and none before
-all are free; and who holds slots never waits for others to end what it runs. Ranks that are kept
+taken in turn, by one process at a time, all of a test's slots together and none before all are
+free; and a process that holds slots never waits for others to end what it runs. Ranks that are kept
 for a later test run nothing, and give up their slots when these are wanted.
 """
 
@@ -28,7 +28,7 @@ _WANTED = "wanted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """What a set of ranks may use."""
+    """What a rank set may use."""
 
     files: tuple[Path, ...] = ()
     """The slots' files, for `HeldSlots`."""
@@ -41,7 +41,7 @@ class Slots:
     """One pytest process's view of the session's slots."""
 
     def __init__(self, directory: Path, *, ranks: int | None, gpus: Sequence[str]) -> None:
-        """Joins the session's other processes.
+        """Shares slots with the session's other processes.
 
         Args:
             directory: What they share, and no other session; made if need be.
@@ -95,7 +95,11 @@ class HeldSlots:
     """Slots in use, until they are released or this process ends."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Takes slots that were granted, within the turn."""
+        """Locks slots that were granted, within the turn.
+
+        Args:
+            files: As `Grant.files`.
+        """
         self._files = tuple(files)
         self._descriptors = [_opened(file) for file in files]
         for descriptor in self._descriptors:
@@ -103,12 +107,12 @@ class HeldSlots:
 
     @property
     def holds_any(self) -> bool:
-        """There are slots here."""
+        """Whether there are slots here."""
         return bool(self._files)
 
     @property
     def are_wanted(self) -> bool:
-        """Somebody waits for slots, of which there are some here."""
+        """Whether another process waits for slots, and there are some here."""
         return self.holds_any and not _is_free(self._files[0].parent / _WANTED)
 
     def release(self) -> None:

@@ -1,37 +1,48 @@
-"""JSON messages, one a line, over a Unix socket between a rank and its supervisor."""
+"""Messages, one a line of JSON, over a Unix socket between two processes of one machine."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pytest_fsdp_comm.ranks.wire.socket_paths import connect
+from pytest_fsdp_comm.text.codec import CodecError, dump_tagged, load_tagged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from pytest_fsdp_comm.ranks.wire.messages import Role
+
+_Said = TypeVar("_Said")
+_Heard = TypeVar("_Heard")
+
 # Small enough to come from the heap: larger buffers are mapped, and unmapped, for each message.
 _CHUNK_NBYTES = 1 << 16
 
 
-class Channel:
+class Channel(Generic[_Said, _Heard]):
     """One end of a connection."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        """Takes over a connected socket."""
+    def __init__(self, connection: socket.socket, role: Role[_Said, _Heard]) -> None:
+        """Uses a connected socket from now on.
+
+        Args:
+            connection: Closed with the channel.
+            role: What this end says and hears.
+        """
         self._connection = connection
+        self._role = role
         self._pid = os.getpid()
         self._pending = b""
         self.is_closed = False
         """The other end is gone and everything it sent has been read."""
 
     @classmethod
-    def connect(cls, path: Path) -> Channel:
+    def connect(cls, path: Path, role: Role[_Said, _Heard]) -> Channel[_Said, _Heard]:
         """Connects to a listening supervisor."""
-        return cls(connect(path))
+        return cls(connect(path), role)
 
     @property
     def nbytes_pending(self) -> int:
@@ -39,10 +50,10 @@ class Channel:
         return len(self._pending)
 
     def fileno(self) -> int:
-        """For selectors."""
+        """The socket's descriptor, for selectors."""
         return self._connection.fileno()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: _Said) -> None:
         """Sends one message; blocks while the other end is busy.
 
         What JSON cannot carry travels as its ``repr``: a strange user property must not cost the
@@ -50,14 +61,16 @@ class Channel:
         """
         if os.getpid() != self._pid:
             return
-        line = json.dumps(message, default=repr, separators=(",", ":"))
-        self._connection.sendall(line.encode("utf-8", "surrogatepass") + b"\n")
+        self._connection.sendall(f"{dump_tagged(message)}\n".encode("ascii"))
 
-    def receive(self) -> dict[str, Any] | None:
+    def receive(self) -> _Heard | None:
         """Waits for one message.
 
         Returns:
             The message; None once the other end is gone.
+
+        Raises:
+            CodecError: It is none that this end hears.
         """
         while b"\n" not in self._pending:
             self._read_chunk()
@@ -65,12 +78,16 @@ class Channel:
                 return None
         return self._take()
 
-    def receive_available(self) -> Iterator[dict[str, Any]]:
-        """Reads what is there, after a selector said so; never waits twice."""
+    def receive_available(self) -> Iterator[_Heard]:
+        """Reads what is there, after a selector found it readable; never waits twice.
+
+        Raises:
+            CodecError: The next message is none that this end hears; it is left out.
+        """
         self._read_chunk()
         return self.take_pending()
 
-    def take_pending(self) -> Iterator[dict[str, Any]]:
+    def take_pending(self) -> Iterator[_Heard]:
         """Takes the whole messages that were read along with an earlier one."""
         while b"\n" in self._pending:
             yield self._take()
@@ -100,7 +117,10 @@ class Channel:
         self.is_closed = not chunk
         self._pending += chunk
 
-    def _take(self) -> dict[str, Any]:
+    def _take(self) -> _Heard:
         line, _, self._pending = self._pending.partition(b"\n")
-        message: dict[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))
-        return message
+        try:
+            text = line.decode("ascii")  # what the codec writes, surrogates included
+        except UnicodeDecodeError as problem:
+            raise CodecError(f"expected a message as JSON, got other bytes: {problem}") from None
+        return load_tagged(self._role.heard, text)

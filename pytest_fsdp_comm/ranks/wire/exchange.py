@@ -28,7 +28,7 @@ class RankExchange(abc.ABC):
     """
 
     def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
-        """Joins the exchange.
+        """Begins with no comparison made.
 
         Args:
             rank: This rank.
@@ -68,26 +68,26 @@ class RankExchange(abc.ABC):
         ]
 
     def meet(self, name: str) -> None:
-        """Waits until every rank has come to the same place.
+        """Waits until every rank has come to the same point.
 
         Args:
-            name: The place; each is met at once in a test.
+            name: The point's name; each is used once in a test.
 
         Raises:
-            RanksDivergedError: Another rank ended the test without coming there.
+            RanksDivergedError: Another rank ended the test before it.
         """
         self._write(f"{name}.{self._rank}", "")
         for rank in self._ranks:
             self._await(f"{name}.{rank}", rank, f"rank {rank} ended the test before {name}")
 
     def leave(self) -> None:
-        """Says that this rank will not come again; nothing in a process that it forked."""
+        """Announces that this rank makes no more comparisons; does nothing in a forked process."""
         if os.getpid() == self._pid:
             self._leave()
 
     @abc.abstractmethod
     def _leave(self) -> None:
-        """Says that this rank will not come again."""
+        """Announces that this rank is done."""
 
     def _await(self, name: str, rank: int, complaint: str) -> str:
         pause_s = _FIRST_PAUSE_S
@@ -102,7 +102,7 @@ class RankExchange(abc.ABC):
 
     @abc.abstractmethod
     def _write(self, name: str, text: str) -> None:
-        """Makes a whole text visible to all ranks at once."""
+        """Makes a whole text visible to all ranks, in one step for readers."""
 
     @abc.abstractmethod
     def _has(self, name: str) -> bool:
@@ -114,25 +114,25 @@ class RankExchange(abc.ABC):
 
     @abc.abstractmethod
     def _has_left(self, rank: int) -> bool:
-        """Whether a rank will not come again."""
+        """Whether a rank is done."""
 
 
 class Departures:
-    """How many tests each rank of a set has left, in one file of 8 bytes for each rank.
+    """How many tests each rank of a rank set has left, in one file of 8 bytes for each rank.
 
     Unlike a file for each test and rank it costs nothing to make or to remove.
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the file that the ranks of a set share; the first one makes it."""
+        """Opens the file that the ranks of a rank set share; the first one makes it."""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def mark(self, rank: int, number: int) -> None:
-        """Says that a rank has left the set's test of this number, from 0."""
+        """Notes that a rank has left the rank set's test of this number, from 0."""
         os.pwrite(self._descriptor, _COUNT.pack(number + 1), rank * _COUNT.size)
 
     def has_left(self, rank: int, number: int) -> bool:
-        """Whether a rank has left the set's test of this number."""
+        """Whether a rank has left the rank set's test of this number."""
         count = os.pread(self._descriptor, _COUNT.size, rank * _COUNT.size)
         return len(count) == _COUNT.size and _COUNT.unpack(count)[0] > number
 
@@ -149,14 +149,14 @@ class DirectoryExchange(RankExchange):
         number: int,
         departures: Departures,
     ) -> None:
-        """Joins the exchange.
+        """Begins with no comparison made.
 
         Args:
-            directory: A directory that the ranks of one set share, and nobody else.
+            directory: What the ranks of one rank set share, and nobody else.
             rank: This rank.
             ranks: All ranks that take part, ascending.
-            number: Of the set's test, from 0.
-            departures: The set's.
+            number: Of the rank set's test, from 0.
+            departures: The rank set's.
         """
         super().__init__(rank, ranks)
         self._directory = directory
@@ -189,7 +189,7 @@ class StoreExchange(RankExchange):
     """Through a store that ranks of many machines reach."""
 
     def __init__(self, store: TextStore, rank: int, ranks: tuple[int, ...]) -> None:
-        """Joins the exchange.
+        """Begins with no comparison made.
 
         Args:
             store: A store that the ranks of one test share, and nobody else.

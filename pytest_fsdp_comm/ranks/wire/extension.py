@@ -1,37 +1,39 @@
-"""What other rooms add to the way of a test through its ranks and back."""
+"""What other rooms add to a test's way through its ranks and back."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import pytest
 
-Outcome = Literal["passed", "failed", "skipped"]
+_Payload = TypeVar("_Payload")
 
 
-class RankExtension(Protocol):
-    """Prepares each rank, carries something out of it, and receives it in the parent."""
+class RankExtension(Protocol[_Payload]):
+    """Prepares each rank, carries a value out of it, and receives it in the pytest process."""
+
+    @property
+    def payload_type(self) -> type[_Payload]:
+        """The frozen dataclass that `rank_payload` returns, as `text.codec` reads it."""
 
     def enter_rank(self, config: pytest.Config) -> None:
         """Runs in the process that ranks are forked from, or in a spawned rank, once."""
 
-    def rank_payload(self, item: pytest.Item) -> Any:
-        """Runs in the rank, after the test's protocol.
+    def rank_payload(self, item: pytest.Item) -> _Payload:
+        """Runs in the rank, after the test's protocol."""
 
-        Returns:
-            Something that JSON can carry.
-        """
-
-    def merge(self, item: pytest.Item, payloads: Mapping[int, Any], outcome: Outcome) -> list[str]:
-        """Runs in the parent, once a test.
+    def merge(
+        self, item: pytest.Item, payloads: Mapping[int, _Payload], *, has_failed: bool
+    ) -> list[str]:
+        """Runs in the pytest process, once a test.
 
         Args:
             item: The test.
             payloads: What each rank returned; a rank that died is missing.
-            outcome: The merged verdict.
+            has_failed: Whether a rank failed the test.
 
         Returns:
             Problems; any of them turns the test into a failure with these texts.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from pytest_fsdp_comm.ranks.wire.positions import Position
+
 
 class Stopped(StrEnum):
     """Why a rank that still ran was ended."""
@@ -14,85 +16,113 @@ class Stopped(StrEnum):
     AFTER_FAILURE = "after failure"
     """Another rank had failed, and the grace period was over."""
     AT_DEADLINE = "at deadline"
+    """The test, or what pytest-timeout limits, ran out of time."""
     TOO_MUCH_OUTPUT = "too much output"
     """Its output took more of the disk than it may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseReport:
+    """A report that pytest made in a rank: of a phase, or of a subtest within one."""
+
+    report: dict[str, Any]
+    """As ``pytest_report_to_serializable`` gives it."""
+    made_at: float
+    """`time.time` on the rank."""
+    is_subtest: bool = False
+    """Whether the phase goes on after it."""
+    precedes_debugger: bool = False
+    """Whether a debugger follows, so that the other ranks have to wait."""
+    nbytes_reported: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Up to which byte of ``stdout`` and ``stderr`` reports hold the rank's output. If the rank
+    dies, what comes after is in its log files alone."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the phase or subtest failed."""
+        return bool(self.report["outcome"] == "failed")
+
+    def shifted(self, offset_s: float) -> PhaseReport:
+        """With every time moved onto another process's clock."""
+        times = {
+            name: self.report[name] + offset_s
+            for name in ("start", "stop")
+            if self.report.get(name) is not None
+        }
+        return dataclasses.replace(
+            self, report={**self.report, **times}, made_at=self.made_at + offset_s
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarningSeen:
+    """A warning that a rank's test gave; see `pytest.hookspec.pytest_warning_recorded`."""
+
+    text: str
+    """The message."""
+    category_module: str
+    """The module of the warning's class."""
+    category_name: str
+    """The class's name in it."""
+    filename: str
+    """The file that is blamed."""
+    lineno: int
+    """The line that is blamed."""
+    when: str
+    """pytest's name for the stage, such as ``runtest``."""
+    nodeid: str
+    """The test."""
+    location: tuple[str, int, str] | None
+    """File, line and function, where pytest knows them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """What happened to a rank of which nothing else is known."""
+
+    of_one: str
+    """To be read after the rank's name."""
+    of_several: str
+    """To be read after the names of ranks to which the same happened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """One rank's part in one test."""
+    """What one rank did with one test, as far as it came."""
 
     rank: int
     """The rank, from 0."""
-    reports: tuple[tuple[dict[str, Any], float], ...]
-    """Serialized reports of the phases that ended, each with the rank's `time.time`."""
-    warnings: tuple[dict[str, Any], ...]
-    """Serialized warnings."""
-    payloads: list[Any] | None
-    """What the extensions sent; None if the rank did not come so far."""
-    escaped: str | None
+    reports: tuple[PhaseReport, ...] = ()
+    """The phases and subtests that ended, in order."""
+    warnings: tuple[WarningSeen, ...] = ()
+    """The warnings, in order."""
+    payloads: tuple[str, ...] | None = None
+    """What each extension sent; None if the rank did not come so far."""
+    escaped: str | None = None
     """The exception that went through pytest's protocol, such as ``Exit``; None if none did."""
-    status: int | None
+    status: int | None = None
     """Exit status, or minus the signal's number, of a rank that ended on its own; None if it
     finished the test."""
-    ended_at: float | None
+    ended_at: float | None = None
     """`time.time` of an end before the end of the test; None if it finished the test."""
-    stopped: Stopped | None
+    stopped: Stopped | None = None
     """Why the supervisor ended it; None if it did not."""
     timeout_s: float | None = None
     """The timeout of pytest-timeout that ran out; None if it was the test's deadline or none."""
-    stacks: str
+    stacks: str = ""
     """Where it was when it was stopped, innermost frame first; empty if unknown."""
-    unreported: dict[str, str]
+    unreported: dict[str, str] = dataclasses.field(default_factory=dict)
     """What it printed in the phase that it did not end, by ``stdout`` and ``stderr``; empty if it
     finished the test."""
-    position: dict[str, Any] | None = None
-    """Where it was when the set was stopped, as `position.read_position`, with ``is_over`` if it
-    had finished the test; None if nobody asked, or it did not answer."""
-    lost: str = ""
-    """What is known of a rank that is gone with the process that should tell of it, to be read
-    after its name; empty if that process answered."""
+    position: Position | None = None
+    """Where it was when the rank set was stopped; None if nobody asked, or it did not answer."""
+    lost: Loss | None = None
+    """Of a rank that is gone with the process that should report on it; None if that answered."""
 
-    @classmethod
-    def of_lost(cls, rank: int, text: str) -> RankResult:
-        """Of a rank of which nobody can tell more than this text (see `lost`)."""
-        return cls(
-            rank=rank,
-            reports=(),
-            warnings=(),
-            payloads=None,
-            escaped=None,
-            status=None,
-            ended_at=None,
-            stopped=None,
-            stacks="",
-            unreported={},
-            lost=text,
+    def shifted(self, offset_s: float) -> RankResult:
+        """With every time moved onto another process's clock."""
+        return dataclasses.replace(
+            self,
+            reports=tuple(report.shifted(offset_s) for report in self.reports),
+            ended_at=None if self.ended_at is None else self.ended_at + offset_s,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """As values that JSON can carry."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any], *, clock_offset_s: float) -> RankResult:
-        """Reads what `to_json` gave.
-
-        Args:
-            values: From another process.
-            clock_offset_s: Added to every time, all of which are by that process's clock.
-        """
-        reports = []
-        for report, at in values["reports"]:
-            for name in ("start", "stop"):
-                if report.get(name) is not None:
-                    report[name] += clock_offset_s
-            reports.append((report, at + clock_offset_s))
-        ended_at, stopped = values["ended_at"], values["stopped"]
-        changed = {
-            "reports": tuple(reports),
-            "warnings": tuple(values["warnings"]),
-            "ended_at": None if ended_at is None else ended_at + clock_offset_s,
-            "stopped": None if stopped is None else Stopped(stopped),
-        }
-        return cls(**{**values, **changed})

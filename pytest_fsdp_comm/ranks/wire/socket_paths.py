@@ -40,7 +40,7 @@ def listen(path: Path, backlog: int) -> socket.socket:
 
 
 def connect(path: Path) -> socket.socket:
-    """Connects to who listens at a path.
+    """Connects to the socket at a path.
 
     Raises:
         FsdpCommError: The path is too long for this system.
@@ -56,7 +56,7 @@ def connect(path: Path) -> socket.socket:
 
 
 def check_path(path: Path) -> None:
-    """Says at once what `listen` and `connect` would say later.
+    """Checks early what `listen` and `connect` would find later.
 
     Raises:
         FsdpCommError: The path is too long for this system.

@@ -27,15 +27,14 @@ _MODULES = ("_pytest.subtests", "pytest_subtests.plugin")
 
 
 def is_subtest(report: pytest.TestReport) -> bool:
-    """Whether a report is of a part of a test, which goes on after it."""
+    """Whether a report is a subtest's, after which the test goes on."""
     return type(report).__name__.lower() == "subtestreport"
 
 
 def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
-    """What tells a subtest from the others of its test.
+    """A text that identifies a subtest among those of its test.
 
-    Also gives the report the arguments as the rank told them: a report that is made of its
-    serialized form quotes them again.
+    Also gives the report the arguments as the rank sent them: loading a report quotes them again.
 
     Args:
         report: As loaded from its serialized form; `is_subtest`.

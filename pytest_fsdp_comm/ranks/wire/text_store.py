@@ -13,7 +13,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented, not
 )
 
 if TYPE_CHECKING:
-    from pytest_fsdp_comm.ranks.wire.launch import StoreAddress
+    from pytest_fsdp_comm.ranks.wire.rank_set import StoreAddress
 
 # The store drops a client that sends 8 MiB or more at once (torch 2.13, libuv).
 _CHUNK_NBYTES = 4 << 20
@@ -27,21 +27,24 @@ class TextStore:
     """One client of the store; not for use by several threads."""
 
     def __init__(self, store: Store) -> None:
-        """Takes over a client."""
+        """Wraps a client.
+
+        Args:
+            store: The client; used by this object alone.
+        """
         self._store = store
 
     def below(self, name: str) -> TextStore:
-        """A part of the store, for names of its own."""
+        """The same store with a longer prefix."""
         return TextStore(PrefixStore(name, self._store))
 
     def put(self, name: str, text: str) -> None:
-        """Makes a whole text visible at once."""
+        """Makes a whole text visible, in one step for readers."""
         data = text.encode("utf-8", "surrogatepass")
-        places = range(0, len(data), _CHUNK_NBYTES)
         try:
-            for place in places:
-                chunk = data[place : place + _CHUNK_NBYTES]
-                self._store.set(f"{name}@{place}", chunk)  # type: ignore[arg-type]  # takes bytes
+            for offset in range(0, len(data), _CHUNK_NBYTES):
+                chunk = data[offset : offset + _CHUNK_NBYTES]
+                self._store.set(f"{name}@{offset}", chunk)  # type: ignore[arg-type]  # accepts bytes
             self._store.set(name, str(len(data)))
         except DistError as error:
             raise StoreLostError(str(error)) from error
@@ -56,7 +59,7 @@ class TextStore:
     def get(self, name: str) -> str:
         """A text that is there."""
         try:
-            data = b"".join(self._store.get(part) for part in self._parts(name))
+            data = b"".join(self._store.get(chunk) for chunk in self._chunks(name))
         except DistError as error:
             raise StoreLostError(str(error)) from error
         return data.decode("utf-8", "surrogatepass")
@@ -66,15 +69,15 @@ class TextStore:
         if not self.has(name):
             return False
         try:
-            for part in [*self._parts(name), name]:
-                self._store.delete_key(part)
+            for key in [*self._chunks(name), name]:
+                self._store.delete_key(key)
         except DistError as error:
             raise StoreLostError(str(error)) from error
         return True
 
-    def _parts(self, name: str) -> list[str]:
+    def _chunks(self, name: str) -> list[str]:
         nbytes = int(self._store.get(name))
-        return [f"{name}@{place}" for place in range(0, nbytes, _CHUNK_NBYTES)]
+        return [f"{name}@{offset}" for offset in range(0, nbytes, _CHUNK_NBYTES)]
 
 
 def connect_store(address: StoreAddress, *, timeout_s: float, serves: bool = False) -> PrefixStore:

@@ -209,9 +209,11 @@ from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 
 pytestmark = pytest.mark.distributed(world_size=2, timeout_s=20{more})
 
-SAID = [b"", b"no json\\n", b"[1]\\n", b'{{"rank": 99}}\\n', b'{{"rank": [0]}}\\n', b"\\xff\\n"]
+HELLO = '{{"type": "RankHello", "rank": %s}}\\n'
+SAID = [b"", b"no json\\n", b"[1]\\n", b'{{"rank": 0}}\\n', b"\\xff\\n"]
+SAID += [(HELLO % rank).encode() for rank in ("99", "[0]")]
 
-@pytest.mark.parametrize("said", [*SAID, b"x" * 9000], ids=range(7))
+@pytest.mark.parametrize("said", [*SAID, b"x" * 9000], ids=range(8))
 def test_stranger(request, dist_info, said):
     path = request.config.stash[RANK_CONTEXT].directory / "socket"
     connection = socket.socket(socket.AF_UNIX)
@@ -221,7 +223,9 @@ def test_stranger(request, dist_info, said):
     time.sleep(0.1)
     dist.barrier()
 
-@pytest.mark.parametrize("said", [b"no json\\n", b"[1]\\n", b'{{"report": 1}}\\n'], ids=str)
+BROKEN = [b"no json\\n", b"[1]\\n", b'{{"type": "PhaseReport", "report": 1}}\\n']
+
+@pytest.mark.parametrize("said", BROKEN, ids=str)
 def test_broken(request, dist_info, said):
     if dist_info.rank == 1:
         request.config.pluginmanager.get_plugin("fsdp-comm-rank")._channel._connection.sendall(said)
@@ -236,7 +240,7 @@ def test_after():
 def test_what_strangers_say_to_the_supervisor(pytester, more):
     pytester.makepyfile(STRANGERS.format(more=more))
     result = pytester.runpytest_subprocess(*PYTEST, timeout=100)
-    result.assert_outcomes(passed=8, failed=3)
+    result.assert_outcomes(passed=9, failed=3)
     output = result.stdout.str()
     assert output.count("rank 1 left the test with a broken connection (") == 3, output
     assert "INTERNALERROR" not in output

@@ -111,7 +111,7 @@ def test_ranks(dist_info, device_mesh, fsdp_tree, comm_snapshot):
     if dist_info.rank == 3:
         fully_shard(model[0], mesh=device_mesh())
     fully_shard(model, mesh=device_mesh())
-    assert "ranks 0 and ranks 3 shard" in fsdp_tree.of_all_ranks(model).findings[0].reason
+    assert "rank 0 and rank 3 shard" in fsdp_tree.of_all_ranks(model).findings[0].reason
     assert fsdp_tree(model) == comm_snapshot
 """
 

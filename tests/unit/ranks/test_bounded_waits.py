@@ -12,14 +12,29 @@ import pytest
 
 from pytest_fsdp_comm.ranks.start import ending, fork_client
 from pytest_fsdp_comm.ranks.start.fork_client import ForkedRanks, ServerDiedError
+from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.text.codec import CodecError
 
 
 @pytest.fixture
 def channels():
+    """A fork client's end, and a fork server's."""
     ours, theirs = socket.socketpair()
-    with contextlib.closing(Channel(ours)) as our, contextlib.closing(Channel(theirs)) as their:
+    with (
+        contextlib.closing(Channel(ours, messages.FORK_CLIENT)) as our,
+        contextlib.closing(Channel(theirs, messages.FORK_SERVER)) as their,
+    ):
         yield our, their
+
+
+def started(number, **pids):
+    pids = {int(rank.removeprefix("rank")): pid for rank, pid in pids.items()}
+    return messages.SetStarted(number=number, pids=pids)
+
+
+def resume(number):
+    return messages.ResumeSet(number=number)
 
 
 def test_a_server_that_does_not_answer_is_killed(channels, monkeypatch):
@@ -34,8 +49,8 @@ def test_a_server_that_does_not_answer_is_killed(channels, monkeypatch):
     with pytest.raises(ServerDiedError):
         ForkedRanks(ours, 1, kill=kill, holds_slots=True)
     assert len(killed) == 1
-    theirs.send({"set": 1, "pids": {}})
-    theirs.send({"set": 1, "pids": {"0": 2**22 + 1}})  # of nobody
+    theirs.send(started(2, rank0=1))  # of another rank set
+    theirs.send(started(1, rank0=2**22 + 1))  # of nobody
     ranks = ForkedRanks(ours, 1, kill=kill, holds_slots=True)
     assert not ranks.resume()
     assert ranks.end(0.0) == {}
@@ -44,44 +59,44 @@ def test_a_server_that_does_not_answer_is_killed(channels, monkeypatch):
 
 def test_a_server_tells_which_ranks_it_could_not_end(channels):
     ours, theirs = channels
-    theirs.send({"set": 1, "pids": {"0": 10, "1": 11}})
-    theirs.send({"set": 1, "alive": {"1": 11}})
+    theirs.send(started(1, rank0=10, rank1=11))
+    theirs.send(messages.SetEnded(number=1, unended={1: 11}))
     ranks = ForkedRanks(ours, 1, kill=lambda: None, holds_slots=False)
     assert ranks.end(0.0) == {1: 11}
-    assert theirs.receive() == {"end": 1, "within_s": 0.0}
+    assert theirs.receive() == messages.EndSet(number=1, within_s=0.0)
 
 
 def test_a_channel_is_deaf_to_a_forked_child_of_its_owner(channels):
     ours, theirs = channels
     pid = os.fork()
     if pid == 0:
-        ours.send({"by": "the child"})
+        ours.send(resume(1))
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    ours.send({"by": "the owner"})
-    assert theirs.receive() == {"by": "the owner"}
+    ours.send(resume(2))
+    assert theirs.receive() == resume(2)
 
 
 def test_a_channel_knows_whether_the_other_end_is_gone(channels):
     ours, theirs = channels
     assert not ours.is_hung_up()
-    theirs.send({})
+    theirs.send(started(1))
     theirs.close()
     assert not ours.is_hung_up()  # there is something to read
-    assert ours.receive() == {}
+    assert ours.receive() == started(1)
     assert ours.is_hung_up()
 
 
 def test_messages_before_a_broken_one_are_received(channels):
     ours, theirs = channels
-    theirs.send({"number": 1})
+    theirs.send(started(1))
     theirs._connection.sendall(b"broken\n")
     received = []
-    with pytest.raises(ValueError, match="Expecting value"):
+    with pytest.raises(CodecError, match="a message as JSON, got no JSON: Expecting value"):
         received.extend(ours.receive_available())
-    assert received == [{"number": 1}]
-    theirs.send({"number": 2})
-    assert next(ours.receive_available()) == {"number": 2}
+    assert received == [started(1)]
+    theirs.send(started(2))
+    assert next(ours.receive_available()) == started(2)
 
 
 def test_a_child_that_does_not_end_is_not_waited_for():

@@ -8,7 +8,7 @@ import pytest
 from pytest_fsdp_comm.ranks.launched import heartbeat
 from pytest_fsdp_comm.ranks.launched.heartbeat import Heartbeat, Pulse
 from pytest_fsdp_comm.ranks.wire.exchange import StoreExchange
-from pytest_fsdp_comm.ranks.wire.launch import StoreAddress
+from pytest_fsdp_comm.ranks.wire.rank_set import StoreAddress
 from pytest_fsdp_comm.ranks.wire.text_store import StoreLostError, TextStore, connect_store
 
 

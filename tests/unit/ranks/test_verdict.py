@@ -1,12 +1,10 @@
 """Many ranks' reports become those of one test: a table, without any rank."""
 
-import json
-
 import pytest
 
 from pytest_fsdp_comm.ranks.hangs.stacks import _main_thread
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
-from pytest_fsdp_comm.ranks.wire.results import RankResult, Stopped
+from pytest_fsdp_comm.ranks.wire.results import Loss, PhaseReport, RankResult, Stopped
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -18,7 +16,7 @@ def merge(request):
     item = request.node
 
     def load(data):
-        when, outcome, text, at, sections = data
+        when, outcome, text, at, sections = data["phase"]
         report = pytest.TestReport(
             nodeid=item.nodeid,
             location=item.location,
@@ -34,20 +32,10 @@ def merge(request):
     def run(*ranks):
         results = {}
         for rank, (phases, changes) in enumerate(ranks):
-            reports = tuple((phase, phase[3]) for phase in phases)
-            values = {
-                "rank": rank,
-                "reports": reports,
-                "warnings": (),
-                "payloads": [],
-                "escaped": None,
-                "status": None,
-                "ended_at": None,
-                "stopped": None,
-                "stacks": "",
-                "unreported": {},
-            }
-            results[rank] = RankResult(**{**values, **changes})
+            reports = tuple(
+                PhaseReport(report={"phase": phase}, made_at=phase[3]) for phase in phases
+            )
+            results[rank] = RankResult(rank=rank, reports=reports, payloads=(), **changes)
         return merge_reports(item, results, load, timeout_s=7)
 
     return run
@@ -192,28 +180,32 @@ def test_stacks_show_user_code_first_and_none_of_pytest():
 
 
 def test_a_lost_rank_leads_whatever_the_others_say(merge):
-    lost = "on host1 was lost: nothing was heard of it for 15 s"
-    reports = merge(rank(FAILED, "Connection closed by peer", at=1.0), ([], {"lost": lost}))
+    was, were = (f"on host1 {verb} lost: nothing was heard for 15 s" for verb in ("was", "were"))
+    lost = {"lost": Loss(of_one=was, of_several=were)}
+    failed = rank(FAILED, "Connection closed by peer", at=1.0)
+    reports = merge(failed, ([], lost))
     assert [report.when for report in reports] == ["setup", "call", "teardown"]
     assert reports[1].failed
-    assert reports[1].longrepr.startswith(f"rank 1 {lost}\nrank 0 later: Connection closed")
+    assert reports[1].longrepr.startswith(f"rank 1 {was}\nrank 0 later: Connection closed")
+    assert merge(failed, ([], lost), ([], lost))[1].longrepr.startswith(f"ranks 1-2 {were}\n")
 
 
-def test_results_travel_as_json_and_their_clock_is_set():
-    told = RankResult(
+def test_a_result_moves_onto_another_clock():
+    result = RankResult(
         rank=3,
-        reports=(({"when": "setup", "start": 1.0, "stop": 2.0}, 3.0),),
-        warnings=({"text": "w"},),
-        payloads=[1],
-        escaped=None,
+        reports=(
+            PhaseReport(report={"when": "setup", "start": 1.0, "stop": 2.0}, made_at=3.0),
+            PhaseReport(report={"when": "call", "start": None}, made_at=4.0),
+        ),
         status=-9,
         ended_at=5.0,
         stopped=Stopped.AT_DEADLINE,
-        stacks="s",
-        unreported={"stdout": "o"},
     )
-    sent = json.dumps(told.to_json())
-    assert RankResult.from_json(json.loads(sent), clock_offset_s=0.0) == told
-    late = RankResult.from_json(json.loads(sent), clock_offset_s=100.0)
-    assert late.reports == (({"when": "setup", "start": 101.0, "stop": 102.0}, 103.0),)
+    assert result.shifted(0.0) == result
+    late = result.shifted(100.0)
+    assert late.reports == (
+        PhaseReport(report={"when": "setup", "start": 101.0, "stop": 102.0}, made_at=103.0),
+        PhaseReport(report={"when": "call", "start": None}, made_at=104.0),
+    )
     assert late.ended_at == 105.0
+    assert (late.rank, late.status, late.stopped) == (3, -9, Stopped.AT_DEADLINE)

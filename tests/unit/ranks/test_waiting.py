@@ -1,27 +1,25 @@
 """The texts that explain a hang, from positions made by hand."""
 
 from pytest_fsdp_comm.ranks.hangs.waiting import explain_waiting
+from pytest_fsdp_comm.ranks.wire.positions import (
+    Activity,
+    GroupPosition,
+    IssuedCollective,
+    Position,
+)
 
 
-def position(*entries, site="model.py:1 in forward", name="0", description="mesh_dp", **more):
-    group = {
-        "name": name,
-        "description": description,
-        "ranks": [0, 1, 2],
-        "entries": [
-            {"seq": seq, "kind": kind, "nbytes": nbytes, "is_done": is_done}
-            for seq, kind, nbytes, is_done in entries
-        ],
-    }
-    return {"site": site, "module": "", "groups": [group], **more}
+def position(*issued, site="model.py:1 in forward", name="0", description="mesh_dp", **more):
+    group = GroupPosition(name=name, description=description, ranks=(0, 1, 2), collectives=issued)
+    return Position(site=site, groups=(group,), **more)
 
 
 def done(seq, kind="all_gather", nbytes=8):
-    return (seq, kind, nbytes, True)
+    return IssuedCollective(seq=seq, kind=kind, nbytes=nbytes, is_done=True)
 
 
 def waits(seq, kind="all_gather", nbytes=8):
-    return (seq, kind, nbytes, False)
+    return IssuedCollective(seq=seq, kind=kind, nbytes=nbytes, is_done=False)
 
 
 def test_nobody_waits():
@@ -61,7 +59,7 @@ def test_sizes_that_differ():
 
 
 def test_a_dead_rank_and_one_that_holds_the_gil():
-    silent = {"site": "loop.py:3 in spin", "module": "", "groups": [], "is_silent": True}
+    silent = Position(site="loop.py:3 in spin", activity=Activity.HOLDS_GIL)
     waiting = position(waits(1), description="undefined")
     assert explain_waiting({0: waiting, 1: silent}) == [
         "all wait for rank 1, which does not let go of the GIL at loop.py:3 in spin",
@@ -74,7 +72,7 @@ def test_waiting_for_those_that_are_blamed_is_no_news():
     positions = {
         0: position(waits(1)),
         1: position(waits(1)),
-        2: position(is_over=True),
+        2: position(activity=Activity.HAS_ENDED),
     }
     assert explain_waiting(positions, blamed=[2]) == []
     assert explain_waiting(positions)[0] == "all wait for rank 2, which has ended the test"
@@ -86,3 +84,27 @@ def test_two_groups():
     found = explain_waiting({0: first, 1: second, 2: second})
     assert found[0] == "rank 0 waits in all_gather #2 of dp (8 B) at model.py:1 in forward"
     assert "ranks 1-2 wait in all_reduce #1 of world (8 B) at model.py:1 in forward" in found
+
+
+def test_several_ranks_are_spoken_of_in_the_plural():
+    waiting = position(waits(2), description="default_pg")
+    gone = position(done(1), description="default_pg", activity=Activity.HAS_ENDED)
+    away = position(done(1), description="default_pg", site="model.py:7 in skip")
+    silent = Position(site="loop.py:3 in spin", activity=Activity.HOLDS_GIL)
+    waits_in = "rank 0 waits in all_gather #2 of world (8 B) at model.py:1 in forward"
+    last = "never issued it (their last of world was all_gather #1)"
+    assert explain_waiting({0: waiting, 1: gone, 2: gone}) == [
+        "all wait for ranks 1-2, which have ended the test",
+        waits_in,
+        f"ranks 1-2 {last}, and have ended the test",
+    ]
+    assert explain_waiting({0: waiting, 1: away, 2: away}) == [
+        "all wait for ranks 1-2, at model.py:7 in skip",
+        waits_in,
+        f"ranks 1-2 {last}, and are at model.py:7 in skip",
+    ]
+    assert explain_waiting({0: waiting, 1: silent, 2: silent}) == [
+        "all wait for ranks 1-2, which do not let go of the GIL at loop.py:3 in spin",
+        waits_in,
+    ]
+    assert explain_waiting({0: waiting}) == ["all wait for ranks 1-2, which are dead", waits_in]

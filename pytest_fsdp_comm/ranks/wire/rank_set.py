@@ -1,14 +1,20 @@
-"""What every process of one set of ranks is told, and what a set of rank processes can do."""
+"""A rank set as values: how its processes are started, and what can be done with them.
+
+A rank set runs one test or, with ``scope="module"``, several, one after another.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Final, Protocol
 
 from pytest_fsdp_comm.options import DistributedSettings
+from pytest_fsdp_comm.text import codec
+
+_KIND: Final = "rank set"
+_VERSION: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +29,13 @@ class StoreAddress:
     """What every name begins with."""
 
     def below(self, name: str) -> StoreAddress:
-        """A part of the store, for names of its own."""
+        """The same store with a longer prefix."""
         return dataclasses.replace(self, prefix=f"{self.prefix}/{name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchedPart:
-    """The one rank that a process starts for a test whose ranks are on many processes."""
+class LocalRank:
+    """The one rank that this process starts, of a test whose ranks many processes start."""
 
     rank: int
     """The rank, from 0."""
@@ -38,27 +44,27 @@ class LaunchedPart:
     local_world_size: int
     """The ranks on this machine."""
     store: StoreAddress
-    """Of this set of ranks alone."""
+    """Of this rank set alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """One set of ranks, which runs one test or, with ``scope="module"``, several."""
+class RankSetSpec:
+    """How to start a rank set; each of its processes gets it."""
 
     item_index: int
-    """The first test, as its place in the session's items."""
+    """The first test, by its index in the session's items."""
     nodeid: str
     """The first test, for ranks that collect anew."""
     settings: DistributedSettings
     """How the test runs on ranks."""
     directory: Path
-    """Of this set of ranks alone; holds the socket, the logs and the stores."""
+    """Of this rank set alone; holds the socket, the logs and the stores."""
     basetemp: Path
     """Where the session's temporary directories are."""
     echoes: tuple[str, ...]
-    """The streams that are shown at once: with ``-s`` what a rank prints, with ``--setup-show`` and
-    the like what its pytest writes."""
-    part: LaunchedPart | None = None
+    """The streams that are shown while the test runs: with ``-s`` what a rank prints, with
+    ``--setup-show`` and the like what its pytest writes."""
+    local: LocalRank | None = None
     """The only rank that is started here; None starts all of them."""
     slots: tuple[Path, ...] = ()
     """Files of the slots that whoever starts the ranks holds while they live."""
@@ -73,7 +79,7 @@ class Launch:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that this process starts."""
-        return (self.part.rank,) if self.part else self.settings.ranks
+        return (self.local.rank,) if self.local else self.settings.ranks
 
     @property
     def socket_path(self) -> Path:
@@ -90,37 +96,21 @@ class Launch:
 
     @property
     def departures_path(self) -> Path:
-        """Where the ranks say which tests they have left."""
+        """Where the ranks note which tests they have left."""
         return self.directory / "departures"
 
     def dump(self) -> str:
-        """As one line of JSON."""
-        return json.dumps(dataclasses.asdict(self), default=str)
+        """The text that `load` reads, for ranks that are started as programs."""
+        return codec.dump_document(_KIND, _VERSION, self)
 
     @classmethod
-    def load(cls, text: str) -> Launch:
+    def load(cls, text: str) -> RankSetSpec:
         """Reads what `dump` wrote."""
-        values: dict[str, Any] = json.loads(text)
-        settings = values.pop("settings")
-        settings["ranks"] = tuple(settings["ranks"])
-        values["echoes"] = tuple(values["echoes"])
-        part = values.pop("part")
-        if part is not None:
-            part = LaunchedPart(**{**part, "store": StoreAddress(**part["store"])})
-        values["slots"] = tuple(Path(slot) for slot in values["slots"])
-        values["terminal"] = tuple(values["terminal"])
-        values["gpus"] = tuple(values["gpus"])
-        return cls(
-            part=part,
-            settings=DistributedSettings(**settings),
-            directory=Path(values.pop("directory")),
-            basetemp=Path(values.pop("basetemp")),
-            **values,
-        )
+        return codec.load_document(cls, _KIND, _VERSION, text)
 
 
 class RankProcesses(Protocol):
-    """The processes of one set of ranks."""
+    """The processes of one rank set."""
 
     def fileno(self) -> int | None:
         """A descriptor that becomes readable when a process ended; None if there is none."""
@@ -129,17 +119,17 @@ class RankProcesses(Protocol):
         """The ranks whose process has ended.
 
         Returns:
-            Exit status, or minus the signal's number, as `os.waitstatus_to_exitcode` tells it.
+            Exit status, or minus the signal's number, as `os.waitstatus_to_exitcode` gives it.
         """
 
     def send_signal(self, rank: int, number: int) -> None:
         """Sends a signal to a rank, if it still lives."""
 
     def rest(self) -> None:
-        """Says that the ranks run nothing, but are kept for another test."""
+        """Notes that the ranks run nothing, but are kept for another test."""
 
     def resume(self) -> bool:
-        """Says that kept ranks are to run another test.
+        """Notes that kept ranks are to run another test.
 
         Returns:
             Whether they still live.

@@ -1,0 +1,55 @@
+"""A spawned rank's own half: a fresh pytest process that collects one test and is a rank of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+
+from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE, RANK_VARIABLE, SPEC_VARIABLE
+from pytest_fsdp_comm.ranks.rank.main import RankTemplate
+from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_fsdp_comm.ranks.wire.extension import RankExtension
+
+
+def select_own_test(config: pytest.Config) -> None:
+    """Makes a spawned rank collect its own test only."""
+    config.args[:] = [str(config.rootpath / _read_spec().nodeid)]
+    # The supervisor's deadline and verdict count; a rank stops for nothing else.
+    config.option.maxfail = 0
+
+
+def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension[Any]]) -> NoReturn:
+    """Runs the rank that this process was started as.
+
+    Args:
+        session: The session, after collection.
+        extensions: What other rooms add to each test's way through the ranks.
+
+    Raises:
+        pytest.UsageError: The test was not collected again.
+    """
+    spec = _read_spec()
+    indices = [index for index, item in enumerate(session.items) if item.nodeid == spec.nodeid]
+    if not indices:
+        raise pytest.UsageError(
+            f"{spec.nodeid} is not there when it is collected a second time, by a rank; tests "
+            "whose names depend on chance, time or the process cannot run on spawned ranks"
+        )
+    rank = int(os.environ.pop(RANK_VARIABLE))
+    # Tests that run pytest themselves must not take their pytest for a rank.
+    del os.environ[SPEC_VARIABLE]
+    os.environ[INSIDE_VARIABLE] = "1"
+    template = RankTemplate(session, extensions)
+    template.run_rank(dataclasses.replace(spec, item_index=indices[0]), rank)
+
+
+def _read_spec() -> RankSetSpec:
+    return RankSetSpec.load(Path(os.environ[SPEC_VARIABLE]).read_text(encoding="utf-8"))

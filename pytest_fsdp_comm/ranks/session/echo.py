@@ -1,0 +1,50 @@
+"""Shows what ranks print while they run, each line under its rank's name."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from pytest_fsdp_comm.ranks.rank.kept_output import KEPT_NBYTES, read_kept
+
+if TYPE_CHECKING:
+    from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+
+
+class Echo:
+    """Follows the logs of a rank set."""
+
+    def __init__(self, spec: RankSetSpec) -> None:
+        """Follows each log from its start.
+
+        Args:
+            spec: The rank set's, with the streams to show.
+        """
+        self._spec = spec
+        self._offsets: dict[tuple[int, str], int] = {}
+
+    def copy(self) -> None:
+        """Writes the lines that are new."""
+        for rank in self._spec.ranks:
+            for stream in self._spec.echoes:
+                self._copy_one(rank, stream)
+        sys.stdout.flush()
+
+    def _copy_one(self, rank: int, stream: str) -> None:
+        path = self._spec.log_path(rank, stream)
+        offset = self._offsets.get((rank, stream), 0)
+        if not path.exists() or path.stat().st_size <= offset:
+            return
+        with path.open("rb") as file:
+            if path.stat().st_size - offset > KEPT_NBYTES:
+                # No limit in all, since what is shown takes no room; only on how fast it comes.
+                text, end = read_kept(file.fileno(), offset)
+            else:
+                file.seek(offset)
+                data = file.read()
+                # The rest of the last line is still to come.
+                whole = data[: data.rfind(b"\n") + 1]
+                text, end = whole.decode("utf-8", "backslashreplace"), offset + len(whole)
+        self._offsets[rank, stream] = end
+        for line in text.splitlines():
+            sys.stdout.write(f"[rank {rank}] {line}\n")

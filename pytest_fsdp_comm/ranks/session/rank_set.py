@@ -1,0 +1,52 @@
+"""The rank set that runs a test now, or is kept for the next one."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_comm.options import DistributedSettings
+from pytest_fsdp_comm.ranks.session.supervision import Supervision
+from pytest_fsdp_comm.ranks.wire.rank_set import RankProcesses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSet:
+    """Ranks that live, with what belongs to them."""
+
+    module: pytest.Module | None
+    """The module of their tests."""
+    settings: DistributedSettings
+    """How their tests run."""
+    nodeid: str
+    """Their first test."""
+    directory: Path
+    """Removed with them."""
+    supervision: Supervision
+    processes: RankProcesses
+
+    def suits(self, item: pytest.Item, settings: DistributedSettings) -> bool:
+        """Whether a test may run on the same ranks as those before."""
+        return self.module is item.getparent(pytest.Module) and self.settings == settings
+
+    def end(self, within_s: float) -> list[str]:
+        """Kills the ranks and removes what they shared.
+
+        Args:
+            within_s: How long to wait until they are gone.
+
+        Returns:
+            A problem for each rank that is not gone in time.
+        """
+        unended = self.supervision.end(within_s)
+        shutil.rmtree(self.directory, ignore_errors=True)
+        return [
+            f"rank {rank} of {self.nodeid} could not be ended: its process {pid} is still there "
+            f"{within_s:g} s after SIGKILL.\n"
+            "Does a driver or a file server not answer? What it waits for is in "
+            f"/proc/{pid}/stack (as root). Later tests have new ranks."
+            for rank, pid in unended.items()
+        ]

@@ -1,0 +1,322 @@
+"""What processes say to each other: a frozen value for each message, and who hears which.
+
+`Channel` carries these over a socket, `TextStore` the last section's. Every message is read
+strictly (`text.codec`): what is no message, or one that this end does not hear, is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar, get_args
+
+from pytest_fsdp_comm.ranks.wire.positions import Position
+from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, WarningSeen
+
+_Said = TypeVar("_Said")
+_Heard = TypeVar("_Heard")
+
+
+@dataclass(frozen=True, slots=True)
+class Role(Generic[_Said, _Heard]):
+    """One end of a conversation."""
+
+    heard: Mapping[str, type[_Heard]]
+    """The messages that this end hears, by name."""
+
+
+# From a rank to its supervisor; so are `PhaseReport` and `WarningSeen`, which a result holds.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHello:
+    """First on a rank's connection."""
+
+    rank: int
+    """The rank that calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchdogHello:
+    """First on the connection of a rank's watchdog."""
+
+    rank: int
+    """The rank whose watchdog calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerSet:
+    """pytest-timeout began to limit something."""
+
+    timeout_s: float
+    """The limit."""
+    set_at: float
+    """`time.monotonic`, which all processes of a machine share."""
+
+    @property
+    def runs_out_at(self) -> float:
+        """The same clock's time at which the limit is reached."""
+        return self.set_at + self.timeout_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerCancelled:
+    """What pytest-timeout limited has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebuggerEntered:
+    """A human is at work in a debugger; time does not count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebuggerLeft:
+    """The test goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Escape:
+    """An exception that went through pytest's protocol and ended the test."""
+
+    text: str
+    """Its class and message."""
+    at: float
+    """`time.time` on the rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestEnded:
+    """The rank has finished the test, and waits for another one."""
+
+    last_report: PhaseReport | None
+    """The report of a teardown that passed: nothing can happen between the two messages, so they
+    are one. None if it was sent, or never made."""
+    payloads: tuple[str, ...] | None
+    """What each extension carries out of the rank, as `RankExtension.payload_type` is dumped; None
+    after an escape."""
+    escaped: Escape | None
+    """None if pytest's protocol returned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionAnswer:
+    """A watchdog's answer to `PositionQuestion`."""
+
+    number: int
+    """The question's."""
+    position: Position
+    """Where the rank is."""
+
+
+RankMessage = (
+    RankHello
+    | WatchdogHello
+    | PhaseReport
+    | WarningSeen
+    | TimerSet
+    | TimerCancelled
+    | DebuggerEntered
+    | DebuggerLeft
+    | TestEnded
+    | PositionAnswer
+)
+
+# From the supervisor to a rank, or to its watchdog.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTest:
+    """Kept ranks are to run another test."""
+
+    item_index: int
+    """The test, by its index in the session's items."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionQuestion:
+    """Asks a watchdog where its rank is."""
+
+    number: int
+    """Counts the questions: an answer may come after its time."""
+
+
+SupervisorMessage = RunTest | PositionQuestion
+
+# From the pytest process to its fork server.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSet:
+    """Fork a rank set."""
+
+    number: int
+    """Names the rank set in what follows."""
+    spec: RankSetSpec
+    """How."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestSet:
+    """A rank set runs nothing: end it if another process wants its slots."""
+
+    number: int
+    """The rank set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeSet:
+    """A resting rank set is to run a test."""
+
+    number: int
+    """The rank set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndSet:
+    """Kill what is left of a rank set."""
+
+    number: int
+    """The rank set."""
+    within_s: float
+    """How long to wait until it is gone."""
+
+
+ServerRequest = StartSet | RestSet | ResumeSet | EndSet
+
+# From the fork server to its pytest process.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetStarted:
+    """Answers `StartSet`."""
+
+    number: int
+    """The rank set."""
+    pids: dict[int, int]
+    """Process ids by rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExited:
+    """A rank's process has ended."""
+
+    number: int
+    """The rank set."""
+    rank: int
+    """The rank."""
+    status: int
+    """Exit status, or minus the signal's number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetResumed:
+    """Answers `ResumeSet`."""
+
+    number: int
+    """The rank set."""
+    is_alive: bool
+    """Whether its ranks still live."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetEnded:
+    """Answers `EndSet`."""
+
+    number: int
+    """The rank set."""
+    unended: dict[int, int]
+    """Process ids, by rank, of those that were killed and are still there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFailed:
+    """The fork server's last words."""
+
+    reason: str
+    """Why it cannot go on."""
+
+
+ServerReply = SetStarted | RankExited | SetResumed | SetEnded | ServerFailed
+
+# Between launched processes. The leader is rank 0's, the followers are the others.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The leader's session."""
+
+    tests: tuple[str, ...]
+    """Each test with its settings, in order."""
+    basetemp: Path
+    """Where temporary directories are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowerHello:
+    """A follower's answer to `Plan`."""
+
+    host: str
+    """Its machine's name."""
+    problem: str
+    """How its tests differ from the leader's; empty if they do not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginTest:
+    """Each process is to run its rank of a test."""
+
+    item_index: int
+    """The test, by its index in the session's items."""
+    reuses_ranks: bool
+    """Whether the ranks of the test before run it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndSession:
+    """There is no other test."""
+
+    status: int
+    """The session's exit status."""
+
+
+LeaderCommand = BeginTest | EndSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowerResult:
+    """What a follower's rank did with a test."""
+
+    result: RankResult
+    """By the follower's clock."""
+    can_keep: bool
+    """Whether the rank could run another test."""
+    began_at: float
+    """`time.time` on the follower when it began the test, to compare clocks."""
+    is_terminating: bool
+    """Whether the launcher has sent the follower SIGTERM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The leader has every result."""
+
+    keeps: bool
+    """Whether all ranks are kept for another test."""
+
+
+StoreMessage = Plan | FollowerHello | BeginTest | EndSession | FollowerResult | Verdict
+
+
+def _by_name(union: object) -> dict[str, Any]:
+    return {cls.__name__: cls for cls in get_args(union)}
+
+
+RANK: Final[Role[RankMessage, RunTest]] = Role({"RunTest": RunTest})
+WATCHDOG: Final[Role[RankMessage, PositionQuestion]] = Role({"PositionQuestion": PositionQuestion})
+SUPERVISOR: Final[Role[SupervisorMessage, RankMessage]] = Role(_by_name(RankMessage))
+FORK_CLIENT: Final[Role[ServerRequest, ServerReply]] = Role(_by_name(ServerReply))
+FORK_SERVER: Final[Role[ServerReply, ServerRequest]] = Role(_by_name(ServerRequest))
+FROM_LEADER: Final[Mapping[str, type[LeaderCommand]]] = _by_name(LeaderCommand)
+"""What followers read on the store, test after test."""

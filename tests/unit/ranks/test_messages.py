@@ -1,0 +1,179 @@
+"""Every message between processes comes back as it was; anything else is refused clearly."""
+
+import contextlib
+import dataclasses
+import socket
+import types
+import typing
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pytest_fsdp_comm.ranks.wire import messages
+from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+from pytest_fsdp_comm.text.codec import CodecError, dump_tagged, load_tagged
+
+# What pytest itself serializes, and other values that JSON has.
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+SIMPLE = {
+    typing.Any: plain,
+    float: st.floats(allow_nan=False),
+    # With surrogates: what a rank prints need not be UTF-8.
+    str: st.text(st.characters()),
+    Path: st.builds(Path, st.text(st.characters(exclude_characters="\0/"))),
+}
+
+
+def drawn(annotation):
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if dataclasses.is_dataclass(annotation):
+        hints = typing.get_type_hints(annotation)
+        return st.builds(annotation, **{name: drawn(hint) for name, hint in hints.items()})
+    if origin in {typing.Union, types.UnionType}:
+        return st.one_of(*map(drawn, arguments))
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return st.lists(drawn(arguments[0]), max_size=3).map(tuple)
+    if origin is tuple:
+        return st.tuples(*map(drawn, arguments))
+    if origin is dict:
+        return st.dictionaries(*map(drawn, arguments), max_size=3)
+    return SIMPLE[annotation] if annotation in SIMPLE else st.from_type(annotation)
+
+
+ROLES = {
+    "rank": (messages.RANK, messages.SupervisorMessage),
+    "watchdog": (messages.WATCHDOG, messages.SupervisorMessage),
+    "supervisor": (messages.SUPERVISOR, messages.RankMessage),
+    "fork client": (messages.FORK_CLIENT, messages.ServerReply),
+    "fork server": (messages.FORK_SERVER, messages.ServerRequest),
+}
+ON_THE_STORE = typing.get_args(messages.StoreMessage)
+
+
+def heard_by(role):
+    return [pytest.param(role, cls, id=cls.__name__) for cls in role.heard.values()]
+
+
+@contextlib.contextmanager
+def connected(role):
+    ours, theirs = socket.socketpair()
+    everything = {cls.__name__: cls for cls in all_messages()}
+    with (
+        contextlib.closing(Channel(ours, role)) as our,
+        contextlib.closing(Channel(theirs, messages.Role(everything))) as their,
+    ):
+        yield our, their
+
+
+def all_messages():
+    return [cls for role, _ in ROLES.values() for cls in role.heard.values()] + [*ON_THE_STORE]
+
+
+def test_each_frozen_dataclass_of_the_module_is_some_message():
+    # Or part of one.
+    parts = {messages.Role, messages.Escape}
+    own = {
+        cls
+        for cls in vars(messages).values()
+        if isinstance(cls, type) and cls.__module__ == messages.__name__
+    }
+    assert own - parts <= set(all_messages())
+    for cls in all_messages():
+        assert cls.__dataclass_params__.frozen, cls
+        assert cls.__doc__
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_each_role_hears_what_the_other_end_says(name):
+    role, said = ROLES[name]
+    assert {*role.heard.values()} <= {*typing.get_args(said)}
+    heard = [
+        cls for other, union in ROLES.values() if union is said for cls in other.heard.values()
+    ]
+    assert {*heard} == {*typing.get_args(said)}
+
+
+@pytest.mark.parametrize(
+    ("role", "cls"), [case for role, _ in ROLES.values() for case in heard_by(role)]
+)
+@given(data=st.data())
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_message_goes_through_a_channel_and_comes_back_equal(role, cls, data):
+    message = data.draw(drawn(cls))
+    with connected(role) as (ours, theirs):
+        for _ in range(2):
+            # More than the socket holds would block.
+            if len(dump_tagged(message)) < 50_000:
+                theirs.send(message)
+                assert ours.receive() == message
+        theirs.close()
+        assert ours.receive() is None
+
+
+@pytest.mark.parametrize("cls", ON_THE_STORE)
+@given(data=st.data())
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_message_on_the_store_comes_back_equal(cls, data):
+    message = data.draw(drawn(cls))
+    assert load_tagged({cls.__name__: cls}, dump_tagged(message)) == message
+
+
+@given(drawn(RankSetSpec))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_file_of_a_spawned_rank_comes_back_equal(spec):
+    assert RankSetSpec.load(spec.dump()) == spec
+
+
+def test_an_argument_that_json_lacks_costs_no_report():
+    class Odd:
+        def __repr__(self):
+            return "<odd>"
+
+    report = {"user_properties": [("thing", Odd()), ("text", "\udcff")], "outcome": "passed"}
+    with connected(messages.SUPERVISOR) as (ours, theirs):
+        theirs.send(messages.PhaseReport(report=report, made_at=1.0))
+        received = ours.receive()
+    assert received.report["user_properties"] == [["thing", "<odd>"], ["text", "\udcff"]]
+    assert not received.has_failed
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b"no json", "expected a message as JSON, got no JSON: Expecting value"),
+        (b"\xff", "expected a message as JSON, got other bytes: "),
+        (b"[1]", "message: expected one of RunTest, got None"),
+        (b"{}", "message: expected one of RunTest, got None"),
+        (b'{"type": "PositionQuestion", "number": 1}', "expected one of RunTest, got 'PositionQ"),
+        (b'{"type": "RunTest"}', "RunTest lacks 'item_index'"),
+        (b'{"type": "RunTest", "item_index": "1"}', "RunTest.item_index: expected int, got '1'"),
+        (b'{"type": "RunTest", "item_index": 1, "x": 1}', "RunTest has an unknown 'x'"),
+    ],
+)
+def test_what_is_no_message_is_named_and_left_out(line, complaint):
+    with connected(messages.RANK) as (ours, theirs):
+        theirs._connection.sendall(line + b"\n")
+        theirs.send(messages.RunTest(item_index=2))
+        with pytest.raises(CodecError) as caught:
+            ours.receive()
+        assert complaint in str(caught.value)
+        assert ours.receive() == messages.RunTest(item_index=2)
+
+
+def test_a_message_that_comes_in_pieces_is_whole():
+    line = dump_tagged(messages.RunTest(item_index=7)).encode() + b"\n"
+    with connected(messages.RANK) as (ours, theirs):
+        for index in range(len(line) - 1):
+            theirs._connection.sendall(line[index : index + 1])
+            assert list(ours.receive_available()) == []
+            assert ours.nbytes_pending == index + 1
+        theirs._connection.sendall(line[-1:] + line)
+        assert [message.item_index for message in ours.receive_available()] == [7, 7]
+        assert ours.nbytes_pending == 0
