@@ -5,7 +5,7 @@ Private names, run with torch 2.7.1, 2.13.0 and 2.15.0: ``FullyShardedDataParall
 ``.flat_param``, ``.uses_sharded_strategy``, ``._fwd_bwd_param_dtype``, ``._orig_param_dtype``,
 ``._offload_params``; ``FlatParameter``'s ``._param_infos``, ``._shared_param_infos``, ``._shapes``,
 ``._numels``, ``._numels_with_padding``, ``._is_padding_mask``, ``._shard_param_infos``,
-``._sharded_size``, ``._params``. tests/recording/test_shards_fsdp1.py fails when one moves.
+``._sharded_size``, ``._params``. tests/sharding/test_fsdp1.py fails when one moves.
 """
 
 from __future__ import annotations

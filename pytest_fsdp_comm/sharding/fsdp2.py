@@ -11,7 +11,7 @@ Private names, run with torch 2.7.1, 2.13.0 and 2.15.0: ``FSDPModule._get_fsdp_s
 ``.unshard_in_backward``; ``FSDPParam``'s
 ``._module_info``, ``.sharded_param``, ``.sharded_state``, ``._orig_size``,
 ``.padded_sharded_param_size``, ``._orig_param_uid`` (not in 2.7).
-tests/recording/test_shards_fsdp1.py fails when one moves.
+tests/sharding/test_fsdp1.py fails when one moves.
 """
 
 from __future__ import annotations

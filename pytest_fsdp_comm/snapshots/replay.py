@@ -174,7 +174,7 @@ def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
     else:
         if not hasattr(assertion, "_executions"):
             raise upstream.moved("syrupy", "SnapshotAssertion._executions", _USE)
-        assertion._executions = made.index  # noqa: SLF001  # see the module's docstring
+        assertion._executions = made.index
     if assertion == (base64.b64decode(made.data) if made.is_bytes else made.data):
         return ""
     result = assertion.executions[assertion.num_executions - 1]

@@ -17,6 +17,23 @@ def test_every_file_and_room_that_is_named_exists():
         assert any(found), name
 
 
+def test_every_test_that_is_named_exists():
+    """In the package, the documents, the settings and the tests themselves."""
+    places = [PACKAGE, ROOT / "docs", ROOT / "tests", ROOT / "benchmarks"]
+    files = [file for place in places for file in place.rglob("*") if file.suffix in {".py", ".md"}]
+    files += [*ROOT.glob("*.md"), *ROOT.glob("*.toml"), *ROOT.glob("*.py")]
+    named = {
+        (file, name)
+        for file in files
+        for name in re.findall(r"\btests/[\w/]+\.py", file.read_text(encoding="utf-8"))
+        # As a user's project may have it, not this one.
+        if re.match(r"tests/(unit|recording|sharding|acceptance|regressions|typing)/", name)
+    }
+    assert len(named) > 20
+    for file, name in named:
+        assert (ROOT / name).exists(), f"{file} names {name}"
+
+
 def test_every_room_is_on_the_page_and_says_what_it_holds():
     rooms = {file.parent for file in PACKAGE.rglob("*.py")} - {PACKAGE}
     for room in rooms:

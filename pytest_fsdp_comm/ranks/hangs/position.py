@@ -12,8 +12,9 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_comm.ranks.hangs.stacks import is_library, is_runner, shown_path
+from pytest_fsdp_comm.ranks.hangs.stacks import is_library, is_runner
 from pytest_fsdp_comm.ranks.wire.positions import GroupPosition, IssuedCollective, Position
+from pytest_fsdp_comm.text.paths import show_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +31,8 @@ def read_position(since_ns: int) -> Position:
         since_ns: Collectives before this time (`time.time_ns`) belong to another test.
     """
     main = threading.main_thread().ident
-    frame = sys._current_frames().get(main) if main is not None else None  # noqa: SLF001  # documented for debuggers
+    # Documented for debuggers.
+    frame = sys._current_frames().get(main) if main is not None else None
     frames = list(_outwards(frame))
     return Position(
         site=_site(frames), module=_module(frames), groups=_groups(since_ns, _called(frames))
@@ -47,7 +49,7 @@ def _site(frames: list[FrameType]) -> str:
     for frame in frames:
         path = frame.f_code.co_filename
         if not (is_library(path) or is_runner(path) or path.startswith("<")):
-            return f"{shown_path(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return f"{show_path(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
     return ""
 
 
@@ -76,7 +78,8 @@ def _module(frames: list[FrameType]) -> str:
         unit = getattr(self, "_module_fqn", None) if _is_unit(self) else None
         if isinstance(unit, str) and unit and not called:
             return unit
-        if isinstance(self, nn.Module) and frame.f_code is nn.Module._call_impl.__code__:  # noqa: SLF001  # as recording.owners.stack, whose contract test covers it
+        # As recording.owners.stack, whose contract test covers it.
+        if isinstance(self, nn.Module) and frame.f_code is nn.Module._call_impl.__code__:
             called.append(self)
     if not called:
         return ""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_fsdp_comm.text.paths import show_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _PAUSE_S = 0.005
 _SETTLED = 10
@@ -14,7 +18,7 @@ _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)'
 _RUNNERS = re.compile(
     r"/(_pytest|pytest|pluggy|xdist|execnet|pytest_fsdp_comm/(ranks|plugin))[/.]|/bin/[^/]+$|runpy(\.py|>)$"
 )
-_HAS_MAIN = re.compile(r"^Current thread .*\n  File ", re.MULTILINE)
+_HAS_FRAME = re.compile(r"^  File .*\n", re.MULTILINE)
 _LIBRARY = re.compile(r"/(site-packages|dist-packages|lib/python\d\.\d+)/")
 _LIBRARY_FRAMES = 1
 
@@ -27,13 +31,6 @@ def is_runner(path: str) -> bool:
 def is_library(path: str) -> bool:
     """Whether a file is installed, and not the user's."""
     return _LIBRARY.search(path) is not None
-
-
-def shown_path(path: str) -> str:
-    """A path relative to the working directory where it lies below it."""
-    with contextlib.suppress(ValueError, OSError):
-        return str(Path(path).relative_to(Path.cwd()))
-    return path
 
 
 def read_stacks(path: Path, *, until: float) -> str:
@@ -52,9 +49,9 @@ def read_stacks(path: Path, *, until: float) -> str:
     while True:
         previous, text = text, _read(path)
         unchanged = unchanged + 1 if text and text == previous else 0
-        # It is written piece by piece: what stays the same may still lack the main thread. Where
-        # the signal met a thread that is not Python's, no thread is marked as the current one.
-        if unchanged and (_HAS_MAIN.search(text) or unchanged > _SETTLED):
+        # It is written piece by piece. Where the signal met a thread that is not Python's, there is
+        # no frame.
+        if unchanged and (_HAS_FRAME.search(text) or unchanged > _SETTLED):
             break
         if time.monotonic() > until:
             break
@@ -67,13 +64,10 @@ def _read(path: Path) -> str:
 
 
 def _main_thread(text: str) -> str:
-    # faulthandler writes the thread that got the signal, the main one, last or as "Current".
-    threads = re.split(r"^(?=(?:Current )?[Tt]hread 0x)", text, flags=re.MULTILINE)
-    current = [thread for thread in threads if thread.startswith("Current")] or threads[-1:]
-    frames = [match for match in map(_FRAME.match, current[0].splitlines()) if match]
+    frames = [match for match in map(_FRAME.match, text.splitlines()) if match]
     kept = [frame for frame in frames if not is_runner(frame["path"])]
     users = [frame for frame in kept if not is_library(frame["path"])]
     inner = [frame for frame in kept if frame not in users][:_LIBRARY_FRAMES]
-    shown = [f"{shown_path(frame['path'])}:{frame['line']} in {frame['name']}" for frame in users]
+    shown = [f"{show_path(frame['path'])}:{frame['line']} in {frame['name']}" for frame in users]
     shown += [f"inside {frame['name']} ({frame['path']}:{frame['line']})" for frame in inner]
     return "\n".join(shown)

@@ -1,7 +1,7 @@
 """Holds back what a launched process that does not report would write to the terminal.
 
 Private names of pytest 8.4 to 9.2 are used here and nowhere else: ``TerminalWriter._file``;
-tests/unit/test_rank_pytest.py fails when it moves.
+tests/unit/ranks/test_isolation.py fails when it moves.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def hold_terminal(config: pytest.Config) -> None:
             "TerminalWriter._file",
             "keeping all but one of the launched processes quiet relies on",
         )
-    terminal = writer._file  # noqa: SLF001  # see the module's docstring
+    terminal = writer._file
     config.stash[_HELD] = held = _Held(terminal=terminal, text=io.StringIO())
-    writer._file = held.text  # noqa: SLF001  # see the module's docstring
+    writer._file = held.text
 
 
 def release_terminal(config: pytest.Config) -> None:
@@ -56,7 +56,7 @@ def release_terminal(config: pytest.Config) -> None:
     held.terminal.flush()
     writer = _writer(config)
     if writer is not None:
-        writer._file = held.terminal  # noqa: SLF001  # see the module's docstring
+        writer._file = held.terminal
 
 
 def _writer(config: pytest.Config) -> Any:

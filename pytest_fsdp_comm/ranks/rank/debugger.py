@@ -2,8 +2,8 @@
 
 Private names of pytest 8.4 to 9.2, beside those in `isolation`: ``pytestPDB._init_pdb``, which
 every way into a debugger passes, and ``MultiCapture`` with ``CaptureManager._global_capturing``,
-which pytest suspends before and resumes after a debugger. ``tests/unit/test_rank_pytest.py`` fails
-when one moves.
+which pytest suspends before and resumes after a debugger. ``tests/unit/ranks/test_isolation.py``
+fails when one moves.
 """
 
 from __future__ import annotations
@@ -71,21 +71,21 @@ def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
             "pytest", "CaptureManager._global_capturing, ._method", "running ranks relies on"
         )
     reporter: Any = config.pluginmanager.getplugin("terminalreporter")
-    log_writer = reporter._tw  # noqa: SLF001  # the rank's own
+    log_writer = reporter._tw
 
     def enter() -> None:
         terminal.enter()
         # Where pytest shows the failure before it debugs it.
-        reporter._tw = create_terminal_writer(config)  # noqa: SLF001  # as above
+        reporter._tw = create_terminal_writer(config)
 
     def leave() -> None:
         terminal.leave()
-        reporter._tw = log_writer  # noqa: SLF001  # as above
+        reporter._tw = log_writer
 
-    manager._global_capturing = _SuspendedCapture(enter, leave)  # noqa: SLF001  # see the docstring
-    manager._global_capturing.start_capturing()  # noqa: SLF001  # as above
+    manager._global_capturing = _SuspendedCapture(enter, leave)
+    manager._global_capturing.start_capturing()
     # With "no", pytest would not resume what it suspended.
-    manager._method = "fd"  # noqa: SLF001  # as above
+    manager._method = "fd"
 
 
 def debug_elsewhere(config: pytest.Config) -> None:
@@ -127,4 +127,4 @@ def _without_debuggers(config: pytest.Config, init: Callable[..., Any]) -> None:
             config.pluginmanager.unregister(name=name)
     if not hasattr(pytestPDB, "_init_pdb"):
         raise upstream.moved("pytest", "pytestPDB._init_pdb", "running ranks relies on")
-    pytestPDB._init_pdb = staticmethod(init)  # type: ignore[method-assign]  # noqa: SLF001  # see the docstring
+    pytestPDB._init_pdb = staticmethod(init)  # type: ignore[method-assign]  # see the docstring

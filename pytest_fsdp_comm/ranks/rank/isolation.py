@@ -1,7 +1,7 @@
 """Makes the copied pytest session in a rank silent and local to the rank.
 
 Private names of pytest 8.4 to 9.2 are used here and nowhere else in this package; each has a
-contract test in ``tests/unit/test_rank_pytest.py``.
+contract test in ``tests/unit/ranks/test_isolation.py``.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ def _release_capture(config: pytest.Config) -> None:
             "pytest", "CaptureManager._global_capturing, ._method", "running ranks relies on"
         )
     # Kept alive: collected, its files would warn of not being closed, which -W error makes fatal.
-    config.stash[_PARENTS_CAPTURE] = manager._global_capturing  # noqa: SLF001  # see above
+    config.stash[_PARENTS_CAPTURE] = manager._global_capturing
     # Not stop_global_capturing(): it would write the parent's captured text to the terminal.
-    manager._global_capturing = None  # noqa: SLF001  # see the module's docstring
-    manager._method = "no"  # noqa: SLF001  # see the module's docstring
+    manager._global_capturing = None
+    manager._method = "no"
     manager.start_global_capturing()
 
 
@@ -116,7 +116,7 @@ def _move_basetemp(config: pytest.Config, basetemp: Path) -> None:
     if not hasattr(factory, "_basetemp"):
         raise upstream.moved("pytest", "TempPathFactory._basetemp", "running ranks relies on")
     basetemp.mkdir(mode=0o700, parents=True, exist_ok=True)
-    factory._basetemp = basetemp  # noqa: SLF001  # see the module's docstring
+    factory._basetemp = basetemp
 
 
 @contextlib.contextmanager

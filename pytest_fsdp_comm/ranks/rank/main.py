@@ -92,8 +92,10 @@ class RankTemplate:
         # line.
         faulthandler.enable(file=2)
         # The handler is C code on its own stack: it answers even where Python code holds the GIL.
+        # It reads only the thread that gets the signal, which the kernel makes the main one if it
+        # can: others run on meanwhile, and it crashed now and then (CPython 116008, 131580).
         stacks = spec.stacks_path(rank).open("w")
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=False)
         set_environment(spec.settings, rank, spec.gpus, spec.local)
         isolate_session(session.config, basetemp=spec.basetemp / f"rank{rank}")
         self._terminal.open(spec.log_path(rank, "terminal"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from pytest_fsdp_comm.options import DistributedSettings
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
+from pytest_fsdp_comm.ranks.wire.directories import remove_directory
 from pytest_fsdp_comm.ranks.wire.rank_set import RankProcesses
 
 
@@ -42,7 +42,7 @@ class RankSet:
             A problem for each rank that is not gone in time.
         """
         unended = self.supervision.end(within_s)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        remove_directory(self.directory)
         return [
             f"rank {rank} of {self.nodeid} could not be ended: its process {pid} is still there "
             f"{within_s:g} s after SIGKILL.\n"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +32,7 @@ from pytest_fsdp_comm.ranks.start.fork_client import ForkServer, ServerDiedError
 from pytest_fsdp_comm.ranks.start.fork_safety import unsafe_to_fork
 from pytest_fsdp_comm.ranks.start.slots import Slots
 from pytest_fsdp_comm.ranks.start.spawn import SpawnedRanks
+from pytest_fsdp_comm.ranks.wire.directories import make_session_directory, remove_directory
 from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import Loss, RankResult
 from pytest_fsdp_comm.ranks.wire.socket_paths import check_path, listen
@@ -101,7 +100,7 @@ class RankRunner:
         self._base = self._start_base()
 
     def _start_base(self) -> _Base:
-        directory = Path(tempfile.mkdtemp(prefix="fsdp-comm-"))
+        directory = make_session_directory()
         try:
             check_path(directory / "1000000" / "socket")
         except FsdpCommError as error:
@@ -123,7 +122,7 @@ class RankRunner:
         if base is None:
             return None
         status = base.server.close() if base.server is not None else None
-        shutil.rmtree(base.directory, ignore_errors=True)
+        remove_directory(base.directory)
         return status
 
     def _replace_server(self) -> str:

@@ -12,7 +12,6 @@ import gc
 import importlib
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -33,6 +32,7 @@ from pytest_fsdp_comm.ranks.start.ending import (
     kill_groups,
 )
 from pytest_fsdp_comm.ranks.start.slots import HeldSlots
+from pytest_fsdp_comm.ranks.wire.directories import remove_directory
 from pytest_fsdp_comm.ranks.wire.messages import (
     EndSet,
     RankExited,
@@ -120,7 +120,7 @@ def serve(channel: _Channel, prepare: Callable[[], RunRank], directory: Path) ->
         if server is not None:
             server.kill_all()
         # Also where the pytest process was killed and could not.
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_directory(directory)
         os._exit(status)
 
 

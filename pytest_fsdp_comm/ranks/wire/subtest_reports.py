@@ -4,7 +4,7 @@ Private names, read in pytest 8.4 to 9.2 and pytest-subtests 0.15, are used here
 reports that are serialized with ``_subtest.context`` and have a ``context`` of ``msg`` and
 ``kwargs``; and the functions ``capturing_output(request)``, whose value is a ``Captured`` with
 ``out`` and ``err``.
-``tests/unit/test_subtest_reports.py`` fails when one moves.
+``tests/unit/ranks/test_subtest_reports.py`` fails when one moves.
 """
 
 from __future__ import annotations

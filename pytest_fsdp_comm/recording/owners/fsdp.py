@@ -3,7 +3,7 @@
 torch's profiler labels carry the owner too, but their FQNs are relative to the FSDP root, empty
 with several roots or none, and absent before lazy initialisation. So the methods that issue
 collectives are wrapped, for the time of the recording only. Their names and arguments were read in
-torch 2.6, 2.9, 2.11 and 2.13; tests/unit/test_capture_contracts.py fails when one moves.
+torch 2.6, 2.9, 2.11 and 2.13; tests/recording/test_contracts.py fails when one moves.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch import nn
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.text.paths import show_path
 
-# Read in torch 2.6, 2.9, 2.11, 2.13; tests/unit/test_capture_contracts.py fails when one moves.
+# Read in torch 2.6, 2.9, 2.11, 2.13; tests/recording/test_contracts.py fails when one moves.
 _CALL_MODULE: Final = nn.Module._call_impl.__code__
 """Every call of a module passes through it."""
 _STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__

@@ -158,10 +158,7 @@ def test_names_of_ranks(ranks, name):
 
 
 DUMP = """\
-Thread 0x1 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 5 in wait
-
-Current thread 0x2 (most recent call first):
+Stack (most recent call first):
   File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 9 in barrier
   File "/v/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 8 in wrapper
   File "/home/me/test_it.py", line 24 in test_hang

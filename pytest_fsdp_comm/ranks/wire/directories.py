@@ -1,0 +1,26 @@
+"""The directories of a session and of its rank sets: removed after use, or kept to be looked at."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+KEEP_VARIABLE: Final = "PYTEST_FSDP_COMM_KEEP"
+"""Environment variable with a directory in which sessions leave theirs: logs, stacks, stores."""
+
+
+def make_session_directory() -> Path:
+    """A new directory for all rank sets of a session; made in the one that keeps them, if any."""
+    kept = os.environ.get(KEEP_VARIABLE)
+    if kept:
+        Path(kept).mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="fsdp-comm-", dir=os.path.abspath(kept) if kept else None))  # noqa: PTH100  # resolve() would follow links, and lengthen what a socket's path has to fit
+
+
+def remove_directory(directory: Path) -> None:
+    """Removes a session's or a rank set's directory, unless they are kept; never raises."""
+    if not os.environ.get(KEEP_VARIABLE):
+        shutil.rmtree(directory, ignore_errors=True)
