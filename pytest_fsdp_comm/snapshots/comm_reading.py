@@ -81,8 +81,6 @@ class _CommRecord(Record, Generic[_Row_co]):
 class CommDocument:
     """The snapshot of a recording, checked."""
 
-    kind: Final = "comm"
-
     def __init__(self, lines: SnapshotLines) -> None:
         """Reads and checks the lines, and builds nothing.
 

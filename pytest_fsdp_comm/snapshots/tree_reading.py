@@ -62,8 +62,6 @@ class _ParameterRecord(Record):
 class TreeDocument:
     """The snapshot of a sharded tree, or of several where ranks differ, checked."""
 
-    kind: Final = "tree"
-
     def __init__(self, lines: SnapshotLines) -> None:
         """Reads and checks the lines, and builds nothing.
 
