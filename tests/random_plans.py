@@ -124,10 +124,10 @@ def check(comm_mode, device_mesh, dist_info, request):
 
 
 @gloo_and_fake(2)
-def test_two_ranks(comm_mode, device_mesh, dist_info, request):
+def test_two_ranks_record_what_they_send(comm_mode, device_mesh, dist_info, request):
     check(comm_mode, device_mesh, dist_info, request)
 
 
 @gloo_and_fake(4)
-def test_four_ranks(comm_mode, device_mesh, dist_info, request):
+def test_four_ranks_record_what_they_send(comm_mode, device_mesh, dist_info, request):
     check(comm_mode, device_mesh, dist_info, request)

@@ -67,7 +67,7 @@ def explanation(text):
     ]
 
 
-def test_unchanged(llama):
+def test_the_unchanged_example_passes(llama):
     result = llama.run(variant="tied] or [untied")
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(["4 snapshots passed."])
@@ -86,7 +86,7 @@ ACCEPT = (
 # lm_head has 512x64, the root without it the embedding's 512x64 and a norm of 64.
 
 
-def test_reshard_after_forward_on_one_block(llama):
+def test_a_block_that_stays_gathered_is_named_in_both_comparisons(llama):
     llama.edit(
         "fully_shard(block, mesh=mesh)",
         "fully_shard(block, mesh=mesh, reshard_after_forward=block.self_attn.layer_idx != 2)",
@@ -103,7 +103,7 @@ def test_reshard_after_forward_on_one_block(llama):
     ]
 
 
-def test_lm_head_gathered_for_each_loss_chunk(llama):
+def test_an_lm_head_gathered_for_each_loss_chunk_is_explained(llama):
     llama.edit(
         "    fully_shard(model, mesh=mesh)",
         "    fully_shard(model.lm_head, mesh=mesh)\n    fully_shard(model, mesh=mesh)",
@@ -128,7 +128,7 @@ def test_lm_head_gathered_for_each_loss_chunk(llama):
     assert [line for line in lines if line not in readme] == []
 
 
-def test_root_not_sharded(llama):
+def test_a_missing_root_unit_is_explained(llama):
     llama.edit("    fully_shard(model, mesh=mesh)\n", "")
     text = llama.failure()
     lines = explanation(text)

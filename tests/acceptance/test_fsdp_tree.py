@@ -33,7 +33,7 @@ def run(pytester, *arguments):
     return pytester.runpytest_subprocess("-p", "no:cacheprovider", "--world-size", "2", *arguments)
 
 
-def test_the_tree_of_each_rank(project):
+def test_each_rank_has_its_own_numbers_in_the_tree(project):
     pytester = project("""
 @pytest.mark.distributed
 def test_tree(fsdp_tree, device_mesh, dist_info):

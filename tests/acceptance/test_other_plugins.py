@@ -43,14 +43,14 @@ def order(result):
     return re.findall(pattern, result.stdout.str(), re.MULTILINE)
 
 
-def test_failed_first(run):
+def test_failed_first_runs_the_failed_test_first(run):
     run(SOURCE).assert_outcomes(passed=3, failed=1)
     result = run(SOURCE, "--ff", "-v")
     result.assert_outcomes(passed=3, failed=1)
     assert order(result) == ["test_second[2]", "test_first", "test_second[1]", "test_third"]
 
 
-def test_stepwise(run):
+def test_stepwise_goes_on_at_the_failed_test(run):
     result = run(SOURCE, "--sw", "-v")
     result.assert_outcomes(passed=2, failed=1)
     assert order(result) == NAMES[:3]
@@ -60,7 +60,7 @@ def test_stepwise(run):
     assert order(result) == NAMES[2:]
 
 
-def test_durations(run):
+def test_durations_are_those_of_the_slowest_rank(run):
     source = """
 import time
 import pytest
@@ -311,7 +311,7 @@ async def test_failing(summed, dist_info):
     ],
     ids=["asyncio", "anyio"],
 )
-def test_async_tests(run, mark, imports, fixture):
+def test_async_tests_run_on_every_rank(run, mark, imports, fixture):
     source = ASYNC.format(mark=mark, imports=imports, fixture=fixture)
     scope = ("-o", "asyncio_default_fixture_loop_scope=function") if mark == "asyncio" else ()
     result = run(source, "-W", "error", *scope, plugins=[mark] if scope else [])

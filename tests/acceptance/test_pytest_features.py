@@ -77,7 +77,7 @@ def run(pytester):
     return pytester.runpytest_subprocess
 
 
-def test_everything_at_once(run, pytester):
+def test_reports_durations_and_last_failed_work_in_one_session(run, pytester):
     result = run("-v", "--junitxml=report.xml", "--durations=3")
     result.assert_outcomes(passed=6, failed=1, warnings=1)
     shown = result.stdout.str()
@@ -99,14 +99,14 @@ def test_everything_at_once(run, pytester):
     assert "test_capfd" not in result.stdout.str()
 
 
-def test_stopping(run):
+def test_exitfirst_and_maxfail_stop_the_session(run):
     run("-x", "-p", "no:cacheprovider").assert_outcomes(passed=2, failed=1)
     run("--maxfail=1", "-n", "2", "-p", "no:cacheprovider", "-k", "failing").assert_outcomes(
         failed=1
     )
 
 
-def test_warnings_as_errors(run):
+def test_what_passes_still_passes_with_warnings_as_errors(run):
     result = run("-W", "error", "-p", "no:cacheprovider", "-k", "warning or capfd or Class")
     result.assert_outcomes(passed=3, failed=1, deselected=3)
 
@@ -128,12 +128,12 @@ def test_a_warning_of_collection_comes_once(pytester):
     result.assert_outcomes(passed=2, warnings=1)
 
 
-def test_without_capture(run):
+def test_output_without_capture_names_its_rank(run):
     result = run("-s", "-p", "no:cacheprovider", "-k", "failing")
     result.stdout.fnmatch_lines_random(["*[[]rank 0] said by 0", "*[[]rank 1] said by 1"])
 
 
-def test_coverage_of_ranks(pytester):
+def test_coverage_measures_every_rank(pytester):
     pytest.importorskip("coverage")
     pytester.makepyfile(
         code="""
@@ -166,7 +166,7 @@ def test_coverage_of_ranks(pytester):
         assert result.ret == 0, result.outlines
 
 
-def test_setup_show(run):
+def test_setup_show_names_the_rank_of_each_fixture(run):
     result = run("--setup-show", "-p", "no:cacheprovider", "-k", "capfd or fixtures")
     result.assert_outcomes(passed=2, deselected=5)
     result.stdout.fnmatch_lines_random(

@@ -7,7 +7,7 @@ import shutil
 TESTS = pathlib.Path(__file__).parents[1]
 
 
-def test_random_plans(pytester):
+def test_every_rank_and_the_fake_group_record_random_plans_alike(pytester):
     for name in ("oracle.py", "models.py", "conftest.py"):
         shutil.copy(TESTS / name, pytester.path)
     shutil.copy(TESTS / "random_plans.py", pytester.path / "test_random_plans.py")

@@ -12,7 +12,7 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
-def test_the_first_test(pytester):
+def test_the_first_test_fails_then_records_then_passes(pytester):
     (code,) = blocks("python")
     pytester.makepyfile(test_first=code)
     arguments = ("-p", "no:cacheprovider")
@@ -36,7 +36,7 @@ def test_the_two_commands_are_those_of_ci_and_what_they_run_is_told():
         assert f"`{' '.join(['pytest', *arguments])}`" in README.replace("\n", " ")
 
 
-def test_the_snapshot_that_is_explained():
+def test_the_snapshot_that_is_explained_is_a_real_one():
     shown = next(block for block in blocks("text") if block.startswith("# pytest-fsdp-comm"))
     directory = ROOT / "snapshots" / "examples" / "test_llama"
     real = (directory / "test_train_step[untied].ws4.comm").read_text().splitlines()

@@ -83,7 +83,7 @@ def installations(environment):
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def test_from_nothing_with_a_first_installation_that_fails(project):
+def test_a_failed_installation_is_repeated_by_the_next_run(project):
     # Real venv and pip, without an index.
     result = project.run("demo", PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull)
     made = project.path / ".venv"
@@ -160,7 +160,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize("case", SAYS)
-def test_environments_that_cannot_be_used(project, tmp_path, case):
+def test_an_environment_that_cannot_be_used_is_refused(project, tmp_path, case):
     environment = tmp_path / "env"
     if case in PYTHONS:
         python = environment / "bin" / "python"
@@ -173,14 +173,14 @@ def test_environments_that_cannot_be_used(project, tmp_path, case):
     assert result.stdout == ""
 
 
-def test_a_venv_that_cannot_be_made(project):
+def test_a_venv_that_cannot_be_made_is_explained(project):
     (project.path / ".venv").write_text("a file in its place")
     result = project.run("demo")
     assert result.returncode == 2
     assert f"-m venv {project.path / '.venv'}` failed, see above. On Debian" in result.stderr
 
 
-def test_help_and_mistakes(project):
+def test_help_and_mistakes_print_the_usage_and_install_nothing(project):
     asked = project.run("--help")
     assert (asked.returncode, asked.stderr) == (0, "")
     for words in ("run.py demo", "run.py test", "pytest --world-size 4 examples", "pytest -n 2"):

@@ -98,7 +98,7 @@ def test_a_bad_marker_of_a_deselected_test_stops_nobody(project):
         ),
     ],
 )
-def test_bad_options(project, arguments, text):
+def test_bad_options_are_usage_errors(project, arguments, text):
     result = project("def test_it(): pass").runpytest_subprocess(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert f"ERROR: {text}" in result.stderr.str()
@@ -132,7 +132,7 @@ def test_collect_only_lists_each_world_size_last_and_can_select_by_it(project):
     result.stdout.fnmatch_lines(["1/4 tests collected (3 deselected)*"])
 
 
-def test_select_by_marker(project):
+def test_the_marker_selects_distributed_tests(project):
     pytester = project("""
         import pytest
 
@@ -174,7 +174,7 @@ def test_importing_the_package_imports_no_torch(pytester):
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there are GPUs")
-def test_nccl_without_gpus(project):
+def test_nccl_without_gpus_is_refused_unless_the_test_is_skipped(project):
     pytester = project("""
         import pytest
 
@@ -202,7 +202,7 @@ def test_nccl_without_gpus(project):
     ) in result.stdout.str()
 
 
-def test_without_xdist(project):
+def test_distributed_tests_run_without_xdist(project):
     pytester = project("""
         import pytest
 

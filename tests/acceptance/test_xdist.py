@@ -229,7 +229,7 @@ def test_it(n, dist_info):
         os.kill(int(file.read_text()), signal.SIGKILL)
 
 
-def test_more_ranks_than_slots(run):
+def test_more_ranks_than_slots_are_a_usage_error(run):
     result, _ = run(MANY, "-n", "0", "--rank-slots", "1")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert (
@@ -288,7 +288,7 @@ def test_two_workers_never_share_a_gpu(run, pytester, monkeypatch):
     ],
     ids=lambda arguments: arguments[1],
 )
-def test_ways_to_distribute(run, arguments):
+def test_the_bound_on_ranks_holds_in_each_mode_of_distribution(run, arguments):
     result, notes = run(MANY, *arguments, "--rank-slots", "4", "-k", "not 2-ws")
     times = 2 if "each" in arguments else 1
     result.assert_outcomes(passed=7 * times)

@@ -39,7 +39,7 @@ def test_an_unknown_operation_is_kept(comm_mode, odd_op):
 
 
 @ws2
-def test_a_group_destroyed_inside_the_block(comm_mode, dist_info):
+def test_a_group_destroyed_inside_the_block_costs_no_event(comm_mode, dist_info):
     with comm_mode:
         dist.all_reduce(torch.ones(2))
         dist.barrier()
@@ -55,7 +55,7 @@ def test_a_group_destroyed_inside_the_block(comm_mode, dist_info):
 
 
 @fake
-def test_a_group_made_inside_the_block(comm_mode):
+def test_a_group_made_inside_the_block_is_named_by_its_shape(comm_mode):
     with comm_mode:
         group = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(2), group=group)
@@ -87,7 +87,7 @@ def test_the_same_mode_inside_itself_is_refused_and_goes_on(comm_mode):
 
 
 @fake
-def test_a_model_that_is_called_by_nobody(comm_mode, device_mesh):
+def test_events_of_another_model_have_no_owner(comm_mode, device_mesh):
     model, other = (shard(Model(), device_mesh()) for _ in range(2))
     # Names are relative to the given model; the one that ran is another.
     with comm_mode(model):

@@ -28,7 +28,7 @@ def folder(tmp_path):
     return found[0]
 
 
-def test_save_and_load(comm_mode, device_mesh, folder):
+def test_saving_and_loading_sends_objects_only(comm_mode, device_mesh, folder):
     model = shard(Model(), device_mesh())
     optimizer = torch.optim.AdamW(model.parameters())
     step(model)
@@ -54,7 +54,7 @@ def test_save_and_load(comm_mode, device_mesh, folder):
     assert {(event.phase.value, event.owner) for event in comm_mode.events} == {("outside", None)}
 
 
-def test_full_state_dict(comm_mode, device_mesh):
+def test_a_full_state_dict_gathers_each_parameter(comm_mode, device_mesh):
     model = shard(Model(blocks=1), device_mesh())
     options = StateDictOptions(full_state_dict=True)
     witnessed(comm_mode, model, lambda: get_model_state_dict(model, options=options))

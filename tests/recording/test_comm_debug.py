@@ -59,7 +59,7 @@ def test_totals_are_equal_on_random_models(comm_mode, device_mesh):
 
 @fake
 @ignore_hook_warning
-def test_where_prefetch_misleads_it(comm_mode, device_mesh):
+def test_prefetch_misleads_the_counts_of_torch_but_not_ours(comm_mode, device_mesh):
     model = build(device_mesh(dp=2, tp=2), 3, {0, 1, 2}, set(), reshard=True)
     gather = torch.ops.c10d._allgather_base_
     with comm_mode(model):
@@ -80,7 +80,7 @@ def test_where_prefetch_misleads_it(comm_mode, device_mesh):
 
 
 @pytest.mark.distributed(world_size=2)
-def test_what_it_does_not_count(comm_mode, dist_info):
+def test_torch_counts_neither_barriers_nor_point_to_point(comm_mode, dist_info):
     theirs = CommDebugMode()
     for mode in (comm_mode, theirs):
         with mode:
@@ -95,7 +95,7 @@ def test_what_it_does_not_count(comm_mode, dist_info):
 
 @fake
 @ignore_hook_warning
-def test_parameters_placements_table_and_files(comm_mode, device_mesh, tmp_path):
+def test_parameters_placements_table_and_files_are_offered(comm_mode, device_mesh, tmp_path):
     model = build(device_mesh(dp=2, tp=2), 1, {0}, set(), reshard=True)
     with comm_mode(model):
         step(model)
@@ -120,7 +120,7 @@ def test_parameters_placements_table_and_files(comm_mode, device_mesh, tmp_path)
         comm_mode.get_parameter_info()
 
 
-def test_errors_without_ranks(comm_mode):
+def test_misuse_without_ranks_is_an_error(comm_mode):
     with pytest.raises(RecordingError, match="no recording yet; run the code in"):
         comm_mode.get_total_counts()
     with pytest.raises(RecordingError, match=r"takes a torch\.nn\.Module, got str; pass the model"):
@@ -132,7 +132,7 @@ def test_errors_without_ranks(comm_mode):
 
 
 @fake
-def test_errors_with_ranks(comm_mode):
+def test_misuse_within_a_recording_is_an_error(comm_mode):
     inside = pytest.raises(
         RecordingError, match="is recording already; it cannot be entered inside"
     )

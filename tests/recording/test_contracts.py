@@ -20,7 +20,7 @@ from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, clean_fqn
 
 
-def test_names_of_the_stack_walk():
+def test_torch_has_the_names_that_the_stack_walk_looks_for():
     assert nn.Module._call_impl.__code__.co_name == "_call_impl"
     assert stack._engine_code().co_name == "_engine_run_backward"
     assert stack._redistribute_code().co_name == "redistribute_local_tensor"
@@ -30,7 +30,7 @@ def test_names_of_the_stack_walk():
     assert torch.optim.SGD.step.__code__ is stack._STEP
 
 
-def test_names_of_autograd():
+def test_autograd_has_the_private_names_that_are_read():
     assert torch._C._current_graph_task_id() == -1
     assert torch._C._current_autograd_node() is None
     before = torch.autograd._get_sequence_nr()
@@ -39,12 +39,12 @@ def test_names_of_autograd():
     assert torch.autograd._get_sequence_nr() > made.grad_fn._sequence_nr()
 
 
-def test_locals_of_a_redistribution():
+def test_a_redistribution_has_the_locals_that_are_read():
     code = stack._redistribute_code()
     assert {"current_spec", "target_spec", "local_tensor"} <= set(code.co_varnames)
 
 
-def test_methods_of_fsdp():
+def test_watched_methods_of_fsdp_are_put_back():
     watch = UnitWatch(lambda *_: None, lambda *_: None, lambda *_: None)
     with watch.watching():
         pass
@@ -72,7 +72,7 @@ def test_a_method_that_moved_is_named(monkeypatch):
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")
-def test_the_list_of_process_groups(monkeypatch):
+def test_only_groups_of_this_rank_are_listed(monkeypatch):
     distributed = torch.distributed
     mine = distributed.new_group([0])
     distributed.new_group([1])
@@ -138,7 +138,7 @@ def test_wrappers_leave_no_trace_in_names(name, clean):
     assert clean_fqn(name) == clean
 
 
-def test_names_of_modules():
+def test_modules_are_named_relative_to_their_outermost_module():
     inner = nn.Linear(1, 1)
     first, second = nn.Sequential(inner, nn.ReLU()), nn.Sequential(nn.ReLU())
     names = ModuleNames([first, second])
@@ -168,5 +168,5 @@ def test_groups_are_named_without_counters(description, ranks, name):
     assert _name_of(_Group(description=description, ranks=ranks)) == name
 
 
-def test_no_unit_of_its_own():
+def test_an_unsharded_module_has_no_unit_of_its_own():
     assert fsdp.param_groups(nn.Linear(1, 1)) == []

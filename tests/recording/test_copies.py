@@ -10,7 +10,7 @@ NBYTES = 4 * 8
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")
-def test_copies_to_the_host(comm_mode):
+def test_copies_to_the_host_are_recorded(comm_mode):
     with FakeTensorMode() as fake, comm_mode:
         host = torch.ones(8)
         device = FakeTensor(fake, torch.empty(8, device="meta"), torch.device("cuda"))
@@ -35,7 +35,7 @@ def test_copies_to_the_host(comm_mode):
     }
 
 
-def test_directions():
+def test_the_direction_of_a_copy_follows_from_its_devices():
     # A torch without CUDA refuses to run a copy to it, even of fake tensors.
     with FakeTensorMode() as fake:
         host = torch.ones(8)

@@ -20,7 +20,7 @@ def kinds(comm_mode):
 
 
 @gloo_and_fake(2)
-def test_functional(comm_mode):
+def test_functional_collectives_are_recorded(comm_mode):
     world = dist.group.WORLD
 
     def send():
@@ -43,7 +43,7 @@ def test_functional(comm_mode):
 
 
 @gloo_and_fake(2)
-def test_in_place_and_into_a_given_tensor(comm_mode):
+def test_in_place_and_out_forms_are_recorded(comm_mode):
     # What inductor emits.
     ops = torch.ops._c10d_functional
     name = dist.group.WORLD.group_name
@@ -72,7 +72,7 @@ def test_in_place_and_into_a_given_tensor(comm_mode):
 
 
 @gloo_and_fake(2)
-def test_coalesced(comm_mode):
+def test_coalesced_collectives_are_one_event(comm_mode):
     world = dist.group.WORLD
 
     def send():
@@ -97,7 +97,7 @@ def test_coalesced(comm_mode):
 
 
 @gloo_and_fake(2)
-def test_asynchronous(comm_mode):
+def test_asynchronous_collectives_are_recorded_when_issued(comm_mode):
     def send():
         x = data()
         works = [
@@ -113,7 +113,7 @@ def test_asynchronous(comm_mode):
 
 
 @pytest.mark.distributed(world_size=4)
-def test_several_groups_of_equal_size(comm_mode, dist_info):
+def test_groups_of_equal_size_are_named_by_shape_or_description(comm_mode, dist_info):
     rank = dist_info.rank
     neighbours = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
     twice = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
@@ -134,7 +134,7 @@ def test_several_groups_of_equal_size(comm_mode, dist_info):
 
 
 @pytest.mark.distributed(world_size=2)
-def test_object_collectives(comm_mode):
+def test_object_collectives_send_their_size_first(comm_mode):
     def send():
         dist.all_gather_object([None, None], {"a": 1})
         dist.broadcast_object_list([{"a": 1}], 0)

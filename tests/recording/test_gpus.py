@@ -45,7 +45,7 @@ def test_the_same_is_recorded_as_on_gloo(comm_mode, device_mesh, dist_info):
 
 @needs_one
 @pytest.mark.distributed(world_size=1, backend="nccl")
-def test_copies_between_host_and_device(comm_mode, dist_info):
+def test_copies_between_host_and_device_are_recorded(comm_mode, dist_info):
     with comm_mode:
         there = torch.ones(6).to(dist_info.device)
         there.cpu()

@@ -75,7 +75,7 @@ def layers(phase, kind, axis, count, nbytes):
 
 
 @pytest.mark.distributed(world_size=[2, 4])
-def test_fsdp(comm_mode, device_mesh):
+def test_fsdp_sends_what_the_profiler_saw(comm_mode, device_mesh):
     model = shard(Model(BLOCKS), device_mesh())
     recorded, seen = profiled(comm_mode, model)
     assert recorded == seen
@@ -91,7 +91,7 @@ def test_fsdp(comm_mode, device_mesh):
 
 
 @pytest.mark.distributed(world_size=[2, 4])
-def test_fsdp_without_reshard_after_forward(comm_mode, device_mesh):
+def test_without_reshard_after_forward_nothing_is_gathered_again(comm_mode, device_mesh):
     model = shard(Model(BLOCKS), device_mesh(), reshard_after_forward=False)
     recorded, seen = profiled(comm_mode, model)
     assert recorded == seen
@@ -104,7 +104,7 @@ def test_fsdp_without_reshard_after_forward(comm_mode, device_mesh):
 
 
 @pytest.mark.distributed(world_size=4)
-def test_hsdp(comm_mode, device_mesh):
+def test_hsdp_all_reduces_the_shard_that_the_reduce_scatter_left(comm_mode, device_mesh):
     model = shard(Model(BLOCKS), device_mesh(replicate=2, shard=2))
     recorded, seen = profiled(comm_mode, model)
     assert recorded == seen
@@ -121,7 +121,7 @@ def test_hsdp(comm_mode, device_mesh):
 
 
 @pytest.mark.distributed(world_size=[2, 4])
-def test_fsdp_with_tensor_parallelism(comm_mode, device_mesh, dist_info):
+def test_tensor_parallel_fsdp_sends_what_the_profiler_saw(comm_mode, device_mesh, dist_info):
     mesh = device_mesh(dp=-1, tp=2)
     model = Model(BLOCKS)
     for layer in model.layers:

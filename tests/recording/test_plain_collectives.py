@@ -21,7 +21,7 @@ def calls(comm_mode):
 
 
 @pytest.mark.distributed(world_size=2)
-def test_calls(comm_mode, dist_info):
+def test_each_call_is_one_event_with_its_bytes(comm_mode, dist_info):
     first = dist_info.rank == 0
     other = 1 - dist_info.rank
     tensor = torch.ones(NUMEL)
@@ -106,7 +106,7 @@ def test_groups_are_named_by_mesh_axis_or_shape(comm_mode, device_mesh, dist_inf
 
 @pytest.mark.distributed(world_size=2)
 @pytest.mark.parametrize("bare", [False, True])
-def test_ddp_in_its_third_step(comm_mode, bare):
+def test_ddp_sends_one_bucket_in_its_third_step(comm_mode, bare):
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     batch = torch.ones(1, 4)
     # Buckets are rebuilt after the first step.
@@ -155,7 +155,7 @@ STRATEGIES = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_fsdp1(comm_mode, strategy, use_orig_params):
+def test_each_strategy_of_fsdp1_has_its_own_collectives(comm_mode, strategy, use_orig_params):
     wrap = functools.partial(
         FullyShardedDataParallel,
         sharding_strategy=strategy,

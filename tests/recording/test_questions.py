@@ -154,7 +154,7 @@ def test_patterns_of_snapshots_are_owners(recorded):
 
 
 @fake
-def test_owners_without_a_module(comm_mode):
+def test_events_without_a_module_are_asked_for_by_no_module(comm_mode):
     model = nn.ReLU()
     with comm_mode(model):
         dist.all_reduce(torch.ones(1))
@@ -181,7 +181,7 @@ def test_wrappers_change_no_name_and_every_way_to_a_module_leads_to_it(comm_mode
 
 
 @fake
-def test_two_names_of_one_module(comm_mode, device_mesh):
+def test_a_module_is_found_by_each_of_its_names(comm_mode, device_mesh):
     model = Model()
     model.tied = model.layers[1]
     shard(model, device_mesh())
@@ -192,7 +192,7 @@ def test_two_names_of_one_module(comm_mode, device_mesh):
 
 
 @fake
-def test_a_unit_of_several_modules(comm_mode, device_mesh):
+def test_a_unit_of_several_modules_is_found_by_all_its_names_together(comm_mode, device_mesh):
     model = Model()
     unused = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     model.unused = unused
@@ -228,7 +228,7 @@ def test_a_bare_block_knows_the_modules_that_ran(comm_mode, device_mesh):
 
 
 @fake
-def test_axes_of_groups_and_meshes(comm_mode, device_mesh):
+def test_each_group_of_this_rank_is_an_axis_under_one_name(comm_mode, device_mesh):
     kept = init_device_mesh("cpu", (4,), mesh_dim_names=("lonely",))
     ring = dist.new_group([0, 1], group_desc="ring")
     dist.new_group([2, 3], group_desc="not ours")
@@ -261,7 +261,7 @@ def test_axes_of_groups_and_meshes(comm_mode, device_mesh):
 
 
 @fake
-def test_axes_of_units_that_never_ran(comm_mode, device_mesh):
+def test_axes_of_units_that_never_ran_are_known(comm_mode, device_mesh):
     model = shard(Model(), device_mesh(), reshard_after_forward=2)
     with comm_mode(model):
         pass
@@ -278,7 +278,7 @@ def test_a_group_destroyed_in_the_block_leaves_what_was_recorded(comm_mode, devi
 
 
 @pytest.mark.distributed(world_size=8, backend="fake")
-def test_a_group_destroyed_in_the_block_before_the_model_ran(comm_mode, device_mesh):
+def test_a_group_destroyed_before_the_model_ran_is_still_known(comm_mode, device_mesh):
     model = shard(Model(), device_mesh(dp=4, tp=2)["dp"], reshard_after_forward=2)
     with comm_mode(model):
         dist.all_reduce(torch.ones(1))

@@ -62,7 +62,7 @@ def test_an_exception_is_not_replaced_by_the_warning(comm_mode):
 
 @ws2
 @pytest.mark.parametrize("register", ["then", "add_done_callback"])
-def test_callbacks_of_futures(comm_mode, register):
+def test_collectives_in_callbacks_of_futures_are_recorded(comm_mode, register):
     done = threading.Event()
 
     def chain():

@@ -72,7 +72,7 @@ def test_reshard_after_forward_changes_the_number_of_all_gathers(record, device_
     )
 
 
-def test_gradients_reduced_for_each_micro_batch(record, device_mesh):
+def test_reducing_gradients_for_each_micro_batch_is_explained(record, device_mesh):
     # cosmos-framework 161, verl PR 7095.
     model = shard(Model(), device_mesh())
 
@@ -94,7 +94,7 @@ def test_gradients_reduced_for_each_micro_batch(record, device_mesh):
 
 
 @pytest.mark.distributed(world_size=4)
-def test_replicas_all_reduced_for_each_micro_batch(record, device_mesh):
+def test_reducing_replicas_for_each_micro_batch_is_explained(record, device_mesh):
     # torchtitan 1929, VeOmni 781.
     model = shard(Model(), device_mesh(replicate=2, shard=2))
 
@@ -112,7 +112,7 @@ def test_replicas_all_reduced_for_each_micro_batch(record, device_mesh):
     )
 
 
-def test_the_head_gathered_for_each_chunk_of_the_loss(record, device_mesh):
+def test_gathering_the_head_for_each_chunk_of_the_loss_is_explained(record, device_mesh):
     # trl 6076, whose hand-made guard (6172) could not be made to fail.
     def build():
         model = Model()
@@ -146,7 +146,7 @@ def test_reentrant_checkpointing_with_forward_prefetch_gathers_again(record, dev
     )
 
 
-def test_a_frozen_backbone_gathered_for_each_micro_batch(record, device_mesh):
+def test_gathering_a_frozen_backbone_for_each_micro_batch_is_explained(record, device_mesh):
     # LoRA: UniRL PR 321. Micro-batches of half the size in place of one.
     class Adapted(nn.Module):
         def __init__(self):
@@ -196,7 +196,7 @@ def test_a_frozen_layer_is_still_prefetched_in_backward(record, device_mesh):
     assert [(row.kind, row.count) for row in gathers] == [("all_gather", 1)]
 
 
-def test_no_sync_of_fsdp1_left_out(record):
+def test_leaving_out_no_sync_of_fsdp1_is_explained(record):
     # pytorch 75892.
     model = FullyShardedDataParallel(
         Model(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu")
@@ -216,7 +216,7 @@ def test_no_sync_of_fsdp1_left_out(record):
     assert "are reduced more often for the same forwards" in said(reviewed, regressed)[-1]
 
 
-def test_the_root_is_not_sharded(record, device_mesh):
+def test_a_root_that_is_not_sharded_is_explained(record, device_mesh):
     # torchtitan 1547: each block is a root of its own, and no gradient of the rest is reduced.
     model = shard(Model(), device_mesh())
     rootless = Model()
@@ -229,7 +229,7 @@ def test_the_root_is_not_sharded(record, device_mesh):
     )
 
 
-def test_parameters_that_became_replicated(record):
+def test_parameters_that_became_replicated_are_explained(record):
     # The silent form: another sharding strategy, the same loss.
     def build(strategy):
         return FullyShardedDataParallel(
@@ -250,7 +250,7 @@ def test_parameters_that_became_replicated(record):
     )
 
 
-def test_a_needless_gather_of_a_dtensor(record, device_mesh):
+def test_a_needless_gather_of_a_dtensor_is_explained(record, device_mesh):
     # pytorch 167106 and its like: an output layout that nobody needs.
     def build(layout):
         model = nn.Sequential(Block(), Block())
@@ -276,7 +276,7 @@ def test_a_needless_gather_of_a_dtensor(record, device_mesh):
     ]
 
 
-def test_a_parameter_gathered_to_be_logged(record, device_mesh):
+def test_gathering_a_parameter_to_log_it_is_explained(record, device_mesh):
     model = shard(Model(), device_mesh())
 
     def train(*, logged):
@@ -295,7 +295,7 @@ def test_a_parameter_gathered_to_be_logged(record, device_mesh):
     ]
 
 
-def test_a_loss_averaged_in_each_step(record, device_mesh):
+def test_averaging_the_loss_in_each_step_shows_up_outside_the_model(record, device_mesh):
     model = shard(Model(), device_mesh())
 
     def train(*, averaged):

@@ -79,7 +79,7 @@ def placements(tree, fqn):
 pytestmark = pytest.mark.usefixtures("four_ranks")
 
 
-def test_blocks_and_root():
+def test_blocks_and_root_are_units_with_their_own_parameters():
     tree = capture_tree(sharded())
     assert str(tree) == (
         "[TokenModel] FULLY SHARDED\n"
@@ -118,7 +118,7 @@ def test_blocks_and_root():
     assert (block.nbytes_padding, block.nbytes_kept) == (0, block.nbytes_gathered // 4)
 
 
-def test_the_snapshot_of_blocks_and_root():
+def test_the_snapshot_folds_alike_blocks_into_one_line():
     assert format_tree(capture_tree(sharded())).splitlines()[1:] == [
         "world_size 4",
         "mesh world=4",
@@ -145,13 +145,13 @@ def test_the_snapshot_of_blocks_and_root():
         (4, True, True),
     ],
 )
-def test_effective_reshard_after_forward(asked, root, block):
+def test_reshard_after_forward_is_the_effective_value(asked, root, block):
     tree = capture_tree(sharded(reshard_after_forward=asked))
     assert unit_of(tree, "").reshard_after_forward == (root if LEAVES_IT_TO_TORCH else False)
     assert unit_of(tree, "layers.1").reshard_after_forward == block
 
 
-def test_reshard_set_later():
+def test_reshard_after_forward_set_later_is_seen():
     model = sharded()
     if not hasattr(model, "set_reshard_after_forward"):
         pytest.skip("this torch cannot set it later")
@@ -199,7 +199,7 @@ def test_capture_dispatches_nothing_and_initializes_nothing():
     assert list_handles(model)[0]._module_fqn is None
 
 
-def test_hsdp():
+def test_hsdp_has_a_shard_axis_and_a_replicate_axis():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     tree = capture_tree(sharded(mesh=mesh))
     block = unit_of(tree, "layers.0")
@@ -212,7 +212,7 @@ def test_hsdp():
     assert parameter(tree, "layers.0.up.bias").local_numels == (8, 8, 8, 8)
 
 
-def test_tensor_parallelism_alone():
+def test_tensor_parallelism_alone_shards_without_units():
     model = Block(8, 16, bias=True)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -225,7 +225,7 @@ def test_tensor_parallelism_alone():
     assert parameter(tree, "down.weight").local_numel == 8 * 16 // 4
 
 
-def test_fsdp_over_tensor_parallelism():
+def test_fsdp_over_tensor_parallelism_has_a_placement_on_each_axis():
     model = Block(8, 16, bias=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -260,7 +260,7 @@ def test_local_numels_are_what_each_rank_keeps(mesh_shape, width):
         assert entry.local_numels == tuple(numels[fqn] for numels in kept), fqn
 
 
-def test_partial_and_unknown_placements():
+def test_partial_and_unknown_placements_survive_the_snapshot():
     class Odd(Placement):
         pass
 
@@ -276,7 +276,7 @@ def test_partial_and_unknown_placements():
     assert parse_tree(format_tree(tree)) == tree_facts(tree)
 
 
-def test_three_axes():
+def test_parameters_on_three_axes_have_three_placements():
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "shard", "tp"))
@@ -352,7 +352,7 @@ def test_any_wrapping_is_read_right(plan):
     assert load_tree(dump_tree(tree)) == tree
 
 
-def test_padding_of_uneven_shards():
+def test_uneven_shards_are_padded_to_equal_size():
     tree = capture_tree(fully_shard(nn.Linear(10, 5)))
     # 5 rows on 4 ranks: 2 rows each, padded to 8 rows of 10, and 8 of the bias.
     (unit,) = tree.units
@@ -362,7 +362,7 @@ def test_padding_of_uneven_shards():
     assert parameter(tree, "weight").local_numels == (20, 20, 10, 0)
 
 
-def test_mixed_precision_offload_and_prefetch():
+def test_precision_offload_and_prefetch_are_read_from_each_unit():
     model = sharded(
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         offload_policy=CPUOffloadPolicy(pin_memory=False),
@@ -383,7 +383,7 @@ def test_mixed_precision_offload_and_prefetch():
     ) in format_tree(tree)
 
 
-def test_modules_grouped_into_one_unit():
+def test_modules_grouped_into_one_unit_keep_their_own_parameters():
     model = TokenModel()
     fully_shard([model.head, model.layers[1]])
     fully_shard(model)
@@ -409,7 +409,7 @@ def test_units_have_the_names_of_owners_in_recordings():
     assert all(entry.nbytes == names[entry.owner].nbytes_gathered for entry in gathers)
 
 
-def test_a_root_whose_children_took_all_parameters():
+def test_a_root_without_parameters_is_still_the_root():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for layer in model:
         fully_shard(layer)
@@ -438,7 +438,7 @@ def test_a_tie_that_two_units_broke_is_remembered():
     assert tree.parameter_fqn(split) == "embed.weight"
 
 
-def test_frozen_and_ignored_parameters():
+def test_frozen_and_ignored_parameters_are_marked():
     model = TokenModel()
     model.embed.weight.requires_grad = False
     fully_shard(model, ignored_params={model.head.weight})
@@ -451,7 +451,7 @@ def test_frozen_and_ignored_parameters():
     assert "parameter head.weight float32[16,8] unmanaged\n" in text
 
 
-def test_meta_device_and_fake_tensors():
+def test_meta_and_fake_tensors_have_the_same_snapshot():
     with torch.device("meta"):
         model = TokenModel()
     tree = capture_tree(sharded(model))

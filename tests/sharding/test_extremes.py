@@ -39,13 +39,13 @@ class Chain(nn.Module):
         ),
     ],
 )
-def test_what_is_no_model(call, given_, problem):
+def test_what_is_no_model_is_refused(call, given_, problem):
     with pytest.raises(RecordingError) as caught:
         call(given_)
     assert str(caught.value) == problem
 
 
-def test_a_half_built_module():
+def test_a_half_built_module_is_refused():
     class Careless(nn.Module):
         def __init__(self):
             pass
@@ -59,7 +59,7 @@ def test_a_half_built_module():
     )
 
 
-def test_a_parameter_without_a_shape():
+def test_a_parameter_without_a_shape_is_refused():
     model = nn.Sequential(nn.ReLU(), nn.LazyLinear(3))
     with pytest.raises(RecordingError) as caught:
         capture_tree(model)
@@ -69,7 +69,7 @@ def test_a_parameter_without_a_shape():
     )
 
 
-def test_a_module_that_contains_itself():
+def test_a_module_that_contains_itself_is_drawn_once():
     model = nn.Sequential(nn.Linear(2, 2))
     model.add_module("itself", model)
     assert str(capture_tree(model)) == (
@@ -77,7 +77,7 @@ def test_a_module_that_contains_itself():
     )
 
 
-def test_a_hundred_thousand_modules_deep():
+def test_a_model_may_be_a_hundred_thousand_modules_deep():
     model = bottom = Chain(nn.Parameter(torch.ones(2)))
     links = [model]
     for _ in range(COUNT):
@@ -93,7 +93,7 @@ def test_a_hundred_thousand_modules_deep():
         link._modules.clear()
 
 
-def test_a_hundred_thousand_modules_wide():
+def test_a_model_may_be_a_hundred_thousand_modules_wide():
     weight = nn.Parameter(torch.ones(2, 3))
     model = nn.Module()
     for index in range(COUNT):

@@ -224,7 +224,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("build", "expected"), CASES.values(), ids=CASES.keys())
-def test_each_mistake(build, expected):
+def test_each_mistake_has_exactly_its_findings(build, expected):
     model = build()
     tree = TreeFactory(findings=TINY)(model)
     if build is split_tie and not hasattr(
@@ -248,7 +248,7 @@ def test_a_grouped_root_raises_in_torch_as_the_finding_says():
         grouped_without_root()(torch.ones(2, 8))
 
 
-def test_a_unit_too_large():
+def test_a_unit_above_the_threshold_is_too_large():
     settings = FindingSettings(thresholds=Thresholds(large_nbytes=1000))
     tree = TreeFactory(findings=settings)(fully_shard(make()))
     (finding,) = tree.findings
@@ -267,7 +267,7 @@ def test_levels_are_the_projects_choice():
     assert finding.level == "error"
 
 
-def test_ranks_that_differ():
+def test_ranks_that_shard_differently_are_an_error():
     model = healthy()
     other = no_root()
     texts = []
@@ -327,7 +327,7 @@ def test_an_expectation_that_is_not_met_says_what_differs():
     assert str(TreeFactory().expect(healthy(), {Block})) == "all 3 expected modules are wrapped"
 
 
-def test_what_is_no_policy():
+def test_what_is_no_policy_is_refused():
     with pytest.raises(RecordingError) as caught:
         TreeFactory().expect(healthy(), "Block")
     assert str(caught.value) == (

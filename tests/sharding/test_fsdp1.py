@@ -100,7 +100,7 @@ def test_local_numels_are_what_each_rank_keeps(use_orig_params):
         assert sum(entry.local_numels) == math.prod(entry.shape)
 
 
-def test_bytes_of_a_flat_parameter():
+def test_a_flat_parameter_is_padded_to_equal_shards():
     block = unit_of(capture_tree(wrapped(use_orig_params=False)), "layers.0")
     # 5*7 + 7 + 7*5 + 5 = 82 elements, padded to 84 on 4 ranks, in float32.
     assert (block.nbytes_gathered, block.nbytes_padding, block.nbytes_kept) == (336, 8, 84)
@@ -114,7 +114,7 @@ def test_bytes_of_a_flat_parameter():
         (ShardingStrategy.NO_SHARD, None, None),
     ],
 )
-def test_strategies(strategy, root, block):
+def test_each_strategy_decides_what_is_freed_after_forward(strategy, root, block):
     tree = capture_tree(wrapped(sharding_strategy=strategy, use_orig_params=True))
     assert unit_of(tree, "").reshard_after_forward is root
     assert unit_of(tree, "layers.0").reshard_after_forward is block
@@ -122,7 +122,7 @@ def test_strategies(strategy, root, block):
     assert ("FULLY SHARDED" in str(tree)) == tree.is_sharded
 
 
-def test_hybrid_sharding():
+def test_hybrid_sharding_has_a_shard_axis_and_a_replicate_axis():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     tree = capture_tree(
         wrapped(
@@ -137,7 +137,7 @@ def test_hybrid_sharding():
     assert entry.local_numels[:2] == entry.local_numels[2:]
 
 
-def test_policies():
+def test_precision_and_prefetch_are_read_from_each_unit():
     tree = capture_tree(
         wrapped(
             mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.float32),
@@ -161,7 +161,7 @@ def test_tied_parameters_keep_both_names():
     assert len(tree.parameters) == 5 + 2 * 4
 
 
-def test_ddp():
+def test_ddp_is_one_replicated_unit():
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = DistributedDataParallel(UnevenModel())
@@ -173,7 +173,7 @@ def test_ddp():
     assert not tree.is_sharded
 
 
-def test_replicate_before_its_first_forward():
+def test_replicate_is_a_unit_before_its_first_forward():
     model = UnevenModel()
     replicate(model.layers)
     tree = capture_tree(model)
@@ -184,7 +184,7 @@ def test_replicate_before_its_first_forward():
     assert dict(tree.named_parameters())["head.weight"].unit is None
 
 
-def test_replicate_on_the_ground_of_fsdp2():
+def test_replicate_built_on_fsdp2_is_a_replicated_unit():
     module = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
     model = UnevenModel()
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
@@ -198,7 +198,7 @@ def test_replicate_on_the_ground_of_fsdp2():
     assert "    layers[Sequential] REPLICATED\n" in str(tree)
 
 
-def test_states_and_handles_of_both_kinds():
+def test_states_and_handles_of_both_kinds_are_listed_in_module_order():
     model = UnevenModel()
     model.layers[0] = Fsdp1(model.layers[0], device_id=CPU, use_orig_params=True)
     fully_shard(model.layers[1])

@@ -28,7 +28,7 @@ from pytest_fsdp_comm import (
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")
-def test_fixtures(
+def test_fixtures_have_their_documented_types(
     comm_mode: CommMode,
     fsdp_tree: TreeFactory,
     comm_snapshot: CommSnapshot,

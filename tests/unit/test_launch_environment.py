@@ -18,7 +18,7 @@ TORCHRUN = {
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", **MASTER}
 
 
-def test_torchrun():
+def test_torchrun_sets_rank_sizes_host_and_store():
     launched = read_launched_rank(TORCHRUN)
     assert (launched.rank, launched.world_size) == (9, 16)
     assert (launched.local_rank, launched.local_world_size) == (1, 8)
@@ -27,7 +27,7 @@ def test_torchrun():
     assert not launched.is_leader
 
 
-def test_slurm():
+def test_slurm_sets_rank_and_sizes_but_no_store():
     launched = read_launched_rank(SLURM)
     assert (launched.rank, launched.world_size) == (3, 4)
     assert (launched.local_rank, launched.local_world_size) == (1, 4)
@@ -57,7 +57,7 @@ def test_variables_of_torch_win_over_those_of_slurm():
         {**TORCHRUN, INSIDE_VARIABLE: "1"},
     ],
 )
-def test_not_launched(environment):
+def test_no_rank_is_read_where_no_launcher_started_ranks(environment):
     assert read_launched_rank(environment) is None
 
 
@@ -73,7 +73,7 @@ def test_not_launched(environment):
         ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE: expected a whole number from 1 to 16, got"),
     ],
 )
-def test_bad_values(changes, text):
+def test_bad_values_name_their_variable_and_the_remedy(changes, text):
     with pytest.raises(ValueError, match="environment variable ") as caught:
         read_launched_rank({**TORCHRUN, **changes})
     assert str(caught.value).startswith(f"environment variable {text}")

@@ -39,7 +39,7 @@ def problem(*args, **kwargs):
     return str(caught.value)
 
 
-def test_defaults():
+def test_two_gloo_ranks_are_the_default():
     assert settle() == DistributedSettings(
         world_size=2,
         backend="gloo",
@@ -58,7 +58,7 @@ def test_the_markers_value_wins_over_the_option():
     assert (inherited.world_size, inherited.backend, inherited.timeout_s) == (8, "fake", 5.0)
 
 
-def test_world_size_by_position_or_name():
+def test_the_world_size_is_given_by_position_or_name():
     assert settle(4) == settle(world_size=4)
     assert settle(4).variant == "ws4"
 
@@ -86,13 +86,13 @@ def test_gpus_are_not_counted_where_the_answer_does_not_matter():
     assert resolve(mark, session_options(), parametrized=None, count_gpus=count).backend == "gloo"
 
 
-def test_ranks_of_the_fake_backend():
+def test_the_fake_backend_runs_rank_0_unless_others_are_chosen():
     assert settle(4096, backend="fake").ranks == (0,)
     assert settle(4096, backend="fake", ranks=[4095, 0, 0]).ranks == (0, 4095)
 
 
 @pytest.mark.parametrize("value", [0, -1, "four", 10**6, 2.5, True, "", "1e3"])
-def test_bad_world_size(value):
+def test_a_bad_world_size_is_refused(value):
     assert problem(value) == (
         "world_size: expected a whole number of ranks from 1 to 256 (to 131072 with the fake "
         f"backend), got {value!r}"
@@ -138,11 +138,11 @@ def test_bad_world_size(value):
          "device=None")),
     ],
 )  # fmt: skip
-def test_bad_arguments(args, kwargs, text):
+def test_bad_arguments_are_refused_with_a_remedy(args, kwargs, text):
     assert problem(*args, **kwargs) == text
 
 
-def test_nccl_for_the_session_without_gpus():
+def test_nccl_for_the_session_needs_gpus():
     assert problem(options=session_options(backend="nccl")) == (
         "the session's backend is nccl, but no GPU is visible; drop --comm-backend nccl (ini "
         "fsdp_comm_backend) to use gloo, or run on a machine with a GPU for each rank"
@@ -150,7 +150,7 @@ def test_nccl_for_the_session_without_gpus():
     assert settle(options=session_options(backend="nccl"), gpus=2).backend == "nccl"
 
 
-def test_more_ranks_than_slots():
+def test_more_ranks_than_slots_are_refused():
     options = session_options(rank_slots=3)
     assert settle(3, options=options).world_size == 3
     assert settle(4096, backend="fake", ranks=[0, 1, 2], options=options).world_size == 4096
@@ -161,7 +161,7 @@ def test_more_ranks_than_slots():
     )
 
 
-def test_header():
+def test_the_header_names_world_size_backend_and_slots():
     assert describe(session_options()) == (
         "fsdp-comm: world size 2, backend nccl with enough GPUs, else gloo"
     )

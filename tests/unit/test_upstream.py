@@ -8,7 +8,7 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import UpstreamChangedError
 
 
-def test_a_name_that_moved():
+def test_a_name_that_moved_is_named_with_the_versions_that_were_read():
     error = upstream.moved("torch", "torch.nn.x", "the recorder relies on")
     assert isinstance(error, UpstreamChangedError)
     assert re.fullmatch(
@@ -18,12 +18,12 @@ def test_a_name_that_moved():
     )
 
 
-def test_one_version_and_another_remedy():
+def test_a_single_version_and_another_remedy_are_named():
     error = upstream.moved("syrupy", "config._syrupy", "snapshots rely on", remedy="drop it")
     assert str(error).endswith("was read against syrupy 7.0: use it, or drop it")
 
 
-def test_a_part_of_something():
+def test_a_misread_part_is_named_with_its_error():
     error = upstream.misread("torch", "FSDP2 that fsdp_tree reads", AttributeError("no _x"))
     assert re.match(
         r"torch \S+ moved a private name of FSDP2 that fsdp_tree reads: no _x; pytest-fsdp-comm "
@@ -32,7 +32,7 @@ def test_a_part_of_something():
     )
 
 
-def test_a_package_that_is_not_installed(monkeypatch):
+def test_a_package_that_is_not_installed_is_named_without_a_version(monkeypatch):
     monkeypatch.setitem(upstream.VERSIONS_READ, "absent-package", "1.0")
     error = upstream.moved("absent-package", "x", "y relies on")
     assert str(error).startswith("absent-package has no x any more, which y relies on; ")

@@ -48,7 +48,7 @@ PYTEST = ("-p", "no:cacheprovider", "-v")
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("more", ["", ", scope='module'"], ids=["forked", "kept"])
-def test_a_rank_that_left_its_group(pytester, more):
+def test_a_rank_outside_its_process_group_is_still_ended(pytester, more):
     pytester.makepyfile(LEAVING.format(more=more, timeout_s=5, daemons=["daemon"]))
     result = pytester.runpytest_subprocess(*PYTEST, "-W", "ignore", timeout=100)
     result.assert_outcomes(passed=4, failed=1)
@@ -59,7 +59,7 @@ def test_a_rank_that_left_its_group(pytester, more):
     assert not left
 
 
-def test_a_spawned_rank_that_left_its_group(pytester):
+def test_a_spawned_rank_may_leave_its_process_group(pytester):
     pytester.makeconftest(UNSAFE)
     pytester.makepyfile(
         test_it=LEAVING.format(more="", timeout_s=60, daemons=[]).replace("4245", "0")
@@ -237,7 +237,7 @@ def test_after():
 
 
 @pytest.mark.parametrize("more", ["", ", scope='module'"], ids=["forked", "kept"])
-def test_what_strangers_say_to_the_supervisor(pytester, more):
+def test_strangers_on_the_socket_disturb_no_test(pytester, more):
     pytester.makepyfile(STRANGERS.format(more=more))
     result = pytester.runpytest_subprocess(*PYTEST, timeout=100)
     result.assert_outcomes(passed=9, failed=3)

@@ -365,7 +365,7 @@ def test_no_rank_outlives_an_interrupted_or_killed_session(tmp_path, number):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_verdict_and_text(session, name):
+def test_each_fault_has_its_outcome_and_its_explanation(session, name):
     fault = FAULTS[name]
     assert fault.outcome in session.outcomes(f"test_{name}"), session.outcomes(f"test_{name}")
     story = session.story(f"test_{name}")

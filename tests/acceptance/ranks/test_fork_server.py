@@ -54,7 +54,7 @@ def test_second():
 """
 
 
-def test_a_machine_without_numpy(pytester):
+def test_ranks_run_without_numpy(pytester):
     """Torch does not need it, nor do its builds for the CPU bring it."""
     pytester.makeconftest("import sys; sys.modules['numpy'] = None")
     pytester.makepyfile(
@@ -129,7 +129,7 @@ def test_ranks_that_cannot_be_prepared_fail_each_test(pytester, arguments, error
         result.stdout.fnmatch_lines(["KeyError: 'unforeseen'"])
 
 
-def test_a_plain_test_that_waits_for_any_child(pytester):
+def test_a_plain_test_may_reap_the_fork_server(pytester):
     waiting = BETWEEN.replace("time.sleep(0.2)", "os.wait()")
     assert waiting != BETWEEN
     pytester.makepyfile(waiting)

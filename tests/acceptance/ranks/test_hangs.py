@@ -177,7 +177,7 @@ rank 1 is at, innermost first:
         ),
     ],
 )
-def test_explanations(reports, test, expected):
+def test_each_hang_is_explained_by_who_waits_where_and_for_whom(reports, test, expected):
     assert expected in reports[test]
 
 

@@ -65,7 +65,7 @@ def test_ranks_live_until_a_failure_or_other_settings(pytester):
         assert len({pids["failing"], pids["after"], pids["other"]}) == 3
 
 
-def test_snapshots_of_kept_ranks(pytester):
+def test_each_test_of_kept_ranks_has_its_own_snapshot(pytester):
     pytester.makepyfile(
         SOURCE.split("def test_first", maxsplit=1)[0]
         + "\n".join(

@@ -32,7 +32,7 @@ UNSAFE = (
     [(200, (), ""), (1000, ("-n", "2"), ""), (1000, (), UNSAFE)],
     ids=["200-forked", "1000-xdist", "1000-spawned"],
 )
-def test_a_long_tmpdir(pytester, monkeypatch, length, arguments, conftest):
+def test_ranks_start_below_a_long_tmpdir(pytester, monkeypatch, length, arguments, conftest):
     directory = str(pytester.mkdir("t"))
     while len(directory) < length:
         directory += "/" + "d" * min(99, length - len(directory))
@@ -58,7 +58,7 @@ socket_paths._DESCRIPTORS = pathlib.Path("/proc/nowhere")
 
 
 @pytest.mark.parametrize("arguments", [(), ("-n", "1")], ids=["one", "xdist"])
-def test_a_long_tmpdir_where_the_system_has_no_way(pytester, monkeypatch, arguments):
+def test_a_tmpdir_too_long_for_a_socket_is_refused_with_the_limit(pytester, monkeypatch, arguments):
     directory = pytester.mkdir("d" * 100)
     monkeypatch.setenv("TMPDIR", str(directory))
     pytester.makeconftest(WITHOUT_DESCRIPTORS)

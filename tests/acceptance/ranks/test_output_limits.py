@@ -143,7 +143,7 @@ def test_output_is_kept_up_to_a_limit(pytester):
 @pytest.mark.parametrize(
     ("arguments", "conftest"), [(("-s",), ""), ((), UNSAFE)], ids=["s", "spawn"]
 )
-def test_endless_output_elsewhere(pytester, arguments, conftest):
+def test_endless_output_is_cut_under_s_and_in_spawned_ranks(pytester, arguments, conftest):
     pytester.makeconftest(conftest)
     # Spawned ranks take seconds to start, of which the test knows nothing.
     source = SOURCE.replace("timeout_s=4", "timeout_s=20") if conftest else SOURCE

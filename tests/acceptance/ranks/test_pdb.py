@@ -68,7 +68,7 @@ def rest(child):
 
 
 @pytest.mark.parametrize(("arguments", "rank"), [("", 0), ("--pdb-rank 1", 1)])
-def test_post_mortem(spawn, arguments, rank):
+def test_pdb_debugs_the_failure_of_the_chosen_rank_only(spawn, arguments, rank):
     child = spawn(f"--pdb {arguments} -k 'failing or after'")
     child.expect("entering PDB")
     shown = child.before.decode()
@@ -86,7 +86,7 @@ def test_post_mortem(spawn, arguments, rank):
 
 @pytest.mark.parametrize("way", ["breakpoint()", "import pdb; pdb.set_trace()",
                                  "pytest.set_trace()"])  # fmt: skip
-def test_breakpoint(spawn, way):
+def test_a_breakpoint_suspends_the_deadline_of_the_test(spawn, way):
     child = spawn("--pdb-rank 1 -k breakpoint", breakpoint_=way, timeout_s=6)
     child.expect("PDB set_trace")
     child.expect(PROMPT)
@@ -116,7 +116,7 @@ def test_ctrl_c_stays_in_the_debugger(spawn):
     assert "2 passed, 1 deselected" in rest(child)
 
 
-def test_trace(spawn):
+def test_trace_starts_the_test_in_the_debugger_of_the_chosen_rank(spawn):
     child = spawn("--trace --pdb-rank 1 -k after")
     child.expect(PROMPT)
     assert evaluated(child, "os.environ['RANK']") == "1"
@@ -140,7 +140,7 @@ def test_quitting_ends_the_session(spawn, arguments, outcome):
     assert child.exitstatus == pytest.ExitCode.INTERRUPTED
 
 
-def test_a_rank_that_dies_in_its_debugger(spawn):
+def test_a_rank_that_dies_in_its_debugger_fails_its_test_only(spawn):
     child = spawn("-k 'breakpoint or after'")
     child.expect(PROMPT)
     child.sendline("os._exit(7)")
@@ -149,7 +149,7 @@ def test_a_rank_that_dies_in_its_debugger(spawn):
     assert "1 failed, 1 passed, 1 deselected" in shown
 
 
-def test_spawned_ranks(spawn, pytester):
+def test_a_breakpoint_works_in_a_spawned_rank(spawn, pytester):
     pytester.makeconftest(
         "import threading\n"
         "threading.Thread(target=threading.Event().wait, name='poller', daemon=True).start()\n"
@@ -162,7 +162,7 @@ def test_spawned_ranks(spawn, pytester):
     assert "1 passed, 2 deselected" in rest(child)
 
 
-def test_another_rank_failed(pytester):
+def test_a_failure_of_another_rank_names_the_rank_to_debug(pytester):
     pytester.makepyfile(
         test_it="""
 import pytest
@@ -187,13 +187,13 @@ def test_without_a_terminal_the_debugger_reads_the_end(pytester):
 
 
 @pytest.mark.parametrize("argument", ["-1", "first", "2.5"])
-def test_no_rank(pytester, argument):
+def test_a_pdb_rank_that_is_no_rank_is_refused(pytester, argument):
     result = pytester.runpytest_subprocess(f"--pdb-rank={argument}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert f"--pdb-rank: expected a rank, from 0 on, got {argument!r}" in result.stderr.str()
 
 
-def test_a_rank_that_a_test_has_not(pytester):
+def test_a_pdb_rank_that_a_test_does_not_run_stops_the_session(pytester):
     pytester.makepyfile(test_it=SOURCE.format(breakpoint="breakpoint()", timeout_s=60))
     result = pytester.runpytest_subprocess("--pdb", "--pdb-rank=2", "-p", "no:cacheprovider")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -204,7 +204,7 @@ def test_a_rank_that_a_test_has_not(pytester):
     assert "test_failing" not in result.stderr.str()
 
 
-def test_with_xdist(pytester):
+def test_debugging_under_xdist_is_refused(pytester):
     pytest.importorskip("xdist")
     pytester.makepyfile(test_it=SOURCE.format(breakpoint="breakpoint()", timeout_s=60))
     result = pytester.runpytest_subprocess("-n", "2", "--pdb-rank", "1")

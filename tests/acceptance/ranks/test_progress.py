@@ -29,7 +29,7 @@ def project(pytester):
     return pytester
 
 
-def test_a_line_each_time_that_twice_as_long_has_passed(project):
+def test_progress_is_printed_each_time_the_duration_doubles(project):
     result = project.runpytest_subprocess()
     result.assert_outcomes(passed=2)
     told = [line for line in result.outlines if line.startswith("fsdp-comm: test_it")]
@@ -46,7 +46,7 @@ def test_under_xdist_nothing_is_told(project):
     assert "still runs" not in result.stdout.str()
 
 
-def test_a_bad_value(project):
+def test_a_bad_interval_is_a_usage_error(project):
     project.makeini("[pytest]\nfsdp_comm_progress_s = soon")
     result = project.runpytest_subprocess()
     assert result.ret == pytest.ExitCode.USAGE_ERROR

@@ -41,7 +41,7 @@ UNSAFE = {
 
 
 @pytest.mark.parametrize("unsafe", UNSAFE)
-def test_fallback(pytester, unsafe):
+def test_ranks_are_spawned_where_forking_is_unsafe(pytester, unsafe):
     conftest, reason = UNSAFE[unsafe]
     pytester.makeconftest(conftest)
     pytester.makepyfile(test_it=TEST)

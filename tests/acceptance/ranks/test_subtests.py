@@ -262,7 +262,7 @@ def test_what_a_plugin_reports_besides_failures_changes_nothing(pytester):
     assert result.ret == pytest.ExitCode.OK
 
 
-def test_a_plugin_for_subtests(pytester):
+def test_pytest_subtests_reports_each_subtest_by_rank(pytester):
     pytest.importorskip("pytest_subtests")
     pytester.makepyfile(
         """

@@ -253,7 +253,7 @@ def story(text, name):
     )
 
 
-def test_faults(tmp_path):
+def test_each_fault_is_reported_once_and_leaves_the_next_test_healthy(tmp_path):
     """One session with all faults, each followed by a healthy test."""
     path = project(tmp_path, *faulty_source())
     ended = end(start_torchrun(path, "-v", "-rA", "--junitxml=junit.xml", TMPDIR=str(path)))
@@ -303,7 +303,7 @@ def test_torchrun_writes_the_same_snapshots_as_forked_ranks(forked, tmp_path):
     assert snapshots(path) == snapshots(forked)
 
 
-def test_variables_of_slurm_and_a_changed_snapshot(forked, tmp_path):
+def test_slurm_ranks_report_a_changed_snapshot_once(forked, tmp_path):
     path = copied(forked, tmp_path / "project")
     file = path / "test_it.py"
     file.write_text(file.read_text().replace("for layer in model:", "for layer in model[:1]:"))
@@ -362,7 +362,7 @@ def test_never(): open('ran', 'w').close()
 """
 
 
-def test_processes_that_die(tmp_path):
+def test_a_launched_process_that_dies_ends_the_whole_session(tmp_path):
     # At the same time, since one of them takes its time to notice.
     paths = [
         project(tmp_path / name, KILL.format(rank=n))
@@ -403,7 +403,7 @@ def test_processes_that_die(tmp_path):
     assert not [path for path in paths if (path / "ran").exists()]
 
 
-def test_other_tests_on_another_rank(tmp_path):
+def test_ranks_that_collect_other_tests_stop_the_session(tmp_path):
     path = project(
         tmp_path,
         "@pytest.mark.distributed\n@pytest.mark.parametrize('n', [rank(), 2])\n"
@@ -431,7 +431,7 @@ def test_a_session_without_this_plugins_tests_runs_in_every_process(tmp_path):
     assert {file.name for file in tmp_path.glob("ran*")} == {"ran0", "ran1"}
 
 
-def test_ranks_that_cannot_be_forked(tmp_path):
+def test_launched_ranks_run_where_forking_is_unsafe(tmp_path):
     path = project(tmp_path, STEP.format(marker="", marker_name=""))
     (path / "conftest.py").write_text(
         "import threading\nstop = threading.Event()\n"
@@ -464,7 +464,7 @@ def test_ranks_that_cannot_be_forked(tmp_path):
         ),
     ],
 )
-def test_usage_errors(tmp_path, variables, arguments, text):
+def test_wrong_variables_and_options_are_usage_errors(tmp_path, variables, arguments, text):
     path = project(tmp_path, STEP.format(marker="", marker_name=""))
     variables = {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     ended = end(start(path, [sys.executable, *PYTEST, *arguments], **variables))
@@ -472,7 +472,7 @@ def test_usage_errors(tmp_path, variables, arguments, text):
     assert f"ERROR: {text}" in ended.err
 
 
-def test_a_port_that_is_taken(tmp_path):
+def test_a_port_that_is_taken_is_a_usage_error(tmp_path):
     path = project(tmp_path, STEP.format(marker="", marker_name=""))
     with socket.socket(socket.AF_INET6) as taken:
         taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -523,7 +523,7 @@ def hosts():
             ip("netns", "del", name, check=False)
 
 
-def test_two_hosts(hosts, forked, tmp_path):
+def test_two_hosts_report_and_record_as_one(hosts, forked, tmp_path):
     names, addresses = hosts
     fails = "@pytest.mark.distributed\ndef test_fails(): assert rank() == 0, os.uname().nodename\n"
     path = project(tmp_path, STEP.format(marker="", marker_name=""), fails)
@@ -571,7 +571,7 @@ def test_forks():
 
 
 @pytest.mark.skipif(pytest.version_tuple < (9,), reason="pytest 9 has subtests")
-def test_subtests_and_forked_children(tmp_path):
+def test_subtests_and_forked_children_count_as_without_a_launcher(tmp_path):
     alone = project(
         tmp_path / "alone",
         SUBTESTS.format(marker="", condition="0", wait="pass").replace("return", "os._exit(0)"),

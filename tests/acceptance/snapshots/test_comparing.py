@@ -99,7 +99,7 @@ def explained(result, *texts):
     assert "INTERNALERROR" not in shown
 
 
-def test_missing_then_recorded_then_green(project):
+def test_a_missing_snapshot_fails_until_it_is_recorded(project):
     result = project.run()
     result.assert_outcomes(failed=1)
     explained(
@@ -138,7 +138,7 @@ def test_the_fake_backend_compares_with_the_same_file(recorded):
     result.stdout.fnmatch_lines(["2 snapshots passed."])
 
 
-def test_under_xdist(project):
+def test_snapshots_are_recorded_and_compared_under_xdist(project):
     pytest.importorskip("xdist")
     project.append("".join(
         f"\n@pytest.mark.distributed(world_size=2)\ndef test_more_{n}(device_mesh, comm_mode, "
@@ -515,7 +515,7 @@ def test_a_broken_snapshot_never_passes_and_is_never_overwritten(project):
         assert {file: file.read_text() for file in broken} == broken
 
 
-def test_bytes_that_are_no_text(recorded):
+def test_a_snapshot_that_is_not_utf_8_is_refused(recorded):
     (recorded.path / COMM).write_bytes(b"\xff\xfe\x00")
     result = recorded.run()
     result.assert_outcomes(failed=1)
@@ -523,7 +523,7 @@ def test_bytes_that_are_no_text(recorded):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_an_unwritable_directory(recorded):
+def test_an_unwritable_directory_keeps_the_old_snapshot(recorded):
     directory = (recorded.path / COMM).parent
     directory.chmod(stat.S_IRUSR | stat.S_IXUSR)
     try:
@@ -532,7 +532,7 @@ def test_an_unwritable_directory(recorded):
         directory.chmod(stat.S_IRWXU)
 
 
-def test_a_directory_that_cannot_be_made(project):
+def test_a_directory_that_cannot_be_made_fails_with_a_remedy(project):
     (project.path / "snapshots").write_text("a file where the directory should be")
     result = project.update()
     result.assert_outcomes(failed=1)
@@ -556,7 +556,7 @@ def check_unwritable(recorded):
     assert recorded.read(COMM) == before
 
 
-def test_another_directory(project):
+def test_the_ini_option_chooses_the_directory(project):
     project.pytester.makeini("[pytest]\nfsdp_comm_snapshot_dir = reviewed/comm")
     project.update().assert_outcomes(passed=1)
     assert not (project.path / "snapshots").exists()
@@ -585,7 +585,7 @@ def test_an_unsharded_tree_refuses_to_become_a_snapshot(project):
     explained(result, "the tree has not one sharded parameter", "is fully_shard(model) missing?")
 
 
-def test_something_else_than_a_recording(project):
+def test_comparing_anything_but_a_recording_tree_or_dict_fails(project):
     project.edit("assert comm_mode == comm_snapshot", "assert [1, 2] == comm_snapshot")
     result = project.update()
     result.assert_outcomes(failed=1)
@@ -614,7 +614,7 @@ def test_ranks_that_differ_are_told_and_compared(project):
     explained(result, "(no module) outside: all_reduce[size1] 1 (16 B) on rank 0 -> 0")
 
 
-def test_a_comparison_that_only_one_rank_makes(project):
+def test_a_comparison_that_only_one_rank_makes_fails(project):
     project.edit(
         "    assert comm_mode ==",
         "    if device_mesh().get_rank() == 0:\n        assert comm_mode ==",
@@ -641,7 +641,7 @@ def test_plain_syrupy_snapshots_work_in_ranks(project):
     project.run().assert_outcomes(passed=1, failed=1)
 
 
-def test_names_that_differ_only_in_odd_characters(project):
+def test_names_that_differ_only_in_odd_characters_share_no_file(project):
     project.edit(
         "@pytest.mark.distributed(world_size=2)",
         '@pytest.mark.parametrize("name", ["a/b", "a:b", "ab", "a.ws2.b"])\n'

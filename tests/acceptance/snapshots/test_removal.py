@@ -342,7 +342,7 @@ def test_a_run_without_an_update_tells_the_same_files(project, case):
         ("-x --maxfail=1", ".", B),
     ],
 )
-def test_a_module_that_is_gone(project, args, cwd, gone):
+def test_only_a_full_run_removes_the_snapshots_of_a_deleted_module(project, args, cwd, gone):
     (project.path / "tests/sub/test_b.py").unlink()
     result = project.run(*shlex.split(args), cwd=cwd)
     assert result.returncode == (1 if gone else 0), result.stdout
@@ -356,7 +356,7 @@ def test_a_module_that_is_gone(project, args, cwd, gone):
     assert (project.path / "snapshots/tests/sub/test_b").is_dir() == (not gone)
 
 
-def test_a_module_that_is_gone_while_another_test_fails_or_stops_the_run(project):
+def test_a_deleted_module_is_cleaned_up_unless_the_run_stopped_early(project):
     (project.path / "tests/sub/test_b.py").unlink()
     project.edit(
         "tests/test_a.py", "def test_plain():", "def test_plain():\n    raise RuntimeError"

@@ -134,7 +134,7 @@ def recorded(pytester, snapshots):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else value or "plain",
 )
-def test_the_same_snapshot(recorded, monkeypatch, variant, arguments):
+def test_equivalent_runs_have_the_same_snapshot(recorded, monkeypatch, variant, arguments):
     monkeypatch.setenv("VARIANT", variant)
     result = recorded.runpytest_subprocess("-q", *arguments)
     result.assert_outcomes(passed=4)
@@ -142,7 +142,7 @@ def test_the_same_snapshot(recorded, monkeypatch, variant, arguments):
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "4294967295"])
-def test_whatever_the_hash_seed(recorded, monkeypatch, seed):
+def test_the_hash_seed_changes_no_byte_of_a_snapshot(recorded, monkeypatch, seed):
     monkeypatch.setenv("PYTHONHASHSEED", seed)
     before = {path: path.read_bytes() for path in recorded.path.rglob("*.comm")}
     assert len(before) == 4

@@ -35,7 +35,7 @@ def plain_step(device_mesh, comm_mode):
     return lines(comm_mode)
 
 
-def test_the_whole_model(comm_mode, device_mesh, kernels):
+def test_a_compiled_model_sends_what_the_eager_one_sends(comm_mode, device_mesh, kernels):
     expected = plain_step(device_mesh, comm_mode)
     model = shard(Model(), device_mesh())
     compiled = torch.compile(model)
@@ -45,7 +45,7 @@ def test_the_whole_model(comm_mode, device_mesh, kernels):
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["module.compile()", "torch.compile"])
-def test_each_block(comm_mode, device_mesh, kernels, in_place):
+def test_compiled_blocks_send_what_eager_ones_send(comm_mode, device_mesh, kernels, in_place):
     expected = plain_step(device_mesh, comm_mode)
     model = Model()
     for n, layer in enumerate(model.layers):
@@ -59,7 +59,7 @@ def test_each_block(comm_mode, device_mesh, kernels, in_place):
     assert lines(comm_mode) == expected
 
 
-def test_compiled_before_the_recording(comm_mode, device_mesh, kernels):
+def test_a_recording_recompiles_nothing(comm_mode, device_mesh, kernels):
     expected = plain_step(device_mesh, comm_mode)
     model = shard(Model(), device_mesh())
     compiled = torch.compile(model)
@@ -71,7 +71,7 @@ def test_compiled_before_the_recording(comm_mode, device_mesh, kernels):
     assert lines(comm_mode) == expected
 
 
-def test_collectives_inside_a_compiled_block(comm_mode, device_mesh, kernels):
+def test_collectives_inside_a_compiled_block_belong_to_the_block(comm_mode, device_mesh, kernels):
     model = Model()
     for n, layer in enumerate(model.layers):
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -99,7 +99,7 @@ class Sends(nn.Module):
         return all_gather_tensor_autograd(x.relu(), 0, dist.group.WORLD)
 
 
-def test_a_call_of_torch_distributed_in_compiled_code(comm_mode, kernels):
+def test_calls_of_torch_distributed_in_compiled_code_are_recorded(comm_mode, kernels):
     model = torch.compile(nn.Sequential(Sends()))
     witnessed(comm_mode, model, lambda: step(model))
     assert kernels() > 0
@@ -111,7 +111,7 @@ def test_a_call_of_torch_distributed_in_compiled_code(comm_mode, kernels):
     ]
 
 
-def test_ddp(comm_mode, kernels):
+def test_compiled_ddp_reduces_its_gradients_in_one_bucket(comm_mode, kernels):
     from torch.nn.parallel import DistributedDataParallel
 
     model = torch.compile(DistributedDataParallel(Model()))

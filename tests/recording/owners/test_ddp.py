@@ -29,7 +29,7 @@ def sources(comm_mode):
 
 
 @ws2
-def test_settled_buckets(comm_mode):
+def test_each_bucket_is_one_all_reduce_after_two_steps(comm_mode):
     model = DistributedDataParallel(Model(), bucket_cap_mb=TWO_MATRICES)
     witnessed(comm_mode, model, lambda: step(model), warm_up=2)
     assert lines(comm_mode) == BUCKETS
@@ -37,7 +37,7 @@ def test_settled_buckets(comm_mode):
 
 
 @ws2
-def test_the_bare_mode(comm_mode):
+def test_the_bare_mode_sees_the_same_buckets(comm_mode):
     model = DistributedDataParallel(Model(), bucket_cap_mb=TWO_MATRICES)
     witnessed(comm_mode, None, lambda: step(model), warm_up=2)
     assert lines(comm_mode) == BUCKETS
@@ -59,7 +59,7 @@ def test_buckets_are_rebuilt_in_the_second_step(comm_mode):
 
 
 @ws2
-def test_static_graph(comm_mode):
+def test_a_static_graph_reduces_the_same_buckets(comm_mode):
     model = DistributedDataParallel(Model(), static_graph=True, bucket_cap_mb=TWO_MATRICES)
     # Rebuilt one step later than otherwise.
     witnessed(comm_mode, model, lambda: step(model), warm_up=3)
@@ -67,7 +67,7 @@ def test_static_graph(comm_mode):
 
 
 @ws2
-def test_no_sync(comm_mode):
+def test_no_sync_reduces_in_the_last_micro_batch_only(comm_mode):
     model = DistributedDataParallel(Model())
 
     def two_micro_batches():
@@ -80,7 +80,7 @@ def test_no_sync(comm_mode):
 
 
 @ws2
-def test_buffers(comm_mode):
+def test_buffers_are_broadcast_in_forward(comm_mode):
     model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
     witnessed(comm_mode, model, lambda: step(model), warm_up=3)
     assert lines(comm_mode) == [
@@ -93,7 +93,7 @@ def test_buffers(comm_mode):
 
 
 @ws2
-def test_a_communication_hook(comm_mode):
+def test_a_communication_hook_sends_what_it_compressed(comm_mode):
     def halved(_state, bucket):
         sent = bucket.buffer().to(torch.bfloat16)
         work = dist.all_reduce(sent, async_op=True)
@@ -107,7 +107,7 @@ def test_a_communication_hook(comm_mode):
 
 
 @ws2
-def test_a_hook_that_chains_collectives(comm_mode):
+def test_collectives_that_a_hook_chains_belong_to_ddp(comm_mode):
     # The second one runs at once or on a thread of the backend, whichever comes first.
     def twice(_state, bucket):
         def again(done):
@@ -128,7 +128,7 @@ def test_a_hook_that_chains_collectives(comm_mode):
 
 
 @ws2
-def test_replicate(comm_mode):
+def test_replicate_reduces_as_ddp_does(comm_mode):
     model = Model()
     replicate(model)
     witnessed(comm_mode, model, lambda: step(model), warm_up=3)
@@ -137,7 +137,7 @@ def test_replicate(comm_mode):
 
 
 @ws2
-def test_two_replicas_in_one_model(comm_mode):
+def test_each_replica_in_one_model_owns_its_all_reduce(comm_mode):
     parts = [DistributedDataParallel(Model()) for _ in range(2)]
     model = nn.Sequential(*parts)
     witnessed(comm_mode, model, lambda: step(model), warm_up=3)
@@ -148,7 +148,7 @@ def test_two_replicas_in_one_model(comm_mode):
 
 
 @ws2
-def test_beside_a_sharded_part(comm_mode, device_mesh):
+def test_a_replica_beside_a_sharded_part_keeps_its_own_events(comm_mode, device_mesh):
     model = nn.Sequential(DistributedDataParallel(Model()), shard(Model(), device_mesh()))
     witnessed(comm_mode, model, lambda: step(model), warm_up=3)
     by_source = {}
@@ -158,7 +158,7 @@ def test_beside_a_sharded_part(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_reduced_by_hooks_of_parameters(comm_mode):
+def test_what_a_hook_of_a_parameter_sends_belongs_to_its_module(comm_mode):
     # What people write by hand: the owner is the parameter's module.
     model = Model(blocks=1)
     for parameter in model.parameters():
@@ -174,7 +174,7 @@ def test_reduced_by_hooks_of_parameters(comm_mode):
 @ws2
 # torch's own optimizers still script functions.
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_zero_redundancy_optimizer(comm_mode):
+def test_zero_redundancy_optimizer_broadcasts_each_updated_part(comm_mode):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = DistributedDataParallel(Model(blocks=1))

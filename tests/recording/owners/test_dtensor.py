@@ -44,7 +44,7 @@ def moves(comm_mode):
 @gloo_and_fake(2)
 # torch says that gloo has no all-to-all.
 @pytest.mark.filterwarnings("ignore:.*alltoall")
-def test_explicit_redistribution(comm_mode, device_mesh):
+def test_an_explicit_redistribution_is_recorded_with_its_collective(comm_mode, device_mesh):
     mesh = device_mesh(tp=2)
     whole = torch.ones(WIDTH, WIDTH, requires_grad=True)
     rows = distribute_tensor(whole.detach(), mesh, [Shard(0)]).requires_grad_()
@@ -69,7 +69,7 @@ def test_explicit_redistribution(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_implicit_redistribution_by_an_operator(comm_mode, device_mesh):
+def test_an_operator_redistributes_implicitly(comm_mode, device_mesh):
     mesh = device_mesh(tp=2)
     rows = distribute_tensor(torch.ones(WIDTH, WIDTH), mesh, [Shard(0)])
     columns = distribute_tensor(torch.ones(WIDTH, WIDTH), mesh, [Shard(1)])
@@ -80,7 +80,7 @@ def test_implicit_redistribution_by_an_operator(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_partial_sums(comm_mode, device_mesh):
+def test_partial_sums_are_all_reduced_or_reduce_scattered(comm_mode, device_mesh):
     mesh = device_mesh(tp=2)
     columns = distribute_tensor(torch.ones(WIDTH, WIDTH), mesh, [Shard(1)])
     rows = distribute_tensor(torch.ones(WIDTH, WIDTH), mesh, [Shard(0)])
@@ -99,7 +99,7 @@ def test_partial_sums(comm_mode, device_mesh):
 
 
 @gloo_and_fake(4)
-def test_two_axes_at_once(comm_mode, device_mesh):
+def test_a_gather_over_two_axes_is_one_redistribution(comm_mode, device_mesh):
     mesh = device_mesh(dp=2, tp=2)
     sharded = distribute_tensor(torch.ones(WIDTH, WIDTH), mesh, [Shard(0), Shard(1)])
     witnessed(comm_mode, None, sharded.full_tensor)
@@ -113,7 +113,7 @@ def test_two_axes_at_once(comm_mode, device_mesh):
 
 
 @gloo_and_fake(8)
-def test_three_axes(comm_mode, device_mesh):
+def test_each_collective_on_three_axes_names_its_own(comm_mode, device_mesh):
     mesh = device_mesh(replicate=2, shard=2, tp=2)
     model = Model()
     for layer in model.layers:
@@ -145,7 +145,7 @@ def test_three_axes(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_sequence_parallelism_there_and_back(comm_mode, device_mesh):
+def test_sequence_parallelism_gathers_and_scatters_both_ways(comm_mode, device_mesh):
     model = nn.Sequential(
         nn.LayerNorm(WIDTH),
         nn.Linear(WIDTH, WIDTH, bias=False),
@@ -172,7 +172,7 @@ def test_sequence_parallelism_there_and_back(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_a_module_that_prepares_its_input(comm_mode, device_mesh):
+def test_a_module_that_prepares_its_input_owns_the_gather(comm_mode, device_mesh):
     model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()))
     plan = {
         "0": PrepareModuleInput(
@@ -185,7 +185,7 @@ def test_a_module_that_prepares_its_input(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_loss_parallel(comm_mode, device_mesh):
+def test_loss_parallel_never_sends_the_logits(comm_mode, device_mesh):
     classes = 16
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, classes))
     plan = {
@@ -209,7 +209,7 @@ def test_loss_parallel(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_optimizer_of_dtensors(comm_mode, device_mesh):
+def test_clipping_sends_the_norms_of_dtensors_together(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
     step(model)
@@ -225,7 +225,7 @@ def test_optimizer_of_dtensors(comm_mode, device_mesh):
 
 
 @pytest.mark.distributed(world_size=2)
-def test_context_parallelism(comm_mode, device_mesh):
+def test_context_parallelism_passes_keys_around_the_ring(comm_mode, device_mesh):
     # Its attention has no kernel on the host (NotImplementedError in torch 2.13); what gloo can is
     # to shard the buffers, to put them together again, and to pass keys around the ring.
     from torch.distributed._functional_collectives import permute_tensor

@@ -58,7 +58,7 @@ REDUCES = [
 )
 # torch itself warns of NO_SHARD, which is to be replaced by DDP.
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD:FutureWarning")
-def test_strategies(comm_mode, strategy, expected, use_orig_params):
+def test_each_strategy_sends_what_torch_documents(comm_mode, strategy, expected, use_orig_params):
     model = wrap(
         sharding_strategy=getattr(ShardingStrategy, strategy),
         use_orig_params=use_orig_params,
@@ -89,7 +89,7 @@ HYBRID_REDUCES = [
         ("_HYBRID_SHARD_ZERO2", []),
     ],
 )
-def test_hybrid(comm_mode, device_mesh, strategy, backward_gathers):
+def test_hybrid_sharding_reduces_over_both_axes(comm_mode, device_mesh, strategy, backward_gathers):
     model = wrap(
         sharding_strategy=getattr(ShardingStrategy, strategy),
         device_mesh=device_mesh(replicate=2, shard=2),
@@ -104,7 +104,7 @@ def test_hybrid(comm_mode, device_mesh, strategy, backward_gathers):
 
 
 @pytest.mark.distributed(world_size=4)
-def test_hybrid_over_groups_without_a_mesh(comm_mode, dist_info):
+def test_groups_without_a_mesh_are_named_by_their_shape(comm_mode, dist_info):
     shard = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][dist_info.rank // 2]
     replicate = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][dist_info.rank % 2]
     model = wrap(sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=(shard, replicate))
@@ -118,7 +118,7 @@ def test_hybrid_over_groups_without_a_mesh(comm_mode, dist_info):
 
 
 @gloo_and_fake(2)
-def test_no_sync(comm_mode):
+def test_no_sync_gathers_in_each_micro_batch_and_reduces_once(comm_mode):
     model = wrap(backward_prefetch=None)
 
     def two_micro_batches():
@@ -142,7 +142,7 @@ def test_no_sync(comm_mode):
     ],
     ids=["pre", "post", "none"],
 )
-def test_backward_prefetch(comm_mode, prefetch, issued_in):
+def test_backward_prefetch_decides_which_unit_issues_the_gather(comm_mode, prefetch, issued_in):
     model = wrap(backward_prefetch=prefetch)
     witnessed(comm_mode, model, lambda: step(model), warm_up=1)
     gathers = [line for line in lines(comm_mode) if line.startswith("backward layers.0 all_gather")]
@@ -150,7 +150,7 @@ def test_backward_prefetch(comm_mode, prefetch, issued_in):
 
 
 @gloo_and_fake(2)
-def test_forward_prefetch(comm_mode):
+def test_forward_prefetch_gathers_the_next_block_in_the_one_before(comm_mode):
     model = wrap(forward_prefetch=True)
     witnessed(comm_mode, model, lambda: step(model), warm_up=1)
     assert [line for line in lines(comm_mode) if line.startswith("forward")] == [
@@ -161,7 +161,7 @@ def test_forward_prefetch(comm_mode):
 
 
 @gloo_and_fake(2)
-def test_summon_full_params(comm_mode):
+def test_summon_full_params_gathers_each_unit_once(comm_mode):
     model = wrap(use_orig_params=True)
     step(model)
 
@@ -198,7 +198,7 @@ def test_summon_full_params(comm_mode):
 @pytest.mark.filterwarnings("ignore:.*ShardedTensor:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*_get_pg_default_device:UserWarning")
 @pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning")
-def test_state_dicts(comm_mode, kind, counts):
+def test_each_kind_of_state_dict_has_its_own_sources(comm_mode, kind, counts):
     model = wrap()
     step(model)
 
@@ -213,7 +213,7 @@ def test_state_dicts(comm_mode, kind, counts):
 
 
 @gloo_and_fake(2)
-def test_clipping(comm_mode):
+def test_clipping_all_reduces_one_norm(comm_mode):
     model = wrap()
     step(model)
     witnessed(comm_mode, model, lambda: model.clip_grad_norm_(1.0))
@@ -221,7 +221,7 @@ def test_clipping(comm_mode):
 
 
 @gloo_and_fake(2)
-def test_one_wrapper_alone(comm_mode):
+def test_a_wrapper_alone_is_the_root(comm_mode):
     model = FullyShardedDataParallel(Block(), device_id=torch.device("cpu"))
     witnessed(comm_mode, model, lambda: step(model), warm_up=1)
     assert {event.owner for event in comm_mode.events} == {""}

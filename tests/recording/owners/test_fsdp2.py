@@ -40,7 +40,7 @@ def reshards(comm_mode):
 
 
 @gloo_and_fake(2)
-def test_backward_prefetch(comm_mode, device_mesh):
+def test_backward_prefetch_issues_gathers_in_the_prefetching_unit(comm_mode, device_mesh):
     model = shard(Model(blocks=3), device_mesh())
     model.layers[2].set_modules_to_backward_prefetch([model.layers[1], model.layers[0]])
     witnessed(comm_mode, model, lambda: step(model))
@@ -56,7 +56,7 @@ def test_backward_prefetch(comm_mode, device_mesh):
 
 
 @gloo_and_fake(4)
-def test_reshard_to_a_smaller_group(comm_mode, device_mesh):
+def test_a_smaller_group_gathers_again_in_backward(comm_mode, device_mesh):
     model = shard(Model(), device_mesh(), reshard_after_forward=2)
     witnessed(comm_mode, model, lambda: step(model))
     assert lines(comm_mode) == [
@@ -78,7 +78,7 @@ def test_reshard_to_a_smaller_group(comm_mode, device_mesh):
         (None, BACKWARD_GATHERS),
     ],
 )
-def test_reshard_of_the_root(comm_mode, device_mesh, root, backward_gathers):
+def test_a_resharded_root_is_gathered_in_backward(comm_mode, device_mesh, root, backward_gathers):
     model = Model()
     for layer in model.layers:
         fully_shard(layer, mesh=device_mesh(), reshard_after_forward=None)
@@ -88,7 +88,7 @@ def test_reshard_of_the_root(comm_mode, device_mesh, root, backward_gathers):
 
 
 @gloo_and_fake(2)
-def test_no_reshard_after_backward(comm_mode, device_mesh):
+def test_units_left_gathered_after_backward_are_noted(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
     model.set_reshard_after_backward(False)
     # The second run finds all units unsharded, so that the profiler sees another step.
@@ -105,7 +105,7 @@ def test_no_reshard_after_backward(comm_mode, device_mesh):
 
 
 @gloo_and_fake(4)
-def test_all_reduce_at_the_last_micro_batch_only(comm_mode, device_mesh):
+def test_replicas_are_reduced_in_the_last_micro_batch_only(comm_mode, device_mesh):
     model = shard(Model(), device_mesh(replicate=2, shard=2))
 
     def two_micro_batches():
@@ -123,7 +123,7 @@ def test_all_reduce_at_the_last_micro_batch_only(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_unshard_and_reshard_by_hand(comm_mode, device_mesh):
+def test_a_unit_unsharded_by_hand_is_not_gathered_in_forward(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
 
     def by_hand():
@@ -146,7 +146,7 @@ def test_unshard_and_reshard_by_hand(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_ignored_parameters(comm_mode, device_mesh):
+def test_ignored_parameters_are_not_sent(comm_mode, device_mesh):
     model = Model()
     ignored = {layer.up.weight for layer in model.layers}
     for layer in model.layers:
@@ -170,7 +170,7 @@ def test_tied_parameters_are_sent_once(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_adapters_beside_frozen_parameters(comm_mode, device_mesh):
+def test_only_adapters_beside_frozen_parameters_are_reduced(comm_mode, device_mesh):
     # As LoRA does: the adapters are trainable units inside of frozen ones.
     class Adapted(nn.Module):
         def __init__(self):
@@ -203,7 +203,7 @@ def test_adapters_beside_frozen_parameters(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_mixed_precision(comm_mode, device_mesh):
+def test_mixed_precision_gathers_and_reduces_in_its_own_dtypes(comm_mode, device_mesh):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = Model()
     for layer in model.layers:
@@ -218,7 +218,7 @@ def test_mixed_precision(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_offload_to_the_host(comm_mode, device_mesh):
+def test_offloading_to_the_host_sends_the_same(comm_mode, device_mesh):
     policy = CPUOffloadPolicy(pin_memory=False)
     model = Model()
     for layer in model.layers:
@@ -229,7 +229,7 @@ def test_offload_to_the_host(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_a_shared_module_in_two_places(comm_mode, device_mesh):
+def test_a_module_shared_by_two_places_is_reduced_once(comm_mode, device_mesh):
     model = Model()
     model.layers[1] = model.layers[0]
     fully_shard(model.layers[0], mesh=device_mesh())
@@ -241,7 +241,7 @@ def test_a_shared_module_in_two_places(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_several_steps_in_one_recording(comm_mode, device_mesh):
+def test_every_step_in_one_recording_sends_the_same(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
@@ -256,7 +256,7 @@ def test_several_steps_in_one_recording(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_the_same_recording_again(comm_mode, device_mesh):
+def test_a_second_recording_equals_the_first(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
     seen = []
     for _ in range(3):
@@ -267,7 +267,7 @@ def test_the_same_recording_again(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_full_tensor_and_state_dict(comm_mode, device_mesh):
+def test_full_tensors_of_a_state_dict_are_gathered_by_dtensor(comm_mode, device_mesh):
     model = shard(Model(blocks=1), device_mesh())
 
     def gather_all():

@@ -93,7 +93,7 @@ def test_functions_belong_to_the_module_that_applied_them(comm_mode):
 
 
 @gloo_and_fake(4)
-def test_expert_parallelism(comm_mode, device_mesh):
+def test_expert_parallelism_sends_tokens_there_and_back(comm_mode, device_mesh):
     mesh = device_mesh(dp=2, ep=2)
 
     class Experts(nn.Module):
@@ -121,7 +121,7 @@ def test_expert_parallelism(comm_mode, device_mesh):
 
 
 @gloo_and_fake(2)
-def test_hooks_of_modules_and_tensors(comm_mode):
+def test_what_a_hook_sends_belongs_to_its_module(comm_mode):
     model = Model(blocks=1)
     block = model.layers[0]
 
@@ -142,7 +142,7 @@ def test_hooks_of_modules_and_tensors(comm_mode):
 @gloo_and_fake(2)
 # torch cannot differentiate the all-reduce itself, which is no matter here.
 @pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
-def test_a_gradient_of_a_gradient(comm_mode):
+def test_a_gradient_of_a_gradient_belongs_to_its_module(comm_mode):
     model = Around(Copy.apply, unchanged)
 
     def penalty():
@@ -157,7 +157,7 @@ def test_a_gradient_of_a_gradient(comm_mode):
 
 
 @pytest.mark.distributed(world_size=2)
-def test_a_module_called_in_inference_mode(comm_mode):
+def test_a_module_called_in_inference_mode_owns_what_it_sends(comm_mode):
     model = Around(unchanged, Reduce.apply)
     with torch.inference_mode():
         witnessed(comm_mode, model, lambda: model(torch.randn(2, WIDTH)))

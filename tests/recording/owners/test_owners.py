@@ -51,7 +51,7 @@ STEP = [*FORWARD, *BACKWARD_GATHERS, *REDUCES]
 
 
 @fake
-def test_fsdp(comm_mode, device_mesh):
+def test_each_unit_owns_its_gathers_and_reductions(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
     with comm_mode(model):
         step(model)
@@ -70,7 +70,7 @@ def test_bare_mode_names_relative_to_the_outermost_module(comm_mode, device_mesh
 
 
 @fake
-def test_several_outermost_modules(comm_mode, device_mesh):
+def test_several_outermost_modules_have_names_of_their_own(comm_mode, device_mesh):
     first, second = (shard(Model(blocks=1), device_mesh()) for _ in range(2))
     with comm_mode:
         first(torch.randn(2, WIDTH))
@@ -85,7 +85,7 @@ def test_several_outermost_modules(comm_mode, device_mesh):
 
 @fake
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(comm_mode, device_mesh, reentrant):
+def test_checkpointing_adds_no_collective(comm_mode, device_mesh, reentrant):
     # FSDP gathers before the recomputation, in its pre-backward hook: the recomputed forward finds
     # the parameters there.
     model = shard(Model(reentrant=reentrant), device_mesh())
@@ -124,7 +124,7 @@ def test_recomputed_collectives_have_their_own_phase(comm_mode, reentrant):
 
 
 @fake
-def test_forward_prefetch(comm_mode, device_mesh):
+def test_a_prefetched_gather_belongs_to_the_unit_it_gathers(comm_mode, device_mesh):
     model = shard(Model(blocks=3), device_mesh())
     model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
     with comm_mode(model):
@@ -138,7 +138,7 @@ def test_forward_prefetch(comm_mode, device_mesh):
 
 
 @fake
-def test_micro_batches_that_reduce_at_the_last(comm_mode, device_mesh):
+def test_gradients_are_reduced_in_the_last_micro_batch(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
     with comm_mode(model):
         for is_last in (False, True):
@@ -149,7 +149,7 @@ def test_micro_batches_that_reduce_at_the_last(comm_mode, device_mesh):
 
 
 @fake
-def test_a_module_that_runs_twice(comm_mode, device_mesh):
+def test_a_module_that_runs_twice_is_gathered_twice_and_reduced_once(comm_mode, device_mesh):
     block = fully_shard(Block(), mesh=device_mesh())
     model = fully_shard(nn.Sequential(block, nn.ReLU(), block), mesh=device_mesh())
     with comm_mode(model):
@@ -164,7 +164,7 @@ def test_a_module_that_runs_twice(comm_mode, device_mesh):
 
 
 @fake
-def test_no_root(comm_mode, device_mesh):
+def test_without_a_root_no_unit_is_gathered_in_backward(comm_mode, device_mesh):
     # Each block is a root of its own, and roots do not reshard after forward.
     model = Model()
     for layer in model.layers:
@@ -175,7 +175,7 @@ def test_no_root(comm_mode, device_mesh):
 
 
 @fake
-def test_one_unit_of_two_modules(comm_mode, device_mesh):
+def test_a_unit_of_two_modules_is_named_after_both(comm_mode, device_mesh):
     model = Model()
     fully_shard([model.layers[0], model.layers[1]], mesh=device_mesh())
     fully_shard(model, mesh=device_mesh())
@@ -191,7 +191,7 @@ def test_one_unit_of_two_modules(comm_mode, device_mesh):
 
 
 @fake
-def test_hsdp(comm_mode, device_mesh):
+def test_hsdp_all_reduces_after_each_reduce_scatter(comm_mode, device_mesh):
     model = shard(Model(), device_mesh(replicate=2, shard=2))
     with comm_mode(model):
         step(model)
@@ -220,7 +220,7 @@ def test_frozen_parameters_are_gathered_but_not_reduced(comm_mode, device_mesh):
 
 
 @fake
-def test_tensor_parallelism_where_a_node_is_made_in_a_pre_hook(comm_mode, device_mesh):
+def test_a_node_made_in_a_pre_hook_belongs_to_the_module_of_the_hook(comm_mode, device_mesh):
     # Colwise redistributes its input in a forward pre-hook: the node whose backward all-reduces is
     # made there, before the first operation of `up`.
     model = Model()
@@ -250,7 +250,7 @@ def test_tensor_parallelism_where_a_node_is_made_in_a_pre_hook(comm_mode, device
 
 
 @fake
-def test_sequence_parallelism(comm_mode, device_mesh):
+def test_sequence_parallelism_gathers_the_input_of_a_colwise_module(comm_mode, device_mesh):
     norm = nn.LayerNorm(WIDTH)
     model = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH))
     plan = {"0": SequenceParallel(), "1": ColwiseParallel()}
@@ -262,7 +262,7 @@ def test_sequence_parallelism(comm_mode, device_mesh):
 
 
 @fake
-def test_optimizer_and_clipping(comm_mode, device_mesh):
+def test_clipping_belongs_to_the_optimizer_phase(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model)
@@ -274,7 +274,7 @@ def test_optimizer_and_clipping(comm_mode, device_mesh):
 
 
 @fake
-def test_outside_every_phase(comm_mode, device_mesh):
+def test_what_runs_outside_every_phase_is_recorded_as_outside(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())
     with comm_mode(model):
         model.head.weight.full_tensor()
@@ -328,7 +328,7 @@ def test_an_exception_in_the_middle_leaves_torch_clean(comm_mode, device_mesh):
 
 
 @fake
-def test_resharding_events(comm_mode, device_mesh):
+def test_each_unit_is_resharded_after_it_was_gathered(comm_mode, device_mesh):
     model = shard(Model(blocks=1), device_mesh())
     with comm_mode(model):
         step(model)

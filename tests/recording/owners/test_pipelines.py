@@ -41,7 +41,7 @@ def order(comm_mode):
         ("Schedule1F1B", "ssrsrsrr", "rsrsrsrs"),
     ],
 )
-def test_one_stage_a_rank(comm_mode, dist_info, name, first, last):
+def test_one_stage_a_rank_follows_its_schedule(comm_mode, dist_info, name, first, last):
     part = Block()
     stage = pipelining.PipelineStage(part, dist_info.rank, 2, torch.device("cpu"))
     schedule = getattr(pipelining, name)(stage, MICRO_BATCHES, loss_fn=loss)
@@ -54,7 +54,7 @@ def test_one_stage_a_rank(comm_mode, dist_info, name, first, last):
 
 @pytest.mark.distributed(world_size=2)
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
-def test_two_stages_a_rank(comm_mode, dist_info, name):
+def test_two_stages_a_rank_send_and_receive_each_hop_once(comm_mode, dist_info, name):
     parts = nn.ModuleList([Block(), Block()])
     stages = [
         pipelining.PipelineStage(part, dist_info.rank + 2 * n, 4, torch.device("cpu"))

@@ -60,7 +60,7 @@ def test_siblings_that_change_alike_are_one_change():
     assert change.after == ()
 
 
-def test_frames_reshards_and_redistributions():
+def test_world_mesh_reshards_and_redistributions_are_compared():
     old = profile(
         reshards=(ReshardRow(phase=FORWARD, module="a", action="reshard", count=1),),
         redistributions=(RedistributionRow(phase=FORWARD, owner="a", change="x->y", count=1),),
@@ -135,7 +135,7 @@ def causes(old, new):
         (step(), [*step(), row(Phase.OUTSIDE, None, "all_reduce")], []),
     ],
 )
-def test_causes(old, new, beginnings):
+def test_each_change_has_its_likely_cause(old, new, beginnings):
     found = causes(old, new)
     assert len(found) == len(beginnings), found
     for cause, beginning in zip(found, beginnings, strict=True):
@@ -148,7 +148,7 @@ def rendered(old, new, **changes):
     )
 
 
-def test_the_text_of_a_change():
+def test_the_text_of_a_change_names_site_cause_and_remedy():
     site = Site(issued_in="layers.1", call_site="model.py:88", dtype="float32", count=2)
     old = profile(row(FORWARD, "layers.2", "all_gather"))
     new = profile(row(FORWARD, "layers.2", "all_gather", 2, 2 * KIB, sites=(site,)))

@@ -29,7 +29,7 @@ def test_making_a_group_empties_the_caches_that_are_emptied_before():
     assert rules.get_torch_obj_rule_map.cache_info().currsize == 0
 
 
-def test_the_list_of_all_groups_and_the_name_of_a_unit():
+def test_torch_lists_all_groups_and_names_each_unit():
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     _join_fake_group(0, 2)

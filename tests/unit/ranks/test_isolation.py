@@ -26,7 +26,7 @@ from pytest_fsdp_comm.ranks.rank.isolation import (
 )
 
 
-def test_names_of_pytest(pytestconfig, tmp_path_factory, request):
+def test_pytest_has_the_private_names_that_are_used(pytestconfig, tmp_path_factory, request):
     manager = CaptureManager("no")
     assert manager._method == "no"
     assert manager._global_capturing is None
@@ -38,7 +38,7 @@ def test_names_of_pytest(pytestconfig, tmp_path_factory, request):
     assert hasattr(Parser, "addoption")
 
 
-def test_names_of_debuggers():
+def test_every_way_into_a_debugger_uses_the_names_that_are_replaced():
     # Every way into a debugger makes it by this name.
     for user in (pytestPDB.set_trace.__func__, PdbInvoke.pytest_exception_interact):
         assert {"_init_pdb", "_enter_pdb"} & set(user.__code__.co_names)

@@ -96,7 +96,7 @@ def test_where_there_are_no_holes_the_file_says_what_it_takes(file, monkeypatch)
 
 
 @pytest.mark.parametrize("missing", [True, False], ids=["no such search", "search fails"])
-def test_a_system_that_does_not_tell_of_holes(file, monkeypatch, missing):
+def test_a_file_is_read_alike_where_the_system_finds_no_holes(file, monkeypatch, missing):
     opened, path = file
     text = lines(MIB)
     opened.write(text.encode())

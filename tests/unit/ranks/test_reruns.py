@@ -47,7 +47,7 @@ def test_a_death_is_no_python_error():
     assert rebuilt_error(report("", outcome="passed")) is None
 
 
-def test_names_of_rerunfailures():
+def test_rerunfailures_has_the_names_that_are_replaced():
     plugin = pytest.importorskip("pytest_rerunfailures")
     assert callable(plugin.runtestprotocol)
     assert plugin.pytest_runtest_protocol.__code__.co_names.count("runtestprotocol") == 1

@@ -167,10 +167,10 @@ def test_nothing_is_waited_for_that_can_never_be(tmp_path):
         ({"HIP_VISIBLE_DEVICES": "7,6", "CUDA_VISIBLE_DEVICES": "0"}, 2, ("7", "6")),
     ],
 )
-def test_visible_gpus(environment, count, names):
+def test_gpus_are_named_as_the_environment_lists_them(environment, count, names):
     assert visible_gpu_names(environment, count) == names
 
 
-def test_the_list_of_visible_gpus():
+def test_the_variable_of_hip_is_used_where_it_is_set():
     assert visible_gpus_variable({"HIP_VISIBLE_DEVICES": ""}) == "HIP_VISIBLE_DEVICES"
     assert visible_gpus_variable({}) == "CUDA_VISIBLE_DEVICES"

@@ -32,7 +32,7 @@ def connect(address, request):
 
 # The store itself drops a client that sends 8 MiB at once.
 @pytest.mark.parametrize("text", ["", "ü\udcff\n", "ü" * (5 << 20)], ids=["empty", "odd", "long"])
-def test_texts(connect, text):
+def test_a_text_of_any_length_is_put_read_and_removed(connect, text):
     here, there = connect(), connect()
     assert not there.has("name")
     here.put("name", text)
@@ -47,7 +47,7 @@ def test_texts(connect, text):
     assert not here.has("name@0")
 
 
-def test_parts_are_apart(connect):
+def test_stores_below_different_names_are_apart(connect):
     store = connect()
     store.below("a").put("name", "1")
     assert not store.below("b").has("name")
@@ -96,7 +96,7 @@ def test_a_process_that_is_gone_is_silent(connect, monkeypatch):
     assert pulse.silence_s() == 0.0
 
 
-def test_a_store_that_cannot_be_served(address):
+def test_a_store_that_cannot_be_served_says_why_in_one_line(address):
     with pytest.raises(StoreLostError, match="EADDRINUSE") as caught:
         connect_store(address, timeout_s=5, serves=True)
     assert "\n" not in str(caught.value)

@@ -56,7 +56,7 @@ def outcomes(reports):
     return {report.when: report.outcome for report in reports}
 
 
-def test_all_pass(merge):
+def test_a_test_passes_if_all_ranks_pass(merge):
     assert outcomes(merge(rank(), rank())) == {"setup": PASSED, "call": PASSED, "teardown": PASSED}
 
 
@@ -77,7 +77,7 @@ def test_equal_failures_are_told_once(merge):
     assert reports[1].longrepr == "same"
 
 
-def test_skipped_only_if_all_are(merge):
+def test_a_test_is_skipped_only_if_all_ranks_skip_it(merge):
     reports = merge(rank(SKIPPED, "because"), rank(SKIPPED, "because"))
     assert outcomes(reports)["call"] == SKIPPED
     assert reports[1].longrepr == (__file__, 1, "because")
@@ -98,7 +98,7 @@ def test_skipped_only_if_all_are(merge):
         ({"escaped": "Exit: enough"}, "rank 0 left the test with Exit: enough during call"),
     ],
 )
-def test_deaths(merge, changes, text):
+def test_a_dead_rank_leads_and_says_how_it_died(merge, changes, text):
     # Noticed a little after the others have failed of it.
     reports = merge(
         rank(None, ended_at=4.3, unreported={"stdout": "last words\n"}, **changes),
@@ -153,7 +153,7 @@ def test_output_of_every_rank_is_shown_and_folded(merge):
 @pytest.mark.parametrize(
     ("ranks", "name"), [([2], "rank 2"), ([0, 1, 2], "ranks 0-2"), ([0, 2, 3], "ranks 0, 2-3")]
 )
-def test_names_of_ranks(ranks, name):
+def test_consecutive_ranks_are_named_as_a_range(ranks, name):
     assert name_ranks(ranks) == name
 
 

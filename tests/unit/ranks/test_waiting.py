@@ -22,12 +22,12 @@ def waits(seq, kind="all_gather", nbytes=8):
     return IssuedCollective(seq=seq, kind=kind, nbytes=nbytes, is_done=False)
 
 
-def test_nobody_waits():
+def test_nothing_is_explained_where_nobody_waits():
     assert explain_waiting({}) == []
     assert explain_waiting({rank: position(done(1)) for rank in range(3)}) == []
 
 
-def test_one_has_gone_on():
+def test_a_rank_that_has_gone_on_is_waited_for():
     # Gloo may let a sender go before its receivers have all.
     found = explain_waiting(
         {
@@ -43,7 +43,7 @@ def test_one_has_gone_on():
     ]
 
 
-def test_sizes_that_differ():
+def test_sizes_that_differ_are_explained():
     found = explain_waiting(
         {
             0: position(waits(4)),
@@ -58,7 +58,7 @@ def test_sizes_that_differ():
     ]
 
 
-def test_a_dead_rank_and_one_that_holds_the_gil():
+def test_a_dead_rank_and_one_that_holds_the_gil_are_both_blamed():
     silent = Position(site="loop.py:3 in spin", activity=Activity.HOLDS_GIL)
     waiting = position(waits(1), description="undefined")
     assert explain_waiting({0: waiting, 1: silent}) == [
@@ -78,7 +78,7 @@ def test_waiting_for_those_that_are_blamed_is_no_news():
     assert explain_waiting(positions)[0] == "all wait for rank 2, which has ended the test"
 
 
-def test_two_groups():
+def test_waits_in_two_groups_are_listed_apart():
     first = position(done(1), waits(2))
     second = position(waits(1, "all_reduce"), name="1", description="default_pg")
     found = explain_waiting({0: first, 1: second, 2: second})

@@ -78,7 +78,7 @@ def test_a_pattern_matches_the_names_that_it_stands_for(fqns, other):
         ("layers.{0..1}+norm", ["layers.1+norm"], ["layers.1"]),
     ],
 )
-def test_patterns_as_questions(pattern, yes, no):
+def test_matcher_matches_whole_names_only(pattern, yes, no):
     assert [name for name in [*yes, *no] if matcher(pattern)(name)] == yes
 
 
@@ -106,7 +106,7 @@ def test_an_answer_is_an_int_and_what_is_calculated_from_it_is_plain():
         assert type(plain) is int
 
 
-def test_questions_as_users_write_them():
+def test_a_question_is_shown_as_users_write_it():
     assert str(Question()) == ""
     asked = Question(kind="send", phase=Phase.FORWARD, owner="", axis="dp")
     assert str(asked) == "'send', phase='forward', owner='', axis='dp'"
@@ -151,7 +151,7 @@ def test_two_answers_each_show_theirs():
     ]
 
 
-def test_no_more_than_a_screen():
+def test_an_explanation_fills_no_more_than_a_screen():
     many = tuple(collective(f"block_{chr(97 + n)}") for n in range(26))
     lines = explain_answer("==", answer(26, many), 2)
     assert len(lines) == 21

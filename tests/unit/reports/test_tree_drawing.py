@@ -138,7 +138,7 @@ def test_alike_blocks_share_a_row():
         ),
     ],
 )
-def test_policies_in_words(policy, words):
+def test_each_policy_is_put_in_words(policy, words):
     assert policy_words(unit(1, (), **policy)) == words
 
 
@@ -265,12 +265,12 @@ def test_json_round_trips():
         ('{"kind": "tree", "version": 1, "value": {}}', "tree lacks 'backend'"),
     ],
 )
-def test_json_that_is_no_tree(text, problem):
+def test_json_that_is_no_tree_is_refused(text, problem):
     with pytest.raises(FsdpCommError, match="^" + re.escape(problem)):
         load_tree(text)
 
 
-def test_saving_by_suffix(tmp_path):
+def test_the_suffix_decides_how_a_tree_is_saved(tmp_path):
     tree = stack()
     TreeFactory().save(tree, tmp_path / "tree.html")
     TreeFactory().save(tree, tmp_path / "tree.json")

@@ -186,7 +186,7 @@ end
 """
 
 
-def test_the_text():
+def test_the_text_reads_back_as_the_profile():
     assert format_profile(PROFILE) == TEXT
     assert parse_profile(TEXT) == PROFILE
 

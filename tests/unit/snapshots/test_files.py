@@ -52,7 +52,7 @@ def _asks_for_tmpfile(args):
 
 
 @pytest.mark.parametrize("case", STEPS)
-def test_a_kill_at_any_moment(tmp_path, case):
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_file(tmp_path, case):
     path = tmp_path / "test_a.ws4.comm"
     count = len(STEPS[case])
     seen = set()

@@ -79,7 +79,7 @@ def refused(kind, text):
         ("-comm 1 ", "-comm 1 zzz", "-comm <version> comm' or '... tree'"),
     ],
 )  # fmt: skip
-def test_what_both_kinds_refuse_alike(kind, old, new, complaint):
+def test_recordings_and_trees_refuse_the_same_mistakes(kind, old, new, complaint):
     text = READERS[kind][0]
     assert old in text
     message = refused(kind, text.replace(old, new))
@@ -124,7 +124,7 @@ def test_a_conflict_says_how_to_take_a_side():
         ("4_104", "4_105", "line 8: it reads 'total all_gather[dp] x5 4_105 B'; the totals do not"),
     ],
 )  # fmt: skip
-def test_what_a_recording_refuses(old, new, complaint):
+def test_a_recording_refuses_bad_rows_and_totals(old, new, complaint):
     text = COMM.replace("layers.{0..3} unshard", "norm unshard") if "norm unshard" in old else COMM
     assert old in text
     assert complaint in refused("comm", text.replace(old, new))

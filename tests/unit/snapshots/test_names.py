@@ -28,7 +28,7 @@ from pytest_fsdp_comm.snapshots.names import (
         ("test_step[é]", 0, "test_step[%C3%A9].ws4"),
     ],
 )
-def test_names(test, index, name):
+def test_each_snapshot_has_a_readable_file_name(test, index, name):
     assert basename(test, "ws4", index) == name
 
 
@@ -61,12 +61,12 @@ def test_the_test_and_the_variant_of_a_file_are_read_back(params, index):
     assert read_basename(basename(test, "ws4", index)) == (written_test(test), "ws4")
 
 
-def test_an_index_of_several_parts():
+def test_parts_of_an_index_are_separated_by_dots():
     assert basename("test_a", "ws4", f"second{PART}tree") == "test_a.ws4.second.tree"
     assert basename("test_a", "ws4", "second.tree") == "test_a.ws4.second%2Etree"
 
 
-def test_what_is_no_name_of_ours():
+def test_a_name_that_is_not_ours_is_left_unread():
     assert read_basename("README") is None
     assert read_basename("test_step") is None
     assert read_basename("test_step.ws") is None
@@ -89,7 +89,7 @@ ROOT = Path("/home/me/project")
         ("/srv/test_a.py", "%2E%2E/%2E%2E/%2E%2E/srv/test_a"),
     ],
 )
-def test_the_directory_of_a_module(module, directory):
+def test_the_directory_mirrors_the_path_of_the_module(module, directory):
     written = written_module(Path(module), ROOT)
     assert str(written) == directory
     is_below = module.startswith(str(ROOT)) and module.endswith(".py")

@@ -10,7 +10,7 @@ from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.snapshots.replay import _get, _session
 
 
-def test_names_of_syrupy(pytestconfig, snapshot):
+def test_syrupy_has_the_private_names_that_are_used(pytestconfig, snapshot):
     session = _session(pytestconfig)
     assert isinstance(session, SnapshotSession)
     assert _get(session, "_assertions") is session._assertions

@@ -281,7 +281,7 @@ REMEDY = (
         ),
     ],
 )
-def test_broken_documents(old, new, problem):
+def test_a_broken_document_is_refused_with_its_line(old, new, problem):
     assert DOCUMENT.count(old) == 1 or old == "dp=Shard(0)\n"
     with pytest.raises(SnapshotFormatError) as caught:
         parse_tree(DOCUMENT.replace(old, new), where="x.comm")
@@ -306,14 +306,14 @@ def changes(old, new):
     ]
 
 
-def test_a_parameter_that_became_replicated():
+def test_a_parameter_that_became_replicated_is_one_change():
     assert changes(
         "layers.{0..3}.weight float32[64,64] dp=Shard(0)",
         "layers.{0..3}.weight float32[64,64] dp=Replicate()",
     ) == ["layers.{0..3}.weight: Shard(0) over dp -> Replicate() over dp"]
 
 
-def test_one_block_that_keeps_its_parameters():
+def test_one_block_that_keeps_its_parameters_is_named_alone():
     document = DOCUMENT.replace(
         "unit layers.{0..3} fsdp2 shard=dp reshard_after_forward=true param_dtype=bfloat16\n",
         "unit layers.{0..1,3} fsdp2 shard=dp reshard_after_forward=true param_dtype=bfloat16\n"

@@ -59,7 +59,7 @@ def test_folding_partitions_the_names(fqns):
         (["a b.{1}"], ["a\\x20b.\\x7b1\\x7d"]),
     ],
 )
-def test_folding(fqns, patterns):
+def test_alike_names_fold_into_patterns(fqns, patterns):
     assert list(fold_fqns(fqns)) == patterns
 
 
@@ -69,7 +69,7 @@ def test_a_hundred_thousand_siblings_are_one_pattern():
     assert list(expand("experts.{0..99999}.w")) == fqns
 
 
-def test_natural_order():
+def test_natural_order_sorts_numbers_by_value():
     fqns = ["", "layers", "layers.2", "layers.2.a", "layers.10", "layers2", "layers10", "norm"]
     shuffled = fqns[::2] + fqns[1::2]
     assert sorted(shuffled, key=natural_key) == fqns

@@ -33,10 +33,10 @@ def test_a_path_stays_as_it_is_where_the_working_directory_is_gone(tmp_path, mon
         ((0, 1, 2, 5, 7, 8), ((0, 2), (5, 5), (7, 8))),
     ],
 )
-def test_runs(numbers, runs):
+def test_consecutive_numbers_form_runs(numbers, runs):
     assert runs_of(numbers) == runs
 
 
-def test_ranks_in_any_order():
+def test_ranks_are_named_in_ascending_order():
     assert name_ranks((3, 0, 2)) == "ranks 0, 2-3"
     assert fold_equal({2: "b", 1: "a", 0: "b"}) == [([0, 2], "b"), ([1], "a")]

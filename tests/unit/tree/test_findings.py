@@ -51,6 +51,6 @@ def test_levels_and_thresholds_are_read_in_order():
         ("padding", "fsdp_comm_findings: cannot read 'padding'; expected '<code> = "),
     ],
 )
-def test_what_cannot_be_read(line, problem):
+def test_a_line_that_cannot_be_read_is_refused(line, problem):
     with pytest.raises(ValueError, match="^" + re.escape(problem)):
         parse_settings([line])

@@ -13,12 +13,12 @@ from pytest_fsdp_comm.tree.model import ShardTree
 PAGE = (Path(__file__).parents[3] / "docs" / "fsdp-tree.md").read_text(encoding="utf-8")
 
 
-def test_codes_and_levels():
+def test_the_page_lists_all_codes_and_levels_in_order():
     listed = re.findall(r"^\| `([a-z-]+)` \| (error|warning) \|", PAGE, re.MULTILINE)
     assert listed == [(rule.code, rule.level) for rule in RULES]
 
 
-def test_thresholds():
+def test_the_page_lists_all_thresholds_with_their_defaults():
     listed = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", PAGE, re.MULTILINE))
     assert listed == {entry.name: str(entry.default) for entry in fields(Thresholds)}
 
@@ -31,7 +31,7 @@ def test_the_ini_example_is_valid():
     assert settings.thresholds.padding_share == 0.25
 
 
-def test_what_is_named_is_there():
+def test_every_name_on_the_page_exists():
     for name in set(re.findall(r"`?fsdp_tree\.(\w+)", PAGE)):
         assert hasattr(TreeFactory, name), name
     for name in set(re.findall(r"`?\btree\.(\w+)", PAGE)) - {"html"}:
