@@ -30,7 +30,7 @@ class FsdpCommError(Exception):
 
 
 class EmptyRecordingError(FsdpCommError):
-    """An empty recording, or a tree without one sharded parameter, met a snapshot."""
+    """An empty recording, or a tree without sharded parameters, was compared with a snapshot."""
 
 
 class SnapshotFormatError(FsdpCommError):

@@ -105,15 +105,15 @@ def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
     if len(open_axes) > 1 or math.prod(sizes.values()) != world_size or min(sizes.values()) < 1:
         shown = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise FsdpCommError(
-            f"device_mesh({shown}) does not fit world size {world_size}: the sizes have to "
-            "multiply to it, and at most one may be -1"
+            f"device_mesh({shown}) does not fit world size {world_size}: the product of "
+            "the sizes must equal it, and at most one may be -1"
         )
     return sizes
 
 
 @pytest.fixture
 def comm_mode(request: pytest.FixtureRequest) -> CommMode:
-    """Records every collective of a block: ``with`` it, or what it makes of a model."""
+    """Records every collective of a block: ``with comm_mode(model):``, or ``with comm_mode:``."""  # noqa: D402  # its use, not a signature
     from pytest_fsdp_comm.recording.comm_mode import (  # noqa: PLC0415  # torch only where it is needed
         CommMode,
     )
@@ -127,7 +127,7 @@ def comm_mode(request: pytest.FixtureRequest) -> CommMode:
 
 @pytest.fixture
 def fsdp_tree(request: pytest.FixtureRequest) -> TreeFactory:
-    """Shows how a model is sharded, as a tree that snapshots can hold."""
+    """Shows how a model is sharded, as a tree that can be compared with a snapshot."""
     from pytest_fsdp_comm.fsdp_tree import (  # noqa: PLC0415  # torch only where it is needed
         TreeFactory,
     )

@@ -113,8 +113,8 @@ class TreeFactory:
         render = renderers.get(Path(path).suffix)
         if render is None:
             raise FsdpCommError(
-                f"fsdp_tree.save writes .html and .json files, got {os.fspath(path)!r}; name the "
-                "file accordingly"
+                f"fsdp_tree.save writes .html and .json files, got {os.fspath(path)!r}; use one "
+                "of these extensions"
             )
         Path(path).write_text(render(tree), encoding="utf-8")
 

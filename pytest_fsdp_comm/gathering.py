@@ -46,9 +46,9 @@ def gather_alike(gather: Callable[[str], list[str]], label: str, value: _Value) 
     others = sorted({message.label for message in messages.values()} - {label})
     if others:
         raise RanksDivergedError(
-            f"this rank compared {label} with a snapshot, another one {', '.join(others)}; every "
-            "rank has to make the same comparisons in the same order (is one inside an "
-            "`if rank == ...`?)"
+            f"this rank compared {label} with a snapshot, another rank compared "
+            f"{', '.join(others)}; every rank must make the same comparisons in the same order (is "
+            "one inside an `if rank == ...`?)"
         )
     values = {
         text: from_json(type(value), message.value, where=label)

@@ -112,8 +112,8 @@ def _number(environment: Mapping[str, str], name: str, smallest: int, largest: i
     if number < smallest or (largest is not None and number > largest):
         limits = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
         raise ValueError(
-            f"environment variable {name}: expected a whole number {limits}, got {text!r}; it says "
-            "which of the launched processes this one is: correct it, or unset it to have this "
-            "process start the ranks of its tests"
+            f"environment variable {name}: expected a whole number {limits}, got {text!r}; "
+            "launchers set it to describe the launched processes: correct it, or unset it to have "
+            "this process start the ranks of its tests"
         )
     return number

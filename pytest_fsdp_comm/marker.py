@@ -104,7 +104,7 @@ def resolve(
         _check_slots(len(ranks), options.rank_slots)
     if options.pdb_rank is not None and options.pdb_rank not in ranks:
         raise BadValueError(
-            f"--pdb-rank {options.pdb_rank} is no rank of this test; it runs "
+            f"--pdb-rank {options.pdb_rank} is not a rank of this test, whose ranks are "
             f"{', '.join(map(str, ranks))}: choose one of these, or select other tests"
         )
     timeout = given["timeout_s"]
@@ -233,8 +233,8 @@ def _check_process_count(world_size: int, backend: Backend) -> None:
 def _check_slots(count: int, slots: int | None) -> None:
     if slots is not None and count > slots:
         raise BadValueError(
-            f"{count} ranks never fit into the {slots} that --rank-slots (ini "
-            f"fsdp_comm_rank_slots) lets live at once; allow at least {count}, lower the world "
+            f"{count} ranks do not fit into the {slots} that --rank-slots (ini "
+            f"fsdp_comm_rank_slots) allows at once; allow at least {count}, lower the world "
             "size, or simulate it in one process with backend='fake'"
         )
 
@@ -258,8 +258,8 @@ def _ranks(given: object, world_size: int, backend: Backend) -> tuple[int, ...]:
         return (0,) if backend == "fake" else tuple(range(world_size))
     if backend != "fake":
         raise BadValueError(
-            f"ranks: chooses among simulated ranks and goes with backend='fake' only; "
-            f"the backend is {backend!r}, whose ranks all run"
+            f"ranks: selects simulated ranks, so it requires backend='fake'; with {backend!r}, all "
+            "ranks run"
         )
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise BadValueError(f"ranks: expected a list of ranks such as (0, 3), got {given!r}")

@@ -117,8 +117,8 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--comm-backend",
         metavar="NAME",
-        help="gloo, nccl or fake (simulated in one process), for tests whose marker names no "
-        "backend (ini: fsdp_comm_backend; default: nccl with enough GPUs, else gloo)",
+        help="backend for tests whose marker names none: gloo, nccl or fake (simulated in one "
+        "process) (ini: fsdp_comm_backend; default: nccl with enough GPUs, else gloo)",
     )
     group.addoption(
         "--comm-timeout",
@@ -129,14 +129,14 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--rank-slots",
         metavar="N",
-        help="let at most N ranks live at once, over all xdist workers: a test waits until there "
-        "is room for its ranks (ini: fsdp_comm_rank_slots; default: no bound)",
+        help="run at most N ranks at once across all xdist workers: a test waits until there is "
+        "room for its ranks (ini: fsdp_comm_rank_slots; default: no limit)",
     )
     group.addoption(
         "--comm-artifacts",
         metavar="DIR",
-        help="keep what failed comparisons received under DIR, laid out like the snapshot "
-        "directory: copying it over accepts the change",
+        help="keep what failed comparisons received in DIR, laid out like the snapshot "
+        "directory; copy it over to accept the change",
     )
     group.addoption(
         "--pdb-rank",
@@ -144,16 +144,16 @@ def add_options(parser: pytest.Parser) -> None:
         help="the rank in which --pdb, --trace and breakpoint() debug a distributed test "
         "(default: 0)",
     )
-    parser.addini("fsdp_comm_world_size", "default of --world-size", default="")
-    parser.addini("fsdp_comm_backend", "default of --comm-backend", default="")
-    parser.addini("fsdp_comm_timeout_s", "default of --comm-timeout, in seconds", default="")
+    parser.addini("fsdp_comm_world_size", "default for --world-size", default="")
+    parser.addini("fsdp_comm_backend", "default for --comm-backend", default="")
+    parser.addini("fsdp_comm_timeout_s", "default for --comm-timeout, in seconds", default="")
     parser.addini(
         "fsdp_comm_progress_s",
-        "seconds after which a test that still runs is shown on the terminal, with where its ranks "
-        "are, and again each time that twice as long has passed",
+        "report on the terminal where the ranks of a test are if it still runs after this many "
+        "seconds, and again each time the elapsed time has doubled",
         default="",
     )
-    parser.addini("fsdp_comm_rank_slots", "default of --rank-slots", default="")
+    parser.addini("fsdp_comm_rank_slots", "default for --rank-slots", default="")
     parser.addini(
         "fsdp_comm_snapshot_dir",
         "directory of the communication snapshots, relative to the root directory",
@@ -161,7 +161,7 @@ def add_options(parser: pytest.Parser) -> None:
     )
     parser.addini(
         "fsdp_comm_findings",
-        "levels and thresholds of the findings of fsdp_tree, one a line: 'split-tie = off', "
+        "levels and thresholds of fsdp_tree's findings, one per line: 'split-tie = off', "
         "'small_nbytes = 4096'",
         type="linelist",
     )
@@ -228,9 +228,9 @@ def _read_launch(config: pytest.Config) -> LaunchedRank | None:
     processes = config.getoption("numprocesses", default=None)
     if launched and processes:
         raise pytest.UsageError(
-            f"-n {processes}: pytest-xdist would start processes in each of the "
-            f"{launched.world_size} that {launched.launcher} started, which are the ranks of the "
-            "tests: leave out -n, or run pytest -n without a launcher"
+            f"-n {processes}: pytest-xdist would start more processes in each of the "
+            f"{launched.world_size} that {launched.launcher} started, which are themselves the "
+            "ranks: leave out -n, or run pytest -n without a launcher"
         )
     return launched
 
@@ -242,8 +242,8 @@ def _read_snapshot_dir(config: pytest.Config) -> Path:
     if foreign in directory.parts:
         raise pytest.UsageError(
             f"ini fsdp_comm_snapshot_dir: {foreign!r} is where syrupy keeps the files of plain "
-            "`snapshot` assertions, and removes what it does not know; choose another directory, "
-            "e.g. 'snapshots'"
+            "`snapshot` assertions and deletes files that it does not know; choose another "
+            "directory, e.g. 'snapshots'"
         )
     return directory
 
@@ -254,7 +254,7 @@ def _read_pdb_rank(config: pytest.Config) -> int | None:
         return None
     number = parse_whole_number(given)
     if number is None or number < 0:
-        raise pytest.UsageError(f"--pdb-rank: expected a rank, from 0 on, got {given!r}")
+        raise pytest.UsageError(f"--pdb-rank: expected a rank, 0 or greater, got {given!r}")
     if config.getoption("dist", "no") != "no":
         # As xdist words it for --pdb.
         raise pytest.UsageError(
@@ -269,7 +269,7 @@ def describe(options: SessionOptions) -> str:
     launched = options.launched
     rank = ""
     if launched:
-        rank = f", rank {launched.rank} of {launched.world_size} that {launched.launcher} started"
+        rank = f", rank {launched.rank} of {launched.world_size} started by {launched.launcher}"
     slots = "" if options.rank_slots is None else f", at most {options.rank_slots} ranks at once"
     return f"fsdp-comm: world size {options.world_size}, backend {backend}{rank}{slots}"
 

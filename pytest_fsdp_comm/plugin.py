@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         f"{options.MARKER_SIGNATURE}: run the test on world_size ranks (an int, or a list of ints "
-        "that parametrizes) with gloo, nccl, or simulated with fake.",
+        "to parametrize over) with gloo or nccl, or simulated with fake.",
     )
     config.stash[options.OPTIONS] = options.read_session_options(config)
     if config.pluginmanager.has_plugin("syrupy"):

@@ -51,8 +51,7 @@ def moved(
         remedy: What helps besides another version of the package.
     """
     return UpstreamChangedError(
-        f"{_installed(package)} has no {name} any more, which {use}; "
-        f"{_read_against(package, remedy)}"
+        f"{_installed(package)} no longer has {name}, which {use}; {_read_against(package, remedy)}"
     )
 
 
@@ -80,4 +79,4 @@ def _installed(package: str) -> str:
 def _read_against(package: str, remedy: str) -> str:
     versions = VERSIONS_READ[package]
     those = "one of these" if " to " in versions else "it"
-    return f"pytest-fsdp-comm was read against {package} {versions}: use {those}, or {remedy}"
+    return f"pytest-fsdp-comm was written for {package} {versions}: use {those}, or {remedy}"

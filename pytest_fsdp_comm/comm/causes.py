@@ -66,8 +66,9 @@ def _root_not_sharded(before: dict[str, _Counts], after: dict[str, _Counts]) -> 
     has_root = any(kind == "all_gather" for _, kind in after.get(ROOT_FQN, {}))
     if had_root and not has_root and after:
         yield (
-            "the root is no FSDP unit any more (is its fully_shard(model) missing?): its own "
-            "parameters are neither sharded nor reduced, and each block became a root of its own"
+            "the root is no longer an FSDP unit (is its fully_shard(model) missing?): its own "
+            "parameters are not sharded, their gradients are not reduced, and each block became a "
+            "root of its own"
         )
 
 
@@ -113,8 +114,8 @@ def _reduced_per_micro_batch(
                 else "set_requires_all_reduce(False)"
             )
             yield (
-                f"gradients of {_names(grown)} are reduced more often for the same forwards: once "
-                f"per micro-batch? {switch} before all but the last one"
+                f"gradients of {_names(grown)} are reduced more often for the same forwards (once "
+                f"per micro-batch?): call {switch} before all micro-batches but the last"
             )
 
 
@@ -128,8 +129,8 @@ def _gathered_in_recompute(before: dict[str, _Counts], after: dict[str, _Counts]
     if grown:
         yield (
             f"{_names(grown)} is gathered again while a checkpointed forward is recomputed: the "
-            "recomputation repeats set_modules_to_forward_prefetch (checkpoint with "
-            "use_reentrant=True does; use_reentrant=False does not)"
+            "recomputation repeats the prefetching of set_modules_to_forward_prefetch (checkpoint "
+            "with use_reentrant=True does; use_reentrant=False does not)"
         )
 
 
@@ -203,8 +204,8 @@ def _gathered_outside(old: CommProfile, new: CommProfile) -> Iterator[str]:
     grown = whole(new) - whole(old)
     if grown > 0:
         yield (
-            f"DTensors are made whole outside the step, {grown} more than before: full_tensor(), "
-            "or a parameter that is printed or logged?"
+            f"redistributions that make DTensors whole outside the step: {grown} more than before "
+            "(full_tensor(), or a parameter that is printed or logged?)"
         )
 
 
@@ -242,6 +243,6 @@ def _bytes_scaled(old: CommProfile, new: CommProfile) -> Iterator[str]:
     for factor, text in ((2, "twice"), (0.5, "half")):
         if changed and all(now.nbytes == was.nbytes * factor for was, now in changed):
             yield (
-                f"the same collectives with {text} the bytes: another dtype (MixedPrecisionPolicy "
-                "or the dtype of the model)?"
+                f"the same collectives carry {text} the bytes: did a dtype change "
+                "(MixedPrecisionPolicy, or the model's own)?"
             )

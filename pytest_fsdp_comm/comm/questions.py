@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _MAX_LISTED: Final = 12
 _ELSEWHERE: Final = {
-    "unshard": "unshard and reshard are no collectives, they are in comm_mode.reshards",
-    "reshard": "unshard and reshard are no collectives, they are in comm_mode.reshards",
-    "redistribute": "redistributions are in comm_mode.redistributions",
+    "unshard": "unshard and reshard are not collectives; see comm_mode.reshards",
+    "reshard": "unshard and reshard are not collectives; see comm_mode.reshards",
+    "redistribute": "redistributions are not collectives; see comm_mode.redistributions",
 }
 
 
@@ -146,8 +146,8 @@ def select(
     name = None if question.axis is None else names.renamed.get(question.axis)
     if name is not None:
         raise RecordingError(
-            f"axis {question.axis!r} is called {name!r} in this recording, since both are one "
-            f"process group; ask for axis={name!r}"
+            f"axis {question.axis!r} is called {name!r} in this recording, since both are the "
+            f"same process group; use axis={name!r}"
         )
     _check("axis", question.axis, sorted(names.axes))
     owns = _owner_test(question.owner, names)
@@ -167,7 +167,7 @@ def _check(what: str, asked: str | None, allowed: Sequence[str]) -> None:
         return
     if not isinstance(asked, str):
         raise RecordingError(
-            f"{what} takes a name such as {str(allowed[0])!r}, got {type(asked).__name__}; "
+            f"{what} must be a name such as {str(allowed[0])!r}, got {type(asked).__name__}; "
             f"expected one of {', '.join(allowed)}"
         )
     raise RecordingError(
@@ -191,8 +191,8 @@ def _owner_test(asked: str | None, names: Names) -> Callable[[str | None], bool]
         return lambda _: True
     if not isinstance(asked, str):
         raise RecordingError(
-            f"owner takes the name of a module such as 'layers.0', got {type(asked).__name__}; "
-            "the root's is '', and snapshots print the others"
+            f"owner must be the name of a module such as 'layers.0', got "
+            f"{type(asked).__name__}; the root is '', the others are as snapshots print them"
         )
     if asked == NO_MODULE:
         return lambda owner: owner is None
@@ -219,8 +219,8 @@ def _no_owner(asked: str, names: Names) -> str:
     if names.has_model:
         return f"{missing} in the model that comm_mode was given; expected one of {listed}{meant}"
     return (
-        f"{missing} among those that ran, which are all that a bare `with comm_mode:` knows; use "
-        f"`with comm_mode(model):`, or expected one of {listed}{meant}"
+        f"{missing} among those that ran, and a bare `with comm_mode:` knows no others; use "
+        f"`with comm_mode(model):`, or one of {listed}{meant}"
     )
 
 

@@ -136,8 +136,8 @@ class CommDebugAnswers(ABC):
         root = self._root()
         if root is None:
             raise RecordingError(
-                "the recorded model no longer exists, and its parameters with it; keep a reference "
-                "to the model until they have been asked for"
+                "the recorded model and its parameters no longer exist; keep a reference to the "
+                "model until you have read them"
             )
         for name, module in root.named_modules():
             yield ".".join(filter(None, (type(root).__name__, clean_fqn(name)))), module

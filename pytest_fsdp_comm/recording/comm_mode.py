@@ -69,7 +69,7 @@ class CommMode(CommDebugAnswers):
         """
         if not isinstance(model, nn.Module):
             raise RecordingError(
-                f"comm_mode(model) takes a torch.nn.Module, got {type(model).__name__}; pass the "
+                f"comm_mode(model) expects a torch.nn.Module, got {type(model).__name__}; pass the "
                 "model itself, or use `with comm_mode:`"
             )
         self._model = weakref.ref(model)
@@ -84,8 +84,8 @@ class CommMode(CommDebugAnswers):
         """
         if self._running is not None:
             raise RecordingError(
-                "comm_mode is recording already; it cannot be entered inside itself. To look at a "
-                "part, use two blocks one after the other, or .events of the outer one"
+                "comm_mode is already recording and cannot be nested. To look at a part, use two "
+                "consecutive blocks, or .events of the outer one"
             )
         model = None
         if self._model is not None:
@@ -97,8 +97,8 @@ class CommMode(CommDebugAnswers):
                 )
         if not (dist.is_available() and dist.is_initialized()):
             raise RecordingError(
-                "comm_mode was entered without a process group, where nothing can be sent; mark "
-                "the test with @pytest.mark.distributed(world_size=...), or enter after "
+                "comm_mode was entered without a process group, so nothing can be sent; mark "
+                "the test with @pytest.mark.distributed(world_size=...), or enter it after "
                 "torch.distributed.init_process_group()"
             )
         recorder = Recorder(model)
@@ -169,7 +169,7 @@ class CommMode(CommDebugAnswers):
         if self._block is None:
             raise RecordingError(
                 "comm_mode has no recording yet; run the code in `with comm_mode(model):` first, "
-                "and ask after the block"
+                "and query it after the block"
             )
         return self._block
 

@@ -168,7 +168,7 @@ def process_groups() -> list[dist.ProcessGroup]:
         raise upstream.moved(
             "torch",
             "torch.distributed.distributed_c10d._world.pg_group_ranks",
-            "the recorder relies on to know the axes that can be asked for",
+            "the recorder relies on to know the axes that can be queried",
         )
     # Groups that this rank is not in stand there as a number.
     return [group for group in groups if isinstance(group, dist.ProcessGroup)]

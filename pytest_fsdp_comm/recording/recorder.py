@@ -361,7 +361,7 @@ class Recorder:
         ]
         if unsharded:
             self._notes.append(
-                "already unsharded when the recording began, so that its first all-gather is "
+                "already unsharded when the recording began, so their first all-gather is "
                 f"missing: {', '.join(unsharded)}"
             )
 
@@ -374,8 +374,8 @@ class Recorder:
             )
             count = sum(kinds.total() for kinds in unseen.values())
             self._unseen = (
-                f"{count} collectives of other threads are missing, since a recording covers the "
-                f"thread that entered it ({threads}, as the flight recorder names them)"
+                f"{count} collectives of other threads are missing, since a recording covers only "
+                f"the thread that entered it ({threads}, named as in the flight recorder)"
             )
             self._notes.append(self._unseen)
 

@@ -49,7 +49,7 @@ def _evidence_lines(evidence: Evidence) -> list[str]:
     if evidence.matching:
         return _grouped(evidence.matching)
     if not evidence.recorded:
-        return ["the recording has not one collective"]
+        return ["the recording has no collectives"]
     return ["nothing matches; the recording has:", *_grouped(evidence.recorded)]
 
 

@@ -155,9 +155,9 @@ def cost_words(finding: Finding) -> str:
 
 
 def relation_words(row: TreeRow) -> str:
-    """`` is layers.0``, `` inside as {0..6}``, to follow the class; empty for most."""
+    """`` is layers.0``, `` same contents as {0..6}``, to follow the class; empty for most."""
     repeated = f" is {row.same_as}" if row.same_as else ""
-    return repeated + (f" inside as {row.inside_as}" if row.inside_as else "")
+    return repeated + (f" same contents as {row.inside_as}" if row.inside_as else "")
 
 
 def mark(unit: ShardUnit) -> str:
@@ -166,15 +166,17 @@ def mark(unit: ShardUnit) -> str:
 
 
 def policy_words(unit: ShardUnit) -> str:
-    """A unit's policy for people: ``dp=4, keeps after forward, bfloat16``."""
+    """A unit's policy for people: ``dp=4, stays unsharded after forward, bfloat16``."""
     words = [f"{axis.name}={axis.size}" for axis in (unit.shard_axis,) if axis is not None]
     if unit.replicate_axis is not None:
-        words.append(f"copies {unit.replicate_axis.name}={unit.replicate_axis.size}")
+        copies = f"{unit.replicate_axis.name}={unit.replicate_axis.size}"
+        # A unit that is not sharded is marked as replicated already.
+        words.append(f"replicated {copies}" if unit.is_fully_sharded else copies)
     after = unit.reshard_after_forward
     if isinstance(after, bool):
-        words.append("frees after forward" if after else "keeps after forward")
+        words.append("reshards after forward" if after else "stays unsharded after forward")
     elif after is not None:
-        words.append(f"on {after} ranks after forward")
+        words.append(f"reshards to {after} ranks after forward")
     precision = unit.precision
     if precision.param_dtype or precision.reduce_dtype:
         dtypes = dict.fromkeys(filter(None, (precision.param_dtype, precision.reduce_dtype)))

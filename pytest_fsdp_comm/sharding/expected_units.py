@@ -53,8 +53,8 @@ class WrapExpectation:
         parts = [
             f"{len(fqns)} {what}: {', '.join(fold_fqns(fqns))}"
             for what, fqns in (
-                ("not wrapped, though the policy would", self.missing),
-                ("wrapped, though the policy would not", self.unexpected),
+                ("not wrapped, although the policy wraps them", self.missing),
+                ("wrapped, although the policy does not wrap them", self.unexpected),
             )
             if fqns
         ]

@@ -166,7 +166,7 @@ def _check_built(module: nn.Module, name: str) -> None:
     if missing:
         raise RecordingError(
             f"fsdp_tree found a half-built module: {name or ROOT_TEXT} ({class_name(module)}) has "
-            f"no {missing[0]}; let its __init__ call super().__init__() first"
+            f"no {missing[0]}; call super().__init__() first in its __init__"
         )
 
 

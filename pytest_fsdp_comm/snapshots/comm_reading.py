@@ -219,7 +219,7 @@ class CommDocument:
     ) -> _CommRecord[_Row]:
         ranks = self._reader.ranks(match["ranks"], self._world_size) if match["ranks"] else ()
         if ranks == self._everyone:
-            raise ValueError("it lists all ranks: expected no list, as other lines have")
+            raise ValueError("it lists all ranks: expected no list, which already means all ranks")
         row = make(None, ())
         is_nameless = match["names"] == NO_MODULE
         return _CommRecord(

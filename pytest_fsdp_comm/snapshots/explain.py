@@ -142,7 +142,7 @@ def _unreached(assertion: CommSnapshot, result: AssertionResult) -> str:
         return ""
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     return (
-        f"  not reached: the comparison with {left[0]}{more}; "
+        f"  not compared: {left[0]}{more}; "
         'assert {"comm": comm_mode, "tree": ...} == comm_snapshot compares all at once'
     )
 

@@ -100,13 +100,13 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             text = SnapshotText.of(profile, where=_RECORDING)
         except SnapshotFormatError as problem:
             raise FsdpCommError(
-                f"{str(problem).removesuffix(REMEDY)}It is too much to become a snapshot: compare "
+                f"{str(problem).removesuffix(REMEDY)}It is too large for a snapshot: compare "
                 "a part of the model, or fewer ranks"
             ) from None
         if self._updates and _body(self._updated.setdefault(data.location, text)) != _body(text):
             raise FsdpCommError(
-                f"{self._shown(data.location)} is compared twice in this test, with different "
-                "recordings, so that an update cannot write both; give each a name of its own: "
+                f"{self._shown(data.location)} is compared twice in this test with different "
+                "recordings, and an update cannot write both; give each its own name: "
                 'comm_snapshot(name="second")'
             )
         return text
@@ -116,18 +116,17 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             profile: CommProfile = value.merged_profile()
             if profile.is_empty and not allow_empty:
                 raise EmptyRecordingError(
-                    "the recording has not one collective, so that a snapshot of it could never "
-                    "fail: is the model sharded, and does it run inside `with comm_mode(model):`? "
-                    "A test whose point is that nothing is sent says "
-                    "comm_snapshot(allow_empty=True)"
+                    "the recording has no collectives, so a snapshot of it would guard nothing: is "
+                    "the model sharded, and does it run inside `with comm_mode(model):`? If the "
+                    "test expects that nothing is sent, use comm_snapshot(allow_empty=True)"
                 )
             return profile
         if isinstance(value, ShardTree):
             if not value.is_sharded and not allow_empty:
                 raise EmptyRecordingError(
-                    "the tree has not one sharded parameter, so that a snapshot of it would guard "
-                    "nothing: is fully_shard(model) missing? A test whose point is that nothing is "
-                    "sharded says comm_snapshot(allow_empty=True)"
+                    "the tree has no sharded parameters, so a snapshot of it would guard nothing: "
+                    "is fully_shard(model) missing? If the test expects that nothing is sharded, "
+                    "use comm_snapshot(allow_empty=True)"
                 )
             trees = gather_alike(self._gather, "fsdp_tree", tree_facts(value))
             ranks = self._ranks or range(len(trees))
@@ -180,11 +179,11 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             return
         whole = name_ranks(sorted(named)) if is_fake else "all ranks"
         raise FsdpCommError(
-            f"{old.lines.where} was recorded on {whole}, and differs from what this update "
-            f"recorded on {name_ranks(self._ranks)} of {self._world_size} alone; a part never "
-            "replaces the whole. Nothing was overwritten: update with every rank (gloo or nccl, "
-            "without --comm-backend fake), or delete the file to keep only this part of it from "
-            "now on"
+            f"{old.lines.where} was recorded on {whole} and differs from what this update "
+            f"recorded on {name_ranks(self._ranks)} of {self._world_size} alone; a recording of "
+            "some ranks never replaces one of all. Nothing was overwritten: update with every rank "
+            "(gloo or nccl, without --comm-backend fake), or delete the file to keep only these "
+            "ranks from now on"
         )
 
     def read_snapshot_data_from_location(

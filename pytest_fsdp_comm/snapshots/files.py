@@ -77,7 +77,7 @@ def _no_file(path: Path, where: str, reason: str) -> SnapshotFormatError:
     came = f"it is {file_type}" if file_type else f"it cannot be read ({reason})"
     return SnapshotFormatError(
         f"{where}, line 1: {came}; expected a regular file. Nothing was overwritten: move it away "
-        "or make it readable, then restore the file with `git checkout`, or record it anew with "
+        "or make it readable, then restore the file with `git checkout`, or record it again with "
         "--snapshot-update"
     )
 

@@ -46,9 +46,9 @@ NUMBER: Final = r"[1-9][0-9]{0,17}"
 """A number from 1."""
 REMEDY: Final = (
     "Nothing was overwritten: restore the file with `git checkout`, or delete it and record it "
-    "anew with --snapshot-update"
+    "again with --snapshot-update"
 )
-_LOST_LINE: Final = "; the totals do not fit the records, as a line was lost or edited by hand"
+_LOST_LINE: Final = "; the totals do not match the records: a line was lost or edited by hand"
 _SHOWN: Final = 60
 """Of what two long lines have in common, half of this length is shown."""
 
@@ -123,7 +123,7 @@ class SnapshotLines:
             raise self.problem(
                 last,
                 f"the file ends with {quoted(self.lines[last - 1])}",
-                f"{END!r} as the last line, and a line end after it",
+                f"{END!r} as the last line, with a newline after it",
             )
         self.lines.pop()
 
@@ -133,8 +133,8 @@ class SnapshotLines:
             number = 1 + text.count("\n", 0, conflict.start())
             line = text[conflict.start() :].partition("\n")[0]
             raise SnapshotFormatError(
-                f"{self.where}, line {number}: it reads {quoted(line)}, which git wrote into a "
-                "merge conflict; expected one side of it. Nothing was overwritten: take either "
+                f"{self.where}, line {number}: it reads {quoted(line)}, a marker of a merge "
+                "conflict; expected one side of the conflict. Nothing was overwritten: take either "
                 f"side with `git checkout --ours {self.where}` or `git checkout --theirs "
                 f"{self.where}`, then run the test; --snapshot-update if the change is intended"
             )
@@ -148,7 +148,7 @@ class SnapshotLines:
             }.get(character, f"the control character U+{ord(character):04X}")
             raise self.problem(
                 1 + text.count("\n", 0, start),
-                f"it has {name} at column {start - text.rfind(chr(10), 0, start)}",
+                f"it contains {name} at column {start - text.rfind(chr(10), 0, start)}",
                 "plain text",
             )
 

@@ -205,7 +205,7 @@ def _extension_class(item: pytest.Item, made: RankAssertion) -> type[AbstractSyr
     if not isinstance(found, type):
         raise FsdpCommError(
             f"the snapshot extension {made.module}.{made.qualname} cannot be imported by name, so "
-            "that what the ranks asserted cannot be written; define it at the top of a module"
+            "the ranks' snapshots cannot be written; define it at module level"
         )
     if issubclass(found, CommSnapshotExtension):
         return bind_extension(found, item)

@@ -297,7 +297,9 @@ def _dtype(text: str | None) -> str | None:
 
 def _policies(text: str | None) -> tuple[str, ...]:
     if text is not None and not _POLICIES.fullmatch(text):
-        raise ValueError(f"bad prefetch {quoted_part(text)}: expected such as BACKWARD_PRE,FORWARD")
+        raise ValueError(
+            f"bad prefetch {quoted_part(text)}: expected policies such as BACKWARD_PRE,FORWARD"
+        )
     return tuple(text.split(",")) if text is not None else ()
 
 

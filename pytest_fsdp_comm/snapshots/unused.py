@@ -82,7 +82,7 @@ def find_unused(
             named = named_module(place, full_anchor)
             if place in modules or named is None or _is_there(named):
                 continue
-            reason = f"there is no {named.relative_to(full_anchor)} any more"
+            reason = f"{named.relative_to(full_anchor)} no longer exists"
             found += (
                 UnusedSnapshot(path=path, reason=reason)
                 for path in _files(root / place)
@@ -106,10 +106,10 @@ def _reason(path: Path, module: CollectedModule, variants: AbstractSet[str]) -> 
     siblings = {entry for entry in module.tests if entry[0].partition("[")[0] == function}
     if siblings:
         # A test that is skipped for want of parameters, say, has not lost those that it had.
-        return "its test has no such parameters any more" if siblings <= module.passed else ""
+        return "its test no longer has these parameters" if siblings <= module.passed else ""
     # What an option or a hook leaves out is still there.
     is_there = all(part in module.defines for part in function.split("."))
-    return "" if is_there else "its test does not exist any more"
+    return "" if is_there else "its test no longer exists"
 
 
 def snapshot_places(root: Path) -> list[Path]:

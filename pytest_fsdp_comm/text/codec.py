@@ -97,7 +97,7 @@ def load_document(cls: type[_Value], kind: str, version: int, text: str) -> _Val
     got = (data.get("kind"), data.get("version")) if isinstance(data, dict) else data
     if got != (kind, version):
         raise CodecError(
-            f"expected a {kind} of JSON version {version}, got {_shown(got)}; dump it anew with "
+            f"expected a {kind} of JSON version {version}, got {_shown(got)}; dump it again with "
             "this version of pytest-fsdp-comm"
         )
     return from_json(cls, data.get("value"), where=kind)
@@ -111,7 +111,7 @@ def _read(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as problem:
-        raise CodecError(f"expected {what} as JSON, got no JSON: {problem}") from None
+        raise CodecError(f"expected {what} as JSON, but it does not parse: {problem}") from None
 
 
 @cache
@@ -171,7 +171,7 @@ def _decoder_of_class(cls: Any) -> _Decoder:
     if is_dataclass(cls):
         return _dataclass(cast("type", cls))
     if not isinstance(cls, type):
-        raise TypeError(f"no JSON is known for {cls!r}")
+        raise TypeError(f"{cls!r} has no JSON form")
     if issubclass(cls, Enum):
         return _enum(cls)
     if issubclass(cls, PurePath):
@@ -179,7 +179,7 @@ def _decoder_of_class(cls: Any) -> _Decoder:
         return lambda data, where: cls(text(data, where))
     if cls in _PLAIN:
         return _number if cls is float else _plain(cls, cls.__name__)
-    raise TypeError(f"no JSON is known for {cls!r}")
+    raise TypeError(f"{cls!r} has no JSON form")
 
 
 def _plain(cls: type, name: str) -> _Decoder:

@@ -102,7 +102,7 @@ def unescape(text: str) -> str:
         ValueError: `escape` would write it otherwise, or never.
     """
     if not text:
-        raise ValueError(f"there is no name: expected {ROOT_TEXT} for the root")
+        raise ValueError(f"the name is missing: expected {ROOT_TEXT} for the root")
     return "" if text == ROOT_TEXT else _unescape_word(text)
 
 

@@ -43,7 +43,7 @@ class Steps:
         self._done += count
         if self._done > MAX_STEPS:
             raise ValueError(
-                "the names of the lines of one sort overlap in too many ways: expected folded lines"
+                "the names on lines of one kind overlap in too many ways: expected folded lines"
             )
 
 

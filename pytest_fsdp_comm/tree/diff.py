@@ -143,19 +143,23 @@ def _unit_changes(old: UnitFacts | None, new: UnitFacts | None) -> Iterator[str]
     if old is None or new is None:
         given = new or old
         kind = given.kind if given is not None else ""
-        yield f"becomes a unit of its own ({kind})" if old is None else f"is no unit of {kind} now"
+        yield (
+            f"becomes a unit of its own ({kind})"
+            if old is None
+            else f"is no longer a unit ({kind})"
+        )
         return
     if old.kind != new.kind:
         yield f"sharded by {old.kind} -> {new.kind}"
     if old.is_root != new.is_root:
-        yield "becomes a root" if new.is_root else "is no root now"
+        yield "becomes a root" if new.is_root else "is no longer a root"
     if (old.shard_axis, old.replicate_axis) != (new.shard_axis, new.replicate_axis):
         yield f"{_axes(old)} -> {_axes(new)}"
     if old.reshard_after_forward != new.reshard_after_forward:
         yield f"reshard_after_forward {old.reshard_after_forward} -> {new.reshard_after_forward}"
     yield from _precision_changes(old.precision, new.precision)
     if old.offload != new.offload:
-        yield "shards move to host memory" if new.offload else "shards stay on the device"
+        yield "shards move to host memory" if new.offload else "shards move to the device"
     for name in ("forward_prefetch", "backward_prefetch", "prefetch"):
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
@@ -177,7 +181,7 @@ def _axes(unit: UnitFacts) -> str:
 
 def _parameter_changes(old: ParameterFacts | None, new: ParameterFacts | None) -> Iterator[str]:
     if old is None or new is None:
-        yield f"added, {_placement(new)}" if new is not None else f"gone, was {_placement(old)}"
+        yield f"added, {_placement(new)}" if new is not None else f"removed, was {_placement(old)}"
         return
     if old.placements != new.placements:
         yield f"{_placement(old)} -> {_placement(new)}"
@@ -188,7 +192,7 @@ def _parameter_changes(old: ParameterFacts | None, new: ParameterFacts | None) -
     if old.trainable != new.trainable:
         yield "frozen -> trainable" if new.trainable else "trainable -> frozen"
     if old.managed != new.managed:
-        yield "managed by a unit now" if new.managed else "managed by no unit any more"
+        yield "now managed by a unit" if new.managed else "no longer managed by a unit"
     if old.tied != new.tied:
         yield f"tied with {', '.join(old.tied) or 'none'} -> {', '.join(new.tied) or 'none'}"
 

@@ -134,8 +134,9 @@ def test_a_missing_root_unit_is_explained(llama):
     lines = explanation(text)
     assert lines[0] == HEAD
     assert lines[-2:] == [
-        "likely: the root is no FSDP unit any more (is its fully_shard(model) missing?): its own "
-        "parameters are neither sharded nor reduced, and each block became a root of its own",
+        "likely: the root is no longer an FSDP unit (is its fully_shard(model) missing?): its own "
+        "parameters are not sharded, their gradients are not reduced, and each block became a root "
+        "of its own",
         ACCEPT,
     ]
     for change in (

@@ -179,7 +179,7 @@ def test_tree(fsdp_tree, comm_snapshot):
 """)
     result = run(pytester, "--snapshot-update")
     result.assert_outcomes(failed=1)
-    assert "the tree has not one sharded parameter" in result.stdout.str()
+    assert "the tree has no sharded parameters" in result.stdout.str()
     assert not list(pytester.path.glob("snapshots/**/*.comm"))
 
 

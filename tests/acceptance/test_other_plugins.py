@@ -134,8 +134,12 @@ def test_timeout_fails_its_test_only(run, method, func_only):
     assert "ranks 0-1 did not finish within 3 s (pytest-timeout), and every rank was ended." in (
         shown.replace("\n", " ")
     )
-    assert re.search(r"rank 0 is at, innermost first:\s+\S*test_it.py:\d+ in test_hanging", shown)
-    assert re.search(r"rank 1 is at, innermost first:\s+\S*test_it.py:\d+ in test_hanging", shown)
+    assert re.search(
+        r"rank 0 is at \(innermost frame first\):\s+\S*test_it.py:\d+ in test_hanging", shown
+    )
+    assert re.search(
+        r"rank 1 is at \(innermost frame first\):\s+\S*test_it.py:\d+ in test_hanging", shown
+    )
     # The plugin's own way to end a test.
     assert "+ Timeout +" not in shown
 

@@ -198,7 +198,7 @@ def test_nccl_without_gpus_is_refused_unless_the_test_is_skipped(project):
     result = pytester.runpytest_subprocess("-k", "test_marker or test_guarded")
     result.assert_outcomes(errors=1, skipped=1, deselected=1)
     assert (
-        "a GPU for each of the 2 ranks is needed, 0 are visible; use fewer ranks, backend='gloo'"
+        "2 ranks need one GPU each (visible: 0); use fewer ranks, backend='gloo'"
     ) in result.stdout.str()
 
 

@@ -79,7 +79,7 @@ def test_a_save_on_another_thread_is_said_to_be_missing(comm_mode, device_mesh, 
     assert missing > 0
     (note,) = comm_mode.recording.notes
     assert note.startswith(
-        f"{missing} collectives of other threads are missing, since a recording covers the thread "
-        "that entered it ("
+        f"{missing} collectives of other threads are missing, since a recording covers only the "
+        "thread that entered it ("
     )
     assert [str(warning.message) for warning in caught] == [f"comm_mode: {note}"]

@@ -116,14 +116,16 @@ def test_parameters_placements_table_and_files_are_offered(comm_mode, device_mes
     assert comm_mode.get_comm_counts()
     del model
     gc.collect()
-    with pytest.raises(RecordingError, match=r"the recorded model no longer exists"):
+    with pytest.raises(RecordingError, match="recorded model and its parameters no longer exist"):
         comm_mode.get_parameter_info()
 
 
 def test_misuse_without_ranks_is_an_error(comm_mode):
     with pytest.raises(RecordingError, match="no recording yet; run the code in"):
         comm_mode.get_total_counts()
-    with pytest.raises(RecordingError, match=r"takes a torch\.nn\.Module, got str; pass the model"):
+    with pytest.raises(
+        RecordingError, match=r"expects a torch\.nn\.Module, got str; pass the model"
+    ):
         comm_mode("model")
     with pytest.raises(RecordingError, match="entered without a process group"), comm_mode:
         pass
@@ -133,9 +135,7 @@ def test_misuse_without_ranks_is_an_error(comm_mode):
 
 @fake
 def test_misuse_within_a_recording_is_an_error(comm_mode):
-    inside = pytest.raises(
-        RecordingError, match="is recording already; it cannot be entered inside"
-    )
+    inside = pytest.raises(RecordingError, match="is already recording and cannot be nested")
     with comm_mode, inside:
         comm_mode.__enter__()
     with pytest.raises(RecordingError, match="there is no phase 'forwards'; expected one of"):

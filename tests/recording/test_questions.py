@@ -46,12 +46,13 @@ MISTAKES = {
     ),
     "what is no collective": (
         {"kind": "reshard"},
-        f"there is no kind 'reshard'; {KINDS}; unshard and reshard are no collectives, they are in "
+        f"there is no kind 'reshard'; {KINDS}; unshard and reshard are not collectives; see "
         "comm_mode.reshards",
     ),
     "a packet": (
         {"kind": torch.ops.c10d.send},
-        "kind takes a name such as 'all_gather', got OpOverloadPacket; expected one of all_gather",
+        "kind must be a name such as 'all_gather', got OpOverloadPacket; expected one of "
+        "all_gather",
     ),
     "a phase": (
         {"phase": "backwards"},
@@ -94,8 +95,8 @@ MISTAKES = {
     ),
     "a module": (
         {"owner": nn.ReLU()},
-        "owner takes the name of a module such as 'layers.0', got ReLU; the root's is '', and "
-        "snapshots print the others",
+        "owner must be the name of a module such as 'layers.0', got ReLU; the root is '', the "
+        "others are as snapshots print them",
     ),
 }
 
@@ -218,12 +219,12 @@ def test_a_bare_block_knows_the_modules_that_ran(comm_mode, device_mesh):
     with pytest.raises(RecordingError) as caught:
         comm_mode.counts(owner="h.0")
     assert str(caught.value).startswith(
-        "there is no module 'h.0' among those that ran, which are all that a bare "
-        "`with comm_mode:` knows; use `with comm_mode(model):`, or expected one of (root), @2, "
+        "there is no module 'h.0' among those that ran, and a bare `with comm_mode:` knows "
+        "no others; use `with comm_mode(model):`, or one of (root), @2, "
     )
     with comm_mode:
         dist.all_reduce(torch.ones(1))
-    with pytest.raises(RecordingError, match=r"\(model\):`, or expected one of \(no-module\)$"):
+    with pytest.raises(RecordingError, match=r"\(model\):`, or one of \(no-module\)$"):
         comm_mode.counts(owner="")
 
 
@@ -245,8 +246,8 @@ def test_each_group_of_this_rank_is_an_axis_under_one_name(comm_mode, device_mes
     with pytest.raises(RecordingError) as caught:
         comm_mode.counts(axis="lonely")
     assert str(caught.value) == (
-        "axis 'lonely' is called 'world' in this recording, since both are one process group; ask "
-        "for axis='world'"
+        "axis 'lonely' is called 'world' in this recording, since both are the same process "
+        "group; use axis='world'"
     )
     model = shard(Model(), device_mesh(dp=4))
     with comm_mode(model):

@@ -88,8 +88,9 @@ def test_reducing_gradients_for_each_micro_batch_is_explained(record, device_mes
     assert said(reviewed, regressed) == [
         "(root), layers.{0..1} backward: reduce_scatter[dp] 1 -> 4 (+3), 512 B -> 2.0 KiB per "
         "rank, each",
-        "likely: gradients of (root), layers.{0..1} are reduced more often for the same forwards: "
-        "once per micro-batch? set_requires_gradient_sync(False) before all but the last one",
+        "likely: gradients of (root), layers.{0..1} are reduced more often for the same forwards "
+        "(once per micro-batch?): call set_requires_gradient_sync(False) before all micro-batches "
+        "but the last",
     ]
 
 
@@ -107,8 +108,9 @@ def test_reducing_replicas_for_each_micro_batch_is_explained(record, device_mesh
     regressed = record(model, lambda: train(sync_each=True))
     assert (count(reviewed, "all_reduce"), count(regressed, "all_reduce")) == (3, 6)
     assert said(reviewed, regressed)[-1] == (
-        "likely: gradients of (root), layers.{0..1} are reduced more often for the same forwards: "
-        "once per micro-batch? set_requires_all_reduce(False) before all but the last one"
+        "likely: gradients of (root), layers.{0..1} are reduced more often for the same forwards "
+        "(once per micro-batch?): call set_requires_all_reduce(False) before all micro-batches but "
+        "the last"
     )
 
 
@@ -141,8 +143,8 @@ def test_reentrant_checkpointing_with_forward_prefetch_gathers_again(record, dev
     assert count(regressed, "all_gather") > count(reviewed, "all_gather")
     assert said(reviewed, regressed)[-1] == (
         "likely: layers.{1..3} is gathered again while a checkpointed forward is recomputed: the "
-        "recomputation repeats set_modules_to_forward_prefetch (checkpoint with use_reentrant=True "
-        "does; use_reentrant=False does not)"
+        "recomputation repeats the prefetching of set_modules_to_forward_prefetch (checkpoint with "
+        "use_reentrant=True does; use_reentrant=False does not)"
     )
 
 
@@ -225,7 +227,7 @@ def test_a_root_that_is_not_sharded_is_explained(record, device_mesh):
     reviewed = record(model, lambda: step(model))
     regressed = record(rootless, lambda: step(rootless))
     assert said(reviewed, regressed)[-2].startswith(
-        "likely: the root is no FSDP unit any more (is its fully_shard(model) missing?)"
+        "likely: the root is no longer an FSDP unit (is its fully_shard(model) missing?)"
     )
 
 
@@ -290,8 +292,8 @@ def test_gathering_a_parameter_to_log_it_is_explained(record, device_mesh):
         "(no module) outside: all_gather[dp] 0 -> 1 (+1), 0 B -> 256 B per rank, issued at "
         "tests/regressions/test_reported.py:N",
         "(no module) outside: (Shard(dim=0))->(Replicate()) 0 -> 1 (+1)",
-        "likely: DTensors are made whole outside the step, 1 more than before: full_tensor(), or a "
-        "parameter that is printed or logged?",
+        "likely: redistributions that make DTensors whole outside the step: 1 more than before "
+        "(full_tensor(), or a parameter that is printed or logged?)",
     ]
 
 

@@ -54,8 +54,8 @@ def test_a_half_built_module_is_refused():
     with pytest.raises(RecordingError) as caught:
         capture_tree(model)
     assert str(caught.value) == (
-        "fsdp_tree found a half-built module: 1 (Careless) has no _modules; let its __init__ call "
-        "super().__init__() first"
+        "fsdp_tree found a half-built module: 1 (Careless) has no _modules; call "
+        "super().__init__() first in its __init__"
     )
 
 

@@ -319,11 +319,13 @@ def test_an_expectation_that_is_not_met_says_what_differs():
     answer = TreeFactory().expect(one_block_forgotten(), {Block, nn.Embedding})
     assert not answer
     assert answer.expected == ("embed", *BLOCKS)
-    assert str(answer) == "2 not wrapped, though the policy would: embed, layers.1"
+    assert str(answer) == "2 not wrapped, although the policy wraps them: embed, layers.1"
     answer = TreeFactory().expect(healthy(), {nn.Linear})
     assert answer.unexpected == BLOCKS
     assert answer.missing[:3] == ("layers.0.up", "layers.0.down", "layers.1.up")
-    assert str(answer).endswith("; 3 wrapped, though the policy would not: layers.{0..2}")
+    assert str(answer).endswith(
+        "; 3 wrapped, although the policy does not wrap them: layers.{0..2}"
+    )
     assert str(TreeFactory().expect(healthy(), {Block})) == "all 3 expected modules are wrapped"
 
 

@@ -291,8 +291,8 @@ def test_a_private_name_that_moved_is_named():
         capture_tree(block)
     assert str(caught.value) == (
         f"torch {torch.__version__} moved a private name of FSDP2 that fsdp_tree reads: "
-        "'FSDPParamGroup' object has no attribute 'offload_policy'; pytest-fsdp-comm was read "
-        "against torch 2.6 to 2.15: use one of these, or upgrade pytest-fsdp-comm"
+        "'FSDPParamGroup' object has no attribute 'offload_policy'; pytest-fsdp-comm was written "
+        "for torch 2.6 to 2.15: use one of these, or upgrade pytest-fsdp-comm"
     )
     model = wrapped(use_orig_params=True)
     del model._handle._fwd_bwd_param_dtype

@@ -127,8 +127,8 @@ def test_a_bad_world_size_is_refused(value):
          "'soon'")),
         ([], {"timeout_s": float("inf")}, ("timeout_s: expected a positive number of seconds, got "
          "inf")),
-        ([], {"ranks": [0]}, ("ranks: chooses among simulated ranks and goes with backend='fake' "
-         "only; the backend is 'gloo', whose ranks all run")),
+        ([], {"ranks": [0]}, ("ranks: selects simulated ranks, so it requires backend='fake'; "
+         "with 'gloo', all ranks run")),
         ([4], {"backend": "fake", "ranks": [4]}, ("ranks: expected whole numbers from 0 to 3, got "
          "4")),
         ([4], {"backend": "fake", "ranks": []}, ("ranks: expected a list of ranks such as (0, 3), "
@@ -155,7 +155,7 @@ def test_more_ranks_than_slots_are_refused():
     assert settle(3, options=options).world_size == 3
     assert settle(4096, backend="fake", ranks=[0, 1, 2], options=options).world_size == 4096
     assert problem(4, options=options) == (
-        "4 ranks never fit into the 3 that --rank-slots (ini fsdp_comm_rank_slots) lets live at "
+        "4 ranks do not fit into the 3 that --rank-slots (ini fsdp_comm_rank_slots) allows at "
         "once; allow at least 4, lower the world size, or simulate it in one process with "
         "backend='fake'"
     )
@@ -194,7 +194,7 @@ def test_launched_ranks_may_be_more_than_one_machine_can_start():
     assert "512 ranks are too many" in problem(512)
     # Others are skipped later; a typing error is still told.
     assert "300 ranks are too many" in problem(300, options=options)
-    assert describe(options).endswith(", rank 0 of 512 that torchrun started")
+    assert describe(options).endswith(", rank 0 of 512 started by torchrun")
 
 
 def test_launched_ranks_have_the_gpus_of_all_machines(monkeypatch):

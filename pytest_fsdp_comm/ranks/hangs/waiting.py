@@ -111,10 +111,10 @@ def _whereabouts(ranks: Sequence[int], positions: Mapping[int, Position]) -> str
     if position is None:
         return f", which {'is' if is_one else 'are'} dead"
     if position.activity is Activity.HAS_ENDED:
-        return f", which {'has' if is_one else 'have'} ended the test"
+        return f", which {'has' if is_one else 'have'} finished the test"
     at = f" at {position.site}" if position.site else ""
     if position.activity is Activity.HOLDS_GIL:
-        return f", which {'does' if is_one else 'do'} not let go of the GIL{at}"
+        return f", which {'holds' if is_one else 'hold'} the GIL{at}"
     return f",{at}" if at else ""
 
 
@@ -125,12 +125,13 @@ def _explain_stall(stall: _Stall, positions: Mapping[int, Position]) -> Iterator
         yield f"{name_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {text}"
     if len({issued.kind for issued in waiting.values()}) > 1:
         yield (
-            f"  these differ: #{stall.seq} of {stall.axis} has to be the same collective on every "
+            f"  these differ: #{stall.seq} of {stall.axis} must be the same collective on every "
             "rank"
         )
     elif len({issued.nbytes for issued in waiting.values()}) > 1:
         yield (
-            f"  the sizes differ: #{stall.seq} of {stall.axis} has to be of one shape on every rank"
+            f"  the sizes differ: #{stall.seq} of {stall.axis} must have the same shape on every "
+            "rank"
         )
     absent = [
         rank
@@ -164,7 +165,7 @@ def _absence(ranks: Sequence[int], stall: _Stall, positions: Mapping[int, Positi
     else:
         text = "never issued it"
     if position.activity is Activity.HAS_ENDED:
-        return f"{text}, and {'has' if is_one else 'have'} ended the test"
+        return f"{text}, and {'has' if is_one else 'have'} finished the test"
     if position.site:
         return f"{text}, and {'is' if is_one else 'are'} at {position.site}"
     return text

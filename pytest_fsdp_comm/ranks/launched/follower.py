@@ -97,7 +97,7 @@ class Follower:
         try:
             meeting = Meeting(self._launched, Termination(defers=True))
         except StoreLostError as error:
-            raise _EndedError(f"rank 0 was not met at {where}: {error}") from None
+            raise _EndedError(f"cannot reach rank 0 at {where}: {error}") from None
         leader = Pulse(meeting.store, 0)
         plan = _await(meeting, leader, PLAN, {"Plan": Plan})
         self._joined = _Joined(meeting=meeting, leader=leader, plan=plan)
@@ -189,8 +189,8 @@ class Follower:
             if their != our:
                 return (
                     f"has as test {number} of {len(ours)}\n    {our}\n  where rank 0 has\n"
-                    f"    {their}\n  Do names or order depend on chance (pytest-randomly: give all "
-                    "ranks the same -p randomly_seed=N), on local files (--lf), or on the rank?"
+                    f"    {their}\n  Do names or order depend on chance (pytest-randomly: pass the "
+                    "same --randomly-seed=N to all ranks), on local files (--lf), or on the rank?"
                 )
         return f"has {len(ours)} tests, rank 0 has {len(theirs)}; do all ranks see the same files?"
 
@@ -208,8 +208,8 @@ def _await(
         silence_s = leader.silence_s()
         if silence_s > _SILENT_AFTER_S:
             raise _EndedError(
-                f"nothing was heard of rank 0 for {silence_s:.0f} s (killed, or its machine or "
-                "network failed)"
+                f"rank 0 has been silent for {silence_s:.0f} s (killed, or its machine or network "
+                "failed)"
             )
     raise AssertionError  # polls() never ends
 

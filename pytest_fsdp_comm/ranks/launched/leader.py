@@ -147,7 +147,7 @@ class Leader:
             meeting.store.remove(meeting.names.failed)
             meeting.forget_exchange()
         except StoreLostError as error:
-            lost = _lost(f"the store that the ranks meet at is gone ({error})")
+            lost = _lost(f"the ranks' TCP store is gone ({error})")
             self._lost |= {rank: lost for rank in self._others if rank not in gathered}
             keeps = False
         gathered |= {rank: RankResult(rank=rank, lost=lost) for rank, lost in self._lost.items()}
@@ -198,18 +198,18 @@ class Leader:
                 break
             if waited_s > MEET_TIMEOUT_S:
                 raise pytest.UsageError(
-                    f"{name_ranks(missing)} of {self._launched.world_size} did not come within "
-                    f"{MEET_TIMEOUT_S:g} s. {self._launched.launcher} said that this process is "
-                    "rank 0 of so many: has each of them been started, with the same tests? "
-                    "Without a launcher, unset RANK and WORLD_SIZE"
+                    f"{name_ranks(missing)} of {self._launched.world_size} did not join within "
+                    f"{MEET_TIMEOUT_S:g} s. According to {self._launched.launcher}, this process "
+                    f"is rank 0 of {self._launched.world_size}: has every rank been started, with "
+                    "the same tests? If there is no launcher, unset RANK and WORLD_SIZE"
                 )
             if waited_s > _EXPLAIN_AFTER_S and not has_explained:
                 has_explained = True
-                self._write_line(f"fsdp-comm: waiting for {name_ranks(missing)} to collect")
+                self._write_line(f"fsdp-comm: waiting for {name_ranks(missing)} to collect tests")
         if problems:
             lines = "\n".join(f"{name_ranks(r)} {text}" for r, text in fold_equal(problems))
             raise pytest.UsageError(
-                f"the launched ranks have to collect the same tests in the same order:\n{lines}"
+                f"the launched ranks must collect the same tests in the same order:\n{lines}"
             )
 
     def _introduce(self) -> None:
@@ -258,8 +258,8 @@ class Leader:
                 self._lost.setdefault(
                     rank,
                     _lost(
-                        f"nothing was heard of its pytest process for {silence_s:.0f} s (killed, "
-                        "or its machine or network failed)",
+                        f"its pytest process has been silent for {silence_s:.0f} s (killed, or "
+                        "its machine or network failed)",
                         host=self._hosts[rank],
                     ),
                 )
@@ -272,7 +272,7 @@ class Leader:
         meeting = self._met()
         if self._lost:
             self._session.shouldfail = (
-                f"{name_ranks(sorted(self._lost))} of {self._launched.world_size} lost, so that no "
+                f"lost {name_ranks(sorted(self._lost))} of {self._launched.world_size}, so no "
                 "other distributed test can run"
             )
         elif meeting.termination.signalled_at is not None:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 SIGTERM_REASON = (
-    "the launcher ended this run (SIGTERM): one of its processes failed, or it was itself told to"
+    "the launcher ended this run (SIGTERM): one of its processes failed, or the launcher itself "
+    "was stopped"
 )
 
 

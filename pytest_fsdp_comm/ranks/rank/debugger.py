@@ -98,8 +98,8 @@ def refuse_debuggers(config: pytest.Config) -> None:
 
     def refuse(*_: Any, **__: Any) -> None:
         raise FsdpCommError(
-            "a debugger needs the terminal, which the workers of pytest-xdist do not have; run "
-            "this test with -n 0"
+            "a debugger needs a terminal, which pytest-xdist workers do not have; run this test "
+            "with -n 0"
         )
 
     _without_debuggers(config, refuse)
@@ -115,7 +115,10 @@ def point_to_debugger(
         if any(report.has_failed for report in result.reports)
     ]
     if failed and debugged not in failed:
-        text = f"rank {debugged} was to be debugged, but did not fail; add --pdb-rank {failed[0]}"
+        text = (
+            f"rank {debugged} is the one that --pdb debugs, but it did not fail; to debug one that "
+            f"did, add --pdb-rank {failed[0]}"
+        )
         for report in reports:
             if report.failed:
                 report.sections.append(("Debugger", text))

@@ -78,7 +78,7 @@ def _seek(descriptor: int, offset: int, how: str, otherwise: int) -> int:
 def _left_out(nbytes: int, unit: str) -> str:
     kept = KEPT_NBYTES >> 10
     return (
-        f"\n[... {nbytes} {unit} left out: of each stream the first and the last {kept} KiB of a "
+        f"\n[... {nbytes} {unit} left out: only the first and last {kept} KiB of each stream and "
         "phase are kept, see docs/ranks.md of pytest-fsdp-comm ...]\n"
     )
 

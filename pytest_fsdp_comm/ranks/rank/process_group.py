@@ -103,9 +103,9 @@ def join_group(context: RankContext) -> None:
         count = torch.cuda.device_count()
         if count < context.local_world_size:
             raise RuntimeError(
-                f"a GPU for each of the {context.local_world_size} ranks is needed, {count} are "
-                "visible; use fewer ranks, backend='gloo' (or None, which falls back to gloo), or "
-                "skip the test with pytest.mark.skipif(torch.cuda.device_count() < N, reason=...)"
+                f"{context.local_world_size} ranks need one GPU each (visible: {count}); "
+                "use fewer ranks, backend='gloo' (or None, which falls back to gloo), or skip the "
+                "test with pytest.mark.skipif(torch.cuda.device_count() < N, reason=...)"
             )
         torch.cuda.set_device(context.local_rank)
     if context.backend == "fake":

@@ -40,7 +40,7 @@ def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension
     indices = [index for index, item in enumerate(session.items) if item.nodeid == spec.nodeid]
     if not indices:
         raise pytest.UsageError(
-            f"{spec.nodeid} is not there when it is collected a second time, by a rank; tests "
+            f"{spec.nodeid} was not found when a spawned rank collected the tests again; tests "
             "whose names depend on chance, time or the process cannot run on spawned ranks"
         )
     rank = int(os.environ.pop(RANK_VARIABLE))

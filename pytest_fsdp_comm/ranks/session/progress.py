@@ -51,8 +51,8 @@ class _TerminalLine:
         deadline = self._item.stash[SETTINGS].timeout_s
         self._reporter.ensure_newline()
         self._reporter.write_line(
-            f"fsdp-comm: {self._item.nodeid} still runs after {after_s:.0f} s (deadline "
-            f"{deadline:g} s): {where or 'no rank answers'}"
+            f"fsdp-comm: {self._item.nodeid} is still running after {after_s:.0f} s (deadline "
+            f"{deadline:g} s): {where or 'no rank responds'}"
         )
 
 

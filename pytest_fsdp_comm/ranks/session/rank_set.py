@@ -44,9 +44,9 @@ class RankSet:
         unended = self.supervision.end(within_s)
         remove_directory(self.directory)
         return [
-            f"rank {rank} of {self.nodeid} could not be ended: its process {pid} is still there "
+            f"rank {rank} of {self.nodeid} could not be killed: its process {pid} still exists "
             f"{within_s:g} s after SIGKILL.\n"
-            "Does a driver or a file server not answer? What it waits for is in "
-            f"/proc/{pid}/stack (as root). Later tests have new ranks."
+            f"Is a driver or a file server not responding? /proc/{pid}/stack (readable as root) "
+            "shows what it waits for. Later tests get new ranks."
             for rank, pid in unended.items()
         ]

@@ -158,8 +158,8 @@ class RankRunner:
         if self.fallback_reason and reporter is not None:
             reporter.write_line(
                 f"fsdp-comm: {self.fallback_reason}, which a fork does not survive; ranks are "
-                "started as new pytest processes, which takes seconds for each test. Do it in a "
-                "fixture instead to have them forked",
+                "started as new pytest processes, which takes seconds per test. Move that into a "
+                "fixture to have ranks forked",
                 yellow=True,
             )
 

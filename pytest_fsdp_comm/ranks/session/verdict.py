@@ -29,6 +29,7 @@ LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
 # A death is noticed after the others have seen its closed connections, under load by this much.
 _REAPED_LATE_S = 0.5
 
+_NO_STACK = "position unknown"
 _PHASES: tuple[When, ...] = ("setup", "call", "teardown")
 
 
@@ -223,7 +224,7 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], absent: Sequence[int]) -> 
         story = [*_later(failures)]
         quiet = [rank for rank, sub in on_ranks.items() if not sub.sent.report.failed]
         story += [f"{name_ranks(quiet)} did not fail"] if quiet else []
-        story += [f"{name_ranks(absent)} did not run it"] if absent else []
+        story += [f"{name_ranks(absent)} did not run this subtest"] if absent else []
         report = _with_story(failures[0].report, _alike(failures), "\n".join(story))
     else:
         report = next((report for report in everyone if report.passed), everyone[0])
@@ -329,9 +330,9 @@ def _timeouts(
     lines = [f"did not finish within {within}, and every rank was ended."]
     for ranks, stack in fold_equal({rank: results[rank].stacks for rank in late}):
         lines.append(
-            f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at, innermost first:"
+            f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at (innermost frame first):"
         )
-        lines += [f"    {line}" for line in (stack or "unknown").splitlines()]
+        lines += [f"    {line}" for line in (stack or _NO_STACK).splitlines()]
     finished = [rank for rank in results if rank not in late]
     if finished:
         lines.append(f"{name_ranks(finished)} had finished.")
@@ -360,14 +361,14 @@ def _too_much_output(results: Mapping[int, RankResult], reports: _Reports) -> It
                 when=when,
                 at=result.ended_at,
                 report=None,
-                text=f"printed so much during {when} that it took more than {limit} of the disk, "
-                "and was ended.\nWhat is not kept of its output is freed meanwhile: it prints too "
-                "fast for that, or the file system of TMPDIR cannot free a part of a file. "
-                f"{remedy}",
-                text_of_several=f"printed so much during {when} that each took more than {limit} "
-                "of the disk, and were ended.\nWhat is not kept of their output is freed "
-                "meanwhile: they print too fast for that, or the file system of TMPDIR cannot free "
-                f"a part of a file. {remedy}",
+                text=f"printed so much during {when} that its output took more than {limit} on "
+                "disk, and was ended.\nOutput that is not kept is freed as the test runs, but "
+                "either the rank prints too fast for that, or the file system of TMPDIR cannot "
+                f"free part of a file. {remedy}",
+                text_of_several=f"printed so much during {when} that the output of each took more "
+                f"than {limit} on disk, and were ended.\nOutput that is not kept is freed as the "
+                "test runs, but either the ranks print too fast for that, or the file system of "
+                f"TMPDIR cannot free part of a file. {remedy}",
             )
 
 
@@ -436,8 +437,8 @@ def _story(failures: Sequence[_Failure], results: Mapping[int, RankResult]) -> s
     lines = list(_later(failures))
     stopped = [rank for rank, result in results.items() if result.stopped is Stopped.AFTER_FAILURE]
     for ranks, stack in fold_equal({rank: results[rank].stacks for rank in stopped}):
-        lines.append(f"{name_ranks(ranks)} still ran and {_was(ranks)} ended:")
-        lines += [f"    {line}" for line in (stack or "where is unknown").splitlines()]
+        lines.append(f"{name_ranks(ranks)} {_was(ranks)} still running and {_was(ranks)} ended at:")
+        lines += [f"    {line}" for line in (stack or _NO_STACK).splitlines()]
     lines += _waiting(results, blamed=[*alike, *others]) if stopped else []
     mentioned = {*alike, *others, *stopped}
     quiet = [rank for rank in results if rank not in mentioned]
@@ -449,9 +450,13 @@ def _story(failures: Sequence[_Failure], results: Mapping[int, RankResult]) -> s
 def _later(failures: Sequence[_Failure]) -> Iterable[str]:
     """How the ranks failed that failed unlike the first."""
     alike = _alike(failures)
-    others = {failure.rank: failure.text for failure in failures if failure.rank not in alike}
+    others = {
+        failure.rank: f"{'later' if failure.report is None else 'failed later'}: {failure.text}"
+        for failure in failures
+        if failure.rank not in alike
+    }
     for ranks, text in fold_equal(others):
-        yield f"{name_ranks(ranks)} later: {text.splitlines()[0]}"
+        yield f"{name_ranks(ranks)} {text.splitlines()[0]}"
 
 
 def _was(ranks: Sequence[int]) -> str:
@@ -492,7 +497,8 @@ def _disagreement(outcomes: Mapping[int, str]) -> str:
     )
     return (
         f"ranks disagree about the outcome: {by_ranks}.\n"
-        "A condition that only some ranks see (rank, local files, time) decides a skip or xfail."
+        "A skip or xfail depends on something that differs between ranks (rank, local files, "
+        "time)."
     )
 
 

@@ -20,7 +20,7 @@ def unsafe_to_fork() -> str:
     threads = [thread for thread in threading.enumerate() if not _is_harmless(thread)]
     if threads:
         names = ", ".join(repr(thread.name) for thread in threads)
-        return f"threads are running since collection: {names}"
+        return f"threads have been running since collection: {names}"
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return ""

@@ -61,7 +61,7 @@ class RankExchange(abc.ABC):
                 f"{self._rounds}.{rank}",
                 rank,
                 f"rank {self._rank} made comparison {self._rounds} of comm_mode or fsdp_tree, but "
-                f"rank {rank} ended the test without it; every rank has to make the same "
+                f"rank {rank} ended the test without it; every rank must make the same "
                 "comparisons in the same order (is one inside an `if rank == ...`?)",
             )
             for rank in self._ranks

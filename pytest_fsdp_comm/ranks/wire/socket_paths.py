@@ -63,9 +63,9 @@ def check_path(path: Path) -> None:
     """
     if not _is_short(path) and not _DESCRIPTORS.is_dir():
         raise FsdpCommError(
-            "ranks meet at a socket in the directory for temporary files, whose path has "
-            f"{len(os.fsencode(path))} bytes ({path}); without {_DESCRIPTORS}, this system allows "
-            f"{_LONGEST}. Set TMPDIR to a directory with a shorter path, such as /tmp"
+            "ranks connect through a socket in the temporary directory, whose path is "
+            f"{len(os.fsencode(path))} bytes long ({path}); without {_DESCRIPTORS}, this system "
+            f"allows only {_LONGEST}. Set TMPDIR to a directory with a shorter path, such as /tmp"
         )
 
 

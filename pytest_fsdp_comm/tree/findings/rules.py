@@ -72,7 +72,7 @@ def grouped_root(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
                 fqns=(tree.unit_name(index),),
                 reason=(
                     f"{len(unit.modules)} modules share this unit, nothing encloses them, and a "
-                    "root has to be a single module: the first forward raises a RuntimeError"
+                    "root must be a single module: the first forward raises a RuntimeError"
                 ),
             )
 
@@ -80,7 +80,7 @@ def grouped_root(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
 @rule(
     "nested-kinds",
     "error",
-    cure="shard the whole model with one of them; fully_shard is the one that torch develops",
+    cure="shard the whole model with one of them; fully_shard is the one under active development",
 )
 def nested_kinds(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
     """A unit inside one of another kind."""
@@ -92,9 +92,9 @@ def nested_kinds(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
                 yield Case(
                     fqns=(tree.unit_name(index),),
                     reason=(
-                        f"a unit of {unit.kind} lies inside {escape(tree.module_fqn(above))}, a "
-                        f"unit of {kinds[above]}: the two do not know of each other's gathering "
-                        "and reduction"
+                        f"its kind is {unit.kind}, but it lies inside "
+                        f"{escape(tree.module_fqn(above))}, whose kind is {kinds[above]}: neither "
+                        "accounts for the other's gathers and reductions"
                     ),
                 )
                 break
@@ -139,8 +139,8 @@ def split_tie(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
             yield Case(
                 fqns=(tree.parameter_fqn(parameter.split_from), tree.parameter_fqn(index)),
                 reason=(
-                    "they were one parameter, and sharding made two of it: they are gathered "
-                    "twice, and the first optimizer step tears them apart"
+                    "they were one parameter, and sharding made two of it: both are gathered, "
+                    "and they diverge at the first optimizer step"
                 ),
                 nbytes=parameter.nbytes,
             )
@@ -212,9 +212,9 @@ def partly_wrapped(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
             yield Case(
                 fqns=tuple(tree.module_fqn(index) for index in left),
                 reason=(
-                    f"{len(members) - len(left)} of {len(members)} {class_name} blocks beside "
-                    "each other are units, these are not: their parameters are gathered with an "
-                    "enclosing unit, or by none"
+                    f"{len(members) - len(left)} of {len(members)} sibling {class_name} "
+                    "modules are units, but these are not: their parameters are gathered with an "
+                    "enclosing unit, or not at all"
                 ),
             )
 
@@ -256,7 +256,7 @@ def mixed_frozen(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
                 reason=(
                     f"{len(frozen)} of its {len(unit.parameters)} parameters are frozen and are "
                     f"gathered with the trainable ones, {show_nbytes(nbytes)} each time; FSDP1 "
-                    "refuses this without use_orig_params, FSDP2 says nothing"
+                    "rejects this without use_orig_params, FSDP2 accepts it silently"
                 ),
                 nbytes=nbytes,
             )
@@ -300,7 +300,7 @@ def unit_too_small(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
             yield Case(
                 fqns=(tree.unit_name(index),),
                 reason=(
-                    f"it gathers {show_nbytes(nbytes)}, which costs a collective's latency and no "
+                    f"it gathers {show_nbytes(nbytes)}, so that the collective costs latency, not "
                     f"bandwidth; the largest unit gathers {show_nbytes(largest)}"
                 ),
                 nbytes=nbytes,
@@ -338,8 +338,8 @@ def padding(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
             yield Case(
                 fqns=(tree.unit_name(index),),
                 reason=(
-                    f"{share:.0%} of what it gathers is padding, since dimensions do not divide by "
-                    f"{unit.shard_axis.size if unit.shard_axis else 1} ranks"
+                    f"{share:.0%} of what it gathers is padding, since dimensions are not "
+                    f"divisible by {unit.shard_axis.size if unit.shard_axis else 1} ranks"
                 ),
                 nbytes=unit.nbytes_padding,
             )
@@ -373,7 +373,7 @@ def dim_smaller_than_axis(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
 @rule(
     "precision-override",
     "warning",
-    cure="intended for batch norm; else change _module_classes_to_ignore of the policy",
+    cure="intended for batch norm; otherwise change _module_classes_to_ignore of the policy",
 )
 def precision_override(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
     """Units that mixed precision leaves out for their class."""
@@ -383,7 +383,7 @@ def precision_override(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
                 fqns=(tree.unit_name(index),),
                 reason=(
                     f"mixed precision ignores the class {', '.join(unit.precision_overrides)}, so "
-                    "that auto-wrap made this a unit of its own in full precision"
+                    "auto-wrap made this a unit of its own in full precision"
                 ),
                 nbytes=unit.nbytes_gathered,
             )
@@ -402,9 +402,9 @@ def mixed_dtypes(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
             yield Case(
                 fqns=(tree.unit_name(index),),
                 reason=(
-                    f"its parameters are of {', '.join(dtypes)}: FSDP refuses this for trainable "
-                    "ones in the first forward, and gathers frozen ones as raw bytes with extra "
-                    "copies"
+                    f"its parameters have several dtypes ({', '.join(dtypes)}): FSDP rejects this "
+                    "for trainable ones in the first forward, and gathers frozen ones as raw "
+                    "bytes with extra copies"
                 ),
             )
 

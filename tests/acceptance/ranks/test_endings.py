@@ -124,7 +124,7 @@ ONLY_STUCK = ("-k", "test_stuck and not failing and not hanging")
 
 
 def says_unended(name):
-    return f"rank 1 of {name} could not be ended: its process * is still there 1 s after SIGKILL*"
+    return f"rank 1 of {name} could not be killed: its process * still exists 1 s after SIGKILL*"
 
 
 @pytest.mark.parametrize("arguments", [(), ("-n", "1")], ids=["one", "xdist"])
@@ -136,7 +136,7 @@ def test_a_rank_that_cannot_be_ended_fails_its_test(pytester, arguments):
     assert time.monotonic() - started_at < 60
     result.assert_outcomes(passed=3, failed=3)
     texts = ["*_ test_stuck _*", says_unended("test_it.py::test_stuck")]
-    texts += ["Does a driver or a file server not answer? * Later tests have new ranks."]
+    texts += ["Is a driver or a file server not responding? * Later tests get new ranks."]
     texts += ["*for another reason", "*- Problems -*", says_unended("*::test_stuck_and_failing")]
     texts += ["*ranks 0-1 did not finish within 3 s*", says_unended("*::test_stuck_and_hanging")]
     result.stdout.fnmatch_lines(texts)
@@ -149,7 +149,9 @@ def test_a_kept_rank_that_cannot_be_ended_is_told(pytester):
     pytester.makepyfile(test_it=STUCK.format(more=", scope='module'"))
     result = pytester.runpytest_subprocess(*PYTEST, *ONLY_STUCK, timeout=60)
     result.assert_outcomes(passed=1, deselected=5)
-    result.stderr.fnmatch_lines(["fsdp-comm: rank 1 of test_it.py::test_stuck could not be ended*"])
+    result.stderr.fnmatch_lines(
+        ["fsdp-comm: rank 1 of test_it.py::test_stuck could not be killed*"]
+    )
 
 
 def test_a_spawned_rank_that_cannot_be_ended_fails_its_test(pytester):

@@ -42,7 +42,11 @@ WAIT = "dist.barrier()"
 FAULTS = {
     "exception": Fault(
         body="if rank() == 2: raise LookupError('nothing here')\n    dist.barrier()",
-        says=("LookupError: nothing here", "rank 2 failed first", "ranks 0-1 still ran and were"),
+        says=(
+            "LookupError: nothing here",
+            "rank 2 failed first",
+            "ranks 0-1 were still running and were",
+        ),
     ),
     "assertion": Fault(
         body="print('seen by', rank())\n    assert [rank()] == [7]",
@@ -127,7 +131,8 @@ FAULTS = {
         timeout_s=2,
         says=(
             "rank 1 did not finish within 2 s, and every rank was ended",
-            r"rank 1 is at, innermost first:\n    .*test_faulty.py:\d+ in test_hang_in_python",
+            r"rank 1 is at \(innermost frame first\):\n    .*test_faulty.py:\d+ in "
+            "test_hang_in_python",
             "ranks 0, 2 had finished",
         ),
     ),
@@ -136,8 +141,9 @@ FAULTS = {
         timeout_s=2,
         says=(
             "ranks 0-2 did not finish within 2 s",
-            r"rank 0 is at, innermost first:\n    .*test_faulty.py",
-            r"ranks 1-2 are at, innermost first:\n    .*test_faulty.py.*\n    inside all_reduce",
+            r"rank 0 is at \(innermost frame first\):\n    .*test_faulty.py",
+            r"ranks 1-2 are at \(innermost frame first\):\n    .*test_faulty.py.*\n    inside "
+            "all_reduce",
         ),
     ),
     "missing_collective": Fault(
@@ -146,7 +152,7 @@ FAULTS = {
         says=(
             r"ranks 0-1 wait in all_reduce #1 of world \(4 B\) at test_faulty.py:\d+",
             r"rank 2 waits in barrier #1 of world .*at test_faulty.py:\d+",
-            "these differ: #1 of world has to be the same collective on every rank",
+            "these differ: #1 of world must be the same collective on every rank",
         ),
     ),
     "hang_in_setup": Fault(
@@ -168,13 +174,13 @@ FAULTS = {
     "hang_that_holds_the_gil": Fault(
         body="if rank() == 1: re.match('(a+)+$', 'a' * 60 + 'b')\n    dist.barrier()",
         timeout_s=3,
-        says=("all wait for rank 1, which does not let go of the GIL at .*test_faulty.py",),
+        says=("all wait for rank 1, which holds the GIL at .*test_faulty.py",),
     ),
     "extra_collective": Fault(
         body="dist.barrier()\n    if rank() == 2: dist.all_reduce(torch.ones(1))",
         timeout_s=3,
         says=(
-            "all wait for ranks 0-1, which have ended the test",
+            "all wait for ranks 0-1, which have finished the test",
             r"rank 2 waits in all_reduce #2 of world \(4 B\) at .*test_faulty.py",
         ),
     ),

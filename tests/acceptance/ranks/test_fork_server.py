@@ -113,7 +113,7 @@ worker.empty_compiler_caches = fail
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        ("UpstreamChangedError('torch 9 has no name any more')", "torch 9 has no name any more"),
+        ("UpstreamChangedError('torch 9 no longer has name')", "torch 9 no longer has name"),
         ("KeyError('unforeseen')", "Traceback*"),
     ],
     ids=["foreseen", "unforeseen"],

@@ -138,9 +138,9 @@ test_missing
             "ended_early",
             """\
 ranks 0-1, 3 did not finish within 5 s, and every rank was ended.
-all wait for rank 2, which has ended the test
+all wait for rank 2, which has finished the test
 ranks 0-1, 3 wait in all_reduce #2 of world (16 B) at test_it.py:N in test_ended_early
-rank 2 never issued it (its last of world was all_reduce #1), and has ended the test
+rank 2 never issued it (its last of world was all_reduce #1), and has finished the test
 """,
         ),
         (
@@ -149,7 +149,7 @@ rank 2 never issued it (its last of world was all_reduce #1), and has ended the 
 ranks 0-3 did not finish within 5 s, and every rank was ended.
 ranks 0-1 wait in all_reduce #1 of world (16 B) at test_it.py:N in test_different
 ranks 2-3 wait in broadcast #1 of world (16 B) at test_it.py:N in test_different
-  these differ: #1 of world has to be the same collective on every rank
+  these differ: #1 of world must be the same collective on every rank
 """,
         ),
         (
@@ -163,7 +163,7 @@ rank 3 never issued it (its last of shard was all_gather #1), and is at test_it.
         (
             "gil",
             """\
-all wait for rank 1, which does not let go of the GIL at test_it.py:N in test_gil
+all wait for rank 1, which holds the GIL at test_it.py:N in test_gil
 ranks 0, 2-3 wait in barrier #1 of world (0 B) at test_it.py:N in test_gil
 """,
         ),
@@ -171,7 +171,7 @@ ranks 0, 2-3 wait in barrier #1 of world (0 B) at test_it.py:N in test_gil
             "point_to_point",
             """\
 rank 1 did not finish within 5 s, and every rank was ended.
-rank 1 is at, innermost first:
+rank 1 is at (innermost frame first):
     test_it.py:N in test_point_to_point
     inside recv (""",
         ),
@@ -183,7 +183,8 @@ def test_each_hang_is_explained_by_who_waits_where_and_for_whom(reports, test, e
 
 def test_the_stacks_follow(reports):
     assert (
-        "rank 3 is at, innermost first:\n    test_it.py:N in test_missing\n" in reports["missing"]
+        "rank 3 is at (innermost frame first):\n    test_it.py:N in test_missing\n"
+        in reports["missing"]
     )
     assert not [name for name, text in reports.items() if "unknown" in text], reports
 

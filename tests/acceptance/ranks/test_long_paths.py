@@ -78,9 +78,9 @@ def test_a_tmpdir_too_long_for_a_socket_is_refused_with_the_limit(pytester, monk
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
         [
-            "ranks 0-1 could not be prepared: ranks meet at a socket in the directory for "
-            f"temporary files, whose path has * bytes ({directory}/fsdp-comm-*/socket); without "
-            "/proc/nowhere, this system allows 107. Set TMPDIR to a directory with a shorter path, "
-            "such as /tmp"
+            "ranks 0-1 could not be prepared: ranks connect through a socket in the temporary "
+            f"directory, whose path is * bytes long ({directory}/fsdp-comm-*/socket); without "
+            "/proc/nowhere, this system allows only 107. Set TMPDIR to a directory with a shorter "
+            "path, such as /tmp"
         ]
     )

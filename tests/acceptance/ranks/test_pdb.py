@@ -174,7 +174,10 @@ def test_it(dist_info):
     )
     result = pytester.runpytest_subprocess("--pdb", "-p", "no:cacheprovider")
     result.assert_outcomes(failed=1)
-    assert "rank 0 was to be debugged, but did not fail; add --pdb-rank 2" in result.stdout.str()
+    assert (
+        "rank 0 is the one that --pdb debugs, but it did not fail; to debug one that did, add "
+        "--pdb-rank 2"
+    ) in result.stdout.str()
     assert "entering PDB" not in result.stdout.str()
 
 
@@ -190,7 +193,7 @@ def test_without_a_terminal_the_debugger_reads_the_end(pytester):
 def test_a_pdb_rank_that_is_no_rank_is_refused(pytester, argument):
     result = pytester.runpytest_subprocess(f"--pdb-rank={argument}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert f"--pdb-rank: expected a rank, from 0 on, got {argument!r}" in result.stderr.str()
+    assert f"--pdb-rank: expected a rank, 0 or greater, got {argument!r}" in result.stderr.str()
 
 
 def test_a_pdb_rank_that_a_test_does_not_run_stops_the_session(pytester):
@@ -198,8 +201,8 @@ def test_a_pdb_rank_that_a_test_does_not_run_stops_the_session(pytester):
     result = pytester.runpytest_subprocess("--pdb", "--pdb-rank=2", "-p", "no:cacheprovider")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert (
-        "test_it.py::test_after: @pytest.mark.distributed: --pdb-rank 2 is no rank of this test; "
-        "it runs 0, 1: choose one of these, or select other tests"
+        "test_it.py::test_after: @pytest.mark.distributed: --pdb-rank 2 is not a rank of this "
+        "test, whose ranks are 0, 1: choose one of these, or select other tests"
     ) in result.stderr.str()
     assert "test_failing" not in result.stderr.str()
 
@@ -215,6 +218,6 @@ def test_debugging_under_xdist_is_refused(pytester):
     result = pytester.runpytest_subprocess("-n", "2", "-k", "breakpoint", "-p", "no:cacheprovider")
     result.assert_outcomes(failed=1)
     assert (
-        "a debugger needs the terminal, which the workers of pytest-xdist do not have; run this "
-        "test with -n 0"
+        "a debugger needs a terminal, which pytest-xdist workers do not have; run this test "
+        "with -n 0"
     ) in result.stdout.str()

@@ -34,7 +34,7 @@ def test_progress_is_printed_each_time_the_duration_doubles(project):
     result.assert_outcomes(passed=2)
     told = [line for line in result.outlines if line.startswith("fsdp-comm: test_it")]
     assert [re.sub(r"py:\d+", "py:N", line) for line in told] == [
-        f"fsdp-comm: test_it.py::test_slow still runs after {seconds} s (deadline 60 s): "
+        f"fsdp-comm: test_it.py::test_slow is still running after {seconds} s (deadline 60 s): "
         "ranks 0, 2 done; rank 1 at test_it.py:N in test_slow"
         for seconds in (1, 2)
     ]
@@ -43,7 +43,7 @@ def test_progress_is_printed_each_time_the_duration_doubles(project):
 def test_under_xdist_nothing_is_told(project):
     result = project.runpytest_subprocess("-n", "1")
     result.assert_outcomes(passed=2)
-    assert "still runs" not in result.stdout.str()
+    assert "still running" not in result.stdout.str()
 
 
 def test_a_bad_interval_is_a_usage_error(project):

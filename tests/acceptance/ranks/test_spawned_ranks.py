@@ -28,7 +28,8 @@ UNSAFE = {
     "thread": (
         "import threading\nstop = threading.Event()\n"
         "threading.Thread(target=stop.wait, name='poller', daemon=True).start()\n",
-        "fsdp-comm: threads are running since collection: 'poller', which a fork does not survive",
+        "fsdp-comm: threads have been running since collection: 'poller', which a fork does "
+        "not survive",
     ),
     "group": (
         "import os, tempfile, torch.distributed as dist\n"

@@ -195,11 +195,11 @@ def test_ranks_that_differ_are_named(pytester):
     assert "outside of 1" not in failed
     whole = story(result, "test_one_rank_fails")
     assert "contains 1 failed subtest\nrank 1 failed first\nranks 0, 2 did not fail" in whole
-    assert "still ran" not in whole
+    assert "still running" not in whole
     assert "outside of 2" in whole
     assert "inside of" not in whole
     alone = story(result, "test_one_rank_alone [alone]")
-    assert "rank 2 failed first\nranks 0-1 did not run it" in alone
+    assert "rank 2 failed first\nranks 0-1 did not run this subtest" in alone
     picky = story(result, "test_two_outcomes [picky]")
     assert "ranks disagree about the outcome: rank 0 skipped (not me); ranks 1-2 passed." in picky
     death = story(result, "test_dies_in_a_subtest")

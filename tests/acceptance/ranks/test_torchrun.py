@@ -152,7 +152,7 @@ FAULTS = {
         says=(
             "LookupError: nothing here",
             "rank 1 failed first",
-            r"rank 0 still ran and was ended:\n    .*test_it.py:\d+ in test_exception",
+            r"rank 0 was still running and was ended at:\n    .*test_it.py:\d+ in test_exception",
             r"Captured stdout call \(rank 0\) -+\nseen by 0",
             r"Captured stdout call \(rank 1\) -+\nseen by 1",
         ),
@@ -175,8 +175,8 @@ FAULTS = {
         marker="(timeout_s=2)",
         says=(
             "ranks 0-1 did not finish within 2 s",
-            r"rank 0 is at, innermost first:\n    .*test_it.py.*\n    inside all_reduce",
-            r"rank 1 is at, innermost first:\n    .*test_it.py:\d+ in test_hang",
+            r"rank 0 is at \(innermost frame first\):\n    .*test_it.py.*\n    inside all_reduce",
+            r"rank 1 is at \(innermost frame first\):\n    .*test_it.py:\d+ in test_hang",
         ),
     ),
     "setup_error": Fault(
@@ -379,15 +379,15 @@ def test_a_launched_process_that_dies_ends_the_whole_session(tmp_path):
     assert ended.status == 1
     assert "AssertionError: told before" in ended.out
     assert f"rank 1 on {host} was lost: its pytest process was gone" in ended.out
-    assert "rank 0 still ran and was ended:\n" in ended.out
-    assert "rank 1 of 2 lost, so that no other distributed test can run" in ended.out
+    assert "rank 0 was still running and was ended at:\n" in ended.out
+    assert "lost rank 1 of 2, so no other distributed test can run" in ended.out
     assert [len(case.findall("failure")) for case in junit_cases(paths[0])] == [1, 1]
 
     # Nobody watches these two.
     ended = end(leader)
     assert end(silent).status == -signal.SIGKILL
     assert re.search(
-        rf"rank 1 on {host} was lost: nothing was heard of its pytest process for "
+        rf"rank 1 on {host} was lost: its pytest process has been silent for "
         r"1\d s \(killed, or its machine or network failed\)",
         ended.out,
     )
@@ -412,7 +412,7 @@ def test_ranks_that_collect_other_tests_stop_the_session(tmp_path):
     leader, follower = map(end, start_by_variables(path))
     assert (leader.status, follower.status) == (4, 4)
     said = leader.err
-    assert "ERROR: the launched ranks have to collect the same tests in the same order:" in said
+    assert "ERROR: the launched ranks must collect the same tests in the same order:" in said
     assert (
         f"rank 1 (on {socket.gethostname()}) has as test 1 of 2\n    test_it.py::test_n[1]" in said
     )
@@ -438,7 +438,7 @@ def test_launched_ranks_run_where_forking_is_unsafe(tmp_path):
         "threading.Thread(target=stop.wait, name='poller', daemon=True).start()\n"
     )
     leader, follower = map(end, start_by_variables(path, "--snapshot-update"))
-    assert "threads are running since collection: 'poller'" in leader.out
+    assert "threads have been running since collection: 'poller'" in leader.out
     assert "2 snapshots generated." in leader.out
     assert "1 passed" in leader.out
     assert (leader.status, follower) == (0, Ended(0, "", ""))
@@ -451,16 +451,16 @@ def test_launched_ranks_run_where_forking_is_unsafe(tmp_path):
         (
             {"RANK": "2", "WORLD_SIZE": "2"},
             (),
-            "environment variable RANK: expected a whole number from 0 to 1, got '2'; it says "
-            "which of the launched processes this one is: correct it, or unset it to have this "
-            "process start the ranks of its tests",
+            "environment variable RANK: expected a whole number from 0 to 1, got '2'; "
+            "launchers set it to describe the launched processes: correct it, or unset it to have "
+            "this process start the ranks of its tests",
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
             ("-n", "2"),
-            "-n 2: pytest-xdist would start processes in each of the 2 that RANK and WORLD_SIZE "
-            "started, which are the ranks of the tests: leave out -n, or run pytest -n without a "
-            "launcher",
+            "-n 2: pytest-xdist would start more processes in each of the 2 that RANK and "
+            "WORLD_SIZE started, which are themselves the ranks: leave out -n, or run pytest -n "
+            "without a launcher",
         ),
     ],
 )

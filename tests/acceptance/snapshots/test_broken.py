@@ -38,16 +38,15 @@ def without_third_last_line(text):
 BROKEN = {
     "conflict": (
         lambda text: text.replace("mesh", "<<<<<<< HEAD\nmesh"),
-        "line 3: it reads '<<<<<<< HEAD', which git wrote into a merge conflict; expected one side "
-        "of it",
+        "line 3: it reads '<<<<<<< HEAD', a marker of a merge conflict; expected one side of it",
     ),
     "lost": (
         without_third_last_line,
-        "'; the totals do not fit the records, as a line was lost or",
+        "'; the totals do not match the records: a line was lost or",
     ),
     "nul": (
         lambda text: text.replace("mesh", "me\0sh"),
-        "line 3: it has the control character U+0000 at column 3; expected plain text",
+        "line 3: it contains the control character U+0000 at column 3; expected plain text",
     ),
     "truncated": (lambda text: text[: len(text) // 2], "expected 'end' as the last line, and a"),
     "empty": (lambda _: "", "line 1: the file is empty; expected a snapshot"),

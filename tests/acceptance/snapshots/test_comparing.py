@@ -299,15 +299,15 @@ def test_a_part_never_replaces_the_whole(project):
     result.assert_outcomes(failed=1)
     explained(
         result,
-        f"{COMM} was recorded on all ranks, and differs from what this update recorded on rank 0 "
-        "of 2 alone; a part never replaces the whole. Nothing was overwritten: update with every "
-        "rank (gloo or nccl, without --comm-backend fake), or delete the file to keep only this "
-        "part of it from now on",
+        f"{COMM} was recorded on all ranks and differs from what this update recorded on rank 0 "
+        "of 2 alone; a recording of some ranks never replaces one of all. Nothing was overwritten: "
+        "update with every rank (gloo or nccl, without --comm-backend fake), or delete the file to "
+        "keep only these ranks from now on",
     )
     project.edit("assert comm_mode == comm_snapshot", "assert True")
     result = project.update("--comm-backend", "fake", "--snapshot-no-cleanup")
     result.assert_outcomes(failed=1)
-    explained(result, f"{TREE} was recorded on all ranks, and differs from what this update")
+    explained(result, f"{TREE} was recorded on all ranks and differs from what this update")
     assert {name: project.read(name) for name in project.files()} == before
 
 
@@ -327,7 +327,7 @@ def test_a_part_of_trees_that_differ_is_compared_with_its_own(project):
     project.run("--comm-backend", "fake").assert_outcomes(failed=1)
     result = project.update("--comm-backend", "fake")
     result.assert_outcomes(failed=1)
-    explained(result, f"{TREE} was recorded on all ranks, and differs")
+    explained(result, f"{TREE} was recorded on all ranks and differs")
 
 
 def test_a_snapshot_of_simulated_ranks_is_updated_by_the_same_ranks(project):
@@ -437,8 +437,8 @@ def test_an_update_does_not_write_two_recordings_to_one_file(project):
     result.assert_outcomes(failed=1)
     explained(
         result,
-        "snapshots/test_it/test_step.ws2.step.comm is compared twice in this test, with different "
-        "recordings, so that an update cannot write both; give each a name of its own: "
+        "snapshots/test_it/test_step.ws2.step.comm is compared twice in this test with different "
+        "recordings, and an update cannot write both; give each its own name: "
         'comm_snapshot(name="second")',
     )
 
@@ -488,7 +488,7 @@ BROKEN = {
     ),
     "lost": (
         lambda text: text.replace("backward {0..1} reduce_scatter[dp] x1 256 B\n", ""),
-        "the totals do not fit the records, as a line was lost or edited by hand",
+        "the totals do not match the records: a line was lost or edited by hand",
     ),
     "conflict": (lambda text: "<<<<<<< HEAD\n" + text, "line 1: it reads '<<<<<<< HEAD'"),
 }
@@ -569,7 +569,7 @@ def test_an_empty_recording_refuses_to_become_a_snapshot(project):
         result.assert_outcomes(failed=1)
         explained(
             result,
-            "the recording has not one collective, so that a snapshot of it could never fail",
+            "the recording has no collectives, so a snapshot of it would guard nothing",
             "comm_snapshot(allow_empty=True)",
         )
     assert project.files() == []
@@ -582,7 +582,7 @@ def test_an_unsharded_tree_refuses_to_become_a_snapshot(project):
     project.edit("fsdp_tree(model)", "fsdp_tree(nn.Linear(2, 2))")
     result = project.update()
     result.assert_outcomes(failed=1)
-    explained(result, "the tree has not one sharded parameter", "is fully_shard(model) missing?")
+    explained(result, "the tree has no sharded parameters", "is fully_shard(model) missing?")
 
 
 def test_comparing_anything_but_a_recording_tree_or_dict_fails(project):
@@ -621,7 +621,7 @@ def test_a_comparison_that_only_one_rank_makes_fails(project):
     )
     result = project.update("--comm-timeout", "30")
     result.assert_outcomes(failed=1)
-    explained(result, "every rank has to make the same comparisons in the same order")
+    explained(result, "every rank must make the same comparisons in the same order")
 
 
 def test_plain_syrupy_snapshots_work_in_ranks(project):

@@ -347,7 +347,7 @@ def test_only_a_full_run_removes_the_snapshots_of_a_deleted_module(project, args
     result = project.run(*shlex.split(args), cwd=cwd)
     assert result.returncode == (1 if gone else 0), result.stdout
     for name in gone:
-        reason = "there is no tests/sub/test_b.py any more"
+        reason = "tests/sub/test_b.py no longer exists"
         assert f"  snapshots/{name}.comm: {reason}" in result.stdout
     assert project.files() == ALL
     result = project.run("--snapshot-update", *shlex.split(args), cwd=cwd)
@@ -451,8 +451,8 @@ def test_syrupy_s_own_directory_is_refused(project):
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
     assert (
         "ini fsdp_comm_snapshot_dir: '__snapshots__' is where syrupy keeps the files of plain "
-        "`snapshot` assertions, and removes what it does not know; choose another directory, "
-        "e.g. 'snapshots'" in result.stderr
+        "`snapshot` assertions and deletes files that it does not know; choose another "
+        "directory, e.g. 'snapshots'" in result.stderr
     )
 
 

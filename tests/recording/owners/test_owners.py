@@ -304,8 +304,7 @@ def test_a_model_left_unsharded_is_noted(comm_mode, device_mesh):
         step(model)
     assert table(comm_mode) == [*FORWARD[1:], *BACKWARD_GATHERS, *REDUCES]
     assert comm_mode.recording.notes == (
-        "already unsharded when the recording began, so that its first all-gather is missing: "
-        "(root)",
+        "already unsharded when the recording began, so their first all-gather is missing: (root)",
     )
 
 

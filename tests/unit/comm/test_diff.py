@@ -108,7 +108,7 @@ def causes(old, new):
             step(),
             step(backward=0, owners=LAYERS),
             [
-                "the root is no FSDP unit any more",
+                "the root is no longer an FSDP unit",
                 "layers.{0..3} stays gathered between forward and backward",
             ],
         ),
@@ -127,8 +127,8 @@ def causes(old, new):
             step(owners=("a", "c")),
             ["modules were renamed or moved: b is now c"],
         ),
-        (step(), step(nbytes=2 * KIB), ["the same collectives with twice the bytes"]),
-        (step(), step(nbytes=KIB // 2), ["the same collectives with half the bytes"]),
+        (step(), step(nbytes=2 * KIB), ["the same collectives carry twice the bytes"]),
+        (step(), step(nbytes=KIB // 2), ["the same collectives carry half the bytes"]),
         # No pattern: nothing is guessed.
         (step(), step(nbytes=3 * KIB), []),
         (step(), step(forward=2, backward=2, reduces=2), []),

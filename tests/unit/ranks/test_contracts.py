@@ -48,8 +48,8 @@ def test_a_fake_group_that_moved_is_named(monkeypatch):
     with pytest.raises(UpstreamChangedError) as caught:
         _join_fake_group(0, 2)
     assert str(caught.value) == (
-        f"torch {torch.__version__} has no torch.testing._internal.distributed.fake_pg.FakeStore "
-        "any more, which the fake backend relies on; pytest-fsdp-comm was read against torch 2.6 "
-        "to 2.15: use one of these, or upgrade pytest-fsdp-comm, or run this test with "
-        "backend='gloo'"
+        f"torch {torch.__version__} no longer has "
+        "torch.testing._internal.distributed.fake_pg.FakeStore, which the fake backend relies on; "
+        "pytest-fsdp-comm was written for torch 2.6 to 2.15: use one of these, or upgrade "
+        "pytest-fsdp-comm, or run this test with backend='gloo'"
     )

@@ -47,7 +47,7 @@ def test_a_rank_that_left_is_named(tmp_path):
         here("text")
     assert str(caught.value) == (
         "rank 0 made comparison 1 of comm_mode or fsdp_tree, but rank 1 ended the test without it; "
-        "every rank has to make the same comparisons in the same order (is one inside an "
+        "every rank must make the same comparisons in the same order (is one inside an "
         "`if rank == ...`?)"
     )
     with pytest.raises(RanksDivergedError, match="rank 1 ended the test before joined"):
@@ -60,8 +60,8 @@ def test_different_things_are_not_mixed(tmp_path):
         lambda: gather_alike(ends[0], "comm_mode", "{}"),
         lambda: gather_alike(ends[1], "fsdp_tree", "# tree"),
     )
-    assert str(results[0]).startswith("this rank compared comm_mode with a snapshot, another one")
-    assert "every rank has to make the same comparisons" in str(results[1])
+    assert str(results[0]).startswith("this rank compared comm_mode with a snapshot, another rank")
+    assert "every rank must make the same comparisons" in str(results[1])
     same = in_threads(*(lambda e=end: gather_alike(e, "comm_mode", "a\nb") for end in ends))
     assert same == [["a\nb", "a\nb"]] * 2
 

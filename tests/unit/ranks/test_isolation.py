@@ -67,12 +67,12 @@ def test_names_that_moved_are_named(tmp_path):
     )
     with pytest.raises(UpstreamChangedError) as caught:
         _release_capture(config)
-    assert f"pytest {pytest.__version__} has no CaptureManager._global_capturing" in str(
+    assert f"pytest {pytest.__version__} no longer has CaptureManager._global_capturing" in str(
         caught.value
     )
-    with pytest.raises(UpstreamChangedError, match=r"has no TempPathFactory\._basetemp any more"):
+    with pytest.raises(UpstreamChangedError, match=r"no longer has TempPathFactory\._basetemp,"):
         _move_basetemp(config, tmp_path)
-    with pytest.raises(UpstreamChangedError, match=r"has no config\._tmp_path_factory any more"):
+    with pytest.raises(UpstreamChangedError, match=r"no longer has config\._tmp_path_factory,"):
         resolve_basetemp(types.SimpleNamespace())
 
 
@@ -92,5 +92,5 @@ def test_what_a_silent_process_writes_is_held(pytester):
 def test_a_terminal_that_moved_is_named(pytester, monkeypatch):
     config = pytester.parseconfigure("-p", "no:asyncio")  # which warns of its own settings
     monkeypatch.delattr(config.get_terminal_writer(), "_file")
-    with pytest.raises(UpstreamChangedError, match=r"has no TerminalWriter\._file any more"):
+    with pytest.raises(UpstreamChangedError, match=r"no longer has TerminalWriter\._file,"):
         hold_terminal(config)

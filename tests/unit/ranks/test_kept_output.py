@@ -45,8 +45,10 @@ def test_of_a_long_text_both_ends_are_kept(file):
     opened.write(text.encode())
     kept, end = read(path, 8)
     assert end == len(text)
-    told = f"\n[... {len(text) - 8 - 2 * KEPT_NBYTES} bytes left out: of each stream the first and "
-    told += "the last 256 KiB of a phase are kept, see docs/ranks.md of pytest-fsdp-comm ...]\n"
+    told = f"\n[... {len(text) - 8 - 2 * KEPT_NBYTES} bytes left out: only the first and last "
+    told += (
+        "256 KiB of each stream and phase are kept, see docs/ranks.md of pytest-fsdp-comm ...]\n"
+    )
     assert kept == text[8:][:KEPT_NBYTES] + told + text[-KEPT_NBYTES:]
     short = shortened(text[8:])
     assert short == kept.replace("bytes left", "characters left")

@@ -147,7 +147,7 @@ def test_an_argument_that_json_lacks_costs_no_report():
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        (b"no json", "expected a message as JSON, got no JSON: Expecting value"),
+        (b"no json", "expected a message as JSON, but it does not parse: Expecting value"),
         (b"\xff", "expected a message as JSON, got other bytes: "),
         (b"[1]", "message: expected one of RunTest, got None"),
         (b"{}", "message: expected one of RunTest, got None"),

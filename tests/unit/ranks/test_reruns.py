@@ -58,7 +58,7 @@ def test_a_name_that_moved_is_named():
     manager = types.SimpleNamespace(get_plugin=lambda _: types.SimpleNamespace())
     item = types.SimpleNamespace(config=types.SimpleNamespace(pluginmanager=manager))
     with pytest.raises(
-        UpstreamChangedError, match=r"pytest-rerunfailures [\d.]+ has no runtestprot"
+        UpstreamChangedError, match=r"pytest-rerunfailures [\d.]+ no longer has runtestprot"
     ):
         run_with_reruns(item, None, list)
     manager.get_plugin = lambda _: None

@@ -67,7 +67,7 @@ def test_the_first_failure_in_time_leads(merge):
     assert text.splitlines() == [
         "the cause",
         "rank 1 failed first",
-        "rank 0 later: the echo",
+        "rank 0 failed later: the echo",
         "rank 2 did not fail",
     ]
 
@@ -105,7 +105,10 @@ def test_a_dead_rank_leads_and_says_how_it_died(merge, changes, text):
         rank(FAILED, "Connection closed by peer", at=4.0),
     )
     assert outcomes(reports) == {"setup": PASSED, "call": FAILED, "teardown": PASSED}
-    assert reports[1].longrepr.splitlines() == [text, "rank 1 later: Connection closed by peer"]
+    assert reports[1].longrepr.splitlines() == [
+        text,
+        "rank 1 failed later: Connection closed by peer",
+    ]
     assert ("Captured stdout call (rank 0)", "last words\n") in reports[1].sections
 
 
@@ -119,9 +122,9 @@ def test_a_deadline_shows_where_each_rank_is(merge):
     )
     assert reports[1].longrepr.splitlines() == [
         "ranks 0-2 did not finish within 7 s, and every rank was ended.",
-        "ranks 0-1 are at, innermost first:",
+        "ranks 0-1 are at (innermost frame first):",
         "    a.py:1 in f",
-        "rank 2 is at, innermost first:",
+        "rank 2 is at (innermost frame first):",
         "    b.py:2 in g",
         "rank 3 had finished.",
     ]
@@ -183,7 +186,7 @@ def test_a_lost_rank_leads_whatever_the_others_say(merge):
     reports = merge(failed, ([], lost))
     assert [report.when for report in reports] == ["setup", "call", "teardown"]
     assert reports[1].failed
-    assert reports[1].longrepr.startswith(f"rank 1 {was}\nrank 0 later: Connection closed")
+    assert reports[1].longrepr.startswith(f"rank 1 {was}\nrank 0 failed later: Connection closed")
     assert merge(failed, ([], lost), ([], lost))[1].longrepr.startswith(f"ranks 1-2 {were}\n")
 
 

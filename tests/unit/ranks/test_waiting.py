@@ -54,7 +54,7 @@ def test_sizes_that_differ_are_explained():
     assert found == [
         "ranks 0, 2 wait in all_gather #4 of dp (8 B) at model.py:1 in forward",
         "rank 1 waits in all_gather #4 of dp (1.0 KiB) at model.py:1 in forward",
-        "  the sizes differ: #4 of dp has to be of one shape on every rank",
+        "  the sizes differ: #4 of dp must have the same shape on every rank",
     ]
 
 
@@ -62,7 +62,7 @@ def test_a_dead_rank_and_one_that_holds_the_gil_are_both_blamed():
     silent = Position(site="loop.py:3 in spin", activity=Activity.HOLDS_GIL)
     waiting = position(waits(1), description="undefined")
     assert explain_waiting({0: waiting, 1: silent}) == [
-        "all wait for rank 1, which does not let go of the GIL at loop.py:3 in spin",
+        "all wait for rank 1, which holds the GIL at loop.py:3 in spin",
         "all wait for rank 2, which is dead",
         "rank 0 waits in all_gather #1 of the group of ranks 0-2 (8 B) at model.py:1 in forward",
     ]
@@ -75,7 +75,7 @@ def test_waiting_for_those_that_are_blamed_is_no_news():
         2: position(activity=Activity.HAS_ENDED),
     }
     assert explain_waiting(positions, blamed=[2]) == []
-    assert explain_waiting(positions)[0] == "all wait for rank 2, which has ended the test"
+    assert explain_waiting(positions)[0] == "all wait for rank 2, which has finished the test"
 
 
 def test_waits_in_two_groups_are_listed_apart():
@@ -94,9 +94,9 @@ def test_several_ranks_are_spoken_of_in_the_plural():
     waits_in = "rank 0 waits in all_gather #2 of world (8 B) at model.py:1 in forward"
     last = "never issued it (their last of world was all_gather #1)"
     assert explain_waiting({0: waiting, 1: gone, 2: gone}) == [
-        "all wait for ranks 1-2, which have ended the test",
+        "all wait for ranks 1-2, which have finished the test",
         waits_in,
-        f"ranks 1-2 {last}, and have ended the test",
+        f"ranks 1-2 {last}, and have finished the test",
     ]
     assert explain_waiting({0: waiting, 1: away, 2: away}) == [
         "all wait for ranks 1-2, at model.py:7 in skip",
@@ -104,7 +104,7 @@ def test_several_ranks_are_spoken_of_in_the_plural():
         f"ranks 1-2 {last}, and are at model.py:7 in skip",
     ]
     assert explain_waiting({0: waiting, 1: silent, 2: silent}) == [
-        "all wait for ranks 1-2, which do not let go of the GIL at loop.py:3 in spin",
+        "all wait for ranks 1-2, which hold the GIL at loop.py:3 in spin",
         waits_in,
     ]
     assert explain_waiting({0: waiting}) == ["all wait for ranks 1-2, which are dead", waits_in]

@@ -136,7 +136,7 @@ def test_where_nothing_matches_it_says_what_was_recorded():
         "nothing matches; the recording has:",
         "forward layers.0 all_gather[dp] x1 1_000 B at train.py:7",
     ]
-    assert explain_answer("in", answer(0), {1})[1:] == ["the recording has not one collective"]
+    assert explain_answer("in", answer(0), {1})[1:] == ["the recording has no collectives"]
 
 
 def test_two_answers_each_show_theirs():

@@ -96,20 +96,20 @@ def test_alike_blocks_share_a_row():
         "",
         "module  policy or placement  gathered  kept",
         (
-            "(root) [Model]  FULLY SHARDED dp=4, keeps after forward, bfloat16, root  2.0 KiB  "
-            "1.0 KiB"
+            "(root) [Model]  FULLY SHARDED dp=4, stays unsharded after forward, bfloat16, root  "
+            "2.0 KiB  1.0 KiB"
         ),
         ". scale [2] float32  whole on each rank",
         "layers [ModuleList]",
-        "{0..6} x7 [Block]  FULLY SHARDED dp=4, frees after forward, bfloat16  2.0 KiB  1.0 KiB",
+        "{0..6} x7 [Block]  FULLY SHARDED dp=4, reshards after forward, bfloat16  2.0 KiB  1.0 KiB",
         "up [Linear] weight [16, 64] float32  Shard(0)@dp",
         (
-            "7 [Block] inside as {0..6}  FULLY SHARDED dp=4, keeps after forward, bfloat16  2.0 "
-            "KiB  1.0 KiB"
+            "7 [Block] same contents as {0..6}  FULLY SHARDED dp=4, stays unsharded after forward, "
+            "bfloat16  2.0 KiB  1.0 KiB"
         ),
         (
-            "{8..31} x24 [Block] inside as {0..6}  FULLY SHARDED dp=4, frees after forward, "
-            "bfloat16  2.0 KiB  1.0 KiB"
+            "{8..31} x24 [Block] same contents as {0..6}  FULLY SHARDED dp=4, reshards after "
+            "forward, bfloat16  2.0 KiB  1.0 KiB"
         ),
     ]
     indents = [len(line) - len(line.lstrip()) for line in lines[3:]]
@@ -124,17 +124,17 @@ def test_alike_blocks_share_a_row():
     [
         (
             {"replicate_axis": MeshAxis(name="replica", size=2), "offload": True},
-            "dp=4, copies replica=2, frees after forward, bfloat16, on host",
+            "dp=4, replicated replica=2, reshards after forward, bfloat16, on host",
         ),
-        ({"reshard_after_forward": 2}, "dp=4, on 2 ranks after forward, bfloat16"),
+        ({"reshard_after_forward": 2}, "dp=4, reshards to 2 ranks after forward, bfloat16"),
         (
             {"precision": Precision(reduce_dtype="float32"), "is_root": True},
-            "dp=4, frees after forward, float32, root",
+            "dp=4, reshards after forward, float32, root",
         ),
         (
             {"kind": "ddp", "shard_axis": None, "replicate_axis": DP, "precision": Precision()}
             | {"reshard_after_forward": None},
-            "copies dp=4",
+            "dp=4",
         ),
     ],
 )
@@ -146,8 +146,8 @@ def test_a_replicated_unit_is_marked_as_one():
     tree = stack(blocks=1)
     copies = {"shard_axis": None, "replicate_axis": DP, "nbytes_gathered": 0}
     tree = replace(tree, units=(replace(tree.units[0], kind="ddp", **copies), tree.units[1]))
-    assert "(root) [Model]  REPLICATED copies dp=4" in re.sub(" {2,}", "  ", render_tree(tree))
-    assert '<span class="mark">REPLICATED</span> copies dp=4' in render_tree_html(tree)
+    assert "(root) [Model]  REPLICATED dp=4" in re.sub(" {2,}", "  ", render_tree(tree))
+    assert '<span class="mark">REPLICATED</span> dp=4' in render_tree_html(tree)
 
 
 def test_every_module_is_in_exactly_one_row():
@@ -256,11 +256,11 @@ def test_json_round_trips():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "expected a tree as JSON, got no JSON: "),
-        ("[1]", "expected a tree of JSON version 1, got [1]; dump it anew with this version"),
+        ("", "expected a tree as JSON, but it does not parse: "),
+        ("[1]", "expected a tree of JSON version 1, got [1]; dump it again with this version"),
         (
             '{"kind": "tree", "version": 2}',
-            "expected a tree of JSON version 1, got ('tree', 2); dump it anew with this version",
+            "expected a tree of JSON version 1, got ('tree', 2); dump it again with this version",
         ),
         ('{"kind": "tree", "version": 1, "value": {}}', "tree lacks 'backend'"),
     ],
@@ -279,5 +279,5 @@ def test_the_suffix_decides_how_a_tree_is_saved(tmp_path):
     with pytest.raises(FsdpCommError) as caught:
         TreeFactory().save(tree, "tree.pdf")
     assert str(caught.value) == (
-        "fsdp_tree.save writes .html and .json files, got 'tree.pdf'; name the file accordingly"
+        "fsdp_tree.save writes .html and .json files, got 'tree.pdf'; use one of these extensions"
     )

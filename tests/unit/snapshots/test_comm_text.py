@@ -213,7 +213,7 @@ def test_a_long_name_moves_no_other_line():
         (TEXT.replace("layers.{0..2}", "layers.{2..0}"), "x1 500_000 B': bad numbers {2..0}"),
         (TEXT.replace("x1 500_000 B", "lots"), "line 5: it reads 'forward layers.{0..2} all"),
         (TEXT.replace("500_000", "500_001"), "f.comm, line 8: it reads 'total all_ga"),
-        (TEXT.replace("total unknown:odd[dp] x1 0 B\n", ""), "the totals do not fit the records"),
+        (TEXT.replace("total unknown:odd[dp] x1 0 B\n", ""), "the totals do not match the records"),
     ],
 )  # fmt: skip
 def test_what_is_broken_is_refused(text, complaint):

@@ -51,14 +51,14 @@ def refused(kind, text):
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("world_size", "<<<<<<< HEAD\nworld_size", "line 2: it reads '<<<<<<< HEAD', which git"),
-        ("mesh", "||||||| base\nmesh", "line 3: it reads '||||||| base', which git wrote into"),
-        ("end\n", "=======\nend\n", "it reads '=======', which git wrote into a merge conflict"),
-        ("end\n", "end\n>>>>>>> b\n", "it reads '>>>>>>> b', which git wrote into a merge"),
-        ("layers", "la\0yers", "line 4: it has the control character U+0000 at column"),
-        ("layers", "la\x1byers", "line 4: it has the control character U+001B at column"),
-        ("world_size", "\rworld_size", "line 2: it has a carriage return without a line feed"),
-        ("# pytest", "\ufeff# pytest", "line 1: it has a byte order mark at column 1"),
+        ("world_size", "<<<<<<< HEAD\nworld_size", "line 2: it reads '<<<<<<< HEAD', a marker"),
+        ("mesh", "||||||| base\nmesh", "line 3: it reads '||||||| base', a marker of a merge"),
+        ("end\n", "=======\nend\n", "it reads '=======', a marker of a merge conflict"),
+        ("end\n", "end\n>>>>>>> b\n", "it reads '>>>>>>> b', a marker of a merge"),
+        ("layers", "la\0yers", "line 4: it contains the control character U+0000 at column"),
+        ("layers", "la\x1byers", "line 4: it contains the control character U+001B at column"),
+        ("world_size", "\rworld_size", "line 2: it contains a carriage return without a line feed"),
+        ("# pytest", "\ufeff# pytest", "line 1: it contains a byte order mark at column 1"),
         ("world_size 8", "world_size \uff18", "line 2: it reads 'world_size \uff18'; expected"),
         ("world_size 8", "world_size 08", "line 2: it reads 'world_size 08'; expected"),
         ("world_size 8", "world_size 131073", "with a number from 1 to 131072"),
@@ -90,10 +90,10 @@ def test_recordings_and_trees_refuse_the_same_mistakes(kind, old, new, complaint
 
 def test_a_conflict_says_how_to_take_a_side():
     assert refused("tree", TREE.replace("mesh", "=======\nmesh")) == (
-        "a/b.comm, line 3: it reads '=======', which git wrote into a merge conflict; expected one "
-        "side of it. Nothing was overwritten: take either side with `git checkout --ours a/b.comm` "
-        "or `git checkout --theirs a/b.comm`, then run the test; --snapshot-update if the change "
-        "is intended"
+        "a/b.comm, line 3: it reads '=======', a marker of a merge conflict; expected one side "
+        "of the conflict. Nothing was overwritten: take either side with `git checkout --ours "
+        "a/b.comm` or `git checkout --theirs a/b.comm`, then run the test; --snapshot-update if "
+        "the change is intended"
     )
 
 
@@ -152,7 +152,7 @@ def test_line_ends_of_other_systems_read_alike(kind):
     text, read = READERS[kind]
     assert read(text.replace("\n", "\r\n")) == read(text)
     message = refused(kind, text.replace("\n", "\r"))
-    assert "line 1: it has a carriage return without a line feed" in message
+    assert "line 1: it contains a carriage return without a line feed" in message
 
 
 def test_the_largest_world_is_that_of_the_options():
@@ -233,7 +233,7 @@ def test_the_cost_of_a_file_is_seen(tmp_path):
     file = tmp_path / "x.comm"
     file.write_text(f"{COSTLY['a long line']}total x\nend\n")
     found, kib, seconds = cost(file)
-    assert "the totals do not fit the records" in found
+    assert "the totals do not match the records" in found
     # The file has 4 MB, and its names are a list of 2 million.
     assert kib > 16 << 10
     assert seconds > 0.01
@@ -286,7 +286,7 @@ def test_nothing_but_a_regular_file_is_read(tmp_path, monkeypatch, make, sort):
     assert str(caught.value).startswith(
         f"x.comm, line 1: it {'' if 'cannot' in sort else 'is '}{sort}; "
     )
-    assert "record it anew with --snapshot-update" in str(caught.value)
+    assert "record it again with --snapshot-update" in str(caught.value)
 
 
 def test_a_link_to_a_regular_file_is_read(tmp_path):

@@ -185,7 +185,7 @@ end
 """
 REMEDY = (
     ". Nothing was overwritten: restore the file with `git checkout`, or delete it and record it "
-    "anew with --snapshot-update"
+    "again with --snapshot-update"
 )
 
 
@@ -259,8 +259,8 @@ REMEDY = (
         (
             "parameter embed.weight float32[512,64] dp=Shard(0) tied=head.weight\n",
             "",
-            "line 7: it reads 'total 5 units, 5 parameters'; the totals do not fit the records, as "
-            "a line was lost or edited by hand; expected 'total 5 units, 4 parameters'",
+            "line 7: it reads 'total 5 units, 5 parameters'; the totals do not match the "
+            "records: a line was lost or edited by hand; expected 'total 5 units, 4 parameters'",
         ),
         (
             "unit layers.{0..3}",
@@ -334,11 +334,11 @@ def test_a_missing_root_is_named():
     document = document.replace("root shard=dp", "root shard=dp reshard_after_forward=false")
     found = compare_trees(parse_tree(DOCUMENT), parse_tree(document))
     assert [f"{change.subject}: {change.what}" for change in found] == [
-        "(root): is no unit of fsdp2 now",
+        "(root): is no longer a unit (fsdp2)",
         "layers.{0..3}: becomes a root",
         "layers.{0..3}: reshard_after_forward True -> False",
         "embed.weight: Shard(0) over dp -> a plain tensor",
-        "embed.weight: managed by no unit any more",
+        "embed.weight: no longer managed by a unit",
     ]
     assert [bool(change.likely) for change in found] == [False, True, False, False, False]
     assert found[1].likely.startswith("fully_shard on the root is missing")
@@ -365,10 +365,10 @@ def test_every_other_change_has_its_words():
     ]
     assert changes(" tied=head.weight", "") == ["embed.weight: tied with head.weight -> none"]
     assert changes("parameter embed.", "parameter encoder.") == [
-        "embed.weight: gone, was Shard(0) over dp",
+        "embed.weight: removed, was Shard(0) over dp",
         "encoder.weight: added, Shard(0) over dp",
     ]
     assert changes("unit layers.{0..3}", "unit blocks.{0..3}") == [
         "blocks.{0..3}: becomes a unit of its own (fsdp2)",
-        "layers.{0..3}: is no unit of fsdp2 now",
+        "layers.{0..3}: is no longer a unit (fsdp2)",
     ]
