@@ -155,9 +155,7 @@ class Supervision:
                 self._wait(_POLL_S)
                 self._release_output()
                 continue
-            has_failed = any(rank.has_failed for rank in self._ranks.values())
-            if has_failed_elsewhere is not None:
-                has_failed = has_failed_elsewhere(has_failed) or has_failed
+            has_failed = self._has_failed(has_failed_elsewhere)
             if first_failure is None and has_failed:
                 first_failure = now
             if first_failure is not None and now > first_failure + GRACE_S:
@@ -175,10 +173,12 @@ class Supervision:
             self._wait(min(_POLL_S, max(ends_at - now, 0.001)))
             if self._bound_output():
                 break
+        # Once more: a rank may have failed and ended in one turn, and others wait for it.
+        self._has_failed(has_failed_elsewhere)
         if self._echo:
             self._echo.copy()
         results = {number: self._result(number, rank) for number, rank in self._ranks.items()}
-        self.is_reusable = not any(rank.has_failed for rank in self._ranks.values()) and all(
+        self.is_reusable = not self._has_failed(None) and all(
             rank.is_done and rank.status is None for rank in self._ranks.values()
         )
         return results
@@ -220,6 +220,11 @@ class Supervision:
             for channel in (*callers, *known):
                 if isinstance(channel, Channel):
                     channel.close()
+
+    def _has_failed(self, elsewhere: HasFailedElsewhere | None) -> bool:
+        """Whether a rank has failed; passes it on to those that others supervise, and asks them."""
+        has_failed = any(rank.has_failed for rank in self._ranks.values())
+        return (elsewhere is not None and elsewhere(has_failed)) or has_failed
 
     def _timers(self) -> list[TimerSet]:
         ranks = self._ranks.values()

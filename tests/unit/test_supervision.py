@@ -1,0 +1,67 @@
+"""What a supervisor hears from ranks, and what it passes on, without any process."""
+
+import time
+
+import pytest
+
+from pytest_fsdp_comm.options import DistributedSettings
+from pytest_fsdp_comm.ranks.session.supervision import Supervision
+from pytest_fsdp_comm.ranks.wire import messages
+from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank, RankSetSpec, StoreAddress
+from pytest_fsdp_comm.ranks.wire.results import PhaseReport
+from pytest_fsdp_comm.ranks.wire.socket_paths import listen
+
+
+class NoProcesses:
+    def fileno(self):
+        return None
+
+    def exit_statuses(self):
+        return {}
+
+    def end(self, within_s):
+        assert within_s == 0.0
+        return {}
+
+
+@pytest.fixture
+def spec(tmp_path):
+    settings = DistributedSettings(
+        world_size=2, backend="gloo", ranks=(0, 1), scope="test", timeout_s=20.0, device=None
+    )
+    store = StoreAddress(host="localhost", port=1, prefix="")
+    return RankSetSpec(
+        item_index=0,
+        nodeid="test_it.py::test_it",
+        settings=settings,
+        directory=tmp_path,
+        basetemp=tmp_path,
+        echoes=(),
+        local=LocalRank(rank=1, local_rank=1, local_world_size=2, store=store),
+    )
+
+
+@pytest.mark.parametrize("outcome", ["failed", "passed"])
+def test_a_failure_that_comes_together_with_the_end_is_passed_on(spec, outcome):
+    supervision = Supervision(spec, listen(spec.socket_path, 1), NoProcesses())
+    rank = Channel.connect(spec.socket_path, messages.RANK)
+    rank.send(messages.RankHello(rank=1))
+    rank.send(PhaseReport(report={"outcome": outcome}, made_at=1.0))
+    rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
+    heard = []
+
+    def has_failed_elsewhere(has_failed):
+        heard.append(has_failed)
+        return False
+
+    try:
+        results = supervision.run(
+            started_at=time.monotonic(), has_failed_elsewhere=has_failed_elsewhere
+        )
+    finally:
+        supervision.end(0.0)
+        rank.close()
+    assert heard[-1] == (outcome == "failed")
+    assert [report.has_failed for report in results[1].reports] == [outcome == "failed"]
+    assert supervision.is_reusable == (outcome == "passed")
