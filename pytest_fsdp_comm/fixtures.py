@@ -49,7 +49,7 @@ class MakeDeviceMesh(Protocol):
                 others leave. Without axes: one axis ``dp``.
 
         Raises:
-            FsdpCommError: The sizes do not multiply to the world size.
+            FsdpCommError: The product of the sizes is not the world size.
         """
         ...
 
@@ -94,7 +94,7 @@ def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
     """Fills in the axis of size -1.
 
     Raises:
-        FsdpCommError: The sizes do not multiply to the world size.
+        FsdpCommError: The product of the sizes is not the world size.
     """
     given = math.prod(size for size in axes.values() if size != -1)
     open_axes = [name for name, size in axes.items() if size == -1]

@@ -54,18 +54,18 @@ class TreeFactory:
             model: Any module; usually the FSDP root.
 
         Raises:
-            RecordingError: It is no module, or half built.
+            RecordingError: It is not a module, or is half built.
         """
         return capture_tree(model, self._findings)
 
     def of_all_ranks(self, model: nn.Module) -> ShardTree:
-        """As a plain call, with a finding if the ranks' trees differ. All ranks have to call it.
+        """As a plain call, with a finding if the ranks' trees differ. Every rank must call it.
 
         Args:
             model: Any module; usually the FSDP root.
 
         Raises:
-            RecordingError: It is no module, or half built.
+            RecordingError: It is not a module, or is half built.
         """
         tree = self(model)
         if not self._findings.compares_ranks:
@@ -83,7 +83,7 @@ class TreeFactory:
             policy: As FSDP1's ``auto_wrap_policy``, or a set of module classes.
 
         Raises:
-            RecordingError: `model` is no module, or `policy` is no policy.
+            RecordingError: `model` is not a module, or `policy` is not a policy.
         """
         return expect_units(model, policy)
 
@@ -125,7 +125,7 @@ class TreeFactory:
             model: Any module.
 
         Raises:
-            RecordingError: It is no module, or half built.
+            RecordingError: It is not a module, or is half built.
         """
         return list_states(model)
 
@@ -136,6 +136,6 @@ class TreeFactory:
             model: Any module.
 
         Raises:
-            RecordingError: It is no module, or half built.
+            RecordingError: It is not a module, or is half built.
         """
         return list_handles(model)

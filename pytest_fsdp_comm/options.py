@@ -30,7 +30,7 @@ WORLD_SIZE_PARAM: Final = "_fsdp_comm_world_size"
 """Name of the fixture that carries a parametrized world size."""
 
 MAX_PROCESSES: Final = 256
-"""Largest world size with a process for each rank: beyond it, 200 MB a rank once torch ran (torch
+"""Largest world size with a process for each rank: beyond it, 200 MB per rank once torch ran (torch
 2.13, CPU) outgrow a machine, and a simulation shows the same."""
 MAX_SIMULATED: Final = 131_072
 """Largest world size with ``fake``: 16 times the largest mesh that the recorder was measured on."""
@@ -91,7 +91,7 @@ class SessionOptions:
     pdb_rank: int | None = None
     """The rank that debuggers run in; None chooses the lowest of each test."""
     rank_slots: int | None = None
-    """Ranks that may live at once in all processes of the session; None does not bound them."""
+    """Ranks that may live at once in all processes of the session; None sets no limit."""
 
 
 SETTINGS: Final = pytest.StashKey[DistributedSettings]()

@@ -31,7 +31,7 @@ def look_up(package: str, module: str, name: str, use: str) -> Any:
         use: What relies on it, as for `moved`.
 
     Raises:
-        UpstreamChangedError: It is not there any more.
+        UpstreamChangedError: It no longer exists.
     """
     found = getattr(importlib.import_module(module), name, None)
     if found is None:
@@ -42,7 +42,7 @@ def look_up(package: str, module: str, name: str, use: str) -> Any:
 def moved(
     package: str, name: str, use: str, *, remedy: str = "upgrade pytest-fsdp-comm"
 ) -> UpstreamChangedError:
-    """An error about a name that is not there any more.
+    """An error about a name that no longer exists.
 
     Args:
         package: As `VERSIONS_READ` has it.

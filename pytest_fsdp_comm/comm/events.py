@@ -27,7 +27,7 @@ class Phase(StrEnum):
 
 
 class Source(StrEnum):
-    """Who asked for a collective."""
+    """Who requested a collective."""
 
     FSDP = "fsdp"
     DTENSOR = "dtensor"
@@ -133,7 +133,7 @@ class Redistribution:
     """FQN of the module that was running; None outside every module."""
     phase: Phase
     source_placements: tuple[str, ...]
-    """One placement a mesh axis, as torch prints it: ``("Shard(dim=0)", "Replicate()")``."""
+    """One placement per mesh axis, as torch prints it: ``("Shard(dim=0)", "Replicate()")``."""
     target_placements: tuple[str, ...]
     """As `source_placements`, after the redistribution."""
     mesh_axes: tuple[str, ...]

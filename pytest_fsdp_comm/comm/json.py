@@ -22,7 +22,7 @@ def load_recording(text: str) -> Recording:
     """Reads what `dump_recording` wrote.
 
     Raises:
-        CodecError: The text is no JSON, of another kind or version, or says where it is no
+        CodecError: The text is not JSON, of another kind or version, or says where it is no
             recording.
     """
     return load_document(Recording, _KIND, JSON_VERSION, text)

@@ -149,7 +149,7 @@ class RedistributionRow:
     owner: str | None
     """FQN of the module; None if they belong to none."""
     change: str
-    """``(Shard(dim=0))->(Replicate())``, one placement a mesh axis, without spaces."""
+    """``(Shard(dim=0))->(Replicate())``, one placement per mesh axis, without spaces."""
     count: int
     ranks: tuple[int, ...] = ()
     """The ranks for which this holds, ascending; empty for all ranks."""

@@ -36,7 +36,7 @@ class CommMode(CommDebugAnswers):
     ``with comm_mode(model):`` names modules relative to ``model``; bare ``with comm_mode:`` names
     them relative to the outermost module that ran. If several outermost modules ran, the first one
     gives plain names, and those of the others begin with ``@2``, ``@3`` and so on, in the order in
-    which they first ran. The result stays after the block; entering again starts anew.
+    which they first ran. The result stays after the block; entering again starts over.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CommMode(CommDebugAnswers):
             model: Any module; usually the FSDP root.
 
         Raises:
-            RecordingError: It is no module.
+            RecordingError: It is not a module.
         """
         if not isinstance(model, nn.Module):
             raise RecordingError(
@@ -201,7 +201,7 @@ class CommMode(CommDebugAnswers):
         return fold(self.recording)
 
     def merged_profile(self) -> CommProfile:
-        """The counts and bytes of all ranks. Every rank has to call it."""
+        """The counts and bytes of all ranks. Every rank must call it."""
         from pytest_fsdp_comm.comm.profile import merge  # noqa: PLC0415  # a rank that never compares needs none
 
         return merge(gather_alike(self._gather, "comm_mode", self.profile))

@@ -150,7 +150,7 @@ def summary_words(tree: ShardTree) -> str:
 
 
 def cost_words(finding: Finding) -> str:
-    """`` (2.9 KiB)``, to follow the code; empty where the cost cannot be told."""
+    """`` (2.9 KiB)``, to follow the code; empty where the cost is unknown."""
     return "" if finding.nbytes is None else f" ({show_nbytes(finding.nbytes)})"
 
 

@@ -45,7 +45,7 @@ def capture_tree(model: nn.Module, findings: FindingSettings | None = None) -> S
         findings: What counts as a finding; None for the defaults.
 
     Raises:
-        RecordingError: `model` is no module, is half built, or has a parameter without a shape.
+        RecordingError: `model` is not a module, is half built, or has a parameter without a shape.
         UpstreamChangedError: This torch lacks a private name that is needed.
     """
     visit = visit_modules(model)
@@ -77,7 +77,7 @@ def list_states(model: nn.Module) -> tuple[Any, ...]:
     for FSDP1 alone.
 
     Raises:
-        RecordingError: `model` is no module, or is half built.
+        RecordingError: `model` is not a module, or is half built.
     """
     visit = visit_modules(model)
     found = [(visit.index_of[id(module)], state) for module, state in fsdp2_states(visit)]
@@ -95,7 +95,7 @@ def list_handles(model: nn.Module) -> tuple[Any, ...]:
     """The flat-parameter handles (FSDP1) and parameter groups (FSDP2) of `list_states`.
 
     Raises:
-        RecordingError: `model` is no module, or is half built.
+        RecordingError: `model` is not a module, or is half built.
     """
     handles: list[Any] = []
     for state in list_states(model):

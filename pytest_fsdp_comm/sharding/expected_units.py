@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapExpectation:
-    """A policy's answer beside the truth; the root is part of neither."""
+    """What a policy would wrap, and what is wrapped; the root is in neither."""
 
     expected: tuple[str, ...]
     """FQNs that the policy would wrap, children before parents, as auto-wrap goes."""
@@ -72,7 +72,7 @@ def expect_units(model: nn.Module, policy: Any) -> WrapExpectation:
             module classes.
 
     Raises:
-        RecordingError: `model` is no module, or `policy` is none of these.
+        RecordingError: `model` is not a module, or `policy` is none of these.
     """
     visit = visit_modules(model)
     tree = capture_tree(model)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AxisNames:
-    """Names the axes of all meshes of one tree, and remembers which were asked for."""
+    """Names the axes of all meshes of one tree, and remembers which were used."""
 
     def __init__(self, meshes: Iterable[DeviceMesh]) -> None:
         """Learns all axis names first, so that no name depends on the order of the questions.
@@ -35,7 +35,7 @@ class AxisNames:
 
     @property
     def used(self) -> tuple[MeshAxis, ...]:
-        """The axes that were asked for, sorted by name and size."""
+        """The axes that were used, sorted by name and size."""
         return tuple(sorted(self._used, key=lambda axis: (axis.name, axis.size)))
 
     def of_mesh(self, mesh: DeviceMesh, dim: int) -> MeshAxis:

@@ -78,7 +78,7 @@ def visit_modules(model: object) -> Visit:
     first, so that the order of construction does not show; elsewhere an alias stands for it.
 
     Raises:
-        RecordingError: `model` is no module, or one of its modules is only half built.
+        RecordingError: `model` is not a module, or one of its modules is only half built.
     """
     root = _checked_root(model)
     primary = _primary_registrations(root)

@@ -1,4 +1,4 @@
-"""The text of a communication snapshot: one record a line, for people and for ``git diff``.
+"""The text of a communication snapshot: one record per line, for people and for ``git diff``.
 
 ::
 

@@ -195,7 +195,7 @@ def _keep_received(extension: CommSnapshotExtension, result: AssertionResult) ->
 
 
 def update_command(config: pytest.Config, item: pytest.Item) -> str:
-    """The command that records a test anew, from where the user gave the last one.
+    """The command that records a test again, from where the user gave the last one.
 
     It repeats what the last one set, but neither what it selected nor how it reported.
     """

@@ -152,13 +152,13 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         # The first line names versions: a change of it alone is no difference.
         if _body(serialized_data) == _body(old):
             return True
-        is_part = len(self._ranks) not in {0, self._world_size}
+        is_partial = len(self._ranks) not in {0, self._world_size}
         # An update writes what differs in any way.
-        if self._updates and not is_part:
+        if self._updates and not is_partial:
             return False
         is_same = not _differ(old.profile, self._recorded(serialized_data))
         if self._updates and not is_same:
-            self._refuse_part(old)
+            self._refuse_partial(old)
         return is_same
 
     def _recorded(self, text: str) -> Profile:
@@ -167,11 +167,11 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         profile = SnapshotText(text, where=_RECORDING).profile
         return replace(profile, recorded_ranks=self._ranks)
 
-    def _refuse_part(self, old: SnapshotText) -> None:
+    def _refuse_partial(self, old: SnapshotText) -> None:
         """Raises unless an update by these ranks loses nothing of others.
 
         A file says by which ranks it was recorded only so far: by its backend, of which ``fake``
-        alone runs a part of them, and by the ranks that it names.
+        alone runs only some of them, and by the ranks that it names.
         """
         named = old.profile.named_ranks
         is_fake = written_by(old) == "fake"
@@ -192,7 +192,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         """Reads a file of either kind and checks all of it.
 
         Raises:
-            SnapshotFormatError: It is broken; when updating, too, so that nothing is lost unseen.
+            SnapshotFormatError: It is broken; when updating, too, so that nothing is lost silently.
         """
         del snapshot_name, session_id
         return read_snapshot(Path(snapshot_location), where=self._shown(snapshot_location))
@@ -309,10 +309,10 @@ def bind_extension(
     item: pytest.Item,
     gather: Callable[[str], list[str]] = _only_this_process,
 ) -> type[CommSnapshotExtension]:
-    """What an assertion shall make its extension from.
+    """What an assertion makes its extension from.
 
-    syrupy calls it without arguments when the assertion first needs the extension, and asks no more
-    of it than that it can be called.
+    syrupy calls it without arguments when the assertion first needs the extension; all that syrupy
+    requires is that it can be called.
 
     Args:
         cls: The extension, or a subclass.

@@ -28,7 +28,7 @@ def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
 
     Args:
         path: The file, or a link to it.
-        where: The file, as the errors shall name it.
+        where: The file, as errors name it.
 
     Returns:
         Its text, with LF at the ends of its lines; None if there is no file.

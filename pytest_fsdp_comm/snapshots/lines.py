@@ -95,7 +95,7 @@ class SnapshotLines:
         Args:
             text: The whole file.
             where: The file's path, for errors.
-            kind: The kind that it has to be; None for any.
+            kind: The kind that it must be; None for any.
 
         Raises:
             SnapshotFormatError: The text is empty, truncated, in conflict, of a newer format or of

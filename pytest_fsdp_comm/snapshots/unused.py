@@ -1,4 +1,4 @@
-"""The one rule of removal: which snapshot files no test needs any more.
+"""The one rule of removal: which snapshot files tests no longer need.
 
 A file is unused if
 

@@ -91,7 +91,7 @@ def load_document(cls: type[_Value], kind: str, version: int, text: str) -> _Val
     """Reads what `dump_document` wrote.
 
     Raises:
-        CodecError: The text is no JSON, of another kind or version, or not of the class.
+        CodecError: The text is not JSON, of another kind or version, or not of the class.
     """
     data = _read(text, f"a {kind}")
     got = (data.get("kind"), data.get("version")) if isinstance(data, dict) else data

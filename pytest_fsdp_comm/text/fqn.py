@@ -250,7 +250,7 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     The FQNs are not listed, so that large numbers cost nothing.
 
     Returns:
-        Tells of an FQN whether the pattern stands for it.
+        A function that says whether the pattern stands for an FQN.
 
     Raises:
         ValueError: As `expand`.

@@ -64,10 +64,10 @@ def compare(old: TreeProfile, new: TreeProfile) -> TreeComparison:
         changes = () if is_same else compare_trees(old.common, new.common)
         return TreeComparison(is_same=is_same, changes=changes)
     ranks = new.recorded_ranks
-    is_part = 0 < len(ranks) < new.world_size
+    is_partial = 0 < len(ranks) < new.world_size
     is_same = (
         all(old.of_rank(rank) == new.of_rank(rank) for rank in ranks)
-        if is_part
+        if is_partial
         else old.trees == new.trees
     )
     return TreeComparison(is_same=is_same, changes=())

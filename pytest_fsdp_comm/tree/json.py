@@ -22,6 +22,6 @@ def load_tree(text: str) -> ShardTree:
     """Reads what `dump_tree` wrote.
 
     Raises:
-        CodecError: The text is no JSON, of another kind or version, or says where it is no tree.
+        CodecError: The text is not JSON, of another kind or version, or says where it is no tree.
     """
     return load_document(ShardTree, _KIND, JSON_VERSION, text)

@@ -48,7 +48,7 @@ _Message = TypeVar("_Message")
 
 
 class _EndedError(Exception):
-    """This process has to end before the session does; the text says why."""
+    """This process must end before the session does; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Follower:
     """The other processes, seen from one that does not report."""
 
     def __init__(self, session: pytest.Session, launched: LaunchedRank) -> None:
-        """Connects to nothing yet; `meet` does.
+        """Stores the arguments; `meet` connects.
 
         Args:
             session: The session, after collection.
@@ -108,7 +108,7 @@ class Follower:
 
     def await_command(self) -> BeginTest | EndSession:
         """Waits for what the leader announces next."""
-        joined = self._met()
+        joined = self._require_joined()
         command = _await(
             joined.meeting, joined.leader, joined.meeting.next_names.command, FROM_LEADER
         )
@@ -118,7 +118,7 @@ class Follower:
 
     def basetemp(self) -> Path:
         """The leader's, so that on one machine the ranks' directories are beside each other."""
-        return self._met().plan.basetemp
+        return self._require_joined().plan.basetemp
 
     def can_run(self, item: pytest.Item) -> bool:
         """See `Peers`."""
@@ -128,20 +128,20 @@ class Follower:
         """See `Peers`."""
         del index, reuses_ranks
         decided = self._test().command.reuses_ranks
-        self._met().meeting.begin(reuses_ranks=decided)
+        self._require_joined().meeting.begin(reuses_ranks=decided)
         return decided
 
     def local_rank(self) -> LocalRank:
         """See `Peers`."""
-        return self._met().meeting.local_rank()
+        return self._require_joined().meeting.local_rank()
 
     def has_failed_elsewhere(self, has_failed: bool) -> bool:
         """See `Peers`."""
-        return self._met().meeting.has_failed_elsewhere(has_failed)
+        return self._require_joined().meeting.has_failed_elsewhere(has_failed)
 
     def share(self, results: Mapping[int, RankResult], *, can_keep: bool) -> SharedResults:
         """Sends what this process's rank did, and waits until the others are done."""
-        joined = self._met()
+        joined = self._require_joined()
         meeting = joined.meeting
         meeting.send(
             meeting.names.result(self._launched.rank),
@@ -166,7 +166,7 @@ class Follower:
             with suppress(StoreLostError):
                 meeting.store.put(farewell(self._launched.rank), "")
 
-    def _met(self) -> _Joined:
+    def _require_joined(self) -> _Joined:
         if self._joined is None:
             raise RuntimeError("meet() comes first")
         return self._joined

@@ -56,7 +56,7 @@ class Leader:
     """The other processes, seen from rank 0's."""
 
     def __init__(self, session: pytest.Session, launched: LaunchedRank) -> None:
-        """Connects to nothing yet; `meet` does.
+        """Stores the arguments; `meet` connects.
 
         Args:
             session: The session, after collection.
@@ -105,7 +105,7 @@ class Leader:
 
     def begin(self, index: int, *, reuses_ranks: bool) -> bool:
         """Makes every process run a test."""
-        meeting = self._met()
+        meeting = self._require_meeting()
         meeting.termination.defers = True
         # Every process has read what belongs to the test before the last one.
         read_by_all = meeting.names_before_last
@@ -120,19 +120,19 @@ class Leader:
 
     def local_rank(self) -> LocalRank:
         """See `Peers`."""
-        return self._met().local_rank()
+        return self._require_meeting().local_rank()
 
     def has_failed_elsewhere(self, has_failed: bool) -> bool:
         """See `Peers`; a process that is gone has failed, too."""
         try:
             self._look_for_lost(self._others)
-            return self._met().has_failed_elsewhere(has_failed or bool(self._lost))
+            return self._require_meeting().has_failed_elsewhere(has_failed or bool(self._lost))
         except StoreLostError:
             return True
 
     def share(self, results: Mapping[int, RankResult], *, can_keep: bool) -> SharedResults:
         """Gathers what every rank did; a rank that is gone ends the session after this test."""
-        meeting = self._met()
+        meeting = self._require_meeting()
         gathered, ending = dict(results), []
         keeps = can_keep
         try:
@@ -175,13 +175,13 @@ class Leader:
         if self._meeting is not None:
             self._meeting.termination.defers = True
 
-    def _met(self) -> Meeting:
+    def _require_meeting(self) -> Meeting:
         if self._meeting is None:
             raise RuntimeError("meet() comes first")
         return self._meeting
 
     def _await_hellos(self) -> None:
-        meeting = self._met()
+        meeting = self._require_meeting()
         started_at = time.monotonic()
         has_explained = False
         problems: dict[int, str] = {}
@@ -225,7 +225,7 @@ class Leader:
 
     def _answers(self) -> Iterator[FollowerResult]:
         """The other processes' results, as they come, until none is waited for."""
-        meeting = self._met()
+        meeting = self._require_meeting()
         waiting = set(self._others)
         for _ in polls():
             for rank in sorted(waiting):
@@ -269,7 +269,7 @@ class Leader:
         return offset_s if abs(offset_s) > _LARGEST_CLOCK_ERROR_S else 0.0
 
     def _end_session_if_lost(self, ending: Sequence[int]) -> None:
-        meeting = self._met()
+        meeting = self._require_meeting()
         if self._lost:
             self._session.shouldfail = (
                 f"lost {name_ranks(sorted(self._lost))} of {self._launched.world_size}, so no "

@@ -138,7 +138,7 @@ def real_stdin(config: pytest.Config) -> Iterator[None]:
 
 
 def resolve_basetemp(config: pytest.Config) -> Path:
-    """The session's directory for temporary directories, made if need be.
+    """The session's directory for temporary directories, created if missing.
 
     Raises:
         UpstreamChangedError: pytest has moved a private name.

@@ -47,7 +47,7 @@ def set_environment(
     gpus: Sequence[str] = (),
     local: LocalRank | None = None,
 ) -> None:
-    """Sets the variables that torchrun would, the visible GPUs, and one thread a rank.
+    """Sets the variables that torchrun would, the visible GPUs, and one thread per rank.
 
     Ranks share the machine: with torch's default of a thread for each core they fight for it. Also,
     OpenMP's pool does not survive a fork: a forked child that used the parent's pool hung 9 of 9

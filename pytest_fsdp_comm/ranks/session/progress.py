@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """Shows that a test still runs: after a while, then each time that twice as long has passed."""
+    """Shows that a test is still running: after a while, then each time the time has doubled."""
 
     @property
     def first_after_s(self) -> float:

@@ -70,7 +70,7 @@ class RankRunner:
         *,
         slots_directory: str | None = None,
     ) -> None:
-        """Starts nothing yet.
+        """Stores the arguments; `start` forks the server.
 
         Args:
             session: The session, after collection.
@@ -166,7 +166,7 @@ class RankRunner:
     def run(
         self, item: pytest.Item, nextitem: pytest.Item | None, settings: DistributedSettings
     ) -> None:
-        """Runs one test and logs its reports, as `pytest_runtest_protocol` has to."""
+        """Runs one test and logs its reports, as `pytest_runtest_protocol` must."""
         hook = item.ihook
         attempt = partial(self._attempt, item, settings)
         if not run_with_reruns(item, nextitem, attempt):

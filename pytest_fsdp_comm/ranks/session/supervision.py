@@ -166,7 +166,7 @@ class Supervision:
                 progress.show(self._positions(), after_s=after_s)
                 progress_after_s = 2 * after_s
             ends_at = min([deadline, *(timer.runs_out_at for timer in self._timers())])
-            # Time in a debugger is not the test's, and how much it was does not matter any more.
+            # Time in a debugger is not the test's, and how much it was no longer matters.
             if now > ends_at and not was_debugged:
                 self._stop(Stopped.AT_DEADLINE)
                 break
@@ -331,7 +331,7 @@ class Supervision:
             break
 
     def _admit(self) -> bool:
-        """Lets in who has called; whether there was anybody."""
+        """Accepts those who have called; returns whether anybody had."""
         found = False
         for key, _ in self._selector.select(0):
             if key.fileobj is self._listener:

@@ -51,7 +51,7 @@ class ServerDiedError(Exception):
     """The fork server has died, and every rank with it."""
 
     def __init__(self, reason: str = "") -> None:
-        """Writes the text for sessions that end with it.
+        """Words the error for sessions that end with it.
 
         Args:
             reason: Why it ended itself, so that the next one would, too; empty if it was killed.

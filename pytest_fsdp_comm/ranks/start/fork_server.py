@@ -166,7 +166,7 @@ class _Server:
                     self._handle(request)
                 if self._channel.is_closed:
                     return
-            # After the requests: ranks that have just been resumed are not resting any more.
+            # After the requests: ranks that have just been resumed are no longer resting.
             wanted = [
                 n for n, kept in self._sets.items() if kept.is_resting and kept.slots.are_wanted
             ]

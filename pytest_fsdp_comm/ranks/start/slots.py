@@ -44,8 +44,8 @@ class Slots:
         """Shares slots with the session's other processes.
 
         Args:
-            directory: What they share, and no other session; made if need be.
-            ranks: How many ranks may live at once; None does not bound them.
+            directory: What they share, and no other session; created if missing.
+            ranks: How many ranks may live at once; None sets no limit.
             gpus: The GPUs that this process may use, by names that mean the same everywhere.
         """
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ class Slots:
         """Waits for its turn, and then until enough is free.
 
         Nobody else can take slots before the block ends, so that large tests are not overtaken by
-        small ones for ever. Within it, whoever is to use the slots has to hold them.
+        small ones for ever. Within it, whoever is to use the slots must hold them.
 
         Args:
             ranks: How many ranks will run; at most as many as there are slots.

@@ -1,4 +1,4 @@
-"""Messages, one a line of JSON, over a Unix socket between two processes of one machine."""
+"""Messages, each a line of JSON, over a Unix socket between two processes of one machine."""
 
 from __future__ import annotations
 

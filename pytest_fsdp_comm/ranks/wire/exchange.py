@@ -28,7 +28,7 @@ class RankExchange(abc.ABC):
     """
 
     def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
-        """Begins with no comparison made.
+        """Starts before the first comparison.
 
         Args:
             rank: This rank.
@@ -149,7 +149,7 @@ class DirectoryExchange(RankExchange):
         number: int,
         departures: Departures,
     ) -> None:
-        """Begins with no comparison made.
+        """Starts before the first comparison.
 
         Args:
             directory: What the ranks of one rank set share, and nobody else.
@@ -189,7 +189,7 @@ class StoreExchange(RankExchange):
     """Through a store that ranks of many machines reach."""
 
     def __init__(self, store: TextStore, rank: int, ranks: tuple[int, ...]) -> None:
-        """Begins with no comparison made.
+        """Starts before the first comparison.
 
         Args:
             store: A store that the ranks of one test share, and nobody else.

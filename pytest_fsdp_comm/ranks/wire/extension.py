@@ -28,7 +28,7 @@ class RankExtension(Protocol[_Payload]):
     def merge(
         self, item: pytest.Item, payloads: Mapping[int, _Payload], *, has_failed: bool
     ) -> list[str]:
-        """Runs in the pytest process, once a test.
+        """Runs in the pytest process, once per test.
 
         Args:
             item: The test.

@@ -54,7 +54,7 @@ class RankSetSpec:
     item_index: int
     """The first test, by its index in the session's items."""
     nodeid: str
-    """The first test, for ranks that collect anew."""
+    """The first test, for ranks that collect again."""
     settings: DistributedSettings
     """How the test runs on ranks."""
     directory: Path

@@ -32,7 +32,7 @@ class PhaseReport:
     is_subtest: bool = False
     """Whether the phase goes on after it."""
     precedes_debugger: bool = False
-    """Whether a debugger follows, so that the other ranks have to wait."""
+    """Whether a debugger follows, so the other ranks must wait."""
     nbytes_reported: dict[str, int] = dataclasses.field(default_factory=dict)
     """Up to which byte of ``stdout`` and ``stderr`` reports hold the rank's output. If the rank
     dies, what comes after is in its log files alone."""

@@ -1,7 +1,7 @@
 """Follows callbacks of futures, which run on whatever thread completes the future.
 
 DDP's communication hooks chain collectives in ``Future.then`` (PowerSGD does). Whether such a
-callback runs at once or later on a thread of the backend is a race, so both have to be recorded,
+callback runs at once or later on a thread of the backend is a race, so both must be recorded,
 and attributed alike: to what registered the callback.
 """
 

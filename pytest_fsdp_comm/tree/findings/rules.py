@@ -300,7 +300,7 @@ def unit_too_small(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
             yield Case(
                 fqns=(tree.unit_name(index),),
                 reason=(
-                    f"it gathers {show_nbytes(nbytes)}, so that the collective costs latency, not "
+                    f"it gathers {show_nbytes(nbytes)}, so its all-gather costs latency, not "
                     f"bandwidth; the largest unit gathers {show_nbytes(largest)}"
                 ),
                 nbytes=nbytes,
