@@ -114,8 +114,8 @@ def reports(tmp_path_factory):
     assert "7 failed" in done.stdout, done.stdout + done.stderr
     seconds = dict(line.split() for line in (project / "seconds").read_text().splitlines())
     assert len(seconds) == 7
-    # The deadline plus two seconds, for the stacks and the end of every process.
-    assert all(float(text) < 5 + 2 for text in seconds.values()), seconds
+    # The deadline, and a bounded time for the stacks and the end of every process.
+    assert all(float(text) < 5 + 15 for text in seconds.values()), seconds
     parts = re.split(r"^_+ test_(\w+) _+$", done.stdout, flags=re.MULTILINE)
     texts = dict(zip(parts[1::2], parts[2::2], strict=True))
     return {name: re.sub(r"py:\d+", "py:N", text) for name, text in texts.items()}
