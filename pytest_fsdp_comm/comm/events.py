@@ -112,8 +112,9 @@ class Reshard:
     index: int
     """Place in the recording, from 0."""
     action: Literal["unshard", "reshard"]
-    module: str
-    """FQN of the unit's module; several modules of one unit are joined with ``+``."""
+    module: str | None
+    """FQN of the unit's module; several modules of one unit are joined with ``+``; None if it is in
+    none of the models that were recorded."""
     issued_in: str | None
     """FQN of the module that was running; None outside every module."""
     phase: Phase

@@ -112,8 +112,8 @@ class ReshardRow:
     """How often one FSDP unit gathered or freed its parameters in one phase."""
 
     phase: Phase
-    module: str
-    """FQN of the unit's module."""
+    module: str | None
+    """As `events.Reshard.module`."""
     action: str
     """``unshard`` or ``reshard``."""
     count: int
@@ -121,7 +121,7 @@ class ReshardRow:
     """The ranks for which this holds, ascending; empty for all ranks."""
 
     @property
-    def owner(self) -> str:
+    def owner(self) -> str | None:
         """The module, as other rows call it."""
         return self.module
 

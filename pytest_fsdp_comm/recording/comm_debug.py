@@ -40,8 +40,8 @@ class CommDebugAnswers(ABC):
         """All that this rank recorded."""
 
     @abstractmethod
-    def _root(self) -> nn.Module | None:
-        """The module that names are relative to, if it still exists."""
+    def _plain_roots(self) -> list[nn.Module]:
+        """The modules that give plain names; empty if one of them no longer exists."""
 
     def get_comm_counts(self) -> dict[Any, int]:
         """Counts by operation, e.g. ``torch.ops.c10d._allgather_base_``.
@@ -129,18 +129,19 @@ class CommDebugAnswers(ABC):
         Path(file_name).write_text(dump_recording(self.recording), encoding="utf-8")
 
     def _root_name(self) -> str:
-        root = self._root()
-        return "" if root is None else type(root).__name__
+        roots = self._plain_roots()
+        return type(roots[0]).__name__ if roots else ""
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        root = self._root()
-        if root is None:
+        roots = self._plain_roots()
+        if not roots:
             raise RecordingError(
                 "the recorded model and its parameters no longer exist; keep a reference to the "
                 "model until you have read them"
             )
-        for name, module in root.named_modules():
-            yield ".".join(filter(None, (type(root).__name__, clean_fqn(name)))), module
+        for root in roots:
+            for name, module in root.named_modules():
+                yield ".".join(filter(None, (type(roots[0]).__name__, clean_fqn(name)))), module
 
 
 def _empty() -> dict[str, Counter[Any]]:

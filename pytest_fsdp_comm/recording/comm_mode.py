@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +17,8 @@ from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.recording.comm_debug import CommDebugAnswers
 from pytest_fsdp_comm.recording.mesh_axes import existing_axes
 from pytest_fsdp_comm.recording.operations import is_unknown_kind
+from pytest_fsdp_comm.recording.owners.attribution import NodeMakers
+from pytest_fsdp_comm.recording.owners.module_names import common_parameter
 from pytest_fsdp_comm.recording.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -36,7 +39,8 @@ class CommMode(CommDebugAnswers):
     ``with comm_mode(model):`` names modules relative to ``model``; bare ``with comm_mode:`` names
     them relative to the outermost module that ran. If several outermost modules ran, the first one
     gives plain names, and those of the others begin with ``@2``, ``@3`` and so on, in the order in
-    which they first ran. The result stays after the block; entering again starts over.
+    which they first ran. If none ran, names are as in an earlier block, or relative to the FSDP
+    root. The result stays after the block; entering again starts over.
     """
 
     def __init__(
@@ -54,25 +58,44 @@ class CommMode(CommDebugAnswers):
         """
         self._gather = gather
         self._show = show
-        self._model: weakref.ref[nn.Module] | None = None
+        self._models: tuple[weakref.ref[nn.Module], ...] = ()
         self._running: tuple[Recorder, AbstractContextManager[None]] | None = None
         self._block: RecordedBlock | None = None
+        # What the blocks of one test share.
+        self._makers = NodeMakers()
+        self._roots: tuple[weakref.ref[nn.Module], ...] = ()
 
-    def __call__(self, model: nn.Module) -> Self:
+    def __call__(self, model: nn.Module | Sequence[nn.Module]) -> Self:
         """Chooses the module that names are relative to, for the next block.
 
         Args:
-            model: Any module; usually the FSDP root.
+            model: Any module; usually the FSDP root. A list for the parts of one model that this
+                rank runs, such as the stages of a pipeline: each module is named as its part names
+                it, so that the roots of all parts are ``(root)``.
 
         Raises:
-            RecordingError: It is not a module.
+            RecordingError: It is not a module, or two parts have a parameter of the same name.
         """
-        if not isinstance(model, nn.Module):
+        parts: list[Any] = [*model] if isinstance(model, Sequence) else [model]
+        for part in parts:
+            if not isinstance(part, nn.Module):
+                raise RecordingError(
+                    f"comm_mode(model) expects a torch.nn.Module, or a list of them, got "
+                    f"{type(part).__name__}; pass the model itself, or use `with comm_mode:`"
+                )
+        if not parts:
             raise RecordingError(
-                f"comm_mode(model) expects a torch.nn.Module, got {type(model).__name__}; pass the "
-                "model itself, or use `with comm_mode:`"
+                "comm_mode([]) has no module that names could be relative to; pass the modules "
+                "that this rank runs, or use `with comm_mode:`"
             )
-        self._model = weakref.ref(model)
+        common = common_parameter(parts) if len(parts) > 1 else None
+        if common is not None:
+            raise RecordingError(
+                f"comm_mode([...]) expects parts of one model, whose names differ, but two of them "
+                f"have a parameter {common}; pass torch.nn.ModuleList([...]), which names its "
+                "modules 0, 1 and so on"
+            )
+        self._models = tuple(map(weakref.ref, parts))
         return self
 
     def __enter__(self) -> Self:
@@ -87,21 +110,20 @@ class CommMode(CommDebugAnswers):
                 "comm_mode is already recording and cannot be nested. To look at a part, use two "
                 "consecutive blocks, or .events of the outer one"
             )
-        model = None
-        if self._model is not None:
-            model, self._model = self._model(), None
-            if model is None:
-                raise RecordingError(
-                    "the model given to comm_mode(model) no longer exists; keep a reference to it "
-                    "until the block is entered"
-                )
+        given, self._models = self._models, ()
+        models = [model for model in (held() for held in given) if model is not None]
+        if len(models) < len(given):
+            raise RecordingError(
+                "the model given to comm_mode(model) no longer exists; keep a reference to it "
+                "until the block is entered"
+            )
         if not (dist.is_available() and dist.is_initialized()):
             raise RecordingError(
                 "comm_mode was entered without a process group, so nothing can be sent; mark "
                 "the test with @pytest.mark.distributed(world_size=...), or enter it after "
                 "torch.distributed.init_process_group()"
             )
-        recorder = Recorder(model)
+        recorder = Recorder(models, self._makers, self._roots)
         watching = recorder.watching()
         watching.__enter__()
         self._running, self._block = (recorder, watching), None
@@ -122,14 +144,19 @@ class CommMode(CommDebugAnswers):
             watching.__exit__(kind, value, traceback)
         finally:
             self._block = recorder.finish()
+            self._roots = self._block.roots or self._roots
         # Not in place of the exception that ends the block, where warnings are errors.
         if self._block.unseen and kind is None:
             warnings.warn(
                 f"comm_mode: {self._block.unseen}", UnseenCollectivesWarning, stacklevel=2
             )
 
-    def _root(self) -> nn.Module | None:
-        return None if self._block is None or self._block.root is None else self._block.root()
+    def _plain_roots(self) -> list[nn.Module]:
+        if self._block is None:
+            return []
+        plain = self._block.roots if self._block.names.has_model else self._block.roots[:1]
+        alive = [root for root in (held() for held in plain) if root is not None]
+        return alive if len(alive) == len(plain) else []
 
     def __eq__(self, other: object) -> bool:
         """Leaves a comparison with a snapshot to the snapshot."""

@@ -73,7 +73,7 @@ class PendingReshard:
         return Reshard(
             index=self.index,
             action=self.action,
-            module=names.owner(self.attribution) or "",
+            module=names.owner(self.attribution),
             issued_in=names.issued_in(self.attribution),
             phase=self.attribution.phase,
             nbytes=self.nbytes,

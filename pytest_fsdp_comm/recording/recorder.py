@@ -9,7 +9,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from enum import Enum, auto
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import torch
@@ -36,11 +36,12 @@ from pytest_fsdp_comm.recording.operations import (
 from pytest_fsdp_comm.recording.owners.attribution import (
     Attribution,
     BackwardMap,
+    NodeMakers,
     OwnerNames,
     attribute,
 )
 from pytest_fsdp_comm.recording.owners.ddp import ParameterOwners
-from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, param_groups
+from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_groups
 from pytest_fsdp_comm.recording.owners.futures import following_callbacks
 from pytest_fsdp_comm.recording.owners.stack import outermost_module, scan_stack
 from pytest_fsdp_comm.recording.pending import (
@@ -70,9 +71,9 @@ class RecordedBlock:
     recording: Recording
     names: Names
     """What can be asked of it."""
-    root: weakref.ref[nn.Module] | None
-    """The module that gives plain names; None if no module ran. Weak, since a recording must not
-    keep a model and its parameters alive."""
+    roots: tuple[weakref.ref[nn.Module], ...]
+    """The modules that names are relative to; the first gives plain names. Weak, since a recording
+    must not keep a model and its parameters alive."""
     unseen: str
     """What is known to be missing, as a sentence; empty if nothing is."""
 
@@ -92,20 +93,28 @@ _SILENT: Final = _NoCollective.SILENT
 class Recorder:
     """One recording: enter `watching`, run the code, leave, `finish`."""
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        makers: NodeMakers,
+        earlier_roots: Sequence[weakref.ref[nn.Module]] = (),
+    ) -> None:
         """Prepares.
 
         Args:
-            model: Gives the FQNs; None for the outermost modules that run.
+            models: Give the FQNs; empty for the outermost modules that run.
+            makers: Of the autograd nodes of earlier blocks.
+            earlier_roots: Of an earlier block, for modules that act only in backward here.
         """
         # Asked now, since the block may destroy the group.
         has_group = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank() if has_group else 0
         self._world_size = dist.get_world_size() if has_group else 1
         self._backend = str(dist.get_backend()) if has_group else ""
-        self._roots: list[nn.Module] = [] if model is None else [model]
-        self._has_given_root = model is not None
-        self._lacks_root = model is None
+        self._roots: list[nn.Module] = list(models)
+        self._earlier_roots = earlier_roots
+        self._has_given_root = bool(models)
+        self._lacks_root = not models
         # An index is taken before the call: what the call itself causes comes after it.
         self._indices = itertools.count()
         self._collectives: list[PendingCollective] = []
@@ -113,7 +122,7 @@ class Recorder:
         self._redistributions: list[PendingRedistribution] = []
         self._copies: list[PendingCopy] = []
         self._groups = GroupNames()
-        self._backward = BackwardMap(ParameterOwners(self._roots))
+        self._backward = BackwardMap(makers, ParameterOwners(self._roots))
         self._units = UnitWatch(
             self._note_reshard, self._groups.learn_mesh, self._groups.learn_post_forward
         )
@@ -132,6 +141,7 @@ class Recorder:
     def watching(self) -> Iterator[None]:
         """Watches while the block runs."""
         self._note_entry_state()
+        self._backward.begin()
         since_ns = flight_recorder.now_ns()
         self._is_recording = True
         try:
@@ -145,10 +155,13 @@ class Recorder:
             with self._lock:
                 self._is_recording = False
             self._note_unseen(since_ns)
+            self._note_lost_owners()
 
     def finish(self) -> RecordedBlock:
         """Names everything, and keeps no module and no group."""
-        names = OwnerNames(self._roots)
+        if not self._has_given_root:
+            self._learn_roots()
+        names = OwnerNames(self._roots, are_parts=self._has_given_root)
         self._groups.learn_parameters(self._roots)
         pending = _in_order(self._collectives)
         axes = {axis.name: axis for entry in pending if (axis := entry.axis(self._groups))}
@@ -169,13 +182,32 @@ class Recorder:
         block = RecordedBlock(
             recording=recording,
             names=self._what_to_ask(names, collectives),
-            root=weakref.ref(self._roots[0]) if self._roots else None,
+            roots=tuple(map(weakref.ref, self._roots)),
             unseen=self._unseen,
         )
         for held in (self._collectives, self._reshards, self._redistributions, self._copies):
             held.clear()
         self._roots.clear()
         return block
+
+    def _learn_roots(self) -> None:
+        """Finds the roots of modules whose forward did not run in the block."""
+        known = {id(module) for root in self._roots for module in root.modules()}
+        acts = [(entry.index, entry.attribution) for entry in self._collectives]
+        acts += [(entry.index, entry.attribution) for entry in self._reshards]
+        for _, attribution in sorted(acts, key=itemgetter(0)):
+            for module in (*attribution.owner, *attribution.issued_in):
+                root = None if id(module) in known else self._root_above(module)
+                if root is not None:
+                    self._add_root(root)
+                    known.update(map(id, root.modules()))
+
+    def _root_above(self, module: nn.Module) -> nn.Module | None:
+        for earlier in self._earlier_roots:
+            root = earlier()
+            if root is not None and any(module is child for child in root.modules()):
+                return root
+        return fsdp_root(module)
 
     def _what_to_ask(self, names: OwnerNames, recorded: Sequence[Collective]) -> Names:
         """The names to ask for; read after the axes were named, which this must not change."""
@@ -363,6 +395,14 @@ class Recorder:
             self._notes.append(
                 "already unsharded when the recording began, so their first all-gather is "
                 f"missing: {', '.join(unsharded)}"
+            )
+
+    def _note_lost_owners(self) -> None:
+        count = sum(entry.attribution.lacks_forward for entry in self._collectives)
+        if count:
+            self._notes.append(
+                "collectives of backward whose module is not known, because their forward ran "
+                f"outside of `with comm_mode`: {count}"
             )
 
     def _note_unseen(self, since_ns: int) -> None:

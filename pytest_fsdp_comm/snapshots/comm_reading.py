@@ -179,13 +179,9 @@ class CommDocument:
 
     def _read_reshard(self, number: int, match: re.Match[str]) -> _CommRecord[ReshardRow]:
         phase, action, count = Phase(match["phase"]), match["action"], int(match["count"])
-        if match["names"] == NO_MODULE:
-            raise ValueError(f"{NO_MODULE} has no parameters: expected a module")
 
         def make(module: str | None, ranks: tuple[int, ...]) -> ReshardRow:
-            return ReshardRow(
-                phase=phase, module=module or "", action=action, count=count, ranks=ranks
-            )
+            return ReshardRow(phase=phase, module=module, action=action, count=count, ranks=ranks)
 
         record = self._record(number, match, RESHARDS, make, reshard_content)
         self._reshards.append(record)

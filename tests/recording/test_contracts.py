@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from models import WIDTH, Model, shard
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS
 from pytest_fsdp_comm.errors import UpstreamChangedError
@@ -24,7 +26,15 @@ def test_torch_has_the_names_that_the_stack_walk_looks_for():
     assert nn.Module._call_impl.__code__.co_name == "_call_impl"
     assert stack._engine_code().co_name == "_engine_run_backward"
     assert stack._redistribute_code().co_name == "redistribute_local_tensor"
-    assert {code.co_name for code in stack._clipping_codes()} >= {"clip_grad_norm_"}
+    assert sorted(code.co_name for code in stack._clipping_codes()) == [
+        "_clip_grads_with_norm_",
+        "_get_total_norm",
+        "clip_grad_norm_",
+        "clip_grad_norm_",  # of FSDP1
+    ]
+    assert stack._forward_method_code().co_varnames[0] == "self"
+    # What torch.compile gives to the backends that interpret a graph.
+    assert issubclass(stack._graph_type(), torch.fx.GraphModule)
     # torch wraps a class's step when its first instance is made.
     torch.optim.SGD([nn.Parameter(torch.ones(1))])
     assert torch.optim.SGD.step.__code__ is stack._STEP
@@ -57,6 +67,21 @@ def test_watched_methods_of_fsdp_are_put_back():
         )
 
 
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_the_root_of_a_unit(device_mesh, monkeypatch):
+    model = shard(Model(), device_mesh())
+    # Each state is alone until the root runs.
+    assert fsdp.fsdp_root(model.layers[0]) is None
+    model(torch.ones(1, WIDTH))
+    assert fsdp.fsdp_root(model.layers[0]) is model
+    assert fsdp.fsdp_root(model) is model
+    assert fsdp.fsdp_root(model.embed) is None
+    state = model.layers[0]._get_fsdp_state()
+    monkeypatch.setattr(state, "_state_ctx", SimpleNamespace())
+    with pytest.raises(UpstreamChangedError, match="moved a private name of FSDPState"):
+        fsdp.fsdp_root(model.layers[0])
+
+
 def test_a_method_that_moved_is_named(monkeypatch):
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -69,6 +94,22 @@ def test_a_method_that_moved_is_named(monkeypatch):
     assert "FSDPParamGroup.reshard, which" in str(caught.value)
     # What was wrapped before the missing one is as it was.
     assert FSDPParamGroup.unshard is original
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (nn.utils, "get_total_norm"),
+        (nn.utils, "clip_grads_with_norm_"),
+        (nn.utils, "clip_grad_norm_"),
+        (FullyShardedDataParallel, "clip_grad_norm_"),
+    ],
+)
+def test_a_clipping_function_that_moved_is_named(monkeypatch, owner, name):
+    stack._clipping_codes.cache_clear()
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(UpstreamChangedError, match=rf"{owner.__name__}\.{name} any more"):
+        stack._clipping_codes()
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")

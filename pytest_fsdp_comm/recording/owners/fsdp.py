@@ -40,6 +40,8 @@ class _ActingUnit:
     serves: bool
     """Whether its collectives serve its own parameters; False while it only triggers a prefetch of
     others."""
+    is_in_backward: bool
+    """Whether the method belongs to backward. A pipeline schedule calls it outside of autograd."""
 
 
 class UnitWatch:
@@ -81,6 +83,11 @@ class UnitWatch:
         """The modules of the unit whose hook runs, which under prefetch is not the owner."""
         return self._acting[0].modules if self._acting else ()
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward hook of a unit runs."""
+        return any(unit.is_in_backward for unit in self._acting)
+
     def learn_groups(self, group: Any) -> None:
         """Reports the mesh of a parameter group, and that of ``reshard_after_forward``."""
         self._on_mesh(group.mesh_info.mesh)
@@ -117,8 +124,8 @@ class UnitWatch:
             (FSDPState, "_pre_backward", self._wrap_state),
             (FSDPParamGroup, "unshard", self._wrap_unshard),
             (FSDPParamGroup, "reshard", self._wrap_reshard),
-            (FSDPParamGroup, "pre_backward", functools.partial(self._wrap_acting, serves=False)),
-            (FSDPParamGroup, "post_backward", functools.partial(self._wrap_acting, serves=True)),
+            (FSDPParamGroup, "pre_backward", functools.partial(self._wrap_backward, serves=False)),
+            (FSDPParamGroup, "post_backward", functools.partial(self._wrap_backward, serves=True)),
         ]
 
     def _fsdp1(self) -> list[tuple[Any, str, Callable[..., Any]]]:
@@ -141,15 +148,15 @@ class UnitWatch:
 
     def _wrap_state(self, original: Any) -> Any:
         def wrapped(state: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._act(tuple(state._modules), serves=False):
+            with self._act(tuple(state._modules), serves=False, is_in_backward=True):
                 return original(state, *args, **kwargs)
 
         return wrapped
 
-    def _wrap_acting(self, original: Any, *, serves: bool) -> Any:
+    def _wrap_backward(self, original: Any, *, serves: bool) -> Any:
         def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
             self._on_mesh(group.mesh_info.mesh)
-            with self._act(tuple(group.modules), serves=serves):
+            with self._act(tuple(group.modules), serves=serves, is_in_backward=True):
                 return original(group, *args, **kwargs)
 
         return wrapped
@@ -232,8 +239,12 @@ class UnitWatch:
         return wrapped
 
     @contextlib.contextmanager
-    def _act(self, modules: tuple[nn.Module, ...], *, serves: bool) -> Iterator[None]:
-        self._acting.append(_ActingUnit(modules=modules, serves=serves))
+    def _act(
+        self, modules: tuple[nn.Module, ...], *, serves: bool, is_in_backward: bool = False
+    ) -> Iterator[None]:
+        self._acting.append(
+            _ActingUnit(modules=modules, serves=serves, is_in_backward=is_in_backward)
+        )
         try:
             yield
         finally:
@@ -254,6 +265,25 @@ def param_groups(module: nn.Module) -> list[Any]:
         return list(groups)
     group = getattr(state, "_fsdp_param_group", None)
     return [] if group is None else [group]
+
+
+def fsdp_root(module: nn.Module) -> nn.Module | None:
+    """The root above a unit of FSDP2; None if it is no unit, or none of its model has run yet.
+
+    Raises:
+        UpstreamChangedError: torch has moved a name.
+    """
+    get_state = getattr(module, "_get_fsdp_state", None)
+    if get_state is None:
+        return None
+    try:
+        for state in get_state()._state_ctx.all_states:
+            if state._is_root:
+                found: nn.Module = state._modules[0]
+                return found
+    except AttributeError as problem:
+        raise upstream.misread("torch", "FSDPState", problem) from problem
+    return None
 
 
 def _unsharded_nbytes(group: Any) -> int:

@@ -24,17 +24,20 @@ def clean_fqn(name: str) -> str:
 class ModuleNames:
     """The FQN of each module below some roots."""
 
-    def __init__(self, roots: Iterable[nn.Module]) -> None:
+    def __init__(self, roots: Iterable[nn.Module], *, are_parts: bool = False) -> None:
         """Names all modules.
 
         Args:
             roots: The first gives its modules plain FQNs. Modules of a further one are prefixed
                 with ``@2`` and so on: its class name must not be part of a snapshot.
+            are_parts: They are parts of one model, such as the stages of a pipeline, and keep the
+                FQNs that they have there: all plain.
         """
         self._names: dict[int, str] = {}
         self._roots = list(roots)
+        self._are_parts = are_parts
         for number, root in enumerate(self._roots, start=1):
-            prefix = "" if number == 1 else f"@{number}"
+            prefix = "" if number == 1 or are_parts else f"@{number}"
             for name, module in _named_modules(root):
                 joined = ".".join(filter(None, (prefix, name)))
                 self._names.setdefault(id(module), joined)
@@ -47,7 +50,7 @@ class ModuleNames:
         """The ways to the modules: FQN -> attribute -> FQN of the child."""
         ways: dict[str, dict[str, str]] = {}
         for number, root in enumerate(self._roots, start=1):
-            if number > 1:
+            if number > 1 and not self._are_parts:
                 ways.setdefault("", {})[f"@{number}"] = f"@{number}"
             for module in root.modules():
                 parent = self._names[id(module)]
@@ -67,6 +70,21 @@ class ModuleNames:
         names = [name for name in map(self.fqn, modules) if name is not None]
         # In natural order, since the order in which a user lists them sends the same.
         return "+".join(sorted(names, key=natural_key)) if names else None
+
+
+def common_parameter(parts: Iterable[nn.Module]) -> str | None:
+    """The FQN of a parameter that two parts have; None if all their FQNs differ."""
+    seen: set[str] = set()
+    for part in parts:
+        own = {
+            f"{fqn}.{name}".lstrip(".")
+            for fqn, module in _named_modules(part)
+            for name, _ in module.named_parameters(recurse=False)
+        }
+        if not seen.isdisjoint(own):
+            return min(seen & own, key=natural_key)
+        seen |= own
+    return None
 
 
 def _named_modules(root: nn.Module) -> Iterable[tuple[str, nn.Module]]:

@@ -7,7 +7,6 @@ after an error, and miscount modules that run twice.
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ _SKIPPED: Final = (
     str(Path(__file__).parents[1]) + "/",
     *(_TORCH + path for path in ("_compile.py", "_dynamo/", "utils/_python_dispatch.py")),
 )
+_USE: Final = "the recorder relies on"
 _STDLIB: Final = sysconfig.get_path("stdlib") + "/"
 _SITE_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
 
@@ -69,12 +69,14 @@ class StackScan:
 def innermost_module() -> nn.Module | None:
     """The innermost module on the stack that runs, or is run again; None in backward itself."""
     frame: FrameType | None = sys._getframe(1)
-    engine = _engine_code()
+    engine, method = _engine_code(), _forward_method_code()
     while frame is not None:
         code = frame.f_code
-        if code is _CALL_MODULE:
-            return _self_of(frame)
-        if code is engine:
+        if code is _CALL_MODULE or code is method:
+            module = _module_of(frame)
+            if module is not None:
+                return module
+        elif code is engine:
             return None
         frame = frame.f_back
     return None
@@ -83,10 +85,12 @@ def innermost_module() -> nn.Module | None:
 def outermost_module() -> nn.Module | None:
     """The module whose call is furthest up the stack; None if no module runs."""
     found = None
+    method = _forward_method_code()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _CALL_MODULE:
-            found = _self_of(frame)
+        if frame.f_code is _CALL_MODULE or frame.f_code is method:
+            module = _module_of(frame)
+            found = found if module is None else module
         frame = frame.f_back
     return found
 
@@ -94,7 +98,7 @@ def outermost_module() -> nn.Module | None:
 def scan_stack() -> StackScan:
     """Walks the whole stack once."""
     walk = _Walk(_clipping_codes())
-    engine = _engine_code()
+    engine, method = _engine_code(), _forward_method_code()
     frame: FrameType | None = sys._getframe(1)
     below = frame
     while frame is not None:
@@ -102,7 +106,7 @@ def scan_stack() -> StackScan:
             if not walk.is_in_engine:
                 walk.pass_entry(below)
             walk.is_in_engine = True
-        elif frame.f_code is _CALL_MODULE:
+        elif frame.f_code is _CALL_MODULE or frame.f_code is method:
             walk.pass_module(frame)
         else:
             walk.pass_code(frame)
@@ -131,7 +135,7 @@ class _Walk:
 
     def pass_module(self, frame: FrameType) -> None:
         """Passes the call of a module."""
-        module = _self_of(frame)
+        module = _module_of(frame)
         if module is not None:
             self.outermost = module
             # Never the truth of a module, which is its length, or an error.
@@ -198,9 +202,12 @@ class _Walk:
         )
 
 
-def _self_of(frame: FrameType) -> nn.Module | None:
+def _module_of(frame: FrameType) -> nn.Module | None:
+    """The user's module whose call a frame is; None for a graph that the compiler made of one."""
     found: Any = frame.f_locals.get("self")
-    return found if isinstance(found, nn.Module) else None
+    if not isinstance(found, nn.Module) or isinstance(found, _graph_type()):
+        return None
+    return found
 
 
 # For every collective the same few files.
@@ -213,27 +220,51 @@ def _engine_code() -> CodeType:
 
 
 @functools.cache
+def _graph_type() -> type[nn.Module]:
+    # As whose call the backends below inductor (eager, aot_eager) run a compiled module's graph.
+    found: type[nn.Module] = _look_up("torch.fx._lazy_graph_module", "_LazyGraphModule")
+    return found
+
+
+@functools.cache
+def _forward_method_code() -> CodeType:
+    # Around a method other than forward that is an entry of an FSDP2 unit.
+    name = "register_fsdp_forward_method"
+    registering = _code("torch.distributed.fsdp", name)
+    for constant in registering.co_consts:
+        if isinstance(constant, CodeType) and constant.co_name == "wrapped_method":
+            return constant
+    raise upstream.moved("torch", f"torch.distributed.fsdp.{name}.<locals>.wrapped_method", _USE)
+
+
+@functools.cache
 def _redistribute_code() -> CodeType:
     return _code("torch.distributed.tensor._redistribute", "redistribute_local_tensor")
 
 
 @functools.cache
 def _clipping_codes() -> frozenset[CodeType]:
-    # torch 2.6 lacks some of them.
-    module = importlib.import_module("torch.nn.utils.clip_grad")
+    # By their public names, all there since torch 2.6, because the functions themselves live under
+    # private ones: torch.nn.utils.get_total_norm is clip_grad._get_total_norm.
     names = ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm")
-    found = {_code(module.__name__, name) for name in names if hasattr(module, name)}
-    fsdp1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
-    if fsdp1 in sys.modules:
-        wrapped = sys.modules[fsdp1].FullyShardedDataParallel.clip_grad_norm_
-        found.add(_unwrapped(wrapped).__code__)
-    return frozenset(found)
+    fsdp1 = _look_up("torch.distributed.fsdp", "FullyShardedDataParallel")
+    if not hasattr(fsdp1, "clip_grad_norm_"):
+        raise upstream.moved("torch", f"{fsdp1.__qualname__}.clip_grad_norm_", _USE)
+    return frozenset(
+        (
+            *(_code("torch.nn.utils", name) for name in names),
+            _unwrapped(fsdp1.clip_grad_norm_).__code__,
+        )
+    )
 
 
 def _code(module: str, name: str) -> CodeType:
-    function = upstream.look_up("torch", module, name, "the recorder relies on")
-    code: CodeType = _unwrapped(function).__code__
+    code: CodeType = _unwrapped(_look_up(module, name)).__code__
     return code
+
+
+def _look_up(module: str, name: str) -> Any:
+    return upstream.look_up("torch", module, name, _USE)
 
 
 def _unwrapped(function: Any) -> Any:

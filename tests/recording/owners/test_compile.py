@@ -71,21 +71,51 @@ def test_a_recording_recompiles_nothing(comm_mode, device_mesh, kernels):
     assert lines(comm_mode) == expected
 
 
-def test_collectives_inside_a_compiled_block_belong_to_the_block(comm_mode, device_mesh, kernels):
+def parallel(device_mesh):
     model = Model()
-    for n, layer in enumerate(model.layers):
+    for layer in model.layers:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(layer, device_mesh(tp=2), plan)
-        model.layers[n] = torch.compile(layer)
-    witnessed(comm_mode, model, lambda: step(model))
-    assert kernels() > 0
-    # The parts of a compiled block are one: its owner is the block.
-    assert lines(comm_mode) == [
-        f"{phase} layers.{n} all_reduce[tp] {ACTIVATION_NBYTES} < layers.{n}"
-        for phase, n in (("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0))
+    return model
+
+
+def activations(*owners):
+    """Of two blocks that all-reduce once in forward and once in backward."""
+    phases = ("forward", "forward", "backward", "backward")
+    return [
+        f"{phase} {owner} all_reduce[tp] {ACTIVATION_NBYTES} < {owner}"
+        for phase, owner in zip(phases, owners, strict=True)
     ]
-    assert {event.op for event in comm_mode.events} == {"_c10d_functional.all_reduce_"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "in_place"),
+    [
+        pytest.param("inductor", False, id="inductor"),
+        # Runs each graph as a module of its own.
+        pytest.param("aot_eager", False, id="aot_eager"),
+        pytest.param("aot_eager", True, id="aot_eager, module.compile()"),
+    ],
+)
+def test_collectives_inside_a_compiled_block(comm_mode, device_mesh, kernels, backend, in_place):
+    model = parallel(device_mesh)
+    for n, layer in enumerate(model.layers):
+        if in_place:
+            layer.compile(backend=backend)
+        else:
+            model.layers[n] = torch.compile(layer, backend=backend)
+    witnessed(comm_mode, model, lambda: step(model))
+    assert (kernels() > 0) is (backend == "inductor")
+    # The parts of a compiled block are one: its owner is the block.
+    assert lines(comm_mode) == activations("layers.0", "layers.1", "layers.1", "layers.0")
     assert {event.source.value for event in comm_mode.events} == {"user"}
+
+
+def test_collectives_inside_a_compiled_model(comm_mode, device_mesh, kernels):
+    compiled = torch.compile(parallel(device_mesh), backend="aot_eager")
+    witnessed(comm_mode, compiled, lambda: step(compiled))
+    assert kernels() == 0
+    assert lines(comm_mode) == activations(".", ".", ".", ".")
 
 
 class Sends(nn.Module):

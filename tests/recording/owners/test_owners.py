@@ -70,6 +70,73 @@ def test_bare_mode_names_relative_to_the_outermost_module(comm_mode, device_mesh
 
 
 @fake
+def test_fsdp_names_its_units_where_backward_runs_alone(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    loss = model(torch.randn(2, WIDTH)).sum()
+    with comm_mode:
+        loss.backward()
+    # No module runs, and FSDP knows its root.
+    assert table(comm_mode) == [*BACKWARD_GATHERS, *REDUCES]
+    assert [event.module for event in comm_mode.reshards] == [
+        "layers.1",
+        "layers.0",
+        "layers.1",
+        "layers.0",
+        "",
+    ]
+
+
+@fake
+def test_a_unit_of_two_modules_is_named_where_backward_runs_alone(comm_mode, device_mesh):
+    model = Model()
+    fully_shard([model.layers[0], model.layers[1]], mesh=device_mesh())
+    fully_shard(model, mesh=device_mesh())
+    loss = model(torch.randn(2, WIDTH)).sum()
+    with comm_mode:
+        loss.backward()
+    assert {event.owner for event in comm_mode.events} == {"", "layers.0+layers.1"}
+
+
+@fake
+def test_backward_alone_is_named_as_the_earlier_block_was(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    outer = nn.Sequential(model)
+    with comm_mode:
+        loss = outer(torch.randn(2, WIDTH)).sum()
+    with comm_mode:
+        loss.backward()
+    assert table(comm_mode)[0] == "backward 0.layers.1 all_gather < 0"
+
+
+@fake
+def test_a_unit_outside_of_the_given_model_is_not_its_root(comm_mode, device_mesh):
+    model, other = (shard(Model(blocks=1), device_mesh()) for _ in range(2))
+    loss = other(torch.randn(2, WIDTH)).sum()
+    with comm_mode(model):
+        model(torch.randn(2, WIDTH))
+        loss.backward()
+    assert [event.module for event in comm_mode.reshards] == [
+        "",
+        "layers.0",
+        "layers.0",
+        None,
+        None,
+        None,
+    ]
+    rows = [(row.owner, row.action, row.count) for row in comm_mode.profile.reshards]
+    assert (None, "reshard", 2) in rows
+
+
+@fake
+def test_a_unit_of_a_model_that_never_ran_has_no_name(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    with comm_mode:
+        model.layers[0].unshard()
+    assert table(comm_mode) == ["outside - all_gather < -"]
+    assert [event.module for event in comm_mode.reshards] == [None]
+
+
+@fake
 def test_several_outermost_modules_have_names_of_their_own(comm_mode, device_mesh):
     first, second = (shard(Model(blocks=1), device_mesh()) for _ in range(2))
     with comm_mode:
@@ -271,6 +338,29 @@ def test_clipping_belongs_to_the_optimizer_phase(comm_mode, device_mesh):
         optimizer.step()
     # One norm of all local gradients is summed over the ranks.
     assert table(comm_mode) == ["optimizer - all_reduce < -"]
+
+
+@fake
+@pytest.mark.parametrize("foreach", [False, True])
+def test_clipping_in_two_steps_is_optimizer_and_a_norm_alone_is_not(
+    comm_mode, device_mesh, foreach
+):
+    # As torchtitan does, which sums the norms of pipeline stages in between.
+    model = shard(Model(), device_mesh())
+    step(model)
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    with comm_mode(model):
+        nn.utils.get_total_norm(gradients, foreach=foreach)
+        # A norm that the user computes is no clipping.
+        partial = torch.linalg.vector_norm(gradients[0])
+        partial.full_tensor()
+        nn.utils.clip_grads_with_norm_(parameters, 1.0, partial, foreach=foreach)
+    assert table(comm_mode) == [
+        "optimizer - all_reduce < -",
+        "outside - all_reduce < -",
+        "optimizer - all_reduce < -",
+    ]
 
 
 @fake

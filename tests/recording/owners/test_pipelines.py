@@ -6,6 +6,9 @@ from models import ACTIVATION_NBYTES, WIDTH, Block, shard
 from oracle import witnessed
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.fsdp import fully_shard
+
+from pytest_fsdp_comm.errors import RecordingError
 
 MICRO_BATCHES = 4
 BATCH = 2 * MICRO_BATCHES
@@ -93,3 +96,55 @@ def test_stages_that_are_sharded(comm_mode, device_mesh, dist_info):
         "pp": {("send", None), ("recv", None)},
         "dp": {("all_gather", "layers.0"), ("reduce_scatter", "layers.0")},
     }
+    # The schedule reduces after its last backward, outside of autograd.
+    assert comm_mode.counts("reduce_scatter", phase="backward") == 1
+    assert comm_mode.counts("reduce_scatter", phase="outside") == 0
+
+
+@pytest.mark.distributed(world_size=4)
+def test_stages_keep_the_names_that_their_layers_have_in_the_whole_model(
+    comm_mode, device_mesh, dist_info
+):
+    mesh = device_mesh(pp=2, dp=2)
+    rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
+
+    class Part(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.layers = nn.ModuleDict({str(n): fully_shard(Block(), mesh=mesh["dp"])})
+            fully_shard(self, mesh=mesh["dp"])
+
+        def forward(self, x):
+            for layer in self.layers.values():
+                x = layer(x)
+            return x
+
+    numbers = [rank, rank + 2]
+    parts = [Part(n) for n in numbers]
+    stages = [
+        pipelining.PipelineStage(part, n, 4, torch.device("cpu"), group=group)
+        for part, n in zip(parts, numbers, strict=True)
+    ]
+    schedule = pipelining.ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss_fn=loss)
+    witnessed(comm_mode, parts, lambda: run(schedule, dist_info, rank), warm_up=1)
+    reduced = [
+        (event.phase.value, event.owner)
+        for event in comm_mode.events
+        if event.kind == "reduce_scatter"
+    ]
+    assert sorted(reduced) == [("backward", f"layers.{n}") for n in numbers]
+    assert set(comm_mode.get_parameter_info()) == {
+        f"FSDPPart.layers.{n}.{name}" for n in numbers for name in ("up", "down")
+    }
+    assert comm_mode.counts(owner="layers.*") == comm_mode.counts(axis="dp") > 0
+
+
+def test_parts_with_a_parameter_of_one_name_are_refused(comm_mode):
+    with pytest.raises(RecordingError, match=r"two of them have a parameter down\.weight; pass"):
+        comm_mode([Block(), Block()])
+    with pytest.raises(RecordingError, match="or a list of them, got str"):
+        comm_mode([Block(), "Block"])
+    with pytest.raises(RecordingError, match=r"comm_mode\(\[\]\) has no module"):
+        comm_mode([])
+    # Modules without parameters may be called alike.
+    comm_mode([nn.Sequential(nn.ReLU(), Block()), nn.Sequential(nn.ReLU())])

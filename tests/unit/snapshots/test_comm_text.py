@@ -64,7 +64,7 @@ def recordings(draw, rank=0):
                 Reshard,
                 index=st.just(0),
                 action=st.sampled_from(["unshard", "reshard"]),
-                module=names.map(lambda name: name or ""),
+                module=names,
                 issued_in=names,
                 phase=st.sampled_from(Phase),
                 nbytes=st.integers(0, 99),

@@ -1,0 +1,147 @@
+"""Graphs that run backward elsewhere than in the block that made them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import ACTIVATION_NBYTES, WIDTH
+from oracle import gloo_and_fake, lines
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+UP = f"all_reduce[tp] {ACTIVATION_NBYTES}"
+BACKWARD = [f"backward {n} {UP} < {n}" for n in ("2.0", "1.0", "0.0")]
+LOST = [f"backward - {UP} < -"] * 3
+
+
+def note(count):
+    return (
+        "collectives of backward whose module is not known, because their forward ran outside of "
+        f"`with comm_mode`: {count}",
+    )
+
+
+@pytest.fixture
+def model(device_mesh):
+    """Three column-parallel linears, each of which all-reduces in backward."""
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
+    for block in blocks:
+        layouts = torch.distributed.tensor.Replicate()
+        plan = {"0": ColwiseParallel(output_layouts=layouts)}
+        parallelize_module(block, device_mesh(tp=2), plan)
+    return blocks
+
+
+def batch():
+    return torch.randn(2, WIDTH, requires_grad=True)
+
+
+def forward(model):
+    return model(batch()).sum()
+
+
+def in_backward(comm_mode):
+    return [line for line in lines(comm_mode) if line.startswith("backward")]
+
+
+@gloo_and_fake(2)
+def test_a_graph_made_in_the_block(comm_mode, model):
+    with comm_mode(model):
+        forward(model).backward()
+    assert in_backward(comm_mode) == BACKWARD
+    assert comm_mode.recording.notes == ()
+
+
+@gloo_and_fake(2)
+def test_a_graph_made_before_the_block(comm_mode, model):
+    first, x = forward(model), batch()
+    with comm_mode(model):
+        # The first operation of the block is one of a module's.
+        second = model(x).sum()
+        first.backward()
+        second.backward()
+    assert in_backward(comm_mode) == [*LOST, *BACKWARD]
+    assert comm_mode.recording.notes == note(3)
+
+
+@gloo_and_fake(2)
+def test_forward_in_one_block_and_backward_in_the_next(comm_mode, model):
+    with comm_mode(model):
+        loss = forward(model)
+    with comm_mode(model):
+        loss.backward()
+    assert in_backward(comm_mode) == BACKWARD
+    assert comm_mode.recording.notes == ()
+
+
+@gloo_and_fake(2)
+def test_one_forward_one_backward_with_a_block_for_each_micro_batch(comm_mode, model):
+    with comm_mode(model):
+        first = forward(model)
+    for _ in range(2):
+        with comm_mode(model):
+            second = forward(model)
+            first.backward()
+        assert in_backward(comm_mode) == BACKWARD
+        assert comm_mode.recording.notes == ()
+        first = second
+
+
+@gloo_and_fake(2)
+def test_a_graph_made_between_two_blocks(comm_mode, model):
+    with comm_mode(model):
+        first = forward(model)
+    second = forward(model)
+    with comm_mode(model):
+        third = forward(model)
+        for loss in (first, second, third):
+            loss.backward()
+    assert in_backward(comm_mode) == [*BACKWARD, *LOST, *BACKWARD]
+    assert comm_mode.recording.notes == note(3)
+
+
+class Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(_context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_context, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class ReducedInDoubleBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_context, gradient):
+        return Reduced.apply(gradient)
+
+
+class Cubed(nn.Module):
+    def __bool__(self):
+        raise AssertionError("the truth of a module means nothing")
+
+    def forward(self, x):
+        return ReducedInDoubleBackward.apply(x) ** 3
+
+
+@gloo_and_fake(2)
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_node_made_in_backward(comm_mode, is_seen):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Cubed(), nn.Linear(WIDTH, WIDTH))
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    if is_seen:
+        with comm_mode(model):
+            loss = model(x).sum()
+    else:
+        loss = model(x).sum()
+    with comm_mode(model):
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        gradient.square().sum().backward()
+    owner = "1" if is_seen else "-"
+    assert lines(comm_mode) == [f"backward {owner} all_reduce[world] {ACTIVATION_NBYTES} < {owner}"]
+    assert comm_mode.recording.notes == (() if is_seen else note(1))
