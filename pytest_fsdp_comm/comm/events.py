@@ -65,6 +65,21 @@ class MeshAxis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeshLayout:
+    """How the ranks of a group lie among all ranks; equal on every rank for the axes of a mesh.
+
+    No part of `MeshAxis`, which snapshots compare.
+    """
+
+    axis: str
+    """Name of the `MeshAxis`; several groups of one name may lie differently."""
+    dims: tuple[tuple[int, int], ...] | None
+    """Size and stride of each dimension of the group's ranks, innermost first: ``((4, 1),)`` is
+    ranks 0 to 3, ``((2, 1), (2, 8))`` is 0, 1, 8, 9. Empty for one rank; None if the ranks lie
+    irregularly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """One communication call, as this rank issued it."""
 
@@ -94,6 +109,19 @@ class Collective:
     source: Source
     call_site: str
     """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
+    peer: int | None = None
+    """Of a send or a receive, the other rank, as its distance from this one in the group, counted
+    upwards and around: 1 is the next rank, ``group_size - 1`` the one before. None for other kinds,
+    for a receive from any rank, and if the group has no such rank."""
+    source_rank: int | None = None
+    """Of a broadcast or a scatter, the rank within the group whose data the others receive, from 0.
+    None for other kinds, and if the group has no such rank."""
+    reduce_op: str | None = None
+    """``sum``, ``avg``, ``product``, ``min``, ``max``, ``band``, ``bor``, ``bxor`` or
+    ``premul_sum``. None where nothing is reduced, and where torch does not show it."""
+    is_async: bool | None = None
+    """Whether the caller has to wait for it (``async_op=True``). None where torch does not say: for
+    the functional collectives, for sends and receives, and in older torch."""
 
     @property
     def nbytes(self) -> int:
@@ -189,6 +217,8 @@ class Recording:
     """As ``torch.__version__``. Shown, not compared."""
     mesh_axes: tuple[MeshAxis, ...] = ()
     """The axes over which something was sent, sorted by name."""
+    layouts: tuple[MeshLayout, ...] = ()
+    """How the groups of these axes lie among the ranks, sorted by name. Not compared."""
     collectives: tuple[Collective, ...] = ()
     reshards: tuple[Reshard, ...] = ()
     redistributions: tuple[Redistribution, ...] = ()

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.comm.events import MeshAxis
+from pytest_fsdp_comm.comm.events import MeshAxis, MeshLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -111,6 +111,21 @@ class GroupNames:
             return MeshAxis(name=f"{self.axis(whole).name}.post_forward", size=size)
         return MeshAxis(name=self._axes.get(key) or _name_of(group), size=size)
 
+    def layouts(self, keys: Iterable[str | None]) -> tuple[MeshLayout, ...]:
+        """How groups that `note` has seen lie among the ranks, each layout once, by name.
+
+        Args:
+            keys: Of the groups; None for calls that show none.
+        """
+        # Not the mesh's own layout: of one made from a transposed tensor, torch 2.13 names strides
+        # that its groups do not have.
+        found = {
+            MeshLayout(axis=self.axis(key).name, dims=dims_of(self._groups[key].ranks))
+            for key in set(keys)
+            if key is not None
+        }
+        return tuple(sorted(found, key=lambda layout: (layout.axis, layout.dims or ())))
+
     def known(self) -> tuple[dict[str, str], frozenset[str]]:
         """What this rank could have sent over, whether it did or not.
 
@@ -123,6 +138,31 @@ class GroupNames:
         groups = {key: self.axis(key).name for key in self._groups}
         of_meshes = {name for mesh in self._meshes.values() for name in mesh.mesh_dim_names or ()}
         return groups, frozenset({*groups.values(), *of_meshes})
+
+
+def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
+    """Finds the dimensions of a group's ranks.
+
+    Args:
+        ranks: In the order of the group.
+
+    Returns:
+        Size and stride of each dimension, innermost first; None if the ranks lie irregularly.
+    """
+    offsets = [rank - ranks[0] for rank in ranks]
+    dims = []
+    inner = 1  # ranks in the dimensions found so far, which the next one repeats
+    while inner < len(offsets):
+        stride, size = offsets[inner], 1
+        while offsets[size * inner : (size + 1) * inner] == [
+            offset + size * stride for offset in offsets[:inner]
+        ]:
+            size += 1
+        if size == 1:
+            return None
+        dims.append((size, stride))
+        inner *= size
+    return tuple(dims)
 
 
 def existing_axes() -> Iterator[tuple[str, str]]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
+import torch.distributed as dist
 
 from pytest_fsdp_comm.comm.events import Source
-from pytest_fsdp_comm.recording.mesh_axes import group_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +23,11 @@ NAMESPACES: Final = frozenset(
 
 UNKNOWN: Final = "unknown:"
 """What the kind of an operation begins with that the table does not have."""
+
+BATCH: Final = "batch"
+"""The kind of an operation whose arguments list sends and receives: each of them is a message."""
+
+_BATCHED_KINDS: Final = {"isend": "send", "irecv": "recv"}
 
 TIMING_CATEGORIES: Final = (
     "all_gather",
@@ -53,28 +58,37 @@ class Operation:
     """How one operation communicates."""
 
     kind: str
-    """One of `events.COLLECTIVE_KINDS`, or ``unknown:<op>``."""
+    """One of `events.COLLECTIVE_KINDS`, or ``unknown:<op>``; `BATCH` if one call sends and receives
+    several times."""
     sent: str
     """Name of the argument that holds the tensors which this rank contributes; empty if none."""
     received: str
     """Name of the argument that holds the output tensors; ``return`` if they are returned; empty if
     the input is overwritten, or nothing comes out."""
-    root: str = ""
-    """Name of the argument with the group rank that alone sends; empty if every rank does."""
+    source: str = ""
+    """Name of the argument with the group rank whose data the others receive; empty if none."""
+    peer: str = ""
+    """Name of the argument with the group rank at the other end, or with a list of them in a batch;
+    empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What this rank sends and receives in one call: fields of `comm.events.Collective`."""
+    """What this rank sends and receives at once: fields of `comm.events.Collective`."""
 
+    kind: str
     dtype: str
     nbytes_sent: int
     nbytes_received: int
+    peer: int | None
+    source_rank: int | None
+    reduce_op: str | None
+    is_async: bool | None
 
 
 def _c10d() -> Mapping[str, Operation]:
-    def op(kind: str, sent: str, received: str, root: str = "") -> Operation:
-        return Operation(kind=kind, sent=sent, received=received, root=root)
+    def op(kind: str, sent: str, received: str, source: str = "", peer: str = "") -> Operation:
+        return Operation(kind=kind, sent=sent, received=received, source=source, peer=peer)
 
     return {
         "_allgather_base_": op("all_gather", "input_tensor", "output_tensor"),
@@ -90,11 +104,11 @@ def _c10d() -> Mapping[str, Operation]:
         "reduce_": op("reduce", "tensors", ""),
         "gather_": op("gather", "input_tensors", "output_tensors"),
         "gather_into_tensor_": op("gather", "input_tensor", "output_tensor"),  # torch 2.15
-        "scatter_": op("scatter", "input_tensors", "output_tensors"),
+        "scatter_": op("scatter", "input_tensors", "output_tensors", "root_rank"),
         "alltoall_": op("all_to_all", "input_tensors", "output_tensors"),
         "alltoall_base_": op("all_to_all", "input", "output"),
-        "send": op("send", "tensors", ""),
-        "recv_": op("recv", "", "tensors"),
+        "send": op("send", "tensors", "", peer="dst"),
+        "recv_": op("recv", "", "tensors", peer="src"),
         "recv_any_source_": op("recv", "", "tensors"),
         "barrier": op("barrier", "", ""),
         "monitored_barrier_": op("barrier", "", ""),
@@ -102,8 +116,10 @@ def _c10d() -> Mapping[str, Operation]:
 
 
 def _functional() -> Mapping[str, Operation]:
-    def op(kind: str, sent: str = "input", received: str = "return", root: str = "") -> Operation:
-        return Operation(kind=kind, sent=sent, received=received, root=root)
+    def op(
+        kind: str, sent: str = "input", received: str = "return", source: str = "", peer: str = ""
+    ) -> Operation:
+        return Operation(kind=kind, sent=sent, received=received, source=source, peer=peer)
 
     return {
         "all_gather_into_tensor": op("all_gather"),
@@ -117,10 +133,11 @@ def _functional() -> Mapping[str, Operation]:
         "all_reduce_coalesced": op("all_reduce", "inputs"),
         "all_reduce_coalesced_": op("all_reduce", "inputs"),
         "all_to_all_single": op("all_to_all"),
-        "broadcast": op("broadcast", root="src"),
-        "broadcast_": op("broadcast", root="src"),
-        "isend": op("send", "tensor", ""),
-        "irecv": op("recv", "", "tensor"),
+        "broadcast": op("broadcast", source="src"),
+        "broadcast_": op("broadcast", source="src"),
+        "isend": op("send", "tensor", "", peer="dst"),
+        "irecv": op("recv", "", "tensor", peer="src"),
+        "batch_p2p_ops": op(BATCH, "tensors", "tensors", peer="peer_list"),  # seen in torch 2.13
         "shard_dim_alltoall": op("all_to_all"),
     }
 
@@ -165,9 +182,14 @@ def is_unknown_kind(kind: str) -> bool:
 
 
 def bind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name; the schema is a private name, but the only list of them."""
-    names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    """The arguments of a call by name, those included that torch leaves out as the default.
+
+    The schema is a private name, but the only list of them.
+    """
+    arguments = func._schema.arguments
+    defaults = {arg.name: arg.default_value for arg in arguments if arg.has_default_value()}
+    names = [argument.name for argument in arguments]
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -181,20 +203,52 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(value.values()))
 
 
-def measure(operation: Operation, bound: dict[str, Any], result: Any) -> Message:
-    """The message of a call.
+def messages(
+    operation: Operation, group: dist.ProcessGroup | None, bound: dict[str, Any], result: Any
+) -> list[Message]:
+    """The messages of a call; one, unless it is a batch.
 
     Args:
         operation: As `look_up` knows it.
+        group: Over which it communicates; None if it does not say.
         bound: Its arguments by name.
         result: What it returned.
     """
+    if operation.kind == BATCH:
+        parts = zip(bound["op_list"], bound[operation.peer], bound["tensors"], strict=True)
+        return [_batched(name, _peer(group, number), tensor) for name, number, tensor in parts]
+    source_rank = _rank_in(group, bound.get(operation.source))
     sent, received = _sent_and_received(operation, bound, result)
-    dtypes = dict.fromkeys(
-        str(tensor.dtype).removeprefix("torch.") for tensor in (sent or received)
-    )
+    if operation.kind == "broadcast":
+        is_source = group is not None and group.rank() == source_rank
+        sent, received = (sent, []) if is_source else ([], received)
+    return [
+        Message(
+            kind=operation.kind,
+            dtype=_dtype(sent or received),
+            nbytes_sent=_nbytes(sent),
+            nbytes_received=_nbytes(received),
+            peer=_peer(group, bound.get(operation.peer)),
+            source_rank=source_rank,
+            reduce_op=_reduce_op(bound.get("reduce_op")),
+            # Older torch writes it asyncOp, and lacked it at first.
+            is_async=bound.get("async_op", bound.get("asyncOp")),
+        )
+    ]
+
+
+def _batched(name: str, peer: int | None, tensor: torch.Tensor) -> Message:
+    kind = _BATCHED_KINDS[name]
+    nbytes = _nbytes([tensor])
     return Message(
-        dtype="+".join(dtypes), nbytes_sent=_nbytes(sent), nbytes_received=_nbytes(received)
+        kind=kind,
+        dtype=_dtype([tensor]),
+        nbytes_sent=nbytes if kind == "send" else 0,
+        nbytes_received=nbytes if kind == "recv" else 0,
+        peer=peer,
+        source_rank=None,
+        reduce_op=None,
+        is_async=None,
     )
 
 
@@ -205,14 +259,37 @@ def _sent_and_received(
         return list(tensors_in(bound)), []
     sent = list(tensors_in(bound.get(operation.sent))) if operation.sent else []
     if operation.received == "return":
-        received = list(tensors_in(result))
-    else:
-        received = list(tensors_in(bound.get(operation.received))) if operation.received else []
-    if operation.root:
-        group = group_of(bound)
-        is_root = group is not None and group.rank() == bound.get(operation.root)
-        return (sent, []) if is_root else ([], received)
-    return sent, received
+        return sent, list(tensors_in(result))
+    return sent, list(tensors_in(bound.get(operation.received))) if operation.received else []
+
+
+def _rank_in(group: dist.ProcessGroup | None, number: int | None) -> int | None:
+    """A rank of a group; None if there is none of that number.
+
+    The group is given every number as it is. torch's own functional sends and broadcasts pass the
+    number of the world, which a smaller group may not have.
+    """
+    if group is None or number is None or not 0 <= number < group.size():
+        return None
+    return number
+
+
+def _peer(group: dist.ProcessGroup | None, number: int | None) -> int | None:
+    """The distance from this rank to the other one, counted upwards and around the group."""
+    rank = _rank_in(group, number)
+    return None if group is None or rank is None else (rank - group.rank()) % group.size()
+
+
+def _reduce_op(given: Any) -> str | None:
+    """The name of a reduction; None if there is none, or this torch does not show it."""
+    if isinstance(given, str):  # of a functional collective
+        return given.lower()
+    # c10d is given a boxed object, whose only method says a number.
+    return str(dist.ReduceOp.RedOpType(given.op()).name).lower() if hasattr(given, "op") else None
+
+
+def _dtype(tensors: Sequence[torch.Tensor]) -> str:
+    return "+".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -26,7 +26,6 @@ class PendingCollective:
     """A call that has returned."""
 
     index: int
-    kind: str
     op: str
     attribution: Attribution
     group: str | None
@@ -43,7 +42,7 @@ class PendingCollective:
         axis = self.axis(groups)
         return Collective(
             index=self.index,
-            kind=self.kind,
+            kind=self.message.kind,
             op=self.op,
             owner=names.owner(self.attribution),
             issued_in=names.issued_in(self.attribution),
@@ -53,6 +52,10 @@ class PendingCollective:
             dtype=self.message.dtype,
             nbytes_sent=self.message.nbytes_sent,
             nbytes_received=self.message.nbytes_received,
+            peer=self.message.peer,
+            source_rank=self.message.source_rank,
+            reduce_op=self.message.reduce_op,
+            is_async=self.message.is_async,
             source=self.attribution.source,
             call_site=self.call_site,
         )

@@ -29,7 +29,7 @@ from pytest_fsdp_comm.recording.operations import (
     copy_direction,
     look_up,
     may_copy,
-    measure,
+    messages,
     tensors_in,
     timing_category,
 )
@@ -51,6 +51,7 @@ from pytest_fsdp_comm.recording.pending import (
     PendingReshard,
 )
 from pytest_fsdp_comm.recording.redistributions import RedistributionWatch
+from pytest_fsdp_comm.recording.subclasses import Dispatch, Subclasses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -172,6 +173,7 @@ class Recorder:
             backend=self._backend,
             torch_version=str(torch.__version__),
             mesh_axes=tuple(axes[name] for name in sorted(axes)),
+            layouts=self._groups.layouts(entry.group for entry in pending),
             collectives=collectives,
             reshards=tuple(entry.named(names) for entry in _in_order(self._reshards)),
             redistributions=tuple(entry.named(names) for entry in _in_order(self._redistributions)),
@@ -232,8 +234,21 @@ class Recorder:
 
     # Called by the mode.
 
-    def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs one operation, and records it if it communicates or copies."""
+    def run(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        below: _ModeBelow | None = None,
+    ) -> Any:
+        """Runs one operation, and records it if it communicates or copies.
+
+        Args:
+            func: A ``torch._ops.OpOverload``, or a higher-order operator.
+            args: Its arguments.
+            kwargs: Its arguments by name.
+            below: Watches a collective that is given a tensor of an opaque class.
+        """
         if self._lacks_root:
             self._look_for_root()
         known = self._known.get(func)
@@ -248,11 +263,16 @@ class Recorder:
             if direction is not None:
                 return self._run_copy(direction, func, args, kwargs)
         elif isinstance(known, Operation):
-            return self._run_collective(known, func, args, kwargs)
+            return self._run_collective(known, func, args, kwargs, below)
         return func(*args, **kwargs)
 
     def _run_collective(
-        self, operation: Operation, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        operation: Operation,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        below: _ModeBelow | None,
     ) -> Any:
         self._threads.add(threading.get_ident())
         scan = scan_stack()
@@ -261,25 +281,29 @@ class Recorder:
         index = next(self._indices)
         started = time.perf_counter()
         try:
-            result = func(*args, **kwargs)
+            with below or contextlib.nullcontext():
+                result = func(*args, **kwargs)
         finally:
             seconds = time.perf_counter() - started
-            self._add_seconds(timing_category(operation.kind, attribution.source), seconds)
+            if below is None or not below.has_sent:
+                self._add_seconds(timing_category(operation.kind, attribution.source), seconds)
+        if below is not None and below.has_sent:
+            return result
         group = group_of(bound)
-        message = measure(operation, bound, result)
+        sent = messages(operation, group, bound, result)
         with self._lock:
             if not self._is_recording:  # the block ended while a callback's collective ran
                 return result
-            self._collectives.append(
+            self._collectives.extend(
                 PendingCollective(
-                    index=index,
-                    kind=operation.kind,
+                    index=next(self._indices) if number else index,
                     op=f"{func.namespace}.{func.overloadpacket.__name__}",
                     attribution=attribution,
                     group=None if group is None else self._groups.note(group),
                     message=message,
                     call_site=scan.call_site,
                 )
+                for number, message in enumerate(sent)
             )
         start = self._redistribution_watch.note_collective(scan.redistribution)
         if start is not None:
@@ -446,6 +470,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._recorder = recorder
+        self._subclasses = Subclasses()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -455,7 +480,33 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if types and any(kind.__name__ == "DTensor" for kind in types):
-            # DTensor first turns into local operations and collectives, which come back here.
+        below: _ModeBelow | None = None
+        if types:
+            dispatch = self._subclasses.dispatch(types)
+            # Such a class first turns it into other operations, which come back here.
+            if dispatch is Dispatch.WRAPPER:
+                return NotImplemented
+            if dispatch is Dispatch.OPAQUE:
+                if getattr(func, "namespace", None) not in NAMESPACES:
+                    return NotImplemented
+                below = _ModeBelow(self._recorder)
+        return self._recorder.run(func, args, kwargs or {}, below)
+
+
+class _ModeBelow(_Mode):  # type: ignore[no-untyped-call]  # as for _Mode
+    """Sees what an opaque class makes of one collective that it is given."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder)
+        self.has_sent = False
+        """Whether it has issued a collective, which is then recorded in place of the given one."""
+        self._is_entered = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._is_entered:  # the given one
+            self._is_entered = True
             return NotImplemented
-        return self._recorder.run(func, args, kwargs or {})
+        self.has_sent = self.has_sent or isinstance(_classify(func), Operation)
+        return super().__torch_dispatch__(func, types, args, kwargs)

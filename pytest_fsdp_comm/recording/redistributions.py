@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.recording.subclasses import nbytes_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,5 +73,5 @@ class RedistributionWatch:
             target_placements=tuple(repr(placement) for placement in target.placements),
             mesh_axes=tuple(current.mesh.mesh_dim_names or ()),
             is_explicit=found.get("is_explicit"),
-            nbytes=local.numel() * local.element_size(),
+            nbytes=nbytes_held(local),
         )

@@ -157,3 +157,34 @@ def test_object_collectives_send_their_size_first(comm_mode):
         "scatter",
         "scatter",
     ]
+
+
+@gloo_and_fake(4)
+def test_a_batch_of_sends_and_receives(comm_mode, dist_info):
+    batch = getattr(torch.ops._c10d_functional, "batch_p2p_ops", None)
+    if batch is None:
+        pytest.skip("this torch has no batch_p2p_ops")
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group, other = groups[dist_info.rank // 2], 1 - dist_info.rank % 2
+    received = torch.zeros(4)
+
+    def send():
+        mine = torch.full((4,), float(dist_info.rank))
+        tensors = [mine, received, torch.ones(2), torch.zeros(2)]
+        names = ["isend", "irecv"] * 2
+        for result in batch(names, [other] * 4, [0, 0, 1, 1], tensors, group.group_name):
+            torch.ops._c10d_functional.wait_tensor(result)
+
+    with comm_mode:
+        send()
+    assert kinds(comm_mode) == [
+        ("send", NBYTES, 0),
+        ("recv", 0, NBYTES),
+        ("send", NBYTES // 2, 0),
+        ("recv", 0, NBYTES // 2),
+    ]
+    assert [event.index for event in comm_mode.events] == [0, 1, 2, 3]
+    assert {event.op for event in comm_mode.events} == {"_c10d_functional.batch_p2p_ops"}
+    assert {event.group_size for event in comm_mode.events} == {2}
+    if dist.get_backend() == "gloo":
+        assert received.tolist() == [float(dist_info.rank ^ 1)] * 4

@@ -18,7 +18,7 @@ class Encoder(Model):
 
 @gloo_and_fake(2)
 @pytest.mark.parametrize("is_given", [True, False])
-def test_a_registered_forward_method(comm_mode, device_mesh, is_given):
+def test_a_registered_forward_method_is_a_call_of_its_module(comm_mode, device_mesh, is_given):
     model = shard(Encoder(blocks=1), device_mesh())
     register_fsdp_forward_method(model, "encode")
     # The witnesses watch two runs, and the root would keep its parameters until backward.
@@ -36,7 +36,7 @@ def test_a_registered_forward_method(comm_mode, device_mesh, is_given):
 
 
 @gloo_and_fake(2)
-def test_a_method_that_is_no_entry(comm_mode, device_mesh):
+def test_a_method_that_is_not_registered_is_outside(comm_mode, device_mesh):
     model = shard(Encoder(blocks=1), device_mesh())
     model.unshard()
     with comm_mode(model):

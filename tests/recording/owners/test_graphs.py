@@ -44,7 +44,7 @@ def in_backward(comm_mode):
 
 
 @gloo_and_fake(2)
-def test_a_graph_made_in_the_block(comm_mode, model):
+def test_a_graph_made_in_the_block_has_its_owners(comm_mode, model):
     with comm_mode(model):
         forward(model).backward()
     assert in_backward(comm_mode) == BACKWARD
@@ -52,7 +52,7 @@ def test_a_graph_made_in_the_block(comm_mode, model):
 
 
 @gloo_and_fake(2)
-def test_a_graph_made_before_the_block(comm_mode, model):
+def test_a_graph_made_before_the_block_has_no_owners_and_a_note(comm_mode, model):
     first, x = forward(model), batch()
     with comm_mode(model):
         # The first operation of the block is one of a module's.
@@ -64,7 +64,7 @@ def test_a_graph_made_before_the_block(comm_mode, model):
 
 
 @gloo_and_fake(2)
-def test_forward_in_one_block_and_backward_in_the_next(comm_mode, model):
+def test_forward_in_one_block_gives_owners_to_backward_in_the_next(comm_mode, model):
     with comm_mode(model):
         loss = forward(model)
     with comm_mode(model):
@@ -74,7 +74,7 @@ def test_forward_in_one_block_and_backward_in_the_next(comm_mode, model):
 
 
 @gloo_and_fake(2)
-def test_one_forward_one_backward_with_a_block_for_each_micro_batch(comm_mode, model):
+def test_1f1b_with_a_block_for_each_micro_batch_has_its_owners(comm_mode, model):
     with comm_mode(model):
         first = forward(model)
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_one_forward_one_backward_with_a_block_for_each_micro_batch(comm_mode, m
 
 
 @gloo_and_fake(2)
-def test_a_graph_made_between_two_blocks(comm_mode, model):
+def test_a_graph_made_between_two_blocks_has_no_owners(comm_mode, model):
     with comm_mode(model):
         first = forward(model)
     second = forward(model)
@@ -131,7 +131,7 @@ class Cubed(nn.Module):
 
 @gloo_and_fake(2)
 @pytest.mark.parametrize("is_seen", [True, False])
-def test_a_node_made_in_backward(comm_mode, is_seen):
+def test_a_node_made_in_backward_has_the_owner_of_its_parent(comm_mode, is_seen):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Cubed(), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(2, WIDTH, requires_grad=True)
     if is_seen:

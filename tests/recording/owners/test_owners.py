@@ -342,9 +342,7 @@ def test_clipping_belongs_to_the_optimizer_phase(comm_mode, device_mesh):
 
 @fake
 @pytest.mark.parametrize("foreach", [False, True])
-def test_clipping_in_two_steps_is_optimizer_and_a_norm_alone_is_not(
-    comm_mode, device_mesh, foreach
-):
+def test_clipping_in_two_steps_is_optimizer_a_norm_alone_is_not(comm_mode, device_mesh, foreach):
     # As torchtitan does, which sums the norms of pipeline stages in between.
     model = shard(Model(), device_mesh())
     step(model)

@@ -51,7 +51,79 @@ def refused(kind, text):
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("world_size", "def test_a_recording_refuses_bad_rows_and_totals(old, new, complaint):
+        ("world_size", "<<<<<<< HEAD\nworld_size", "line 2: it reads '<<<<<<< HEAD', a marker"),
+        ("mesh", "||||||| base\nmesh", "line 3: it reads '||||||| base', a marker of a merge"),
+        ("end\n", "=======\nend\n", "it reads '=======', a marker of a merge conflict"),
+        ("end\n", "end\n>>>>>>> b\n", "it reads '>>>>>>> b', a marker of a merge"),
+        ("layers", "la\0yers", "line 4: it contains the control character U+0000 at column"),
+        ("layers", "la\x1byers", "line 4: it contains the control character U+001B at column"),
+        ("world_size", "\rworld_size", "line 2: it contains a carriage return without a line feed"),
+        ("# pytest", "\ufeff# pytest", "line 1: it contains a byte order mark at column 1"),
+        ("world_size 8", "world_size \uff18", "line 2: it reads 'world_size \uff18'; expected"),
+        ("world_size 8", "world_size 08", "line 2: it reads 'world_size 08'; expected"),
+        ("world_size 8", "world_size 131073", "with a number from 1 to 131072"),
+        ("dp=4 tp=2", "dp=4 dp=4", "line 3: it reads 'mesh dp=4 dp=4'; expected"),
+        ("dp=4 tp=2", "tp=2 dp=4", "each axis once, by name, sizes up to 8"),
+        ("dp=4", "dp=0", "line 3: it reads 'mesh dp=0 tp=2'; expected"),
+        ("dp=4", "dp=9", "line 3: it reads 'mesh dp=9 tp=2'; expected"),
+        ("{0..3}", "{0..9999999}", "too many names"),
+        ("{0..3}", "{0..900000}.{0..900000}", "stands for too many names; expected at most"),
+        ("{0..3}", "{0..400000}.{0..1}", "too many names"),
+        ("{0..3}", "{0..03}", "bad numbers {0..03} in 'layers.{0..03}"),
+        ("{0..3}", "{0,1..3}", "bad numbers {0,1..3} in 'layers.{0,1..3}"),
+        ("{0..3}", "{3}", "bad numbers {3} in 'layers.{3}"),
+        ("{0..3}", ".".join("0123456789"), "too many numbers in 'layers.0.1.2"),
+        ("layers", "l\\x61yers", "bad name"),
+        ("end\n", "end", "the file ends with 'end'; expected 'end' as the last line"),
+        ("# pytest-fsdp-comm 1 ", "# pytest-fsdp-comm 9 ", "line 1: the snapshot has format 9, "),
+        ("-comm 1 ", "-comm 1 zzz", "-comm <version> comm' or '... tree'"),
+    ],
+)  # fmt: skip
+def test_recordings_and_trees_refuse_the_same_mistakes(kind, old, new, complaint):
+    text = READERS[kind][0]
+    assert old in text
+    message = refused(kind, text.replace(old, new))
+    assert complaint in message
+    assert message.startswith("a/b.comm, line ")
+    assert "git checkout" in message
+
+
+def test_a_conflict_says_how_to_take_a_side():
+    assert refused("tree", TREE.replace("mesh", "=======\nmesh")) == (
+        "a/b.comm, line 3: it reads '=======', a marker of a merge conflict; expected one side "
+        "of the conflict. Nothing was overwritten: take either side with `git checkout --ours "
+        "a/b.comm` or `git checkout --theirs a/b.comm`, then run the test; --snapshot-update if "
+        "the change is intended"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("x1 1_024", "x\uff11 1_024", "line 4: it reads"),
+        ("x1 1_024", "x01 1_024", "line 4: it reads"),
+        ("x1 1_024", "x0 1_024", "line 4: it reads"),
+        ("1_024", "10_24", "x1 10_24 B'; expected"),
+        ("1_024", "9" * 5000, "line 4: it reads"),
+        ("all_gather[dp] x1 1", "zzz[dp] x1 1", "unknown collective 'zzz'; expected one of all_g"),
+        ("forward norm all", "sideward norm all", "expected a phase first: forward, backward,"),
+        ("ranks 0,2-3", "ranks 3-2", "bad ranks '3-2'; expected ranks from 0 to 7 in ascending"),
+        ("ranks 0,2-3", "ranks 1-0", "bad ranks '1-0'"),
+        ("ranks 0,2-3", "ranks 2,0", "bad ranks '2,0'"),
+        ("ranks 0,2-3", "ranks 2,3", "bad ranks '2,3'"),
+        ("ranks 0,2-3", "ranks 8", "bad ranks '8'"),
+        ("ranks 0,2-3", "ranks 0-99999999999", "bad ranks '0-99999999999'"),
+        ("ranks 0,2-3", "ranks 0-7", "it lists all ranks; expected no list"),
+        ("ranks 0,2-3\n", "ranks 0\nforward norm all_gather[dp] x1 8 B ranks 2-3\n", "each row o"),
+        ("ranks 0,2-3\n", "ranks 0\nforward norm all_gather[dp] x2 8 B ranks 0-1\n", "each row o"),
+        ("norm all_gather[dp] x1 8 B ranks 0,2-3", "layers.2 all_gather[dp] x1 8 B", "line 5: it"),
+        ("forward layers.{0..3} unshard x1\n", "forward layers.{0..1} unshard x1\nforward layers."
+         "{2..3} unshard x1\n", "unshard x1'; expected 'forward layers.{0..3} unshard x1'"),
+        ("forward layers.{0..3} unshard x1\n", "forward layers.{0..3} unshard x1\n" * 2, "each r"),
+        ("4_104", "4_105", "line 8: it reads 'total all_gather[dp] x5 4_105 B'; the totals do not"),
+    ],
+)  # fmt: skip
+def test_a_recording_refuses_bad_rows_and_totals(old, new, complaint):
     assert old in COMM
     assert complaint in refused("comm", COMM.replace(old, new))
 

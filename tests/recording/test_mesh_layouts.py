@@ -1,0 +1,94 @@
+"""How the groups of an axis lie among the ranks; the numbers are read off the mesh by hand."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from pytest_fsdp_comm.comm.json import dump_recording, load_recording
+from pytest_fsdp_comm.recording.mesh_axes import dims_of
+
+
+def layouts(comm_mode):
+    return {layout.axis: layout.dims for layout in comm_mode.recording.layouts}
+
+
+def send_over(mesh):
+    for dim in range(mesh.ndim):
+        dist.all_reduce(torch.ones(1), group=mesh.get_group(dim))
+
+
+@pytest.mark.distributed(world_size=16, backend="fake", ranks=[0, 6, 15])
+def test_axes_of_meshes_lie_as_their_groups_do(comm_mode, device_mesh):
+    mesh = device_mesh(pp=2, dp=2, tp=4)
+    flat = mesh["pp", "tp"]._flatten("pp_tp")
+    transposed = DeviceMesh("cpu", torch.arange(16).view(4, 4).t(), mesh_dim_names=("row", "col"))
+    with comm_mode:
+        send_over(mesh)
+        send_over(flat)
+        send_over(transposed)
+        dist.all_reduce(torch.ones(1))
+    assert layouts(comm_mode) == {
+        "pp": ((2, 8),),
+        "dp": ((2, 4),),
+        "tp": ((4, 1),),
+        "pp_tp": ((4, 1), (2, 8)),
+        "row": ((4, 1),),
+        "col": ((4, 4),),
+        "world": ((16, 1),),
+    }
+    assert load_recording(dump_recording(comm_mode.recording)) == comm_mode.recording
+
+
+@pytest.mark.distributed(world_size=8, backend="fake")
+def test_groups_without_a_mesh_have_a_layout_too(comm_mode):
+    groups = [dist.new_group(ranks) for ranks in ([0, 3, 5, 6], [0, 1, 5], [0, 4], [0, 2], [0])]
+    with comm_mode:
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
+    assert layouts(comm_mode) == {
+        "size4": None,
+        "size3": None,
+        "size2.stride4": ((2, 4),),
+        "size2.stride2": ((2, 2),),
+        "size1": (),
+    }
+
+
+@pytest.mark.distributed(world_size=8, backend="fake")
+def test_two_groups_of_one_name_have_two_layouts(comm_mode):
+    groups = [dist.new_group(ranks, group_desc="tp") for ranks in ([0, 1], [0, 4], [0, 1])]
+    with comm_mode:
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
+        # Made, but nothing is sent over it.
+        dist.new_group([0, 2])
+    found = [(layout.axis, layout.dims) for layout in comm_mode.recording.layouts]
+    assert found == [("tp", ((2, 1),)), ("tp", ((2, 4),))]
+
+
+SHAPES = [
+    *itertools.product([(2, 1), (4, 1), (3, 2)], [(2, 16), (3, 20)], [(2, 64), (5, 100)]),
+    ((2, 8), (4, 1)),
+    ((2, 4), (3, 1)),
+    ((7, 3),),
+    (),
+]
+
+
+@pytest.mark.parametrize("dims", SHAPES)
+@pytest.mark.parametrize("first", [0, 5])
+def test_dims_give_the_ranks_again(dims, first):
+    ranks = [first]
+    for size, stride in dims:
+        ranks = [rank + n * stride for n in range(size) for rank in ranks]
+    assert dims_of(ranks) == dims
+
+
+@pytest.mark.parametrize(
+    "ranks", [(0, 3, 5, 6), (0, 1, 3), (0, 1, 4), (0, 1, 4, 6), (0, 1, 2, 4, 5), (0, 1, 4, 5, 8)]
+)
+def test_irregular_ranks_have_no_dims(ranks):
+    assert dims_of(ranks) is None
