@@ -164,7 +164,7 @@ def test_a_call_is_asynchronous_if_its_caller_has_to_wait(comm_mode):
 
 
 @gloo_and_fake(2)
-def test_fsdp_sends_without_waiting_in_the_backend(comm_mode, device_mesh):
+def test_fsdp_calls_are_synchronous_but_for_an_asynchronous_unshard(comm_mode, device_mesh):
     model = shard(Model(1), device_mesh())
     with comm_mode(model):
         step(model)
