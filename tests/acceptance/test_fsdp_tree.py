@@ -195,7 +195,7 @@ def test_findings_fail_a_test_and_can_be_turned_off(project):
     pytester = project(FINDINGS_TEST)
     result = run(pytester)
     result.assert_outcomes(failed=1)
-    assert "warning: partly-wrapped: layers.1: 1 of 2 Block blocks" in result.stdout.str()
+    assert "warning: partly-wrapped: layers.1: 1 of 2 sibling Block modules" in result.stdout.str()
     pytester.makeini("[pytest]\nfsdp_comm_findings =\n    partly-wrapped = off\n")
     run(pytester).assert_outcomes(passed=1)
 

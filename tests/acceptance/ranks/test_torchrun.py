@@ -309,7 +309,7 @@ def test_slurm_ranks_report_a_changed_snapshot_once(forked, tmp_path):
     file.write_text(file.read_text().replace("for layer in model:", "for layer in model[:1]:"))
     names = {"rank_name": "SLURM_PROCID", "size_name": "SLURM_NTASKS"}
     leader, follower = map(end, start_by_variables(path, **names))
-    assert "rank 0 of 2 that SLURM_PROCID and SLURM_NTASKS started" in leader.out
+    assert "rank 0 of 2 started by SLURM_PROCID and SLURM_NTASKS" in leader.out
     assert "comm_mode differs from snapshots/test_it/test_step.ws2.comm" in leader.out
     assert (leader.status, follower) == (1, Ended(1, "", ""))
     assert snapshots(path) == snapshots(forked)

@@ -38,7 +38,7 @@ def without_third_last_line(text):
 BROKEN = {
     "conflict": (
         lambda text: text.replace("mesh", "<<<<<<< HEAD\nmesh"),
-        "line 3: it reads '<<<<<<< HEAD', a marker of a merge conflict; expected one side of it",
+        "line 3: it reads '<<<<<<< HEAD', a marker of a merge conflict; expected one side of the",
     ),
     "lost": (
         without_third_last_line,
@@ -48,7 +48,7 @@ BROKEN = {
         lambda text: text.replace("mesh", "me\0sh"),
         "line 3: it contains the control character U+0000 at column 3; expected plain text",
     ),
-    "truncated": (lambda text: text[: len(text) // 2], "expected 'end' as the last line, and a"),
+    "truncated": (lambda text: text[: len(text) // 2], "expected 'end' as the last line, with a"),
     "empty": (lambda _: "", "line 1: the file is empty; expected a snapshot"),
     "newer": (
         lambda text: text.replace("comm 1 ", "comm 99 ", 1),
