@@ -13,7 +13,7 @@ def check(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
     session.run("lint-imports")
-    session.run("pytest", "-q", *(session.posargs or ("tests/unit", "tests/typing")))
+    session.run("pytest", "-q", "-n", "2", *(session.posargs or ("tests/unit", "tests/typing")))
 
 
 @nox.session
