@@ -11,8 +11,9 @@ import argparse
 import time
 
 from pytest_fsdp_comm.comm.diff import compare
-from pytest_fsdp_comm.comm.events import Collective, MeshAxis, Phase, Recording, Source
+from pytest_fsdp_comm.comm.events import Collective, Phase, Recording, Source
 from pytest_fsdp_comm.comm.json import dump_recording
+from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import fold, merge
 from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
 

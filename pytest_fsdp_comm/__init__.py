@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.events import (
         Collective,
         HostDeviceCopy,
-        MeshAxis,
-        MeshLayout,
         Phase,
         Recording,
         Redistribution,
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
         Source,
         Timing,
     )
+    from pytest_fsdp_comm.comm.mesh import MeshAxis
     from pytest_fsdp_comm.comm.profile import CommProfile
     from pytest_fsdp_comm.fixtures import DistInfo, MakeDeviceMesh
     from pytest_fsdp_comm.fsdp_tree import TreeFactory
@@ -50,7 +49,6 @@ __all__ = [
     "HostDeviceCopy",
     "MakeDeviceMesh",
     "MeshAxis",
-    "MeshLayout",
     "Phase",
     "RanksDivergedError",
     "Recording",
@@ -74,8 +72,7 @@ _LAZY = {
     "DistInfo": "fixtures",
     "HostDeviceCopy": "comm.events",
     "MakeDeviceMesh": "fixtures",
-    "MeshAxis": "comm.events",
-    "MeshLayout": "comm.events",
+    "MeshAxis": "comm.mesh",
     "Phase": "comm.events",
     "Recording": "comm.events",
     "Redistribution": "comm.events",

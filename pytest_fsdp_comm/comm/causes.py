@@ -15,7 +15,7 @@ from pytest_fsdp_comm.text.fqn import fold_fqns
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pytest_fsdp_comm.comm.profile import CommProfile
+    from pytest_fsdp_comm.comm.profile import CommProfile, CommRow
 
 _Counts = dict[tuple[Phase, str], int]
 """(phase, kind) -> count, of one module."""
@@ -216,7 +216,7 @@ def _renamed(old: CommProfile, new: CommProfile) -> Iterator[str]:
         found: defaultdict[str, list[tuple[object, ...]]] = defaultdict(list)
         for row in profile.rows:
             if row.owner is not None:
-                found[row.owner].append((row.phase, row.kind, row.axis, row.count, row.nbytes))
+                found[row.owner].append((row.phase, row.kind, row.axis, row.calls))
         return found
 
     before, after = contents(old), contents(new)
@@ -240,9 +240,15 @@ def _bytes_scaled(old: CommProfile, new: CommProfile) -> Iterator[str]:
     if any(was.count != now.count for was, now in pairs):
         return
     changed = [(was, now) for was, now in pairs if was.nbytes != now.nbytes]
+    if any(_dtypes(was) == _dtypes(now) for was, now in changed):
+        return
     for factor, text in ((2, "twice"), (0.5, "half")):
         if changed and all(now.nbytes == was.nbytes * factor for was, now in changed):
             yield (
-                f"the same collectives carry {text} the bytes: did a dtype change "
-                "(MixedPrecisionPolicy, or the model's own)?"
+                f"the same collectives carry {text} the bytes, in another dtype "
+                "(MixedPrecisionPolicy, or the model's own)"
             )
+
+
+def _dtypes(row: CommRow) -> set[str]:
+    return {calls.dtype for calls in row.calls}

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from pytest_fsdp_comm.comm.causes import find_causes
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.profile import CommProfile, Site, restrict
+from pytest_fsdp_comm.comm.mesh import show_mesh
+from pytest_fsdp_comm.comm.profile import Calls, CommProfile, Site, restrict, without_async
 from pytest_fsdp_comm.text.fqn import natural_key
+from pytest_fsdp_comm.text.rank_lists import name_ranks, runs_of, write_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -21,13 +23,18 @@ _PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """Count and bytes of one row, for some ranks."""
+    """How much one row is, for some ranks."""
 
     count: int
-    nbytes: int
-    """Bytes on one rank; 0 where only counts are compared."""
+    calls: tuple[Calls, ...] = ()
+    """As `Row.calls`."""
     ranks: tuple[int, ...] = ()
     """The ranks for which it holds; empty for all."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on one rank; 0 where only counts are compared."""
+        return sum(calls.count * calls.nbytes for calls in self.calls)
 
 
 _Amounts: TypeAlias = tuple[Amount, ...]
@@ -37,9 +44,9 @@ _Amounts: TypeAlias = tuple[Amount, ...]
 class Change:
     """One row that differs, for every module in which it differs in the same way."""
 
-    subject: Literal["collective", "reshard", "redistribution", "world_size", "mesh"]
+    subject: Literal["collective", "reshard", "redistribution", "frame"]
     phase: Phase | None
-    """None for a change of the world size or the mesh."""
+    """None for a change of the frame: world size, recorded ranks, mesh, gathered bytes."""
     owners: tuple[str | None, ...] = ()
     """FQNs in natural order; None stands for no module."""
     what: str
@@ -49,9 +56,9 @@ class Change:
     after: tuple[Amount, ...] = ()
     """What was recorded; empty if the row is gone."""
     old_text: str = ""
-    """For world size and mesh."""
+    """Of the frame."""
     new_text: str = ""
-    """For world size and mesh."""
+    """Of the frame."""
     sites: tuple[Site, ...] = ()
     """Where the recorded collectives of the first owner were issued."""
 
@@ -69,14 +76,18 @@ class Comparison:
 def compare(old: CommProfile, new: CommProfile) -> Comparison:
     """Compares a snapshot with what was recorded.
 
-    Where fewer ranks were recorded than the world has (the fake backend), only these are compared.
+    Where the snapshot has all ranks, but only some were recorded now (the fake backend), only these
+    are compared. Where torch said on one side only which calls are asynchronous, none are compared
+    for that.
 
     Args:
         old: The snapshot.
         new: What was recorded.
     """
-    if new.recorded_ranks and len(new.recorded_ranks) < new.world_size:
+    if new.recorded_ranks and not old.recorded_ranks:
         old = restrict(old, new.recorded_ranks)
+    if old.shows_async != new.shows_async:
+        old, new = without_async(old), without_async(new)
     sites = {row.key: row.sites for row in reversed(new.rows)}
     changes = [
         *_compare_frames(old, new),
@@ -88,16 +99,24 @@ def compare(old: CommProfile, new: CommProfile) -> Comparison:
 
 
 def _compare_frames(old: CommProfile, new: CommProfile) -> Iterable[Change]:
-    def axes(profile: CommProfile) -> str:
-        return " ".join(f"{axis.name}={axis.size}" for axis in profile.mesh_axes) or "none"
+    def ranks(profile: CommProfile) -> str:
+        return write_ranks(runs_of(profile.recorded_ranks)) or "all"
 
-    pairs: tuple[tuple[Literal["world_size", "mesh"], str, str], ...] = (
+    def peak(profile: CommProfile) -> str:
+        return " / ".join(
+            f"{peak.nbytes:_} B{f' on {name_ranks(peak.ranks)}' if peak.ranks else ''}"
+            for peak in profile.peaks
+        )
+
+    pairs = (
         ("world_size", str(old.world_size), str(new.world_size)),
-        ("mesh", axes(old), axes(new)),
+        ("recorded ranks", ranks(old), ranks(new)),
+        ("mesh", show_mesh(old.mesh_axes), show_mesh(new.mesh_axes)),
+        ("peak gathered", peak(old) or "0 B", peak(new) or "0 B"),
     )
-    for subject, before, after in pairs:
+    for what, before, after in pairs:
         if before != after:
-            yield Change(subject=subject, phase=None, what=subject, old_text=before, new_text=after)
+            yield Change(subject="frame", phase=None, what=what, old_text=before, new_text=after)
 
 
 def _compare_rows(
@@ -134,6 +153,6 @@ def _described(what: Sequence[str]) -> str:
 def _by_key(rows: Iterable[Row]) -> dict[RowKey, _Amounts]:
     found: defaultdict[RowKey, list[Amount]] = defaultdict(list)
     for row in rows:
-        amount = Amount(count=row.count, nbytes=row.nbytes, ranks=row.ranks)
+        amount = Amount(count=row.count, calls=row.calls, ranks=row.ranks)
         found[row.key].append(amount)
     return {key: tuple(amounts) for key, amounts in found.items()}

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Literal
 
+from pytest_fsdp_comm.comm.mesh import MeshAxis  # read by the codec
+
 ROOT_FQN: Final = ""
 """The FQN of the outermost module, as in torch. Shown to people as ``(root)``."""
 
@@ -54,32 +56,6 @@ COLLECTIVE_KINDS: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeshAxis:
-    """A set of process groups that partition the ranks, as one axis of a device mesh does."""
-
-    name: str
-    """The axis of the device mesh (``"dp"``), ``"world"`` for the default group, or a description
-    by shape that is equal on every rank and in every run. Never a counter."""
-    size: int
-    """How many ranks take part."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshLayout:
-    """How the ranks of a group lie among all ranks; equal on every rank for the axes of a mesh.
-
-    No part of `MeshAxis`, which snapshots compare.
-    """
-
-    axis: str
-    """Name of the `MeshAxis`; several groups of one name may lie differently."""
-    dims: tuple[tuple[int, int], ...] | None
-    """Size and stride of each dimension of the group's ranks, innermost first: ``((4, 1),)`` is
-    ranks 0 to 3, ``((2, 1), (2, 8))`` is 0, 1, 8, 9. Empty for one rank; None if the ranks lie
-    irregularly."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """One communication call, as this rank issued it."""
 
@@ -113,15 +89,19 @@ class Collective:
     """Of a send or a receive, the other rank, as its distance from this one in the group, counted
     upwards and around: 1 is the next rank, ``group_size - 1`` the one before. None for other kinds,
     for a receive from any rank, and if the group has no such rank."""
-    source_rank: int | None = None
-    """Of a broadcast or a scatter, the rank within the group whose data the others receive, from 0.
-    None for other kinds, and if the group has no such rank."""
+    root_rank: int | None = None
+    """Of a broadcast or a scatter, the rank within the group whose data the others receive; of a
+    reduce or a gather, the one that receives the result; from 0. None for other kinds, and if the
+    group has no such rank."""
     reduce_op: str | None = None
     """``sum``, ``avg``, ``product``, ``min``, ``max``, ``band``, ``bor``, ``bxor`` or
     ``premul_sum``. None where nothing is reduced, and where torch does not show it."""
     is_async: bool | None = None
     """Whether the caller has to wait for it (``async_op=True``). None where torch does not say: for
     the functional collectives, for sends and receives, and in older torch."""
+    ahead: int | None = None
+    """Of an all-gather of an FSDP unit, how many units before its use it was issued; 0 at its use.
+    None for all others, and where the unit was not used afterwards."""
 
     @property
     def nbytes(self) -> int:
@@ -217,10 +197,12 @@ class Recording:
     """As ``torch.__version__``. Shown, not compared."""
     mesh_axes: tuple[MeshAxis, ...] = ()
     """The axes over which something was sent, sorted by name."""
-    layouts: tuple[MeshLayout, ...] = ()
-    """How the groups of these axes lie among the ranks, sorted by name. Not compared."""
+    shows_async: bool = True
+    """Whether this torch says which calls are asynchronous; older ones do not."""
     collectives: tuple[Collective, ...] = ()
     reshards: tuple[Reshard, ...] = ()
+    peak_gathered_nbytes: int = 0
+    """Most bytes of parameters that FSDP units had gathered at once on this rank."""
     redistributions: tuple[Redistribution, ...] = ()
     copies: tuple[HostDeviceCopy, ...] = ()
     timings: tuple[Timing, ...] = ()

@@ -9,8 +9,9 @@ from collections import Counter, defaultdict
 from dataclasses import Field, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
 
-from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, MeshAxis, Phase
-from pytest_fsdp_comm.text.fqn import natural_key
+from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Phase, Source
+from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes
+from pytest_fsdp_comm.text.fqn import natural_key, write_word
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,11 +25,19 @@ RowKey: TypeAlias = tuple[Phase, str | None, tuple[str, ...]]
 """Phase, owner and `Row.what`."""
 
 
-class Row(Protocol):
-    """What rows of all kinds have in common: how often some ranks did something."""
+class OfRanks(Protocol):
+    """What holds for some of the recorded ranks."""
 
     # What `dataclasses.replace` asks of a value.
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks for which this holds, ascending; empty for all ranks."""
+
+
+class Row(OfRanks, Protocol):
+    """What rows of all kinds have in common: how often some ranks did something."""
 
     @property
     def phase(self) -> Phase:
@@ -51,15 +60,12 @@ class Row(Protocol):
         """How often, on one rank."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes on one rank; 0 where only counts are compared."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks for which this holds, ascending; empty for all ranks."""
+    def calls(self) -> tuple[Calls, ...]:
+        """The same by what each call was; empty where only counts are compared."""
 
 
 _Row = TypeVar("_Row", bound=Row)
+_OfRanks = TypeVar("_OfRanks", bound=OfRanks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +82,44 @@ class Site:
     """How many of the row's collectives."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Calls:
+    """Calls that are alike in all that is compared, on one rank."""
+
+    nbytes: int = 0
+    """Message size of each, in bytes; 0 for objects."""
+    dtype: str = ""
+    """As `events.Collective.dtype`; empty for objects."""
+    is_object: bool = False
+    """Whether they carry pickled objects, whose size depends on values and paths."""
+    ahead: int = 0
+    """As `events.Collective.ahead`; 0 where that is None."""
+    is_async: bool = False
+    """Whether the caller has to wait for each; False where torch does not say."""
+    peer: int = 0
+    """The distance to the other rank of a send or a receive within the group, the shorter way
+    around: 1 for the next rank, -1 for the one before. 0 for other kinds, and where none is
+    known."""
+    root_rank: int = -1
+    """As `events.Collective.root_rank`; -1 where that is None."""
+    count: int
+    """How many there are."""
+
+    def __str__(self) -> str:
+        """As in a snapshot: ``x2 of 64 B float32 ahead 1``."""
+        words = [f"x{self.count}"]
+        if self.is_object:
+            words.append("of objects")
+        elif self.nbytes or self.dtype:
+            words.append(f"of {self.nbytes:_} B")
+            words += [write_word(self.dtype)] if self.dtype else []
+        words += [f"ahead {self.ahead}"] if self.ahead else []
+        words += ["async"] if self.is_async else []
+        words += [f"peer {self.peer:+}"] if self.peer else []
+        words += [f"root {self.root_rank}"] if self.root_rank >= 0 else []
+        return " ".join(words)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommRow:
     """The collectives of one kind that serve one module in one phase over one mesh axis."""
@@ -87,14 +131,22 @@ class CommRow:
     """As `events.Collective.kind`."""
     axis: str
     """Name of the mesh axis."""
-    count: int
-    """How many a rank issued."""
-    nbytes: int
-    """Sum of their message sizes on one rank, in bytes."""
+    calls: tuple[Calls, ...]
+    """Sorted, each kind of call once."""
     ranks: tuple[int, ...] = ()
     """The ranks for which this holds, ascending; empty for all ranks."""
     sites: tuple[Site, ...] = field(default=(), compare=False)
     """Of the lowest of these ranks; empty in a profile that was read from a snapshot."""
+
+    @property
+    def count(self) -> int:
+        """How many a rank issued."""
+        return sum(calls.count for calls in self.calls)
+
+    @property
+    def nbytes(self) -> int:
+        """Sum of their message sizes on one rank, in bytes; without those of objects."""
+        return sum(calls.count * calls.nbytes for calls in self.calls)
 
     @property
     def what(self) -> tuple[str, str]:
@@ -136,9 +188,9 @@ class ReshardRow:
         return (self.phase, self.module, self.what)
 
     @property
-    def nbytes(self) -> int:
-        """None are compared: the collective that an unshard issues has them."""
-        return 0
+    def calls(self) -> tuple[Calls, ...]:
+        """None: the all-gather that an unshard issues has them."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +217,31 @@ class RedistributionRow:
         return (self.phase, self.owner, self.what)
 
     @property
-    def nbytes(self) -> int:
-        """None are compared: the collectives that it issues have them."""
-        return 0
+    def calls(self) -> tuple[Calls, ...]:
+        """None: the collectives that it issues have them."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredPeak:
+    """Most bytes of parameters that were gathered at once."""
+
+    nbytes: int
+    """On one rank, from 1."""
+    ranks: tuple[int, ...] = ()
+    """The ranks for which this holds, ascending; empty for all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """All collectives of one kind over one axis."""
+
+    kind: str
+    axis: str
+    count: int
+    nbytes: int
+    num_ranks: int
+    """Of how many ranks this is the sum: 1 if all have the same rows, else all recorded ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,8 +256,12 @@ class CommProfile:
     """In order of phase, owner and kind."""
     reshards: tuple[ReshardRow, ...] = ()
     redistributions: tuple[RedistributionRow, ...] = ()
-    recorded_ranks: tuple[int, ...] = field(default=(), compare=False)
-    """The ranks that were recorded, ascending; empty in a profile that was read from a snapshot."""
+    peaks: tuple[GatheredPeak, ...] = ()
+    """In the order of their lowest ranks; empty if nothing was gathered."""
+    recorded_ranks: tuple[int, ...] = ()
+    """The ranks that were recorded, ascending; empty for all ranks."""
+    shows_async: bool = True
+    """As `events.Recording.shows_async`; otherwise no `Calls` are compared for it."""
     backend: str = field(default="", compare=False)
     """E.g. ``gloo``."""
     torch_version: str = field(default="", compare=False)
@@ -196,50 +274,56 @@ class CommProfile:
         """Whether no collective was recorded on any rank."""
         return not self.rows
 
-    def totals(self) -> tuple[CommRow, ...]:
-        """Counts and bytes of each kind and axis over all phases and owners.
-
-        Returns:
-            Rows without owner, in the order of kinds. Where ranks differ in a row, its lowest rank
-            counts.
-        """
-        counts: Counter[tuple[str, str]] = Counter()
-        nbytes: Counter[tuple[str, str]] = Counter()
-        seen: set[RowKey] = set()
-        for row in self.rows:
-            if row.key not in seen:
-                seen.add(row.key)
-                counts[row.kind, row.axis] += row.count
-                nbytes[row.kind, row.axis] += row.nbytes
-        rows = (
-            CommRow(
-                phase=Phase.OUTSIDE,
-                owner=None,
-                kind=kind,
-                axis=axis,
-                count=count,
-                nbytes=nbytes[kind, axis],
-            )
-            for (kind, axis), count in counts.items()
-        )
-        return sort_rows(rows)
-
     @property
-    def named_ranks(self) -> frozenset[int]:
-        """The ranks that some row names, since others do not share it; empty if none differ."""
-        sections = (self.rows, self.reshards, self.redistributions)
-        return frozenset(rank for rows in sections for row in rows for rank in row.ranks)
+    def num_ranks(self) -> int:
+        """How many ranks were recorded."""
+        return len(self.recorded_ranks) or self.world_size
+
+    def totals(self) -> tuple[Total, ...]:
+        """Counts and bytes of each kind and axis over all phases and owners, by kind."""
+        return sum_up(((row, 1, len(row.ranks)) for row in self.rows), self.num_ranks)
+
+
+def sum_up(rows: Iterable[tuple[CommRow, int, int]], num_ranks: int) -> tuple[Total, ...]:
+    """Adds rows up.
+
+    Args:
+        rows: Each with the number of owners that have it, and with the number of ranks that do; 0
+            for all of them.
+        num_ranks: How many ranks were recorded.
+    """
+    held = list(rows)
+    is_common = not any(ranks for _, _, ranks in held)
+    counts: Counter[tuple[str, str]] = Counter()
+    nbytes: Counter[tuple[str, str]] = Counter()
+    for row, owners, ranks in held:
+        times = owners * (1 if is_common else ranks or num_ranks)
+        counts[row.what] += times * row.count
+        nbytes[row.what] += times * row.nbytes
+    return tuple(
+        Total(
+            kind=what[0],
+            axis=what[1],
+            count=counts[what],
+            nbytes=nbytes[what],
+            num_ranks=1 if is_common else num_ranks,
+        )
+        for what in sorted(counts, key=_kind_order)
+    )
 
 
 def fold(recording: Recording) -> CommProfile:
     """Counts one rank's recording."""
+    peak = recording.peak_gathered_nbytes
     return CommProfile(
         world_size=recording.world_size,
         mesh_axes=recording.mesh_axes,
         rows=sort_rows(_fold_collectives(recording)),
         reshards=sort_rows(_fold_reshards(recording)),
         redistributions=sort_rows(_fold_redistributions(recording)),
-        recorded_ranks=(recording.rank,),
+        peaks=(GatheredPeak(nbytes=peak),) if peak else (),
+        recorded_ranks=() if recording.world_size == 1 else (recording.rank,),
+        shows_async=recording.shows_async,
         backend=recording.backend,
         torch_version=recording.torch_version,
         notes=recording.notes,
@@ -257,13 +341,53 @@ def _fold_collectives(recording: Recording) -> Iterable[CommRow]:
             owner=owner,
             kind=kind,
             axis=axis,
-            count=len(alike),
-            nbytes=sum(event.nbytes for event in alike),
+            calls=_fold_calls(alike),
             sites=tuple(
                 Site(issued_in=issued_in, call_site=call_site, dtype=dtype, count=count)
                 for (issued_in, call_site, dtype), count in sites.most_common()
             ),
         )
+
+
+def _fold_calls(events: Iterable[Collective]) -> tuple[Calls, ...]:
+    counts = Counter(map(_compared, events))
+    return tuple(
+        sorted(
+            Calls(
+                nbytes=nbytes,
+                dtype=dtype,
+                is_object=is_object,
+                ahead=ahead,
+                is_async=is_async,
+                peer=peer,
+                root_rank=root_rank,
+                count=count,
+            )
+            for (
+                nbytes,
+                dtype,
+                is_object,
+                ahead,
+                is_async,
+                peer,
+                root_rank,
+            ), count in counts.items()
+        )
+    )
+
+
+def _compared(event: Collective) -> tuple[int, str, bool, int, bool, int, int]:
+    is_object = event.source is Source.OBJECT
+    peer, size = event.peer or 0, event.group_size
+    return (
+        0 if is_object else event.nbytes,
+        "" if is_object else event.dtype,
+        is_object,
+        event.ahead or 0,
+        event.is_async is True,
+        peer - size if peer > size / 2 else peer,
+        -1 if event.root_rank is None else event.root_rank,
+    )
 
 
 def _fold_reshards(recording: Recording) -> Iterable[ReshardRow]:
@@ -297,16 +421,17 @@ def merge(profiles: Sequence[CommProfile]) -> CommProfile:
     Returns:
         The profile of all of them. A row that not every rank has says which have it.
     """
-    ranks = tuple(profile.recorded_ranks[0] for profile in profiles)
     first = profiles[0]
-    axes = {axis.name: axis for profile in profiles for axis in profile.mesh_axes}
+    # One process alone is all ranks.
+    ranks = tuple((profile.recorded_ranks or (0,))[0] for profile in profiles)
     return replace(
         first,
-        mesh_axes=tuple(axes[name] for name in sorted(axes)),
+        mesh_axes=merge_axes(axis for profile in profiles for axis in profile.mesh_axes),
         rows=_merge_rows(ranks, [profile.rows for profile in profiles]),
         reshards=_merge_rows(ranks, [profile.reshards for profile in profiles]),
         redistributions=_merge_rows(ranks, [profile.redistributions for profile in profiles]),
-        recorded_ranks=ranks,
+        peaks=_merge_peaks(ranks, [profile.peaks for profile in profiles]),
+        recorded_ranks=() if len(ranks) == first.world_size else ranks,
         notes=tuple(dict.fromkeys(note for profile in profiles for note in profile.notes)),
     )
 
@@ -318,13 +443,26 @@ def _merge_rows(ranks: Sequence[int], rows_of: Sequence[Sequence[_Row]]) -> tupl
         ranks: Ascending.
         rows_of: The rows of each of them.
     """
-    groups: dict[tuple[RowKey, int, int], tuple[_Row, list[int]]] = {}
+    groups: dict[tuple[RowKey, int, tuple[Calls, ...]], tuple[_Row, list[int]]] = {}
     for rank, rows in zip(ranks, rows_of, strict=True):
         for row in rows:
-            groups.setdefault((row.key, row.count, row.nbytes), (row, []))[1].append(rank)
+            groups.setdefault((row.key, row.count, row.calls), (row, []))[1].append(rank)
     return sort_rows(
         replace(row, ranks=() if len(having) == len(ranks) else tuple(having))
         for row, having in groups.values()
+    )
+
+
+def _merge_peaks(
+    ranks: Sequence[int], peaks_of: Sequence[Sequence[GatheredPeak]]
+) -> tuple[GatheredPeak, ...]:
+    having: defaultdict[int, list[int]] = defaultdict(list)
+    for rank, peaks in zip(ranks, peaks_of, strict=True):
+        for peak in peaks:
+            having[peak.nbytes].append(rank)
+    return tuple(
+        GatheredPeak(nbytes=nbytes, ranks=() if len(found) == len(ranks) else tuple(found))
+        for nbytes, found in having.items()
     )
 
 
@@ -337,22 +475,50 @@ def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
     """
     rows = _restrict_rows(profile.rows, ranks)
     used = {row.axis for row in rows}
+    kept = frozenset(ranks)
     return replace(
         profile,
-        mesh_axes=tuple(axis for axis in profile.mesh_axes if axis.name in used),
+        mesh_axes=tuple(
+            replace(axis, groups=tuple(filter(kept.intersection, axis.groups)))
+            for axis in profile.mesh_axes
+            if axis.name in used and (not axis.groups or any(map(kept.intersection, axis.groups)))
+        ),
         rows=rows,
         reshards=_restrict_rows(profile.reshards, ranks),
         redistributions=_restrict_rows(profile.redistributions, ranks),
+        peaks=_restricted(profile.peaks, ranks),
+        recorded_ranks=tuple(ranks),
     )
 
 
 def _restrict_rows(rows: Iterable[_Row], ranks: Sequence[int]) -> tuple[_Row, ...]:
+    return sort_rows(_restricted(rows, ranks))
+
+
+def _restricted(held: Iterable[_OfRanks], ranks: Sequence[int]) -> tuple[_OfRanks, ...]:
     found = []
-    for row in rows:
-        having = tuple(rank for rank in ranks if not row.ranks or rank in row.ranks)
+    # Many rows share one list of ranks.
+    kept: dict[tuple[int, ...], tuple[int, ...]] = {(): tuple(ranks)}
+    for one in held:
+        if one.ranks not in kept:
+            kept[one.ranks] = tuple(sorted(set(one.ranks).intersection(ranks)))
+        having = kept[one.ranks]
         if having:
-            found.append(replace(row, ranks=() if len(having) == len(ranks) else having))
-    return sort_rows(found)
+            found.append(replace(one, ranks=() if len(having) == len(ranks) else having))
+    return tuple(found)
+
+
+def without_async(profile: CommProfile) -> CommProfile:
+    """A profile as if torch had not said which calls are asynchronous."""
+
+    def merged(calls: Iterable[Calls]) -> tuple[Calls, ...]:
+        counts: Counter[Calls] = Counter()
+        for one in calls:
+            counts[replace(one, is_async=False, count=0)] += one.count
+        return tuple(sorted(replace(one, count=count) for one, count in counts.items()))
+
+    rows = tuple(replace(row, calls=merged(row.calls)) for row in profile.rows)
+    return replace(profile, rows=rows, shows_async=False)
 
 
 def sort_rows(rows: Iterable[_Row]) -> tuple[_Row, ...]:
@@ -362,5 +528,8 @@ def sort_rows(rows: Iterable[_Row]) -> tuple[_Row, ...]:
 
 def _order(row: Row) -> tuple[object, ...]:
     where = (row.owner is None, natural_key(row.owner or ""))
-    kind = _KIND_ORDER.get(row.what[0], len(_KIND_ORDER))
-    return (_PHASE_ORDER[row.phase], where, kind, row.what, row.ranks)
+    return (_PHASE_ORDER[row.phase], where, _kind_order(row.what), row.ranks)
+
+
+def _kind_order(what: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
+    return _KIND_ORDER.get(what[0], len(_KIND_ORDER)), what

@@ -6,13 +6,14 @@ import contextlib
 import gc
 import itertools
 import sys
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.comm.events import MeshAxis, MeshLayout
+from pytest_fsdp_comm.comm.mesh import MeshAxis
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -105,29 +106,35 @@ class GroupNames:
     def axis(self, key: str) -> MeshAxis:
         """The axis of a group that `note` has seen."""
         group = self._groups[key]
-        size = len(group.ranks)
         whole = self._wholes.get(key)
         if whole is not None and whole != key:
-            return MeshAxis(name=f"{self.axis(whole).name}.post_forward", size=size)
-        return MeshAxis(name=self._axes.get(key) or _name_of(group), size=size)
+            return axis_of(f"{self.axis(whole).name}.post_forward", group.ranks)
+        return axis_of(self._axes.get(key) or _name_of(group), group.ranks)
 
-    def layouts(self, keys: Iterable[str | None]) -> tuple[MeshLayout, ...]:
-        """How groups that `note` has seen lie among the ranks, each layout once, by name.
+    def axes(self, keys: Iterable[str]) -> dict[str, MeshAxis]:
+        """The axes of groups that `note` has seen, told apart where two of one name differ.
 
         Args:
-            keys: Of the groups; None for calls that show none.
+            keys: Of all groups of a recording.
         """
         # Not the mesh's own layout: of one made from a transposed tensor, torch 2.13 names strides
         # that its groups do not have.
-        found = {
-            MeshLayout(axis=self.axis(key).name, dims=dims_of(self._groups[key].ranks))
-            for key in set(keys)
-            if key is not None
+        found = {key: self.axis(key) for key in dict.fromkeys(keys)}
+        layouts: defaultdict[str, set[tuple[int, tuple[tuple[int, int], ...]]]] = defaultdict(set)
+        for axis in found.values():
+            layouts[axis.name].add((axis.size, axis.dims))
+        return {
+            key: replace(axis, name=f"{axis.name}.{_shape_name(self._groups[key].ranks)}")
+            if len(layouts[axis.name]) > 1
+            else axis
+            for key, axis in found.items()
         }
-        return tuple(sorted(found, key=lambda layout: (layout.axis, layout.dims or ())))
 
-    def known(self) -> tuple[dict[str, str], frozenset[str]]:
+    def known(self, used_keys: Iterable[str]) -> tuple[dict[str, str], frozenset[str]]:
         """What this rank could have sent over, whether it did or not.
+
+        Args:
+            used_keys: Of the groups over which it did.
 
         Returns:
             The axis of each process group by the group's name, and the names of all axes, those of
@@ -135,9 +142,24 @@ class GroupNames:
         """
         for group in process_groups():
             self.note(group)
-        groups = {key: self.axis(key).name for key in self._groups}
+        used = {key: axis.name for key, axis in self.axes(used_keys).items()}
+        groups = {key: used.get(key) or self.axis(key).name for key in self._groups}
         of_meshes = {name for mesh in self._meshes.values() for name in mesh.mesh_dim_names or ()}
-        return groups, frozenset({*groups.values(), *of_meshes})
+        # A name that two groups share is none of theirs.
+        shared = {self.axis(key).name for key, name in used.items()}.difference(used.values())
+        return groups, frozenset({*groups.values(), *of_meshes}.difference(shared))
+
+
+def axis_of(name: str, ranks: Sequence[int]) -> MeshAxis:
+    """The axis of a group.
+
+    Args:
+        name: As `MeshAxis.name`.
+        ranks: Of the group, in its order.
+    """
+    dims = dims_of(ranks)
+    groups = () if dims is not None else (tuple(ranks),)
+    return MeshAxis(name=name, size=len(ranks), dims=dims or (), groups=groups)
 
 
 def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
@@ -249,6 +271,9 @@ def _name_of(group: _Group) -> str:
         return group.description.removeprefix("mesh_")
     if group.description and group.description != "undefined":
         return group.description
-    size = len(group.ranks)
-    steps = {after - before for before, after in itertools.pairwise(group.ranks)}
-    return f"size{size}.stride{steps.pop()}" if len(steps) == 1 else f"size{size}"
+    return _shape_name(group.ranks)
+
+
+def _shape_name(ranks: Sequence[int]) -> str:
+    steps = {after - before for before, after in itertools.pairwise(ranks)}
+    return f"size{len(ranks)}.stride{steps.pop()}" if len(steps) == 1 else f"size{len(ranks)}"

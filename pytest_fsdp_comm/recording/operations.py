@@ -17,6 +17,9 @@ from pytest_fsdp_comm.comm.events import Source
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+_ASYNC_NAMES: Final = ("async_op", "asyncOp")
+"""The argument that says whether a call is asynchronous, as torch 2.13 and earlier ones name it."""
+
 NAMESPACES: Final = frozenset(
     {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 )
@@ -65,8 +68,9 @@ class Operation:
     received: str
     """Name of the argument that holds the output tensors; ``return`` if they are returned; empty if
     the input is overwritten, or nothing comes out."""
-    source: str = ""
-    """Name of the argument with the group rank whose data the others receive; empty if none."""
+    root: str = ""
+    """Name of the argument with the group rank that alone gives, or receives, all data; empty if
+    there is none."""
     peer: str = ""
     """Name of the argument with the group rank at the other end, or with a list of them in a batch;
     empty if there is none."""
@@ -81,14 +85,14 @@ class Message:
     nbytes_sent: int
     nbytes_received: int
     peer: int | None
-    source_rank: int | None
+    root_rank: int | None
     reduce_op: str | None
     is_async: bool | None
 
 
 def _c10d() -> Mapping[str, Operation]:
-    def op(kind: str, sent: str, received: str, source: str = "", peer: str = "") -> Operation:
-        return Operation(kind=kind, sent=sent, received=received, source=source, peer=peer)
+    def op(kind: str, sent: str, received: str, root: str = "", peer: str = "") -> Operation:
+        return Operation(kind=kind, sent=sent, received=received, root=root, peer=peer)
 
     return {
         "_allgather_base_": op("all_gather", "input_tensor", "output_tensor"),
@@ -101,8 +105,8 @@ def _c10d() -> Mapping[str, Operation]:
         "allreduce_": op("all_reduce", "tensors", "tensors"),
         "allreduce_coalesced_": op("all_reduce", "tensors", "tensors"),
         "broadcast_": op("broadcast", "tensors", "tensors", "root_rank"),
-        "reduce_": op("reduce", "tensors", ""),
-        "gather_": op("gather", "input_tensors", "output_tensors"),
+        "reduce_": op("reduce", "tensors", "", "root_rank"),
+        "gather_": op("gather", "input_tensors", "output_tensors", "root_rank"),
         "gather_into_tensor_": op("gather", "input_tensor", "output_tensor"),  # torch 2.15
         "scatter_": op("scatter", "input_tensors", "output_tensors", "root_rank"),
         "alltoall_": op("all_to_all", "input_tensors", "output_tensors"),
@@ -117,9 +121,9 @@ def _c10d() -> Mapping[str, Operation]:
 
 def _functional() -> Mapping[str, Operation]:
     def op(
-        kind: str, sent: str = "input", received: str = "return", source: str = "", peer: str = ""
+        kind: str, sent: str = "input", received: str = "return", root: str = "", peer: str = ""
     ) -> Operation:
-        return Operation(kind=kind, sent=sent, received=received, source=source, peer=peer)
+        return Operation(kind=kind, sent=sent, received=received, root=root, peer=peer)
 
     return {
         "all_gather_into_tensor": op("all_gather"),
@@ -133,8 +137,8 @@ def _functional() -> Mapping[str, Operation]:
         "all_reduce_coalesced": op("all_reduce", "inputs"),
         "all_reduce_coalesced_": op("all_reduce", "inputs"),
         "all_to_all_single": op("all_to_all"),
-        "broadcast": op("broadcast", source="src"),
-        "broadcast_": op("broadcast", source="src"),
+        "broadcast": op("broadcast", root="src"),
+        "broadcast_": op("broadcast", root="src"),
         "isend": op("send", "tensor", "", peer="dst"),
         "irecv": op("recv", "", "tensor", peer="src"),
         "batch_p2p_ops": op(BATCH, "tensors", "tensors", peer="peer_list"),  # seen in torch 2.13
@@ -192,6 +196,12 @@ def bind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str,
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
+def shows_async() -> bool:
+    """Whether this torch says which calls are asynchronous."""
+    arguments = torch.ops.c10d.allreduce_.default._schema.arguments
+    return not {argument.name for argument in arguments}.isdisjoint(_ASYNC_NAMES)
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """All tensors of nested lists, in order."""
     if isinstance(value, torch.Tensor):
@@ -217,10 +227,10 @@ def messages(
     if operation.kind == BATCH:
         parts = zip(bound["op_list"], bound[operation.peer], bound["tensors"], strict=True)
         return [_batched(name, _peer(group, number), tensor) for name, number, tensor in parts]
-    source_rank = _rank_in(group, bound.get(operation.source))
+    root_rank = _rank_in(group, bound.get(operation.root))
     sent, received = _sent_and_received(operation, bound, result)
     if operation.kind == "broadcast":
-        is_source = group is not None and group.rank() == source_rank
+        is_source = group is not None and group.rank() == root_rank
         sent, received = (sent, []) if is_source else ([], received)
     return [
         Message(
@@ -229,10 +239,9 @@ def messages(
             nbytes_sent=_nbytes(sent),
             nbytes_received=_nbytes(received),
             peer=_peer(group, bound.get(operation.peer)),
-            source_rank=source_rank,
+            root_rank=root_rank,
             reduce_op=_reduce_op(bound.get("reduce_op")),
-            # Older torch writes it asyncOp, and lacked it at first.
-            is_async=bound.get("async_op", bound.get("asyncOp")),
+            is_async=next((bound[name] for name in _ASYNC_NAMES if name in bound), None),
         )
     ]
 
@@ -246,7 +255,7 @@ def _batched(name: str, peer: int | None, tensor: torch.Tensor) -> Message:
         nbytes_sent=nbytes if kind == "send" else 0,
         nbytes_received=nbytes if kind == "recv" else 0,
         peer=peer,
-        source_rank=None,
+        root_rank=None,
         reduce_op=None,
         is_async=None,
     )

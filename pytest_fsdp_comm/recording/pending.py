@@ -16,8 +16,9 @@ from pytest_fsdp_comm.recording.owners.fsdp import ReshardAction
 from pytest_fsdp_comm.recording.redistributions import RedistributionStart
 
 if TYPE_CHECKING:
-    from pytest_fsdp_comm.comm.events import MeshAxis
-    from pytest_fsdp_comm.recording.mesh_axes import GroupNames
+    from collections.abc import Mapping
+
+    from pytest_fsdp_comm.comm.mesh import MeshAxis
     from pytest_fsdp_comm.recording.owners.attribution import OwnerNames
 
 
@@ -33,13 +34,14 @@ class PendingCollective:
     message: Message
     call_site: str
 
-    def axis(self, groups: GroupNames) -> MeshAxis | None:
-        """The axis that its group is; None if the group is not known."""
-        return None if self.group is None else groups.axis(self.group)
+    def named(self, names: OwnerNames, axes: Mapping[str, MeshAxis]) -> Collective:
+        """The event.
 
-    def named(self, names: OwnerNames, groups: GroupNames) -> Collective:
-        """The event."""
-        axis = self.axis(groups)
+        Args:
+            names: Of modules.
+            axes: By the keys of their groups.
+        """
+        axis = None if self.group is None else axes[self.group]
         return Collective(
             index=self.index,
             kind=self.message.kind,
@@ -53,7 +55,7 @@ class PendingCollective:
             nbytes_sent=self.message.nbytes_sent,
             nbytes_received=self.message.nbytes_received,
             peer=self.message.peer,
-            source_rank=self.message.source_rank,
+            root_rank=self.message.root_rank,
             reduce_op=self.message.reduce_op,
             is_async=self.message.is_async,
             source=self.attribution.source,

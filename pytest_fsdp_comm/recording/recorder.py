@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Recording, Source, Timing
+from pytest_fsdp_comm.comm.mesh import merge_axes
 from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.recording import flight_recorder
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames, group_of
@@ -30,6 +31,7 @@ from pytest_fsdp_comm.recording.operations import (
     look_up,
     may_copy,
     messages,
+    shows_async,
     tensors_in,
     timing_category,
 )
@@ -165,15 +167,15 @@ class Recorder:
         names = OwnerNames(self._roots, are_parts=self._has_given_root)
         self._groups.learn_parameters(self._roots)
         pending = _in_order(self._collectives)
-        axes = {axis.name: axis for entry in pending if (axis := entry.axis(self._groups))}
-        collectives = tuple(entry.named(names, self._groups) for entry in pending)
+        axes = self._groups.axes(entry.group for entry in pending if entry.group is not None)
+        collectives = tuple(entry.named(names, axes) for entry in pending)
         recording = Recording(
             rank=self._rank,
             world_size=self._world_size,
             backend=self._backend,
             torch_version=str(torch.__version__),
-            mesh_axes=tuple(axes[name] for name in sorted(axes)),
-            layouts=self._groups.layouts(entry.group for entry in pending),
+            mesh_axes=merge_axes(axes.values()),
+            shows_async=shows_async(),
             collectives=collectives,
             reshards=tuple(entry.named(names) for entry in _in_order(self._reshards)),
             redistributions=tuple(entry.named(names) for entry in _in_order(self._redistributions)),
@@ -183,7 +185,7 @@ class Recorder:
         )
         block = RecordedBlock(
             recording=recording,
-            names=self._what_to_ask(names, collectives),
+            names=self._what_to_ask(names, collectives, axes),
             roots=tuple(map(weakref.ref, self._roots)),
             unseen=self._unseen,
         )
@@ -211,14 +213,16 @@ class Recorder:
                 return root
         return fsdp_root(module)
 
-    def _what_to_ask(self, names: OwnerNames, recorded: Sequence[Collective]) -> Names:
+    def _what_to_ask(
+        self, names: OwnerNames, recorded: Sequence[Collective], used_groups: Iterable[str]
+    ) -> Names:
         """The names to ask for; read after the axes were named, which this must not change."""
         modules = (module for root in self._roots for module in root.modules())
         units = [unit for module in modules for unit in param_groups(module)]
         if dist.is_initialized():  # the block may have destroyed it
             for unit in units:
                 self._units.learn_groups(unit)
-        groups, axes = self._groups.known()
+        groups, axes = self._groups.known(used_groups)
         owners = {names.modules.joined(tuple(unit.modules)) for unit in units}
         owners |= {event.owner for event in recorded}
         return Names(

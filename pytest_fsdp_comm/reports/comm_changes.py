@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.text.fqn import fold_fqns
-from pytest_fsdp_comm.text.nbytes import show_nbytes
+from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_fsdp_comm.comm.diff import Amount, Change, Comparison
+    from pytest_fsdp_comm.comm.profile import Calls
 
 _MAX_PATTERNS: Final = 3
+_MAX_CALLS: Final = 3
 # pytest cuts an explanation at 8 lines or 640 characters outside CI (8.4 to 9.2).
 _SHORT_LINES: Final = 8
 _SHORT_CHARACTERS: Final = 600
@@ -175,16 +177,37 @@ def _simple(before: Amount | None, after: Amount | None) -> str:
     was, now = (before.count if before else 0), (after.count if after else 0)
     text = f"{was} -> {now} ({now - was:+})" if now != was else f"{was}"
     old, new = (before.nbytes if before else 0), (after.nbytes if after else 0)
-    return text if old == new else f"{text}, {show_nbytes(old)} -> {show_nbytes(new)} per rank"
+    parts = [text] if old == new else [text, f"{show_nbytes_change(old, new)} per rank"]
+    if before and after and (_kinds(before) != _kinds(after) or (was, old) == (now, new)):
+        gone, came = _without(before, after), _without(after, before)
+        parts += [f"{gone} -> {came}"] if before.calls else []
+    return ", ".join(parts)
+
+
+def _kinds(amount: Amount) -> set[Calls]:
+    """What the calls are, apart from how many and how large."""
+    return {replace(calls, count=0, nbytes=0) for calls in amount.calls}
+
+
+def _without(amount: Amount, other: Amount) -> str:
+    left = [str(calls) for calls in amount.calls if calls not in other.calls]
+    more = len(left) - _MAX_CALLS
+    return ", ".join(left[:_MAX_CALLS]) + (f" and {more} more" if more > 0 else "") or "none"
 
 
 def _listed(amounts: Sequence[Amount]) -> str:
     if not amounts:
         return "0"
     return " / ".join(
-        f"{amount.count} ({show_nbytes(amount.nbytes)}) on {_ranks(amount.ranks)}"
-        for amount in amounts
+        f"{amount.count} ({_listed_calls(amount)}) on {_ranks(amount.ranks)}" for amount in amounts
     )
+
+
+def _listed_calls(amount: Amount) -> str:
+    # Ranks may differ in what a sum does not show, such as their peers.
+    if len(amount.calls) == 1:
+        return str(amount.calls[0]).partition(" ")[2] or "no bytes"
+    return show_nbytes(amount.nbytes)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
-    from pytest_fsdp_comm.comm.events import MeshAxis
+    from pytest_fsdp_comm.comm.mesh import MeshAxis
     from pytest_fsdp_comm.sharding.mesh import AxisNames
     from pytest_fsdp_comm.sharding.walk import Visit
 

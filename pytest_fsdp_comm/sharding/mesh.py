@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_comm.comm.events import MeshAxis
-from pytest_fsdp_comm.recording.mesh_axes import GroupNames
+import torch.distributed as dist
+
+from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes
+from pytest_fsdp_comm.recording.mesh_axes import GroupNames, axis_of
 from pytest_fsdp_comm.tree.layout import AxisPlacement
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -35,13 +36,13 @@ class AxisNames:
 
     @property
     def used(self) -> tuple[MeshAxis, ...]:
-        """The axes that were used, sorted by name and size."""
-        return tuple(sorted(self._used, key=lambda axis: (axis.name, axis.size)))
+        """The axes that were used, sorted by name."""
+        return merge_axes(self._used)
 
     def of_mesh(self, mesh: DeviceMesh, dim: int) -> MeshAxis:
         """The axis that a dimension of a mesh is."""
         if mesh.mesh_dim_names:
-            axis = MeshAxis(name=mesh.mesh_dim_names[dim], size=mesh.size(dim))
+            axis = axis_of(mesh.mesh_dim_names[dim], _ranks_along(mesh, dim))
         else:
             axis = self._groups.axis(self._groups.note(mesh.get_group(dim)))
         self._used.add(axis)
@@ -52,6 +53,15 @@ class AxisNames:
         axis = self._groups.axis(self._groups.note(group))
         self._used.add(axis)
         return axis
+
+
+def _ranks_along(mesh: DeviceMesh, dim: int) -> Sequence[int]:
+    """The ranks of the group that a dimension of a mesh is on this rank."""
+    # RuntimeError: this rank is outside the mesh. The others: the mesh outlived its groups.
+    with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
+        return dist.get_process_group_ranks(mesh.get_group(dim))
+    # Groups keep their ranks in ascending order, whatever the order in the mesh.
+    return sorted(mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))[0].tolist())
 
 
 def flat_shard(axis: MeshAxis) -> AxisPlacement:

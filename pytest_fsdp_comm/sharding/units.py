@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.comm.events import MeshAxis
+from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.tree.layout import AxisPlacement, FlatRange
 from pytest_fsdp_comm.tree.model import Precision, UnitKind
 

@@ -5,51 +5,63 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Phase
 from pytest_fsdp_comm.comm.profile import (
+    Calls,
     CommProfile,
     CommRow,
+    GatheredPeak,
     RedistributionRow,
     ReshardRow,
     Row,
     sort_rows,
+    sum_up,
 )
 from pytest_fsdp_comm.errors import quoted_part
 from pytest_fsdp_comm.snapshots.comm_writing import (
+    ASYNC_UNKNOWN,
     COLLECTIVES,
+    PEAK,
     REDISTRIBUTIONS,
     RESHARDS,
+    TOTAL,
     collective_content,
     comm_lines,
-    read_word,
     redistribution_content,
     reshard_content,
 )
-from pytest_fsdp_comm.snapshots.lines import END, NUMBER, read_mesh, read_world_size
+from pytest_fsdp_comm.snapshots.lines import NUMBER, RANKS, WorldReader, world_lines
 from pytest_fsdp_comm.snapshots.records import Record, RecordReader, fold_pieces
-from pytest_fsdp_comm.text.fqn import NO_MODULE, Pattern
-from pytest_fsdp_comm.text.rank_lists import list_ranks
+from pytest_fsdp_comm.text.fqn import NO_MODULE, Pattern, count_numbers, read_word, unescape
+from pytest_fsdp_comm.text.rank_lists import list_ranks, write_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from pytest_fsdp_comm.snapshots.lines import SnapshotLines
     from pytest_fsdp_comm.text.fqn import Ranges
-    from pytest_fsdp_comm.text.name_patterns import Piece, Pieces
+
+_NBYTES: Final = r"(?P<nbytes>[0-9_]{1,23}) B"
 
 _RECORD: Final = re.compile(
     rf"(?P<phase>{'|'.join(Phase)}) (?P<names>[^ ]+) "
-    rf"(?P<content>(?:(?P<kind>[^ \[]+)\[(?P<axis>[^ ]*)\] x(?P<calls>{NUMBER}) "
-    r"(?P<nbytes>[0-9_]{1,23}) B|"
-    rf"(?:(?P<action>unshard|reshard)|redistribute (?P<change>[^ ]+)) x(?P<count>{NUMBER})))"
+    r"(?:(?P<kind>[^ \[]+)\[(?P<axis>[^ ]*)\] (?P<calls>x.+?)|"
+    rf"(?:(?P<action>unshard|reshard)|redistribute (?P<change>[^ ]+)) x(?P<count>{NUMBER}))"
     r"(?: ranks (?P<ranks>[0-9,-]+))?"
 )
+_CALLS: Final = re.compile(
+    rf"x(?P<count>{NUMBER})"
+    rf"(?: of (?:(?P<objects>objects)|{_NBYTES}(?: (?!ahead|async|peer|root)(?P<dtype>[^ ,]+))?))?"
+    r"(?: ahead (?P<ahead>[1-9][0-9]{0,5}))?(?P<is_async> async)?"
+    r"(?: peer (?P<peer>[+-][1-9][0-9]{0,5}))?(?: root (?P<root>0|[1-9][0-9]{0,5}))?"
+)
+_PEAK: Final = re.compile(rf"{PEAK}{_NBYTES}(?: {RANKS}(?P<ranks>[0-9,-]+))?")
 _SHAPES: Final = (
-    "'<phase> <module> <collective>[<axis>] x<count> <bytes> B', '<phase> <module> unshard "
-    "x<count>' or the like"
+    "'<phase> <module> <collective>[<axis>] x<count> of <bytes> B <dtype>', '<phase> <module> "
+    "unshard x<count>' or the like"
 )
 _NO_NAMES: Final = Pattern(words=(NO_MODULE,), box=())
 
@@ -63,10 +75,8 @@ _Make = Callable[[str | None, tuple[int, ...]], _Row]
 class _CommRecord(Record, Generic[_Row_co]):
     phase: Phase
     section: int
-    what: tuple[str, ...]
-    """As `Row.what`."""
-    count: int
-    nbytes: int
+    row: Row
+    """That of no module, for all ranks."""
     make: _Make[_Row_co]
 
     def rows(self, ranks: tuple[int, ...]) -> Iterator[_Row_co]:
@@ -92,38 +102,42 @@ class CommDocument:
         """
         self.lines = lines
         self._reader = RecordReader()
-        body = lines.lines[1:-1]
-        self._world_size = read_world_size(lines, 2, body[0] if body else END)
-        self._everyone: Ranges = ((0, self._world_size - 1),)
-        self._mesh_axes = read_mesh(
-            lines,
-            3,
-            body[1] if len(body) > 1 else END,
-            world_size=self._world_size,
-            read_name=read_word,
-        )
-        if len({axis.name for axis in self._mesh_axes}) < len(self._mesh_axes):
-            raise lines.misread(3, "each axis once")
+        world = WorldReader(lines)
+        self._world = world
+        self._everyone: Ranges = world.ranks or ((0, world.size - 1),)
+        body = lines.lines[:-1]
+        self._shows_async = body[world.end - 1 : world.end] != [ASYNC_UNKNOWN]
         self._collectives: list[_CommRecord[CommRow]] = []
         self._reshards: list[_CommRecord[ReshardRow]] = []
         self._redistributions: list[_CommRecord[RedistributionRow]] = []
         groups: defaultdict[tuple[Phase, int, tuple[str, ...]], list[_CommRecord[Row]]]
         groups = defaultdict(list)
-        for number, line in enumerate(body[2:], start=4):
-            if line.startswith("total "):
+        self._peaks: list[tuple[int, Ranges]] = []
+        first = world.end + (not self._shows_async)
+        for number, line in enumerate(body[first - 1 :], start=first):
+            if line.startswith(TOTAL):
                 break
+            if line.startswith(PEAK):
+                self._read_peak(number, line)
+                continue
             record = self._read(number, line)
-            groups[record.phase, record.section, record.what].append(record)
+            groups[record.phase, record.section, record.row.what].append(record)
         self._check(groups.values())
 
     def profile(self) -> CommProfile:
         """What the document holds."""
         return CommProfile(
-            world_size=self._world_size,
-            mesh_axes=self._mesh_axes,
+            world_size=self._world.size,
+            mesh_axes=self._world.mesh_axes,
             rows=_rows(self._collectives),
             reshards=_rows(self._reshards),
             redistributions=_rows(self._redistributions),
+            peaks=tuple(
+                GatheredPeak(nbytes=nbytes, ranks=list_ranks(ranks))
+                for nbytes, ranks in self._peaks
+            ),
+            recorded_ranks=list_ranks(self._world.ranks),
+            shows_async=self._shows_async,
         )
 
     def _read(self, number: int, line: str) -> _CommRecord[Row]:
@@ -150,17 +164,14 @@ class CommDocument:
         return record
 
     def _read_collective(self, number: int, match: re.Match[str]) -> _CommRecord[CommRow]:
-        phase, kind, axis = (
-            Phase(match["phase"]),
-            read_word(match["kind"]),
-            read_word(match["axis"]),
-        )
+        phase, kind = Phase(match["phase"]), unescape(match["kind"])
+        axis = unescape(match["axis"]) if match["axis"] else ""
         if kind not in COLLECTIVE_KINDS and not re.fullmatch(r"unknown:.+", kind):
             raise ValueError(
                 f"unknown collective {quoted_part(kind)}: expected one of "
                 f"{', '.join(COLLECTIVE_KINDS)} or unknown:<operation>"
             )
-        count, nbytes = int(match["calls"]), int(match["nbytes"].replace("_", "") or "0")
+        calls = _read_calls(match["calls"])
 
         def make(owner: str | None, ranks: tuple[int, ...]) -> CommRow:
             return CommRow(
@@ -168,8 +179,7 @@ class CommDocument:
                 owner=owner,
                 kind=kind,
                 axis=axis,
-                count=count,
-                nbytes=nbytes,
+                calls=calls,
                 ranks=ranks,
             )
 
@@ -213,9 +223,7 @@ class CommDocument:
         make: _Make[_Row],
         write: Callable[[_Row], str],
     ) -> _CommRecord[_Row]:
-        ranks = self._reader.ranks(match["ranks"], self._world_size) if match["ranks"] else ()
-        if ranks == self._everyone:
-            raise ValueError("it lists all ranks: expected no list, which already means all ranks")
+        ranks = self._read_ranks(match["ranks"])
         row = make(None, ())
         is_nameless = match["names"] == NO_MODULE
         return _CommRecord(
@@ -225,16 +233,38 @@ class CommDocument:
             ranks=ranks,
             phase=row.phase,
             section=section,
-            what=row.what,
-            count=row.count,
-            nbytes=row.nbytes,
+            row=row,
             make=make,
         )
+
+    def _read_ranks(self, text: str | None) -> Ranges:
+        ranks = self._reader.ranks(text, self._world.size) if text else ()
+        if ranks == self._everyone:
+            raise ValueError("it lists all ranks: expected no list, which already means all ranks")
+        if self._world.ranks and not set(list_ranks(ranks)) <= set(list_ranks(self._world.ranks)):
+            raise ValueError(
+                f"ranks {quoted_part(text or '')} were not all recorded: expected some of "
+                f"{write_ranks(self._world.ranks)}"
+            )
+        return ranks
+
+    def _read_peak(self, number: int, line: str) -> None:
+        match = _PEAK.fullmatch(line)
+        if match is None:
+            raise self.lines.misread(number, f"'{PEAK}<bytes> B'")
+        try:
+            ranks = self._read_ranks(match["ranks"])
+        except ValueError as error:
+            raise self.lines.refused(number, error) from None
+        seen = {rank for _, listed in self._peaks for rank in list_ranks(listed)}
+        is_next = not self._peaks or (self._peaks[-1][1] and ranks > self._peaks[-1][1])
+        if not is_next or not seen.isdisjoint(list_ranks(ranks)):
+            raise self.lines.misread(number, "each rank once, in order")
+        self._peaks.append((_read_nbytes(match), ranks))
 
     def _check(self, groups: Iterable[Sequence[_CommRecord[Row]]]) -> None:
         """Checks that the lines are folded, ordered and summed up as they would be written."""
         folded: defaultdict[tuple[Phase, int], dict[str, list[str]]] = defaultdict(dict)
-        counted: list[CommRow] = []
         for records in groups:
             pieces = self._reader.cut(
                 self.lines,
@@ -244,14 +274,20 @@ class CommDocument:
             )
             first = records[0]
             folded[first.phase, first.section].update(fold_pieces(records, pieces))
-            if first.section == COLLECTIVES:
-                counted.append(_counted(records, pieces))
-        totals = CommProfile(world_size=1, mesh_axes=(), rows=tuple(counted)).totals()
+        world = self._world
+        totals = sum_up(
+            (
+                (record.make(None, ()), record.names.size, count_numbers(record.ranks))
+                for record in self._collectives
+            ),
+            count_numbers(self._everyone),
+        )
         self.lines.compare(
             comm_lines(
-                world_size=self._world_size,
-                mesh_axes=self._mesh_axes,
+                world=world_lines(world.size, world.ranks, world.mesh_axes),
+                shows_async=self._shows_async,
                 records=folded,
+                peaks=self._peaks,
                 totals=totals,
             )
         )
@@ -263,19 +299,34 @@ def _rows(records: Sequence[_CommRecord[_Row]]) -> tuple[_Row, ...]:
     return sort_rows(row for record in records for row in record.rows(listed[record.ranks]))
 
 
-def _counted(records: Sequence[_CommRecord[Row]], pieces: Pieces) -> CommRow:
-    """One row that counts as much as all rows of some lines, each name's on its lowest rank."""
-    first: dict[Piece, _CommRecord[Row]] = {}
-    for place, record in sorted(enumerate(records), key=lambda entry: entry[1].ranks):
-        for piece in pieces.of[place]:
-            first.setdefault(piece, record)
-    sizes = [(pieces.size(piece), record) for piece, record in first.items()]
-    kind, axis = records[0].what
-    return CommRow(
-        phase=records[0].phase,
-        owner=None,
-        kind=kind,
-        axis=axis,
-        count=sum(size * record.count for size, record in sizes),
-        nbytes=sum(size * record.nbytes for size, record in sizes),
-    )
+def _read_calls(text: str) -> tuple[Calls, ...]:
+    calls: list[Calls] = []
+    for part in text.split(", "):
+        match = _CALLS.fullmatch(part)
+        if match is None:
+            raise ValueError(
+                f"bad calls {quoted_part(part)}: expected such as 'x2 of 64 B float32', with "
+                "'ahead 1', 'async', 'peer +1' or 'root 0' after it"
+            )
+        calls.append(
+            Calls(
+                nbytes=_read_nbytes(match) if match["nbytes"] else 0,
+                dtype=read_word(match["dtype"] or ""),
+                is_object=match["objects"] is not None,
+                ahead=int(match["ahead"] or 0),
+                is_async=match["is_async"] is not None,
+                peer=int(match["peer"] or 0),
+                root_rank=int(match["root"] or -1),
+                count=int(match["count"]),
+            )
+        )
+    kinds = [replace(one, count=0) for one in calls]
+    if kinds != sorted(set(kinds)):
+        raise ValueError(
+            f"calls {quoted_part(text)} out of order: expected each kind of call once, by size"
+        )
+    return tuple(calls)
+
+
+def _read_nbytes(match: re.Match[str]) -> int:
+    return int(match["nbytes"].replace("_", "") or "0")

@@ -2,17 +2,21 @@
 
 ::
 
-    # pytest-fsdp-comm 1 comm | torch 2.13.0, gloo (not compared)
+    # pytest-fsdp-comm 2 comm | torch 2.13.0, gloo (not compared)
     world_size 4
-    mesh dp=4
-    forward layers.{0..3} all_gather[dp] x1 524_288 B
+    mesh dp=4 stride 1
+    forward layers.{0..3} all_gather[dp] x1 of 524_288 B float32
+    backward layers.{0..3} all_gather[dp] x1 of 524_288 B float32 ahead 1
     backward layers.{0..3} unshard x1
-    total all_gather[dp] x4 2_097_152 B
+    peak gathered 1_048_576 B
+    total all_gather[dp] x8 4_194_304 B
     end
 
-Siblings with equal content share a line, with the numbers of one of them. No line depends on the
-width of another, so that a change touches the lines that changed and no others. A line that not all
-ranks share ends with ``ranks 0,2-3``.
+Siblings with equal content share a line, with the numbers of one of them; the bytes after ``of``
+are those of each call, and those of a total are all bytes together. No line depends on the width of
+another, so that a change touches the lines that changed and no others. A line that not all recorded
+ranks share ends with ``ranks 0,2-3``; a line ``ranks 0,2-3`` below the world's size says which were
+recorded, if not all were. If ranks differ, totals are sums over all of them and say so.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from pytest_fsdp_comm.snapshots.comm_writing import (
     redistribution_content,
     reshard_content,
 )
-from pytest_fsdp_comm.snapshots.lines import SnapshotLines, header
+from pytest_fsdp_comm.snapshots.lines import SnapshotLines, header, world_lines
 from pytest_fsdp_comm.snapshots.records import fold_names, with_ranks
 from pytest_fsdp_comm.text.rank_lists import runs_of
 
@@ -50,9 +54,10 @@ def format_profile(profile: CommProfile) -> str:
         words = with_ranks(content, runs_of(row.ranks))
         names_of[row.phase, section][words].append(row.owner)
     lines = comm_lines(
-        world_size=profile.world_size,
-        mesh_axes=profile.mesh_axes,
+        world=world_lines(profile.world_size, runs_of(profile.recorded_ranks), profile.mesh_axes),
+        shows_async=profile.shows_async,
         records={place: fold_names(contents) for place, contents in names_of.items()},
+        peaks=[(peak.nbytes, runs_of(peak.ranks)) for peak in profile.peaks],
         totals=profile.totals(),
     )
     first = header("comm", torch_version=profile.torch_version, backend=profile.backend)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeGuard, cast
@@ -20,7 +20,7 @@ from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.files import read_snapshot, write_atomically
-from pytest_fsdp_comm.snapshots.lines import REMEDY, written_by
+from pytest_fsdp_comm.snapshots.lines import REMEDY, OldFormatError
 from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, written_module
 from pytest_fsdp_comm.text.paths import show_path
 from pytest_fsdp_comm.text.rank_lists import name_ranks
@@ -156,30 +156,19 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         # An update writes what differs in any way.
         if self._updates and not is_partial:
             return False
-        is_same = not _differ(old.profile, self._recorded(serialized_data))
+        is_same = not _differ(old.profile, _recorded(serialized_data))
         if self._updates and not is_same:
-            self._refuse_partial(old)
+            self._refuse_partial(old.profile, old.lines.where)
         return is_same
 
-    def _recorded(self, text: str) -> Profile:
-        if isinstance(text, SnapshotText):
-            return text.profile
-        profile = SnapshotText(text, where=_RECORDING).profile
-        return replace(profile, recorded_ranks=self._ranks)
-
-    def _refuse_partial(self, old: SnapshotText) -> None:
-        """Raises unless an update by these ranks loses nothing of others.
-
-        A file says by which ranks it was recorded only so far: by its backend, of which ``fake``
-        alone runs only some of them, and by the ranks that it names.
-        """
-        named = old.profile.named_ranks
-        is_fake = written_by(old) == "fake"
-        if is_fake and named <= set(self._ranks):
+    def _refuse_partial(self, old: Profile, where: str) -> None:
+        """Raises unless an update by these ranks loses nothing of others."""
+        recorded = old.recorded_ranks or range(old.world_size)
+        if set(recorded) <= set(self._ranks):
             return
-        whole = name_ranks(sorted(named)) if is_fake else "all ranks"
+        whole = name_ranks(recorded) if old.recorded_ranks else "all ranks"
         raise FsdpCommError(
-            f"{old.lines.where} was recorded on {whole} and differs from what this update "
+            f"{where} was recorded on {whole} and differs from what this update "
             f"recorded on {name_ranks(self._ranks)} of {self._world_size} alone; a recording of "
             "some ranks never replaces one of all. Nothing was overwritten: update with every rank "
             "(gloo or nccl, without --comm-backend fake), or delete the file to keep only these "
@@ -193,9 +182,15 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
 
         Raises:
             SnapshotFormatError: It is broken; when updating, too, so that nothing is lost silently.
+                Of an old format, only when not updating.
         """
         del snapshot_name, session_id
-        return read_snapshot(Path(snapshot_location), where=self._shown(snapshot_location))
+        try:
+            return read_snapshot(Path(snapshot_location), where=self._shown(snapshot_location))
+        except OldFormatError:
+            if self._updates:
+                return None
+            raise
 
     def _shown(self, location: str) -> str:
         return show_path(Path(location), self._rootdir)
@@ -271,6 +266,12 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def diff_lines(self, serialized_data: Any, snapshot_data: Any) -> Iterator[str]:
         """The lines that differ, below the explanation; the first line is not compared."""
         yield from super().diff_lines(_body(serialized_data), _body(snapshot_data))
+
+
+def _recorded(text: str) -> Profile:
+    if isinstance(text, SnapshotText):
+        return text.profile
+    return SnapshotText(text, where=_RECORDING).profile
 
 
 def _differ(old: Profile, new: Profile) -> bool:

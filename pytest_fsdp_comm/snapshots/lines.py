@@ -15,18 +15,23 @@ it is broken. Nothing is built before all of it is checked, and names are never 
 
 from __future__ import annotations
 
+import math
 import re
 from copy import copy
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
-from pytest_fsdp_comm.comm.events import MeshAxis
-from pytest_fsdp_comm.errors import SnapshotFormatError, quoted
+from pytest_fsdp_comm.comm.mesh import MeshAxis
+from pytest_fsdp_comm.errors import SnapshotFormatError, quoted, quoted_part
+from pytest_fsdp_comm.text.fqn import MAX_NAMES, escape, unescape
+from pytest_fsdp_comm.text.rank_lists import list_ranks, write_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
-FORMAT_VERSION: Final = 1
+    from pytest_fsdp_comm.text.fqn import Ranges
+
+FORMAT_VERSION: Final = 2
 """Rises when an older reader would misread a snapshot."""
 
 MAX_BYTES: Final = 4 << 20
@@ -56,7 +61,13 @@ _HEADER: Final = re.compile(r"# pytest-fsdp-comm ([1-9][0-9]{0,8}) (comm|tree)(?
 _CONFLICT: Final = re.compile(r"^(?:<{7}|\|{7}|={7}|>{7})", re.MULTILINE)
 _CONTROL: Final = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ufeff]")
 _NUMBER: Final = re.compile(NUMBER)
-_BACKEND: Final = re.compile(r"[^\n]*, (\w+) \(not compared\)\n")
+_SHORT_NUMBER: Final = re.compile(r"[1-9][0-9]{0,5}")
+_RUN: Final = re.compile(r"(0|[1-9][0-9]{0,8})(?:-([1-9][0-9]{0,8}))?")
+
+RANKS: Final = "ranks "
+"""Before a list of ranks."""
+MESH: Final = "mesh "
+"""Before an axis."""
 
 
 def header(kind: str, *, torch_version: str, backend: str) -> str:
@@ -67,23 +78,28 @@ def header(kind: str, *, torch_version: str, backend: str) -> str:
     )
 
 
-def written_by(text: str) -> str:
-    """The backend that the first line names; empty if it names none."""
-    match = _BACKEND.match(text)
-    return match[1] if match else ""
+def world_lines(world_size: int, ranks: Ranges, axes: Iterable[MeshAxis]) -> list[str]:
+    """The lines of world, ranks and mesh, which `WorldReader` reads.
 
-
-def world_lines(
-    world_size: int, axes: Iterable[MeshAxis], *, write_name: Callable[[str], str]
-) -> list[str]:
-    """The lines of world and mesh; `read_world_size` and `read_mesh` read them."""
-    mesh = (f"{write_name(axis.name)}={axis.size}" for axis in axes)
-    return [f"world_size {world_size}", " ".join(("mesh", *mesh))]
+    Args:
+        world_size: Ranks of the default group.
+        ranks: Those that were recorded; empty for all ranks.
+        axes: Sorted by name.
+    """
+    return [
+        f"world_size {world_size}",
+        *([f"{RANKS}{write_ranks(ranks)}"] if ranks else []),
+        *(f"{MESH}{escape(axis.name)}={axis.layout}" for axis in axes),
+    ]
 
 
 def with_plain_ends(text: str) -> str:
     """The same text with LF where it has CRLF, as git or an editor may have left it."""
     return text.replace("\r\n", "\n")
+
+
+class OldFormatError(SnapshotFormatError):
+    """A snapshot of a format that is no longer read; an update may replace it."""
 
 
 class SnapshotLines:
@@ -156,10 +172,16 @@ class SnapshotLines:
         match = _HEADER.fullmatch(line)
         if match is None:
             raise self.misread(1, "'# pytest-fsdp-comm <version> comm' or '... tree'", line)
+        if int(match[1]) < FORMAT_VERSION:
+            raise OldFormatError(
+                f"{self.where}, line 1: the snapshot has format {match[1]}, this pytest-fsdp-comm "
+                f"reads format {FORMAT_VERSION}, which holds more; record it again with "
+                "--snapshot-update, and review it as a new file"
+            )
         if int(match[1]) > FORMAT_VERSION:
             raise SnapshotFormatError(
                 f"{self.where}, line 1: the snapshot has format {match[1]}, this pytest-fsdp-comm "
-                f"reads formats up to {FORMAT_VERSION}; upgrade pytest-fsdp-comm, or restore the "
+                f"reads format {FORMAT_VERSION}; upgrade pytest-fsdp-comm, or restore the "
                 "file with `git checkout` if the newer format was a mistake"
             )
         return match[2]
@@ -227,47 +249,118 @@ def too_large(where: str, size: str) -> SnapshotFormatError:
     )
 
 
-def read_world_size(lines: SnapshotLines, number: int, line: str) -> int:
-    """Reads ``world_size 4``."""
-    word, _, rest = line.partition(" ")
-    if word != "world_size" or not _NUMBER.fullmatch(rest) or int(rest) > MAX_WORLD_SIZE:
-        raise lines.misread(number, f"'world_size <N>' with a number from 1 to {MAX_WORLD_SIZE}")
-    return int(rest)
+def read_ranks(text: str, world_size: int) -> Ranges:
+    """Reads ranks such as ``0,2-3``.
 
-
-def read_mesh(
-    lines: SnapshotLines,
-    number: int,
-    line: str,
-    *,
-    world_size: int,
-    read_name: Callable[[str], str],
-) -> tuple[MeshAxis, ...]:
-    """Reads ``mesh dp=2 tp=2``.
-
-    Args:
-        lines: The snapshot.
-        number: The line's number.
-        line: The line.
-        world_size: The most ranks that an axis can have.
-        read_name: Reads an axis' name; raises ValueError.
+    Raises:
+        ValueError: `text.rank_lists.write_ranks` does not write such a text.
     """
-    word, *words = line.split(" ")
-    axes = []
-    for text in words:
-        escaped, _, size = text.rpartition("=")
-        try:
-            is_good = bool(_NUMBER.fullmatch(size)) and int(size) <= world_size
-            axes.append(
-                MeshAxis(
-                    name=read_name(escaped) if is_good else "", size=int(size) if is_good else 0
-                )
+    ranges: list[tuple[int, int]] = []
+    for run in text.split(","):
+        match = _RUN.fullmatch(run)
+        first = int(match[1]) if match else -1
+        last = int(match[2]) if match and match[2] else first
+        is_run = last > first if match and match[2] else match is not None
+        if not is_run or last >= world_size or (ranges and first <= ranges[-1][1] + 1):
+            raise ValueError(
+                f"bad ranks {quoted_part(text)}: expected ranks from 0 to {world_size - 1} in "
+                "ascending order, such as 0,2-3"
             )
+        ranges.append((first, last))
+    return tuple(ranges)
+
+
+def read_some_ranks(text: str, world_size: int) -> Ranges:
+    """As `read_ranks`, of which all ranks are no list.
+
+    Raises:
+        ValueError: As `read_ranks`, or all ranks are listed.
+    """
+    ranges = read_ranks(text, world_size)
+    if ranges == ((0, world_size - 1),):
+        raise ValueError("it lists all ranks: expected no list, which already means all ranks")
+    return ranges
+
+
+class WorldReader:
+    """Reads the lines of world, ranks and mesh, with which both kinds of snapshots begin."""
+
+    def __init__(self, lines: SnapshotLines) -> None:
+        """Reads the lines; the caller checks them by writing them again.
+
+        Args:
+            lines: Of the whole file.
+
+        Raises:
+            SnapshotFormatError: A line is not as `world_lines` writes it.
+        """
+        self._lines = lines
+        self.size = self._read_size()
+        """Ranks of the default group."""
+        self.ranks: Ranges = ()
+        """Those that were recorded; empty for all ranks."""
+        self.end = 3
+        """Number of the first line after these."""
+        try:
+            if self._line.startswith(RANKS):
+                self.ranks = read_some_ranks(self._line.removeprefix(RANKS), self.size)
+                self.end += 1
+            self.mesh_axes = self._read_mesh()
+            """Sorted by name."""
         except ValueError as error:
-            raise lines.refused(number, error) from None
-    keys = [(axis.name, axis.size) for axis in axes]
-    if word != "mesh" or any(axis.size < 1 for axis in axes) or keys != sorted(set(keys)):
-        raise lines.misread(
-            number, f"'mesh <axis>=<size> ...', each axis once, by name, sizes up to {world_size}"
-        )
-    return tuple(axes)
+            raise lines.refused(self.end, error) from None
+
+    @property
+    def _line(self) -> str:
+        return self._lines.lines[self.end - 1]
+
+    def _read_size(self) -> int:
+        line = self._lines.lines[1]
+        word, _, rest = line.partition(" ")
+        if word != "world_size" or not _NUMBER.fullmatch(rest) or int(rest) > MAX_WORLD_SIZE:
+            raise self._lines.misread(
+                2, f"'world_size <N>' with a number from 1 to {MAX_WORLD_SIZE}"
+            )
+        return int(rest)
+
+    def _read_mesh(self) -> tuple[MeshAxis, ...]:
+        axes: list[MeshAxis] = []
+        members = 0
+        while self._line.startswith(MESH):
+            written = self._line.removeprefix(MESH)
+            escaped, _, layout = written.rpartition("=")
+            if not escaped:
+                raise ValueError(
+                    f"bad axis {quoted_part(written)}: expected <axis>=<size> stride <stride>"
+                )
+            axes.append(self._read_axis(unescape(escaped), layout))
+            keys = [(axis.name, axis.size, axis.dims) for axis in axes]
+            members += sum(map(len, axes[-1].groups))
+            if keys != sorted(set(keys)) or members > MAX_NAMES:
+                raise ValueError("bad axis: expected each axis and layout once, sorted by name")
+            self.end += 1
+        return tuple(axes)
+
+    def _read_axis(self, name: str, text: str) -> MeshAxis:
+        shape, word, rest = text.partition(" ")
+        kind, _, rest = rest.partition(" ")
+        sizes = shape.split("x")
+        axis: MeshAxis | None = None
+        if all(map(_SHORT_NUMBER.fullmatch, sizes)):
+            size = math.prod(map(int, sizes))
+            strides = rest.split("x") if kind == "stride" else []
+            if not 1 <= size <= self.size:
+                pass
+            elif kind == "ranks" and rest:
+                groups = [read_ranks(group, self.size) for group in rest.split(" | ")]
+                axis = MeshAxis(name=name, size=size, groups=tuple(map(list_ranks, groups)))
+            elif all(map(_SHORT_NUMBER.fullmatch, strides)):
+                pairs = zip(map(int, sizes), map(int, strides), strict=False)
+                axis = MeshAxis(name=name, size=size, dims=tuple(pairs)[::-1])
+        if axis is None or axis.layout != text or bool(word) is not bool(kind and rest):
+            raise ValueError(
+                f"bad layout {quoted_part(text)}: expected '<size> stride <stride>', "
+                "'<size>x<size> stride <stride>x<stride>' or '<size> ranks <ranks> | <ranks>', "
+                f"with sizes up to {self.size}"
+            )
+        return axis

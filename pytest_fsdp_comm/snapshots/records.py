@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.errors import quoted_part
+from pytest_fsdp_comm.snapshots.lines import RANKS, read_ranks
 from pytest_fsdp_comm.text.fqn import (
     MAX_NAMES,
     NO_MODULE,
@@ -31,11 +31,6 @@ MAX_NAME_TEXT: Final = 1_000_000
 """The most characters that the names of all lines have: 100 for each of the most lines."""
 MAX_NUMBERS: Final = 8
 """The most numbers in one name: ``layers.3.experts.7`` has two."""
-
-RANKS: Final = "ranks "
-"""Before a list of ranks."""
-
-_RUN: Final = re.compile(r"(0|[1-9][0-9]{0,8})(?:-([1-9][0-9]{0,8}))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,24 +183,3 @@ def fold_pieces(records: Sequence[Record], pieces: Pieces) -> dict[str, list[str
     for place, record in enumerate(records):
         places_of[record.words].append(place)
     return {words: pieces.fold(places) for words, places in places_of.items()}
-
-
-def read_ranks(text: str, world_size: int) -> Ranges:
-    """Reads ranks such as ``0,2-3``.
-
-    Raises:
-        ValueError: `text.rank_lists.write_ranks` does not write such a text.
-    """
-    ranges: list[tuple[int, int]] = []
-    for run in text.split(","):
-        match = _RUN.fullmatch(run)
-        first = int(match[1]) if match else -1
-        last = int(match[2]) if match and match[2] else first
-        is_run = last > first if match and match[2] else match is not None
-        if not is_run or last >= world_size or (ranges and first <= ranges[-1][1] + 1):
-            raise ValueError(
-                f"bad ranks {quoted_part(text)}: expected ranks from 0 to {world_size - 1} in "
-                "ascending order, such as 0,2-3"
-            )
-        ranges.append((first, last))
-    return tuple(ranges)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Final, cast, get_args
 
 from pytest_fsdp_comm.errors import quoted_part
-from pytest_fsdp_comm.snapshots.lines import END, INDENT, NUMBER, read_mesh, read_world_size
-from pytest_fsdp_comm.snapshots.records import RANKS, Record, RecordReader, fold_pieces
+from pytest_fsdp_comm.snapshots.lines import END, INDENT, NUMBER, RANKS, WorldReader, world_lines
+from pytest_fsdp_comm.snapshots.records import Record, RecordReader, fold_pieces
 from pytest_fsdp_comm.snapshots.tree_writing import (
     PRECISION_WORDS,
     parameter_content,
@@ -76,16 +76,24 @@ class TreeDocument:
 
     def profile(self) -> TreeProfile:
         """What the document holds."""
-        return TreeProfile(trees={ranks: tree.facts() for ranks, tree in self._trees.items()})
+        common = self._trees.get(())
+        recorded = (
+            list_ranks(common.world.ranks)
+            if common is not None
+            else tuple(sorted(chain.from_iterable(self._trees)))
+        )
+        trees = {ranks: tree.facts() for ranks, tree in self._trees.items()}
+        is_all = len(recorded) == next(iter(trees.values())).world_size
+        return TreeProfile(trees=trees, recorded_ranks=() if is_all else recorded)
 
 
 def _read_trees(lines: SnapshotLines) -> dict[tuple[int, ...], _Tree]:
     """Reads trees by the ranks that have them; by no ranks if all ranks have the same."""
     reader = RecordReader()
-    starts = [at for at, line in enumerate(lines.lines, 1) if line.startswith(RANKS)]
-    if not starts:
+    if not lines.lines[1].startswith(RANKS):
         return {(): _Tree(lines, reader)}
-    if starts[0] != 2 or len(starts) == 1:  # noqa: PLR2004  # the line below the header
+    starts = [at for at, line in enumerate(lines.lines, 1) if line.startswith(RANKS)]
+    if len(starts) == 1:
         raise lines.misread(2, "a line 'ranks <N>,...' above each of several trees")
     trees: dict[tuple[int, ...], _Tree] = {}
     bodies: dict[tuple[str, ...], int] = {}
@@ -93,7 +101,7 @@ def _read_trees(lines: SnapshotLines) -> dict[tuple[int, ...], _Tree]:
         section = _indented(lines, start, end)
         tree = _Tree(section, reader)
         try:
-            ranges = reader.ranks(lines.lines[start - 1].removeprefix(RANKS), tree.world_size)
+            ranges = reader.ranks(lines.lines[start - 1].removeprefix(RANKS), tree.world.size)
         except ValueError as error:
             raise lines.refused(start, error) from None
         ranks = list_ranks(ranges)
@@ -122,20 +130,14 @@ class _Tree:
     def __init__(self, lines: SnapshotLines, reader: RecordReader) -> None:
         self._lines = lines
         self._reader = reader
-        body = lines.lines[1:-1]
-        self.world_size = read_world_size(lines, 2, body[0] if body else END)
-        self._mesh_axes = read_mesh(
-            lines,
-            3,
-            body[1] if len(body) > 1 else END,
-            world_size=self.world_size,
-            read_name=unescape,
-        )
+        self.world = WorldReader(lines)
+        if self.world.ranks and lines.before:
+            raise lines.misread(3, "no further list of ranks in one tree of several")
         self._units: defaultdict[int, list[_UnitRecord]] = defaultdict(list)
         self._parameters: list[_ParameterRecord] = []
         # In the order of their first lines, which decides what error comes first.
         groups: defaultdict[int, list[Record]] = defaultdict(list)
-        for number, line in enumerate(body[2:], start=4):
+        for number, line in enumerate(lines.lines[self.world.end - 1 : -1], start=self.world.end):
             word, *words = line.split(" ")
             if word == "total":
                 break
@@ -157,8 +159,8 @@ class _Tree:
     def facts(self) -> TreeFacts:
         """What the lines hold."""
         return TreeFacts(
-            world_size=self.world_size,
-            mesh_axes=self._mesh_axes,
+            world_size=self.world.size,
+            mesh_axes=self.world.mesh_axes,
             units={
                 group: {fqn: record.facts for record in records for fqn in record.names.expand()}
                 for group, records in self._units.items()
@@ -179,8 +181,7 @@ class _Tree:
         units = [record for records in self._units.values() for record in records]
         self._lines.compare(
             tree_lines(
-                world_size=self.world_size,
-                mesh_axes=self._mesh_axes,
+                world=world_lines(self.world.size, self.world.ranks, self.world.mesh_axes),
                 units=folded,
                 parameters=parameters,
                 totals=(

@@ -2,9 +2,9 @@
 
 ::
 
-    # pytest-fsdp-comm 1 tree | torch 2.13.0, gloo (not compared)
+    # pytest-fsdp-comm 2 tree | torch 2.13.0, gloo (not compared)
     world_size 4
-    mesh dp=4
+    mesh dp=4 stride 1
     unit (root) fsdp2 root shard=dp reshard_after_forward=false
     unit layers.{0..3} fsdp2 shard=dp reshard_after_forward=true param_dtype=bfloat16
     parameter embed.weight float32[512,64] dp=Shard(0) tied=head.weight
@@ -13,7 +13,8 @@
     end
 
 Bytes are not written: they follow from shapes, element types and policies. Where the ranks' trees
-differ, each tree is indented below a line ``ranks 0,2-3``.
+differ, each tree is indented below a line ``ranks 0,2-3``; where they do not, such a line below the
+world's size says which were recorded, if not all were.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_comm.snapshots.lines import END, INDENT, SnapshotLines, header
-from pytest_fsdp_comm.snapshots.records import RANKS, fold_names
+from pytest_fsdp_comm.snapshots.lines import END, INDENT, RANKS, SnapshotLines, header, world_lines
+from pytest_fsdp_comm.snapshots.records import fold_names
 from pytest_fsdp_comm.snapshots.tree_reading import TreeDocument
 from pytest_fsdp_comm.snapshots.tree_writing import parameter_content, tree_lines, unit_content
 from pytest_fsdp_comm.text.rank_lists import runs_of, write_ranks
@@ -31,6 +32,7 @@ from pytest_fsdp_comm.tree.profile import fold
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from pytest_fsdp_comm.text.fqn import Ranges
     from pytest_fsdp_comm.tree.facts import TreeFacts
     from pytest_fsdp_comm.tree.model import ShardTree
     from pytest_fsdp_comm.tree.profile import TreeProfile
@@ -46,16 +48,16 @@ def format_profile(profile: TreeProfile) -> str:
     lines = [header("tree", torch_version=profile.torch_version, backend=profile.backend)]
     for ranks, facts in profile.trees.items():
         if not ranks:
-            return "\n".join([*lines, *_fact_lines(facts)]) + "\n"
+            recorded = runs_of(profile.recorded_ranks)
+            return "\n".join([*lines, *_fact_lines(facts, recorded)]) + "\n"
         lines.append(RANKS + write_ranks(runs_of(ranks)))
         lines += [INDENT + line for line in _fact_lines(facts)]
     return "\n".join([*lines, END]) + "\n"
 
 
-def _fact_lines(facts: TreeFacts) -> list[str]:
+def _fact_lines(facts: TreeFacts, recorded: Ranges = ()) -> list[str]:
     return tree_lines(
-        world_size=facts.world_size,
-        mesh_axes=facts.mesh_axes,
+        world=world_lines(facts.world_size, recorded, facts.mesh_axes),
         units={
             number: _folded((name, unit_content(unit, number)) for name, unit in units.items())
             for number, units in facts.units.items()

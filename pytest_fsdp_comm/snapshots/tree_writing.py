@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from pytest_fsdp_comm.snapshots.lines import END, world_lines
+from pytest_fsdp_comm.snapshots.lines import END
 from pytest_fsdp_comm.snapshots.records import sort_folded
 from pytest_fsdp_comm.text.fqn import escape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from pytest_fsdp_comm.comm.events import MeshAxis
     from pytest_fsdp_comm.tree.facts import ParameterFacts, UnitFacts
 
 PRECISION_WORDS: Final = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
@@ -20,8 +19,7 @@ PRECISION_WORDS: Final = ("param_dtype", "reduce_dtype", "output_dtype", "buffer
 
 def tree_lines(
     *,
-    world_size: int,
-    mesh_axes: Iterable[MeshAxis],
+    world: Sequence[str],
     units: Mapping[int, Mapping[str, Iterable[str]]],
     parameters: Mapping[str, Iterable[str]],
     totals: tuple[int, int],
@@ -29,14 +27,13 @@ def tree_lines(
     """All lines of one tree but the first.
 
     Args:
-        world_size: Ranks of the default group.
-        mesh_axes: Sorted by name.
+        world: As `lines.world_lines`.
         units: Folded names of each content, by `TreeFacts.units`' number.
         parameters: Folded names of each content.
         totals: How many units and parameters there are, so that a lost line is noticed.
     """
     return [
-        *world_lines(world_size, mesh_axes, write_name=escape),
+        *world,
         *(
             f"unit {pattern} {words}"
             for number in sorted(units)

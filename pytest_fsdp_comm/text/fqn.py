@@ -16,7 +16,7 @@ from pytest_fsdp_comm.errors import quoted_part
 from pytest_fsdp_comm.text.rank_lists import runs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
 ROOT_TEXT: Final = "(root)"
 """How the root's FQN, which is empty, is written. Parentheses in names are escaped."""
@@ -82,12 +82,32 @@ def escape(fqn: str) -> str:
     return _escape_word(fqn) if fqn else ROOT_TEXT
 
 
-def _escape_word(text: str) -> str:
-    return text if _PLAIN.fullmatch(text) else "".join(map(_escape_character, text))
+def write_word(text: str) -> str:
+    """Writes any text without whitespace, other characters as `escape` does.
+
+    Unlike names, placements keep their parentheses and commas.
+    """
+    return _escape_word(text, reserved="\\")
 
 
-def _escape_character(character: str) -> str:
-    if character.isprintable() and character != " " and character not in _RESERVED:
+def read_word(text: str) -> str:
+    """Reads what `write_word` wrote.
+
+    Raises:
+        ValueError: It has an escape that `escape` never writes. The caller checks the rest by
+            writing the word again.
+    """
+    return _ESCAPE.sub(lambda match: _unescape(match, text), text)
+
+
+def _escape_word(text: str, reserved: Container[str] = _RESERVED) -> str:
+    if _PLAIN.fullmatch(text):
+        return text
+    return "".join(_escape_character(character, reserved) for character in text)
+
+
+def _escape_character(character: str, reserved: Container[str]) -> str:
+    if character.isprintable() and character != " " and character not in reserved:
         return character
     code = ord(character)
     if code <= 0xFF:  # noqa: PLR2004  # two hexadecimal digits reach this far

@@ -17,3 +17,9 @@ def show_nbytes(nbytes: int) -> str:
             return f"{nbytes} B" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= _STEP
     return f"{amount:.1f} {_UNITS[-1]}"
+
+
+def show_nbytes_change(old: int, new: int) -> str:
+    """Rounds both as `show_nbytes`, unless that would show them as equal."""
+    before, after = show_nbytes(old), show_nbytes(new)
+    return f"{before} -> {after}" if before != after else f"{old:_} B -> {new:_} B"

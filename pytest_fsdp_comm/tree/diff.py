@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from pytest_fsdp_comm.comm.mesh import show_mesh
 from pytest_fsdp_comm.text.fqn import expand, fold_fqns, natural_key
+from pytest_fsdp_comm.text.rank_lists import runs_of, write_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +22,7 @@ class TreeChange:
     """One difference between two trees."""
 
     subject: str
-    """Whose: a pattern of FQNs as `text.fqn.fold_fqns` writes it, or ``world_size``,
+    """Whose: a pattern of FQNs as `text.fqn.fold_fqns` writes it, or ``world_size``, ``ranks``,
     ``mesh``."""
     what: str
     """``layers.2: reshard_after_forward True -> False`` without its subject."""
@@ -53,24 +55,24 @@ _Fact = TypeVar("_Fact")
 def compare(old: TreeProfile, new: TreeProfile) -> TreeComparison:
     """Compares a snapshot with what was captured.
 
-    Where fewer ranks were recorded than the world has (the fake backend), only these are compared.
+    Where the snapshot has all ranks, but only some were recorded now (the fake backend), only these
+    are compared.
 
     Args:
         old: The snapshot.
         new: What was captured.
     """
+    if new.recorded_ranks and not old.recorded_ranks:
+        old = old.restricted(new.recorded_ranks)
+    changes: tuple[TreeChange, ...] = ()
+    if old.recorded_ranks != new.recorded_ranks:
+        ranks = [write_ranks(runs_of(at.recorded_ranks)) or "all" for at in (old, new)]
+        changes = (TreeChange(subject="ranks", what=f"recorded {ranks[0]} -> {ranks[1]}"),)
     if old.common is not None and new.common is not None:
-        is_same = old.common == new.common
-        changes = () if is_same else compare_trees(old.common, new.common)
-        return TreeComparison(is_same=is_same, changes=changes)
-    ranks = new.recorded_ranks
-    is_partial = 0 < len(ranks) < new.world_size
-    is_same = (
-        all(old.of_rank(rank) == new.of_rank(rank) for rank in ranks)
-        if is_partial
-        else old.trees == new.trees
-    )
-    return TreeComparison(is_same=is_same, changes=())
+        if old.common != new.common:
+            changes = (*changes, *compare_trees(old.common, new.common))
+        return TreeComparison(is_same=not changes, changes=changes)
+    return TreeComparison(is_same=not changes and old.trees == new.trees, changes=changes)
 
 
 def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
@@ -89,11 +91,9 @@ def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
         changes.append(
             TreeChange(subject="world_size", what=f"{old.world_size} -> {new.world_size}")
         )
-    meshes = [" ".join(f"{axis.name}={axis.size}" for axis in at.mesh_axes) for at in (old, new)]
-    if meshes[0] != meshes[1]:
-        changes.append(
-            TreeChange(subject="mesh", what=f"{meshes[0] or 'none'} -> {meshes[1] or 'none'}")
-        )
+    if old.mesh_axes != new.mesh_axes:
+        meshes = [show_mesh(tree.mesh_axes) for tree in (old, new)]
+        changes.append(TreeChange(subject="mesh", what=f"{meshes[0]} -> {meshes[1]}"))
     units = _units_by_label(old), _units_by_label(new)
     lost_root = "" in units[0] and "" not in units[1]
     changes += _folded(

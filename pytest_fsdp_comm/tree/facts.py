@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_comm.comm.events import MeshAxis
+from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.tree.model import Precision, UnitKind
 
 if TYPE_CHECKING:

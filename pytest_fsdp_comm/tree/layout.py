@@ -16,7 +16,7 @@ class AxisPlacement:
     """What one axis of the device mesh does to a tensor."""
 
     axis: str
-    """Name of the mesh axis, as in `pytest_fsdp_comm.comm.events.MeshAxis`."""
+    """Name of the mesh axis, as in `pytest_fsdp_comm.comm.mesh.MeshAxis`."""
     size: int
     """Ranks along the axis."""
     kind: Literal["shard", "strided_shard", "flat_shard", "replicate", "partial", "other"]

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from pytest_fsdp_comm.comm.events import MeshAxis
+from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.text.fqn import fold_fqns, natural_key
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.tree.layout import AxisPlacement, FlatRange, local_numels

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.tree.facts import TreeFacts, tree_facts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pytest_fsdp_comm.tree.model import ShardTree
 
 
@@ -23,8 +24,8 @@ class TreeProfile:
     trees: Mapping[tuple[int, ...], TreeFacts]
     """By the ranks that have it, ascending, in the order of their lowest; by no ranks if all have
     the same."""
-    recorded_ranks: tuple[int, ...] = field(default=(), compare=False)
-    """The ranks that were recorded, ascending; empty in a profile that was read from a snapshot."""
+    recorded_ranks: tuple[int, ...] = ()
+    """The ranks that were recorded, ascending; empty for all ranks."""
     backend: str = field(default="", compare=False)
     """E.g. ``gloo``."""
     torch_version: str = field(default="", compare=False)
@@ -40,15 +41,19 @@ class TreeProfile:
         """Ranks of the default group."""
         return next(iter(self.trees.values())).world_size
 
-    @property
-    def named_ranks(self) -> frozenset[int]:
-        """The ranks that some tree names, since others do not share it; empty if none differ."""
-        return frozenset(chain.from_iterable(self.trees))
-
-    def of_rank(self, rank: int) -> TreeFacts | None:
-        """The tree of one rank; None if it was not recorded."""
-        found = (tree for ranks, tree in self.trees.items() if not ranks or rank in ranks)
-        return next(found, None)
+    def restricted(self, ranks: Sequence[int]) -> TreeProfile:
+        """The profile as if only some of its ranks had been recorded."""
+        trees = {
+            tuple(sorted(set(held).intersection(ranks))): facts
+            for held, facts in self.trees.items()
+        }
+        kept = {held: facts for held, facts in trees.items() if held}
+        is_common = self.common is not None or len(kept) == 1
+        return replace(
+            self,
+            trees={(): next(iter((kept or trees).values()))} if is_common else kept,
+            recorded_ranks=tuple(ranks),
+        )
 
 
 def fold(tree: ShardTree) -> TreeProfile:
@@ -78,7 +83,7 @@ def merge(
     is_common = len(groups) == 1
     return TreeProfile(
         trees={() if is_common else tuple(ranks): facts for facts, ranks in groups},
-        recorded_ranks=tuple(trees),
+        recorded_ranks=() if len(trees) == groups[0][0].world_size else tuple(trees),
         backend=backend,
         torch_version=torch_version,
     )

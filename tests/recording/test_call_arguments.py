@@ -84,7 +84,7 @@ def test_a_functional_rank_is_that_of_the_group(comm_mode, dist_info):
             functional.isend(data(), number, 0, group.group_name)
             functional.broadcast(data(), number, group.group_name)
     from_rank = {0: (0, 1), 2: (1, 0)}[dist_info.rank]
-    assert [(event.peer, event.source_rank) for event in comm_mode.events] == [
+    assert [(event.peer, event.root_rank) for event in comm_mode.events] == [
         (from_rank[0], None),
         (None, 0),
         (from_rank[1], None),
@@ -94,7 +94,7 @@ def test_a_functional_rank_is_that_of_the_group(comm_mode, dist_info):
 
 
 @gloo_and_fake(4)
-def test_sources_are_ranks_of_the_group(comm_mode, dist_info):
+def test_roots_are_ranks_of_the_group(comm_mode, dist_info):
     rank, group = dist_info.rank, halves()
     last = 2 + rank % 2
     parts = [data(), data()] if rank == last else None
@@ -104,12 +104,12 @@ def test_sources_are_ranks_of_the_group(comm_mode, dist_info):
         dist.broadcast(data(), 3)
         funcol.broadcast(data(), 2, dist.group.WORLD)
         dist.reduce(data(), 0)
-    assert [(event.kind, event.source_rank) for event in comm_mode.events] == [
+    assert [(event.kind, event.root_rank) for event in comm_mode.events] == [
         ("broadcast", 1),
         ("scatter", 1),
         ("broadcast", 3),
         ("broadcast", 2),
-        ("reduce", None),  # every rank sends
+        ("reduce", 0),
     ]
     assert {event.peer for event in comm_mode.events} == {None}
 

@@ -151,9 +151,7 @@ def test_every_operation_of_this_torch_is_in_the_table():
         operation = look_up(packet.default)
         assert operation.kind in {*COLLECTIVE_KINDS, BATCH}
         names = {argument.name for argument in schema.arguments} | {"", "return"}
-        assert {operation.sent, operation.received, operation.source, operation.peer} <= names, (
-            schema
-        )
+        assert {operation.sent, operation.received, operation.root, operation.peer} <= names, schema
 
 
 def test_other_operations_are_none_of_ours():

@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_fsdp_comm.comm.json import dump_recording, load_recording
+from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.recording.mesh_axes import dims_of
 
 
 def layouts(comm_mode):
-    return {layout.axis: layout.dims for layout in comm_mode.recording.layouts}
+    return {axis.name: axis.dims or axis.groups for axis in comm_mode.recording.mesh_axes}
 
 
 def send_over(mesh):
@@ -49,8 +50,8 @@ def test_groups_without_a_mesh_have_a_layout_too(comm_mode):
         for group in groups:
             dist.all_reduce(torch.ones(1), group=group)
     assert layouts(comm_mode) == {
-        "size4": None,
-        "size3": None,
+        "size4": ((0, 3, 5, 6),),
+        "size3": ((0, 1, 5),),
         "size2.stride4": ((2, 4),),
         "size2.stride2": ((2, 2),),
         "size1": (),
@@ -58,15 +59,28 @@ def test_groups_without_a_mesh_have_a_layout_too(comm_mode):
 
 
 @pytest.mark.distributed(world_size=8, backend="fake")
-def test_two_groups_of_one_name_have_two_layouts(comm_mode):
+def test_two_groups_of_one_name_are_told_apart(comm_mode):
     groups = [dist.new_group(ranks, group_desc="tp") for ranks in ([0, 1], [0, 4], [0, 1])]
     with comm_mode:
         for group in groups:
             dist.all_reduce(torch.ones(1), group=group)
         # Made, but nothing is sent over it.
         dist.new_group([0, 2])
-    found = [(layout.axis, layout.dims) for layout in comm_mode.recording.layouts]
-    assert found == [("tp", ((2, 1),)), ("tp", ((2, 4),))]
+    assert layouts(comm_mode) == {"tp.size2.stride1": ((2, 1),), "tp.size2.stride4": ((2, 4),)}
+    assert comm_mode.counts(axis="tp.size2.stride1") == 2
+    # It is no longer the name of any group that was used.
+    with pytest.raises(RecordingError, match=r"there is no axis 'tp'; expected one of .*stride1"):
+        comm_mode.counts(axis="tp")
+
+
+@pytest.mark.distributed(world_size=8, backend="fake")
+def test_groups_of_one_name_and_layout_stay_one_axis(comm_mode):
+    groups = [dist.new_group([0, 1], group_desc="tp") for _ in range(2)]
+    with comm_mode:
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
+    assert layouts(comm_mode) == {"tp": ((2, 1),)}
+    assert comm_mode.counts(axis="tp") == 2
 
 
 SHAPES = [

@@ -147,13 +147,13 @@ def test_patterns_of_snapshots_are_owners(recorded):
     assert recorded.counts(owner="(root)") == recorded.counts(owner="") > 0
     assert recorded.counts(owner="*") == 0
     assert recorded.nbytes("all_gather", phase="forward", owner="layers.{0..1}") == 2 * BLOCK_NBYTES
-    line = re.compile(r"(\w+) (\S+) (\w+)\[(\w+)\] x(\d+) ([\d_]+) B")
+    line = re.compile(r"(\w+) (\S+) (\w+)\[(\w+)\] x(\d+) of ([\d_]+) B float32(?: ahead 1)?")
     lines = [found.groups() for found in map(line.fullmatch, str(recorded).splitlines()) if found]
     assert len(lines) == 5
     for phase, owner, kind, axis, count, nbytes in lines:
         asked = {"kind": kind, "phase": phase, "owner": owner, "axis": axis}
         assert recorded.counts(**asked) == int(count) * len(expand(owner))
-        assert recorded.nbytes(**asked) == int(nbytes) * len(expand(owner))
+        assert recorded.nbytes(**asked) == int(count) * int(nbytes) * len(expand(owner))
 
 
 @fake

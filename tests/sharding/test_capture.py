@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_fsdp_comm.comm.events import MeshAxis
+from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.recording.comm_mode import CommMode
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles
 from pytest_fsdp_comm.snapshots.tree_text import format_tree, parse_tree
@@ -108,7 +108,10 @@ def test_blocks_and_root_are_units_with_their_own_parameters():
             "layers.1.down.bias",
         ),
     }
-    assert (tree.world_size, tree.mesh_axes) == (4, (MeshAxis(name="world", size=4),))
+    assert (tree.world_size, tree.mesh_axes) == (
+        4,
+        (MeshAxis(name="world", size=4, dims=((4, 1),)),),
+    )
     assert tree.is_sharded
     root, block = unit_of(tree, ""), unit_of(tree, "layers.0")
     assert (root.is_root, root.reshard_after_forward) == (True, False)
@@ -121,7 +124,8 @@ def test_blocks_and_root_are_units_with_their_own_parameters():
 def test_the_snapshot_folds_alike_blocks_into_one_line():
     assert format_tree(capture_tree(sharded())).splitlines()[1:] == [
         "world_size 4",
-        "mesh world=4",
+        "ranks 0",
+        "mesh world=4 stride 1",
         "unit (root) fsdp2 root shard=world reshard_after_forward=false",
         "unit layers.{0..1} fsdp2 shard=world reshard_after_forward=true",
         "parameter embed.weight float32[16,8] world=Shard(0)",
@@ -203,8 +207,8 @@ def test_hsdp_has_a_shard_axis_and_a_replicate_axis():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     tree = capture_tree(sharded(mesh=mesh))
     block = unit_of(tree, "layers.0")
-    assert block.shard_axis == MeshAxis(name="shard", size=2)
-    assert block.replicate_axis == MeshAxis(name="replica", size=2)
+    assert block.shard_axis == MeshAxis(name="shard", size=2, dims=((2, 1),))
+    assert block.replicate_axis == MeshAxis(name="replica", size=2, dims=((2, 2),))
     assert placements(tree, "layers.0.up.bias") == [
         ("replica", "Replicate()"),
         ("shard", "Shard(0)"),

@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pytest_fsdp_comm.comm.events import MeshAxis
+from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles, list_states
 from pytest_fsdp_comm.snapshots.tree_text import format_tree
@@ -130,8 +130,8 @@ def test_hybrid_sharding_has_a_shard_axis_and_a_replicate_axis():
         )
     )
     block = unit_of(tree, "layers.0")
-    assert block.shard_axis == MeshAxis(name="shard", size=2)
-    assert block.replicate_axis == MeshAxis(name="replica", size=2)
+    assert block.shard_axis == MeshAxis(name="shard", size=2, dims=((2, 1),))
+    assert block.replicate_axis == MeshAxis(name="replica", size=2, dims=((2, 2),))
     entry = dict(tree.named_parameters())["layers.0.up.weight"]
     assert [placement.text for placement in entry.placements] == ["Replicate()", "FlatShard()"]
     assert entry.local_numels[:2] == entry.local_numels[2:]
@@ -179,7 +179,7 @@ def test_replicate_is_a_unit_before_its_first_forward():
     tree = capture_tree(model)
     (unit,) = tree.units
     assert tree.unit_name(0) == "layers"
-    assert unit.replicate_axis == MeshAxis(name="world", size=WORLD)
+    assert unit.replicate_axis == MeshAxis(name="world", size=WORLD, dims=((WORLD, 1),))
     assert "    layers[Sequential] REPLICATED\n" in str(tree)
     assert dict(tree.named_parameters())["head.weight"].unit is None
 
@@ -192,7 +192,7 @@ def test_replicate_built_on_fsdp2_is_a_replicated_unit():
     tree = capture_tree(model)
     (unit,) = tree.units
     assert (unit.kind, unit.shard_axis) == ("replicate", None)
-    assert unit.replicate_axis == MeshAxis(name="dp", size=WORLD)
+    assert unit.replicate_axis == MeshAxis(name="dp", size=WORLD, dims=((WORLD, 1),))
     assert unit.nbytes_gathered == 0
     assert unit.reshard_after_forward is None
     assert "    layers[Sequential] REPLICATED\n" in str(tree)

@@ -37,22 +37,22 @@ def without_third_last_line(text):
 
 BROKEN = {
     "conflict": (
-        lambda text: text.replace("mesh", "<<<<<<< HEAD\nmesh"),
-        "line 3: it reads '<<<<<<< HEAD', a marker of a merge conflict; expected one side of the",
+        lambda text: text.replace("world_size", "<<<<<<< HEAD\nworld_size"),
+        "line 2: it reads '<<<<<<< HEAD', a marker of a merge conflict; expected one side of the",
     ),
     "lost": (
         without_third_last_line,
         "'; the totals do not match the records: a line was lost or",
     ),
     "nul": (
-        lambda text: text.replace("mesh", "me\0sh"),
-        "line 3: it contains the control character U+0000 at column 3; expected plain text",
+        lambda text: text.replace("world_size", "wo\0rld_size"),
+        "line 2: it contains the control character U+0000 at column 3; expected plain text",
     ),
     "truncated": (lambda text: text[: len(text) // 2], "expected 'end' as the last line, with a"),
     "empty": (lambda _: "", "line 1: the file is empty; expected a snapshot"),
     "newer": (
-        lambda text: text.replace("comm 1 ", "comm 99 ", 1),
-        "line 1: the snapshot has format 99, this pytest-fsdp-comm reads formats up to 1; upgrade",
+        lambda text: text.replace("comm 2 ", "comm 99 ", 1),
+        "line 1: the snapshot has format 99, this pytest-fsdp-comm reads format 2; upgrade",
     ),
     "fifo": (None, "line 1: it is a FIFO; expected a regular file"),
 }

@@ -33,12 +33,12 @@ TREE = "snapshots/test_it/test_step.ws2.tree.comm"
 # 64 float32 in each layer; the root has no parameters of its own.
 TEXT = """\
 world_size 2
-mesh dp=2
-forward {0..1} all_gather[dp] x1 256 B
+mesh dp=2 stride 1
+forward {0..1} all_gather[dp] x1 of 256 B float32
 forward {0..1} reshard x1
 forward {0..1} unshard x1
-backward {0..1} all_gather[dp] x1 256 B
-backward {0..1} reduce_scatter[dp] x1 256 B
+backward {0..1} all_gather[dp] x1 of 256 B float32
+backward {0..1} reduce_scatter[dp] x1 of 256 B float32
 backward {0..1} reshard x1
 backward {0..1} unshard x1
 total all_gather[dp] x4 1_024 B
@@ -113,7 +113,7 @@ def test_a_missing_snapshot_fails_until_it_is_recorded(project):
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["2 snapshots generated."])
     header, _, body = project.read(COMM).partition("\n")
-    assert header.startswith("# pytest-fsdp-comm 1 comm | torch ")
+    assert header.startswith("# pytest-fsdp-comm 2 comm | torch ")
     assert header.endswith(", gloo (not compared)")
     assert body == TEXT
 
@@ -367,7 +367,9 @@ def test_simulated_ranks_that_differ_have_their_own_numbers_in_either_kind(proje
         project.read(f"snapshots/test_it/test_ranks.ws4.{name}") for name in ("comm", "tree.comm")
     )
     assert [line for line in comm.splitlines() if "ranks" in line] == [
-        "outside (no-module) all_reduce[dp] x1 8 B ranks 3"
+        "ranks 0,3",
+        "outside (no-module) all_reduce[dp] x1 of 8 B float32 ranks 3",
+        *(line for line in comm.splitlines() if line.startswith("total")),
     ]
     assert [line for line in tree.splitlines() if "ranks" in line] == ["ranks 0", "ranks 3"]
     project.run().assert_outcomes(passed=1)
@@ -378,7 +380,8 @@ def test_simulated_ranks_that_differ_have_their_own_numbers_in_either_kind(proje
     explained(
         result,
         "comm_mode and fsdp_tree differ from snapshots/test_it/test_ranks.ws4 (2 files)",
-        "(no module) outside: all_reduce[dp] 1 (8 B) on rank 3 -> 1 (8 B) on rank 0",
+        "(no module) outside: all_reduce[dp] 1 (of 8 B float32) on rank 3 -> 1 (of 8 B float32) on "
+        "rank 0",
     )
     project.update().assert_outcomes(passed=1)
     text = project.read("snapshots/test_it/test_ranks.ws4.comm")
@@ -478,16 +481,16 @@ BROKEN = {
     "empty": (lambda _: "", "line 1: the file is empty; expected a snapshot"),
     "truncated": (lambda text: text[: len(text) // 2], "expected 'end' as the last line"),
     "newer": (
-        lambda text: text.replace("comm 1 comm", "comm 99 comm"),
-        "the snapshot has format 99, this pytest-fsdp-comm reads formats up to 1; upgrade "
+        lambda text: text.replace("comm 2 comm", "comm 99 comm"),
+        "the snapshot has format 99, this pytest-fsdp-comm reads format 2; upgrade "
         "pytest-fsdp-comm",
     ),
     "corrupted": (
-        lambda text: text.replace("x1 256 B", "x256 B"),
-        "line 4: it reads 'forward {0..1} all_gather[dp] x256 B'; expected",
+        lambda text: text.replace("x1 of 256 B", "x256 B"),
+        "line 4: it reads 'forward {0..1} all_gather[dp] x256 B float32': bad calls",
     ),
     "lost": (
-        lambda text: text.replace("backward {0..1} reduce_scatter[dp] x1 256 B\n", ""),
+        lambda text: text.replace("backward {0..1} reduce_scatter[dp] x1 of 256 B float32\n", ""),
         "the totals do not match the records: a line was lost or edited by hand",
     ),
     "conflict": (lambda text: "<<<<<<< HEAD\n" + text, "line 1: it reads '<<<<<<< HEAD'"),
@@ -603,7 +606,7 @@ def test_ranks_that_differ_are_told_and_compared(project):
         "            dist.all_reduce(torch.ones(4), group=group)",
     )
     project.update().assert_outcomes(passed=1)
-    line = "outside (no-module) all_reduce[size1] x1 16 B ranks 0"
+    line = "outside (no-module) all_reduce[size1] x1 of 16 B float32 ranks 0"
     assert line in project.read(COMM).splitlines()
     project.run().assert_outcomes(passed=1)
     # Rank 0 alone runs on the fake group, and is compared with its own part.
@@ -611,7 +614,7 @@ def test_ranks_that_differ_are_told_and_compared(project):
     project.edit("dist.get_rank() == 0", "dist.get_rank() == 5")
     result = project.run()
     result.assert_outcomes(failed=1)
-    explained(result, "(no module) outside: all_reduce[size1] 1 (16 B) on rank 0 -> 0")
+    explained(result, "(no module) outside: all_reduce[size1] 1 (of 16 B float32) on rank 0 -> 0")
 
 
 def test_a_comparison_that_only_one_rank_makes_fails(project):

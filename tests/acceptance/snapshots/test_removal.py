@@ -14,13 +14,14 @@ import pytest
 CONFTEST = """
 import pytest
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.profile import CommProfile, CommRow
+from pytest_fsdp_comm.comm.profile import Calls, CommProfile, CommRow
 
 class Recorded:
     # As comm_mode, without ranks and torch: what is removed depends on neither.
     def merged_profile(self):
         row = CommRow(
-            phase=Phase.FORWARD, owner="a", kind="all_gather", axis="dp", count=1, nbytes=4
+            phase=Phase.FORWARD, owner="a", kind="all_gather", axis="dp",
+            calls=(Calls(count=1, nbytes=4),),
         )
         return CommProfile(world_size=2, mesh_axes=(), rows=(row,), backend="gloo")
 

@@ -6,10 +6,13 @@ import pytest
 
 from pytest_fsdp_comm.comm.causes import find_causes
 from pytest_fsdp_comm.comm.diff import compare
-from pytest_fsdp_comm.comm.events import MeshAxis, Phase
+from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import (
+    Calls,
     CommProfile,
     CommRow,
+    GatheredPeak,
     RedistributionRow,
     ReshardRow,
     Site,
@@ -23,9 +26,11 @@ FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 LAYERS = tuple(f"layers.{number}" for number in range(4))
 
 
-def row(phase, owner, kind, count=1, nbytes=KIB, **changes):
+def row(phase, owner, kind, count=1, nbytes=KIB, *, calls=None, dtype="float32", **changes):
+    """A row of calls of one size, which have some bytes together."""
+    alike = Calls(count=count, nbytes=nbytes // count, dtype=dtype)
     return CommRow(
-        phase=phase, owner=owner, kind=kind, axis="dp", count=count, nbytes=nbytes, **changes
+        phase=phase, owner=owner, kind=kind, axis="dp", calls=calls or (alike,), **changes
     )
 
 
@@ -36,16 +41,14 @@ def profile(*rows, reshards=(), redistributions=(), **changes):
     )
 
 
-def step(*, forward=1, backward=1, reduces=1, owners=("", *LAYERS), nbytes=KIB):
-    rows = [row(FORWARD, owner, "all_gather", forward, forward * nbytes) for owner in owners]
+def step(*, forward=1, backward=1, reduces=1, owners=("", *LAYERS), nbytes=KIB, dtype="float32"):
+    def rows_of(phase, kind, count, of):
+        return [row(phase, owner, kind, count, count * nbytes, dtype=dtype) for owner in of]
+
+    rows = rows_of(FORWARD, "all_gather", forward, owners)
     if backward:
-        rows += [
-            row(BACKWARD, owner, "all_gather", backward, backward * nbytes)
-            for owner in owners
-            if owner
-        ]
-    rows += [row(BACKWARD, owner, "reduce_scatter", reduces, reduces * nbytes) for owner in owners]
-    return rows
+        rows += rows_of(BACKWARD, "all_gather", backward, filter(None, owners))
+    return rows + rows_of(BACKWARD, "reduce_scatter", reduces, owners)
 
 
 def test_equal_profiles_have_no_changes():
@@ -68,8 +71,8 @@ def test_world_mesh_reshards_and_redistributions_are_compared():
     new = dataclasses.replace(profile(), world_size=8, mesh_axes=(MeshAxis(name="tp", size=8),))
     changes = compare(old, new).changes
     assert [(change.subject, change.what) for change in changes] == [
-        ("world_size", "world_size"),
-        ("mesh", "mesh"),
+        ("frame", "world_size"),
+        ("frame", "mesh"),
         ("reshard", "reshard"),
         ("redistribution", "x->y"),
     ]
@@ -127,8 +130,14 @@ def causes(old, new):
             step(owners=("a", "c")),
             ["modules were renamed or moved: b is now c"],
         ),
-        (step(), step(nbytes=2 * KIB), ["the same collectives carry twice the bytes"]),
-        (step(), step(nbytes=KIB // 2), ["the same collectives carry half the bytes"]),
+        (
+            step(dtype="bfloat16"),
+            step(nbytes=2 * KIB),
+            ["the same collectives carry twice the bytes, in another dtype"],
+        ),
+        (step(), step(nbytes=KIB // 2, dtype="bfloat16"), ["the same collectives carry half the"]),
+        # A wider model, a larger batch.
+        (step(), step(nbytes=2 * KIB), []),
         # No pattern: nothing is guessed.
         (step(), step(nbytes=3 * KIB), []),
         (step(), step(forward=2, backward=2, reduces=2), []),
@@ -169,8 +178,132 @@ def test_ranks_that_differ_are_named():
     old = profile(row(FORWARD, "a", "all_gather"))
     new = profile(row(FORWARD, "a", "all_gather", 2, 2 * KIB, ranks=(0, 1)))
     assert rendered(old, new).full[1] == (
-        "  a forward: all_gather[dp] 1 (1.0 KiB) on all ranks -> 2 (2.0 KiB) on ranks 0, 1"
+        "  a forward: all_gather[dp] 1 (of 1_024 B float32) on all ranks -> 2 (of 1_024 B float32) "
+        "on ranks 0, 1"
     )
+
+
+def calls(count=1, nbytes=64, dtype="float32", **changes):
+    return Calls(count=count, nbytes=nbytes, dtype=dtype, **changes)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        # Equal bytes of another dtype.
+        (
+            [calls(dtype="float16")],
+            [calls(dtype="bfloat16")],
+            "1, x1 of 64 B float16 -> x1 of 64 B bfloat16",
+        ),
+        # Sizes that cancel.
+        (
+            [calls(2, 32)],
+            [calls(1, 4), calls(1, 60)],
+            "2, x2 of 32 B float32 -> x1 of 4 B float32, x1 of 60 B float32",
+        ),
+        (
+            [calls(3), calls(1, 32)],
+            [calls(3, ahead=1), calls(1, 32)],
+            "4, x3 of 64 B float32 -> x3 of 64 B float32 ahead 1",
+        ),
+        ([calls(is_async=True)], [calls()], "1, x1 of 64 B float32 async -> x1 of 64 B float32"),
+        ([calls(peer=1)], [calls(peer=-1)], "1, x1 of 64 B float32 peer +1 -> x1 of 64 B float32 "),
+        ([calls(root_rank=0)], [calls(root_rank=2)], "1, x1 of 64 B float32 root 0 -> x1 of 64 B "),
+        # A batch that grows needs no more than its bytes.
+        ([calls()], [calls(nbytes=96)], "1, 64 B -> 96 B per rank"),
+        # Sides that would be rounded to the same.
+        ([calls(nbytes=74_000)], [calls(nbytes=74_008)], "1, 74_000 B -> 74_008 B per rank"),
+    ],
+)
+def test_calls_that_differ_are_a_difference(before, after, line):
+    old = profile(row(FORWARD, "a", "all_gather", calls=tuple(sorted(before))))
+    new = profile(row(FORWARD, "a", "all_gather", calls=tuple(sorted(after))))
+    assert compare(old, old).changes == ()
+    assert rendered(old, new).full[1].startswith(f"  a forward: all_gather[dp] {line}")
+
+
+def test_objects_are_counted_and_their_sizes_are_not_compared():
+    def objects(count):
+        made = Calls(count=count, is_object=True)
+        return profile(row(FORWARD, None, "all_gather", calls=(made,)))
+
+    assert rendered(objects(2), objects(4)).full[1] == (
+        "  (no module) forward: all_gather[dp] 2 -> 4 (+2)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"mesh_axes": (MeshAxis(name="dp", size=4, dims=((4, 2),)),)},
+            "mesh: dp=4 stride 1 -> dp=4 stride 2",
+        ),
+        (
+            {"mesh_axes": (MeshAxis(name="dp", size=4, dims=((2, 1), (2, 8))),)},
+            "mesh: dp=4 stride 1 -> dp=2x2 stride 8x1",
+        ),
+        (
+            {"mesh_axes": (MeshAxis(name="dp", size=4, groups=((0, 3, 5, 6), (1, 2, 4, 7))),)},
+            "mesh: dp=4 stride 1 -> dp=4 ranks 0,3,5-6 | 1-2,4,7",
+        ),
+        (
+            {"peaks": (GatheredPeak(nbytes=2048),)},
+            "peak gathered: 1_024 B -> 2_048 B",
+        ),
+        (
+            {
+                "peaks": (
+                    GatheredPeak(nbytes=1024, ranks=(0, 1)),
+                    GatheredPeak(nbytes=4, ranks=(2, 3)),
+                )
+            },
+            "peak gathered: 1_024 B -> 1_024 B on ranks 0-1 / 4 B on ranks 2-3",
+        ),
+    ],
+)
+def test_the_frame_is_compared(changes, line):
+    frame = {
+        "mesh_axes": (MeshAxis(name="dp", size=4, dims=((4, 1),)),),
+        "peaks": (GatheredPeak(nbytes=1024),),
+    }
+    old = profile(row(FORWARD, "a", "all_gather"), **frame)
+    new = profile(row(FORWARD, "a", "all_gather"), **{**frame, **changes})
+    assert compare(old, old).changes == ()
+    assert rendered(old, new).full[1] == f"  {line}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ((0, 3), (0,), "recorded ranks: 0,3 -> 0"),
+        ((0,), (0, 3), "recorded ranks: 0 -> 0,3"),
+        ((0,), (), "recorded ranks: 0 -> all"),
+        ((5,), (0,), "recorded ranks: 5 -> 0"),
+        ((0, 3), (0, 3), None),
+        # The fake backend beside a file of all ranks.
+        ((), (0,), None),
+    ],
+)
+def test_which_ranks_were_recorded_is_compared(before, after, line):
+    old = profile(row(FORWARD, "a", "all_gather"), recorded_ranks=before)
+    new = profile(row(FORWARD, "a", "all_gather"), recorded_ranks=after)
+    if line is None:
+        assert compare(old, new).changes == ()
+    else:
+        assert rendered(old, new).full[1] == f"  {line}"
+
+
+def test_async_is_compared_only_where_torch_says_it_on_both_sides():
+    def sent(shows_async, *held):
+        return profile(row(FORWARD, "a", "all_gather", calls=held), shows_async=shows_async)
+
+    known = sent(True, calls(1), calls(2, is_async=True))  # noqa: FBT003  # a case
+    assert compare(known, sent(False, calls(3))).changes == ()  # noqa: FBT003  # a case
+    assert compare(sent(False, calls(3)), known).changes == ()  # noqa: FBT003  # a case
+    assert compare(known, sent(True, calls(3))).changes  # noqa: FBT003  # a case
+    assert compare(known, sent(False, calls(4))).changes  # noqa: FBT003  # a case
 
 
 def test_a_long_text_is_cut_where_pytest_would_cut_it():

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from pytest_fsdp_comm.comm.events import MeshAxis
+from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
 from pytest_fsdp_comm.reports.tree_html import render_tree_html

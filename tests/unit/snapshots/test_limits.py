@@ -19,25 +19,28 @@ from pytest_fsdp_comm.text.name_patterns import Pieces, Steps
 from pytest_fsdp_comm.tree.profile import merge
 
 COMM = """\
-# pytest-fsdp-comm 1 comm | torch 2.13.0, gloo (not compared)
+# pytest-fsdp-comm 2 comm | torch 2.13.0, gloo (not compared)
 world_size 8
-mesh dp=4 tp=2
-forward layers.{0..3} all_gather[dp] x1 1_024 B
-forward norm all_gather[dp] x1 8 B ranks 0,2-3
+mesh dp=4 stride 2
+mesh tp=2 stride 1
+forward layers.{0..3} all_gather[dp] x1 of 1_024 B float32
+forward norm all_gather[dp] x1 of 8 B int64 ranks 0,2-3
 forward layers.{0..3} unshard x1
 forward norm redistribute (Shard(dim=1))->(Replicate()) x1
-total all_gather[dp] x5 4_104 B
+total all_gather[dp] x35 32_792 B on 8 ranks
 end
 """
 TREE = """\
-# pytest-fsdp-comm 1 tree | torch 2.13.0, gloo (not compared)
+# pytest-fsdp-comm 2 tree | torch 2.13.0, gloo (not compared)
 world_size 8
-mesh dp=4 tp=2
+mesh dp=4 stride 2
+mesh tp=2 stride 1
 unit layers.{0..3} fsdp2 shard=dp reshard_after_forward=true
 parameter layers.{0..3}.weight float32[64,64] dp=Shard(0) tp=Replicate()
 total 4 units, 4 parameters
 end
 """
+NORM = "forward norm all_gather[dp] x{} of 8 B int64 "
 READERS = {"comm": (COMM, parse_profile), "tree": (TREE, tree_text.parse_profile)}
 
 
@@ -52,20 +55,29 @@ def refused(kind, text):
     ("old", "new", "complaint"),
     [
         ("world_size", "<<<<<<< HEAD\nworld_size", "line 2: it reads '<<<<<<< HEAD', a marker"),
-        ("mesh", "||||||| base\nmesh", "line 3: it reads '||||||| base', a marker of a merge"),
+        ("mesh dp", "||||||| base\nmesh dp", "line 3: it reads '||||||| base', a marker of a"),
         ("end\n", "=======\nend\n", "it reads '=======', a marker of a merge conflict"),
         ("end\n", "end\n>>>>>>> b\n", "it reads '>>>>>>> b', a marker of a merge"),
-        ("layers", "la\0yers", "line 4: it contains the control character U+0000 at column"),
-        ("layers", "la\x1byers", "line 4: it contains the control character U+001B at column"),
+        ("layers", "la\0yers", "line 5: it contains the control character U+0000 at column"),
+        ("layers", "la\x1byers", "line 5: it contains the control character U+001B at column"),
         ("world_size", "\rworld_size", "line 2: it contains a carriage return without a line feed"),
         ("# pytest", "\ufeff# pytest", "line 1: it contains a byte order mark at column 1"),
         ("world_size 8", "world_size \uff18", "line 2: it reads 'world_size \uff18'; expected"),
         ("world_size 8", "world_size 08", "line 2: it reads 'world_size 08'; expected"),
         ("world_size 8", "world_size 131073", "with a number from 1 to 131072"),
-        ("dp=4 tp=2", "dp=4 dp=4", "line 3: it reads 'mesh dp=4 dp=4'; expected"),
-        ("dp=4 tp=2", "tp=2 dp=4", "each axis once, by name, sizes up to 8"),
-        ("dp=4", "dp=0", "line 3: it reads 'mesh dp=0 tp=2'; expected"),
-        ("dp=4", "dp=9", "line 3: it reads 'mesh dp=9 tp=2'; expected"),
+        ("mesh tp=2 stride 1", "mesh dp=4 stride 2", "bad axis; expected each axis and layout on"),
+        ("mesh tp", "mesh ap", "line 4: it reads 'mesh ap=2 stride 1': bad axis; expected each"),
+        ("dp=4", "dp=0", "line 3: it reads 'mesh dp=0 stride 2': bad layout '0 stride 2'; exp"),
+        ("dp=4", "dp=9", "line 3: it reads 'mesh dp=9 stride 2': bad layout '9 stride 2'; exp"),
+        ("dp=4", "dp=04", "bad layout '04 stride 2'; expected"),
+        ("dp=4", "dp=99999999999", "bad layout '99999999999 stride 2'; expected"),
+        ("dp=4 stride 2", "dp=4 stride 02", "bad layout '4 stride 02'; expected"),
+        ("dp=4 stride 2", "dp=2x2 stride 2", "bad layout '2x2 stride 2'; expected"),
+        ("dp=4 stride 2", "dp=4 ranks 0-9", "bad ranks '0-9'; expected ranks from 0 to 7 in asc"),
+        ("dp=4 stride 2", "dp=4 ranks", "bad layout '4 ranks'; expected"),
+        ("mesh dp=4 stride 2", "mesh", "line 3: it reads 'mesh'; expected"),
+        ("mesh dp", "ranks 0,9\nmesh dp", "line 3: it reads 'ranks 0,9': bad ranks '0,9'; expec"),
+        ("mesh dp", "ranks 0-7\nmesh dp", "it lists all ranks; expected no list, which already"),
         ("{0..3}", "{0..9999999}", "too many names"),
         ("{0..3}", "{0..900000}.{0..900000}", "stands for too many names; expected at most"),
         ("{0..3}", "{0..400000}.{0..1}", "too many names"),
@@ -75,8 +87,8 @@ def refused(kind, text):
         ("{0..3}", ".".join("0123456789"), "too many numbers in 'layers.0.1.2"),
         ("layers", "l\\x61yers", "bad name"),
         ("end\n", "end", "the file ends with 'end'; expected 'end' as the last line"),
-        ("# pytest-fsdp-comm 1 ", "# pytest-fsdp-comm 9 ", "line 1: the snapshot has format 9, "),
-        ("-comm 1 ", "-comm 1 zzz", "-comm <version> comm' or '... tree'"),
+        ("# pytest-fsdp-comm 2 ", "# pytest-fsdp-comm 9 ", "line 1: the snapshot has format 9, "),
+        ("-comm 2 ", "-comm 2 zzz", "-comm <version> comm' or '... tree'"),
     ],
 )  # fmt: skip
 def test_recordings_and_trees_refuse_the_same_mistakes(kind, old, new, complaint):
@@ -100,12 +112,12 @@ def test_a_conflict_says_how_to_take_a_side():
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("x1 1_024", "x\uff11 1_024", "line 4: it reads"),
-        ("x1 1_024", "x01 1_024", "line 4: it reads"),
-        ("x1 1_024", "x0 1_024", "line 4: it reads"),
-        ("1_024", "10_24", "x1 10_24 B'; expected"),
-        ("1_024", "9" * 5000, "line 4: it reads"),
-        ("all_gather[dp] x1 1", "zzz[dp] x1 1", "unknown collective 'zzz'; expected one of all_g"),
+        ("x1 of 1_024", "x\uff11 of 1_024", "line 5: it reads"),
+        ("x1 of 1_024", "x01 of 1_024", "line 5: it reads"),
+        ("x1 of 1_024", "x0 of 1_024", "line 5: it reads"),
+        ("1_024", "10_24", "x1 of 10_24 B float32'; expected"),
+        ("1_024", "9" * 5000, "line 5: it reads"),
+        ("all_gather[dp] x1 of 1", "zzz[dp] x1 of 1", "unknown collective 'zzz'; expected one of"),
         ("forward norm all", "sideward norm all", "expected a phase first: forward, backward,"),
         ("ranks 0,2-3", "ranks 3-2", "bad ranks '3-2'; expected ranks from 0 to 7 in ascending"),
         ("ranks 0,2-3", "ranks 1-0", "bad ranks '1-0'"),
@@ -114,13 +126,14 @@ def test_a_conflict_says_how_to_take_a_side():
         ("ranks 0,2-3", "ranks 8", "bad ranks '8'"),
         ("ranks 0,2-3", "ranks 0-99999999999", "bad ranks '0-99999999999'"),
         ("ranks 0,2-3", "ranks 0-7", "it lists all ranks; expected no list"),
-        ("ranks 0,2-3\n", "ranks 0\nforward norm all_gather[dp] x1 8 B ranks 2-3\n", "each row o"),
-        ("ranks 0,2-3\n", "ranks 0\nforward norm all_gather[dp] x2 8 B ranks 0-1\n", "each row o"),
-        ("norm all_gather[dp] x1 8 B ranks 0,2-3", "layers.2 all_gather[dp] x1 8 B", "line 5: it"),
+        ("ranks 0,2-3\n", "ranks 0\n" + NORM.format(1) + "ranks 2-3\n", "each row once, wi"),
+        ("ranks 0,2-3\n", "ranks 0\n" + NORM.format(2) + "ranks 0-1\n", "each row once, wi"),
+        ("norm all_gather[dp] x1 of 8 B int64 ranks 0,2-3", "layers.2 all_gather[dp] x1 of 8 B",
+         "line 6: it"),
         ("forward layers.{0..3} unshard x1\n", "forward layers.{0..1} unshard x1\nforward layers."
          "{2..3} unshard x1\n", "unshard x1'; expected 'forward layers.{0..3} unshard x1'"),
         ("forward layers.{0..3} unshard x1\n", "forward layers.{0..3} unshard x1\n" * 2, "each r"),
-        ("4_104", "4_105", "line 8: it reads 'total all_gather[dp] x5 4_105 B'; the totals do not"),
+        ("32_792", "32_793", "line 9: it reads 'total all_gather[dp] x35 32_793 B on 8"),
     ],
 )  # fmt: skip
 def test_a_recording_refuses_bad_rows_and_totals(old, new, complaint):
@@ -129,15 +142,16 @@ def test_a_recording_refuses_bad_rows_and_totals(old, new, complaint):
 
 
 def test_rows_of_ranks_that_differ_are_no_rows_given_twice():
-    line = "forward norm all_gather[dp] x1 8 B ranks 0,2-3\n"
+    line = "forward norm all_gather[dp] x1 of 8 B int64 ranks 0,2-3\n"
     text = COMM.replace(line, line + line.replace("x1", "x2").replace("0,2-3", "1"))
+    text = text.replace("x35 32_792", "x37 32_808")
     assert format_profile(parse_profile(text)).partition("\n")[2] == text.partition("\n")[2]
 
 
 @pytest.mark.parametrize("kind", READERS)
 def test_an_error_quotes_at_most_200_characters(kind):
     text = READERS[kind][0]
-    for old in ("layers", "world_size 8", "mesh", "{0..3}", "dp=4", "# pytest", "end", "total"):
+    for old in ("layers", "world_size 8", "mesh dp", "{0..3}", "dp=4", "# pytest", "end", "total"):
         for new in ("x" * 9000, "é ☃ \\" * 900, "{" * 9000, "9" * 9000, "{0,0" + ",1" * 3000 + "}"):
             message = refused(kind, text.replace(old, f"{new}(", 1))
             quotes = sum(len(quote) for quote in re.findall(r"'[^']*'", message))
@@ -158,29 +172,30 @@ def test_the_largest_world_is_that_of_the_options():
 
 
 HEAD = {kind: text.partition("world")[0] for kind, (text, _) in READERS.items()}
-HEAD = {kind: f"{head}world_size 131072\nmesh dp=4\n" for kind, head in HEAD.items()}
+HEAD = {kind: f"{head}world_size 131072\nmesh dp=4 stride 1\n" for kind, head in HEAD.items()}
 LINES = lines.MAX_LINES - 5
 # Each is broken in its last line only, or nowhere but too large.
 COSTLY = {
     "lines of a recording": HEAD["comm"] + "".join(
-        f"forward l.{n // 250}.e.{n % 250} all_gather[dp] x{n + 1} 8 B\n" for n in range(LINES)
+        f"forward l.{n // 250}.e.{n % 250} all_gather[dp] x{n + 1} of 8 B\n" for n in range(LINES)
     ),
     "lines of a tree": HEAD["tree"] + "".join(
         f"parameter {n}.0.0.0.0.0.0.0 float32[{n}]\n" for n in range(LINES)
     ),
     "names": HEAD["comm"] + "".join(
-        f"forward l{n}.{{0..999}} all_gather[dp] x1 8 B\n" for n in range(999)
+        f"forward l{n}.{{0..999}} all_gather[dp] x1 of 8 B\n" for n in range(999)
     ),
     "overlaps": HEAD["comm"] + "".join(
-        f"forward l.{{{n}..{n + 700}}} all_gather[dp] x{n + 1} 8 B ranks {n}\n" for n in range(700)
+        f"forward l.{{{n}..{n + 700}}} all_gather[dp] x{n + 1} of 8 B ranks {n}\n"
+        for n in range(700)
     ),
     "lists of ranks": HEAD["comm"] + "".join(
-        f"forward l.{n} all_gather[dp] x{n + 1} 8 B ranks "
+        f"forward l.{n} all_gather[dp] x{n + 1} of 8 B ranks "
         f"{','.join(map(str, range(n, 131_072, 2)))}\n"
         for n in range(9)
     ),
     "equal ranks": HEAD["comm"] + "".join(
-        f"forward l.{n} all_gather[dp] x{n + 1} 8 B ranks 1-131071\n" for n in range(LINES)
+        f"forward l.{n} all_gather[dp] x{n + 1} of 8 B ranks 1-131071\n" for n in range(LINES)
     ),
     "a long name": f"{HEAD['tree']}parameter {'a1' * 499_000} float32[1]\n",
     "a long line": f"{HEAD['tree']}parameter a float32[1] tied={','.join('b' * 2_000_000)}\n",
@@ -242,12 +257,12 @@ def layers_of_experts(layers, experts):
     lines = []
     for phase in ("forward", "backward"):
         lines += [
-            f"{phase} l.{{0..{layers - 1}}}.e.{{0..{experts - 1}}} all_gather[dp] x1 8 B",
+            f"{phase} l.{{0..{layers - 1}}}.e.{{0..{experts - 1}}} all_gather[dp] x1 of 8 B",
             f"{phase} l.{{0..{layers - 1}}} unshard x1",
         ]
     count = 2 * layers * experts
     return (
-        "# pytest-fsdp-comm 1 comm | x\nworld_size 4096\nmesh dp=4096\n"
+        "# pytest-fsdp-comm 2 comm | x\nworld_size 4096\nmesh dp=4096 stride 1\n"
         + "\n".join(lines)
         + f"\ntotal all_gather[dp] x{count} {8 * count:_} B\nend\n"
     )
@@ -320,13 +335,13 @@ def test_trees_of_ranks_that_differ_are_read_back():
     [
         ("ranks 2\n", "ranks 3\n", "expected each rank once, trees in the order of their first"),
         ("ranks 0,3\n", "ranks 3\n", "expected each rank once, trees in the order of their first"),
-        ("ranks 2\n", "ranks 9\n", "line 9: it reads 'ranks 9': bad ranks '9'; expected ranks fr"),
+        ("ranks 2\n", "ranks 9\n", "line 10: it reads 'ranks 9': bad ranks '9'; expected ranks fr"),
         ("ranks 2\n", "ranks\n", "expected a line 'ranks <N>,...' above each of several trees"),
-        ("=false", "=true", "line 9: it reads 'ranks 2'; expected each tree once, with all of"),
-        ("ranks 0,3\n", "", "line 2: it reads '  world_size 8'; expected a line 'ranks <N>,...'"),
+        ("=false", "=true", "line 10: it reads 'ranks 2'; expected each tree once, with all of"),
+        ("ranks 0,3\n", "", "line 2: it reads '  world_size 8'; expected 'world_size <N>'"),
         ("  unit", "unit", "expected two spaces first, below the ranks of a tree"),
         ("4 parameters\n  end\nend", "4 parameters\nend", "expected '  end' as the last line of a"),
-        ("=false\n", "=maybe\n", "line 12: it reads 'unit layers.{0..3} fsdp2 shard=dp reshard_"),
+        ("=false\n", "=maybe\n", "line 14: it reads 'unit layers.{0..3} fsdp2 shard=dp reshard_"),
     ],
 )
 def test_a_broken_document_of_ranks_is_refused(old, new, complaint):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_fsdp_comm.comm.events import MeshAxis
+from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.errors import SnapshotFormatError
 from pytest_fsdp_comm.snapshots.tree_text import (
     format_profile,
@@ -132,8 +132,8 @@ def test_trees_of_ranks_round_trip(data, ranks):
     text = format_profile(profile)
     found = parse_profile(text)
     assert found == parse_profile(text.replace("\n", "\r\n")) == profile
-    assert {rank: found.of_rank(rank) for rank in ranks} == facts
-    assert found.named_ranks == (set(ranks) if len(found.trees) > 1 else set())
+    assert {rank: found.restricted([rank]).common for rank in ranks} == facts
+    assert found.recorded_ranks == (() if len(ranks) == found.world_size else ranks)
     assert format_profile(found).partition("\n")[2] == text.partition("\n")[2]
     assert compare(found, profile).is_same
     assert compare(found, profile).changes == ()
@@ -173,9 +173,9 @@ def test_different_texts_have_changes_and_equal_ones_none(first, second):
 
 
 DOCUMENT = """\
-# pytest-fsdp-comm 1 tree | torch 2.13.0, gloo (not compared)
+# pytest-fsdp-comm 2 tree | torch 2.13.0, gloo (not compared)
 world_size 4
-mesh dp=4
+mesh dp=4 stride 1
 unit (root) fsdp2 root shard=dp reshard_after_forward=false
 unit layers.{0..3} fsdp2 shard=dp reshard_after_forward=true param_dtype=bfloat16
 parameter embed.weight float32[512,64] dp=Shard(0) tied=head.weight
@@ -201,14 +201,13 @@ REMEDY = (
         (
             "world_size 4\n",
             "",
-            "line 2: it reads 'mesh dp=4'; expected 'world_size <N>' with a number from 1 to "
-            "131072",
+            "line 2: it reads 'mesh dp=4 stride 1'; expected 'world_size <N>' with a number from 1 "
+            "to 131072",
         ),
         (
-            "mesh dp=4",
+            "mesh dp=4 stride 1",
             "mesh dp",
-            "line 3: it reads 'mesh dp'; expected 'mesh <axis>=<size> ...', each axis once, by "
-            "name, sizes up to 4",
+            "line 3: it reads 'mesh dp': bad axis 'dp'; expected <axis>=<size> stride <stride>",
         ),
         (
             "unit (root) fsdp2",
@@ -345,10 +344,11 @@ def test_a_missing_root_is_named():
 
 
 def test_every_other_change_has_its_words():
-    assert changes("world_size 4\nmesh dp=4", "world_size 8\nmesh dp=8") == [
+    assert changes("world_size 4\nmesh dp=4 stride 1", "world_size 8\nmesh dp=8 stride 1") == [
         "world_size: 4 -> 8",
-        "mesh: dp=4 -> dp=8",
+        "mesh: dp=4 stride 1 -> dp=8 stride 1",
     ]
+    assert changes("dp=4 stride 1", "dp=4 stride 2") == ["mesh: dp=4 stride 1 -> dp=4 stride 2"]
     assert changes("param_dtype=bfloat16", "reduce_dtype=float32 offload") == [
         "layers.{0..3}: param_dtype bfloat16 -> None",
         "layers.{0..3}: reduce_dtype None -> float32",
