@@ -1,5 +1,7 @@
 """What else a call says: to whom, from whom, how it reduces, and whether it is asynchronous."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ import torch.distributed._functional_collectives as funcol
 from models import Model, shard, step
 from oracle import gloo_and_fake
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from pytest_fsdp_comm.comm.json import dump_recording, load_recording
 
@@ -176,10 +179,38 @@ def test_fsdp_calls_are_synchronous_but_for_an_asynchronous_unshard(comm_mode, d
     assert by_kind == {"all_gather": [False] * 3 + [True], "reduce_scatter": [False] * 2}
 
 
-@pytest.mark.distributed(world_size=2)
+@gloo_and_fake(2)
+def test_units_that_unshard_asynchronously_say_so(comm_mode, device_mesh):
+    model = shard(Model(1), device_mesh())
+    model.layers[0]._set_unshard_async_op(async_op=True)
+    with comm_mode(model):
+        step(model)
+    gathers = [event for event in comm_mode.events if event.kind == "all_gather"]
+    # Its forward, and its backward by prefetch; the root is as before.
+    assert [(event.owner, event.is_async) for event in gathers] == [
+        ("", False),
+        ("layers.0", True),
+        ("layers.0", True),
+    ]
+
+
+@gloo_and_fake(2)
+def test_fsdp1_calls_are_synchronous(comm_mode):
+    model = FullyShardedDataParallel(Model(1), device_id=torch.device("cpu"))
+    with comm_mode(model):
+        step(model)
+    assert {(event.kind, event.is_async) for event in comm_mode.events} == {
+        ("all_gather", False),
+        ("reduce_scatter", False),
+    }
+
+
+@gloo_and_fake(2)
 def test_ddp_reduces_its_buckets_asynchronously(comm_mode):
     replica = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-    with comm_mode(replica):
+    # On the fake group torch's reducer fails at the result of the call, once it has issued it.
+    is_fake = dist.get_backend() == "fake"
+    with comm_mode(replica), contextlib.suppress(*[RuntimeError] * is_fake):
         replica(torch.ones(1, 4)).sum().backward()
     (event,) = comm_mode.events
     assert (event.kind, event.is_async, event.reduce_op) == ("all_reduce", True, "sum")
