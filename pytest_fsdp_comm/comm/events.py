@@ -100,8 +100,7 @@ class Collective:
     """Whether the caller has to wait for it (``async_op=True``). None where torch does not say: for
     the functional collectives, for sends and receives, and in older torch."""
     ahead: int | None = None
-    """Of an all-gather of an FSDP unit, how many units before its use it was issued; 0 at its use.
-    None for all others, and where the unit was not used afterwards."""
+    """As `Reshard.ahead`, of the unshard that issued it. None if no unshard did."""
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +127,11 @@ class Reshard:
     phase: Phase
     nbytes: int
     """Bytes of the unsharded parameters of the unit on this rank; 0 if unknown."""
+    ahead: int | None = None
+    """Of an unshard, how many units ahead of its use it was issued: 0 if the unit asks for it when
+    its own forward or backward begins, 1 if it is prefetched while the unit before it is in use.
+    Equal on all ranks that run the same units. None for a reshard, and if nothing used the unit
+    before it was resharded or the block ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,3 +212,7 @@ class Recording:
     timings: tuple[Timing, ...] = ()
     notes: tuple[str, ...] = ()
     """What a reader must know of the circumstances, e.g. that the model was unsharded at entry."""
+    peak_gathered_nbytes: int = 0
+    """The most bytes of FSDP parameters that were gathered on this rank at once, without padding,
+    from the issue of each unshard to its reshard. What was gathered when the block began counts
+    from then on; what ``reshard_after_forward=<int>`` leaves counts too."""

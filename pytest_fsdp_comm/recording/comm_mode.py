@@ -216,6 +216,11 @@ class CommMode(CommDebugAnswers):
         return self.recording.redistributions
 
     @property
+    def peak_gathered_nbytes(self) -> int:
+        """The most bytes of FSDP parameters that were gathered on this rank at once."""
+        return self.recording.peak_gathered_nbytes
+
+    @property
     def timings(self) -> dict[str, float]:
         """Host seconds by category; reported, never compared."""
         return {timing.category: timing.seconds for timing in self.recording.timings}

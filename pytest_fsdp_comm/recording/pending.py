@@ -58,6 +58,7 @@ class PendingCollective:
             root_rank=self.message.root_rank,
             reduce_op=self.message.reduce_op,
             is_async=self.message.is_async,
+            ahead=self.attribution.ahead,
             source=self.attribution.source,
             call_site=self.call_site,
         )
@@ -82,6 +83,7 @@ class PendingReshard:
             issued_in=names.issued_in(self.attribution),
             phase=self.attribution.phase,
             nbytes=self.nbytes,
+            ahead=self.attribution.ahead,
         )
 
 

@@ -182,6 +182,7 @@ class Recorder:
             copies=tuple(entry.named(names) for entry in _in_order(self._copies)),
             timings=tuple(Timing(category=name, seconds=s) for name, s in self._seconds.items()),
             notes=tuple(self._notes),
+            peak_gathered_nbytes=self._units.peak_gathered_nbytes(self._roots),
         )
         block = RecordedBlock(
             recording=recording,
@@ -191,6 +192,7 @@ class Recorder:
         )
         for held in (self._collectives, self._reshards, self._redistributions, self._copies):
             held.clear()
+        self._units.forget()
         self._roots.clear()
         return block
 
@@ -360,6 +362,7 @@ class Recorder:
                     issued_in=issued.issued_in,
                     phase=issued.phase,
                     source=Source.FSDP,
+                    gather=issued.gather,
                 ),
                 nbytes=nbytes,
             )

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import WIDTH, Model, shard
+from models import WIDTH, Model, shard, step
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -60,11 +60,49 @@ def test_watched_methods_of_fsdp_are_put_back():
         pass
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    for name in ("unshard", "reshard", "pre_backward", "post_backward"):
-        # Put back as they were.
-        assert not hasattr(FSDPParamGroup.__dict__[name], "__closure__") or (
-            "wrapped" not in FSDPParamGroup.__dict__[name].__code__.co_qualname
-        )
+    originals = dict(vars(FSDPParamGroup))
+    with watch.watching():
+        names = {name for name, found in vars(FSDPParamGroup).items() if found != originals[name]}
+    # Also those that are wrapped twice.
+    assert dict(vars(FSDPParamGroup)) == originals
+    assert names == {
+        *("pre_forward", "unshard", "wait_for_unshard", "reshard", "pre_backward", "post_backward"),
+        *("_to_sharded", "_to_sharded_post_forward", "finalize_backward"),
+    }
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_units_say_what_they_do_and_what_they_hold(device_mesh):
+    model = shard(Model(), device_mesh())
+    seen = []
+
+    def look(group):
+        seen.append((group._training_state, group.is_unsharded, group.is_sharded_post_forward))
+
+    (group,) = fsdp.param_groups(model.layers[0])
+    model.layers[0].up.register_forward_hook(lambda *_: look(group))
+    model.layers[0].up.register_full_backward_hook(lambda *_: look(group))
+    step(model)
+    states = fsdp._states(fsdp._FSDP2_STATES)
+    assert seen == [(state, True, False) for state in states]
+    assert group._all_gather_result is None
+
+    wrapper = FullyShardedDataParallel(Model(), device_id=torch.device("cpu"))
+    handle = fsdp._handle_of(wrapper)
+    seen.clear()
+    wrapper.head.register_forward_hook(lambda *_: seen.append(handle._training_state))
+    wrapper.head.register_full_backward_hook(lambda *_: seen.append(handle._training_state))
+    step(wrapper)
+    assert seen == fsdp._states(fsdp._FSDP1_STATES)
+    assert sum(handle.flat_param._numels) == 6 * WIDTH * WIDTH
+    assert handle.flat_param._full_param_padded.untyped_storage().size() == 0
+    assert fsdp._handle_of(wrapper.head) is None
+
+
+def test_a_state_that_moved_is_named():
+    enum = "torch.distributed.fsdp._common_utils.HandleTrainingState"
+    with pytest.raises(UpstreamChangedError, match=f"no longer has {enum}.NONSENSE, which the"):
+        fsdp._states(f"{enum} FORWARD NONSENSE")
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")

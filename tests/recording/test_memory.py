@@ -66,6 +66,19 @@ def test_the_model_is_not_kept(comm_mode, device_mesh):
 
 
 @fake
+def test_a_graph_that_stays_keeps_no_unit_of_another_model(comm_mode, device_mesh):
+    model, other = (shard(Model(), device_mesh()) for _ in range(2))
+    with comm_mode:
+        loss = model(torch.ones(2, WIDTH)).sum()
+        step(other)
+    known = weakref.ref(other)
+    del other
+    gc.collect()
+    assert known() is None
+    loss.backward()
+
+
+@fake
 def test_the_size_of_a_recording_is_that_of_its_events(comm_mode):
     def kept(events, numel):
         tensor = torch.ones(numel)

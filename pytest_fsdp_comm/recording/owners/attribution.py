@@ -14,6 +14,7 @@ from pytest_fsdp_comm.comm.events import Phase, Source
 from pytest_fsdp_comm.recording.owners.ddp import ReplicaOwners
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
 from pytest_fsdp_comm.recording.owners.stack import innermost_module
+from pytest_fsdp_comm.recording.prefetch import Gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,6 +40,13 @@ class Attribution:
     source: Source
     lacks_forward: bool = False
     """It happened in backward, and the forward that would name its module was not recorded."""
+    gather: Gather | None = None
+    """The gather of FSDP parameters that it belongs to; None if it belongs to none."""
+
+    @property
+    def ahead(self) -> int | None:
+        """How far ahead of its use the gather was issued, once the recording has ended."""
+        return None if self.gather is None else self.gather.ahead
 
 
 class OwnerNames:
@@ -232,6 +240,7 @@ def attribute(
         and not running
         and source is not Source.DDP
         and backward.is_current_node_unseen(),
+        gather=units.gather,
     )
 
 

@@ -1,4 +1,7 @@
-"""Watches FSDP's own units while a recording runs: who owns a collective, and what is resharded.
+"""Watches FSDP's own units while a recording runs.
+
+It finds who owns a collective, what is resharded, how far ahead of its use a unit is gathered, and
+how many bytes are gathered at once.
 
 torch's profiler labels carry the owner too, but their FQNs are relative to the FSDP root, empty
 with several roots or none, and absent before lazy initialisation. So the methods that issue
@@ -13,14 +16,18 @@ import functools
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.recording.gathered_memory import GatheredMemory
+from pytest_fsdp_comm.recording.prefetch import Gather, Prefetches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import enum
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
     from torch.distributed import ProcessGroup
@@ -30,6 +37,11 @@ ReshardAction = Literal["unshard", "reshard"]
 
 _FSDP1_FLAT_PARAM = "torch.distributed.fsdp._flat_param"
 _FSDP1_RUNTIME = "torch.distributed.fsdp._runtime_utils"
+# The states of a unit that is used in forward, and in backward.
+_FSDP1_STATES = "torch.distributed.fsdp._common_utils.HandleTrainingState FORWARD BACKWARD_PRE"
+_FSDP2_STATES = (
+    "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState FORWARD PRE_BACKWARD"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +54,8 @@ class _ActingUnit:
     others."""
     is_in_backward: bool
     """Whether the method belongs to backward. A pipeline schedule calls it outside of autograd."""
+    gather: Gather | None
+    """The gather of its own parameters that it issues; None if it issues none."""
 
 
 class UnitWatch:
@@ -69,6 +83,8 @@ class UnitWatch:
         self._on_reshard = on_reshard
         self._on_mesh = on_mesh
         self._on_post_forward = on_post_forward
+        self._prefetches = Prefetches()
+        self._memory = GatheredMemory()
 
     @property
     def owner(self) -> tuple[nn.Module, ...]:
@@ -87,6 +103,30 @@ class UnitWatch:
     def is_in_backward(self) -> bool:
         """Whether a backward hook of a unit runs."""
         return any(unit.is_in_backward for unit in self._acting)
+
+    @property
+    def gather(self) -> Gather | None:
+        """The gather that is being issued; None if none is."""
+        return self._acting[-1].gather if self._acting else None
+
+    def peak_gathered_nbytes(self, roots: Iterable[nn.Module]) -> int:
+        """The most bytes of parameters that were gathered at once; ask when the block has ended.
+
+        Args:
+            roots: Their units count that were gathered all the time, without any change.
+        """
+        for module in (module for root in roots for module in root.modules()):
+            for group in param_groups(module):
+                self._memory.learn(group, _gathered_nbytes(group))
+            handle = _handle_of(module)
+            if handle is not None:
+                self._memory.learn(handle, _gathered_nbytes_of_handle(handle))
+        return self._memory.peak
+
+    def forget(self) -> None:
+        """Lets go of all units: graphs that outlive the block keep this object alive."""
+        self._prefetches = Prefetches()
+        self._memory = GatheredMemory()
 
     def learn_groups(self, group: Any) -> None:
         """Reports the mesh of a parameter group, and that of ``reshard_after_forward``."""
@@ -119,13 +159,22 @@ class UnitWatch:
             FSDPState,
         )
 
+        forward, backward = _states(_FSDP2_STATES)
         return [
             # Around the group's own: explicit prefetch is issued after that has returned.
             (FSDPState, "_pre_backward", self._wrap_state),
+            (FSDPParamGroup, "pre_forward", partial(self._wrap_use, state=forward)),
             (FSDPParamGroup, "unshard", self._wrap_unshard),
+            (FSDPParamGroup, "wait_for_unshard", self._wrap_wait),
             (FSDPParamGroup, "reshard", self._wrap_reshard),
-            (FSDPParamGroup, "pre_backward", functools.partial(self._wrap_backward, serves=False)),
-            (FSDPParamGroup, "post_backward", functools.partial(self._wrap_backward, serves=True)),
+            (FSDPParamGroup, "pre_backward", partial(self._wrap_backward, serves=False)),
+            (FSDPParamGroup, "pre_backward", partial(self._wrap_use, state=backward)),
+            (FSDPParamGroup, "post_backward", partial(self._wrap_backward, serves=True)),
+            # Called by `reshard`, but by the hooks of state dicts too.
+            (FSDPParamGroup, "_to_sharded", self._wrap_free),
+            (FSDPParamGroup, "_to_sharded_post_forward", self._wrap_free),
+            # Drops what backward prefetched for nothing.
+            (FSDPParamGroup, "finalize_backward", self._wrap_free),
         ]
 
     def _fsdp1(self) -> list[tuple[Any, str, Callable[..., Any]]]:
@@ -142,6 +191,8 @@ class UnitWatch:
             wraps += [
                 (runtime, "_reduce_grad", self._wrap_handle_second),
                 (runtime, "_reduce_grad_no_shard", self._wrap_handle_second),
+                # Not _pre_backward_hook: a graph made before the block has captured the original.
+                (runtime, "_unshard", self._wrap_unshard_of_handle),
                 (runtime, "_prefetch_handle", self._wrap_prefetch_of_handle),
             ]
         return wraps
@@ -161,16 +212,53 @@ class UnitWatch:
 
         return wrapped
 
+    def _wrap_use(self, original: Any, *, state: enum.Enum) -> Any:
+        def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
+            # Otherwise the unit is in use already, and this is for another of its modules, or of
+            # their outputs. Until torch 2.11 only the first module comes here.
+            if group._training_state != state:
+                self._prefetches.open_slot(state, group.modules)
+            return original(group, *args, **kwargs)
+
+        return wrapped
+
     def _wrap_unshard(self, original: Any) -> Any:
         def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
             self.learn_groups(group)
+            self._memory.learn(group, _gathered_nbytes(group))
             pending = group._all_gather_result
-            with self._act(tuple(group.modules), serves=True):
+            gather = self._prefetches.begin()
+            with self._act(tuple(group.modules), serves=True, gather=gather):
                 result = original(group, *args, **kwargs)
                 # Set by a gather that was really issued, and only then.
                 if pending is None and group._all_gather_result is not None:
                     nbytes = _unsharded_nbytes(group)
+                    self._prefetches.issued(group, gather)
+                    self._memory.hold(group, nbytes)
                     self._on_reshard("unshard", tuple(group.modules), nbytes, 0.0)
+            return result
+
+        return wrapped
+
+    def _wrap_wait(self, original: Any) -> Any:
+        def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
+            # Otherwise user code waits, which is no use of the unit yet.
+            if group._training_state in _states(_FSDP2_STATES):
+                self._prefetches.used(group)
+            return original(group, *args, **kwargs)
+
+        return wrapped
+
+    def _wrap_free(self, original: Any) -> Any:
+        def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
+            self._memory.learn(group, _gathered_nbytes(group))
+            result = original(group, *args, **kwargs)
+            nbytes = _gathered_nbytes(group)
+            self._memory.hold(group, nbytes)
+            # Its next use may gather nothing: backward does without a unit that it does not need
+            # (set_unshard_in_backward).
+            if not nbytes:
+                self._prefetches.freed(group)
             return result
 
         return wrapped
@@ -192,9 +280,13 @@ class UnitWatch:
     def _wrap_gather_of_handle(self, original: Any) -> Any:
         def wrapped(handle: Any, unsharded: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             modules = _modules_of_handle(handle)
-            with self._act(modules, serves=True):
+            self._memory.learn(handle, 0)
+            gather = self._prefetches.begin()
+            with self._act(modules, serves=True, gather=gather):
                 result = original(handle, unsharded, *args, **kwargs)
-                nbytes = unsharded.numel() * unsharded.element_size()
+                nbytes = _unsharded_nbytes_of_handle(handle, unsharded)
+                self._prefetches.issued(handle, gather)
+                self._memory.hold(handle, nbytes)
                 self._on_reshard("unshard", modules, nbytes, 0.0)
             return result
 
@@ -203,15 +295,16 @@ class UnitWatch:
     def _wrap_reshard_of_handle(self, original: Any) -> Any:
         def wrapped(handle: Any, free: bool, *args: Any, **kwargs: Any) -> Any:
             modules = _modules_of_handle(handle)
+            held = _gathered_nbytes_of_handle(handle)
+            self._memory.learn(handle, held)
             with self._act(modules, serves=True):
                 frees = free and handle.uses_sharded_strategy and not handle.needs_unshard()
                 started = time.perf_counter()
                 result = original(handle, free, *args, **kwargs)
                 seconds = time.perf_counter() - started
                 if frees:
-                    padded = handle.flat_param._full_param_padded
-                    nbytes = padded.numel() * padded.element_size()
-                    self._on_reshard("reshard", modules, nbytes, seconds)
+                    self._memory.hold(handle, 0)
+                    self._on_reshard("reshard", modules, held, seconds)
             return result
 
         return wrapped
@@ -230,20 +323,47 @@ class UnitWatch:
 
         return wrapped
 
+    def _wrap_unshard_of_handle(self, original: Any) -> Any:
+        def wrapped(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
+            # While another unit acts, it prefetches this one.
+            if not self._acting:
+                self._open_slot_of_handle(handle)
+            return original(state, handle, *args, **kwargs)
+
+        return wrapped
+
     def _wrap_prefetch_of_handle(self, original: Any) -> Any:
         def wrapped(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
             modules = () if handle is None else _modules_of_handle(handle)
+            # Each use of a unit, after it was gathered, also asks what it should prefetch.
+            if self._open_slot_of_handle(handle):
+                self._prefetches.used(handle)
             with self._act(modules, serves=False):
                 return original(state, handle, *args, **kwargs)
 
         return wrapped
 
+    def _open_slot_of_handle(self, handle: Any) -> bool:
+        """Opens the slot in which a unit is used; returns whether it is used at all."""
+        # Not after its backward, nor in summon_full_params.
+        if handle is None or handle._training_state not in _states(_FSDP1_STATES):
+            return False
+        self._prefetches.open_slot(handle._training_state, handle)
+        return True
+
     @contextlib.contextmanager
     def _act(
-        self, modules: tuple[nn.Module, ...], *, serves: bool, is_in_backward: bool = False
+        self,
+        modules: tuple[nn.Module, ...],
+        *,
+        serves: bool,
+        is_in_backward: bool = False,
+        gather: Gather | None = None,
     ) -> Iterator[None]:
         self._acting.append(
-            _ActingUnit(modules=modules, serves=serves, is_in_backward=is_in_backward)
+            _ActingUnit(
+                modules=modules, serves=serves, is_in_backward=is_in_backward, gather=gather
+            )
         )
         try:
             yield
@@ -294,8 +414,67 @@ def _unsharded_nbytes(group: Any) -> int:
     return total
 
 
+def _gathered_nbytes(group: Any) -> int:
+    """What a unit of FSDP2 holds beyond its own shard."""
+    if group.is_unsharded or group._all_gather_result is not None:
+        return _unsharded_nbytes(group)
+    after = group.post_forward_mesh_info
+    if group.is_sharded_post_forward and after is not None:
+        # Logical bytes, as everywhere: without the padding that lets every rank have as much.
+        return _unsharded_nbytes(group) // int(after.shard_mesh_size)
+    return 0
+
+
+def _handle_of(module: nn.Module) -> Any:
+    """The handle of a wrapper of FSDP1; None if it is none, or has no parameters of its own."""
+    fsdp1 = sys.modules.get(_FSDP1_FLAT_PARAM)
+    handle = getattr(module, "_handle", None)
+    return handle if fsdp1 is not None and isinstance(handle, fsdp1.FlatParamHandle) else None
+
+
+def _unsharded_nbytes_of_handle(handle: Any, padded: torch.Tensor) -> int:
+    """Bytes of a unit's parameters in FSDP1, without any padding.
+
+    Args:
+        handle: The unit.
+        padded: Where they are gathered, for their dtype: that of mixed precision, or the full one.
+    """
+    numel: int = sum(handle.flat_param._numels)
+    return numel * padded.element_size()
+
+
+def _gathered_nbytes_of_handle(handle: Any) -> int:
+    """What a unit of FSDP1 holds beyond its own shard."""
+    # Where the unit is gathered, in mixed and in full precision. Its first forward makes them.
+    for name in ("_full_param_padded", "_full_prec_full_param_padded"):
+        padded = getattr(handle.flat_param, name, None)
+        if padded is not None and padded.untyped_storage().size():
+            return _unsharded_nbytes_of_handle(handle, padded)
+    return 0
+
+
 def _modules_of_handle(handle: Any) -> tuple[nn.Module, ...]:
     return (handle._fully_sharded_module,)
+
+
+@functools.cache
+def _states(names: str) -> list[enum.Enum]:
+    """Members of an enum of torch.
+
+    Args:
+        names: Of the enum, then of its members, separated by spaces.
+
+    Raises:
+        UpstreamChangedError: torch has moved one of them.
+    """
+    use = "the recorder relies on to see when a unit is used"
+    name, *members = names.split()
+    module, _, kind = name.rpartition(".")
+    states = upstream.look_up("torch", module, kind, use)
+    for member in members:
+        if not hasattr(states, member):
+            raise upstream.moved("torch", f"{name}.{member}", use)
+    return [getattr(states, member) for member in members]
 
 
 def _qualified(holder: Any) -> str:

@@ -1,0 +1,68 @@
+"""How far ahead of its use FSDP gathers a unit's parameters.
+
+Distance is counted in slots, not in time or bytes: each use of a unit, in forward or in backward,
+opens the next slot. A gather that a unit issues for itself has distance 0; one that is issued while
+the unit before it is used, 1. The count follows from the order of the calls alone, so that it is
+the same on every rank, on every backend and in every run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True, eq=False)
+class Gather:
+    """One gather of a unit's parameters: what its events have in common, until they are named."""
+
+    slot: int
+    """The slot in which it was issued."""
+    ahead: int | None = None
+    """How many slots later its unit was used; None until then."""
+
+
+class Prefetches:
+    """Counts slots, and the distance of each gather from its use."""
+
+    def __init__(self) -> None:
+        """Starts before the first slot."""
+        self._slot = 0
+        self._user: tuple[Any, Any] = (None, None)
+        self._unused: dict[Any, Gather] = {}
+
+    def open_slot(self, phase: Any, user: Any) -> None:
+        """Opens the next slot, unless the last one is of the same user in the same phase.
+
+        Args:
+            phase: Forward or backward, however the caller writes them.
+            user: Whose parameters are needed. The parameter groups of one module open one slot, as
+                do calls of one module that follow each other (a loss in chunks).
+        """
+        last_phase, last_user = self._user
+        # By identity: modules may define equality.
+        if phase != last_phase or user is not last_user:
+            self._slot += 1
+            self._user = (phase, user)
+
+    def begin(self) -> Gather:
+        """A gather that is issued now, or turns out not to be needed."""
+        return Gather(self._slot)
+
+    def issued(self, unit: Any, gather: Gather) -> None:
+        """A gather was really issued."""
+        self._unused[unit] = gather
+
+    def used(self, unit: Any) -> None:
+        """A unit's parameters are used in the current slot; only the first use of a gather counts.
+
+        Args:
+            unit: As in `issued`.
+        """
+        gather = self._unused.pop(unit, None)
+        if gather is not None:
+            gather.ahead = self._slot - gather.slot
+
+    def freed(self, unit: Any) -> None:
+        """A unit's parameters were freed: if nothing has used them by now, nothing will."""
+        self._unused.pop(unit, None)

@@ -1,0 +1,27 @@
+"""The page about recordings names what there is."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+from pytest_fsdp_comm.comm.events import Collective, Recording, Reshard
+from pytest_fsdp_comm.recording.comm_mode import CommMode
+
+PAGE = (Path(__file__).parents[2] / "docs" / "recording.md").read_text()
+
+
+def test_the_page_lists_each_attribute_of_comm_mode_and_no_other():
+    named = set(re.findall(r"comm_mode\.(\w+)", PAGE))
+    assert {name for name in vars(CommMode) if not name.startswith("_")} <= named
+    assert all(hasattr(CommMode, name) for name in named)
+
+
+def test_the_page_explains_each_field_that_may_be_absent_and_no_other():
+    optional = {field.name for field in dataclasses.fields(Collective) if field.default is None}
+    assert {name for name in optional if f"`{name}`" not in PAGE} == set()
+    for kind, prefix in ((Collective, "event"), (Recording, r"comm_mode\.recording")):
+        for name in re.findall(rf"\b{prefix}\.(\w+)", PAGE):
+            assert hasattr(kind, name), name
+    assert {"ahead"} == {
+        field.name for field in dataclasses.fields(Reshard) if field.default is None
+    }
