@@ -11,6 +11,7 @@ from oracle import gloo_and_fake, profiled_distances
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_comm.comm.json import dump_recording, load_recording
@@ -409,6 +410,30 @@ def test_a_second_module_of_a_unit_is_no_use_of_its_own(comm_mode, device_mesh):
     recorded(comm_mode, *of(model))
     # The unit of 0 and 2 is in use all the while.
     assert gathers(comm_mode)[:3] == [("0+2", 0), ("1", 0), ("3", 1)]
+
+
+@fake
+def test_the_parameter_groups_of_a_unit_are_used_together(comm_mode, device_mesh):
+    api = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(api, "ShardPlacementResult"):
+        pytest.skip("a unit of this torch has one parameter group")
+    model = Model(LAYERS)
+    meshes = [api.FSDPMeshInfo(mesh, 0) for mesh in (device_mesh(), device_mesh(ep=2, dp=2)["dp"])]
+    for layer in model.layers:
+        # As experts are sharded over another mesh than the rest of their layer.
+        fully_shard(
+            layer,
+            mesh=device_mesh(),
+            shard_placement_fn=lambda weight, down=layer.down.weight: api.ShardPlacementResult(
+                Shard(0), meshes[weight is down]
+            ),
+        )
+    fully_shard(model, mesh=device_mesh())
+    # The root prefetches one group, whose layer gathers the other; each layer prefetches both.
+    assert recorded(comm_mode, *of(model)) == {
+        "forward": "0 0 0 0 0 0 0 0 0",
+        "backward": "1 0 1 1 1 1 1 1",
+    }
 
 
 @gloo_and_fake(2)

@@ -427,9 +427,10 @@ def _gathered_nbytes(group: Any) -> int:
 
 def _handle_of(module: nn.Module) -> Any:
     """The handle of a wrapper of FSDP1; None if it is none, or has no parameters of its own."""
-    fsdp1 = sys.modules.get(_FSDP1_FLAT_PARAM)
-    handle = getattr(module, "_handle", None)
-    return handle if fsdp1 is not None and isinstance(handle, fsdp1.FlatParamHandle) else None
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(module, fsdp.FullyShardedDataParallel):
+        return None
+    return module._handle
 
 
 def _unsharded_nbytes_of_handle(handle: Any, padded: torch.Tensor) -> int:
