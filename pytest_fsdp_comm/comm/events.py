@@ -205,8 +205,6 @@ class Recording:
     """Whether this torch says which calls are asynchronous; older ones do not."""
     collectives: tuple[Collective, ...] = ()
     reshards: tuple[Reshard, ...] = ()
-    peak_gathered_nbytes: int = 0
-    """Most bytes of parameters that FSDP units had gathered at once on this rank."""
     redistributions: tuple[Redistribution, ...] = ()
     copies: tuple[HostDeviceCopy, ...] = ()
     timings: tuple[Timing, ...] = ()
