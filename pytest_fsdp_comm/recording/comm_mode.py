@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
-import torch.distributed as dist
 from torch import nn
 
 from pytest_fsdp_comm.comm.questions import Answer, Evidence, Question, select
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.events import Collective, Recording, Redistribution, Reshard
     from pytest_fsdp_comm.comm.profile import CommProfile
+    from pytest_fsdp_comm.recording.module_trace import ModuleTrace
     from pytest_fsdp_comm.recording.recorder import RecordedBlock
 
 _SHOWN_TOTALS: Final = 4
@@ -101,9 +101,11 @@ class CommMode(CommDebugAnswers):
     def __enter__(self) -> Self:
         """Starts recording.
 
+        Without a process group, nothing that this rank sends can be seen and every count is 0;
+        only a comparison with a snapshot says so.
+
         Raises:
-            RecordingError: It is recording already, the model is gone, or there is no process
-                group.
+            RecordingError: It is recording already, or the model is gone.
         """
         if self._running is not None:
             raise RecordingError(
@@ -116,12 +118,6 @@ class CommMode(CommDebugAnswers):
             raise RecordingError(
                 "the model given to comm_mode(model) no longer exists; keep a reference to it "
                 "until the block is entered"
-            )
-        if not (dist.is_available() and dist.is_initialized()):
-            raise RecordingError(
-                "comm_mode was entered without a process group, so nothing can be sent; mark "
-                "the test with @pytest.mark.distributed(world_size=...), or enter it after "
-                "torch.distributed.init_process_group()"
             )
         recorder = Recorder(models, self._makers, self._roots)
         watching = recorder.watching()
@@ -151,12 +147,8 @@ class CommMode(CommDebugAnswers):
                 f"comm_mode: {self._block.unseen}", UnseenCollectivesWarning, stacklevel=2
             )
 
-    def _plain_roots(self) -> list[nn.Module]:
-        if self._block is None:
-            return []
-        plain = self._block.roots if self._block.names.has_model else self._block.roots[:1]
-        alive = [root for root in (held() for held in plain) if root is not None]
-        return alive if len(alive) == len(plain) else []
+    def _trace(self) -> ModuleTrace:
+        return self._known_block().trace
 
     def __eq__(self, other: object) -> bool:
         """Leaves a comparison with a snapshot to the snapshot."""
@@ -185,18 +177,20 @@ class CommMode(CommDebugAnswers):
 
     @property
     def recording(self) -> Recording:
-        """All that this rank recorded in the last block.
+        """All that this rank recorded: in the block so far, or in the last one.
 
         Raises:
-            RecordingError: No block has ended yet.
+            RecordingError: No block has begun yet.
         """
-        return self._ended_block().recording
+        return self._known_block().recording
 
-    def _ended_block(self) -> RecordedBlock:
+    def _known_block(self) -> RecordedBlock:
+        if self._running is not None:
+            return self._running[0].so_far()
         if self._block is None:
             raise RecordingError(
                 "comm_mode has no recording yet; run the code in `with comm_mode(model):` first, "
-                "and query it after the block"
+                "and query it in the block or after it"
             )
         return self._block
 
@@ -233,9 +227,25 @@ class CommMode(CommDebugAnswers):
         return fold(self.recording)
 
     def merged_profile(self) -> CommProfile:
-        """The counts and bytes of all ranks. Every rank must call it."""
+        """The counts and bytes of all ranks. Every rank must call it.
+
+        Raises:
+            RecordingError: The block still runs, or this rank had no process group in it.
+        """
         from pytest_fsdp_comm.comm.profile import merge  # noqa: PLC0415  # a rank that never compares needs none
 
+        if self._running is not None:
+            raise RecordingError(
+                "comm_mode was compared with a snapshot while it still records, so that the rest "
+                "of the block would be missing; compare it after the block"
+            )
+        if not (self.recording.backend or self.recording.collectives):
+            raise RecordingError(
+                "comm_mode recorded without a process group, so nothing could be sent and a "
+                "snapshot would guard nothing; mark the test with "
+                "@pytest.mark.distributed(world_size=...), or call "
+                "torch.distributed.init_process_group() before the block"
+            )
         return merge(gather_alike(self._gather, "comm_mode", self.profile))
 
     def counts(
@@ -284,7 +294,7 @@ class CommMode(CommDebugAnswers):
 
     def _matching(self, question: Question) -> tuple[Collective, ...]:
         __tracebackhide__ = True
-        block = self._ended_block()
+        block = self._known_block()
         recorded, names = block.recording.collectives, block.names
         if question.kind is not None and is_unknown_kind(question.kind):
             names = replace(names, kinds=names.kinds | {question.kind})

@@ -50,6 +50,14 @@ class GroupNames:
         # next one would take over.
         self._meshes: dict[int, DeviceMesh] = {}
 
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Forgets afterwards what is learned in the block."""
+        axes, groups = dict(self._axes), dict(self._groups)
+        wholes, meshes = dict(self._wholes), dict(self._meshes)
+        yield
+        self._axes, self._groups, self._wholes, self._meshes = axes, groups, wholes, meshes
+
     def learn_mesh(self, mesh: DeviceMesh) -> None:
         """Names the groups of a mesh after its axes; the first name of a group stays."""
         if id(mesh) in self._meshes or not mesh.mesh_dim_names:

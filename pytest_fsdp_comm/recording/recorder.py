@@ -22,6 +22,7 @@ from pytest_fsdp_comm.comm.mesh import merge_axes
 from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.recording import flight_recorder
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames, group_of
+from pytest_fsdp_comm.recording.module_trace import ModuleTrace, ModuleTracer
 from pytest_fsdp_comm.recording.operations import (
     NAMESPACES,
     TIMING_CATEGORIES,
@@ -45,7 +46,7 @@ from pytest_fsdp_comm.recording.owners.attribution import (
 from pytest_fsdp_comm.recording.owners.ddp import ParameterOwners
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_groups
 from pytest_fsdp_comm.recording.owners.futures import following_callbacks
-from pytest_fsdp_comm.recording.owners.stack import outermost_module, scan_stack
+from pytest_fsdp_comm.recording.owners.stack import innermost_module, outermost_module, scan_stack
 from pytest_fsdp_comm.recording.pending import (
     PendingCollective,
     PendingCopy,
@@ -53,7 +54,7 @@ from pytest_fsdp_comm.recording.pending import (
     PendingReshard,
 )
 from pytest_fsdp_comm.recording.redistributions import RedistributionWatch
-from pytest_fsdp_comm.recording.subclasses import Dispatch, Subclasses
+from pytest_fsdp_comm.recording.subclasses import Dispatch, Subclasses, is_dtensor_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -69,7 +70,7 @@ _Pending = TypeVar(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedBlock:
-    """What is known of a block that has ended."""
+    """What is known of a block."""
 
     recording: Recording
     names: Names
@@ -79,6 +80,8 @@ class RecordedBlock:
     must not keep a model and its parameters alive."""
     unseen: str
     """What is known to be missing, as a sentence; empty if nothing is."""
+    trace: ModuleTrace
+    """Which modules were called, and which operations ran in them."""
 
 
 class _NoCollective(Enum):
@@ -110,10 +113,7 @@ class Recorder:
             earlier_roots: Of an earlier block, for modules that act only in backward here.
         """
         # Asked now, since the block may destroy the group.
-        has_group = dist.is_available() and dist.is_initialized()
-        self._rank = dist.get_rank() if has_group else 0
-        self._world_size = dist.get_world_size() if has_group else 1
-        self._backend = str(dist.get_backend()) if has_group else ""
+        self._note_world()
         self._roots: list[nn.Module] = list(models)
         self._earlier_roots = earlier_roots
         self._has_given_root = bool(models)
@@ -129,6 +129,7 @@ class Recorder:
         self._units = UnitWatch(
             self._note_reshard, self._groups.learn_mesh, self._groups.learn_post_forward
         )
+        self._tracer = ModuleTracer(self._backward, self._units)
         self._redistribution_watch = RedistributionWatch(self._groups.learn_mesh)
         self._seconds = dict.fromkeys((*TIMING_CATEGORIES, "all"), 0.0)
         self._notes: list[str] = []
@@ -162,6 +163,31 @@ class Recorder:
 
     def finish(self) -> RecordedBlock:
         """Names everything, and keeps no module and no group."""
+        block = self._named()
+        for held in (self._collectives, self._reshards, self._redistributions, self._copies):
+            held.clear()
+        self._units.forget()
+        self._roots.clear()
+        self._tracer.clear()
+        return block
+
+    def so_far(self) -> RecordedBlock:
+        """Names what was recorded up to now; the block goes on as if nobody had asked."""
+        roots, lacks_root = [*self._roots], self._lacks_root
+        with self._groups.unchanged():
+            block = self._named()
+        self._roots[:], self._lacks_root = roots, lacks_root
+        return block
+
+    def _note_world(self) -> None:
+        has_group = dist.is_available() and dist.is_initialized()
+        self._rank = dist.get_rank() if has_group else 0
+        self._world_size = dist.get_world_size() if has_group else 1
+        self._backend = str(dist.get_backend()) if has_group else ""
+
+    def _named(self) -> RecordedBlock:
+        if not self._backend:  # unless the block has made the group
+            self._note_world()
         if not self._has_given_root:
             self._learn_roots()
         names = OwnerNames(self._roots, are_parts=self._has_given_root)
@@ -184,17 +210,14 @@ class Recorder:
             notes=tuple(self._notes),
             peak_gathered_nbytes=self._units.peak_gathered_nbytes(self._roots),
         )
-        block = RecordedBlock(
+        owners = {event.owner for event in collectives if event.owner is not None}
+        return RecordedBlock(
             recording=recording,
             names=self._what_to_ask(names, collectives, axes),
             roots=tuple(map(weakref.ref, self._roots)),
             unseen=self._unseen,
+            trace=self._tracer.result(self._roots, names.modules, owners),
         )
-        for held in (self._collectives, self._reshards, self._redistributions, self._copies):
-            held.clear()
-        self._units.forget()
-        self._roots.clear()
-        return block
 
     def _learn_roots(self) -> None:
         """Finds the roots of modules whose forward did not run in the block."""
@@ -240,6 +263,15 @@ class Recorder:
 
     # Called by the mode.
 
+    def trace(self, func: Any, args: Sequence[Any]) -> None:
+        """Notes an operation on DTensors, of which others are made.
+
+        Args:
+            func: As for `run`.
+            args: Its positional arguments.
+        """
+        self._tracer.note(func, innermost_module(), args)
+
     def run(
         self,
         func: Any,
@@ -260,8 +292,10 @@ class Recorder:
         known = self._known.get(func)
         if known is None:
             known = self._known[func] = _classify(func)
+        running = innermost_module()
         # Without grad mode too: an autograd.Function has made its node when its forward runs so.
-        self._backward.note_operation()
+        self._backward.note_operation(running)
+        self._tracer.note(func, running)
         if known is _SILENT:
             return func(*args, **kwargs)
         if known is _COPY:
@@ -492,6 +526,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
             dispatch = self._subclasses.dispatch(types)
             # Such a class first turns it into other operations, which come back here.
             if dispatch is Dispatch.WRAPPER:
+                if any(map(is_dtensor_class, types)):
+                    self._recorder.trace(func, args)
                 return NotImplemented
             if dispatch is Dispatch.OPAQUE:
                 if getattr(func, "namespace", None) not in NAMESPACES:

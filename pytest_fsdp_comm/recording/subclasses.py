@@ -51,6 +51,18 @@ class Subclasses:
         return found
 
 
+def is_dtensor_class(cls: type) -> bool:
+    """Whether a class is DTensor itself, as CommDebugMode asks."""
+    module = sys.modules.get("torch.distributed.tensor")  # not imported: see `_stand_ins`
+    return module is not None and cls is module.DTensor
+
+
+def is_dtensor(thing: object) -> bool:
+    """Whether something is a DTensor, or of a class derived from it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(thing, module.DTensor)
+
+
 def nbytes_held(tensor: torch.Tensor) -> int:
     """Bytes of a tensor or, of a wrapper, of what it holds, whatever dtype it says of itself."""
     if not _can_be_taken_apart(type(tensor)):

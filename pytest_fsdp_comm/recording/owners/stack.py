@@ -95,6 +95,20 @@ def outermost_module() -> nn.Module | None:
     return found
 
 
+def running_modules() -> list[nn.Module]:
+    """The modules on the stack whose calls are under way, outermost first."""
+    found: list[nn.Module] = []
+    method = _forward_method_code()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL_MODULE or frame.f_code is method:
+            module = _module_of(frame)
+            if module is not None:
+                found.append(module)
+        frame = frame.f_back
+    return found[::-1]
+
+
 def scan_stack() -> StackScan:
     """Walks the whole stack once."""
     walk = _Walk(_clipping_codes())

@@ -1,0 +1,314 @@
+"""Which modules a block called and which operations ran in each: what CommDebugMode's table shows.
+
+Nothing here counts collectives or is compared. A module is noted with the first operation of its
+forward, so one that runs none is not in the trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.recording.owners.module_names import clean_fqn
+from pytest_fsdp_comm.recording.owners.stack import running_modules
+from pytest_fsdp_comm.recording.subclasses import is_dtensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from pytest_fsdp_comm.recording.owners.attribution import BackwardMap
+    from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
+    from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
+
+GLOBAL: Final = "Global"
+"""CommDebugMode's name for everything together, and for what runs in no module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DTensorInputs:
+    """The DTensors among an operation's positional arguments."""
+
+    shapes: tuple[torch.Size, ...]
+    placements: tuple[tuple[Any, ...], ...]
+    mesh: str
+    """The mesh of the last of them, as torch prints it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedOperation:
+    """One operation that was dispatched."""
+
+    module: str
+    """CommDebugMode's name of the module that ran; `GLOBAL` for none."""
+    func: Any
+    """The ``torch._ops.OpOverload``."""
+    is_backward: bool
+    is_recompute: bool
+    """Whether a module's forward ran again in backward."""
+    dtensors: DTensorInputs | None
+    """None for an operation on plain tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedParameter:
+    """A parameter of a module that was called."""
+
+    placements: tuple[Any, ...] | None
+    """When the module was first called or, if FSDP had gathered it then, now; None for a plain
+    tensor."""
+    tensor: Callable[[], torch.Tensor | None]
+    """The parameter; None once it no longer exists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedModule:
+    """A module whose forward ran."""
+
+    name: str
+    """CommDebugMode's: the class of its root, and its FQN there."""
+    module_type: str
+    """Its class, as CommDebugMode writes it."""
+    callers: tuple[str, ...]
+    """Names of the modules that were running when it was first called, outermost first."""
+    parameters: Mapping[str, TracedParameter]
+    """Its own, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTrace:
+    """What `ModuleTracer` found in a block."""
+
+    modules: tuple[TracedModule, ...]
+    """In the order of their first operations, callers first."""
+    operations: tuple[TracedOperation, ...]
+    """In the order of dispatch."""
+    keys: Mapping[str, tuple[str, ...]]
+    """FQN of each owner -> CommDebugMode's names of the module and of those around it that have a
+    forward, outermost first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """A module on the way."""
+
+    module: weakref.ref[nn.Module]
+    placements: dict[str, tuple[Any, ...] | None]
+    """Those of its own parameters, by name."""
+
+
+_NO_MODULE: Final = -1
+_Noted = tuple[int, Any, bool, bool, DTensorInputs | None]
+
+
+class ModuleTracer:
+    """Notes operations while a block runs."""
+
+    def __init__(self, backward: BackwardMap, units: UnitWatch) -> None:
+        """Sets up where to ask for the module in backward.
+
+        Args:
+            backward: Finds the modules of autograd nodes.
+            units: The FSDP units that act.
+
+        Raises:
+            UpstreamChangedError: torch has moved a name that this relies on (read in torch 2.13).
+        """
+        self._backward = backward
+        self._units = units
+        use = "the recorder relies on to tell operations on fake tensors"
+        mode_of = upstream.look_up("torch", "torch._C", "_get_dispatch_mode", use)
+        key: Any = upstream.look_up("torch", "torch._C", "_TorchDispatchModeKey", use)
+        self._fake_mode: Callable[[], Any] = functools.partial(mode_of, key.FAKE)
+        # For each operation of the block, so tuples, and modules as numbers.
+        self._noted: list[_Noted] = []
+        self._seen: list[_Seen] = []
+        # Of each module whose forward ran, in order, the modules that were running.
+        self._callers: dict[int, tuple[int, ...]] = {}
+        self._numbers: dict[int, int] = {}  # by identity, valid while the module lives
+        self._mesh_texts: dict[int, tuple[Any, str]] = {}  # by identity, so the mesh is kept alive
+
+    def note(
+        self, func: Any, running: nn.Module | None, dtensor_args: Sequence[Any] | None = None
+    ) -> None:
+        """Notes an operation that is dispatched now.
+
+        Args:
+            func: A ``torch._ops.OpOverload``, or a higher-order operator, which is left out.
+            running: The module that runs, as `owners.stack.innermost_module` finds it.
+            dtensor_args: Its positional arguments, if it is given to DTensor.
+        """
+        if not hasattr(func, "overloadpacket"):
+            return
+        is_backward = self._backward.is_in_backward()
+        module = running
+        if running is None and is_backward:
+            issuer = self._units.issuer
+            module = issuer[0] if issuer else self._backward.module_of_current_node()
+        number = _NO_MODULE if module is None else self._number(module, is_called=not is_backward)
+        # On fake tensors nothing is done: DTensor asks so what an operation would return.
+        if dtensor_args is not None or self._fake_mode() is None:
+            dtensors = None if dtensor_args is None else self._dtensors(dtensor_args)
+            is_recompute = is_backward and running is not None
+            self._noted.append((number, func, is_backward, is_recompute, dtensors))
+
+    def _number(self, module: nn.Module, *, is_called: bool) -> int:
+        number = self._known(module)
+        if number is None:
+            number = self._add(module)
+        if is_called and number not in self._callers:
+            self._note_calls(running_modules())
+        return number
+
+    def _known(self, module: nn.Module) -> int | None:
+        number = self._numbers.get(id(module))
+        # Another module may have had this identity.
+        return number if number is not None and self._seen[number].module() is module else None
+
+    def _add(self, module: nn.Module) -> int:
+        number = self._numbers[id(module)] = len(self._seen)
+        own = module.named_parameters(recurse=False)
+        placements = {name: _placements(parameter) for name, parameter in own}
+        self._seen.append(_Seen(module=weakref.ref(module), placements=placements))
+        return number
+
+    def _note_calls(self, running: Sequence[nn.Module]) -> None:
+        callers: tuple[int, ...] = ()
+        for module in running:
+            number = self._known(module)
+            if number is None:
+                number = self._add(module)
+            self._callers.setdefault(number, callers)
+            if number not in callers:
+                callers = (*callers, number)
+
+    def _dtensors(self, args: Sequence[Any]) -> DTensorInputs:
+        found = [arg for arg in args if is_dtensor(arg)]
+        return DTensorInputs(
+            shapes=tuple(arg.shape for arg in found),
+            placements=tuple(tuple(arg.placements) for arg in found),
+            mesh=self._mesh_text(found[-1].device_mesh) if found else "",
+        )
+
+    def _mesh_text(self, mesh: Any) -> str:
+        known = self._mesh_texts.get(id(mesh))
+        if known is None:
+            known = self._mesh_texts[id(mesh)] = (mesh, str(mesh))
+        return known[1]
+
+    def result(
+        self,
+        roots: Sequence[nn.Module],
+        names: ModuleNames,
+        owners: Iterable[str],
+    ) -> ModuleTrace:
+        """Names what was noted up to now.
+
+        Args:
+            roots: The modules that names are relative to.
+            names: The names of their modules.
+            owners: FQNs of the owners of collectives.
+        """
+        alive = [seen.module() for seen in self._seen]
+        outermost = (alive[number] for number, callers in self._callers.items() if not callers)
+        keys = _keys((*roots, *(module for module in outermost if module is not None)))
+        shown = [
+            GLOBAL if module is None else keys.get(id(module), type(module).__name__)
+            for module in alive
+        ]
+        modules = {
+            shown[number]: TracedModule(
+                name=shown[number],
+                module_type=str(type(module)).replace("<", "").replace(">", ""),
+                callers=tuple(shown[caller] for caller in callers),
+                parameters={
+                    name: _trace_parameter(module, name, placements)
+                    for name, placements in self._seen[number].placements.items()
+                },
+            )
+            for number, callers in self._callers.items()
+            if (module := alive[number]) is not None
+        }
+        by_fqn = {names.fqn(module): module for root in roots for module in root.modules()}
+        return ModuleTrace(
+            modules=tuple(modules.values()),
+            operations=tuple(
+                TracedOperation(
+                    module=GLOBAL if number == _NO_MODULE else shown[number],
+                    func=func,
+                    is_backward=is_backward,
+                    is_recompute=is_recompute,
+                    dtensors=dtensors,
+                )
+                for number, func, is_backward, is_recompute, dtensors in self._noted
+            ),
+            keys={owner: tuple(_keys_of(owner, by_fqn, keys)) for owner in owners},
+        )
+
+    def clear(self) -> None:
+        """Lets go of everything."""
+        self._noted.clear()
+        self._seen.clear()
+        self._callers.clear()
+        self._numbers.clear()
+        self._mesh_texts.clear()
+
+
+def _placements(parameter: Any) -> tuple[Any, ...] | None:
+    return tuple(parameter.placements) if is_dtensor(parameter) else None
+
+
+def _trace_parameter(
+    module: nn.Module, name: str, placements: tuple[Any, ...] | None
+) -> TracedParameter:
+    # FSDP registers another tensor while the unit is gathered, as it may be during the call.
+    now = _placements(getattr(module, name, None))
+    held = weakref.ref(module)
+    return TracedParameter(
+        placements=now if placements is None else placements,
+        tensor=lambda: getattr(held(), name, None),
+    )
+
+
+def _keys(roots: Iterable[nn.Module]) -> dict[int, str]:
+    """CommDebugMode's name of each module below some roots, by its ``id``."""
+    keys: dict[int, str] = {}
+    for root in roots:
+        for name, module in root.named_modules():
+            keys.setdefault(
+                id(module), ".".join((type(root).__name__, *_segments(clean_fqn(name))))
+            )
+    return keys
+
+
+def _segments(fqn: str) -> list[str]:
+    return fqn.split(".") if fqn else []
+
+
+def _keys_of(
+    owner: str, by_fqn: Mapping[str | None, nn.Module], keys: Mapping[int, str]
+) -> Iterator[str]:
+    """The names of an owner, of several modules if it is their unit, and of those around it."""
+    containers = {
+        keys[id(module)]
+        for module in by_fqn.values()
+        if type(module).forward is nn.Module.forward  # a ModuleList, which nothing calls
+    }
+    yielded: set[str] = set()
+    members = [owner] if owner in by_fqn else owner.split("+")
+    for member in members:
+        if member not in by_fqn:
+            continue
+        key = keys[id(by_fqn[member])]
+        segments = key.split(".")
+        for length in range(1, len(segments) + 1):
+            name = ".".join(segments[:length])
+            if name not in yielded and (name == key or name not in containers):
+                yielded.add(name)
+                yield name
