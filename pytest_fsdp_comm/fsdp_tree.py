@@ -14,9 +14,11 @@ from pytest_fsdp_comm.reports.tree_html import render_tree_html
 from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles, list_states
 from pytest_fsdp_comm.sharding.expected_units import WrapExpectation, expect_units
-from pytest_fsdp_comm.snapshots.tree_text import format_tree
+from pytest_fsdp_comm.snapshots.tree_text import format_profile
+from pytest_fsdp_comm.tree.facts import tree_facts
 from pytest_fsdp_comm.tree.findings.settings import FindingSettings
 from pytest_fsdp_comm.tree.json import dump_tree
+from pytest_fsdp_comm.tree.profile import merge, ranks_of_stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,22 +49,27 @@ class TreeFactory:
         self._gather = gather
         self._ranks = ranks
 
-    def __call__(self, model: nn.Module) -> ShardTree:
+    def __call__(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
         """How the model is sharded now. Neither runs the model nor sends anything.
 
         Args:
-            model: Any module; usually the FSDP root.
+            model: Any module; usually the FSDP root. A list for the parts of one model that this
+                rank runs, such as the stages of a pipeline: each part is a root of the tree, and
+                each module is named as its part names it.
 
         Raises:
-            RecordingError: It is not a module, or is half built.
+            RecordingError: It is not a module, is half built, or two parts have a parameter of the
+                same name.
         """
         return capture_tree(model, self._findings)
 
-    def of_all_ranks(self, model: nn.Module) -> ShardTree:
+    def of_all_ranks(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
         """As a plain call, with a finding if the ranks' trees differ. Every rank must call it.
 
+        Ranks that have no parameter name in common run different stages, and are not compared.
+
         Args:
-            model: Any module; usually the FSDP root.
+            model: As for a plain call.
 
         Raises:
             RecordingError: It is not a module, or is half built.
@@ -70,16 +77,21 @@ class TreeFactory:
         tree = self(model)
         if not self._findings.compares_ranks:
             return tree
-        texts = gather_alike(self._gather, "fsdp_tree.of_all_ranks", format_tree(tree))
-        ranks = self._ranks or range(len(texts))
-        found = self._findings.findings_of_ranks(dict(zip(ranks, texts, strict=True)))
+        trees = gather_alike(self._gather, "fsdp_tree.of_all_ranks", tree_facts(tree))
+        by_rank = dict(zip(self._ranks or range(len(trees)), trees, strict=True))
+        texts = {rank: format_profile(merge({rank: facts})) for rank, facts in by_rank.items()}
+        found = [
+            finding
+            for ranks in ranks_of_stages(by_rank)
+            for finding in self._findings.findings_of_ranks({rank: texts[rank] for rank in ranks})
+        ]
         return replace(tree, findings=(*found, *tree.findings))
 
-    def expect(self, model: nn.Module, policy: Any) -> WrapExpectation:
+    def expect(self, model: nn.Module | Sequence[nn.Module], policy: Any) -> WrapExpectation:
         """Compares the model's units with those that an auto-wrap policy would make.
 
         Args:
-            model: The model, wrapped or not.
+            model: The model, wrapped or not, or a list as for a plain call.
             policy: As FSDP1's ``auto_wrap_policy``, or a set of module classes.
 
         Raises:
@@ -118,22 +130,22 @@ class TreeFactory:
             )
         Path(path).write_text(render(tree), encoding="utf-8")
 
-    def states(self, model: nn.Module) -> tuple[Any, ...]:
+    def states(self, model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
         """All FSDP states below the model, of FSDP1 and FSDP2, each once.
 
         Args:
-            model: Any module.
+            model: As for a plain call.
 
         Raises:
             RecordingError: It is not a module, or is half built.
         """
         return list_states(model)
 
-    def handles(self, model: nn.Module) -> tuple[Any, ...]:
+    def handles(self, model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
         """All flat-parameter handles (FSDP1) and parameter groups (FSDP2) below the model.
 
         Args:
-            model: Any module.
+            model: As for a plain call.
 
         Raises:
             RecordingError: It is not a module, or is half built.

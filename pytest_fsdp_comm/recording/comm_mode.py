@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Self
-
-from torch import nn
+from typing import TYPE_CHECKING, Final, Self
 
 from pytest_fsdp_comm.comm.questions import Answer, Evidence, Question, select
 from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning
@@ -17,13 +14,15 @@ from pytest_fsdp_comm.recording.comm_debug import CommDebugAnswers
 from pytest_fsdp_comm.recording.mesh_axes import existing_axes
 from pytest_fsdp_comm.recording.operations import is_unknown_kind
 from pytest_fsdp_comm.recording.owners.attribution import NodeMakers
-from pytest_fsdp_comm.recording.owners.module_names import common_parameter
+from pytest_fsdp_comm.recording.owners.module_names import parts_of
 from pytest_fsdp_comm.recording.recorder import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
+
+    from torch import nn
 
     from pytest_fsdp_comm.comm.events import Collective, Recording, Redistribution, Reshard
     from pytest_fsdp_comm.comm.profile import CommProfile
@@ -76,25 +75,7 @@ class CommMode(CommDebugAnswers):
         Raises:
             RecordingError: It is not a module, or two parts have a parameter of the same name.
         """
-        parts: list[Any] = [*model] if isinstance(model, Sequence) else [model]
-        for part in parts:
-            if not isinstance(part, nn.Module):
-                raise RecordingError(
-                    f"comm_mode(model) expects a torch.nn.Module, or a list of them, got "
-                    f"{type(part).__name__}; pass the model itself, or use `with comm_mode:`"
-                )
-        if not parts:
-            raise RecordingError(
-                "comm_mode([]) has no module that names could be relative to; pass the modules "
-                "that this rank runs, or use `with comm_mode:`"
-            )
-        common = common_parameter(parts) if len(parts) > 1 else None
-        if common is not None:
-            raise RecordingError(
-                f"comm_mode([...]) expects parts of one model, whose names differ, but two of them "
-                f"have a parameter {common}; pass torch.nn.ModuleList([...]), which names its "
-                "modules 0, 1 and so on"
-            )
+        parts = parts_of(model, asked="comm_mode", otherwise=", or use `with comm_mode:`")
         self._models = tuple(map(weakref.ref, parts))
         return self
 

@@ -61,9 +61,14 @@ def tree_rows(tree: ShardTree) -> Iterator[TreeRow]:
         sum(entry.nbytes for entry in parameters.get(i, ())) for i in range(len(tree.modules))
     ]
     for index in reversed(range(1, len(nbytes))):
-        nbytes[tree.modules[index].parent or 0] += nbytes[index]
+        parent = tree.modules[index].parent
+        if parent is not None:
+            nbytes[parent] += nbytes[index]
     drawn: dict[tuple[int | None, int], str] = {}
-    pending: list[tuple[int, ...]] = [(0,)]
+    roots: list[tuple[int, ...]] = [
+        (index,) for index, node in enumerate(tree.modules) if node.parent is None
+    ]
+    pending = roots[::-1]
     while pending:
         alike = pending.pop()
         index = alike[0]

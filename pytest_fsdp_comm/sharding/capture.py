@@ -36,12 +36,15 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.sharding.walk import Visit
 
 
-def capture_tree(model: nn.Module, findings: FindingSettings | None = None) -> ShardTree:
+def capture_tree(
+    model: nn.Module | Sequence[nn.Module], findings: FindingSettings | None = None
+) -> ShardTree:
     """Reads how `model` is sharded.
 
     Args:
-        model: Any module; FSDP1, FSDP2, DDP, ``replicate`` and DTensor parameters are understood,
-            in any combination. It may be on the meta device, of fake tensors, or not sharded.
+        model: Any module, or a list of the parts of one model that this rank runs; FSDP1, FSDP2,
+            DDP, ``replicate`` and DTensor parameters are understood, in any combination. It may be
+            on the meta device, of fake tensors, or not sharded.
         findings: What counts as a finding; None for the defaults.
 
     Raises:
@@ -70,7 +73,7 @@ def capture_tree(model: nn.Module, findings: FindingSettings | None = None) -> S
     return replace(tree, findings=(findings or FindingSettings()).findings(tree))
 
 
-def list_states(model: nn.Module) -> tuple[Any, ...]:
+def list_states(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
     """All FSDP states below `model`: FSDP1's wrappers and FSDP2's states, each once.
 
     Subtrees under ``replicate`` are left out, as ``torch.distributed.fsdp._traversal_utils`` does
@@ -91,7 +94,7 @@ def list_states(model: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def list_handles(model: nn.Module) -> tuple[Any, ...]:
+def list_handles(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
     """The flat-parameter handles (FSDP1) and parameter groups (FSDP2) of `list_states`.
 
     Raises:

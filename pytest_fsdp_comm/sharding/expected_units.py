@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +62,11 @@ class WrapExpectation:
         return "; ".join(parts) or f"all {len(self.expected)} expected modules are wrapped"
 
 
-def expect_units(model: nn.Module, policy: Any) -> WrapExpectation:
+def expect_units(model: nn.Module | Sequence[nn.Module], policy: Any) -> WrapExpectation:
     """Compares the units of `model` with those that an auto-wrap policy would make.
 
     Args:
-        model: The model, wrapped or not.
+        model: The model, wrapped or not, or a list of parts of it.
         policy: What FSDP1 accepts as ``auto_wrap_policy``: a ``ModuleWrapPolicy`` or other policy
             object, a callable of ``module``, ``recurse`` and ``nonwrapped_numel`` such as a partial
             of ``size_based_auto_wrap_policy`` or ``transformer_auto_wrap_policy``; or a set of
@@ -76,8 +77,9 @@ def expect_units(model: nn.Module, policy: Any) -> WrapExpectation:
     """
     visit = visit_modules(model)
     tree = capture_tree(model)
-    chosen = _chosen(visit, tree.parameters, model, policy)
-    units = {module for unit in tree.units for module in unit.modules} - {0}
+    roots = {index for index, node in enumerate(visit.nodes) if node.parent is None}
+    chosen = _chosen(visit, tree.parameters, model, policy) - roots
+    units = {module for unit in tree.units for module in unit.modules} - roots
     order = list(_post_order(visit))
     return WrapExpectation(
         expected=tuple(tree.module_fqn(index) for index in order if index in chosen),
@@ -85,15 +87,21 @@ def expect_units(model: nn.Module, policy: Any) -> WrapExpectation:
     )
 
 
-def _chosen(visit: Visit, parameters: Any, model: nn.Module, policy: Any) -> set[int]:
+def _chosen(
+    visit: Visit, parameters: Any, model: nn.Module | Sequence[nn.Module], policy: Any
+) -> set[int]:
     if isinstance(policy, (set, frozenset)):
         policy = ModuleWrapPolicy(policy)
     # Policy objects share this method (torch.distributed.fsdp.wrap._Policy, same in torch
     # 2.7, 2.13 and 2.15); callables are run as _recursive_wrap does.
     run = getattr(policy, "_run_policy", None)
     if run is not None:
-        targets = run(root_module=model, ignored_modules=set(), root_kwargs={})
-        return {visit.index_of[id(module)] for module in targets} - {0}
+        parts = model if isinstance(model, Sequence) else [model]
+        return {
+            visit.index_of[id(module)]
+            for part in parts
+            for module in run(root_module=part, ignored_modules=set(), root_kwargs={})
+        }
     if not callable(policy):
         raise RecordingError(
             "fsdp_tree.expect expected an auto-wrap policy (ModuleWrapPolicy, a callable of "
@@ -109,7 +117,9 @@ def _run_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) ->
     for parameter in parameters:
         numels[parameter.module] += parameter.numel
     for index in reversed(range(1, len(visit.nodes))):
-        numels[visit.nodes[index].parent or 0] += numels[index]
+        parent = visit.nodes[index].parent
+        if parent is not None:
+            numels[parent] += numels[index]
     entered: dict[int, None] = {}
     for index, node in enumerate(visit.nodes):
         is_reached = node.alias_of is None and (node.parent is None or node.parent in entered)
@@ -122,10 +132,10 @@ def _run_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) ->
     for index in reversed(entered):
         rest = numels[index] - wrapped_inside[index]
         module = visit.modules[index]
-        if index and policy(module=module, recurse=False, nonwrapped_numel=rest):
+        parent = visit.nodes[index].parent
+        if parent is not None and policy(module=module, recurse=False, nonwrapped_numel=rest):
             chosen.add(index)
             wrapped_inside[index] = numels[index]
-        parent = visit.nodes[index].parent
         if parent is not None:
             wrapped_inside[parent] += wrapped_inside[index]
     return chosen

@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.recording.owners.module_names import WRAPPER_SEGMENTS
+from pytest_fsdp_comm.recording.owners.module_names import WRAPPER_SEGMENTS, parts_of
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, natural_key
 from pytest_fsdp_comm.tree.model import ModuleNode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 _Registration = tuple[int, str]
 """What a module is registered in: ``id`` of its parent, and its name there."""
@@ -74,17 +74,20 @@ class _Visited:
 def visit_modules(model: object) -> Visit:
     """Lists the modules below `model` in registration order, parents first.
 
+    The parts of a list follow each other, each with a root of its own.
+
     A module that is registered several times has its children where natural order comes to it
     first, so that the order of construction does not show; elsewhere an alias stands for it.
 
     Raises:
-        RecordingError: `model` is not a module, or one of its modules is only half built.
+        RecordingError: `model` is neither a module nor a list of parts of one model, or one of its
+            modules is only half built.
     """
-    root = _checked_root(model)
-    primary = _primary_registrations(root)
+    roots = parts_of(model, asked="fsdp_tree")
+    primary = _primary_registrations(roots)
     visited: list[_Visited] = []
     index_of: dict[int, int] = {}
-    pending: list[tuple[nn.Module, int | None, str]] = [(root, None, "")]
+    pending: list[tuple[nn.Module, int | None, str]] = [(root, None, "") for root in roots[::-1]]
     while pending:
         outer, parent, name = pending.pop()
         wrappers, inner = _unwrap(outer)
@@ -130,24 +133,11 @@ def _is_made(cls: type) -> bool:
     return len(cls.__bases__) == 2 and mixin.__module__.startswith("torch.distributed.")  # noqa: PLR2004  # the two bases above
 
 
-def _checked_root(model: object) -> nn.Module:
-    if isinstance(model, nn.Module):
-        return model
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise RecordingError(
-            f"fsdp_tree expected an nn.Module, got the class {model.__name__} itself; pass an "
-            "instance"
-        )
-    raise RecordingError(
-        f"fsdp_tree expected an nn.Module, got {type(model).__name__}; pass the model that was "
-        "sharded"
-    )
-
-
-def _primary_registrations(root: nn.Module) -> dict[int, _Registration]:
+def _primary_registrations(roots: Iterable[nn.Module]) -> dict[int, _Registration]:
     """The first registration of each module, by its ``id``, in natural order."""
     primary: dict[int, _Registration] = {}
-    pending: list[tuple[nn.Module, _Registration]] = [(root, (0, ""))]
+    pending: list[tuple[nn.Module, _Registration]] = [(root, (0, "")) for root in roots]
+    pending.reverse()
     while pending:
         outer, registration = pending.pop()
         _, inner = _unwrap(outer)

@@ -189,7 +189,8 @@ class ShardTree:
     mesh_axes: tuple[MeshAxis, ...]
     """The axes over which something is sharded or replicated, sorted by name."""
     modules: tuple[ModuleNode, ...]
-    """In registration order, parents first; the root at index 0."""
+    """In registration order, parents first. One root, at index 0; or several, where a rank runs
+    several parts of one model, each followed by the modules below it."""
     parameters: tuple[ParameterNode, ...]
     """In registration order; each original parameter once."""
     units: tuple[ShardUnit, ...]
@@ -207,11 +208,18 @@ class ShardTree:
     def module_fqn(self, index: int) -> str:
         """The FQN of a module; empty for the root."""
         names = []
-        at: int | None = index
-        while at:
-            names.append(self.modules[at].name)
-            at = self.modules[at].parent
+        node = self.modules[index]
+        while node.parent is not None:
+            names.append(node.name)
+            node = self.modules[node.parent]
         return ".".join(reversed(names))
+
+    def root_above(self, module: int) -> int:
+        """The index of the root that a module is below, or is."""
+        parent = self.modules[module].parent
+        while parent is not None:
+            module, parent = parent, self.modules[parent].parent
+        return module
 
     def parameter_fqn(self, index: int) -> str:
         """The FQN of a parameter, where it is registered first in natural order."""

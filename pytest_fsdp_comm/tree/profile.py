@@ -87,3 +87,25 @@ def merge(
         backend=backend,
         torch_version=torch_version,
     )
+
+
+def ranks_of_stages(trees: Mapping[int, TreeFacts]) -> list[list[int]]:
+    """The ranks that run the same stage of a pipeline, or all ranks where there is none.
+
+    Args:
+        trees: By rank, ascending.
+
+    Returns:
+        Ranks whose trees have a parameter name in common, or are linked by others that do;
+        ascending, in the order of their lowest.
+    """
+    alike: dict[frozenset[str], list[int]] = {}
+    for rank, facts in trees.items():
+        alike.setdefault(frozenset(facts.parameters), []).append(rank)
+    stages: list[tuple[frozenset[str], list[int]]] = []
+    for names, ranks in alike.items():
+        linked = [stage for stage in stages if not stage[0].isdisjoint(names)]
+        stages = [stage for stage in stages if stage not in linked]
+        all_names = names.union(*(own for own, _ in linked))
+        stages.append((all_names, sorted(chain(ranks, *(own for _, own in linked)))))
+    return sorted(ranks for _, ranks in stages)

@@ -20,11 +20,13 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.recording.comm_mode import CommMode
+from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles
 from pytest_fsdp_comm.snapshots.tree_text import format_tree, parse_tree
 from pytest_fsdp_comm.tree.facts import tree_facts
@@ -411,6 +413,21 @@ def test_units_have_the_names_of_owners_in_recordings():
     names = {tree.unit_name(index): unit for index, unit in enumerate(tree.units)}
     assert {entry.owner for entry in gathers} == set(names) == {"", "layers.1", "layers.0+layers.2"}
     assert all(entry.nbytes == names[entry.owner].nbytes_gathered for entry in gathers)
+
+
+@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.parametrize("wrap", [lambda model: model, DistributedDataParallel])
+def test_odd_names_are_the_same_in_recordings_and_trees(wrap):
+    model = nn.Module()
+    odd = (".lead", "trail.", "a..b", "a b", "module")
+    for name in odd:  # setattr() checks no name, unlike add_module()
+        setattr(model, name, nn.Linear(2, 2))
+    setattr(getattr(model, ".lead"), ".inner", nn.Linear(2, 2))
+    model = wrap(model)
+    tree = capture_tree(model)
+    names = {tree.module_fqn(index) for index in range(len(tree.modules))}
+    assert names == {"", *odd, ".lead..inner"}
+    assert set(ModuleNames([model]).all_fqns()) == names
 
 
 def test_a_root_without_parameters_is_still_the_root():

@@ -28,14 +28,15 @@ class Chain(nn.Module):
 @pytest.mark.parametrize(
     ("given_", "problem"),
     [
-        (None, "fsdp_tree expected an nn.Module, got NoneType; pass the model that was sharded"),
         (
-            [nn.Linear(1, 1)],
-            "fsdp_tree expected an nn.Module, got list; pass the model that was sharded",
+            None,
+            "fsdp_tree(model) expects a torch.nn.Module, or a list of them, got NoneType; pass the "
+            "model itself",
         ),
         (
             nn.Linear,
-            "fsdp_tree expected an nn.Module, got the class Linear itself; pass an instance",
+            "fsdp_tree(model) expects a torch.nn.Module, or a list of them, got the class Linear "
+            "itself; pass an instance",
         ),
     ],
 )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
 
+from torch import nn
+
+from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.text.fqn import natural_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from torch import nn
 
 WRAPPER_SEGMENTS: Final = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 """Under which name FSDP1, torch.compile and activation checkpointing keep the module that they wrap
@@ -72,12 +74,50 @@ class ModuleNames:
         return "+".join(sorted(names, key=natural_key)) if names else None
 
 
-def common_parameter(parts: Iterable[nn.Module]) -> str | None:
+def parts_of(model: object, *, asked: str, otherwise: str = "") -> list[nn.Module]:
+    """The modules that a user gives: one, or a list of the parts of one model.
+
+    Args:
+        model: What was given.
+        asked: Who was asked, e.g. ``fsdp_tree``.
+        otherwise: What the user can do instead, for the errors; begins with a comma.
+
+    Raises:
+        RecordingError: It is not a module, or two parts have a parameter of the same name.
+    """
+    parts: list[Any] = [*model] if isinstance(model, Sequence) else [model]
+    for part in parts:
+        if isinstance(part, type) and issubclass(part, nn.Module):
+            raise RecordingError(
+                f"{asked}(model) expects a torch.nn.Module, or a list of them, got the class "
+                f"{part.__name__} itself; pass an instance{otherwise}"
+            )
+        if not isinstance(part, nn.Module):
+            raise RecordingError(
+                f"{asked}(model) expects a torch.nn.Module, or a list of them, got "
+                f"{type(part).__name__}; pass the model itself{otherwise}"
+            )
+    if not parts:
+        raise RecordingError(
+            f"{asked}([]) has no module that names could be relative to; pass the modules that "
+            f"this rank runs{otherwise}"
+        )
+    common = _common_parameter(parts) if len(parts) > 1 else None
+    if common is not None:
+        raise RecordingError(
+            f"{asked}([...]) expects parts of one model, whose names differ, but two of them "
+            f"have a parameter {common}; pass torch.nn.ModuleList([...]), which names its "
+            "modules 0, 1 and so on"
+        )
+    return parts
+
+
+def _common_parameter(parts: Iterable[nn.Module]) -> str | None:
     """The FQN of a parameter that two parts have; None if all their FQNs differ."""
     seen: set[str] = set()
     for part in parts:
         own = {
-            f"{fqn}.{name}".lstrip(".")
+            f"{fqn}.{name}" if fqn else name
             for fqn, module in _named_modules(part)
             for name, _ in module.named_parameters(recurse=False)
         }
@@ -100,5 +140,8 @@ def _named_modules(root: nn.Module) -> Iterable[tuple[str, nn.Module]]:
         shown = name
         for wrapped in reversed(ddp):
             if shown == wrapped or shown.startswith(wrapped + "."):
-                shown = wrapped.removesuffix("module").rstrip(".") + shown[len(wrapped) :]
-        yield clean_fqn(shown.lstrip(".")), module
+                # Both parts begin or end with the one dot that joins them, or are empty.
+                outer = wrapped.removesuffix("module").removesuffix(".")
+                inner = shown[len(wrapped) :].removeprefix(".")
+                shown = f"{outer}.{inner}" if outer and inner else outer or inner
+        yield clean_fqn(shown), module

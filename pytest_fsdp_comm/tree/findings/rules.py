@@ -35,13 +35,12 @@ def _sharded_units(tree: ShardTree) -> Iterator[tuple[int, ShardUnit]]:
     cure="call fully_shard on the model itself too, after its blocks",
 )
 def no_root_unit(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
-    """Several units without a common one around them."""
-    for kind in _GATHERING:
-        roots = [
-            (index, unit)
-            for index, unit in enumerate(tree.units)
-            if unit.kind == kind and unit.is_root
-        ]
+    """Several units without a common one around them, which parts of one model need not have."""
+    by_part: dict[tuple[str, int], list[tuple[int, ShardUnit]]] = defaultdict(list)
+    for index, unit in enumerate(tree.units):
+        if unit.kind in _GATHERING and unit.is_root:
+            by_part[unit.kind, tree.root_above(unit.modules[0])].append((index, unit))
+    for (kind, _part), roots in sorted(by_part.items(), key=lambda entry: entry[0][1]):
         if len({unit.modules for _, unit in roots}) > 1:
             kept = [unit for _, unit in roots if unit.reshard_after_forward is False]
             nbytes = sum(unit.nbytes_gathered for unit in kept)

@@ -1,0 +1,195 @@
+"""Parts of one model, such as the stages of a pipeline, make one tree with several roots."""
+
+import pytest
+import torch.distributed as dist
+from models import WIDTH, Block
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pytest_fsdp_comm import RecordingError
+from pytest_fsdp_comm.fsdp_tree import TreeFactory
+from pytest_fsdp_comm.sharding.capture import capture_tree
+from pytest_fsdp_comm.snapshots.tree_text import format_profile, parse_profile
+from pytest_fsdp_comm.tree.facts import tree_facts
+from pytest_fsdp_comm.tree.json import dump_tree, load_tree
+from pytest_fsdp_comm.tree.profile import fold, merge, ranks_of_stages
+
+
+class Stage(nn.Module):
+    """Some blocks of a model, named as in the whole."""
+
+    def __init__(self, numbers, *, embed=False, head=False):
+        super().__init__()
+        if embed:
+            self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleDict({str(number): Block() for number in numbers})
+        if head:
+            self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def sharded(stage, *, root=True, **policy):
+    for layer in stage.layers.values():
+        fully_shard(layer, **policy)
+    return fully_shard(stage, **policy) if root else stage
+
+
+@pytest.fixture(autouse=True)
+def four_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def stages():
+    return [sharded(Stage([0, 1], embed=True)), sharded(Stage([6, 7], head=True))]
+
+
+def test_each_part_is_a_root_and_names_are_those_of_the_parts(stages):
+    tree = capture_tree(stages)
+    assert [node.class_name for node in tree.modules if node.parent is None] == ["Stage", "Stage"]
+    assert [name for name, _ in tree.named_parameters()] == [
+        "embed.weight",
+        *(f"layers.{n}.{name}.weight" for n in (0, 1) for name in ("up", "down")),
+        *(f"layers.{n}.{name}.weight" for n in (6, 7) for name in ("up", "down")),
+        "head.weight",
+    ]
+    names = [tree.unit_name(index) for index in range(len(tree.units))]
+    assert names == ["", "layers.0", "layers.1", "", "layers.6", "layers.7"]
+    assert [unit.is_root for unit in tree.units] == [True, False, False] * 2
+    managed = tree.module_to_fqns
+    assert managed[""] == ("embed.weight", "head.weight")
+    assert managed["layers.6"] == ("layers.6.up.weight", "layers.6.down.weight")
+    assert not tree.findings
+
+
+def test_a_list_of_one_part_is_that_part(stages):
+    assert capture_tree(stages[:1]) == capture_tree(stages[0])
+
+
+def test_every_form_shows_all_parts(stages, capsys, tmp_path):
+    tree = capture_tree(stages)
+    lines = str(tree).splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == ["[Stage] FULLY SHARDED"] * 2
+    assert "        layers.7[Block] FULLY SHARDED" in lines
+    fsdp_tree = TreeFactory()
+    fsdp_tree.show(tree)
+    shown = capsys.readouterr().out
+    assert shown.count("(root) [Stage]") == 2
+    assert "{0,1}" in shown or "{0..1}" in shown
+    assert "{6..7}" in shown
+    fsdp_tree.save(tree, tmp_path / "tree.html")
+    page = (tmp_path / "tree.html").read_text()
+    assert page.count("<details") == page.count("</details>")
+    assert page.count("(root)") >= 2
+    assert load_tree(dump_tree(tree)) == tree
+    text = format_profile(fold(tree))
+    assert parse_profile(text) == fold(tree)
+    assert text.count("(root)") == 2
+
+
+def test_a_part_without_a_root_unit_is_found_in_that_part_alone():
+    parts = [sharded(Stage([0, 1], embed=True)), sharded(Stage([6, 7]), root=False)]
+    (finding,) = capture_tree(parts).findings
+    assert (finding.code, finding.fqns) == ("no-root-unit", ("layers.6", "layers.7"))
+    # One unit without a root around it is its own.
+    assert not capture_tree([parts[0], sharded(Stage([6]), root=False)]).findings
+
+
+def test_a_model_of_both_parts_still_needs_a_root(stages):
+    whole = nn.ModuleList(stages)
+    assert [finding.code for finding in capture_tree(whole).findings] == ["no-root-unit"]
+
+
+@pytest.mark.parametrize(
+    "policy", [{Block}, ModuleWrapPolicy({Block}), lambda module, **_: isinstance(module, Block)]
+)
+def test_a_policy_is_expected_of_each_part(policy, stages):
+    if callable(policy) and not isinstance(policy, ModuleWrapPolicy):
+        blocks = policy
+        policy = lambda module, recurse, **_: recurse or blocks(module)  # noqa: E731  # short
+    expectation = TreeFactory().expect(stages, policy)
+    assert expectation.is_met, expectation
+    assert set(expectation.expected) == {f"layers.{n}" for n in (0, 1, 6, 7)}
+    assert TreeFactory().expect([stages[0], Stage([6, 7])], policy).missing == (
+        "layers.6",
+        "layers.7",
+    )
+
+
+def test_states_and_handles_of_all_parts_are_listed(stages):
+    fsdp_tree = TreeFactory()
+    assert len(fsdp_tree.states(stages)) == len(fsdp_tree.handles(stages)) == 6
+
+
+def test_fsdp1_stages_are_parts_too():
+    parts = [
+        FullyShardedDataParallel(Stage(numbers), device_id="cpu", use_orig_params=True)
+        for numbers in ([0], [1])
+    ]
+    tree = capture_tree(parts)
+    assert [unit.kind for unit in tree.units] == ["fsdp1", "fsdp1"]
+    assert not tree.findings
+
+
+@pytest.mark.parametrize(
+    ("given_", "problem"),
+    [
+        (
+            [],
+            "fsdp_tree([]) has no module that names could be relative to; pass the modules that "
+            "this rank runs",
+        ),
+        (
+            [nn.Linear(1, 1), None],
+            "fsdp_tree(model) expects a torch.nn.Module, or a list of them, got NoneType; pass the "
+            "model itself",
+        ),
+        (
+            [nn.Linear(1, 1), nn.Linear(1, 1)],
+            "fsdp_tree([...]) expects parts of one model, whose names differ, but two of them have "
+            "a parameter bias; pass torch.nn.ModuleList([...]), which names its modules 0, 1 and "
+            "so on",
+        ),
+    ],
+)
+def test_what_are_no_parts_is_refused(given_, problem):
+    with pytest.raises(RecordingError) as caught:
+        capture_tree(given_)
+    assert str(caught.value) == problem
+
+
+def test_ranks_of_a_pipeline_merge_and_say_who_has_which_stage():
+    first = tree_facts(capture_tree(sharded(Stage([0, 1], embed=True))))
+    second = tree_facts(capture_tree(sharded(Stage([2, 3], head=True))))
+    text = format_profile(merge({0: first, 1: first, 2: second, 3: second}))
+    assert "ranks 0-1\n" in text
+    assert "ranks 2-3\n" in text
+    assert parse_profile(text).of_rank(2) == second
+
+
+def test_only_ranks_of_one_stage_are_compared():
+    first, second, kept = (
+        sharded(Stage([0, 1], embed=True)),
+        sharded(Stage([2, 3], head=True)),
+        sharded(Stage([2, 3], head=True), reshard_after_forward=False),
+    )
+
+    def sent(model):
+        texts = []
+        TreeFactory(gather=lambda text: texts.append(text) or [text]).of_all_ranks(model)
+        return texts[0]
+
+    def findings(*models, ranks=()):
+        texts = [sent(model) for model in models]
+        return TreeFactory(gather=lambda _: texts, ranks=ranks).of_all_ranks(models[0]).findings
+
+    assert not findings(first, first, second, second)
+    (finding,) = findings(first, second, kept, ranks=(0, 2, 3))
+    assert finding.code == "ranks-differ"
+    # Ranks have their own numbers.
+    assert finding.reason.startswith("rank 2 and rank 3 shard the model differently")
+    facts = [tree_facts(capture_tree(model)) for model in (first, second, kept)]
+    assert ranks_of_stages({0: facts[0], 3: facts[1], 5: facts[0], 9: facts[2]}) == [[0, 5], [3, 9]]
