@@ -34,6 +34,16 @@ class _Group:
     """Ranks of the default group."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAxis:
+    """How a process group is named."""
+
+    name: str
+    """As in `MeshAxis.name`."""
+    is_shape: bool
+    """Whether the name only tells the group's shape, which other groups may share."""
+
+
 class GroupNames:
     """Collects what is known of the groups of one recording; names them at its end.
 
@@ -118,6 +128,11 @@ class GroupNames:
         if whole is not None and whole != key:
             return axis_of(f"{self.axis(whole).name}.post_forward", group.ranks)
         return axis_of(self._axes.get(key) or _name_of(group), group.ranks)
+
+    def is_shape(self, key: str) -> bool:
+        """Whether nothing names a group that `note` has seen, so that its axis tells its shape."""
+        named = self._axes.get(key) or self._wholes.get(key)
+        return not named and not _described(self._groups[key].description)
 
     def axes(self, keys: Iterable[str]) -> dict[str, MeshAxis]:
         """The axes of groups that `note` has seen, told apart where two of one name differ.
@@ -208,15 +223,33 @@ def existing_axes() -> Iterator[tuple[str, str]]:
     if world is None:
         return
     yield WORLD, world.group_name
+    for mesh in _existing_meshes():
+        for dim, name in enumerate(mesh.mesh_dim_names or ()):
+            yield name, _group_name(mesh, dim)
+
+
+def axes_of_groups() -> dict[str, GroupAxis]:
+    """How a recording would name each process group of this rank, by the group's name.
+
+    Looks at all objects, as `existing_axes`: only where a test hangs.
+    """
+    names = GroupNames()
+    # A group keeps the first name that it is given, which must not depend on the order of objects.
+    for mesh in sorted(_existing_meshes(), key=lambda mesh: mesh.mesh_dim_names or ()):
+        names.learn_mesh(mesh)
+    groups, _ = names.known()
+    return {key: GroupAxis(name=name, is_shape=names.is_shape(key)) for key, name in groups.items()}
+
+
+def _existing_meshes() -> Iterator[DeviceMesh]:
     module: Any = sys.modules.get("torch.distributed.device_mesh")
     if module is None:
         return
     for found in gc.get_objects():
-        # Never isinstance(): it asks proxies for their class, which runs their code.
-        if not issubclass(type(found), module.DeviceMesh):
-            continue
-        for dim, name in enumerate(getattr(found, "mesh_dim_names", None) or ()):
-            yield name, _group_name(found, dim)
+        # Never isinstance(): it asks proxies for their class, which runs their code. One that is
+        # only half built has no names yet.
+        if issubclass(type(found), module.DeviceMesh) and hasattr(found, "mesh_dim_names"):
+            yield found
 
 
 def _group_name(mesh: DeviceMesh, dim: int) -> str:
@@ -273,13 +306,14 @@ def _name_of(group: _Group) -> str:
 
     The shape is equal on every rank whose group is a shifted copy, as those of a mesh are.
     """
-    if group.description == "default_pg":
+    return _described(group.description) or _shape_name(group.ranks)
+
+
+def _described(description: str) -> str:
+    """The name in torch's description of a group; empty without one."""
+    if description == "default_pg":
         return WORLD
-    if group.description.startswith("mesh_"):
-        return group.description.removeprefix("mesh_")
-    if group.description and group.description != "undefined":
-        return group.description
-    return _shape_name(group.ranks)
+    return "" if description == "undefined" else description.removeprefix("mesh_")
 
 
 def _shape_name(ranks: Sequence[int]) -> str:

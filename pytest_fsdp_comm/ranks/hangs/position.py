@@ -7,9 +7,9 @@ torch 2.13 on with no setting, but no point-to-point calls, and nothing of the f
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm.ranks.hangs.stacks import is_library, is_runner
@@ -19,6 +19,8 @@ from pytest_fsdp_comm.text.paths import show_path
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
+
+    from pytest_fsdp_comm.recording.mesh_axes import GroupAxis
 
 # Enough to compare ranks: the collective that one waits in, and what the others issued instead.
 _KEPT_COLLECTIVES = 16
@@ -95,7 +97,6 @@ def _groups(since_ns: int, called: str) -> tuple[GroupPosition, ...]:
     from pytest_fsdp_comm.recording.flight_recorder import flown  # noqa: PLC0415  # loads torch
 
     issued: dict[str, list[IssuedCollective]] = {}
-    groups: dict[str, GroupPosition] = {}
     for entry in flown(since_ns) if "torch.distributed" in sys.modules else []:
         kind = entry.kind
         if not entry.is_done and kind == "all_reduce" and called.startswith("reduce_scatter"):
@@ -103,31 +104,40 @@ def _groups(since_ns: int, called: str) -> tuple[GroupPosition, ...]:
         issued.setdefault(entry.group, []).append(
             IssuedCollective(seq=entry.seq, kind=kind, nbytes=entry.nbytes, is_done=entry.is_done)
         )
-        groups[entry.group] = GroupPosition(
-            name=entry.group, description=entry.description, ranks=(), collectives=()
-        )
+    ranks = _ranks_of_groups()
+    axes = _axes()
     # Also the groups in which this rank has issued nothing: it may be the one that is waited for.
-    for known in _known_groups():
-        description = groups[known.name].description if known.name in groups else known.description
-        groups[known.name] = replace(known, description=description)
     return tuple(
-        replace(group, collectives=tuple(issued.get(name, [])[-_KEPT_COLLECTIVES:]))
-        for name, group in groups.items()
+        GroupPosition(
+            name=name,
+            axis=axes[name].name if name in axes else "",
+            is_shape=name in axes and axes[name].is_shape,
+            ranks=ranks.get(name, ()),
+            collectives=tuple(issued.get(name, [])[-_KEPT_COLLECTIVES:]),
+        )
+        for name in dict.fromkeys((*issued, *ranks))
     )
 
 
-def _known_groups() -> list[GroupPosition]:
-    """Every process group of this rank, without its collectives; empty where torch lists none."""
+def _axes() -> dict[str, GroupAxis]:
+    """How recordings name the groups; empty where that cannot be found out."""
+    if "torch.distributed" not in sys.modules:
+        return {}
+    from pytest_fsdp_comm.recording.mesh_axes import axes_of_groups  # noqa: PLC0415  # loads torch
+
+    # The main thread may change what is read here, and names only make the report nicer.
+    with contextlib.suppress(Exception):
+        return axes_of_groups()
+    return {}
+
+
+def _ranks_of_groups() -> dict[str, tuple[int, ...]]:
+    """The members of every process group of this rank; empty where torch lists none."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     # Private, but the only list of all groups (read in torch 2.6 to 2.15); only shown to people.
     groups = getattr(getattr(c10d, "_world", None), "pg_group_ranks", {})
-    return [
-        GroupPosition(
-            name=group.group_name,
-            description=group.group_desc,
-            ranks=tuple(sorted(ranks)),
-            collectives=(),
-        )
+    return {
+        group.group_name: tuple(sorted(ranks))
         for group, ranks in list(groups.items())
         if hasattr(group, "group_name")
-    ]
+    }

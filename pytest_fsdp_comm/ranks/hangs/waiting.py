@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pytest_fsdp_comm.ranks.wire.positions import GroupPosition, Position
 
@@ -70,7 +71,8 @@ def _stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
     for rank, position in positions.items():
         for group in position.groups:
             groups.setdefault(group.name, {})[rank] = group
-    for by_rank in groups.values():
+    labels = _labels(min(by_rank.values(), key=_vagueness) for by_rank in groups.values())
+    for name, by_rank in groups.items():
         waited_in = [
             issued.seq
             for group in by_rank.values()
@@ -80,7 +82,7 @@ def _stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
         if waited_in:
             first = next(iter(by_rank.values()))
             yield _Stall(
-                axis=_axis(first),
+                axis=labels[name],
                 members=first.ranks,
                 seq=min(waited_in),
                 issued={
@@ -90,12 +92,31 @@ def _stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
             )
 
 
-def _axis(group: GroupPosition) -> str:
-    if group.description == "default_pg":
-        return "world"
-    if group.description and group.description != "undefined":
-        return group.description.removeprefix("mesh_")
-    return f"the group of {name_ranks(group.ranks)}" if group.ranks else "a group"
+def _labels(groups: Iterable[GroupPosition]) -> dict[str, str]:
+    """What people call each group, by its name."""
+    labels = {group.name: _label(group) for group in groups}
+    seen = Counter(labels.values())
+    # Meshes name groups alike that have no rank in common; others need their number.
+    return {
+        name: f"{label}, torch's group {name}" if "(" in label and seen[label] > 1 else label
+        for name, label in labels.items()
+    }
+
+
+def _vagueness(group: GroupPosition) -> int:
+    """How little a rank's name for a group says: some ranks may keep no mesh."""
+    if group.is_shape or not group.axis:
+        return 2
+    return 1 if group.axis == "world" else 0
+
+
+def _label(group: GroupPosition) -> str:
+    members = name_ranks(group.ranks) if group.ranks else ""
+    if group.axis and not group.is_shape:
+        return group.axis
+    if group.axis:
+        return f"{group.axis} ({members})"
+    return f"the group of {members}" if members else "a group"
 
 
 def _cause(guilty: set[int], positions: Mapping[int, Position]) -> Iterator[str]:

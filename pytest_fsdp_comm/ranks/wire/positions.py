@@ -37,8 +37,10 @@ class GroupPosition:
 
     name: str
     """The group's name, equal on all of its ranks."""
-    description: str
-    """Such as ``mesh_dp`` for a mesh's axis; empty if unknown."""
+    axis: str
+    """What recordings and trees call it; empty if unknown."""
+    is_shape: bool
+    """Whether `axis` only tells its shape, such as ``size2.stride4``."""
     ranks: tuple[int, ...]
     """The group's global ranks; empty where torch does not list them."""
     collectives: tuple[IssuedCollective, ...]

@@ -57,6 +57,19 @@ def test_in_a_model(dist_info, device_mesh):
         model.layers[1].register_forward_pre_hook(lambda *_: time.sleep(60), prepend=True)
     model(torch.ones(2, 8)).sum().backward()
 
+def test_one_axis(dist_info, device_mesh):
+    mesh = device_mesh()
+    model = fully_shard(Model(), mesh=mesh)
+    if dist_info.rank == 3:
+        time.sleep(60)
+    model(torch.ones(2, 8))
+
+def test_unnamed(dist_info):
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    if dist_info.rank < 2:
+        for group in groups if dist_info.rank else reversed(groups):
+            dist.all_reduce(torch.ones(4), group=group)
+
 def test_gil(dist_info):
     if dist_info.rank == 1:
         re.match(r"(a+)+$", "a" * 60 + "b")  # holds the GIL
@@ -111,9 +124,9 @@ def reports(tmp_path_factory):
         timeout=200,
         check=False,
     )
-    assert "7 failed" in done.stdout, done.stdout + done.stderr
+    assert "9 failed" in done.stdout, done.stdout + done.stderr
     seconds = dict(line.split() for line in (project / "seconds").read_text().splitlines())
-    assert len(seconds) == 7
+    assert len(seconds) == 9
     # The deadline, and a bounded time for the stacks and the end of every process.
     assert all(float(text) < 5 + 15 for text in seconds.values()), seconds
     parts = re.split(r"^_+ test_(\w+) _+$", done.stdout, flags=re.MULTILINE)
@@ -159,6 +172,16 @@ rank 2 waits in all_gather #2 of shard for layers.1 (144 B) at test_it.py:N in f
 rank 3 never issued it (its last of shard was all_gather #1), and is at test_it.py:N in <lambda>
 """,
         ),
+        (
+            "one_axis",
+            """\
+all wait for rank 3, at test_it.py:N in test_one_axis
+ranks 0-2 wait in all_gather #1 of dp (144 B) at test_it.py:N in test_one_axis
+rank 3 never issued it, and is at test_it.py:N in test_one_axis
+""",
+        ),
+        ("unnamed", "rank 0 waits in all_reduce #1 of size2.stride1 (ranks 0-1), torch's group "),
+        ("unnamed", "rank 1 waits in all_reduce #1 of size2.stride1 (ranks 0-1), torch's group "),
         ("in_a_model", "all wait for rank 3, at test_it.py:N in <lambda>\n"),
         (
             "gil",

@@ -9,9 +9,15 @@ from pytest_fsdp_comm.ranks.wire.positions import (
 )
 
 
-def position(*issued, site="model.py:1 in forward", name="0", description="mesh_dp", **more):
-    group = GroupPosition(name=name, description=description, ranks=(0, 1, 2), collectives=issued)
-    return Position(site=site, groups=(group,), **more)
+def position(*issued, site="model.py:1 in forward", name="0", axis="dp", **more):
+    return Position(site=site, groups=(group(*issued, name=name, axis=axis),), **more)
+
+
+def group(*issued, name, axis):
+    is_shape = axis.startswith("size")
+    return GroupPosition(
+        name=name, axis=axis, is_shape=is_shape, ranks=(0, 1, 2), collectives=issued
+    )
 
 
 def done(seq, kind="all_gather", nbytes=8):
@@ -60,12 +66,41 @@ def test_sizes_that_differ_are_explained():
 
 def test_a_dead_rank_and_one_that_holds_the_gil_are_both_blamed():
     silent = Position(site="loop.py:3 in spin", activity=Activity.HOLDS_GIL)
-    waiting = position(waits(1), description="undefined")
+    waiting = position(waits(1), axis="")
     assert explain_waiting({0: waiting, 1: silent}) == [
         "all wait for rank 1, which holds the GIL at loop.py:3 in spin",
         "all wait for rank 2, which is dead",
         "rank 0 waits in all_gather #1 of the group of ranks 0-2 (8 B) at model.py:1 in forward",
     ]
+
+
+def test_a_group_has_the_best_name_that_a_rank_knows():
+    found = explain_waiting(
+        {
+            0: position(waits(1), axis="world"),
+            1: position(waits(1)),
+            2: position(waits(1), axis="size3.stride1"),
+        }
+    )
+    assert found == ["ranks 0-2 wait in all_gather #1 of dp (8 B) at model.py:1 in forward"]
+
+
+def test_groups_without_names_are_told_apart():
+    shape = "size3.stride1"
+    one = position(waits(1), axis=shape, name="3")
+    other = position(waits(1), axis=shape, name="4")
+    (first, *_) = explain_waiting({0: one})
+    assert first.startswith("all wait for")
+    assert (
+        "rank 0 waits in all_gather #1 of size3.stride1 (ranks 0-2) (8 B) at model.py:1 in forward"
+    ) in explain_waiting({0: one})
+    found = explain_waiting({0: one, 1: other})
+    for number in ("3", "4"):
+        label = f"size3.stride1 (ranks 0-2), torch's group {number}"
+        assert any(label in line for line in found), found
+    # Parallel groups of one mesh axis have one name.
+    found = explain_waiting({0: position(waits(1)), 1: position(waits(1), name="4")})
+    assert not any("torch's group" in line for line in found)
 
 
 def test_waiting_for_those_that_are_blamed_is_no_news():
@@ -80,16 +115,16 @@ def test_waiting_for_those_that_are_blamed_is_no_news():
 
 def test_waits_in_two_groups_are_listed_apart():
     first = position(done(1), waits(2))
-    second = position(waits(1, "all_reduce"), name="1", description="default_pg")
+    second = position(waits(1, "all_reduce"), name="1", axis="world")
     found = explain_waiting({0: first, 1: second, 2: second})
     assert found[0] == "rank 0 waits in all_gather #2 of dp (8 B) at model.py:1 in forward"
     assert "ranks 1-2 wait in all_reduce #1 of world (8 B) at model.py:1 in forward" in found
 
 
 def test_several_ranks_are_spoken_of_in_the_plural():
-    waiting = position(waits(2), description="default_pg")
-    gone = position(done(1), description="default_pg", activity=Activity.HAS_ENDED)
-    away = position(done(1), description="default_pg", site="model.py:7 in skip")
+    waiting = position(waits(2), axis="world")
+    gone = position(done(1), axis="world", activity=Activity.HAS_ENDED)
+    away = position(done(1), axis="world", site="model.py:7 in skip")
     silent = Position(site="loop.py:3 in spin", activity=Activity.HOLDS_GIL)
     waits_in = "rank 0 waits in all_gather #2 of world (8 B) at model.py:1 in forward"
     last = "never issued it (their last of world was all_gather #1)"
