@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from pytest_fsdp_comm import RecordingError
+from pytest_fsdp_comm import CommMode, RecordingError
 
 fake = pytest.mark.distributed(world_size=4, backend="fake")
 # Of CommDebugMode's hooks, and of FSDP about outputs that it takes for views under them.
@@ -332,6 +332,19 @@ def test_misuse_without_ranks_is_an_error(comm_mode):
         comm_mode("model")
     with pytest.raises(RecordingError, match="no longer exists; keep a reference"):
         comm_mode(nn.Linear(1, 1)).__enter__()
+
+
+@fake
+def test_modes_are_made_and_nested_like_those_of_torch(comm_mode, device_mesh):
+    block = tensor_parallel(Block(), device_mesh(tp=4), "")
+    sent = torch.ops.c10d_functional.all_reduce
+    with CommMode() as outer:
+        block(torch.ones(2, 8))
+        with CommMode() as inner, comm_mode:
+            block(torch.ones(2, 8))
+        assert inner.get_total_counts() == 1
+    for mode, count in ((outer, 2), (inner, 1), (comm_mode, 1)):
+        assert mode.get_comm_counts() == {sent: count}
 
 
 @fake

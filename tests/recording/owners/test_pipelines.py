@@ -103,7 +103,7 @@ def test_stages_that_are_sharded(comm_mode, device_mesh, dist_info):
 
 @pytest.mark.distributed(world_size=4)
 def test_stages_keep_the_names_that_their_layers_have_in_the_whole_model(
-    comm_mode, device_mesh, dist_info
+    comm_mode, device_mesh, dist_info, fsdp_tree
 ):
     mesh = device_mesh(pp=2, dp=2)
     rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
@@ -137,6 +137,37 @@ def test_stages_keep_the_names_that_their_layers_have_in_the_whole_model(
         f"FSDPPart.layers.{n}.{name}" for n in numbers for name in ("up", "down")
     }
     assert comm_mode.counts(owner="layers.*") == comm_mode.counts(axis="dp") > 0
+    tree = fsdp_tree.of_all_ranks(parts)
+    # Ranks 0 and 2 run other stages, which is no difference of one model.
+    assert not tree.findings, tree
+    units = {tree.unit_name(index) for index in range(len(tree.units))}
+    assert units == {"", *(f"layers.{n}" for n in numbers)}
+
+
+@pytest.mark.distributed(world_size=4)
+def test_the_first_step_also_runs_the_stages_once_to_learn_their_shapes(
+    comm_mode, device_mesh, dist_info
+):
+    mesh = device_mesh(pp=2, dp=2)
+    part = fully_shard(Block(), mesh=mesh["dp"])
+    rank, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
+    stage = pipelining.PipelineStage(part, rank, 2, torch.device("cpu"), group=group)
+    schedule = pipelining.ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=loss)
+    sent = []
+    for _ in range(3):
+        with comm_mode(part):
+            run(schedule, dist_info, rank)
+        sent.append(
+            [(event.kind, event.phase, event.owner, event.nbytes) for event in comm_mode.events]
+        )
+        objects = [event for event in comm_mode.events if event.source.value == "object"]
+        assert bool(objects) == (len(sent) == 1)
+    assert sent[0] != sent[1] == sent[2]
+    gathers = [
+        sum(kind == "all_gather" and phase == "forward" for kind, phase, *_ in step)
+        for step in sent
+    ]
+    assert gathers[0] > gathers[1]
 
 
 def test_parts_with_a_parameter_of_one_name_are_refused(comm_mode):
