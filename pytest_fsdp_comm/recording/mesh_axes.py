@@ -237,7 +237,7 @@ def axes_of_groups() -> dict[str, GroupAxis]:
     # A group keeps the first name that it is given, which must not depend on the order of objects.
     for mesh in sorted(_existing_meshes(), key=lambda mesh: mesh.mesh_dim_names or ()):
         names.learn_mesh(mesh)
-    groups, _ = names.known()
+    groups, _ = names.known(())
     return {key: GroupAxis(name=name, is_shape=names.is_shape(key)) for key, name in groups.items()}
 
 
