@@ -188,6 +188,20 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Why a recording is known not to be the whole truth, so that it must not be compared as it."""
+
+    kind: Literal["unseen", "value_dependent"]
+    """``unseen``: something was sent that was not recorded, or not as it was sent.
+    ``value_dependent``: what is sent may depend on numbers that the fake group never exchanged."""
+    text: str
+    """What is missing and why, or the code that reads the numbers; one line, without a full stop.
+    """
+    ranks: tuple[int, ...] = ()
+    """The ranks that have it, ascending; empty for all ranks that were recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
     """All that one rank recorded between entering and leaving ``comm_mode``."""
 
@@ -214,3 +228,5 @@ class Recording:
     """The most bytes of FSDP parameters that were gathered on this rank at once, without padding,
     from the issue of each unshard to its reshard. What was gathered when the block began counts
     from then on; what ``reshard_after_forward=<int>`` leaves counts too."""
+    gaps: tuple[Gap, ...] = ()
+    """What is known to be missing or untrue; also in the notes."""

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from dataclasses import Field, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
 
-from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Phase, Source
+from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Gap, Phase, Source
 from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes
 from pytest_fsdp_comm.text.fqn import natural_key, write_word
 
@@ -268,6 +268,9 @@ class CommProfile:
     """As ``torch.__version__``."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """As `events.Recording.notes`."""
+    gaps: tuple[Gap, ...] = field(default=(), compare=False)
+    """As `events.Recording.gaps`, those of all ranks; empty in a profile that was read from a
+    snapshot."""
 
     @property
     def is_empty(self) -> bool:
@@ -327,6 +330,7 @@ def fold(recording: Recording) -> CommProfile:
         backend=recording.backend,
         torch_version=recording.torch_version,
         notes=recording.notes,
+        gaps=recording.gaps,
     )
 
 
@@ -433,6 +437,19 @@ def merge(profiles: Sequence[CommProfile]) -> CommProfile:
         peaks=_merge_peaks(ranks, [profile.peaks for profile in profiles]),
         recorded_ranks=() if len(ranks) == first.world_size else ranks,
         notes=tuple(dict.fromkeys(note for profile in profiles for note in profile.notes)),
+        gaps=_merge_gaps(profiles),
+    )
+
+
+def _merge_gaps(profiles: Sequence[CommProfile]) -> tuple[Gap, ...]:
+    """Makes one of equal gaps, which says which ranks have it unless all do."""
+    having: defaultdict[Gap, list[int]] = defaultdict(list)
+    for profile in profiles:
+        for gap in profile.gaps:
+            having[gap].append(profile.recorded_ranks[0])
+    return tuple(
+        replace(gap, ranks=() if len(ranks) == len(profiles) else tuple(ranks))
+        for gap, ranks in having.items()
     )
 
 

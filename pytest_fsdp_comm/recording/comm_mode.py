@@ -123,9 +123,12 @@ class CommMode(CommDebugAnswers):
             self._block = recorder.finish()
             self._roots = self._block.roots or self._roots
         # Not in place of the exception that ends the block, where warnings are errors.
-        if self._block.unseen and kind is None:
+        unseen = [gap.text for gap in self._block.recording.gaps if gap.kind == "unseen"]
+        if unseen and kind is None:
             warnings.warn(
-                f"comm_mode: {self._block.unseen}", UnseenCollectivesWarning, stacklevel=2
+                f"comm_mode: the recording is incomplete: {'; '.join(unseen)}",
+                UnseenCollectivesWarning,
+                stacklevel=2,
             )
 
     def _trace(self) -> ModuleTrace:

@@ -1,17 +1,16 @@
-"""Asks torch's flight recorder for collectives that other threads issued.
+"""Reads torch's flight recorder: what a backend was asked to send, on any thread.
 
-A ``TorchDispatchMode`` watches the thread that entered it and the autograd threads that this one
-starts. The flight recorder watches the process, below the dispatcher; it knows no point-to-point
-calls, and nothing of the fake group. Its entries name the thread from torch 2.13 on (version 2.10
-of the trace; read in 2.13 and 2.15).
+It watches the process below the dispatcher. It knows no point-to-point calls and no
+``monitored_barrier``, and nothing of the fake group. NCCL has one of its own, in builds with CUDA.
+Read in torch 2.13; the entries name the thread from then on (version 2.10 of the trace).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import pickle  # torch writes it in this process, in half the time of its JSON
 import time
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -48,11 +47,52 @@ class FlightEntry:
     """Whether the backend has finished it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """One collective of a block, as the flight recorder knows it."""
+
+    backend: str
+    """``gloo`` or ``nccl``."""
+    group: str
+    """Name of the process group; empty under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
+    description: str
+    """Description of the process group."""
+    kind: str
+    """What the backend ran."""
+    sent: tuple[tuple[str, int], ...]
+    """Of each input tensor, the name of ATen's scalar type and the number of elements."""
+    received: tuple[tuple[str, int], ...]
+    """Likewise of the output tensors."""
+    thread_id: int
+    """As ``threading.get_ident()``."""
+    thread_name: str
+    """What the operating system calls the thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """The end of the flight recorder at one moment."""
+
+    last: dict[tuple[str, str], int]
+    """By backend and number of the process group, the number of its last collective."""
+    since_ns: int
+    """The moment, on the clock of the entries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flights:
+    """What was issued after a `Mark`."""
+
+    entries: tuple[Flight, ...]
+    is_cut: bool
+    """Whether the flight recorder, which keeps 2,000 entries, may have dropped earlier ones."""
+
+
 def flown(since_ns: int) -> list[FlightEntry]:
     """The collectives of this process, point-to-point calls left out, in order.
 
     Args:
-        since_ns: Only those issued after this time, on the clock of `now_ns`.
+        since_ns: Only those issued after this time, on the clock of ``time.time_ns()``.
 
     Returns:
         Empty where torch has no flight recorder for the backend.
@@ -71,32 +111,84 @@ def flown(since_ns: int) -> list[FlightEntry]:
     ]
 
 
-def now_ns() -> int:
-    """The clock of the flight recorder's entries, in nanoseconds."""
-    return time.time_ns()
+def mark() -> Mark:
+    """Marks the end of the flight recorder, in a few microseconds however full it is."""
+    return Mark(
+        last={
+            (dump, number): status["last_enqueued_collective"]
+            for dump in _DUMPS
+            for number, status in _status(dump).items()
+        },
+        since_ns=time.time_ns(),
+    )
 
 
-def unseen(*, since_ns: int, seen_threads: set[int]) -> dict[str, Counter[str]]:
-    """Counts the collectives that were issued on threads which the recording did not watch.
-
-    Args:
-        since_ns: Only those issued after this time, on the clock of `now_ns`.
-        seen_threads: ``threading.get_ident()`` of the threads that were watched.
+def issued_after(begin: Mark) -> Flights:
+    """The collectives of this process since a mark, point-to-point calls left out, in order.
 
     Returns:
-        For each such thread its name, with the number of collectives by kind. Empty if there are
-        none, and where torch has no flight recorder or does not record the thread.
+        None of them where torch has no flight recorder for the backend, where
+        ``TORCH_FR_BUFFER_SIZE=0`` turns it off, and in older torch, which does not name the thread.
     """
-    found: dict[str, Counter[str]] = {}
-    for entry in _entries():
-        thread = entry.get("thread_id")
-        if thread is None or entry["is_p2p"] or entry["time_created_ns"] < since_ns:
+    found: list[Flight] = []
+    is_cut = False
+    for dump in _DUMPS:
+        status = _status(dump)
+        # A dump takes 10 us an entry, and is all or nothing.
+        if all(
+            begin.last.get((dump, number)) == group["last_enqueued_collective"]
+            for number, group in status.items()
+        ):
             continue
-        if int(thread) not in seen_threads:
-            name = entry.get("thread_name") or f"thread {thread}"
-            kind = entry["profiling_name"].partition(":")[2]
-            found.setdefault(name, Counter())[kind] += 1
+        entries = _dumped(dump, with_collectives=True).get("entries", [])
+        new = [entry for entry in entries if _is_after(begin, dump, entry)]
+        is_cut |= bool(new) and new[0] is entries[0] and new[0]["record_id"] > 0
+        found += [_flight(entry) for entry in new if not entry["is_p2p"] and "thread_id" in entry]
+    return Flights(entries=tuple(found), is_cut=is_cut)
+
+
+# Of gloo, and of NCCL. Private names, whose absence means that there is nothing to read.
+_DUMPS: Final = ("_dump_fr_trace", "_dump_nccl_trace")
+
+
+def _dumped(name: str, *, with_collectives: bool) -> dict[str, Any]:
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), name, None)
+    if dump is None:
+        return {}
+    text = dump(includeCollectives=with_collectives, includeStackTraces=False, onlyActive=False)
+    found: dict[str, Any] = pickle.loads(text)  # noqa: S301  # torch has just written it
     return found
+
+
+def _status(name: str) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = _dumped(name, with_collectives=False).get("pg_status", {})
+    return found
+
+
+def _is_after(begin: Mark, dump: str, entry: dict[str, Any]) -> bool:
+    # The number of a group is never used again in a process; its name is. The time is for torch
+    # that has no status of a group.
+    last = begin.last.get((dump, str(entry.get("pg_id"))), 0)
+    return bool(entry["collective_seq_id"] > last and entry["time_created_ns"] >= begin.since_ns)
+
+
+def _flight(entry: dict[str, Any]) -> Flight:
+    backend, _, kind = entry["profiling_name"].partition(":")
+    group, description = entry["process_group"]
+    return Flight(
+        backend=backend,
+        group=group,
+        description=description,
+        kind=kind,
+        sent=_tensors(entry["input_sizes"], entry["input_dtypes"]),
+        received=_tensors(entry["output_sizes"], entry["output_dtypes"]),
+        thread_id=int(entry["thread_id"]),
+        thread_name=entry.get("thread_name", ""),
+    )
+
+
+def _tensors(sizes: list[list[int]], dtypes: list[str]) -> tuple[tuple[str, int], ...]:
+    return tuple((dtype, math.prod(size)) for size, dtype in zip(sizes, dtypes, strict=False))
 
 
 def _nbytes(entry: dict[str, Any]) -> int:

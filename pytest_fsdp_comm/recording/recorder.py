@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Recording, Source, Timing
 from pytest_fsdp_comm.comm.mesh import merge_axes
 from pytest_fsdp_comm.comm.questions import Names
-from pytest_fsdp_comm.recording import flight_recorder
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames, group_of
 from pytest_fsdp_comm.recording.module_trace import ModuleTrace, ModuleTracer
 from pytest_fsdp_comm.recording.operations import (
@@ -42,6 +41,7 @@ from pytest_fsdp_comm.recording.owners.attribution import (
     NodeMakers,
     OwnerNames,
     attribute,
+    attribute_on_thread,
 )
 from pytest_fsdp_comm.recording.owners.ddp import ParameterOwners
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_groups
@@ -55,13 +55,19 @@ from pytest_fsdp_comm.recording.pending import (
 )
 from pytest_fsdp_comm.recording.redistributions import RedistributionWatch
 from pytest_fsdp_comm.recording.subclasses import Dispatch, Subclasses, is_dtensor_class
+from pytest_fsdp_comm.recording.threads import following_threads
+from pytest_fsdp_comm.recording.value_dependence import ValueReads, reads_values
+from pytest_fsdp_comm.recording.witness import Witness
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from pytest_fsdp_comm.comm.events import Collective
+    from pytest_fsdp_comm.comm.events import Collective, Gap, Phase
     from pytest_fsdp_comm.recording.owners.fsdp import ReshardAction
     from pytest_fsdp_comm.recording.owners.stack import StackScan
+
+    _Run = Callable[[Any, Sequence[Any], dict[str, Any], "_ModeBelow | None"], Any]
+    _Trace = Callable[[Any, Sequence[Any]], None]
 
 _Pending = TypeVar(
     "_Pending", PendingCollective, PendingCopy, PendingRedistribution, PendingReshard
@@ -78,8 +84,6 @@ class RecordedBlock:
     roots: tuple[weakref.ref[nn.Module], ...]
     """The modules that names are relative to; the first gives plain names. Weak, since a recording
     must not keep a model and its parameters alive."""
-    unseen: str
-    """What is known to be missing, as a sentence; empty if nothing is."""
     trace: ModuleTrace
     """Which modules were called, and which operations ran in them."""
 
@@ -88,11 +92,14 @@ class _NoCollective(Enum):
     """How an operation is treated that does not communicate."""
 
     COPY = auto()
+    READ = auto()
+    """Shows values of tensors to Python; of interest on the fake group only."""
     SILENT = auto()
 
 
 # For every operation: an attribute of an Enum is slow to look up.
 _COPY: Final = _NoCollective.COPY
+_READ: Final = _NoCollective.READ
 _SILENT: Final = _NoCollective.SILENT
 
 
@@ -133,11 +140,13 @@ class Recorder:
         self._redistribution_watch = RedistributionWatch(self._groups.learn_mesh)
         self._seconds = dict.fromkeys((*TIMING_CATEGORIES, "all"), 0.0)
         self._notes: list[str] = []
-        self._unseen = ""
+        self._witness: Witness | None = None  # from the begin of the block on
+        self._reads = ValueReads(self._where) if self._backend == "fake" else None
         self._is_recording = False
-        self._threads: set[int] = {threading.get_ident()}
-        self._callback = threading.local()  # .attribution, while a callback of a future runs
-        self._lock = threading.Lock()  # callbacks record from other threads
+        # .is_followed on a thread that was started in the block or runs a callback of it, which has
+        # .attribution while it does.
+        self._here = threading.local()
+        self._lock = threading.Lock()  # other threads record too
         # Looked up for every operation of the block, so by identity and once.
         self._known: dict[Any, Operation | _NoCollective] = {}
 
@@ -146,19 +155,21 @@ class Recorder:
         """Watches while the block runs."""
         self._note_entry_state()
         self._backward.begin()
-        since_ns = flight_recorder.now_ns()
+        self._witness = Witness()
         self._is_recording = True
         try:
             with (
                 self._units.watching(),
                 following_callbacks(self._attribute_callback, self._resumed),
-                _Mode(self),
+                following_threads(self._watching_thread),
+                contextlib.nullcontext() if self._reads is None else self._reads.watching(),
+                _Mode(self.run, self.trace),
             ):
                 yield
         finally:
             with self._lock:
                 self._is_recording = False
-            self._note_unseen(since_ns)
+            self._witness.end()
             self._note_lost_owners()
 
     def finish(self) -> RecordedBlock:
@@ -195,6 +206,7 @@ class Recorder:
         pending = _in_order(self._collectives)
         axes = self._groups.axes(entry.group for entry in pending if entry.group is not None)
         collectives = tuple(entry.named(names, axes) for entry in pending)
+        gaps, notes = self._gaps(axes)
         recording = Recording(
             rank=self._rank,
             world_size=self._world_size,
@@ -207,17 +219,24 @@ class Recorder:
             redistributions=tuple(entry.named(names) for entry in _in_order(self._redistributions)),
             copies=tuple(entry.named(names) for entry in _in_order(self._copies)),
             timings=tuple(Timing(category=name, seconds=s) for name, s in self._seconds.items()),
-            notes=tuple(self._notes),
+            notes=(*self._notes, *notes, *(gap.text for gap in gaps)),
             peak_gathered_nbytes=self._units.peak_gathered_nbytes(self._roots),
+            gaps=gaps,
         )
         owners = {event.owner for event in collectives if event.owner is not None}
         return RecordedBlock(
             recording=recording,
             names=self._what_to_ask(names, collectives, axes),
             roots=tuple(map(weakref.ref, self._roots)),
-            unseen=self._unseen,
             trace=self._tracer.result(self._roots, names.modules, owners),
         )
+
+    def _gaps(self, used_groups: Iterable[str]) -> tuple[tuple[Gap, ...], Sequence[str]]:
+        """What is known to be missing, and notes; to be asked after the axes were named."""
+        if self._witness is None or self._is_recording:
+            return (), ()
+        unseen = self._witness.gaps(lambda: self._groups.known(used_groups)[0])
+        return (*unseen, *(self._reads.gaps if self._reads else ())), self._witness.notes
 
     def _learn_roots(self) -> None:
         """Finds the roots of modules whose forward did not run in the block."""
@@ -289,21 +308,45 @@ class Recorder:
         """
         if self._lacks_root:
             self._look_for_root()
-        known = self._known.get(func)
-        if known is None:
-            known = self._known[func] = _classify(func)
+        known = self._known.get(func) or self._classify(func)
         running = innermost_module()
         # Without grad mode too: an autograd.Function has made its node when its forward runs so.
         self._backward.note_operation(running)
         self._tracer.note(func, running)
         if known is _SILENT:
             return func(*args, **kwargs)
+        return self._run_known(known, func, args, kwargs, below)
+
+    def run_on_other_thread(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        below: _ModeBelow | None = None,
+    ) -> Any:
+        """As `run`, on a thread that did not enter the recording, and may outlive it."""
+        if not self._is_recording:
+            return func(*args, **kwargs)
+        # Nothing is noted for backward: each thread numbers its nodes from 0.
+        known = self._known.get(func) or self._classify(func)
+        return self._run_known(known, func, args, kwargs, below)
+
+    def _run_known(
+        self,
+        known: Operation | _NoCollective,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        below: _ModeBelow | None,
+    ) -> Any:
+        if isinstance(known, Operation):
+            return self._run_collective(known, func, args, kwargs, below)
         if known is _COPY:
             direction = copy_direction(func, args, kwargs)
             if direction is not None:
                 return self._run_copy(direction, func, args, kwargs)
-        elif isinstance(known, Operation):
-            return self._run_collective(known, func, args, kwargs, below)
+        elif known is _READ and self._reads is not None:
+            self._reads.note_operation(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _run_collective(
@@ -314,7 +357,6 @@ class Recorder:
         kwargs: dict[str, Any],
         below: _ModeBelow | None,
     ) -> Any:
-        self._threads.add(threading.get_ident())
         scan = scan_stack()
         attribution = self._attribute(scan, func.namespace)
         bound = bind(func, args, kwargs)
@@ -323,6 +365,10 @@ class Recorder:
         try:
             with below or contextlib.nullcontext():
                 result = func(*args, **kwargs)
+        except BaseException:
+            if self._witness is not None:
+                self._witness.note_failed(operation, bound)
+            raise
         finally:
             seconds = time.perf_counter() - started
             if below is None or not below.has_sent:
@@ -345,6 +391,10 @@ class Recorder:
                 )
                 for number, message in enumerate(sent)
             )
+            if self._witness is not None and group is not None:
+                self._witness.note(operation, bound, group.group_name, sent)
+        if self._reads is not None and operation.kind == "all_to_all":
+            self._reads.note_splits(bound, scan.call_site)
         start = self._redistribution_watch.note_collective(scan.redistribution)
         if start is not None:
             self._redistributions.append(
@@ -405,23 +455,34 @@ class Recorder:
     @contextlib.contextmanager
     def _resumed(self, attribution: Attribution) -> Iterator[None]:
         """Records a callback on any thread as part of what registered it."""
-        before = getattr(self._callback, "attribution", None)
-        self._callback.attribution = attribution
+        before = getattr(self._here, "attribution", None)
+        self._here.attribution = attribution
         try:
             with contextlib.ExitStack() as stack:
                 if self._is_recording and not _is_watched():
-                    stack.enter_context(_Mode(self))
+                    stack.enter_context(self._watching_thread())
                 yield
         finally:
-            self._callback.attribution = before
+            self._here.attribution = before
+
+    def _watching_thread(self) -> contextlib.AbstractContextManager[object]:
+        """Records what the current thread sends, which is another than that of the block."""
+        self._here.is_followed = True
+        return _Mode(self.run_on_other_thread)
+
+    def _where(self) -> tuple[Phase, str]:
+        scan = scan_stack()
+        return self._attribute(scan).phase, scan.call_site
 
     def _attribute_callback(self) -> Attribution:
         return self._attribute(scan_stack())
 
     def _attribute(self, scan: StackScan, namespace: str = "") -> Attribution:
-        inherited: Attribution | None = getattr(self._callback, "attribution", None)
+        inherited: Attribution | None = getattr(self._here, "attribution", None)
         if inherited is not None:
             return inherited
+        if getattr(self._here, "is_followed", False):
+            return attribute_on_thread(scan, namespace)
         attribution = attribute(scan, self._units, self._backward, namespace)
         if not self._has_given_root and scan.outermost is not None:
             self._add_root(scan.outermost)
@@ -470,30 +531,21 @@ class Recorder:
                 f"outside of `with comm_mode`: {count}"
             )
 
-    def _note_unseen(self, since_ns: int) -> None:
-        unseen = flight_recorder.unseen(since_ns=since_ns, seen_threads=self._threads)
-        if unseen:
-            threads = "; ".join(
-                f"{thread}: {', '.join(f'{kind} {count}' for kind, count in kinds.items())}"
-                for thread, kinds in unseen.items()
-            )
-            count = sum(kinds.total() for kinds in unseen.values())
-            self._unseen = (
-                f"{count} collectives of other threads are missing, since a recording covers only "
-                f"the thread that entered it ({threads}, named as in the flight recorder)"
-            )
-            self._notes.append(self._unseen)
+    def _classify(self, func: Any) -> Operation | _NoCollective:
+        found: Operation | _NoCollective
+        if getattr(func, "namespace", None) in NAMESPACES:
+            found = look_up(func) or _SILENT
+        elif self._reads is not None and reads_values(func):
+            found = _READ
+        else:
+            found = _COPY if may_copy(func) else _SILENT
+        self._known[func] = found
+        return found
 
 
 def _in_order(pending: Iterable[_Pending]) -> list[_Pending]:
     """By index: an event is held when its call returns, after what the call itself caused."""
     return sorted(pending, key=attrgetter("index"))
-
-
-def _classify(func: Any) -> Operation | _NoCollective:
-    if getattr(func, "namespace", None) in NAMESPACES:
-        return look_up(func) or _SILENT
-    return _COPY if may_copy(func) else _SILENT
 
 
 def _is_watched() -> bool:
@@ -508,9 +560,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
     # Without it a higher-order operator in the block raises.
     supports_higher_order_operators = True
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, run: _Run, trace: _Trace | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._recorder = recorder
+        self._run = run
+        self._trace = trace
         self._subclasses = Subclasses()
 
     @classmethod
@@ -526,21 +579,21 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
             dispatch = self._subclasses.dispatch(types)
             # Such a class first turns it into other operations, which come back here.
             if dispatch is Dispatch.WRAPPER:
-                if any(map(is_dtensor_class, types)):
-                    self._recorder.trace(func, args)
+                if self._trace is not None and any(map(is_dtensor_class, types)):
+                    self._trace(func, args)
                 return NotImplemented
             if dispatch is Dispatch.OPAQUE:
                 if getattr(func, "namespace", None) not in NAMESPACES:
                     return NotImplemented
-                below = _ModeBelow(self._recorder)
-        return self._recorder.run(func, args, kwargs or {}, below)
+                below = _ModeBelow(self._run)
+        return self._run(func, args, kwargs or {}, below)
 
 
 class _ModeBelow(_Mode):  # type: ignore[no-untyped-call]  # as for _Mode
     """Sees what an opaque class makes of one collective that it is given."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__(recorder)
+    def __init__(self, run: _Run) -> None:
+        super().__init__(run)
         self.has_sent = False
         """Whether it has issued a collective, which is then recorded in place of the given one."""
         self._is_entered = False
@@ -551,5 +604,6 @@ class _ModeBelow(_Mode):  # type: ignore[no-untyped-call]  # as for _Mode
         if not self._is_entered:  # the given one
             self._is_entered = True
             return NotImplemented
-        self.has_sent = self.has_sent or isinstance(_classify(func), Operation)
+        is_namespaced = getattr(func, "namespace", None) in NAMESPACES
+        self.has_sent = self.has_sent or (is_namespaced and look_up(func) is not None)
         return super().__torch_dispatch__(func, types, args, kwargs)

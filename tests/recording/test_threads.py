@@ -1,14 +1,17 @@
-"""Threads and futures: what is recorded of them, and what is said of the rest."""
+"""What threads and callbacks of futures send; of what cannot be seen, see `test_witness`."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import Block, step
-from oracle import lines, witnessed
+from oracle import gloo_and_fake, lines, witnessed
+from torch import nn
 
-from pytest_fsdp_comm import UnseenCollectivesWarning
+from pytest_fsdp_comm import CommMode
 
 ws2 = pytest.mark.distributed(world_size=2)
 
@@ -19,24 +22,132 @@ def on_a_thread(work):
     thread.join()
 
 
-@ws2
-def test_collectives_of_a_thread_are_said_to_be_missing(comm_mode):
+class Reduces(nn.Module):
+    def forward(self, x):
+        dist.all_reduce(x)
+        return x
+
+
+@gloo_and_fake(2)
+def test_what_a_thread_sends_serves_no_module(comm_mode):
+    model = nn.Sequential(Reduces())
+
     def send():
+        dist.all_reduce(torch.ones(2))
+        on_a_thread(lambda: (model(torch.ones(4)), dist.barrier()))
+
+    witnessed(comm_mode, model, send, profiler=False)
+    assert lines(comm_mode) == [
+        "outside - all_reduce[world] 8 < -",
+        "forward - all_reduce[world] 16 < 0",
+        "outside - barrier[world] 0 < -",
+    ]
+    assert comm_mode.recording.gaps == ()
+
+
+@ws2
+def test_sends_and_receives_of_threads_are_recorded(comm_mode, dist_info):
+    def exchange():
+        tensor = torch.ones(4)
+        dist.send(tensor, 1) if dist_info.rank == 0 else dist.recv(tensor, 0)
+
+    with comm_mode:
+        on_a_thread(exchange)
+    kind = "send" if dist_info.rank == 0 else "recv"
+    assert lines(comm_mode) == [f"outside - {kind}[world] 16 < -"]
+
+
+class OwnRun(threading.Thread):
+    def run(self):
         dist.all_reduce(torch.ones(4))
-        dist.barrier()
 
-    def record():
-        with comm_mode:
-            dist.all_reduce(torch.ones(2))
-            on_a_thread(send)
 
-    with pytest.warns(UnseenCollectivesWarning) as caught:
-        record()
+def by_executor():
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(dist.all_reduce, torch.ones(4)).result()
+
+
+def by_pool():
+    with ThreadPool(1) as pool:
+        pool.apply(dist.all_reduce, (torch.ones(4),))
+
+
+def by_timer():
+    timer = threading.Timer(0, lambda: dist.all_reduce(torch.ones(4)))
+    timer.start()
+    timer.join()
+
+
+def by_own_run():
+    thread = OwnRun()
+    thread.start()
+    thread.join()
+    assert "run" not in vars(thread)
+
+
+def by_patched_run():
+    thread = threading.Thread()
+    thread.run = run = lambda: dist.all_reduce(torch.ones(4))
+    thread.start()
+    thread.join()
+    assert thread.run is run
+
+
+def by_a_thread_of_a_thread():
+    on_a_thread(lambda: on_a_thread(lambda: dist.all_reduce(torch.ones(4))))
+
+
+@gloo_and_fake(2)
+@pytest.mark.parametrize(
+    "start",
+    [by_executor, by_pool, by_timer, by_own_run, by_patched_run, by_a_thread_of_a_thread],
+)
+def test_a_thread_is_followed_however_it_is_started(comm_mode, start):
+    witnessed(comm_mode, None, start, profiler=False)
+    assert lines(comm_mode) == ["outside - all_reduce[world] 16 < -"]
+
+
+@gloo_and_fake(2)
+def test_nested_recordings_follow_a_thread_each(comm_mode):
+    inner = CommMode()
+    with comm_mode:
+        on_a_thread(lambda: dist.all_reduce(torch.ones(4)))
+        with inner:
+            on_a_thread(lambda: dist.all_reduce(torch.ones(4)))
+        on_a_thread(lambda: dist.all_reduce(torch.ones(4)))
+    assert len(inner.events) == 1
+    assert len(comm_mode.events) == 3
+
+
+@gloo_and_fake(2)
+def test_a_thread_that_outlives_the_recording_is_no_longer_recorded(comm_mode):
+    go, done = threading.Semaphore(0), threading.Semaphore(0)
+
+    def send_twice():
+        for _ in range(2):
+            go.acquire()
+            dist.all_reduce(torch.ones(4))
+            done.release()
+
+    with comm_mode:
+        thread = threading.Thread(target=send_twice, daemon=True)
+        thread.start()
+        go.release()
+        done.acquire()
+    go.release()
+    thread.join()
     assert len(comm_mode.events) == 1
-    (warning,) = caught
-    assert "2 collectives of other threads are missing" in str(warning.message)
-    assert "all_reduce 1, barrier 1" in str(warning.message)
-    assert warning.filename == __file__
+
+
+@ws2
+def test_a_thread_that_cannot_start_is_as_before(comm_mode):
+    thread = threading.Thread(target=lambda: None)
+    with comm_mode:
+        thread.start()
+        thread.join()
+        with pytest.raises(RuntimeError, match="once"):
+            thread.start()
+    assert "run" not in vars(thread)
 
 
 @ws2
@@ -45,19 +156,6 @@ def test_collectives_of_threads_before_the_recording_are_not_counted(comm_mode):
     witnessed(comm_mode, None, lambda: dist.all_reduce(torch.ones(2)))
     on_a_thread(lambda: dist.all_reduce(torch.ones(4)))
     assert comm_mode.recording.notes == ()
-
-
-@ws2
-def test_an_exception_is_not_replaced_by_the_warning(comm_mode):
-    def fail():
-        with comm_mode:
-            on_a_thread(lambda: dist.all_reduce(torch.ones(4)))
-            raise ZeroDivisionError
-
-    # Warnings are errors here.
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert "1 collectives of other threads" in comm_mode.recording.notes[0]
 
 
 @ws2
@@ -95,9 +193,23 @@ def test_a_callback_after_the_recording_is_left_alone(comm_mode):
     assert len(comm_mode.events) == 1
 
 
-@ws2
+@gloo_and_fake(2)
 def test_torch_is_as_before_after_a_recording(comm_mode):
-    before = torch._C.Future.then, torch._C.Future.add_done_callback
-    with comm_mode:
-        step(Block())
-    assert (torch._C.Future.then, torch._C.Future.add_done_callback) == before
+    def patched():
+        future = torch._C.Future
+        return (
+            future.then,
+            future.add_done_callback,
+            threading.Thread.start,
+            dict(vars(torch.Tensor)),
+        )
+
+    def fail():
+        with comm_mode:
+            step(Block())
+            raise ZeroDivisionError
+
+    before = patched()
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert patched() == before

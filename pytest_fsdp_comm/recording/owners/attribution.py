@@ -247,6 +247,23 @@ def attribute(
     )
 
 
+def attribute_on_thread(scan: StackScan, namespace: str) -> Attribution:
+    """Attributes what happens now on a thread that did not enter the recording.
+
+    It serves no module, as the units and graphs of which the recording knows are another thread's.
+
+    Args:
+        scan: The stack of the thread.
+        namespace: As for `attribute`.
+    """
+    return Attribution(
+        owner=(),
+        issued_in=() if scan.innermost is None else (scan.innermost,),
+        phase=_phase(scan, in_backward=scan.is_in_engine),
+        source=_source(scan, namespace, in_backward=scan.is_in_engine),
+    )
+
+
 def _phase(scan: StackScan, *, in_backward: bool) -> Phase:
     if scan.is_in_optimizer:
         return Phase.OPTIMIZER

@@ -37,6 +37,10 @@ _SKIPPED: Final = (
 _USE: Final = "the recorder relies on"
 _STDLIB: Final = sysconfig.get_path("stdlib") + "/"
 _SITE_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
+_THIN: Final = tuple(
+    _TORCH + path for path in ("_tensor.py", "functional.py", "_jit_internal.py", "overrides.py")
+)
+"""Files of torch that only pass on what their caller asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +132,34 @@ def scan_stack() -> StackScan:
     if not walk.is_in_engine:
         walk.pass_entry(below)
     return walk.result()
+
+
+def asking_frame() -> FrameType | None:
+    """The innermost frame that asked for the operation which runs, if it is a user's.
+
+    Returns:
+        The frame; None if torch asked, or transformers' own code outside of its models, which looks
+        at masks and positions.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        is_asking = _is_asking(frame.f_code.co_filename)
+        if is_asking is not None:
+            return frame if is_asking else None
+        frame = frame.f_back
+    return None
+
+
+@functools.cache
+def _is_asking(path: str) -> bool | None:
+    """Whether code of a file asks for itself; None if it passes on what its caller asked for."""
+    is_package = any(directory in path for directory in _SITE_PACKAGES)
+    if path.startswith((*_SKIPPED, *_THIN, "<")) or (is_package and "/numpy/" in path):
+        return None
+    if path.startswith(_TORCH) or (is_package and Path(path).parent.name == "transformers"):
+        return False
+    # Packages are below the standard library where there is no virtual environment.
+    return True if is_package or not path.startswith(_STDLIB) else None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,152 @@
+"""Finds code on the fake group whose communication may depend on the values of tensors.
+
+The fake group exchanges nothing, so values that come from other ranks are wrong there. Most code
+never looks at them; what does is recorded as if the values were true.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import linecache
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from pytest_fsdp_comm.comm.events import Gap, Phase
+from pytest_fsdp_comm.recording.operations import tensors_in
+from pytest_fsdp_comm.recording.owners.stack import asking_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import CodeType
+
+_TAGS: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+_NAMES: Final = {"_local_scalar_dense": "item", "index": "a boolean mask"}
+"""What operations are called where users write them."""
+
+_METHODS: Final = ("tolist", "numpy")
+"""Methods that read values without any operation."""
+
+_WATCHED_PHASES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
+
+
+class ValueReads:
+    """The places of one block where user code reads the values of tensors, each once."""
+
+    def __init__(self, attribute: Callable[[], tuple[Phase, str]]) -> None:
+        """Prepares; watches nothing.
+
+        Args:
+            attribute: Gives the phase that runs, and the call site of the innermost user code.
+        """
+        self._attribute = attribute
+        self._gaps: dict[Gap, None] = {}
+
+    @property
+    def gaps(self) -> tuple[Gap, ...]:
+        """One for each place, in the order in which they were first reached."""
+        return tuple(self._gaps)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches the methods that read values without an operation, and puts them back."""
+
+        def wrap(name: str, original: Any) -> Any:
+            @functools.wraps(original)
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                self.note(name)
+                return original(*args, **kwargs)
+
+            return wrapped
+
+        with contextlib.ExitStack() as undo:
+            for name in _METHODS:
+                own = vars(torch.Tensor).get(name)
+                setattr(torch.Tensor, name, wrap(name, getattr(torch.Tensor, name)))
+                if own is None:  # inherited from C
+                    undo.callback(delattr, torch.Tensor, name)
+                else:
+                    undo.callback(setattr, torch.Tensor, name, own)
+            yield
+
+    def note_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Notes an operation of which `reads_values` is true."""
+        name = func.overloadpacket.__name__
+        if name == "index" and not _has_mask(args[1]):
+            return
+        if name == "repeat_interleave" and kwargs.get("output_size") is not None:
+            return
+        self.note(_NAMES.get(name, name))
+
+    def note(self, how: str) -> None:
+        """Notes that values are read, if user code does it in forward or backward.
+
+        Args:
+            how: What reads them, as users write it.
+        """
+        frame = asking_frame()
+        if frame is None or _only_checks(frame.f_code, frame.f_lasti):
+            return
+        phase, call_site = self._attribute()
+        if phase in _WATCHED_PHASES:
+            self._add(f"{call_site} reads the values of a tensor ({how})")
+
+    def note_splits(self, bound: Mapping[str, Any], call_site: str) -> None:
+        """Notes an all-to-all whose parts differ in size, as those of routed tokens do.
+
+        Args:
+            bound: The arguments by name.
+            call_site: Where it was issued.
+        """
+        parts = [bound.get(name) or () for name in ("input_split_sizes", "output_split_sizes")]
+        parts += [
+            [tensor.numel() for tensor in tensors_in(bound.get(name))]
+            for name in ("input_tensors", "output_tensors")
+        ]
+        if any(len(set(sizes)) > 1 for sizes in parts):
+            self._add(f"{call_site} sends parts of unequal size (all_to_all)")
+
+    def _add(self, text: str) -> None:
+        self._gaps[Gap(kind="value_dependent", text=text)] = None
+
+
+def reads_values(func: Any) -> bool:
+    """Whether an operation shows values to Python, or makes a shape of them.
+
+    Args:
+        func: A ``torch._ops.OpOverload``, or a higher-order operator, which has no tags.
+    """
+    tags = getattr(func, "tags", ())
+    return any(tag in tags for tag in _TAGS)
+
+
+def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
+    # Of an index, torch tags every use, though only a mask makes the shape depend on values.
+    return any(index is not None and index.dtype in {torch.bool, torch.uint8} for index in indices)
+
+
+@functools.cache
+def _only_checks(code: CodeType, instruction: int) -> bool:
+    """Whether an instruction calls ``one_hot`` with the number of classes.
+
+    It reads the least value to check it, in C++: no frame of its own tells it from its caller.
+
+    Args:
+        code: Of the caller.
+        instruction: The offset of the call.
+    """
+    line, end_line, start, end = list(code.co_positions())[instruction // 2]
+    if line is None or line != end_line:
+        return False
+    text = linecache.getline(code.co_filename, line).encode()[start:end].decode()
+    try:
+        call = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError):
+        return False
+    if not isinstance(call, ast.Call):
+        return False
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    return name == "one_hot" and len(call.args) + len(call.keywords) > 1
