@@ -365,10 +365,6 @@ class Recorder:
         try:
             with below or contextlib.nullcontext():
                 result = func(*args, **kwargs)
-        except BaseException:
-            if self._witness is not None:
-                self._witness.note_failed(operation, bound)
-            raise
         finally:
             seconds = time.perf_counter() - started
             if below is None or not below.has_sent:

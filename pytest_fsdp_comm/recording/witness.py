@@ -20,13 +20,13 @@ import torch
 from pytest_fsdp_comm.comm.events import Gap
 from pytest_fsdp_comm.recording import flight_recorder
 from pytest_fsdp_comm.recording.flight_recorder import Flight
-from pytest_fsdp_comm.recording.operations import UNKNOWN, tensors_in
+from pytest_fsdp_comm.recording.operations import UNKNOWN, Message, tensors_in
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from pytest_fsdp_comm.recording.operations import Message, Operation
+    from pytest_fsdp_comm.recording.operations import Operation
 
 _RUN_AS: Final = {"reduce_scatter": "all_reduce", "sparse_all_reduce": "all_reduce"}
 """Kinds that gloo runs, or names, as another."""
@@ -73,13 +73,47 @@ class _Sent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Issued:
-    """A collective that was recorded."""
+    """A message that was recorded, and is to be in the flight recorder."""
 
     group: str
-    kind: str
-    """As it was recorded."""
-    ways: tuple[tuple[_Sent, ...], ...]
-    """What the backend may make of it, the likelier first: one call, or one for each tensor."""
+    message: Message
+    parts: tuple[tuple[str, int], ...]
+    """Dtype and bytes of each tensor sent; empty if there is only one."""
+
+    @property
+    def kind(self) -> str:
+        """What gloo runs."""
+        return _RUN_AS.get(self.message.kind, self.message.kind)
+
+    @property
+    def whole(self) -> _Sent:
+        """What it sends, if in one call."""
+        message = self.message
+        only_receives = message.kind in _FROM_ONE and not message.nbytes_sent
+        return _Sent(
+            kind=self.kind,
+            dtypes=_alike(message.dtype.split("+") if message.dtype else ()),
+            nbytes=message.nbytes_received if only_receives else message.nbytes_sent,
+        )
+
+    def ways(self) -> tuple[tuple[_Sent, ...], ...]:
+        """What the backend may have made of it, the likelier first."""
+        if not self.parts:
+            return ((self.whole,),)
+        parts = tuple(
+            _Sent(kind=self.kind, dtypes=_alike([dtype]), nbytes=nbytes)
+            for dtype, nbytes in self.parts
+        )
+        # gloo runs a reduce-scatter tensor by tensor, other kinds at once.
+        if self.message.kind == "reduce_scatter":
+            return (parts, (self.whole,))
+        return ((self.whole,), parts)
+
+    def may_be(self, sent: _Sent) -> bool:
+        """Whether it is what was sent, though not as it was recorded."""
+        if self.kind.startswith(UNKNOWN):
+            return self.whole.nbytes == sent.nbytes
+        return self.kind == sent.kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +133,6 @@ class Witness:
         """Marks the end of the flight recorder: the block begins."""
         self._begin = flight_recorder.mark()
         self._issued: list[_Issued] = []
-        self._failed: list[_Sent] = []
         self._threads = {threading.get_ident()}
         self._thread_names = _thread_names()
         self._unseen: list[_Unseen] = []
@@ -118,26 +151,16 @@ class Witness:
             messages: What it sent.
         """
         self._threads.add(threading.get_ident())
-        for message in messages:
-            if message.kind in _NOT_FLOWN:
-                continue
-            only_receives = message.kind in _FROM_ONE and not message.nbytes_sent
-            whole = _Sent(
-                kind=_RUN_AS.get(message.kind, message.kind),
-                dtypes=_alike(message.dtype.split("+") if message.dtype else ()),
-                nbytes=message.nbytes_received if only_receives else message.nbytes_sent,
-            )
-            parts = _parts(whole.kind, operation, bound)
-            ways = [(whole,), parts] if len(parts) > 1 else [(whole,)]
-            # gloo runs a reduce-scatter tensor by tensor, other kinds at once.
-            if message.kind == "reduce_scatter":
-                ways.reverse()
-            self._issued.append(_Issued(group=group, kind=message.kind, ways=tuple(ways)))
-
-    def note_failed(self, operation: Operation, bound: dict[str, Any]) -> None:
-        """Notes a collective that raised, which may or may not have reached the backend."""
-        parts = _parts(_RUN_AS.get(operation.kind, operation.kind), operation, bound)
-        self._failed += [*parts, _together(_RUN_AS.get(operation.kind, operation.kind), parts)]
+        tensors = list(tensors_in(bound.get(operation.sent)))
+        parts = tuple(
+            (str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size())
+            for tensor in (tensors if len(tensors) > 1 else ())
+        )
+        self._issued += [
+            _Issued(group=group, message=message, parts=parts)
+            for message in messages
+            if message.kind not in _NOT_FLOWN
+        ]
 
     def end(self) -> None:
         """Compares with the flight recorder: the block has ended."""
@@ -161,7 +184,6 @@ class Witness:
         for group, entries in flown.items():
             self._compare([issued for issued in self._issued if issued.group == group], entries)
         self._issued.clear()
-        self._failed.clear()
         if self._unseen:
             self._thread_names |= _thread_names()
 
@@ -170,19 +192,17 @@ class Witness:
         left: defaultdict[_Sent, list[Flight]] = defaultdict(list)
         for flight in flights:
             left[_sent(flight)].append(flight)
-        unsent = [entry for entry in issued if not any(_take(way, left) for way in entry.ways)]
-        for failed in self._failed:
-            _take((failed,), left)
-        for sent, entries in left.items():
-            for flight in entries:
-                recorded = next((entry for entry in unsent if _may_be(entry, sent)), None)
+        for alike in left.values():
+            # Of equal ones, those that were not recorded are more likely of another thread.
+            alike.sort(key=lambda flight: flight.thread_id not in self._threads)
+        unsent = [entry for entry in issued if not any(_take(way, left) for way in entry.ways())]
+        for sent, alike in left.items():
+            for flight in alike:
+                recorded = next((entry for entry in unsent if entry.may_be(sent)), None)
                 if recorded is not None:
                     unsent.remove(recorded)
-                    # An operation that no table knows: only its size says that it is the same.
-                    if (
-                        recorded.kind.startswith(UNKNOWN)
-                        and recorded.ways[0][0].nbytes == sent.nbytes
-                    ):
+                    # Of an operation that no table knows, only the size can be compared.
+                    if recorded.kind.startswith(UNKNOWN):
                         continue
                 self._unseen.append(_Unseen(flight=flight, sent=sent, recorded=recorded))
 
@@ -201,7 +221,7 @@ class Witness:
             flight = unseen.flight
             over = names.get(flight.group) or flight.description or "a group that is gone"
             if unseen.recorded is not None:
-                recorded = " and ".join(map(str, unseen.recorded.ways[0]))
+                recorded = unseen.recorded.whole
                 whys["not sent as recorded"][f"{recorded} over {over} was {unseen.sent}"] += 1
             else:
                 whys[self._why(flight)][f"{unseen.sent} over {over}"] += 1
@@ -225,10 +245,6 @@ def _thread_names() -> dict[int | None, str]:
     return {thread.ident: thread.name for thread in threading.enumerate()}
 
 
-def _may_be(issued: _Issued, sent: _Sent) -> bool:
-    return issued.kind.startswith(UNKNOWN) or issued.ways[0][0].kind == sent.kind
-
-
 def _take(way: tuple[_Sent, ...], left: dict[_Sent, list[Flight]]) -> bool:
     """Removes the flights that one recorded collective made; none unless all of them are there."""
     if any(len(left.get(sent, ())) < count for sent, count in Counter(way).items()):
@@ -236,24 +252,6 @@ def _take(way: tuple[_Sent, ...], left: dict[_Sent, list[Flight]]) -> bool:
     for sent in way:
         left[sent].pop(0)
     return True
-
-
-def _parts(kind: str, operation: Operation, bound: dict[str, Any]) -> tuple[_Sent, ...]:
-    """What a collective sends, tensor by tensor."""
-    return tuple(
-        _Sent(
-            kind=kind,
-            dtypes=_alike([str(tensor.dtype).removeprefix("torch.")]),
-            nbytes=tensor.numel() * tensor.element_size(),
-        )
-        for tensor in tensors_in(bound.get(operation.sent or operation.received))
-    )
-
-
-def _together(kind: str, parts: Iterable[_Sent]) -> _Sent:
-    parts = tuple(parts)
-    dtypes = frozenset(dtype for part in parts for dtype in part.dtypes)
-    return _Sent(kind=kind, dtypes=dtypes, nbytes=sum(part.nbytes for part in parts))
 
 
 def _sent(flight: Flight) -> _Sent:

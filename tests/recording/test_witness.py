@@ -120,6 +120,35 @@ def test_a_call_like_a_recorded_one_is_not_taken_for_it(comm_mode):
 
 
 @ws2
+def test_a_thread_is_named_also_if_it_sent_what_was_recorded_later(comm_mode):
+    waiting = Waiting(lambda: dist.all_reduce(data()))
+
+    def work():
+        waiting()
+        dist.all_reduce(data())
+
+    (text,) = gaps(comm_mode, work)
+    assert text.startswith("1 collective of thread 'loader'")
+
+
+@ws2
+def test_an_operation_that_no_table_knows_is_what_was_sent(comm_mode):
+    library = torch.library.Library("_c10d_functional", "FRAGMENT")
+    library.define("odd_reduce(Tensor input, str group_name) -> Tensor")
+
+    def reduce(tensor, _group):
+        dist.group.WORLD._get_backend(torch.device("cpu")).allreduce([tensor]).wait()
+        return tensor.clone()
+
+    library.impl("odd_reduce", reduce, "CompositeExplicitAutograd")
+    name = dist.group.WORLD.group_name
+    work = lambda: torch.ops._c10d_functional.odd_reduce(data(), name)  # noqa: E731  # one line
+    assert gaps(comm_mode, work) == []
+    assert [event.kind for event in comm_mode.events] == ["unknown:odd_reduce"]
+    library._destroy()
+
+
+@ws2
 def test_the_method_of_a_process_group_is_recorded(comm_mode):
     assert gaps(comm_mode, lambda: dist.group.WORLD.allreduce([data()]).wait()) == []
     assert len(comm_mode.events) == 1
@@ -282,9 +311,12 @@ def objects():
 
 
 def failures():
+    # Some raise before they are issued, others, which are recorded, where they are waited for.
     for tensor in (data().to(torch.float8_e4m3fn), data(4, torch.int16), data().to("meta")):
         with contextlib.suppress(RuntimeError, NotImplementedError):
             dist.all_reduce(tensor)
+    with contextlib.suppress(RuntimeError):
+        dist.all_reduce(data().to_sparse(), op=dist.ReduceOp.MAX)
     with contextlib.suppress(RuntimeError):
         dist.all_gather_into_tensor(data(7), data())
     dist.all_reduce(data())
