@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_fsdp_comm.errors import (
     EmptyRecordingError,
     FsdpCommError,
+    IncompleteRecordingError,
     RanksDivergedError,
     RecordingError,
     SnapshotFormatError,
@@ -47,6 +48,7 @@ __all__ = [
     "EmptyRecordingError",
     "FsdpCommError",
     "HostDeviceCopy",
+    "IncompleteRecordingError",
     "MakeDeviceMesh",
     "MeshAxis",
     "Phase",

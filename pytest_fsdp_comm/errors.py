@@ -33,6 +33,10 @@ class EmptyRecordingError(FsdpCommError):
     """An empty recording, or a tree without sharded parameters, was compared with a snapshot."""
 
 
+class IncompleteRecordingError(FsdpCommError):
+    """A recording that is known not to be the whole truth was compared with a snapshot."""
+
+
 class SnapshotFormatError(FsdpCommError):
     """A snapshot file is corrupted, truncated, empty, or of a newer format."""
 
@@ -50,4 +54,4 @@ class RanksDivergedError(FsdpCommError):
 
 
 class UnseenCollectivesWarning(UserWarning):
-    """Collectives ran while a recording was under way, on threads that it does not watch."""
+    """Something was sent while a recording was under way that it does not have."""

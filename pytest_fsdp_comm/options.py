@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Backend = Literal["gloo", "nccl", "fake"]
 Scope = Literal["test", "module"]
 Device = Literal["cpu", "cuda"]
+UnseenLevel = Literal["error", "warn"]
 
 MARKER_NAME: Final = "distributed"
 MARKER_SIGNATURE: Final = (
@@ -83,6 +84,8 @@ class SessionOptions:
     """Absolute directory for what failed comparisons received; None keeps nothing."""
     findings: FindingSettings = field(default_factory=FindingSettings)
     """What counts as a finding of a sharded tree."""
+    unseen: UnseenLevel = "error"
+    """What becomes of a comparison with a recording that lacks something which was sent."""
     progress_s: float = DEFAULT_PROGRESS_S
     """Seconds after which a test that still runs is shown on the terminal."""
     launched: LaunchedRank | None = None
@@ -153,6 +156,12 @@ def add_options(parser: pytest.Parser) -> None:
         "seconds, and again each time the elapsed time has doubled",
         default="",
     )
+    parser.addini(
+        "fsdp_comm_unseen",
+        "error: a recording that lacks something which was sent is compared with no snapshot; "
+        "warn: it is, with a warning (default: error)",
+        default="",
+    )
     parser.addini("fsdp_comm_rank_slots", "default for --rank-slots", default="")
     parser.addini(
         "fsdp_comm_snapshot_dir",
@@ -205,6 +214,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
         # Relative to where the user typed it, as with --junitxml.
         artifacts_dir=config.invocation_params.dir / artifacts if artifacts else None,
         findings=findings,
+        unseen=_read_unseen(config),
         progress_s=_read_progress_s(config),
         launched=launched,
         pdb_rank=_read_pdb_rank(config),
@@ -218,6 +228,16 @@ def _read_progress_s(config: pytest.Config) -> float:
         return parse_timeout_s(text) if text else DEFAULT_PROGRESS_S
     except BadValueError as problem:
         raise pytest.UsageError(f"ini fsdp_comm_progress_s: {problem}") from None
+
+
+def _read_unseen(config: pytest.Config) -> UnseenLevel:
+    text = config.getini("fsdp_comm_unseen") or "error"
+    for level in get_args(UnseenLevel):
+        if text == level:
+            return level  # type: ignore[no-any-return]  # get_args is untyped
+    raise pytest.UsageError(
+        f"ini fsdp_comm_unseen: expected one of {', '.join(get_args(UnseenLevel))}, got {text!r}"
+    )
 
 
 def _read_launch(config: pytest.Config) -> LaunchedRank | None:

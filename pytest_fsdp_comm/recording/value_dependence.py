@@ -55,13 +55,18 @@ class ValueReads:
         """Watches the methods that read values without an operation, and puts them back."""
 
         def wrap(name: str, original: Any) -> Any:
-            @functools.wraps(original)
             def wrapped(*args: Any, **kwargs: Any) -> Any:
-                self.note(name)
+                # The compiler follows this code; it reads nothing.
+                if not torch.compiler.is_compiling():
+                    self.note(name)
                 return original(*args, **kwargs)
 
-            return wrapped
+            # As code of torch's own: the compiler follows that from its caller, but never compiles
+            # it by itself, and `numpy` compiled by itself calls itself.
+            wrapped.__code__ = wrapped.__code__.replace(co_filename=torch_file)
+            return functools.update_wrapper(wrapped, original)
 
+        torch_file = torch.Tensor.__array__.__code__.co_filename
         with contextlib.ExitStack() as undo:
             for name in _METHODS:
                 own = vars(torch.Tensor).get(name)

@@ -18,6 +18,7 @@ from pytest_fsdp_comm.errors import EmptyRecordingError, FsdpCommError, Snapshot
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
+from pytest_fsdp_comm.snapshots.completeness import check_completeness
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.files import read_snapshot, write_atomically
 from pytest_fsdp_comm.snapshots.lines import REMEDY, OldFormatError
@@ -54,6 +55,8 @@ class _Compared:
     """Path of the snapshot file."""
     allow_empty: bool
     """Whether the value may be one that a later change could not differ from."""
+    allow_value_dependent: bool
+    """Whether a recording may be untrue where code depends on values."""
 
 
 class CommSnapshotExtension(SingleFileSnapshotExtension):
@@ -92,10 +95,17 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
 
         Raises:
             EmptyRecordingError: There is nothing that a later change could differ from.
+            IncompleteRecordingError: The recording is known not to be the whole truth.
             FsdpCommError: The value is neither of ``comm_mode`` nor of ``fsdp_tree(model)``, or too
                 much to become a snapshot.
         """
         profile = self._profile(data.value, allow_empty=data.allow_empty)
+        if isinstance(profile, CommProfile):
+            check_completeness(
+                profile,
+                unseen=self._options.unseen,
+                allow_value_dependent=data.allow_value_dependent,
+            )
         try:
             text = SnapshotText.of(profile, where=_RECORDING)
         except SnapshotFormatError as problem:
@@ -330,10 +340,11 @@ class _Changes:
     name: str = ""
     """The name of its file; empty for none."""
     allow_empty: bool = False
+    allow_value_dependent: bool = False
 
 
 class CommSnapshot(SnapshotAssertion):
-    """syrupy's assertion, with ``allow_empty``, and with several values by name."""
+    """syrupy's assertion, with switches of its own, and with several values by name."""
 
     def __post_init__(self) -> None:
         """Begins with the first comparison."""
@@ -344,18 +355,23 @@ class CommSnapshot(SnapshotAssertion):
         self._index: str | int = 0
         super().__post_init__()
 
-    def __call__(self, *, allow_empty: bool = False, **changes: Any) -> Self:
+    def __call__(
+        self, *, allow_empty: bool = False, allow_value_dependent: bool = False, **changes: Any
+    ) -> Self:
         """Changes the next comparison.
 
         Args:
             allow_empty: Accept a recording without a collective, or a tree without a sharded
                 parameter.
+            allow_value_dependent: Accept a recording of the fake group although code that ran in it
+                reads values of tensors, which may be wrong there.
             changes: As for syrupy's ``snapshot``; ``name`` gives the assertion a file of its own.
         """
         super().__call__(**changes)
         self._changes = _Changes(
             name=str(changes.get("name") or ""),
             allow_empty=allow_empty or self._changes.allow_empty,
+            allow_value_dependent=allow_value_dependent or self._changes.allow_value_dependent,
         )
         return self
 
@@ -393,7 +409,12 @@ class CommSnapshot(SnapshotAssertion):
         first = self._changes.name or (str(self._comparisons) if self._comparisons else "")
         self._index = PART.join(filter(None, (first, "" if key == UNNAMED else key))) or 0
         location = self.extension.get_location(test_location=self.test_location, index=self._index)
-        compared = _Compared(value=value, location=location, allow_empty=self._changes.allow_empty)
+        compared = _Compared(
+            value=value,
+            location=location,
+            allow_empty=self._changes.allow_empty,
+            allow_value_dependent=self._changes.allow_value_dependent,
+        )
         super().__eq__(compared)
         result = self.executions[self.num_executions - 1]
         received = self.extension.received_path(location)

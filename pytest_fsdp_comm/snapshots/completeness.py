@@ -1,0 +1,67 @@
+"""Keeps recordings that are known not to be the whole truth from being compared, or written."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.errors import IncompleteRecordingError, UnseenCollectivesWarning
+from pytest_fsdp_comm.text.rank_lists import name_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_fsdp_comm.comm.events import Gap
+    from pytest_fsdp_comm.comm.profile import CommProfile
+    from pytest_fsdp_comm.options import UnseenLevel
+
+_SHOWN: Final = 4
+"""With a line above and two below: pytest cuts after 8."""
+
+
+def check_completeness(
+    profile: CommProfile, *, unseen: UnseenLevel, allow_value_dependent: bool
+) -> None:
+    """Refuses a profile with gaps that the user has not accepted.
+
+    Args:
+        profile: Of all ranks.
+        unseen: What becomes of a profile that lacks something; with ``warn``, a warning.
+        allow_value_dependent: Whether it may be untrue where code depends on values.
+
+    Raises:
+        IncompleteRecordingError: It has a gap of such a kind.
+    """
+    missing = [gap for gap in profile.gaps if gap.kind == "unseen"]
+    if missing and unseen == "error":
+        raise IncompleteRecordingError(
+            _around(
+                missing,
+                "comm_mode lacks something that was sent, so nothing was compared or written:",
+                "send it by torch.distributed, on a thread that is started in the block; or, to "
+                "compare the rest with a warning, set ini fsdp_comm_unseen = warn",
+            )
+        )
+    if missing:
+        text = _around(missing, "comm_mode is compared without what it lacks:")
+        warnings.warn(text, UnseenCollectivesWarning, stacklevel=2)
+    values = [gap for gap in profile.gaps if gap.kind == "value_dependent"]
+    if values and not allow_value_dependent:
+        raise IncompleteRecordingError(
+            _around(
+                values,
+                "the fake group exchanges no values, so what depends on them may be recorded "
+                "wrongly, and nothing was compared or written:",
+                'run the test with backend="gloo", or let fixed numbers decide; if these values '
+                "decide nothing that is sent, use comm_snapshot(allow_value_dependent=True)",
+            )
+        )
+
+
+def _around(gaps: Sequence[Gap], before: str, *after: str) -> str:
+    lines = [
+        f"  {gap.text} (on {name_ranks(gap.ranks)})" if gap.ranks else f"  {gap.text}"
+        for gap in gaps
+    ]
+    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n".join((before, *lines[:_SHOWN], *more, *after))

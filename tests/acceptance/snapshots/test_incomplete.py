@@ -1,0 +1,158 @@
+"""A recording that is known not to be the whole truth is neither compared nor written."""
+
+import pytest
+
+SOURCE = """
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+class Waiting:
+    def __init__(self, work):
+        self.go = threading.Event()
+        self.thread = threading.Thread(target=self.run, args=[work], name="loader")
+        self.thread.start()
+
+    def run(self, work):
+        self.go.wait()
+        work()
+
+    def __call__(self):
+        self.go.set()
+        self.thread.join()
+
+@pytest.mark.distributed(world_size=2)
+def test_it(comm_mode, comm_snapshot, dist_info):
+    alone = [dist.new_group([rank], group_desc="alone") for rank in range(2)][dist_info.rank]
+    send = lambda: dist_info.rank == 0 or dist.all_reduce(torch.ones(3), group=alone)
+    waiting = Waiting(send)
+    with comm_mode:
+        dist.all_reduce(torch.ones(2))
+        pass  # here
+    waiting()
+    assert comm_mode == comm_snapshot
+"""
+FILE = "snapshots/test_it/test_it.ws2.comm"
+MISSING = (
+    "  1 collective of thread 'loader', which was running before the recording began or was not "
+    "started by threading.Thread: all_reduce of 12 B float32 over alone (on rank 1)"
+)
+
+
+class Project:
+    def __init__(self, pytester):
+        self.path = pytester.path
+        self.pytester = pytester
+        pytester.makepyfile(test_it=SOURCE)
+
+    def edit(self, old, new):
+        source = self.path / "test_it.py"
+        text = source.read_text()
+        assert old in text
+        source.write_text(text.replace(old, new))
+
+    def run(self, *arguments):
+        return self.pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
+
+    def file(self):
+        file = self.path / FILE
+        return file.read_text() if file.exists() else None
+
+
+@pytest.fixture
+def project(pytester):
+    return Project(pytester)
+
+
+def said(result, *texts):
+    output = result.stdout.str()
+    for text in texts:
+        assert text in output, output
+
+
+def test_what_was_not_seen_fails_a_comparison_and_an_update(project):
+    project.run("--snapshot-update").assert_outcomes(passed=1)
+    reviewed = project.file()
+    project.edit("pass  # here", "waiting()")
+    for arguments in ([], ["--snapshot-update"], ["--snapshot-update-new-only"]):
+        result = project.run(*arguments)
+        result.assert_outcomes(failed=1, warnings=1)
+        said(
+            result,
+            "comm_mode lacks something that was sent, so nothing was compared or written:",
+            MISSING,
+            "set ini fsdp_comm_unseen = warn",
+            "UnseenCollectivesWarning: comm_mode: the recording is incomplete: 1 collective of",
+        )
+        assert "accept:" not in result.stdout.str()
+        assert project.file() == reviewed
+
+
+def test_what_was_not_seen_never_becomes_a_new_file(project):
+    project.edit("pass  # here", "waiting()")
+    result = project.run("--snapshot-update")
+    result.assert_outcomes(failed=1, warnings=1)
+    said(result, MISSING)
+    assert project.file() is None
+
+
+def test_by_ini_it_is_compared_with_a_warning(project):
+    project.pytester.makeini("[pytest]\nfsdp_comm_unseen = warn\n")
+    project.edit("pass  # here", "waiting()")
+    result = project.run("--snapshot-update")
+    result.assert_outcomes(passed=1, warnings=2)  # of the comparison, and of the block
+    said(result, "comm_mode is compared without what it lacks:", MISSING)
+    assert "outside (no-module) all_reduce[world] x1 8 B" in project.file()
+    project.edit("torch.ones(2)", "torch.ones(4)")
+    project.run().assert_outcomes(failed=1, warnings=2)
+
+
+def test_a_bad_ini_value_says_what_was_expected(project):
+    project.pytester.makeini("[pytest]\nfsdp_comm_unseen = ignore\n")
+    result = project.run()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: ini fsdp_comm_unseen: expected one of error, warn, got 'ignore'"]
+    )
+
+
+ROUTED = """
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+class Routed(nn.Module):
+    def forward(self, x):
+        if x.sum().item() > 0:
+            dist.all_reduce(x)
+        return x
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_it(comm_mode, comm_snapshot):
+    with comm_mode:
+        Routed()(torch.ones(2))
+    assert comm_mode == comm_snapshot
+"""
+
+
+def test_code_that_depends_on_values_is_not_compared_on_the_fake_group(project):
+    project.pytester.makepyfile(test_it=ROUTED)
+    result = project.run("--snapshot-update")
+    result.assert_outcomes(failed=1)
+    said(
+        result,
+        "the fake group exchanges no values, so what depends on them may be recorded wrongly",
+        "  test_it.py:8 reads the values of a tensor (item)",
+        'run the test with backend="gloo"',
+        "comm_snapshot(allow_value_dependent=True)",
+    )
+    assert project.file() is None
+    project.edit("== comm_snapshot", "== comm_snapshot(allow_value_dependent=True)")
+    project.run("--snapshot-update").assert_outcomes(passed=1)
+    project.run().assert_outcomes(passed=1)
+    project.edit("== comm_snapshot(allow_value_dependent=True)", "== comm_snapshot")
+    project.edit('backend="fake"', 'backend="gloo"')
+    project.run().assert_outcomes(passed=1)
