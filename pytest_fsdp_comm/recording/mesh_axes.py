@@ -56,6 +56,7 @@ class GroupNames:
         self._axes: dict[str, str] = {}  # its axis in a mesh
         self._groups: dict[str, _Group] = {}
         self._wholes: dict[str, str] = {}  # of a post-forward group, the whole shard group
+        self._foreign_axes: set[str] = set()  # of meshes that this rank is outside of
         # By identity, and kept alive: a slice of a mesh is often a temporary, whose identity the
         # next one would take over.
         self._meshes: dict[int, DeviceMesh] = {}
@@ -77,6 +78,7 @@ class GroupNames:
             try:
                 group = mesh.get_group(dim)
             except RuntimeError:  # this rank is outside the mesh
+                self._foreign_axes.add(axis)
                 continue
             self._axes.setdefault(group.group_name, axis)
 
@@ -161,16 +163,17 @@ class GroupNames:
 
         Returns:
             The axis of each process group by the group's name, and the names of all axes, those of
-            meshes that this rank is outside of included.
+            meshes that this rank is outside of included. A further name of a group, which another
+            mesh gives it, is not among them: nothing is recorded under it.
         """
         for group in process_groups():
             self.note(group)
         used = {key: axis.name for key, axis in self.axes(used_keys).items()}
         groups = {key: used.get(key) or self.axis(key).name for key in self._groups}
-        of_meshes = {name for mesh in self._meshes.values() for name in mesh.mesh_dim_names or ()}
+        names = {*groups.values(), *self._axes.values(), *self._foreign_axes}
         # A name that two groups share is none of theirs.
         shared = {self.axis(key).name for key, name in used.items()}.difference(used.values())
-        return groups, frozenset({*groups.values(), *of_meshes}.difference(shared))
+        return groups, frozenset(names.difference(shared))
 
 
 def axis_of(name: str, ranks: Sequence[int]) -> MeshAxis:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_comm import RecordingError
@@ -261,6 +262,25 @@ def test_each_group_of_this_rank_is_an_axis_under_one_name(comm_mode, device_mes
     assert comm_mode.counts(axis="ring") == 0
     with pytest.raises(RecordingError, match="no axis 'lonely'; expected one of dp, ring"):
         comm_mode.counts(axis="lonely")
+
+
+@fake
+def test_an_axis_that_goes_by_another_name_is_no_zero_though_a_recorded_mesh_has_it(
+    comm_mode, device_mesh
+):
+    """As expert parallelism over all ranks, whose group is that of FSDP."""
+    model = shard(Model(), device_mesh(dp=4))
+    experts = distribute_tensor(torch.ones(4), device_mesh(ep=4), [Shard(0)])
+    with comm_mode(model):
+        step(model)
+        experts.full_tensor()
+    assert comm_mode.counts("all_gather", axis="dp") == 5 + 1
+    with pytest.raises(RecordingError, match="axis 'ep' is called 'dp' in this recording"):
+        comm_mode.counts(axis="ep")
+    # Neither name is wrong as long as nothing was sent.
+    with comm_mode(model):
+        experts.to_local()
+    assert comm_mode.counts(axis="dp") == comm_mode.counts(axis="ep") == 0
 
 
 @fake
