@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
+
 SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
 
 # Gloo runs these as another collective, and the flight recorder shows what gloo ran.
@@ -109,6 +111,11 @@ def lines(comm_mode: Any) -> list[str]:
     ]
 
 
+def owned_lines(comm_mode: Any) -> list[str]:
+    """`lines` in alphabetical order, without the running module: as derived from a model."""
+    return sorted(line.partition(" < ")[0] for line in lines(comm_mode))
+
+
 @dataclass(frozen=True)
 class Flight:
     """One entry of the flight recorder."""
@@ -118,6 +125,8 @@ class Flight:
     nbytes_in: int
     nbytes_out: int
     thread_id: int
+    group: str
+    """What torch calls the process group: ``mesh_tp``, ``default_pg``."""
 
 
 def flights(*, after: int = -1) -> list[Flight]:
@@ -132,6 +141,7 @@ def flights(*, after: int = -1) -> list[Flight]:
             nbytes_in=_nbytes(entry["input_sizes"], entry["input_dtypes"]),
             nbytes_out=_nbytes(entry["output_sizes"], entry["output_dtypes"]),
             thread_id=int(entry["thread_id"]),
+            group=entry["process_group"][1],
         )
         for entry in json.loads(dumped).get("entries", [])
         if entry["record_id"] > after and not entry["is_p2p"]
@@ -234,8 +244,27 @@ def witnessed(
         assert [event.kind for event in comm_mode.events] == profiled(step)
 
 
+def witnessed_twice(
+    comm_mode: Any, model: Any, step: Callable[[], object], *, warm_up: int = 0
+) -> None:
+    """As `witnessed`; and a second recording gives the same snapshot, which can be read again.
+
+    Args:
+        comm_mode: The fixture; holds the second recording afterwards.
+        model: As in ``comm_mode(model)``.
+        step: Sends the same each time; runs three times after the warm-up.
+        warm_up: As in `witnessed`.
+    """
+    witnessed(comm_mode, model, step, warm_up=warm_up)
+    first = comm_mode.merged_profile()
+    with comm_mode(model):
+        step()
+    assert comm_mode.merged_profile() == first
+    assert parse_profile(format_profile(first)) == first
+
+
 def assert_flown(events: Iterable[Any], seen: Sequence[Flight]) -> None:
-    """Asserts that recorded collectives are those of the flight recorder, in kind and size."""
+    """Asserts that recorded collectives are those of the flight recorder: kind, size, group."""
     entries = list(seen)
     recorded = [event for event in events if event.kind not in POINT_TO_POINT]
     for event in recorded:
@@ -253,4 +282,14 @@ def assert_flown(events: Iterable[Any], seen: Sequence[Flight]) -> None:
         ]
         expected = event.nbytes if event.kind in FROM_ONE else event.nbytes_sent
         assert sum(sizes) == expected, f"{event} != {parts}"
+        assert {_group_of(event, part) for part in parts} == {event.axis}, f"{event} != {parts}"
     assert not entries, f"not recorded: {entries}"
+
+
+def _group_of(event: Any, part: Flight) -> str:
+    """The axis, where torch's name of the group tells it; else what was recorded."""
+    if part.group == "default_pg":
+        # torch gives it to an axis of all ranks, whatever the name.
+        assert event.group_size == dist.get_world_size()
+    is_named = part.group.startswith("mesh_") and not part.group.startswith("mesh_dim_")
+    return part.group.removeprefix("mesh_") if is_named else event.axis
