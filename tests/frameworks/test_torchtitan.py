@@ -1,0 +1,209 @@
+"""torchtitan's models, sharded by its own `parallelize` functions."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from derived import fsdp_lines
+from oracle import owned_lines, witnessed_twice
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.functional import cross_entropy
+
+from pytest_fsdp_comm.errors import RecordingError
+
+pytest.importorskip("torchtitan.protocols.train_spec", reason="needs torchtitan 0.2 and triton")
+
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims, parallel_dims
+from torchtitan.distributed.utils import clip_grad_norm_
+from torchtitan.models import llama3, llama4
+from torchtitan.models.moe import kernels
+from torchtitan.models.moe import utils as moe_utils
+
+pytestmark = [
+    pytest.mark.distributed(world_size=4),
+    # Of torch, about what torchtitan does.
+    pytest.mark.filterwarnings("ignore:DTensor random operators", "ignore:FSDP2-wrapped module"),
+]
+
+WIDTH, HIDDEN, VOCABULARY, LAYERS = 64, 256, 128, 2
+BATCH, LENGTH = 2, 16
+EXPERTS = 8
+FLOAT, LONG = 4, 8
+
+EMBEDDING = VOCABULARY * WIDTH * FLOAT
+NORM = WIDTH * FLOAT
+FEED_FORWARD = 3 * WIDTH * HIDDEN * FLOAT
+MATRICES = 4 * WIDTH * WIDTH * FLOAT + FEED_FORWARD
+ROUTER = EXPERTS * WIDTH * FLOAT
+ACTIVATION = BATCH * LENGTH * WIDTH * FLOAT
+# Norms and matrices of two layers, the last norm, embedding and output.
+PARAMETERS = LAYERS * (2 + 7) + 3
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch):
+    """What torchtitan has for GPUs only: the device, and two kernels that route tokens."""
+    histogram = torch.histc
+    monkeypatch.setattr(parallel_dims, "device_type", "cpu")
+    monkeypatch.setattr(
+        torch, "histc", lambda indices, **bins: histogram(indices.float(), **bins).long()
+    )
+    on_cpu = partial(kernels.generate_permute_indices, use_cpu=True)
+    monkeypatch.setattr(moe_utils, "generate_permute_indices", on_cpu)
+
+
+def parallelized(models, **degrees):
+    """The debug model, made smaller, as torchtitan's trainer builds it."""
+    config = JobConfig()
+    config.training.seq_len = LENGTH
+    config.training.mixed_precision_param = "float32"
+    config.activation_checkpoint.mode = "none"
+    # Otherwise the sizes of all-to-all depend on random weights.
+    config.debug.moe_force_load_balance = True
+    spec = models.get_train_spec()
+    sizes = {"dim": WIDTH, "n_layers": LAYERS, "n_heads": 4, "vocab_size": VOCABULARY}
+    args = replace(spec.model_args["debugmodel"], **sizes)
+    args.update_from_config(config)
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    all_degrees = {
+        **dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep", "etp"), 1),
+        "dp_shard": -1,
+        "world_size": 4,
+    }
+    model = spec.parallelize_fn(model, ParallelDims(**all_degrees | degrees), config)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # torchtitan sets a divide factor, for which torch asks gloo for PREMUL_SUM.
+            module.set_force_sum_reduction_for_comms(enable=True)
+    return model
+
+
+def train_step(model, *, is_tensor_parallel=False, has_expert_groups=False):
+    tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
+    with loss_parallel() if is_tensor_parallel else torch.enable_grad():
+        logits = model(tokens)
+        cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+    clip_grad_norm_(model.parameters(), 1.0, ep_enabled=has_expert_groups)
+
+
+def tensor_parallel_lines():
+    """Sequence parallelism: each gather before a block is a scatter behind it, and vice versa."""
+    pairs = [("tok_embeddings", "reduce_scatter", "all_gather")]
+    pairs += [("output", "all_gather", "reduce_scatter")]
+    norms = ["norm+output"]
+    for layer in range(LAYERS):
+        for block, last in (("attention", "wo"), ("feed_forward", "w2")):
+            pairs += [(f"layers.{layer}.{block}", "all_gather", "reduce_scatter")]
+            pairs += [(f"layers.{layer}.{block}.{last}", "reduce_scatter", "all_gather")]
+            norms += [f"layers.{layer}"]
+    return [
+        *(f"forward {owner} {kind}[tp] {ACTIVATION}" for owner, kind, _ in pairs),
+        *(f"backward {owner} {kind}[tp] {ACTIVATION}" for owner, _, kind in pairs),
+        *(f"backward {owner} all_reduce[tp] {NORM}" for owner in norms),
+        # The loss over a sharded vocabulary: maximum, sum, and the target's logit, of each token.
+        *[f"outside - all_reduce[tp] {BATCH * LENGTH * FLOAT}"] * 3,
+    ]
+
+
+def units_of(*, tensor_parallel=1):
+    return {
+        "tok_embeddings": EMBEDDING // tensor_parallel,
+        "layers.0": MATRICES // tensor_parallel + 2 * NORM,
+        "layers.1": MATRICES // tensor_parallel + 2 * NORM,
+        "norm+output": EMBEDDING // tensor_parallel + NORM,
+    }
+
+
+def clipping(axis, parameters=PARAMETERS):
+    """One number a parameter."""
+    return [f"optimizer - all_reduce[{axis}] {parameters * FLOAT}"]
+
+
+def unit_names(tree):
+    return {tree.unit_name(index) for index in range(len(tree.units))}
+
+
+def test_llama3_fsdp(comm_mode, fsdp_tree):
+    model = parallelized(llama3)
+    witnessed_twice(comm_mode, model, lambda: train_step(model))
+    assert owned_lines(comm_mode) == sorted(
+        fsdp_lines(units_of(), axis="fsdp", kept="norm+output") + clipping("fsdp")
+    )
+    tree = fsdp_tree(model)
+    assert unit_names(tree) == {"", *units_of()}
+    assert not tree.findings
+
+
+def test_llama3_hsdp(comm_mode, fsdp_tree):
+    model = parallelized(llama3, dp_replicate=2)
+    witnessed_twice(comm_mode, model, lambda: train_step(model))
+    expected = fsdp_lines(
+        units_of(), axis="fsdp", kept="norm+output", replicate=("dp_replicate", 2)
+    ) + clipping("fsdp")
+    assert owned_lines(comm_mode) == sorted(expected)
+    assert {(axis.name, axis.size) for axis in fsdp_tree(model).mesh_axes} == {
+        ("dp_replicate", 2),
+        ("fsdp", 2),
+    }
+
+
+def test_llama3_fsdp_with_tensor_and_sequence_parallelism(comm_mode, fsdp_tree):
+    model = parallelized(llama3, tp=2)
+    witnessed_twice(comm_mode, model, lambda: train_step(model, is_tensor_parallel=True))
+    expected = (
+        fsdp_lines(units_of(tensor_parallel=2), axis="fsdp", kept="norm+output")
+        + tensor_parallel_lines()
+    )
+    assert owned_lines(comm_mode) == sorted(expected + clipping("fsdp") + clipping("tp"))
+    assert unit_names(fsdp_tree(model)) == {"", *units_of()}
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_llama4_experts_are_gathered_over_one_axis_and_fed_over_another(comm_mode, fsdp_tree, ep):
+    model = parallelized(llama4, ep=ep)
+    witnessed_twice(comm_mode, model, lambda: train_step(model, has_expert_groups=True))
+    units = units_of()
+    units["layers.1"] += ROUTER
+    expected = fsdp_lines(units, axis="fsdp", kept="norm+output")
+    experts = {"layers.1.moe.experts": EXPERTS * FEED_FORWARD // ep}
+    if ep == 2:
+        expected += fsdp_lines(experts, axis="efsdp", kept="norm+output")
+    # torch has one group of all ranks, so that with 4 expert groups its axes go by one name.
+    axis = "ep" if ep == 2 else "fsdp"
+    expected += [
+        f"forward layers.1.moe.experts all_to_all[{axis}] {EXPERTS * LONG}",
+        *[f"forward layers.1.moe.experts all_to_all[{axis}] {ACTIVATION}"] * 2,
+        *[f"backward layers.1.moe.experts all_to_all[{axis}] {ACTIVATION}"] * 2,
+    ]
+    # The gradients of experts, over both of their axes at once; the router is a parameter more.
+    expected += clipping("fsdp", 3) + clipping("fsdp", PARAMETERS + 1)
+    assert owned_lines(comm_mode) == sorted(expected)
+    assert unit_names(fsdp_tree(model)) == {"", *units, *experts}
+    if ep == 4:
+        with pytest.raises(RecordingError, match="fsdp"):
+            comm_mode.counts("all_to_all", axis="ep")
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+def test_llama4_with_tensor_parallel_experts_owns_all(comm_mode, etp):
+    model = parallelized(llama4, tp=2, ep=2, etp=etp)
+    step = partial(train_step, model, is_tensor_parallel=True, has_expert_groups=True)
+    witnessed_twice(comm_mode, model, step)
+    unowned = {(event.phase.value, event.kind) for event in comm_mode.events if event.owner is None}
+    assert unowned == {("optimizer", "all_reduce"), ("outside", "all_reduce")}
+    # With tensor-parallel experts each token goes to both ranks of a pair, otherwise to one.
+    tokens = ACTIVATION * etp // 2
+    assert comm_mode.counts("all_to_all", axis="ep") == 5
+    assert comm_mode.nbytes("all_to_all", axis="ep") == 4 * tokens + EXPERTS * LONG
+    assert comm_mode.nbytes("all_to_all") == comm_mode.nbytes(
+        "all_to_all", owner="layers.1.moe.experts"
+    )
+    of_experts = {event.axis for event in comm_mode.events if event.owner == "layers.1.moe.experts"}
+    assert of_experts == ({"efsdp", "ep"} if etp == 1 else {"ep", "etp"})
