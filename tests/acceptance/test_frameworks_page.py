@@ -1,0 +1,46 @@
+"""The tests of docs/frameworks.md pass, and record what the page shows of their snapshots."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
+SECTIONS = {
+    heading.lower(): section
+    for heading, section in re.findall(r"(?ms)^## (\w+)$\n(.*?)(?=^## |\Z)", PAGE)
+}
+NEEDED = {
+    "torchtitan": {"torchtitan", "triton"},
+    "accelerate": {"accelerate"},
+    "trainer": {"accelerate"},
+    "peft": {"peft"},
+    "transformers": {"transformers"},
+    "pipelines": set(),
+}
+
+
+def block(framework, language):
+    (found,) = re.findall(rf"(?ms)^```{language}\n(.*?)^```$", SECTIONS[framework])
+    return found
+
+
+def test_each_framework_on_the_page_is_run():
+    assert SECTIONS.keys() == NEEDED.keys()
+    assert all(f"(#{framework})" in PAGE for framework in NEEDED)
+
+
+def test_the_tests_of_installed_frameworks_record_the_lines_shown_and_pass_again(pytester):
+    # Only looked for: imported here, they would be in this process for the rest of the session.
+    installed = [
+        framework for framework, packages in NEEDED.items() if all(map(find_spec, packages))
+    ]
+    pytester.makepyfile(**{f"test_{name}": block(name, "python") for name in installed})
+    arguments = ("-p", "no:cacheprovider")
+    recorded = pytester.runpytest_subprocess(*arguments, "--snapshot-update").parseoutcomes()
+    assert recorded.keys() <= {"passed", "warning", "warnings"}
+    again = pytester.runpytest_subprocess(*arguments).parseoutcomes()
+    assert again["passed"] == recorded["passed"] >= len(installed)
+    for name in installed:
+        files = pytester.path.glob(f"snapshots/test_{name}/*.comm")
+        lines = {line for file in files for line in file.read_text().splitlines()}
+        assert lines.issuperset(block(name, "text").splitlines())
