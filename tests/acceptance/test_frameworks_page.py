@@ -14,7 +14,7 @@ NEEDED = {
     "accelerate": {"accelerate"},
     "trainer": {"accelerate"},
     "peft": {"peft"},
-    "transformers": {"transformers"},
+    "transformers": {"transformers", "accelerate"},
     "pipelines": set(),
 }
 

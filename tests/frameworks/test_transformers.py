@@ -7,6 +7,7 @@ from oracle import owned_lines, witnessed_twice
 from tiny_llama import ACTIVATION, LAYERS, LOGITS
 from transformers import LlamaForCausalLM
 
+pytest.importorskip("accelerate", reason="transformers needs it to load a sharded model")
 distributed = pytest.importorskip("transformers.distributed", reason="needs transformers 5")
 
 pytestmark = [
