@@ -114,7 +114,7 @@ class CommDebugAnswers(ABC):
     def comm_module_operation_counts(self) -> dict[str, dict[str, list[dict[str, Any]]]]:
         """The operations that ran in each module, in order; ``Global`` has those of no module."""
         found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-        for operation in self._trace().operations:
+        for operation in self._trace().operations():
             listed = found.setdefault(operation.module, {"operations_list": []})
             listed["operations_list"].append(_operation_dict(operation))
         return found
@@ -199,7 +199,7 @@ class CommDebugAnswers(ABC):
         """Everything, then each module in the order of the calls, then owners never called."""
         tracker, counts = self.advanced_module_tracker, self.get_comm_module_counts()
         operations: dict[str, list[TracedOperation]] = {}
-        for operation in self._trace().operations:
+        for operation in self._trace().operations():
             operations.setdefault(operation.module, []).append(operation)
         children = {name: [*names] for name, names in tracker.parent_dict.items()}
         helper = dict(tracker.module_helper_dict)

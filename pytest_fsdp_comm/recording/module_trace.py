@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording.owners.module_names import clean_fqn
@@ -56,6 +57,11 @@ class TracedOperation:
     """None for an operation on plain tensors."""
 
 
+_NO_MODULE: Final = -1
+Noted = tuple[int, Any, bool, bool, DTensorInputs | None]
+"""An operation as it is noted: the number of its module, then as in `TracedOperation`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedParameter:
     """A parameter of a module that was called."""
@@ -87,11 +93,24 @@ class ModuleTrace:
 
     modules: tuple[TracedModule, ...]
     """In the order of their first operations, callers first."""
-    operations: tuple[TracedOperation, ...]
-    """In the order of dispatch."""
     keys: Mapping[str, tuple[str, ...]]
     """FQN of each owner -> CommDebugMode's names of the module and of those around it that have a
     forward, outermost first."""
+    noted: tuple[Noted, ...]
+    """What `operations` are made of."""
+    names: tuple[str, ...]
+    """CommDebugMode's names of the modules that `noted` numbers."""
+
+    def operations(self) -> Iterator[TracedOperation]:
+        """The operations in the order of dispatch; made when asked for, since most tests do not."""
+        for number, func, is_backward, is_recompute, dtensors in self.noted:
+            yield TracedOperation(
+                module=GLOBAL if number == _NO_MODULE else self.names[number],
+                func=func,
+                is_backward=is_backward,
+                is_recompute=is_recompute,
+                dtensors=dtensors,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +120,6 @@ class _Seen:
     module: weakref.ref[nn.Module]
     placements: dict[str, tuple[Any, ...] | None]
     """Those of its own parameters, by name."""
-
-
-_NO_MODULE: Final = -1
-_Noted = tuple[int, Any, bool, bool, DTensorInputs | None]
 
 
 class ModuleTracer:
@@ -127,7 +142,7 @@ class ModuleTracer:
         key: Any = upstream.look_up("torch", "torch._C", "_TorchDispatchModeKey", use)
         self._fake_mode: Callable[[], Any] = functools.partial(mode_of, key.FAKE)
         # For each operation of the block, so tuples, and modules as numbers.
-        self._noted: list[_Noted] = []
+        self._noted: list[Noted] = []
         self._seen: list[_Seen] = []
         # Of each module whose forward ran, in order, the modules that were running.
         self._callers: dict[int, tuple[int, ...]] = {}
@@ -144,25 +159,34 @@ class ModuleTracer:
             running: The module that runs, as `owners.stack.innermost_module` finds it.
             dtensor_args: Its positional arguments, if it is given to DTensor.
         """
-        if not hasattr(func, "overloadpacket"):
+        if not isinstance(func, OpOverload):
             return
         is_backward = self._backward.is_in_backward()
-        module = running
         if running is None and is_backward:
-            issuer = self._units.issuer
-            module = issuer[0] if issuer else self._backward.module_of_current_node()
-        number = _NO_MODULE if module is None else self._number(module, is_called=not is_backward)
+            number = self._number_in_backward()
+        else:
+            number = _NO_MODULE if running is None else self._number(running, is_backward)
         # On fake tensors nothing is done: DTensor asks so what an operation would return.
         if dtensor_args is not None or self._fake_mode() is None:
             dtensors = None if dtensor_args is None else self._dtensors(dtensor_args)
             is_recompute = is_backward and running is not None
             self._noted.append((number, func, is_backward, is_recompute, dtensors))
 
-    def _number(self, module: nn.Module, *, is_called: bool) -> int:
+    def _number_in_backward(self) -> int:
+        issuer = self._units.issuer
+        if issuer:
+            return self._number(issuer[0], is_backward=True)
+        # To search the model for each parameter would take long; its gradient was just computed.
+        if self._backward.adds_gradient() and self._noted and self._noted[-1][2]:
+            return self._noted[-1][0]
+        module = self._backward.module_of_current_node()
+        return _NO_MODULE if module is None else self._number(module, is_backward=True)
+
+    def _number(self, module: nn.Module, is_backward: bool) -> int:
         number = self._known(module)
         if number is None:
             number = self._add(module)
-        if is_called and number not in self._callers:
+        if not is_backward and number not in self._callers:
             self._note_calls(running_modules())
         return number
 
@@ -173,8 +197,7 @@ class ModuleTracer:
 
     def _add(self, module: nn.Module) -> int:
         number = self._numbers[id(module)] = len(self._seen)
-        own = module.named_parameters(recurse=False)
-        placements = {name: _placements(parameter) for name, parameter in own}
+        placements = {name: _placements(own) for name, own in _parameters(module).items()}
         self._seen.append(_Seen(module=weakref.ref(module), placements=placements))
         return number
 
@@ -227,28 +250,22 @@ class ModuleTracer:
                 name=shown[number],
                 module_type=str(type(module)).replace("<", "").replace(">", ""),
                 callers=tuple(shown[caller] for caller in callers),
-                parameters={
-                    name: _trace_parameter(module, name, placements)
-                    for name, placements in self._seen[number].placements.items()
-                },
+                parameters=dict(_trace_parameters(module, self._seen[number].placements)),
             )
             for number, callers in self._callers.items()
             if (module := alive[number]) is not None
         }
-        by_fqn = {names.fqn(module): module for root in roots for module in root.modules()}
+        below = [module for root in roots for module in root.modules()]
+        own = {fqn: keys[id(module)] for module in below if (fqn := names.fqn(module)) is not None}
+        # Nothing calls a ModuleList.
+        callable_ = {
+            keys[id(module)] for module in below if type(module).forward is not nn.Module.forward
+        }
         return ModuleTrace(
             modules=tuple(modules.values()),
-            operations=tuple(
-                TracedOperation(
-                    module=GLOBAL if number == _NO_MODULE else shown[number],
-                    func=func,
-                    is_backward=is_backward,
-                    is_recompute=is_recompute,
-                    dtensors=dtensors,
-                )
-                for number, func, is_backward, is_recompute, dtensors in self._noted
-            ),
-            keys={owner: tuple(_keys_of(owner, by_fqn, keys)) for owner in owners},
+            keys={owner: tuple(_keys_of(owner, own, callable_)) for owner in owners},
+            noted=tuple(self._noted),
+            names=tuple(shown),
         )
 
     def clear(self) -> None:
@@ -264,16 +281,29 @@ def _placements(parameter: Any) -> tuple[Any, ...] | None:
     return tuple(parameter.placements) if is_dtensor(parameter) else None
 
 
-def _trace_parameter(
-    module: nn.Module, name: str, placements: tuple[Any, ...] | None
-) -> TracedParameter:
-    # FSDP registers another tensor while the unit is gathered, as it may be during the call.
-    now = _placements(getattr(module, name, None))
+def _trace_parameters(
+    module: nn.Module, placements: Mapping[str, tuple[Any, ...] | None]
+) -> Iterator[tuple[str, TracedParameter]]:
     held = weakref.ref(module)
-    return TracedParameter(
-        placements=now if placements is None else placements,
-        tensor=lambda: getattr(held(), name, None),
-    )
+    # FSDP registers other tensors while the unit is gathered, as it may be during the call.
+    now = _parameters(module)
+    for name, placed in placements.items():
+        yield (
+            name,
+            TracedParameter(
+                placements=_placements(now.get(name)) if placed is None else placed,
+                tensor=functools.partial(_find, held, name),
+            ),
+        )
+
+
+def _find(held: weakref.ref[nn.Module], name: str) -> torch.Tensor | None:
+    return _parameters(held()).get(name)
+
+
+def _parameters(module: nn.Module | None) -> dict[str, torch.Tensor]:
+    # Not by getattr(), which would run a property of the user.
+    return {} if module is None else dict(module.named_parameters(recurse=False))
 
 
 def _keys(roots: Iterable[nn.Module]) -> dict[int, str]:
@@ -281,34 +311,20 @@ def _keys(roots: Iterable[nn.Module]) -> dict[int, str]:
     keys: dict[int, str] = {}
     for root in roots:
         for name, module in root.named_modules():
-            keys.setdefault(
-                id(module), ".".join((type(root).__name__, *_segments(clean_fqn(name))))
-            )
+            fqn = clean_fqn(name)
+            keys.setdefault(id(module), type(root).__name__ + (f".{fqn}" if fqn else ""))
     return keys
 
 
-def _segments(fqn: str) -> list[str]:
-    return fqn.split(".") if fqn else []
-
-
-def _keys_of(
-    owner: str, by_fqn: Mapping[str | None, nn.Module], keys: Mapping[int, str]
-) -> Iterator[str]:
+def _keys_of(owner: str, keys: Mapping[str, str], callable_: set[str]) -> Iterator[str]:
     """The names of an owner, of several modules if it is their unit, and of those around it."""
-    containers = {
-        keys[id(module)]
-        for module in by_fqn.values()
-        if type(module).forward is nn.Module.forward  # a ModuleList, which nothing calls
-    }
     yielded: set[str] = set()
-    members = [owner] if owner in by_fqn else owner.split("+")
-    for member in members:
-        if member not in by_fqn:
+    for member in [owner] if owner in keys else owner.split("+"):
+        key = keys.get(member)
+        if key is None:
             continue
-        key = keys[id(by_fqn[member])]
-        segments = key.split(".")
-        for length in range(1, len(segments) + 1):
-            name = ".".join(segments[:length])
-            if name not in yielded and (name == key or name not in containers):
+        ends = [at for at, character in enumerate(key) if character == "."]
+        for name in (*(key[:end] for end in ends), key):
+            if name not in yielded and (name == key or name in callable_):
                 yielded.add(name)
                 yield name

@@ -204,6 +204,10 @@ class BackwardMap:
         maker = self._maker_of_current_node()
         return None if isinstance(maker, _Maker) else maker
 
+    def adds_gradient(self) -> bool:
+        """Whether the node that runs adds to the gradient of a parameter, so no forward made it."""
+        return hasattr(self._current_node(), "variable")
+
     def is_current_node_unseen(self) -> bool:
         """Whether the node that runs was made while nothing was recorded."""
         return self._maker_of_current_node() is _Maker.UNSEEN
