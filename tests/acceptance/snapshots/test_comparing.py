@@ -559,6 +559,25 @@ def check_unwritable(recorded):
     assert recorded.read(COMM) == before
 
 
+def test_a_recording_without_a_process_group_is_no_snapshot(pytester):
+    pytester.makepyfile(
+        test_plain="""
+        def test_step(comm_mode, comm_snapshot):
+            with comm_mode:
+                pass
+            assert comm_mode.get_total_counts() == 0
+            assert comm_mode == comm_snapshot
+        """
+    )
+    for arguments in ((), ("--snapshot-update",)):
+        result = pytester.runpytest_subprocess(*arguments)
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines(
+            ["E * comm_mode recorded without a process group, *@pytest.mark.distributed(*"]
+        )
+    assert not (pytester.path / "snapshots").exists()
+
+
 def test_the_ini_option_chooses_the_directory(project):
     project.pytester.makeini("[pytest]\nfsdp_comm_snapshot_dir = reviewed/comm")
     project.update().assert_outcomes(passed=1)
