@@ -121,8 +121,8 @@ def comm_mode(request: pytest.FixtureRequest) -> CommMode:
 
     context = _context(request)
     if context is None:
-        return CommMode(show=format_profile)
-    return CommMode(gather=context.exchange, show=format_profile)
+        return CommMode(show=format_profile, trace_operations=False)
+    return CommMode(gather=context.exchange, show=format_profile, trace_operations=False)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from pytest_fsdp_comm.recording.tracing_table import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from pytest_fsdp_comm.comm.events import Collective, Recording
     from pytest_fsdp_comm.recording.module_trace import ModuleTrace, TracedModule, TracedOperation
@@ -110,11 +110,21 @@ class CommDebugAnswers(ABC):
         """As `get_comm_module_counts`."""
         return self.get_comm_module_counts()
 
+    def _operations(self) -> Iterator[TracedOperation]:
+        trace = self._trace()
+        if not trace.has_operations:
+            raise RecordingError(
+                "the operations of this block were not traced, which would slow every recording "
+                "down; ask for it before: `with comm_mode(model, trace_operations=True):`. Counts, "
+                "and the table of noise level 0, need no trace"
+            )
+        return trace.operations()
+
     @property
     def comm_module_operation_counts(self) -> dict[str, dict[str, list[dict[str, Any]]]]:
         """The operations that ran in each module, in order; ``Global`` has those of no module."""
         found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-        for operation in self._trace().operations():
+        for operation in self._operations():
             listed = found.setdefault(operation.module, {"operations_list": []})
             listed["operations_list"].append(_operation_dict(operation))
         return found
@@ -173,8 +183,12 @@ class CommDebugAnswers(ABC):
             noise_level: 0 for the counts of collectives; 1 adds the modules' classes, sharded
                 parameters and operations on DTensors; 2 all operations but trivial ones such as
                 views; 3 those too.
+
+        Raises:
+            RecordingError: Operations were not traced, which all levels but 0 show.
         """
-        return render_table(self._shown(), Noise.of(noise_level))
+        noise = Noise.of(noise_level)
+        return render_table(self._shown(noise), noise)
 
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
@@ -192,14 +206,15 @@ class CommDebugAnswers(ABC):
             file_name: Where to.
             noise_level: As for the table.
         """
-        tree = json_tree(self._shown(), GLOBAL, Noise.of(noise_level))
+        noise = Noise.of(noise_level)
+        tree = json_tree(self._shown(noise), GLOBAL, noise)
         Path(file_name).write_text(json.dumps(tree, indent=4), encoding="utf-8")
 
-    def _shown(self) -> dict[str, ShownModule]:
+    def _shown(self, noise: Noise) -> dict[str, ShownModule]:
         """Everything, then each module in the order of the calls, then owners never called."""
         tracker, counts = self.advanced_module_tracker, self.get_comm_module_counts()
         operations: dict[str, list[TracedOperation]] = {}
-        for operation in self._trace().operations():
+        for operation in () if noise is Noise.COLLECTIVES else self._operations():
             operations.setdefault(operation.module, []).append(operation)
         children = {name: [*names] for name, names in tracker.parent_dict.items()}
         helper = dict(tracker.module_helper_dict)

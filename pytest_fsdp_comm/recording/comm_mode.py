@@ -47,6 +47,7 @@ class CommMode(CommDebugAnswers):
         *,
         gather: Callable[[str], list[str]] = lambda text: [text],
         show: Callable[[CommProfile], str] | None = None,
+        trace_operations: bool = True,
     ) -> None:
         """Prepares; records nothing.
 
@@ -54,7 +55,11 @@ class CommMode(CommDebugAnswers):
             gather: Out-of-band exchange between the ranks of the test; the default is for one
                 process.
             show: Writes a profile as ``str`` shows it; None for one line.
+            trace_operations: Whether blocks also note which operations run in which modules, for
+                the tables and the JSON of CommDebugMode. It costs more than all the rest, so the
+                fixture leaves it to ``comm_mode(model, trace_operations=True)``.
         """
+        self._traces_by_default = self._traces = trace_operations
         self._gather = gather
         self._show = show
         self._models: tuple[weakref.ref[nn.Module], ...] = ()
@@ -64,19 +69,26 @@ class CommMode(CommDebugAnswers):
         self._makers = NodeMakers()
         self._roots: tuple[weakref.ref[nn.Module], ...] = ()
 
-    def __call__(self, model: nn.Module | Sequence[nn.Module]) -> Self:
+    def __call__(
+        self, model: nn.Module | Sequence[nn.Module], *, trace_operations: bool | None = None
+    ) -> Self:
         """Chooses the module that names are relative to, for the next block.
 
         Args:
             model: Any module; usually the FSDP root. A list for the parts of one model that this
                 rank runs, such as the stages of a pipeline: each module is named as its part names
                 it, so that the roots of all parts are ``(root)``.
+            trace_operations: Whether the block also notes which operations run in which modules,
+                which the tables and the JSON of CommDebugMode show. None for what this value does
+                by default: no for the fixture.
 
         Raises:
             RecordingError: It is not a module, or two parts have a parameter of the same name.
         """
         parts = parts_of(model, asked="comm_mode", otherwise=", or use `with comm_mode:`")
         self._models = tuple(map(weakref.ref, parts))
+        if trace_operations is not None:
+            self._traces = trace_operations
         return self
 
     def __enter__(self) -> Self:
@@ -100,7 +112,8 @@ class CommMode(CommDebugAnswers):
                 "the model given to comm_mode(model) no longer exists; keep a reference to it "
                 "until the block is entered"
             )
-        recorder = Recorder(models, self._makers, self._roots)
+        traces, self._traces = self._traces, self._traces_by_default
+        recorder = Recorder(models, self._makers, self._roots, traces_operations=traces)
         watching = recorder.watching()
         watching.__enter__()
         self._running, self._block = (recorder, watching), None

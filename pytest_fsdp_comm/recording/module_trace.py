@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording.owners.module_names import clean_fqn
-from pytest_fsdp_comm.recording.owners.stack import running_modules
+from pytest_fsdp_comm.recording.owners.stack import innermost_module, running_modules
 from pytest_fsdp_comm.recording.subclasses import is_dtensor
 
 if TYPE_CHECKING:
@@ -92,13 +92,16 @@ class ModuleTrace:
     """What `ModuleTracer` found in a block."""
 
     modules: tuple[TracedModule, ...]
-    """In the order of their first operations, callers first."""
+    """In the order of their first operations, callers first. Where operations were not traced, all
+    modules that have a forward, in the order of registration."""
     keys: Mapping[str, tuple[str, ...]]
     """FQN of each owner -> CommDebugMode's names of the module and of those around it that have a
     forward, outermost first."""
-    noted: tuple[Noted, ...]
+    has_operations: bool = True
+    """Whether operations were traced."""
+    noted: tuple[Noted, ...] = ()
     """What `operations` are made of."""
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     """CommDebugMode's names of the modules that `noted` numbers."""
 
     def operations(self) -> Iterator[TracedOperation]:
@@ -149,18 +152,16 @@ class ModuleTracer:
         self._numbers: dict[int, int] = {}  # by identity, valid while the module lives
         self._mesh_texts: dict[int, tuple[Any, str]] = {}  # by identity, so the mesh is kept alive
 
-    def note(
-        self, func: Any, running: nn.Module | None, dtensor_args: Sequence[Any] | None = None
-    ) -> None:
+    def note(self, func: Any, dtensor_args: Sequence[Any] | None = None) -> None:
         """Notes an operation that is dispatched now.
 
         Args:
             func: A ``torch._ops.OpOverload``, or a higher-order operator, which is left out.
-            running: The module that runs, as `owners.stack.innermost_module` finds it.
             dtensor_args: Its positional arguments, if it is given to DTensor.
         """
         if not isinstance(func, OpOverload):
             return
+        running = innermost_module()
         is_backward = self._backward.is_in_backward()
         if running is None and is_backward:
             number = self._number_in_backward()
@@ -248,22 +249,16 @@ class ModuleTracer:
         modules = {
             shown[number]: TracedModule(
                 name=shown[number],
-                module_type=str(type(module)).replace("<", "").replace(">", ""),
+                module_type=_module_type(module),
                 callers=tuple(shown[caller] for caller in callers),
                 parameters=dict(_trace_parameters(module, self._seen[number].placements)),
             )
             for number, callers in self._callers.items()
             if (module := alive[number]) is not None
         }
-        below = [module for root in roots for module in root.modules()]
-        own = {fqn: keys[id(module)] for module in below if (fqn := names.fqn(module)) is not None}
-        # Nothing calls a ModuleList.
-        callable_ = {
-            keys[id(module)] for module in below if type(module).forward is not nn.Module.forward
-        }
         return ModuleTrace(
             modules=tuple(modules.values()),
-            keys={owner: tuple(_keys_of(owner, own, callable_)) for owner in owners},
+            keys=_keys_of_owners(owners, roots, names, keys),
             noted=tuple(self._noted),
             names=tuple(shown),
         )
@@ -275,6 +270,47 @@ class ModuleTracer:
         self._callers.clear()
         self._numbers.clear()
         self._mesh_texts.clear()
+
+
+def untraced(roots: Sequence[nn.Module], names: ModuleNames, owners: Iterable[str]) -> ModuleTrace:
+    """What is known without a tracer; arguments as for `ModuleTracer.result`."""
+    keys = _keys(roots)
+    modules: dict[str, TracedModule] = {}
+    for module in (module for root in roots for module in root.modules() if _is_callable(module)):
+        name = keys[id(module)]
+        own: dict[str, tuple[Any, ...] | None] = dict.fromkeys(_parameters(module))
+        modules[name] = TracedModule(
+            name=name,
+            module_type=_module_type(module),
+            callers=tuple(outer for outer in _around(name) if outer in modules),
+            parameters=dict(_trace_parameters(module, own)),
+        )
+    return ModuleTrace(
+        modules=tuple(modules.values()),
+        keys=_keys_of_owners(owners, roots, names, keys),
+        has_operations=False,
+    )
+
+
+def _keys_of_owners(
+    owners: Iterable[str],
+    roots: Sequence[nn.Module],
+    names: ModuleNames,
+    keys: Mapping[int, str],
+) -> dict[str, tuple[str, ...]]:
+    below = [module for root in roots for module in root.modules()]
+    own = {fqn: keys[id(module)] for module in below if (fqn := names.fqn(module)) is not None}
+    callable_ = {keys[id(module)] for module in below if _is_callable(module)}
+    return {owner: tuple(_keys_of(owner, own, callable_)) for owner in owners}
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Whether it has a forward, unlike a ModuleList."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _module_type(module: nn.Module) -> str:
+    return str(type(module)).replace("<", "").replace(">", "")
 
 
 def _placements(parameter: Any) -> tuple[Any, ...] | None:
@@ -323,8 +359,12 @@ def _keys_of(owner: str, keys: Mapping[str, str], callable_: set[str]) -> Iterat
         key = keys.get(member)
         if key is None:
             continue
-        ends = [at for at, character in enumerate(key) if character == "."]
-        for name in (*(key[:end] for end in ends), key):
+        for name in (*_around(key), key):
             if name not in yielded and (name == key or name in callable_):
                 yielded.add(name)
                 yield name
+
+
+def _around(key: str) -> Iterator[str]:
+    """The names of the modules around one, outermost first."""
+    return (key[:at] for at, character in enumerate(key) if character == ".")

@@ -21,7 +21,7 @@ from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Recording, Source, Ti
 from pytest_fsdp_comm.comm.mesh import merge_axes
 from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames, group_of
-from pytest_fsdp_comm.recording.module_trace import ModuleTrace, ModuleTracer
+from pytest_fsdp_comm.recording.module_trace import ModuleTrace, ModuleTracer, untraced
 from pytest_fsdp_comm.recording.operations import (
     NAMESPACES,
     TIMING_CATEGORIES,
@@ -46,7 +46,7 @@ from pytest_fsdp_comm.recording.owners.attribution import (
 from pytest_fsdp_comm.recording.owners.ddp import ParameterOwners
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_groups
 from pytest_fsdp_comm.recording.owners.futures import following_callbacks
-from pytest_fsdp_comm.recording.owners.stack import innermost_module, outermost_module, scan_stack
+from pytest_fsdp_comm.recording.owners.stack import outermost_module, scan_stack
 from pytest_fsdp_comm.recording.pending import (
     PendingCollective,
     PendingCopy,
@@ -111,6 +111,8 @@ class Recorder:
         models: Sequence[nn.Module],
         makers: NodeMakers,
         earlier_roots: Sequence[weakref.ref[nn.Module]] = (),
+        *,
+        traces_operations: bool,
     ) -> None:
         """Prepares.
 
@@ -118,6 +120,8 @@ class Recorder:
             models: Give the FQNs; empty for the outermost modules that run.
             makers: Of the autograd nodes of earlier blocks.
             earlier_roots: Of an earlier block, for modules that act only in backward here.
+            traces_operations: Whether to note the module of each operation, for what CommDebugMode
+                shows of them.
         """
         # Asked now, since the block may destroy the group.
         self._note_world()
@@ -136,7 +140,7 @@ class Recorder:
         self._units = UnitWatch(
             self._note_reshard, self._groups.learn_mesh, self._groups.learn_post_forward
         )
-        self._tracer = ModuleTracer(self._backward, self._units)
+        self._tracer = ModuleTracer(self._backward, self._units) if traces_operations else None
         self._redistribution_watch = RedistributionWatch(self._groups.learn_mesh)
         self._seconds = dict.fromkeys((*TIMING_CATEGORIES, "all"), 0.0)
         self._notes: list[str] = []
@@ -163,7 +167,7 @@ class Recorder:
                 following_callbacks(self._attribute_callback, self._resumed),
                 following_threads(self._watching_thread),
                 contextlib.nullcontext() if self._reads is None else self._reads.watching(),
-                _Mode(self.run, self.trace),
+                _Mode(self.run, None if self._tracer is None else self._tracer.note),
             ):
                 yield
         finally:
@@ -179,7 +183,8 @@ class Recorder:
             held.clear()
         self._units.forget()
         self._roots.clear()
-        self._tracer.clear()
+        if self._tracer is not None:
+            self._tracer.clear()
         return block
 
     def so_far(self) -> RecordedBlock:
@@ -228,7 +233,9 @@ class Recorder:
             recording=recording,
             names=self._what_to_ask(names, collectives, axes),
             roots=tuple(map(weakref.ref, self._roots)),
-            trace=self._tracer.result(self._roots, names.modules, owners),
+            trace=(untraced if self._tracer is None else self._tracer.result)(
+                self._roots, names.modules, owners
+            ),
         )
 
     def _gaps(self, used_groups: Iterable[str]) -> tuple[tuple[Gap, ...], Sequence[str]]:
@@ -282,15 +289,6 @@ class Recorder:
 
     # Called by the mode.
 
-    def trace(self, func: Any, args: Sequence[Any]) -> None:
-        """Notes an operation on DTensors, of which others are made.
-
-        Args:
-            func: As for `run`.
-            args: Its positional arguments.
-        """
-        self._tracer.note(func, innermost_module(), args)
-
     def run(
         self,
         func: Any,
@@ -309,10 +307,10 @@ class Recorder:
         if self._lacks_root:
             self._look_for_root()
         known = self._known.get(func) or self._classify(func)
-        running = innermost_module()
         # Without grad mode too: an autograd.Function has made its node when its forward runs so.
-        self._backward.note_operation(running)
-        self._tracer.note(func, running)
+        self._backward.note_operation()
+        if self._tracer is not None:
+            self._tracer.note(func)
         if known is _SILENT:
             return func(*args, **kwargs)
         return self._run_known(known, func, args, kwargs, below)

@@ -101,6 +101,12 @@ def tensor_parallel(model, mesh, *prefixes):
     return parallelize_module(model, mesh, plan)
 
 
+@pytest.fixture
+def comm_mode():
+    """The class in place of CommDebugMode, which traces operations, as the fixture does not."""
+    return CommMode()
+
+
 def under_both(comm_mode, run):
     """Both modes after the same code, which ran once before, so that torch has filled its caches.
 

@@ -13,6 +13,7 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Source
 from pytest_fsdp_comm.recording.owners.ddp import ReplicaOwners
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
+from pytest_fsdp_comm.recording.owners.stack import innermost_module
 from pytest_fsdp_comm.recording.prefetch import Gather
 
 if TYPE_CHECKING:
@@ -177,16 +178,12 @@ class BackwardMap:
         """Begins a block."""
         self._makers.begin(self._next_number())
 
-    def note_operation(self, running: nn.Module | None) -> None:
-        """Notes the module that runs now, if a node was made since the last note.
-
-        Args:
-            running: As `stack.innermost_module` finds it.
-        """
+    def note_operation(self) -> None:
+        """Notes the module that runs now, if a node was made since the last note."""
         number = self._next_number()
         if number <= self._makers.end:
             return
-        maker: nn.Module | _Maker | None = running
+        maker: nn.Module | _Maker | None = innermost_module()
         if maker is None:
             maker = self._maker_of_current_node() if self.is_in_backward() else _Maker.NO_MODULE
         self._makers.add(number, maker)
