@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import math
 import pickle  # torch writes it in this process, in half the time of its JSON
-import time
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
+
+_NAMES_THREADS: Final = (2, 10)
+"""The first version of the trace whose entries name the thread."""
 
 _ITEM_SIZES: Final = {
     "Bool": 1,
@@ -69,14 +71,9 @@ class Flight:
     """What the operating system calls the thread."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """The end of the flight recorder at one moment."""
-
-    last: dict[tuple[str, str], int]
-    """By backend and number of the process group, the number of its last collective."""
-    since_ns: int
-    """The moment, on the clock of the entries."""
+Mark: TypeAlias = dict[tuple[str, str], int]
+"""The end of the flight recorder at one moment: by dump and number of the process group, which is
+never used again in a process, the number of the group's last collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +110,11 @@ def flown(since_ns: int) -> list[FlightEntry]:
 
 def mark() -> Mark:
     """Marks the end of the flight recorder, in a few microseconds however full it is."""
-    return Mark(
-        last={
-            (dump, number): status["last_enqueued_collective"]
-            for dump in _DUMPS
-            for number, status in _status(dump).items()
-        },
-        since_ns=time.time_ns(),
-    )
+    return {
+        (dump, number): status["last_enqueued_collective"]
+        for dump in _DUMPS
+        for number, status in _status(dump).items()
+    }
 
 
 def issued_after(begin: Mark) -> Flights:
@@ -133,17 +127,20 @@ def issued_after(begin: Mark) -> Flights:
     found: list[Flight] = []
     is_cut = False
     for dump in _DUMPS:
-        status = _status(dump)
         # A dump takes 10 us an entry, and is all or nothing.
         if all(
-            begin.last.get((dump, number)) == group["last_enqueued_collective"]
-            for number, group in status.items()
+            begin.get((dump, number)) == status["last_enqueued_collective"]
+            for number, status in _status(dump).items()
         ):
             continue
         entries = _dumped(dump, with_collectives=True).get("entries", [])
-        new = [entry for entry in entries if _is_after(begin, dump, entry)]
+        new = [
+            entry
+            for entry in entries
+            if entry["collective_seq_id"] > begin.get((dump, str(entry["pg_id"])), 0)
+        ]
         is_cut |= bool(new) and new[0] is entries[0] and new[0]["record_id"] > 0
-        found += [_flight(entry) for entry in new if not entry["is_p2p"] and "thread_id" in entry]
+        found += [_flight(entry) for entry in new if not entry["is_p2p"]]
     return Flights(entries=tuple(found), is_cut=is_cut)
 
 
@@ -157,19 +154,13 @@ def _dumped(name: str, *, with_collectives: bool) -> dict[str, Any]:
         return {}
     text = dump(includeCollectives=with_collectives, includeStackTraces=False, onlyActive=False)
     found: dict[str, Any] = pickle.loads(text)  # noqa: S301  # torch has just written it
-    return found
+    version = tuple(map(int, found["version"].split(".")))
+    return found if version >= _NAMES_THREADS else {}
 
 
 def _status(name: str) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = _dumped(name, with_collectives=False).get("pg_status", {})
     return found
-
-
-def _is_after(begin: Mark, dump: str, entry: dict[str, Any]) -> bool:
-    # The number of a group is never used again in a process; its name is. The time is for torch
-    # that has no status of a group.
-    last = begin.last.get((dump, str(entry.get("pg_id"))), 0)
-    return bool(entry["collective_seq_id"] > last and entry["time_created_ns"] >= begin.since_ns)
 
 
 def _flight(entry: dict[str, Any]) -> Flight:

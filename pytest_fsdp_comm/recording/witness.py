@@ -192,13 +192,16 @@ class Witness:
         left: defaultdict[_Sent, list[Flight]] = defaultdict(list)
         for flight in flights:
             left[_sent(flight)].append(flight)
-        for alike in left.values():
-            # Of equal ones, those that were not recorded are more likely of another thread.
-            alike.sort(key=lambda flight: flight.thread_id not in self._threads)
+        for equal in left.values():
+            # Those that were not recorded are more likely of a thread that was not.
+            equal.sort(key=lambda flight: flight.thread_id not in self._threads)
         unsent = [entry for entry in issued if not any(_take(way, left) for way in entry.ways())]
-        for sent, alike in left.items():
-            for flight in alike:
-                recorded = next((entry for entry in unsent if entry.may_be(sent)), None)
+        for sent, equal in left.items():
+            for flight in equal:
+                # What was recorded was sent by a thread that was.
+                is_watched = flight.thread_id in self._threads
+                alike = [entry for entry in unsent if is_watched and entry.may_be(sent)]
+                recorded = alike[0] if alike else None
                 if recorded is not None:
                     unsent.remove(recorded)
                     # Of an operation that no table knows, only the size can be compared.

@@ -1,6 +1,7 @@
 """What the flight recorder saw and the recording did not is named; all else stays silent."""
 
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
@@ -166,15 +167,31 @@ def test_a_size_that_was_recorded_wrongly_is_named(comm_mode, monkeypatch, chang
     messages = recorder.messages
 
     def wrong(*args):
-        return [
-            type(message)(**{name: getattr(message, name) for name in message.__slots__} | changes)
-            for message in messages(*args)
-        ]
+        return [dataclasses.replace(message, **changes) for message in messages(*args)]
 
     monkeypatch.setattr(recorder, "messages", wrong)
     assert gaps(comm_mode, lambda: dist.all_reduce(data())) == [
         f"1 collective not sent as recorded: {recorded} over world was all_reduce of 16 B float32"
     ]
+
+
+@ws2
+def test_a_thread_does_not_send_what_another_one_recorded(comm_mode, monkeypatch):
+    waiting = Waiting(lambda: dist.all_reduce(data(2)))
+    messages = recorder.messages
+    monkeypatch.setattr(
+        recorder,
+        "messages",
+        lambda *args: [dataclasses.replace(messages(*args)[0], nbytes_sent=32)],
+    )
+
+    def work():
+        waiting()
+        dist.all_reduce(data())
+
+    mismatch, missing = gaps(comm_mode, work)
+    assert mismatch.endswith("was all_reduce of 16 B float32")
+    assert missing.endswith("started by threading.Thread: all_reduce of 8 B float32 over world")
 
 
 @ws2
