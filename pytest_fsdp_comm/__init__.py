@@ -23,6 +23,7 @@ from pytest_fsdp_comm.errors import (
 if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.events import (
         Collective,
+        Gap,
         HostDeviceCopy,
         Phase,
         Recording,
@@ -47,6 +48,7 @@ __all__ = [
     "DistInfo",
     "EmptyRecordingError",
     "FsdpCommError",
+    "Gap",
     "HostDeviceCopy",
     "IncompleteRecordingError",
     "MakeDeviceMesh",
@@ -72,6 +74,7 @@ _LAZY = {
     "CommProfile": "comm.profile",
     "CommSnapshot": "snapshots.extension",
     "DistInfo": "fixtures",
+    "Gap": "comm.events",
     "HostDeviceCopy": "comm.events",
     "MakeDeviceMesh": "fixtures",
     "MeshAxis": "comm.mesh",

@@ -144,7 +144,7 @@ class Recorder:
         self._redistribution_watch = RedistributionWatch(self._groups.learn_mesh)
         self._seconds = dict.fromkeys((*TIMING_CATEGORIES, "all"), 0.0)
         self._notes: list[str] = []
-        self._witness: Witness | None = None  # from the begin of the block on
+        self._witness: Witness | None = None  # once the block has begun
         self._reads = ValueReads(self._where) if self._backend == "fake" else None
         self._is_recording = False
         # .is_followed on a thread that was started in the block or runs a callback of it, which has

@@ -13,6 +13,7 @@ from models import WIDTH, Block, Model, shard, step
 from oracle import gloo_and_fake
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import one_hot
 
@@ -103,6 +104,24 @@ def array(x):
 
 def counted(x):
     return one_hot(x.long())
+
+
+def reduced(x):
+    return funcol.all_reduce(x.sum(), "sum", dist.group.WORLD).item()
+
+
+def distributed(x):
+    mesh = init_device_mesh("cpu", (2,))
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).sum().item()
+
+
+@fake
+@pytest.mark.parametrize(("function", "line"), [(reduced, 1), (distributed, 2)])
+def test_what_reads_values_of_a_wrapper_is_named(comm_mode, function, line):
+    model = Forward(function)
+    with comm_mode(model):
+        model(torch.ones(4))
+    assert texts(comm_mode) == [f"{here(function, line)} reads the values of a tensor (item)"]
 
 
 @fake

@@ -38,7 +38,12 @@ _USE: Final = "the recorder relies on"
 _STDLIB: Final = sysconfig.get_path("stdlib") + "/"
 _SITE_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
 _THIN: Final = tuple(
-    _TORCH + path for path in ("_tensor.py", "functional.py", "_jit_internal.py", "overrides.py")
+    _TORCH + path
+    for path in (
+        *("_tensor.py", "functional.py", "_jit_internal.py", "_ops.py", "overrides.py"),
+        *("distributed/tensor/_api.py", "distributed/tensor/_dispatch.py"),
+        "distributed/_functional_collectives.py",
+    )
 )
 """Files of torch that only pass on what their caller asked for."""
 
