@@ -18,7 +18,7 @@ import torch
 
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.recording.module_trace import GLOBAL
+from pytest_fsdp_comm.recording.module_trace import GLOBAL, model_is_gone
 from pytest_fsdp_comm.recording.tracing_table import (
     Noise,
     Pass,
@@ -132,7 +132,7 @@ class CommDebugAnswers(ABC):
     @property
     def advanced_module_tracker(self) -> ModuleTracker:
         """The modules that were called, as CommDebugMode keeps them."""
-        called = self._trace().modules
+        called = self._trace().modules()
         children: dict[str, list[str]] = {}
         helper: dict[str, dict[str, Any]] = {GLOBAL: {"depth": 0}}
         for module in called:
@@ -163,7 +163,7 @@ class CommDebugAnswers(ABC):
                 name: _alive(parameter.tensor()).data
                 for name, parameter in module.parameters.items()
             }
-            for module in self._trace().modules
+            for module in self._trace().modules()
             if module.parameters
         }
 
@@ -171,7 +171,7 @@ class CommDebugAnswers(ABC):
         """The placements of each parameter that is a DTensor, by module and name."""
         return {
             f"{module.name}.{name}": parameter.placements
-            for module in self._trace().modules
+            for module in self._trace().modules()
             for name, parameter in module.parameters.items()
             if parameter.placements is not None
         }
@@ -289,10 +289,7 @@ def _sharded(module: TracedModule) -> dict[str, str]:
 
 def _alive(tensor: torch.Tensor | None) -> torch.Tensor:
     if tensor is None:
-        raise RecordingError(
-            "the recorded model and its parameters no longer exist; keep a reference to the model "
-            "until you have read them"
-        )
+        raise model_is_gone()
     return tensor
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch._ops import OpOverload
 
 from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.recording.owners.module_names import clean_fqn
 from pytest_fsdp_comm.recording.owners.stack import innermost_module, running_modules
 from pytest_fsdp_comm.recording.subclasses import is_dtensor
@@ -91,9 +92,9 @@ class TracedModule:
 class ModuleTrace:
     """What `ModuleTracer` found in a block."""
 
-    modules: tuple[TracedModule, ...]
-    """In the order of their first operations, callers first. Where operations were not traced, all
-    modules that have a forward, in the order of registration."""
+    modules: Callable[[], tuple[TracedModule, ...]]
+    """The modules in the order of their first operations, callers first. Where operations were not
+    traced, all that have a forward, in the order of registration, as long as they exist."""
     keys: Mapping[str, tuple[str, ...]]
     """FQN of each owner -> CommDebugMode's names of the module and of those around it that have a
     forward, outermost first."""
@@ -256,8 +257,9 @@ class ModuleTracer:
             for number, callers in self._callers.items()
             if (module := alive[number]) is not None
         }
+        called = tuple(modules.values())
         return ModuleTrace(
-            modules=tuple(modules.values()),
+            modules=lambda: called,
             keys=_keys_of_owners(owners, roots, names, keys),
             noted=tuple(self._noted),
             names=tuple(shown),
@@ -274,6 +276,18 @@ class ModuleTracer:
 
 def untraced(roots: Sequence[nn.Module], names: ModuleNames, owners: Iterable[str]) -> ModuleTrace:
     """What is known without a tracer; arguments as for `ModuleTracer.result`."""
+    return ModuleTrace(
+        # For every block, and few tests ask.
+        modules=functools.partial(_modules_below, [weakref.ref(root) for root in roots]),
+        keys=_keys_of_owners(owners, roots, names, _keys(roots)),
+        has_operations=False,
+    )
+
+
+def _modules_below(held: Sequence[weakref.ref[nn.Module]]) -> tuple[TracedModule, ...]:
+    roots = [root for root in (reference() for reference in held) if root is not None]
+    if len(roots) < len(held):
+        raise model_is_gone()
     keys = _keys(roots)
     modules: dict[str, TracedModule] = {}
     for module in (module for root in roots for module in root.modules() if _is_callable(module)):
@@ -285,10 +299,14 @@ def untraced(roots: Sequence[nn.Module], names: ModuleNames, owners: Iterable[st
             callers=tuple(outer for outer in _around(name) if outer in modules),
             parameters=dict(_trace_parameters(module, own)),
         )
-    return ModuleTrace(
-        modules=tuple(modules.values()),
-        keys=_keys_of_owners(owners, roots, names, keys),
-        has_operations=False,
+    return tuple(modules.values())
+
+
+def model_is_gone() -> RecordingError:
+    """The error of a question for modules that no longer exist."""
+    return RecordingError(
+        "the recorded model and its parameters no longer exist; keep a reference to the model "
+        "until you have read them"
     )
 
 

@@ -151,8 +151,10 @@ class Recorder:
         # .attribution while it does.
         self._here = threading.local()
         self._lock = threading.Lock()  # other threads record too
-        # Looked up for every operation of the block, so by identity and once.
-        self._known: dict[Any, Operation | _NoCollective] = {}
+        # Looked up for every operation of the block, so once, and by identity: torch's operations
+        # hash slowly. Each is kept, so that its identity stays its own.
+        self._known: dict[int, Operation | _NoCollective] = {}
+        self._classified: list[Any] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -306,7 +308,7 @@ class Recorder:
         """
         if self._lacks_root:
             self._look_for_root()
-        known = self._known.get(func) or self._classify(func)
+        known = self._known.get(id(func)) or self._classify(func)
         # Without grad mode too: an autograd.Function has made its node when its forward runs so.
         self._backward.note_operation()
         if self._tracer is not None:
@@ -326,7 +328,7 @@ class Recorder:
         if not self._is_recording:
             return func(*args, **kwargs)
         # Nothing is noted for backward: each thread numbers its nodes from 0.
-        known = self._known.get(func) or self._classify(func)
+        known = self._known.get(id(func)) or self._classify(func)
         return self._run_known(known, func, args, kwargs, below)
 
     def _run_known(
@@ -533,7 +535,8 @@ class Recorder:
             found = _READ
         else:
             found = _COPY if may_copy(func) else _SILENT
-        self._known[func] = found
+        self._classified.append(func)
+        self._known[id(func)] = found
         return found
 
 

@@ -94,6 +94,8 @@ class NodeMakers:
 
     def __init__(self) -> None:
         """Knows no node, so that the first block has to `begin`."""
+        self.end = 0
+        """The number after that of the last node whose maker is known."""
         # Of each run of nodes of one maker, the number after its last node, and the maker.
         self._ends: list[int] = []
         self._makers: list[weakref.ref[nn.Module] | _Maker] = []
@@ -111,13 +113,9 @@ class NodeMakers:
             self._thread = thread
             self._ends.clear()
             self._makers.clear()
+        self.end = number
         self._ends.append(number)
         self._makers.append(_Maker.UNSEEN)
-
-    @property
-    def end(self) -> int:
-        """The number after that of the last node whose maker is known."""
-        return self._ends[-1]
 
     def add(self, number: int, maker: nn.Module | _Maker) -> None:
         """Adds the nodes between `end` and a number.
@@ -126,6 +124,7 @@ class NodeMakers:
             number: After that of the last of them.
             maker: Who made them.
         """
+        self.end = number
         held = maker if isinstance(maker, _Maker) else weakref.ref(maker)
         # weakref.ref() of one module is one object.
         if self._makers[-1] is held:

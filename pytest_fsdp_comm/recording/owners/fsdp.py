@@ -117,11 +117,16 @@ class UnitWatch:
         """
         for module in (module for root in roots for module in root.modules()):
             for group in param_groups(module):
-                self._memory.learn(group, _gathered_nbytes(group))
+                self._learn_memory(group)
             handle = _handle_of(module)
             if handle is not None:
                 self._memory.learn(handle, _gathered_nbytes_of_handle(handle))
         return self._memory.peak
+
+    def _learn_memory(self, group: Any) -> None:
+        # Asked at each change, and the bytes take a walk over the unit's parameters.
+        if not self._memory.knows(group):
+            self._memory.learn(group, _gathered_nbytes(group))
 
     def forget(self) -> None:
         """Lets go of all units: graphs that outlive the block keep this object alive."""
@@ -225,7 +230,7 @@ class UnitWatch:
     def _wrap_unshard(self, original: Any) -> Any:
         def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
             self.learn_groups(group)
-            self._memory.learn(group, _gathered_nbytes(group))
+            self._learn_memory(group)
             pending = group._all_gather_result
             gather = self._prefetches.begin()
             with self._act(tuple(group.modules), serves=True, gather=gather):
@@ -251,7 +256,7 @@ class UnitWatch:
 
     def _wrap_free(self, original: Any) -> Any:
         def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
-            self._memory.learn(group, _gathered_nbytes(group))
+            self._learn_memory(group)
             result = original(group, *args, **kwargs)
             nbytes = _gathered_nbytes(group)
             self._memory.hold(group, nbytes)

@@ -171,7 +171,8 @@ def _is_asking(path: str) -> bool | None:
 class _Walk:
     """A `StackScan` in the making, frame by frame from the innermost."""
 
-    clipping: frozenset[CodeType]
+    clipping: dict[int, CodeType]
+    """As `_clipping_codes`."""
     innermost: nn.Module | None = None
     outermost: nn.Module | None = None
     is_in_engine: bool = False
@@ -201,7 +202,7 @@ class _Walk:
             return
         if not self.is_in_engine:
             self.is_from_cpp = False
-        if code is _STEP or code in self.clipping:
+        if code is _STEP or id(code) in self.clipping:
             self.is_in_optimizer = True
         elif path.startswith(_TORCH):
             self._pass_torch(frame)
@@ -294,19 +295,17 @@ def _redistribute_code() -> CodeType:
 
 
 @functools.cache
-def _clipping_codes() -> frozenset[CodeType]:
+def _clipping_codes() -> dict[int, CodeType]:
+    """The code of functions that clip gradients, by identity: code hashes slowly."""
     # By their public names, all there since torch 2.6, because the functions themselves live under
     # private ones: torch.nn.utils.get_total_norm is clip_grad._get_total_norm.
     names = ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm")
     fsdp1 = _look_up("torch.distributed.fsdp", "FullyShardedDataParallel")
     if not hasattr(fsdp1, "clip_grad_norm_"):
         raise upstream.moved("torch", f"{fsdp1.__qualname__}.clip_grad_norm_", _USE)
-    return frozenset(
-        (
-            *(_code("torch.nn.utils", name) for name in names),
-            _unwrapped(fsdp1.clip_grad_norm_).__code__,
-        )
-    )
+    codes = [_code("torch.nn.utils", name) for name in names]
+    codes.append(_unwrapped(fsdp1.clip_grad_norm_).__code__)
+    return {id(code): code for code in codes}
 
 
 def _code(module: str, name: str) -> CodeType:
