@@ -13,13 +13,20 @@ import torch
 import torch.distributed as dist
 from models import WIDTH, Block, Model, shard
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
+from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
 pytestmark = pytest.mark.distributed(world_size=2)
 
@@ -311,4 +318,113 @@ def test_averaging_the_loss_in_each_step_shows_up_outside_the_model(record, devi
     assert said(reviewed, regressed) == [
         "(no module) outside: all_reduce[dp] 0 -> 1 (+1), 0 B -> 4 B per rank, issued at "
         "tests/regressions/test_reported.py:N",
+    ]
+
+
+# What sends the same bytes in the same number of calls.
+
+
+def changed(reviewed, regressed):
+    """Whether the text of a snapshot differs, and what is said."""
+    lines = [format_profile(profile).splitlines()[1:] for profile in (reviewed, regressed)]
+    assert lines[0] != lines[1]
+    return said(reviewed, regressed)
+
+
+def test_a_prefetch_that_was_dropped_is_a_difference(record, device_mesh):
+    # Megatron-LM issue 5513 guards by hand what is gathered while another layer computes.
+    def build(*, prefetch):
+        model = shard(Model(blocks=4), device_mesh())
+        for layer, following in itertools.pairwise(model.layers):
+            layer.set_modules_to_forward_prefetch([following] if prefetch else [])
+        return model
+
+    models = [build(prefetch=prefetch) for prefetch in (True, True, False)]
+    reviewed, same, regressed = (record(model, lambda model=model: step(model)) for model in models)
+    assert format_profile(reviewed) == format_profile(same)
+    assert changed(reviewed, regressed) == [
+        "layers.{1..3} forward: all_gather[dp] 1, x1 of 512 B float32 ahead 1 -> x1 of 512 B "
+        "float32, each, issued at tests/models.py:N"
+    ]
+
+
+def test_an_asynchronous_unshard_that_became_synchronous_is_a_difference(record, device_mesh):
+    model = shard(Model(), device_mesh())
+
+    def run(*, is_async):
+        model.layers[0].unshard(async_op=is_async)
+        step(model)
+
+    reviewed, regressed = (
+        record(model, lambda is_async=is_async: run(is_async=is_async))
+        for is_async in (True, False)
+    )
+    (line,) = changed(reviewed, regressed)
+    assert "x1 of 512 B float32 ahead 2 async -> x1 of 512 B float32 ahead 2" in line
+
+
+@pytest.mark.distributed(world_size=4)
+def test_a_mesh_turned_around_is_a_difference(record):
+    # torchtitan PR 286: tensor parallelism across machines.
+    def run(names):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        torch.manual_seed(0)
+        model = Model()
+        for block in model.layers:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["tp"], plan)
+        shard(model, mesh["dp"])
+        return record(model, lambda: step(model))
+
+    assert changed(run(("dp", "tp")), run(("tp", "dp"))) == [
+        "mesh: dp=2 stride 2, tp=2 stride 1 -> dp=2 stride 1, tp=2 stride 2"
+    ]
+
+
+def test_another_dtype_of_equal_size_is_a_difference(record, device_mesh):
+    def build(dtype):
+        model, policy = Model(), MixedPrecisionPolicy(param_dtype=dtype)
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=device_mesh(), mp_policy=policy)
+        return model
+
+    models = [build(dtype) for dtype in (torch.float16, torch.bfloat16)]
+    reviewed, regressed = (record(model, lambda model=model: step(model)) for model in models)
+    lines = changed(reviewed, regressed)
+    assert lines[0] == (
+        "(root), layers.{0..1} forward: all_gather[dp] 1, x1 of 256 B float16 -> x1 of 256 B "
+        "bfloat16, each, issued at tests/models.py:N"
+    )
+    assert len(lines) == 3
+    assert all(" B float16" in line and " B bfloat16" in line for line in lines)
+
+
+def test_another_source_and_another_peer_are_differences(record):
+    def run(source, to):
+        rank, others = dist.get_rank(), dist.get_world_size()
+        dist.broadcast(torch.ones(4), source)
+        sent = dist.isend(torch.ones(4), (rank + to) % others)
+        dist.recv(torch.ones(4), (rank - to) % others)
+        sent.wait()
+
+    model = nn.Linear(1, 1)
+    profiles = [record(model, lambda source=source: run(source, 1)) for source in (0, 1)]
+    assert changed(*profiles) == [
+        "(no module) outside: broadcast[world] 1, x1 of 16 B float32 root 0 -> x1 of 16 B float32 "
+        "root 1, issued at tests/regressions/test_reported.py:N"
+    ]
+
+
+def test_sizes_that_cancel_are_a_difference(record):
+    def run(*sizes):
+        for size in sizes:
+            dist.all_reduce(torch.ones(size))
+
+    model = nn.Linear(1, 1)
+    reviewed, regressed = (
+        record(model, lambda sizes=sizes: run(*sizes)) for sizes in ((8, 8), (1, 15))
+    )
+    assert changed(reviewed, regressed) == [
+        "(no module) outside: all_reduce[world] 2, x2 of 32 B float32 -> x1 of 4 B float32, x1 of "
+        "60 B float32, issued at tests/regressions/test_reported.py:N"
     ]
