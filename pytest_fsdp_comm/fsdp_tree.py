@@ -18,7 +18,7 @@ from pytest_fsdp_comm.snapshots.tree_text import format_profile
 from pytest_fsdp_comm.tree.facts import tree_facts
 from pytest_fsdp_comm.tree.findings.settings import FindingSettings
 from pytest_fsdp_comm.tree.json import dump_tree
-from pytest_fsdp_comm.tree.profile import merge, ranks_of_stages
+from pytest_fsdp_comm.tree.profile import TreeProfile, ranks_of_stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,7 +79,9 @@ class TreeFactory:
             return tree
         trees = gather_alike(self._gather, "fsdp_tree.of_all_ranks", tree_facts(tree))
         by_rank = dict(zip(self._ranks or range(len(trees)), trees, strict=True))
-        texts = {rank: format_profile(merge({rank: facts})) for rank, facts in by_rank.items()}
+        texts = {
+            rank: format_profile(TreeProfile(trees={(): facts})) for rank, facts in by_rank.items()
+        }
         found = [
             finding
             for ranks in ranks_of_stages(by_rank)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from pytest_fsdp_comm.comm.causes import find_causes
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import show_mesh
-from pytest_fsdp_comm.comm.profile import Calls, CommProfile, Site, restrict, without_async
+from pytest_fsdp_comm.comm.profile import (
+    Calls,
+    CommProfile,
+    Site,
+    alike_but,
+    restrict,
+    without_async,
+)
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, runs_of, write_ranks
 
@@ -44,9 +51,9 @@ _Amounts: TypeAlias = tuple[Amount, ...]
 class Change:
     """One row that differs, for every module in which it differs in the same way."""
 
-    subject: Literal["collective", "reshard", "redistribution", "frame"]
+    subject: Literal["collective", "reshard", "redistribution", "frame", "memory"]
     phase: Phase | None
-    """None for a change of the frame: world size, recorded ranks, mesh, gathered bytes."""
+    """None for a change of the frame (world size, recorded ranks, mesh) and of gathered bytes."""
     owners: tuple[str | None, ...] = ()
     """FQNs in natural order; None stands for no module."""
     what: str
@@ -56,9 +63,9 @@ class Change:
     after: tuple[Amount, ...] = ()
     """What was recorded; empty if the row is gone."""
     old_text: str = ""
-    """Of the frame."""
+    """Of frame and memory."""
     new_text: str = ""
-    """Of the frame."""
+    """Of frame and memory."""
     sites: tuple[Site, ...] = ()
     """Where the recorded collectives of the first owner were issued."""
 
@@ -108,15 +115,15 @@ def _compare_frames(old: CommProfile, new: CommProfile) -> Iterable[Change]:
             for peak in profile.peaks
         )
 
-    pairs = (
-        ("world_size", str(old.world_size), str(new.world_size)),
-        ("recorded ranks", ranks(old), ranks(new)),
-        ("mesh", show_mesh(old.mesh_axes), show_mesh(new.mesh_axes)),
-        ("peak gathered", peak(old) or "0 B", peak(new) or "0 B"),
+    pairs: tuple[tuple[Literal["frame", "memory"], str, str, str], ...] = (
+        ("frame", "world_size", str(old.world_size), str(new.world_size)),
+        ("frame", "recorded ranks", ranks(old), ranks(new)),
+        ("frame", "mesh", show_mesh(old.mesh_axes), show_mesh(new.mesh_axes)),
+        ("memory", "peak gathered", peak(old) or "0 B", peak(new) or "0 B"),
     )
-    for what, before, after in pairs:
+    for subject, what, before, after in pairs:
         if before != after:
-            yield Change(subject="frame", phase=None, what=what, old_text=before, new_text=after)
+            yield Change(subject=subject, phase=None, what=what, old_text=before, new_text=after)
 
 
 def _compare_rows(
@@ -131,6 +138,9 @@ def _compare_rows(
     for key in sorted({**after, **before}, key=lambda key: _PHASE_ORDER[key[0]]):
         was, now = before.get(key, ()), after.get(key, ())
         if was != now:
+            if not (was and now):
+                # Of what came or went as a whole, prefetch distances are no part of the change.
+                was, now = _without_ahead(was), _without_ahead(now)
             phase, _, what = key
             groups.setdefault((phase, _described(what), was, now), []).append(key)
     for (phase, described, was, now), keys in groups.items():
@@ -144,6 +154,10 @@ def _compare_rows(
             after=now,
             sites=sites.get(keys[0], ()),
         )
+
+
+def _without_ahead(amounts: _Amounts) -> _Amounts:
+    return tuple(replace(amount, calls=alike_but(amount.calls, ahead=0)) for amount in amounts)
 
 
 def _described(what: Sequence[str]) -> str:

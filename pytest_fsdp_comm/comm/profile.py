@@ -527,15 +527,16 @@ def _restricted(held: Iterable[_OfRanks], ranks: Sequence[int]) -> tuple[_OfRank
 
 def without_async(profile: CommProfile) -> CommProfile:
     """A profile as if torch had not said which calls are asynchronous."""
-
-    def merged(calls: Iterable[Calls]) -> tuple[Calls, ...]:
-        counts: Counter[Calls] = Counter()
-        for one in calls:
-            counts[replace(one, is_async=False, count=0)] += one.count
-        return tuple(sorted(replace(one, count=count) for one, count in counts.items()))
-
-    rows = tuple(replace(row, calls=merged(row.calls)) for row in profile.rows)
+    rows = tuple(replace(row, calls=alike_but(row.calls, is_async=False)) for row in profile.rows)
     return replace(profile, rows=rows, shows_async=False)
+
+
+def alike_but(calls: Iterable[Calls], **changes: Any) -> tuple[Calls, ...]:
+    """Calls with something changed; those that it makes alike become one."""
+    counts: Counter[Calls] = Counter()
+    for one in calls:
+        counts[replace(one, count=0, **changes)] += one.count
+    return tuple(sorted(replace(one, count=count) for one, count in counts.items()))
 
 
 def sort_rows(rows: Iterable[_Row]) -> tuple[_Row, ...]:

@@ -115,13 +115,14 @@ def combine(explained: Sequence[tuple[str, Explanation]], *, accept: str) -> tup
 def _weight(change: Change) -> tuple[bool, bool, int]:
     """Sorts what costs most to the front.
 
-    What was sent comes before what FSDP did to send it, since unshards repeat their all-gathers;
-    what is new comes before what is gone.
+    What was sent comes before what FSDP did to send it, since unshards repeat their all-gathers,
+    and before what this held in memory; what is new comes before what is gone.
     """
     before = sum(amount.nbytes for amount in change.before)
     after = sum(amount.nbytes for amount in change.after)
     growth = (after - before) * len(change.owners)
-    return (change.subject == "reshard", change.phase is not None and growth <= 0, -abs(growth))
+    is_late = change.subject in {"reshard", "memory"}
+    return (is_late, change.subject != "frame" and growth <= 0, -abs(growth))
 
 
 def _cut(

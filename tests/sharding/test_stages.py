@@ -167,7 +167,7 @@ def test_ranks_of_a_pipeline_merge_and_say_who_has_which_stage():
     text = format_profile(merge({0: first, 1: first, 2: second, 3: second}))
     assert "ranks 0-1\n" in text
     assert "ranks 2-3\n" in text
-    assert parse_profile(text).of_rank(2) == second
+    assert parse_profile(text).restricted([2]).common == second
 
 
 def test_only_ranks_of_one_stage_are_compared():

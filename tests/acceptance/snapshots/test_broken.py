@@ -1,6 +1,7 @@
 """Snapshots that git, an editor or a disk has broken: refused alike in either kind, and kept."""
 
 import os
+from functools import partial
 
 import pytest
 
@@ -97,6 +98,26 @@ def test_either_kind_is_refused_when_broken_and_never_overwritten(project):
         assert "INTERNALERROR" not in shown
         assert "Nothing was overwritten" in shown
         assert {file: file.read_bytes() for file in before} == before
+
+
+def test_an_update_replaces_files_of_an_older_format_and_nothing_else_does(pytester):
+    pytester.makepyfile(test_it=SOURCE.replace("CASES", "['plain']"))
+    run = partial(pytester.runpytest_subprocess, "-p", "no:cacheprovider")
+    run("--snapshot-update").assert_outcomes(passed=2)
+    files = sorted(pytester.path.rglob("*.comm"))
+    written = {file: file.read_text() for file in files}
+    old = {file: text.replace("-comm 2 ", "-comm 1 ", 1) for file, text in written.items()}
+    assert len(files) == 2
+    for file in files:
+        file.write_text(old[file])
+    for arguments in ((), ("--snapshot-update-new-only",)):
+        result = run(*arguments)
+        result.assert_outcomes(failed=2)
+        assert "has format 1, this pytest-fsdp-comm reads format 2" in result.stdout.str()
+        assert "record it again with --snapshot-update, and review" in result.stdout.str()
+        assert {file: file.read_text() for file in files} == old
+    run("--snapshot-update").assert_outcomes(passed=2)
+    assert {file: file.read_text() for file in files} == written
 
 
 RANKS = """

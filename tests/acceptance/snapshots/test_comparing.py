@@ -37,10 +37,12 @@ mesh dp=2 stride 1
 forward {0..1} all_gather[dp] x1 of 256 B float32
 forward {0..1} reshard x1
 forward {0..1} unshard x1
-backward {0..1} all_gather[dp] x1 of 256 B float32
+backward 0 all_gather[dp] x1 of 256 B float32 ahead 1
 backward {0..1} reduce_scatter[dp] x1 of 256 B float32
+backward 1 all_gather[dp] x1 of 256 B float32
 backward {0..1} reshard x1
 backward {0..1} unshard x1
+peak gathered 512 B
 total all_gather[dp] x4 1_024 B
 total reduce_scatter[dp] x2 512 B
 end

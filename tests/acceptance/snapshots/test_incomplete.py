@@ -104,7 +104,7 @@ def test_by_ini_it_is_compared_with_a_warning(project):
     result = project.run("--snapshot-update")
     result.assert_outcomes(passed=1, warnings=2)  # of the comparison, and of the block
     said(result, "comm_mode is compared without what it lacks:", MISSING)
-    assert "outside (no-module) all_reduce[world] x1 8 B" in project.file()
+    assert "outside (no-module) all_reduce[world] x1 of 8 B float32" in project.file()
     project.edit("torch.ones(2)", "torch.ones(4)")
     project.run().assert_outcomes(failed=1, warnings=2)
 
@@ -155,4 +155,6 @@ def test_code_that_depends_on_values_is_not_compared_on_the_fake_group(project):
     project.run().assert_outcomes(passed=1)
     project.edit("== comm_snapshot(allow_value_dependent=True)", "== comm_snapshot")
     project.edit('backend="fake"', 'backend="gloo"')
+    # Of all ranks, instead of one.
+    project.run("--snapshot-update").assert_outcomes(passed=1)
     project.run().assert_outcomes(passed=1)

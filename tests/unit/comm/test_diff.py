@@ -223,6 +223,17 @@ def test_calls_that_differ_are_a_difference(before, after, line):
     assert rendered(old, new).full[1].startswith(f"  a forward: all_gather[dp] {line}")
 
 
+def test_layers_that_are_gathered_anew_are_one_change_whatever_their_distance():
+    new = [
+        row(FORWARD, owner, "all_gather", calls=(calls(ahead=ahead),))
+        for ahead, owner in enumerate(LAYERS)
+    ]
+    for old, after in ((profile(), profile(*new)), (profile(*new), profile())):
+        assert len(compare(old, after).changes) == 1
+    other = [row(FORWARD, owner, "all_gather", calls=(calls(),)) for owner in LAYERS]
+    assert len(compare(profile(*new), profile(*other)).changes) == len(LAYERS) - 1
+
+
 def test_objects_are_counted_and_their_sizes_are_not_compared():
     def objects(count):
         made = Calls(count=count, is_object=True)
