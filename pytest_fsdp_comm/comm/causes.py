@@ -6,7 +6,7 @@ patterns are those of regressions that were reported: see ``tests/regressions``.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.events import ROOT_FQN, Phase
@@ -30,7 +30,7 @@ def find_causes(old: CommProfile, new: CommProfile) -> tuple[str, ...]:
     finders = (
         _root_not_sharded(before, after),
         _gathered_per_use(before, after),
-        _reduced_per_micro_batch(before, after),
+        _reduced_per_micro_batch(before, after, _grown(old, new)),
         _gathered_in_recompute(before, after),
         _reshard_policy(before, after),
         _became_replicated(before, after),
@@ -93,8 +93,24 @@ def _others_grew(before: dict[str, _Counts], after: dict[str, _Counts], owner: s
     )
 
 
+def _grown(old: CommProfile, new: CommProfile) -> set[tuple[str | None, str]]:
+    """Owners and kinds of which more bytes are sent in backward."""
+
+    def nbytes(profile: CommProfile) -> Counter[tuple[str | None, str]]:
+        found: Counter[tuple[str | None, str]] = Counter()
+        for row in profile.rows:
+            if row.phase is _BACKWARD and 0 in (row.ranks or (0,)):
+                found[row.owner, row.kind] += row.nbytes
+        return found
+
+    before = nbytes(old)
+    return {key for key, sent in nbytes(new).items() if sent > before[key]}
+
+
 def _reduced_per_micro_batch(
-    before: dict[str, _Counts], after: dict[str, _Counts]
+    before: dict[str, _Counts],
+    after: dict[str, _Counts],
+    grown_bytes: set[tuple[str | None, str]],
 ) -> Iterator[str]:
     for kind in ("reduce_scatter", "all_reduce"):
         grown = [
@@ -102,6 +118,8 @@ def _reduced_per_micro_batch(
             for owner in after
             if _get(before, owner, _BACKWARD, kind) > 0
             and _get(after, owner, _BACKWARD, kind) > _get(before, owner, _BACKWARD, kind)
+            # More and smaller buckets reduce each gradient once.
+            and (owner, kind) in grown_bytes
             and _get(after, owner, _FORWARD, "all_gather")
             == _get(before, owner, _FORWARD, "all_gather")
             and _get(after, owner, _BACKWARD, "all_gather")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_fsdp_comm.text.rank_lists import runs_of, write_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,43 @@ class MeshAxis:
         # As of a tensor, which names its outermost dimension first.
         sizes, strides = zip(*reversed(self.dims), strict=True)
         return f"{'x'.join(map(str, sizes))} stride {'x'.join(map(str, strides))}"
+
+
+def axis_of(name: str, ranks: Sequence[int]) -> MeshAxis:
+    """The axis of a group.
+
+    Args:
+        name: As `MeshAxis.name`.
+        ranks: Of the group, in its order.
+    """
+    dims = dims_of(ranks)
+    groups = () if dims is not None else (tuple(ranks),)
+    return MeshAxis(name=name, size=len(ranks), dims=dims or (), groups=groups)
+
+
+def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
+    """Finds the dimensions of a group's ranks.
+
+    Args:
+        ranks: In the order of the group.
+
+    Returns:
+        Size and stride of each dimension, innermost first; None if the ranks lie irregularly.
+    """
+    offsets = [rank - ranks[0] for rank in ranks]
+    dims = []
+    inner = 1  # ranks in the dimensions found so far, which the next one repeats
+    while inner < len(offsets):
+        stride, size = offsets[inner], 1
+        while offsets[size * inner : (size + 1) * inner] == [
+            offset + size * stride for offset in offsets[:inner]
+        ]:
+            size += 1
+        if size == 1:
+            return None
+        dims.append((size, stride))
+        inner *= size
+    return tuple(dims)
 
 
 def merge_axes(axes: Iterable[MeshAxis]) -> tuple[MeshAxis, ...]:

@@ -65,6 +65,8 @@ class CommMode(CommDebugAnswers):
         self._models: tuple[weakref.ref[nn.Module], ...] = ()
         self._running: tuple[Recorder, AbstractContextManager[None]] | None = None
         self._block: RecordedBlock | None = None
+        # Blocks before the last one whose recording nobody looked at.
+        self._is_read, self._unread_blocks = True, 0
         # What the blocks of one test share.
         self._makers = NodeMakers()
         self._roots: tuple[weakref.ref[nn.Module], ...] = ()
@@ -117,6 +119,8 @@ class CommMode(CommDebugAnswers):
         watching = recorder.watching()
         watching.__enter__()
         self._running, self._block = (recorder, watching), None
+        self._unread_blocks += not self._is_read
+        self._is_read = False
         return self
 
     def __exit__(
@@ -182,6 +186,7 @@ class CommMode(CommDebugAnswers):
         return self._known_block().recording
 
     def _known_block(self) -> RecordedBlock:
+        self._is_read = True
         if self._running is not None:
             return self._running[0].so_far()
         if self._block is None:
@@ -227,7 +232,8 @@ class CommMode(CommDebugAnswers):
         """The counts and bytes of all ranks. Every rank must call it.
 
         Raises:
-            RecordingError: The block still runs, or this rank had no process group in it.
+            RecordingError: The block still runs, or this rank had no process group in it; or there
+                were blocks before it that were neither compared nor asked.
         """
         from pytest_fsdp_comm.comm.profile import merge  # noqa: PLC0415  # a rank that never compares needs none
 
@@ -235,6 +241,14 @@ class CommMode(CommDebugAnswers):
             raise RecordingError(
                 "comm_mode was compared with a snapshot while it still records, so that the rest "
                 "of the block would be missing; compare it after the block"
+            )
+        unread, self._unread_blocks = self._unread_blocks, 0
+        if unread:
+            raise RecordingError(
+                f"comm_mode recorded {unread + 1} blocks, and a comparison has the last one alone, "
+                "so that the others would go unseen; put all of it into one block, or compare "
+                "after each (comm_snapshot(name=...) gives each its own file). If only the last "
+                "one matters, run the others without comm_mode"
             )
         if not (self.recording.backend or self.recording.collectives):
             raise RecordingError(

@@ -82,7 +82,9 @@ class Flights:
 
     entries: tuple[Flight, ...]
     is_cut: bool
-    """Whether the flight recorder, which keeps 2,000 entries, may have dropped earlier ones."""
+    """Whether the flight recorder may have dropped earlier ones."""
+    num_kept: int
+    """How many entries it has, of any time: 2,000 at most, or ``TORCH_FR_BUFFER_SIZE``."""
 
 
 def flown(since_ns: int) -> list[FlightEntry]:
@@ -125,7 +127,7 @@ def issued_after(begin: Mark) -> Flights:
         ``TORCH_FR_BUFFER_SIZE=0`` turns it off, and in older torch, which does not name the thread.
     """
     found: list[Flight] = []
-    is_cut = False
+    is_cut, num_kept = False, 0
     for dump in _DUMPS:
         # A dump takes 10 us an entry, and is all or nothing.
         if all(
@@ -134,6 +136,7 @@ def issued_after(begin: Mark) -> Flights:
         ):
             continue
         entries = _dumped(dump, with_collectives=True).get("entries", [])
+        num_kept = max(num_kept, len(entries))
         new = [
             entry
             for entry in entries
@@ -141,7 +144,7 @@ def issued_after(begin: Mark) -> Flights:
         ]
         is_cut |= bool(new) and new[0] is entries[0] and new[0]["record_id"] > 0
         found += [_flight(entry) for entry in new if not entry["is_p2p"]]
-    return Flights(entries=tuple(found), is_cut=is_cut)
+    return Flights(entries=tuple(found), is_cut=is_cut, num_kept=num_kept)
 
 
 # Of gloo, and of NCCL. Private names, whose absence means that there is nothing to read.

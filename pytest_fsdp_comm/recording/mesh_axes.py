@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.comm.mesh import MeshAxis
+from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of
+from pytest_fsdp_comm.text.rank_lists import runs_of, write_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -145,11 +146,11 @@ class GroupNames:
         # Not the mesh's own layout: of one made from a transposed tensor, torch 2.13 names strides
         # that its groups do not have.
         found = {key: self.axis(key) for key in dict.fromkeys(keys)}
-        layouts: defaultdict[str, set[tuple[int, tuple[tuple[int, int], ...]]]] = defaultdict(set)
+        layouts: defaultdict[str, set[MeshAxis]] = defaultdict(set)
         for axis in found.values():
-            layouts[axis.name].add((axis.size, axis.dims))
+            layouts[axis.name].add(axis)
         return {
-            key: replace(axis, name=f"{axis.name}.{_shape_name(self._groups[key].ranks)}")
+            key: replace(axis, name=f"{axis.name}.{_told_apart(axis)}")
             if len(layouts[axis.name]) > 1
             else axis
             for key, axis in found.items()
@@ -174,43 +175,6 @@ class GroupNames:
         # A name that two groups share is none of theirs.
         shared = {self.axis(key).name for key, name in used.items()}.difference(used.values())
         return groups, frozenset(names.difference(shared))
-
-
-def axis_of(name: str, ranks: Sequence[int]) -> MeshAxis:
-    """The axis of a group.
-
-    Args:
-        name: As `MeshAxis.name`.
-        ranks: Of the group, in its order.
-    """
-    dims = dims_of(ranks)
-    groups = () if dims is not None else (tuple(ranks),)
-    return MeshAxis(name=name, size=len(ranks), dims=dims or (), groups=groups)
-
-
-def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
-    """Finds the dimensions of a group's ranks.
-
-    Args:
-        ranks: In the order of the group.
-
-    Returns:
-        Size and stride of each dimension, innermost first; None if the ranks lie irregularly.
-    """
-    offsets = [rank - ranks[0] for rank in ranks]
-    dims = []
-    inner = 1  # ranks in the dimensions found so far, which the next one repeats
-    while inner < len(offsets):
-        stride, size = offsets[inner], 1
-        while offsets[size * inner : (size + 1) * inner] == [
-            offset + size * stride for offset in offsets[:inner]
-        ]:
-            size += 1
-        if size == 1:
-            return None
-        dims.append((size, stride))
-        inner *= size
-    return tuple(dims)
 
 
 def existing_axes() -> Iterator[tuple[str, str]]:
@@ -317,6 +281,13 @@ def _described(description: str) -> str:
     if description == "default_pg":
         return WORLD
     return "" if description == "undefined" else description.removeprefix("mesh_")
+
+
+def _told_apart(axis: MeshAxis) -> str:
+    """What distinguishes an axis from another one of its name: equal on all ranks, if it can be."""
+    if axis.groups:
+        return f"ranks{write_ranks(runs_of(axis.groups[0]))}"
+    return f"size{axis.layout.replace(' ', '.').replace('stride.', 'stride')}"
 
 
 def _shape_name(ranks: Sequence[int]) -> str:

@@ -173,6 +173,7 @@ class Recorder:
             ):
                 yield
         finally:
+            self._witness.last_call()
             with self._lock:
                 self._is_recording = False
             self._witness.end()
@@ -464,6 +465,8 @@ class Recorder:
     def _watching_thread(self) -> contextlib.AbstractContextManager[object]:
         """Records what the current thread sends, which is another than that of the block."""
         self._here.is_followed = True
+        if self._witness is not None:
+            self._witness.follow()
         return _Mode(self.run_on_other_thread)
 
     def _where(self) -> tuple[Phase, str]:

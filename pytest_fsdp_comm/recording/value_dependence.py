@@ -27,8 +27,8 @@ _TAGS: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _NAMES: Final = {"_local_scalar_dense": "item", "index": "a boolean mask"}
 """What operations are called where users write them."""
 
-_METHODS: Final = ("tolist", "numpy")
-"""Methods that read values without any operation."""
+_METHODS: Final = ("tolist", "numpy", "tensor_split")
+"""Methods that read values without any operation that a mode sees."""
 
 _WATCHED_PHASES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
 
@@ -57,7 +57,9 @@ class ValueReads:
         def wrap(name: str, original: Any) -> Any:
             def wrapped(*args: Any, **kwargs: Any) -> Any:
                 # The compiler follows this code; it reads nothing.
-                if not torch.compiler.is_compiling():
+                if not torch.compiler.is_compiling() and (
+                    name != "tensor_split" or _splits_by_tensor(args, kwargs)
+                ):
                     self.note(name)
                 return original(*args, **kwargs)
 
@@ -75,6 +77,8 @@ class ValueReads:
                     undo.callback(delattr, torch.Tensor, name)
                 else:
                     undo.callback(setattr, torch.Tensor, name, own)
+            undo.callback(setattr, torch, "tensor_split", torch.tensor_split)
+            torch.tensor_split = wrap("tensor_split", torch.tensor_split)
             yield
 
     def note_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -118,6 +122,11 @@ class ValueReads:
         self._gaps[Gap(kind="value_dependent", text=text)] = None
 
 
+def _splits_by_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``tensor_split`` is given its indices as a tensor, whose values make shapes."""
+    return any(isinstance(value, torch.Tensor) for value in (*args[1:2], *kwargs.values()))
+
+
 def reads_values(func: Any) -> bool:
     """Whether an operation shows values to Python, or makes a shape of them.
 
@@ -125,7 +134,10 @@ def reads_values(func: Any) -> bool:
         func: A ``torch._ops.OpOverload``, or a higher-order operator, which has no tags.
     """
     tags = getattr(func, "tags", ())
-    return any(tag in tags for tag in _TAGS)
+    if any(tag in tags for tag in _TAGS):
+        return True
+    # Not tagged in torch 2.13, though the number of values follows from the values.
+    return bool(tags) and func.overloadpacket.__name__.startswith("_to_sparse")
 
 
 def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:

@@ -134,6 +134,7 @@ class Witness:
         self._begin = flight_recorder.mark()
         self._issued: list[_Issued] = []
         self._threads = {threading.get_ident()}
+        self._running_on: dict[int | None, str] = {}
         self._thread_names = _thread_names()
         self._unseen: list[_Unseen] = []
         self.notes: list[str] = []
@@ -162,13 +163,29 @@ class Witness:
             if message.kind not in _NOT_FLOWN
         ]
 
+    def follow(self) -> None:
+        """Notes that the current thread is recorded from now on."""
+        self._threads.add(threading.get_ident())
+
+    def last_call(self) -> None:
+        """Notes which other threads still run, as the block is about to end.
+
+        What they have issued by then may return later, and what they issue later is not recorded.
+        """
+        own = threading.get_ident()
+        self._running_on = {
+            thread.ident: thread.name
+            for thread in threading.enumerate()
+            if thread.ident in self._threads and thread.ident != own
+        }
+
     def end(self) -> None:
         """Compares with the flight recorder: the block has ended."""
         flights = flight_recorder.issued_after(self._begin)
         if flights.is_cut:
             self.notes.append(
-                "only the last 2000 collectives were checked against torch's flight recorder, "
-                "which keeps no more"
+                f"only the last {flights.num_kept} collectives were checked against torch's flight "
+                "recorder, which keeps no more"
             )
         flown: defaultdict[str, list[Flight]] = defaultdict(list)
         for flight in flights.entries:
@@ -183,6 +200,18 @@ class Witness:
             )
         for group, entries in flown.items():
             self._compare([issued for issued in self._issued if issued.group == group], entries)
+        late = {
+            self._running_on[unseen.flight.thread_id]: None
+            for unseen in self._unseen
+            if unseen.flight.thread_id in self._running_on
+        }
+        self._unseen = [
+            unseen for unseen in self._unseen if unseen.flight.thread_id not in self._running_on
+        ]
+        self.notes += [
+            f"thread {name!r} was still sending when the block ended, and is recorded up to then"
+            for name in late
+        ]
         self._issued.clear()
         if self._unseen:
             self._thread_names |= _thread_names()
@@ -222,7 +251,8 @@ class Witness:
         whys: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for unseen in self._unseen:
             flight = unseen.flight
-            over = names.get(flight.group) or flight.description or "a group that is gone"
+            described = flight.description if flight.description != "undefined" else ""
+            over = names.get(flight.group) or described or "a group that is gone"
             if unseen.recorded is not None:
                 recorded = unseen.recorded.whole
                 whys["not sent as recorded"][f"{recorded} over {over} was {unseen.sent}"] += 1

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes
-from pytest_fsdp_comm.recording.mesh_axes import GroupNames, axis_of
+from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of, merge_axes
+from pytest_fsdp_comm.recording.mesh_axes import GroupNames
 from pytest_fsdp_comm.tree.layout import AxisPlacement
 
 if TYPE_CHECKING:

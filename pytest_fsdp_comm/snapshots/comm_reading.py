@@ -172,6 +172,7 @@ class CommDocument:
                 f"{', '.join(COLLECTIVE_KINDS)} or unknown:<operation>"
             )
         calls = _read_calls(match["calls"])
+        _check_calls(kind, calls)
 
         def make(owner: str | None, ranks: tuple[int, ...]) -> CommRow:
             return CommRow(
@@ -258,9 +259,22 @@ class CommDocument:
             raise self.lines.refused(number, error) from None
         seen = {rank for _, listed in self._peaks for rank in list_ranks(listed)}
         is_next = not self._peaks or (self._peaks[-1][1] and ranks > self._peaks[-1][1])
-        if not is_next or not seen.isdisjoint(list_ranks(ranks)):
-            raise self.lines.misread(number, "each rank once, in order")
-        self._peaks.append((_read_nbytes(match), ranks))
+        nbytes = _read_nbytes(match)
+        if not nbytes or not is_next or not seen.isdisjoint(list_ranks(ranks)):
+            raise self.lines.misread(number, "each rank once, in order, and no peak of 0 bytes")
+        self._peaks.append((nbytes, ranks))
+
+    def _check_axes(self) -> None:
+        """Checks that the axes are those of the records."""
+        used = {record.row.what[1] for record in self._collectives} - {""}
+        for place, axis in enumerate(self._world.mesh_axes):
+            if axis.name not in used:
+                first = self._world.end - len(self._world.mesh_axes)
+                raise self.lines.misread(first + place, "only axes that a record below has")
+        missing = used.difference(axis.name for axis in self._world.mesh_axes)
+        for record in self._collectives:
+            if record.row.what[1] in missing:
+                raise self.lines.misread(record.number, "an axis that has a 'mesh' line above")
 
     def _check(self, groups: Iterable[Sequence[_CommRecord[Row]]]) -> None:
         """Checks that the lines are folded, ordered and summed up as they would be written."""
@@ -275,6 +289,7 @@ class CommDocument:
             first = records[0]
             folded[first.phase, first.section].update(fold_pieces(records, pieces))
         world = self._world
+        self._check_axes()
         totals = sum_up(
             (
                 (record.make(None, ()), record.names.size, count_numbers(record.ranks))
@@ -326,6 +341,20 @@ def _read_calls(text: str) -> tuple[Calls, ...]:
             f"calls {quoted_part(text)} out of order: expected each kind of call once, by size"
         )
     return tuple(calls)
+
+
+def _check_calls(kind: str, calls: Iterable[Calls]) -> None:
+    """Raises ValueError for what no call of a kind has."""
+    if kind not in COLLECTIVE_KINDS:
+        return
+    for one in calls:
+        for word, is_there, kinds in (
+            ("ahead", one.ahead, {"all_gather"}),
+            ("peer", one.peer, {"send", "recv"}),
+            ("root", one.root_rank >= 0, {"broadcast", "scatter", "reduce", "gather"}),
+        ):
+            if is_there and kind not in kinds:
+                raise ValueError(f"{kind} has {word!r}: expected it of {', '.join(sorted(kinds))}")
 
 
 def _read_nbytes(match: re.Match[str]) -> int:

@@ -86,6 +86,7 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
     # An update would refuse what could not be compared.
     is_broken = any(result.exception is not None for _, result in failed)
     accept = "" if is_broken else update_command(config, failed[0][1].test_location.item)
+    accept = _with_removal(config.rootpath, [result for _, result in failed], accept)
     for name, result in failed:
         explanation = _explain_one(config, extension, result, accept=accept)
         explained.append((name, explanation))
@@ -106,6 +107,24 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
         item = failed[0][1].test_location.item
         item.add_report_section("call", "comparison", "\n".join(details) + "\n")
     return short
+
+
+def _with_removal(rootdir: Path, failed: Sequence[AssertionResult], accept: str) -> str:
+    """Removes first what an update would refuse to replace: files of ranks that do not run now."""
+    wider = []
+    for result in failed:
+        old, new = result.recalled_data, result.asserted_data
+        if not accept or old is None or new is None:
+            continue
+        was, now = cast("SnapshotText", old).profile, cast("SnapshotText", new).profile
+        lost = set(was.recorded_ranks or range(was.world_size))
+        if not lost <= set(now.recorded_ranks or range(now.world_size)):
+            wider.append(shlex.quote(show_path(Path(result.snapshot_location), rootdir)))
+    if not wider:
+        return accept
+    # Then the file has all ranks, and an update on their own backend has them too.
+    command, count = re.subn(r" --comm-backend[ =]fake\b", "", accept)
+    return command if count else f"rm {' '.join(wider)} && {accept}"
 
 
 def _explain_one(

@@ -179,10 +179,10 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         whole = name_ranks(recorded) if old.recorded_ranks else "all ranks"
         raise FsdpCommError(
             f"{where} was recorded on {whole} and differs from what this update "
-            f"recorded on {name_ranks(self._ranks)} of {self._world_size} alone; a recording of "
-            "some ranks never replaces one of all. Nothing was overwritten: update with every rank "
-            "(gloo or nccl, without --comm-backend fake), or delete the file to keep only these "
-            "ranks from now on"
+            f"recorded on {name_ranks(self._ranks)} of {self._world_size} alone; a recording "
+            "never replaces one of further ranks. Nothing was overwritten: update with all of "
+            "these (every rank: gloo or nccl, without --comm-backend fake), or delete the file to "
+            "keep only the ranks of this update from now on"
         )
 
     def read_snapshot_data_from_location(

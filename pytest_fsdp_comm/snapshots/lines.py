@@ -21,7 +21,7 @@ from copy import copy
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
-from pytest_fsdp_comm.comm.mesh import MeshAxis
+from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of, merge_axes
 from pytest_fsdp_comm.errors import SnapshotFormatError, quoted, quoted_part
 from pytest_fsdp_comm.text.fqn import MAX_NAMES, escape, unescape
 from pytest_fsdp_comm.text.rank_lists import list_ranks, write_ranks
@@ -282,6 +282,21 @@ def read_some_ranks(text: str, world_size: int) -> Ranges:
     return ranges
 
 
+def _is_found(dims: Sequence[tuple[int, int]], world_size: int) -> bool:
+    """Whether `comm.mesh.dims_of` finds these dimensions in a group of such a world.
+
+    Without listing its ranks, of which there may be many.
+    """
+    last = 0  # the largest rank so far
+    for place, (size, stride) in enumerate(dims):
+        # One that goes on where the inner one ends is a part of that.
+        is_part = place > 0 and stride == dims[place - 1][0] * dims[place - 1][1]
+        if size == 1 or stride <= last or is_part:
+            return False
+        last += (size - 1) * stride
+    return last < world_size
+
+
 class WorldReader:
     """Reads the lines of world, ranks and mesh, with which both kinds of snapshots begin."""
 
@@ -352,11 +367,17 @@ class WorldReader:
             if not 1 <= size <= self.size:
                 pass
             elif kind == "ranks" and rest:
-                groups = [read_ranks(group, self.size) for group in rest.split(" | ")]
-                axis = MeshAxis(name=name, size=size, groups=tuple(map(list_ranks, groups)))
+                groups = [
+                    axis_of(name, list_ranks(read_ranks(group, self.size)))
+                    for group in rest.split(" | ")
+                ]
+                if all(group.groups and group.size == size for group in groups):
+                    (axis,) = merge_axes(groups)
             elif all(map(_SHORT_NUMBER.fullmatch, strides)):
                 pairs = zip(map(int, sizes), map(int, strides), strict=False)
-                axis = MeshAxis(name=name, size=size, dims=tuple(pairs)[::-1])
+                dims = tuple(pairs)[::-1]
+                if bool(dims) == (size > 1) and _is_found(dims, self.size):
+                    axis = MeshAxis(name=name, size=size, dims=dims)
         if axis is None or axis.layout != text or bool(word) is not bool(kind and rest):
             raise ValueError(
                 f"bad layout {quoted_part(text)}: expected '<size> stride <stride>', "

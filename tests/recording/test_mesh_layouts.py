@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_fsdp_comm.comm.json import dump_recording, load_recording
+from pytest_fsdp_comm.comm.mesh import dims_of
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.recording.mesh_axes import dims_of
 
 
 def layouts(comm_mode):
@@ -71,6 +71,15 @@ def test_two_groups_of_one_name_are_told_apart(comm_mode):
     # It is no longer the name of any group that was used.
     with pytest.raises(RecordingError, match=r"there is no axis 'tp'; expected one of .*stride1"):
         comm_mode.counts(axis="tp")
+
+
+@pytest.mark.distributed(world_size=8, backend="fake")
+def test_irregular_groups_of_one_name_are_told_apart_by_their_ranks(comm_mode):
+    groups = [dist.new_group(ranks, group_desc="tp") for ranks in ([0, 1, 3], [0, 1, 4])]
+    with comm_mode:
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
+    assert layouts(comm_mode) == {"tp.ranks0-1,3": ((0, 1, 3),), "tp.ranks0-1,4": ((0, 1, 4),)}
 
 
 @pytest.mark.distributed(world_size=8, backend="fake")

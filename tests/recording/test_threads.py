@@ -1,6 +1,7 @@
 """What threads and callbacks of futures send; of what cannot be seen, see `test_witness`."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
 
@@ -213,3 +214,29 @@ def test_torch_is_as_before_after_a_recording(comm_mode):
     with pytest.raises(ZeroDivisionError):
         fail()
     assert patched() == before
+
+
+@ws2
+def test_a_thread_that_outlives_the_block_is_no_gap(comm_mode):
+    group = dist.new_group()
+    for pause_s in (0, 0.002, 0.004):
+        begun = threading.Event()
+
+        def send(begun=begun):
+            for number in range(80):
+                dist.all_reduce(torch.ones(2), group=group)
+                if number == 5:
+                    begun.set()
+
+        thread = threading.Thread(target=send, name="late")
+        with comm_mode:
+            thread.start()
+            begun.wait(20)
+            time.sleep(pause_s)
+        thread.join()
+        assert comm_mode.recording.gaps == ()
+        assert 5 < comm_mode.counts("all_reduce") <= 80
+        notes = comm_mode.recording.notes
+        assert not notes or notes == (
+            "thread 'late' was still sending when the block ended, and is recorded up to then",
+        )

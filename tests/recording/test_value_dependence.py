@@ -102,6 +102,22 @@ def array(x):
     return np.asarray(x)
 
 
+def split_by_tensor(x):
+    return x.tensor_split(x.long().cumsum(0)[:2])
+
+
+def split_by_function(x):
+    return torch.tensor_split(x, tensor_indices_or_sections=x.long().cumsum(0)[:2])
+
+
+def sparse(x):
+    return x.to_sparse()
+
+
+def split_by_numbers(x):
+    return torch.cat([*x.tensor_split(2), *torch.tensor_split(x, (1, 3))])
+
+
 def counted(x):
     return one_hot(x.long())
 
@@ -142,6 +158,9 @@ def test_what_reads_values_of_a_wrapper_is_named(comm_mode, function, line):
         (numpy, "numpy"),
         (array, "numpy"),
         (counted, "item"),
+        (split_by_tensor, "tensor_split"),
+        (split_by_function, "tensor_split"),
+        (sparse, "_to_sparse"),
     ],
 )
 def test_what_reads_values_in_forward_is_named_once(comm_mode, function, how):
@@ -206,6 +225,16 @@ def test_parts_of_unequal_size_are_named(comm_mode, send):
 
 
 # What must not.
+
+
+@fake
+def test_splitting_by_numbers_reads_nothing_and_the_methods_are_put_back(comm_mode):
+    own = torch.tensor_split, torch.Tensor.tensor_split
+    model = Forward(split_by_numbers)
+    with comm_mode(model):
+        model(torch.ones(4))
+    assert texts(comm_mode) == []
+    assert (torch.tensor_split, torch.Tensor.tensor_split) == own
 
 
 def train(comm_mode, device_mesh):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from pytest_fsdp_comm.text.paths import show_path
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _PAUSE_S = 0.005
 _SETTLED = 10
@@ -18,6 +16,8 @@ _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)'
 _RUNNERS = re.compile(
     r"/(_pytest|pytest|pluggy|xdist|execnet|pytest_fsdp_comm/(ranks|plugin))[/.]|/bin/[^/]+$|runpy(\.py|>)$"
 )
+# Wherever it lies: of a clone, too.
+_OWN = f"{Path(__file__).parents[2]}{os.sep}"
 _HAS_FRAME = re.compile(r"^  File .*\n", re.MULTILINE)
 _LIBRARY = re.compile(r"/(site-packages|dist-packages|lib/python\d\.\d+)/")
 _LIBRARY_FRAMES = 1
@@ -25,7 +25,7 @@ _LIBRARY_FRAMES = 1
 
 def is_runner(path: str) -> bool:
     """Whether a file belongs to what runs the test: pytest, its plugins, or this one."""
-    return _RUNNERS.search(path) is not None
+    return path.startswith(_OWN) or _RUNNERS.search(path) is not None
 
 
 def is_library(path: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
@@ -11,7 +12,7 @@ from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.text.fqn import natural_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 WRAPPER_SEGMENTS: Final = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 """Under which name FSDP1, torch.compile and activation checkpointing keep the module that they wrap
@@ -83,7 +84,8 @@ def parts_of(model: object, *, asked: str, otherwise: str = "") -> list[nn.Modul
         otherwise: What the user can do instead, for the errors; begins with a comma.
 
     Raises:
-        RecordingError: It is not a module, or two parts have a parameter of the same name.
+        RecordingError: It is not a module, a part lies within another, or two parts have a
+            parameter of the same name.
     """
     parts: list[Any] = [*model] if isinstance(model, Sequence) else [model]
     for part in parts:
@@ -102,6 +104,13 @@ def parts_of(model: object, *, asked: str, otherwise: str = "") -> list[nn.Modul
             f"{asked}([]) has no module that names could be relative to; pass the modules that "
             f"this rank runs{otherwise}"
         )
+    for place, part in enumerate(parts):
+        others = chain.from_iterable(map(_below, (*parts[:place], *parts[place + 1 :])))
+        if any(part is module for module in others):
+            raise RecordingError(
+                f"{asked}([...]) expects parts of one model that do not overlap, but one of them, "
+                f"a {type(part).__name__}, is given twice or lies within another; leave it out"
+            )
     common = _common_parameter(parts) if len(parts) > 1 else None
     if common is not None:
         raise RecordingError(
@@ -110,6 +119,10 @@ def parts_of(model: object, *, asked: str, otherwise: str = "") -> list[nn.Modul
             "modules 0, 1 and so on"
         )
     return parts
+
+
+def _below(part: nn.Module) -> Iterator[nn.Module]:
+    return (module for _, module in _named_modules(part))
 
 
 def _common_parameter(parts: Iterable[nn.Module]) -> str | None:

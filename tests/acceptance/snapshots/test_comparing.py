@@ -698,3 +698,81 @@ def test_what_failed_comparisons_received_can_be_accepted_by_copying(recorded):
     result = recorded.run()
     result.assert_outcomes(failed=1)
     explained(result, f"there is no snapshot {TREE} yet")
+
+
+BLOCKS = """
+import pytest
+import torch
+import torch.distributed as dist
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_loop(comm_mode, comm_snapshot):
+    for _ in range(3):
+        with comm_mode:
+            dist.all_reduce(torch.ones(2))
+    assert comm_mode == comm_snapshot
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_each(comm_mode, comm_snapshot):
+    for step in ("first", "second"):
+        with comm_mode:
+            dist.all_reduce(torch.ones(2))
+        assert comm_mode == comm_snapshot(name=step)
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_asked(comm_mode, comm_snapshot):
+    with comm_mode:
+        dist.all_reduce(torch.ones(2))
+    assert comm_mode.counts("all_reduce") == 1
+    with comm_mode:
+        dist.all_reduce(torch.ones(2))
+    assert comm_mode == comm_snapshot
+"""
+
+
+def test_blocks_that_nobody_looked_at_do_not_pass_with_the_last_one(project):
+    (project.path / "test_it.py").write_text(BLOCKS)
+    result = project.update()
+    result.assert_outcomes(passed=2, failed=1)
+    explained(
+        result,
+        "comm_mode recorded 3 blocks, and a comparison has the last one alone",
+        "comm_snapshot(name=...) gives each its own file",
+    )
+    assert sorted(Path(name).name for name in project.files()) == [
+        "test_asked.ws2.comm",
+        "test_each.ws2.first.comm",
+        "test_each.ws2.second.comm",
+    ]
+
+
+PARTIAL = """
+import pytest
+import torch
+import torch.distributed as dist
+
+EXTRA = False
+
+@pytest.mark.distributed(world_size=2)
+def test_it(comm_mode, comm_snapshot):
+    with comm_mode:
+        dist.all_reduce(torch.ones(2))
+        if EXTRA:
+            dist.barrier()
+    assert comm_mode == comm_snapshot
+"""
+
+
+def test_the_command_of_a_partial_run_is_one_that_works(project):
+    (project.path / "test_it.py").write_text(PARTIAL)
+    project.update().assert_outcomes(passed=1)
+    project.edit("EXTRA = False", "EXTRA = True")
+    result = project.run("--comm-backend", "fake")
+    explained(result, 'accept: pytest --snapshot-update "test_it.py::test_it"')
+    project.edit("world_size=2)", 'world_size=2, backend="fake")')
+    result = project.run()
+    explained(
+        result,
+        "accept: rm snapshots/test_it/test_it.ws2.comm && pytest --snapshot-update "
+        '"test_it.py::test_it"',
+    )

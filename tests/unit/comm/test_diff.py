@@ -106,6 +106,12 @@ def causes(old, new):
     [
         (step(), step(backward=0), ["layers.{0..3} stays gathered between forward and backward"]),
         (step(backward=0), step(), ["layers.{0..3} is freed after forward and gathered again"]),
+        # More buckets of the same gradients.
+        (
+            [*step(), row(BACKWARD, "replica", "all_reduce", 1, 8 * KIB)],
+            [*step(), row(BACKWARD, "replica", "all_reduce", 4, 8 * KIB)],
+            [],
+        ),
         (step(), step(reduces=4), ["gradients of (root), layers.{0..3} are reduced more often"]),
         (
             step(),

@@ -42,7 +42,7 @@ names = st.one_of(
 axes = st.sampled_from(
     ["dp", "tp", "world", "odd axis", "a=b", "[x]", "%41", "\x07", "\ufeff", "\x85é"]
 )
-kinds = st.sampled_from(["all_gather", "reduce_scatter", "unknown:odd_op", "barrier"])
+kinds = st.sampled_from(["all_gather", "send", "broadcast", "unknown:odd_op", "barrier"])
 
 
 def layouts(name):
@@ -50,11 +50,18 @@ def layouts(name):
         [
             MeshAxis(name=name, size=1),
             MeshAxis(name=name, size=4, dims=((4, 1),)),
-            MeshAxis(name=name, size=4, dims=((2, 1), (2, 2))),
-            MeshAxis(name=name, size=2, groups=((0, 3),)),
-            MeshAxis(name=name, size=2, groups=((1, 2),)),
+            MeshAxis(name=name, size=2, dims=((2, 2),)),
+            MeshAxis(name=name, size=3, groups=((0, 1, 3),)),
+            MeshAxis(name=name, size=3, groups=((0, 2, 3),)),
         ]
     )
+
+
+def with_what_its_kind_has(event):
+    """Sends and receives have peers, some others a root, and FSDP's gathers a distance."""
+    kept = {"all_gather": "ahead", "send": "peer", "broadcast": "root_rank"}.get(event.kind)
+    others = {"ahead", "peer", "root_rank"} - {kept}
+    return replace(event, **dict.fromkeys(others))
 
 
 @st.composite
@@ -80,7 +87,7 @@ def recordings(draw, rank=0):
                 nbytes_received=st.integers(0, 10**12),
                 source=st.sampled_from(Source),
                 call_site=st.sampled_from(["", "a.py:1"]),
-            ),
+            ).map(with_what_its_kind_has),
             max_size=8,
         )
     )
@@ -196,7 +203,7 @@ CALLS = (
     Calls(count=4, is_object=True),
     Calls(count=1, nbytes=32, dtype="float32", is_async=True),
     Calls(count=1, nbytes=64, dtype="bfloat16", ahead=1),
-    Calls(count=2, nbytes=64, dtype="float32", peer=-1),
+    Calls(count=2, nbytes=64, dtype="float32"),
 )
 PROFILE = profile_of(
     row(""),
@@ -214,7 +221,7 @@ forward (root) all_gather[dp] x1 of 1_024 B float32
 forward layers.{0..2} all_gather[dp] x1 of 500_000 B float32
 forward layers.10 all_gather[dp] x2 of 512 B float32 ranks 0,2-3
 backward (root) all_gather[dp] x4 of objects, x1 of 32 B float32 async, x1 of 64 B bfloat16 \
-ahead 1, x2 of 64 B float32 peer -1
+ahead 1, x2 of 64 B float32
 outside (no-module) unknown:odd[dp] x1
 peak gathered 2_048 B
 total all_gather[dp] x54 6_008_064 B on 4 ranks
@@ -243,6 +250,16 @@ def test_a_long_name_moves_no_other_line():
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
+        (TEXT.replace("stride 1\n", "stride 1\nmesh tp=2 stride 2\n"), "only axes that a record"),
+        (TEXT.replace("mesh dp=4 stride 1\n", ""), "expected an axis that has a 'mesh' line above"),
+        (TEXT.replace("dp=4 stride 1", "dp=4"), "bad layout '4'; expected '<size> stride"),
+        (TEXT.replace("dp=4 stride 1", "dp=1 stride 2"), "bad layout '1 stride 2'; expected"),
+        (TEXT.replace("dp=4 stride 1", "dp=2 ranks 0,2"), "bad layout '2 ranks 0,2'; expected"),
+        (TEXT.replace("dp=4 stride 1", "dp=2x2 stride 2x1"), "bad layout '2x2 stride 2x1'; exp"),
+        (TEXT.replace("gathered 2_048", "gathered 0"), "no peak of 0 bytes"),
+        (TEXT.replace("ahead 1", "root 1"), "all_gather has 'root'; expected it of broadcast, ga"),
+        (TEXT.replace("x1 of 1_024 B float32\nf", "x1 of 1_024 B float32 peer +1\nf"),
+         "all_gather has 'peer'; expected it of recv, send"),
         ("", "f.comm, line 1: the file is empty; expected a snapshot"),
         ("\n", "f.comm, line 1: the file is empty; expected a snapshot"),
         ("hello\nend\n", "line 1: it reads 'hello'; expected '# pytest-fsdp-comm"),

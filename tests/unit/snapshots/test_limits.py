@@ -24,10 +24,12 @@ world_size 8
 mesh dp=4 stride 2
 mesh tp=2 stride 1
 forward layers.{0..3} all_gather[dp] x1 of 1_024 B float32
+forward layers.{0..3} all_reduce[tp] x1 of 8 B int64
 forward norm all_gather[dp] x1 of 8 B int64 ranks 0,2-3
 forward layers.{0..3} unshard x1
 forward norm redistribute (Shard(dim=1))->(Replicate()) x1
 total all_gather[dp] x35 32_792 B on 8 ranks
+total all_reduce[tp] x32 256 B on 8 ranks
 end
 """
 TREE = """\
@@ -129,11 +131,11 @@ def test_a_conflict_says_how_to_take_a_side():
         ("ranks 0,2-3\n", "ranks 0\n" + NORM.format(1) + "ranks 2-3\n", "each row once, wi"),
         ("ranks 0,2-3\n", "ranks 0\n" + NORM.format(2) + "ranks 0-1\n", "each row once, wi"),
         ("norm all_gather[dp] x1 of 8 B int64 ranks 0,2-3", "layers.2 all_gather[dp] x1 of 8 B",
-         "line 6: it"),
+         "line 7: it"),
         ("forward layers.{0..3} unshard x1\n", "forward layers.{0..1} unshard x1\nforward layers."
          "{2..3} unshard x1\n", "unshard x1'; expected 'forward layers.{0..3} unshard x1'"),
         ("forward layers.{0..3} unshard x1\n", "forward layers.{0..3} unshard x1\n" * 2, "each r"),
-        ("32_792", "32_793", "line 9: it reads 'total all_gather[dp] x35 32_793 B on 8"),
+        ("32_792", "32_793", "line 10: it reads 'total all_gather[dp] x35 32_793 B on 8"),
     ],
 )  # fmt: skip
 def test_a_recording_refuses_bad_rows_and_totals(old, new, complaint):

@@ -20,7 +20,10 @@ from pytest_fsdp_comm.tree.layout import AxisPlacement
 from pytest_fsdp_comm.tree.model import ModuleNode, ParameterNode, Precision, ShardTree, ShardUnit
 from pytest_fsdp_comm.tree.profile import fold, merge
 
-AXES = (MeshAxis(name="dp", size=2), MeshAxis(name="tp ]=,", size=2))
+AXES = (
+    MeshAxis(name="dp", size=2, dims=((2, 2),)),
+    MeshAxis(name="tp ]=,", size=2, dims=((2, 1),)),
+)
 NAMES = st.one_of(
     st.sampled_from(["0", "1", "2", "10", "weight", "tied", "a b", "{0}", "#", "(root)", "x,y"]),
     st.text(min_size=1).filter(lambda name: "." not in name),
@@ -348,7 +351,7 @@ def test_every_other_change_has_its_words():
         "world_size: 4 -> 8",
         "mesh: dp=4 stride 1 -> dp=8 stride 1",
     ]
-    assert changes("dp=4 stride 1", "dp=4 stride 2") == ["mesh: dp=4 stride 1 -> dp=4 stride 2"]
+    assert changes("dp=4 stride 1", "dp=2 stride 2") == ["mesh: dp=4 stride 1 -> dp=2 stride 2"]
     assert changes("param_dtype=bfloat16", "reduce_dtype=float32 offload") == [
         "layers.{0..3}: param_dtype bfloat16 -> None",
         "layers.{0..3}: reduce_dtype None -> float32",
