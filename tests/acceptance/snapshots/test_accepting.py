@@ -28,6 +28,7 @@ CONFTEST = """
 import pytest
 import training
 from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import Calls, CommProfile, CommRow
 
 class Recorded:
@@ -37,7 +38,8 @@ class Recorded:
             phase=Phase.FORWARD, owner="a", kind="all_gather", axis="dp",
             calls=(Calls(count=1, nbytes=8 if training.KEPT else 4),),
         )
-        return CommProfile(world_size=2, mesh_axes=(), rows=(row,), backend="gloo")
+        axis = MeshAxis(name="dp", size=2, dims=((2, 1),))
+        return CommProfile(world_size=2, mesh_axes=(axis,), rows=(row,), backend="gloo")
 
 @pytest.fixture
 def both():

@@ -302,9 +302,9 @@ def test_a_part_never_replaces_the_whole(project):
     explained(
         result,
         f"{COMM} was recorded on all ranks and differs from what this update recorded on rank 0 "
-        "of 2 alone; a recording of some ranks never replaces one of all. Nothing was overwritten: "
-        "update with every rank (gloo or nccl, without --comm-backend fake), or delete the file to "
-        "keep only these ranks from now on",
+        "of 2 alone; a recording never replaces one of further ranks. Nothing was overwritten: "
+        "update with all of these (every rank: gloo or nccl, without --comm-backend fake), or "
+        "delete the file to keep only the ranks of this update from now on",
     )
     project.edit("assert comm_mode == comm_snapshot", "assert True")
     result = project.update("--comm-backend", "fake", "--snapshot-no-cleanup")

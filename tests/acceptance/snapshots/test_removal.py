@@ -14,6 +14,7 @@ import pytest
 CONFTEST = """
 import pytest
 from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import Calls, CommProfile, CommRow
 
 class Recorded:
@@ -23,7 +24,8 @@ class Recorded:
             phase=Phase.FORWARD, owner="a", kind="all_gather", axis="dp",
             calls=(Calls(count=1, nbytes=4),),
         )
-        return CommProfile(world_size=2, mesh_axes=(), rows=(row,), backend="gloo")
+        axis = MeshAxis(name="dp", size=2, dims=((2, 1),))
+        return CommProfile(world_size=2, mesh_axes=(axis,), rows=(row,), backend="gloo")
 
 @pytest.fixture
 def recorded():
