@@ -20,7 +20,7 @@ from pytest_fsdp_comm.errors import RecordingError
 LAYERS = 4
 ROOT = 2 * VOCABULARY * WIDTH * FLOAT  # embed and head
 LAYER = (WIDTH * 2 * WIDTH + 2 * WIDTH + 2 * WIDTH * WIDTH + WIDTH) * FLOAT  # up and down
-fake = pytest.mark.distributed(world_size=4, backend="fake")
+fake = pytest.mark.distributed(world_size=4, backend="fake", scope="module")
 # torch itself warns of NO_SHARD, which is to be replaced by DDP.
 no_shard = pytest.mark.filterwarnings("ignore:.*NO_SHARD:FutureWarning")
 

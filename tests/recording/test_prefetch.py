@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from pytest_fsdp_comm.comm.json import dump_recording, load_recording
 
 LAYERS = 4
-fake = pytest.mark.distributed(world_size=4, backend="fake")
+fake = pytest.mark.distributed(world_size=4, backend="fake", scope="module")
 
 FSDP2 = {}
 FSDP1 = {}

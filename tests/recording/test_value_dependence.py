@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import one_hot
 
-fake = pytest.mark.distributed(world_size=2, backend="fake")
+fake = pytest.mark.distributed(world_size=2, backend="fake", scope="module")
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
