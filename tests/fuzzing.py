@@ -29,15 +29,15 @@ mesh pp_tp=2x2 stride 4x1
 mesh t\\x20p=2 stride 1
 forward (root) all_gather[dp] x1 of 262_400 B float32
 forward layers.{0..3} all_gather[dp] x1 of 147_968 B bfloat16
-forward layers.{0..2}.experts.{0..7} all_to_all[t\\x20p] x2 of 512 B float32
+forward layers.{0..2}.experts.{0..7} all_to_all[t\\x20p] x2 of 512 B float32 activations
 forward layers.3.experts.{0..3} all_to_all[t\\x20p] x2 of 512 B float32
 forward layers.3.experts.4 all_to_all[t\\x20p] x2 of 512 B float32 ranks 0,2-5
 forward layers.3.experts.4 all_to_all[t\\x20p] x3 of 512 B float32 ranks 6
 forward layers.{0..3} reshard x1
 forward layers.{0..3} unshard x1
 forward norm redistribute (Shard(dim=1))->(Replicate()) x1
-backward (root) reduce_scatter[dp] x1 of 262_400 B float32
-backward layers.{0..3} all_gather[dp] x1 of 147_968 B bfloat16 ahead 1, x2 of 147_968 B float32
+backward (root) reduce_scatter[dp] x1 of 262_400 B float32 gradients
+backward layers.{0..3} all_gather[dp] x1 of 8 B bfloat16 parameters ahead 1, x2 of 8 B float32
 backward layers.{0..3} reduce_scatter[dp] x1 of 147_968 B float32 async
 backward layers.{0,2} unshard x2 ranks 1
 optimizer (no-module) all_reduce[dp] x1 of 4 B float32, x1 of 64 B float32
@@ -47,7 +47,7 @@ outside (no-module) broadcast[odd] x1 of 8 B int64 root 0
 outside (no-module) send[pp_tp] x2 of 8 B int64 peer -1, x1 of 8 B int64 peer +1
 peak gathered 558_336 B ranks 0-6
 peak gathered 1_000 B ranks 7
-total all_gather[dp] x152 21_039_104 B on 8 ranks
+total all_gather[dp] x152 6_834_944 B on 8 ranks
 total reduce_scatter[dp] x40 6_834_176 B on 8 ranks
 total all_reduce[dp] x16 544 B on 8 ranks
 total broadcast[odd] x8 64 B on 8 ranks
@@ -117,7 +117,16 @@ PIECES = [
     *("<<<<<<< HEAD\n", "=======\n", ">>>>>>> x\n", "||||||| y\n", "\n=======\n"),
     *(" ", "  ", "+", ".", "%20", "%41", "%", "\\x20", "\\x41", "\\", "(root)", "(no-module)", "#"),
     *("forward", "backward", "all_gather", "zzz", "unshard", "redistribute", "unknown:", "total"),
-    *("ahead 1", " async", " peer +1", " root 0", " of objects", ", x1 of 8 B int8", " stride 1"),
+    *(
+        "ahead 1",
+        " gradients",
+        " async",
+        " peer +1",
+        " root 0",
+        " of objects",
+        ", x1 of 8 B int8",
+        " stride 1",
+    ),
     *("mesh a=2x2 stride 4x1\n", "mesh a=2 ranks 0,3\n", "peak gathered 8 B\n", "async unknown\n"),
     *("end\n", "end", "mesh", "world_size", "world_size 0", "dp=0", "dp=4", "x0", "0 B", "frozen"),
     *("unit a fsdp2\n", "parameter a float32[1]\n", "forward a unshard x1\n", "[", "]", "root"),

@@ -39,6 +39,16 @@ class Source(StrEnum):
     USER = "user"
 
 
+class Role(StrEnum):
+    """What a collective carries, where that is known."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    """Of parameters, on their way to the optimizer."""
+    ACTIVATIONS = "activations"
+    """What a module's forward computes, and its gradients: their sizes follow the batch."""
+
+
 COLLECTIVE_KINDS: Final = (
     "all_gather",
     "reduce_scatter",
@@ -85,6 +95,11 @@ class Collective:
     source: Source
     call_site: str
     """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
+    role: Role | None = None
+    """Parameters or gradients of FSDP, gradients of DDP; gradients too of what is issued while one
+    is added to its parameter; otherwise activations, of what is issued in a module's forward or in
+    the backward of it. None for pickled objects, and for what serves no module: losses, norms,
+    checkpoints."""
     peer: int | None = None
     """Of a send or a receive, the other rank, as its distance from this one in the group, counted
     upwards and around: 1 is the next rank, ``group_size - 1`` the one before. None for other kinds,

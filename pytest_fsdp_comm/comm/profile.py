@@ -90,6 +90,8 @@ class Calls:
     """Message size of each, in bytes; 0 for objects."""
     dtype: str = ""
     """As `events.Collective.dtype`; empty for objects."""
+    role: str = ""
+    """As `events.Collective.role`; empty where that is None."""
     is_object: bool = False
     """Whether they carry pickled objects, whose size depends on values and paths."""
     ahead: int = 0
@@ -106,13 +108,14 @@ class Calls:
     """How many there are."""
 
     def __str__(self) -> str:
-        """As in a snapshot: ``x2 of 64 B float32 ahead 1``."""
+        """As in a snapshot: ``x2 of 64 B float32 parameters ahead 1``."""
         words = [f"x{self.count}"]
         if self.is_object:
             words.append("of objects")
         elif self.nbytes or self.dtype:
             words.append(f"of {self.nbytes:_} B")
             words += [write_word(self.dtype)] if self.dtype else []
+        words += [self.role] if self.role else []
         words += [f"ahead {self.ahead}"] if self.ahead else []
         words += ["async"] if self.is_async else []
         words += [f"peer {self.peer:+}"] if self.peer else []
@@ -360,6 +363,7 @@ def _fold_calls(events: Iterable[Collective]) -> tuple[Calls, ...]:
             Calls(
                 nbytes=nbytes,
                 dtype=dtype,
+                role=role,
                 is_object=is_object,
                 ahead=ahead,
                 is_async=is_async,
@@ -370,6 +374,7 @@ def _fold_calls(events: Iterable[Collective]) -> tuple[Calls, ...]:
             for (
                 nbytes,
                 dtype,
+                role,
                 is_object,
                 ahead,
                 is_async,
@@ -380,12 +385,13 @@ def _fold_calls(events: Iterable[Collective]) -> tuple[Calls, ...]:
     )
 
 
-def _compared(event: Collective) -> tuple[int, str, bool, int, bool, int, int]:
+def _compared(event: Collective) -> tuple[int, str, str, bool, int, bool, int, int]:
     is_object = event.source is Source.OBJECT
     peer, size = event.peer or 0, event.group_size
     return (
         0 if is_object else event.nbytes,
         "" if is_object else event.dtype,
+        "" if event.role is None else event.role.value,
         is_object,
         event.ahead or 0,
         event.is_async is True,

@@ -7,9 +7,17 @@ bucket serves may all show up after their first use.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-from pytest_fsdp_comm.comm.events import Collective, HostDeviceCopy, Redistribution, Reshard
+from pytest_fsdp_comm.comm.events import (
+    Collective,
+    HostDeviceCopy,
+    Phase,
+    Redistribution,
+    Reshard,
+    Role,
+    Source,
+)
 from pytest_fsdp_comm.recording.operations import Message
 from pytest_fsdp_comm.recording.owners.attribution import Attribution
 from pytest_fsdp_comm.recording.owners.fsdp import ReshardAction
@@ -20,6 +28,9 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.mesh import MeshAxis
     from pytest_fsdp_comm.recording.owners.attribution import OwnerNames
+
+_REDUCING: Final = frozenset({"reduce_scatter", "all_reduce", "reduce"})
+_IN_MODULES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +72,21 @@ class PendingCollective:
             ahead=self.attribution.ahead,
             source=self.attribution.source,
             call_site=self.call_site,
+            role=_role(self.message.kind, self.attribution),
         )
+
+
+def _role(kind: str, attribution: Attribution) -> Role | None:
+    if attribution.source is Source.FSDP:
+        return Role.GRADIENTS if kind in _REDUCING else Role.PARAMETERS
+    if attribution.source is Source.DDP:
+        # Its broadcasts carry buffers, and how it has rebuilt its buckets.
+        return Role.GRADIENTS if kind in _REDUCING else None
+    if attribution.source is Source.OBJECT or attribution.phase not in _IN_MODULES:
+        return None
+    if attribution.adds_gradient:
+        return Role.GRADIENTS
+    return Role.ACTIVATIONS if attribution.owner else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

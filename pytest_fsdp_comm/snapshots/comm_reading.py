@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Phase
+from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Phase, Role
 from pytest_fsdp_comm.comm.profile import (
     Calls,
     CommProfile,
@@ -52,9 +52,12 @@ _RECORD: Final = re.compile(
     rf"(?:(?P<action>unshard|reshard)|redistribute (?P<change>[^ ]+)) x(?P<count>{NUMBER}))"
     r"(?: ranks (?P<ranks>[0-9,-]+))?"
 )
+_ROLES: Final = "|".join(Role)
+_NO_DTYPE: Final = rf"(?:ahead|async|peer|root|{_ROLES})(?![^ ,])"
 _CALLS: Final = re.compile(
     rf"x(?P<count>{NUMBER})"
-    rf"(?: of (?:(?P<objects>objects)|{_NBYTES}(?: (?!ahead|async|peer|root)(?P<dtype>[^ ,]+))?))?"
+    rf"(?: of (?:(?P<objects>objects)|{_NBYTES}(?: (?!{_NO_DTYPE})(?P<dtype>[^ ,]+))?))?"
+    rf"(?: (?P<role>{_ROLES}))?"
     r"(?: ahead (?P<ahead>[1-9][0-9]{0,5}))?(?P<is_async> async)?"
     r"(?: peer (?P<peer>[+-][1-9][0-9]{0,5}))?(?: root (?P<root>0|[1-9][0-9]{0,5}))?"
 )
@@ -320,13 +323,14 @@ def _read_calls(text: str) -> tuple[Calls, ...]:
         match = _CALLS.fullmatch(part)
         if match is None:
             raise ValueError(
-                f"bad calls {quoted_part(part)}: expected such as 'x2 of 64 B float32', with "
-                "'ahead 1', 'async', 'peer +1' or 'root 0' after it"
+                f"bad calls {quoted_part(part)}: expected such as 'x2 of 64 B float32 parameters', "
+                "with 'ahead 1', 'async', 'peer +1' or 'root 0' after it"
             )
         calls.append(
             Calls(
                 nbytes=_read_nbytes(match) if match["nbytes"] else 0,
                 dtype=read_word(match["dtype"] or ""),
+                role=match["role"] or "",
                 is_object=match["objects"] is not None,
                 ahead=int(match["ahead"] or 0),
                 is_async=match["is_async"] is not None,

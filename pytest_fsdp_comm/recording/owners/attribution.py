@@ -40,6 +40,8 @@ class Attribution:
     source: Source
     lacks_forward: bool = False
     """It happened in backward, and the forward that would name its module was not recorded."""
+    adds_gradient: bool = False
+    """It is issued while the gradient of a parameter is added, and no unit of FSDP asked for it."""
     gather: Gather | None = None
     """The gather of FSDP parameters that it belongs to; None if it belongs to none."""
 
@@ -232,6 +234,7 @@ def attribute(
     in_backward = scan.is_in_engine or backward.is_in_backward() or units.is_in_backward
     running = _running(scan, units, backward, in_backward=in_backward)
     owner, source = units.owner, Source.FSDP
+    adds_gradient = not owner and in_backward and backward.adds_gradient()
     if not owner:
         owner, source = running, _source(scan, namespace, in_backward=in_backward)
     return Attribution(
@@ -243,6 +246,7 @@ def attribute(
         and not running
         and source is not Source.DDP
         and backward.is_current_node_unseen(),
+        adds_gradient=adds_gradient,
         gather=units.gather,
     )
 

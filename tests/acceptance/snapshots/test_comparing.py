@@ -34,12 +34,12 @@ TREE = "snapshots/test_it/test_step.ws2.tree.comm"
 TEXT = """\
 world_size 2
 mesh dp=2 stride 1
-forward {0..1} all_gather[dp] x1 of 256 B float32
+forward {0..1} all_gather[dp] x1 of 256 B float32 parameters
 forward {0..1} reshard x1
 forward {0..1} unshard x1
-backward 0 all_gather[dp] x1 of 256 B float32 ahead 1
-backward {0..1} reduce_scatter[dp] x1 of 256 B float32
-backward 1 all_gather[dp] x1 of 256 B float32
+backward 0 all_gather[dp] x1 of 256 B float32 parameters ahead 1
+backward {0..1} reduce_scatter[dp] x1 of 256 B float32 gradients
+backward 1 all_gather[dp] x1 of 256 B float32 parameters
 backward {0..1} reshard x1
 backward {0..1} unshard x1
 peak gathered 512 B
@@ -489,10 +489,12 @@ BROKEN = {
     ),
     "corrupted": (
         lambda text: text.replace("x1 of 256 B", "x256 B"),
-        "line 4: it reads 'forward {0..1} all_gather[dp] x256 B float32': bad calls",
+        "line 4: it reads 'forward {0..1} all_gather[dp] x256 B float32 parameters': bad calls",
     ),
     "lost": (
-        lambda text: text.replace("backward {0..1} reduce_scatter[dp] x1 of 256 B float32\n", ""),
+        lambda text: text.replace(
+            "backward {0..1} reduce_scatter[dp] x1 of 256 B float32 gradients\n", ""
+        ),
         "the totals do not match the records: a line was lost or edited by hand",
     ),
     "conflict": (lambda text: "<<<<<<< HEAD\n" + text, "line 1: it reads '<<<<<<< HEAD'"),

@@ -14,6 +14,7 @@ from pytest_fsdp_comm.comm.events import (
     Recording,
     Redistribution,
     Reshard,
+    Role,
     Source,
     Timing,
 )
@@ -87,6 +88,7 @@ def recordings(draw, rank=0):
                 nbytes_received=st.integers(0, 10**12),
                 source=st.sampled_from(Source),
                 call_site=st.sampled_from(["", "a.py:1"]),
+                role=st.sampled_from([None, *Role]),
             ).map(with_what_its_kind_has),
             max_size=8,
         )
@@ -202,7 +204,7 @@ def profile_of(*rows, **changes):
 CALLS = (
     Calls(count=4, is_object=True),
     Calls(count=1, nbytes=32, dtype="float32", is_async=True),
-    Calls(count=1, nbytes=64, dtype="bfloat16", ahead=1),
+    Calls(count=1, nbytes=64, dtype="bfloat16", role="parameters", ahead=1),
     Calls(count=2, nbytes=64, dtype="float32"),
 )
 PROFILE = profile_of(
@@ -221,7 +223,7 @@ forward (root) all_gather[dp] x1 of 1_024 B float32
 forward layers.{0..2} all_gather[dp] x1 of 500_000 B float32
 forward layers.10 all_gather[dp] x2 of 512 B float32 ranks 0,2-3
 backward (root) all_gather[dp] x4 of objects, x1 of 32 B float32 async, x1 of 64 B bfloat16 \
-ahead 1, x2 of 64 B float32
+parameters ahead 1, x2 of 64 B float32
 outside (no-module) unknown:odd[dp] x1
 peak gathered 2_048 B
 total all_gather[dp] x54 6_008_064 B on 4 ranks
@@ -273,7 +275,8 @@ def test_a_long_name_moves_no_other_line():
         (TEXT.replace("stride 1", "stride 1\nmesh dp=4 stride 1"), "bad axis; expected each"),
         (TEXT.replace("size 4\n", "size 4\nranks 0-3\n"), "lists all ranks; expected no list"),
         (TEXT.replace("size 4\n", "size 4\nranks 0-2\n"), "ranks '0,2-3' were not all recorded"),
-        (TEXT.replace("ahead 1", "ahead 0"), "bad calls 'x1 of 64 B bfloat16 ahead 0'"),
+        (TEXT.replace("ahead 1", "ahead 0"), "bad calls 'x1 of 64 B bfloat16 parameters ahead 0'"),
+        (TEXT.replace("ters ahead 1", "ter ahead 1"), "bad calls 'x1 of 64 B bfloat16 param"),
         (TEXT.replace("x1 of 32", "x1 of 96"), "out of order; expected each kind of call once"),
         (TEXT.replace("x4 of objects", "x4 of object"), "bad calls 'x4 of object'"),
         (TEXT.replace("2_048 B\n", "2_048 B\npeak gathered 4 B\n"), "each rank once, in order"),

@@ -1,0 +1,133 @@
+"""What each collective carries: parameters, gradients or activations, by who sends it and when."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import WIDTH, Model, shard, step
+from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.distributed(world_size=4, backend="fake", scope="module")
+
+
+class Normed(nn.Module):
+    """A block whose input and output are parts of the sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)))
+
+
+def roles(comm_mode):
+    """The roles of each kind and axis, by phase."""
+    return sorted(
+        (
+            {
+                (event.phase.value, f"{event.kind}[{event.axis}]", event.role and event.role.value)
+                for event in comm_mode.events
+            }
+        ),
+        key=str,
+    )
+
+
+def recorded(comm_mode, model, run):
+    run()
+    with comm_mode(model):
+        run()
+    return roles(comm_mode)
+
+
+def test_fsdp_sends_parameters_and_gradients(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh(replicate=2, shard=2))
+    assert recorded(comm_mode, model, lambda: step(model)) == [
+        ("backward", "all_gather[shard]", "parameters"),
+        ("backward", "all_reduce[replicate]", "gradients"),
+        ("backward", "reduce_scatter[shard]", "gradients"),
+        ("forward", "all_gather[shard]", "parameters"),
+    ]
+
+
+def test_tensor_parallelism_sends_activations_and_gradients_of_its_norms(comm_mode, device_mesh):
+    mesh = device_mesh(dp=2, tp=2)
+    model = nn.Sequential(Normed(), Normed())
+    for part in model:
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(part, mesh["tp"], plan)
+        fully_shard(part, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    x = torch.ones(2, 4, WIDTH)
+    found = recorded(comm_mode, model, lambda: model(x).sum().backward())
+    assert {role for _, what, role in found if "[tp]" in what} >= {"activations"}
+    # FSDP's hook makes the gradients of the norms, which every tensor-parallel rank holds whole.
+    assert ("backward", "all_reduce[tp]", "gradients") in found
+    assert {role for _, what, role in found if "[dp]" in what} == {"parameters", "gradients"}
+
+
+@pytest.mark.distributed(world_size=2, backend="gloo", scope="test")
+def test_ddp_sends_gradients(comm_mode):
+    model = DistributedDataParallel(Model())
+    # The broadcasts say how it has built its buckets anew.
+    assert recorded(comm_mode, model, lambda: step(model)) == [
+        ("backward", "all_reduce[world]", "gradients"),
+        ("forward", "broadcast[world]", None),
+    ]
+
+
+def test_a_module_that_sends_itself_sends_activations(comm_mode):
+    class Dispatch(nn.Module):
+        def forward(self, x):
+            return all_to_all_single_autograd(x, None, None, dist.group.WORLD) * 2
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Dispatch())
+
+    def run():
+        loss = model(torch.ones(4, WIDTH)).sum()
+        dist.all_reduce(loss.detach().clone())
+        loss.backward()
+
+    assert recorded(comm_mode, model, run) == [
+        ("backward", "all_to_all[world]", "activations"),
+        ("forward", "all_to_all[world]", "activations"),
+        ("outside", "all_reduce[world]", None),
+    ]
+
+
+def test_a_hook_that_averages_a_gradient_sends_gradients(comm_mode):
+    model = nn.Linear(WIDTH, WIDTH)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+    assert recorded(comm_mode, model, lambda: model(torch.ones(1, WIDTH)).sum().backward()) == [
+        ("backward", "all_reduce[world]", "gradients")
+    ]
+
+
+def test_norms_and_checkpoints_send_neither(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+
+    def run():
+        step(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        model.embed.weight.full_tensor()
+
+    found = recorded(comm_mode, model, run)
+    assert {role for phase, _, role in found if phase in {"optimizer", "outside"}} == {None}
+    assert {phase for phase, *_ in found} >= {"optimizer", "outside"}
