@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from pytest_fsdp_comm.comm.causes import find_causes
+from pytest_fsdp_comm.comm.causes import Cause, find_causes
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import show_mesh
 from pytest_fsdp_comm.comm.profile import (
     Calls,
     CommProfile,
+    RowKey,
     Site,
     alike_but,
     restrict,
     without_async,
 )
+from pytest_fsdp_comm.comm.story.facts import Rows
+from pytest_fsdp_comm.comm.story.search import Story, explain
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, runs_of, write_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from pytest_fsdp_comm.comm.profile import Row, RowKey
+    from pytest_fsdp_comm.comm.profile import Row
 
 _PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
 
@@ -75,9 +79,16 @@ class Comparison:
     """All that differs between a snapshot and what was recorded."""
 
     changes: tuple[Change, ...]
-    """Empty if nothing differs. Collectives first, in the order of the profile."""
-    causes: tuple[str, ...] = ()
-    """Probable causes, the most specific first; empty if no known pattern fits."""
+    """All of it, one by one; empty if nothing differs. Collectives first, in the order of the
+    profile."""
+    story: Story | None = None
+    """What explains rows that differ; None if no rows do."""
+    left: tuple[Change, ...] = ()
+    """What the story leaves over, and what is no row: frame and memory."""
+    causes: tuple[Cause, ...] = ()
+    """Readings of the story, those of regressions first; empty if none is known."""
+    sites: Mapping[RowKey, tuple[Site, ...]] = field(default_factory=dict)
+    """Where the recorded collectives of each row were issued."""
 
 
 def compare(old: CommProfile, new: CommProfile) -> Comparison:
@@ -96,13 +107,28 @@ def compare(old: CommProfile, new: CommProfile) -> Comparison:
     if old.shows_async != new.shows_async:
         old, new = without_async(old), without_async(new)
     sites = {row.key: row.sites for row in reversed(new.rows)}
-    changes = [
-        *_compare_frames(old, new),
-        *_compare_rows("collective", old.rows, new.rows, sites),
-        *_compare_rows("reshard", old.reshards, new.reshards, {}),
-        *_compare_rows("redistribution", old.redistributions, new.redistributions, {}),
-    ]
-    return Comparison(changes=tuple(changes), causes=find_causes(old, new) if changes else ())
+    frames = tuple(_compare_frames(old, new))
+    before = Rows(old.rows, old.reshards, old.redistributions)
+    after = Rows(new.rows, new.reshards, new.redistributions)
+    rows = tuple(_compare_all_rows(before, after, sites))
+    if not rows:
+        return Comparison(changes=frames, left=frames)
+    story = explain(old, new)
+    return Comparison(
+        changes=(*frames, *rows),
+        story=story,
+        left=(*frames, *_compare_all_rows(story.before, story.after, sites)),
+        causes=find_causes(story),
+        sites=sites,
+    )
+
+
+def _compare_all_rows(
+    old: Rows, new: Rows, sites: Mapping[RowKey, tuple[Site, ...]]
+) -> Iterable[Change]:
+    yield from _compare_rows("collective", old.collectives, new.collectives, sites)
+    yield from _compare_rows("reshard", old.reshards, new.reshards, {})
+    yield from _compare_rows("redistribution", old.redistributions, new.redistributions, {})
 
 
 def _compare_frames(old: CommProfile, new: CommProfile) -> Iterable[Change]:

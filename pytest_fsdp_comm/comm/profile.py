@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from dataclasses import Field, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 _PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
 _KIND_ORDER: Final = {kind: place for place, kind in enumerate(COLLECTIVE_KINDS)}
+
+# That of the embedding, in `_MaskPartial` (torch 2.6 to 2.13): its width is no change of placement.
+_SHAPE: Final = re.compile(r"(?:, )?offset_shape=torch\.Size\(\[[^\]]*\]\)")
 
 RowKey: TypeAlias = tuple[Phase, str | None, tuple[str, ...]]
 """Phase, owner and `Row.what`."""
@@ -408,7 +412,7 @@ def _fold_reshards(recording: Recording) -> Iterable[ReshardRow]:
 
 def _fold_redistributions(recording: Recording) -> Iterable[RedistributionRow]:
     def written(placements: Sequence[str]) -> str:
-        return f"({','.join(placement.replace(' ', '') for placement in placements)})"
+        return f"({','.join(_SHAPE.sub('', one).replace(' ', '') for one in placements)})"
 
     counts = Counter(
         (

@@ -8,16 +8,18 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.story.steps import Redistributed, Replaced
+from pytest_fsdp_comm.reports.story_lines import name_owners, step_line, timing_line
 from pytest_fsdp_comm.text.fqn import fold_fqns
 from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pytest_fsdp_comm.comm.diff import Amount, Change, Comparison
-    from pytest_fsdp_comm.comm.profile import Calls
+    from pytest_fsdp_comm.comm.profile import Calls, RowKey, Site
+    from pytest_fsdp_comm.comm.story.steps import Step
 
-_MAX_PATTERNS: Final = 3
 _MAX_CALLS: Final = 3
 # pytest cuts an explanation at 8 lines or 640 characters outside CI (8.4 to 9.2).
 _SHORT_LINES: Final = 8
@@ -54,13 +56,16 @@ def render_comparison(
         notes: Circumstances of the recording.
     """
     head = [f"comm_mode differs from {snapshot}"]
-    ordered = sorted(comparison.changes, key=_weight)
-    lines = [f"  {_change_line(change)}" for change in ordered]
-    loud = sum(change.subject != "reshard" for change in ordered) or len(ordered)
-    causes = [f"{_LIKELY}{cause}" for cause in comparison.causes]
+    told = [f"  {line}" for line in _story_lines(comparison)]
+    left = sorted(comparison.left, key=_weight)
+    lines = [f"  {_change_line(change)}" for change in left]
+    loud = sum(change.subject != "reshard" for change in left) or len(left)
+    causes = [f"{_LIKELY}{cause.text}" for cause in comparison.causes]
     tail = [f"  accept: {accept}"] if accept else []
-    full = [*head, *lines, *causes, *(f"  note: {note}" for note in notes), *tail]
-    short = _cut(head, lines[:loud], [*causes[:1], *tail], left_out=len(lines))
+    full = [*head, *told, *lines, *causes, *(f"  note: {note}" for note in notes), *tail]
+    short = _cut(
+        head, [*told, *lines[:loud]], [*causes[:1], *tail], left_out=len(told) + len(lines)
+    )
     return Explanation(
         short=tuple(short),
         full=tuple(full),
@@ -68,6 +73,33 @@ def render_comparison(
         compared="comm_mode",
         snapshot=snapshot,
     )
+
+
+def _story_lines(comparison: Comparison) -> list[str]:
+    story = comparison.story
+    if story is None:
+        return []
+    # What is redistributed in forward has its counterpart in backward.
+    ordered = sorted(
+        story.steps,
+        key=lambda step: isinstance(step, Redistributed) and step.phase is Phase.BACKWARD,
+    )
+    steps = [step_line(step) + _site_of(step, comparison.sites) for step in ordered]
+    return [*steps, *map(timing_line, story.timings)]
+
+
+def _site_of(step: Step, sites: Mapping[RowKey, Sequence[Site]]) -> str:
+    """Where the first of the collectives was issued that a step adds."""
+    if not isinstance(step, Replaced):
+        return ""
+    for owner, rows in step.rows.items():
+        for key, facts in rows.items():
+            if key.subject != "collective" or key.phase is Phase.BACKWARD or not facts:
+                continue
+            found = sites.get((key.phase, owner, (key.what, key.axis)), ())
+            if found and found[0].call_site:
+                return f", at {found[0].call_site}"
+    return ""
 
 
 def combine(explained: Sequence[tuple[str, Explanation]], *, accept: str) -> tuple[str, ...]:
@@ -146,19 +178,10 @@ def _plural(word: str, count: int) -> str:
 def _change_line(change: Change) -> str:
     if change.phase is None:
         return f"{change.what}: {change.old_text} -> {change.new_text}"
-    where = _owners(change.owners)
+    where = name_owners(change.owners)
     line = f"{where} {change.phase}: {change.what} {_amounts(change)}"
     site = _site(change)
     return f"{line}, {site}" if site else line
-
-
-def _owners(owners: Sequence[str | None]) -> str:
-    patterns = list(fold_fqns(name for name in owners if name is not None))
-    if None in owners:
-        patterns.append("(no module)")
-    more = len(patterns) - _MAX_PATTERNS
-    shown = ", ".join(patterns[:_MAX_PATTERNS])
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _amounts(change: Change) -> str:

@@ -69,13 +69,14 @@ def test_reshard_after_forward_changes_the_number_of_all_gathers(record, device_
         profiles[policy] = record(model, lambda model=model: step(model))
     counts = {policy: count(profile, "all_gather") for policy, profile in profiles.items()}
     assert counts == {True: 6, False: 3, None: 5}
-    assert said(profiles[None], profiles[True])[-1] == (
-        "likely: (root) is freed after forward and gathered again in backward "
-        "(reshard_after_forward became True)"
-    )
-    assert said(profiles[True], profiles[False])[-1] == (
-        "likely: (root), layers.{0..1} stays gathered between forward and backward "
-        "(reshard_after_forward became False, or the unit became a root): less traffic, more memory"
+    assert said(profiles[None], profiles[True]) == [
+        "(root) freed after forward, gathered again in backward: 1 call of 512 B more",
+        "likely: reshard_after_forward became True (FSDP1: FULL_SHARD), or the unit is no longer a "
+        "root: more traffic, less memory",
+    ]
+    assert said(profiles[True], profiles[False])[0] == (
+        "(root), layers.{0..1} kept gathered after forward, not gathered in backward: 3 calls, "
+        "1.5 KiB in all less"
     )
 
 
@@ -93,11 +94,10 @@ def test_reducing_gradients_for_each_micro_batch_is_explained(record, device_mes
     assert (count(reviewed, "reduce_scatter"), count(regressed, "reduce_scatter")) == (3, 12)
     assert count(reviewed, "all_gather") == count(regressed, "all_gather") == 20
     assert said(reviewed, regressed) == [
-        "(root), layers.{0..1} backward: reduce_scatter[dp] 1 -> 4 (+3), 512 B -> 2.0 KiB per "
-        "rank, each",
-        "likely: gradients of (root), layers.{0..1} are reduced more often for the same forwards "
-        "(once per micro-batch?): call set_requires_gradient_sync(False) before all micro-batches "
-        "but the last",
+        "gradients of (root), layers.{0..1} reduced 1 -> 4 times (reduce_scatter), gathers as "
+        "before",
+        "likely: reduced in each micro-batch: call set_requires_gradient_sync(False), or enter "
+        "no_sync() with FSDP1, for all micro-batches but the last",
     ]
 
 
@@ -114,11 +114,11 @@ def test_reducing_replicas_for_each_micro_batch_is_explained(record, device_mesh
     reviewed = record(model, lambda: train(sync_each=False))
     regressed = record(model, lambda: train(sync_each=True))
     assert (count(reviewed, "all_reduce"), count(regressed, "all_reduce")) == (3, 6)
-    assert said(reviewed, regressed)[-1] == (
-        "likely: gradients of (root), layers.{0..1} are reduced more often for the same forwards "
-        "(once per micro-batch?): call set_requires_all_reduce(False) before all micro-batches but "
-        "the last"
-    )
+    assert said(reviewed, regressed) == [
+        "gradients of (root), layers.{0..1} reduced 1 -> 2 times (all_reduce), gathers as before",
+        "likely: reduced in each micro-batch: call set_requires_all_reduce(False) for all "
+        "micro-batches but the last",
+    ]
 
 
 def test_gathering_the_head_for_each_chunk_of_the_loss_is_explained(record, device_mesh):
@@ -132,8 +132,8 @@ def test_gathering_the_head_for_each_chunk_of_the_loss_is_explained(record, devi
     reviewed = record(model, lambda: step(model))
     regressed = record(chunked, lambda: step(chunked, chunks=4))
     assert said(reviewed, regressed)[-1] == (
-        "likely: head is called 4 times in one forward (per chunk of the loss?) and gathered for "
-        "each call: unshard it once around the loop, or leave it in its parent's unit"
+        "likely: called several times in one forward, such as once per chunk of the loss, and "
+        "gathered each time: unshard it once around the calls, or leave it in its parent's unit"
     )
 
 
@@ -149,9 +149,8 @@ def test_reentrant_checkpointing_with_forward_prefetch_gathers_again(record, dev
     reviewed, regressed = (record(model, lambda model=model: step(model)) for model in models)
     assert count(regressed, "all_gather") > count(reviewed, "all_gather")
     assert said(reviewed, regressed)[-1] == (
-        "likely: layers.{1..3} is gathered again while a checkpointed forward is recomputed: the "
-        "recomputation repeats the prefetching of set_modules_to_forward_prefetch (checkpoint with "
-        "use_reentrant=True does; use_reentrant=False does not)"
+        "likely: recomputation repeats the prefetching of set_modules_to_forward_prefetch: "
+        "checkpoint with use_reentrant=True does, use_reentrant=False does not"
     )
 
 
@@ -180,10 +179,9 @@ def test_gathering_a_frozen_backbone_for_each_micro_batch_is_explained(record, d
     models = [build(kept=kept) for kept in (True, False)]
     reviewed, regressed = (record(model, lambda model=model: train(model)) for model in models)
     assert said(reviewed, regressed) == [
-        "{0..1} backward: all_gather[dp] 0 -> 4 (+4), 0 B -> 1.0 KiB per rank, each, issued in "
-        "1.adapter at tests/regressions/test_reported.py:N",
-        "likely: {0..1} is freed after forward and gathered again in backward "
-        "(reshard_after_forward became True)",
+        "{0..1} freed after forward, gathered again in backward: 8 calls, 2.0 KiB in all more",
+        "likely: reshard_after_forward became True (FSDP1: FULL_SHARD), or the unit is no longer a "
+        "root: more traffic, less memory",
     ]
 
 
@@ -222,7 +220,9 @@ def test_leaving_out_no_sync_of_fsdp1_is_explained(record):
     reviewed = record(model, lambda: train(accumulate=True))
     regressed = record(model, lambda: train(accumulate=False))
     assert (count(reviewed, "reduce_scatter"), count(regressed, "reduce_scatter")) == (3, 6)
-    assert "are reduced more often for the same forwards" in said(reviewed, regressed)[-1]
+    lines = said(reviewed, regressed)
+    assert "reduced 1 -> 2 times (reduce_scatter), gathers as before" in lines[0]
+    assert "enter no_sync() with FSDP1" in lines[-1]
 
 
 def test_a_root_that_is_not_sharded_is_explained(record, device_mesh):
@@ -233,9 +233,14 @@ def test_a_root_that_is_not_sharded_is_explained(record, device_mesh):
         fully_shard(layer, mesh=device_mesh())
     reviewed = record(model, lambda: step(model))
     regressed = record(rootless, lambda: step(rootless))
-    assert said(reviewed, regressed)[-2].startswith(
-        "likely: the root is no longer an FSDP unit (is its fully_shard(model) missing?)"
-    )
+    assert said(reviewed, regressed) == [
+        "(root) no longer gathered nor reduced, and no other unit has the bytes",
+        "layers.{0..1} kept gathered after forward, not gathered in backward: 2 calls, 1.0 KiB in "
+        "all less",
+        "peak gathered: 1_536 B -> 1_024 B",
+        "likely: fully_shard on the root is missing: its own parameters are not sharded, their "
+        "gradients not reduced, and each unit below is a root of its own",
+    ]
 
 
 def test_parameters_that_became_replicated_are_explained(record):
@@ -253,10 +258,11 @@ def test_parameters_that_became_replicated_are_explained(record):
         replicated = build(ShardingStrategy.NO_SHARD)
     reviewed = record(model, lambda: step(model))
     regressed = record(replicated, lambda: step(replicated))
-    assert said(reviewed, regressed)[-1] == (
-        "likely: (root), layers.{0..1} is replicated instead of sharded: its gradients are "
-        "all-reduced, and its parameters no longer gathered"
-    )
+    assert said(reviewed, regressed) == [
+        "(root), layers.{0..1} replicated instead of sharded: gradients all-reduced, parameters no "
+        "longer gathered",
+        "peak gathered: 1_536 B -> 0 B",
+    ]
 
 
 def test_a_needless_gather_of_a_dtensor_is_explained(record, device_mesh):
@@ -275,13 +281,11 @@ def test_a_needless_gather_of_a_dtensor_is_explained(record, device_mesh):
 
     reviewed, regressed = (record(model, lambda model=model: step(model)) for model in models)
     assert said(reviewed, regressed) == [
-        "{0..1}.up forward: all_gather[tp] 0 -> 1 (+1), 0 B -> 128 B per rank, each, issued at "
-        "tests/models.py:N",
-        "{0..1}.down backward: all_gather[tp] 0 -> 1 (+1), 0 B -> 128 B per rank, each",
-        "{0..1}.up forward: (Shard(dim=1))->(Replicate()) 0 -> 1 (+1), each",
-        "{0..1}.down backward: (Shard(dim=1))->(Replicate()) 0 -> 1 (+1), each",
-        "likely: a DTensor of {0..1}.up is redistributed from (Shard(dim=1)) to (Replicate()): the "
-        "layouts in its plan and in that of the module before it no longer match",
+        "{0..1}.up forward: redistributed (Shard(dim=1)) -> (Replicate()), which sends "
+        "all_gather[tp]: 2 calls, 256 B in all, at tests/models.py:N",
+        "{0..1}.down backward: redistributed (Shard(dim=1)) -> (Replicate()), which sends "
+        "all_gather[tp]: 2 calls, 256 B in all",
+        "likely: its layout in the plan and that of the module before it no longer match",
     ]
 
 
@@ -296,11 +300,9 @@ def test_gathering_a_parameter_to_log_it_is_explained(record, device_mesh):
     reviewed = record(model, lambda: train(logged=False))
     regressed = record(model, lambda: train(logged=True))
     assert said(reviewed, regressed) == [
-        "(no module) outside: all_gather[dp] 0 -> 1 (+1), 0 B -> 256 B per rank, issued at "
+        "DTensors made whole outside of the step: 1 call of 256 B more, at "
         "tests/regressions/test_reported.py:N",
-        "(no module) outside: (Shard(dim=0))->(Replicate()) 0 -> 1 (+1)",
-        "likely: redistributions that make DTensors whole outside the step: 1 more than before "
-        "(full_tensor(), or a parameter that is printed or logged?)",
+        "likely: full_tensor(), or a DTensor that is printed or logged",
     ]
 
 
@@ -316,7 +318,7 @@ def test_averaging_the_loss_in_each_step_shows_up_outside_the_model(record, devi
     reviewed = record(model, lambda: train(averaged=False))
     regressed = record(model, lambda: train(averaged=True))
     assert said(reviewed, regressed) == [
-        "(no module) outside: all_reduce[dp] 0 -> 1 (+1), 0 B -> 4 B per rank, issued at "
+        "(no-module) outside: all_reduce[dp] 0 -> 1 (+1), 0 B -> 4 B per rank, issued at "
         "tests/regressions/test_reported.py:N",
     ]
 
@@ -343,8 +345,9 @@ def test_a_prefetch_that_was_dropped_is_a_difference(record, device_mesh):
     reviewed, same, regressed = (record(model, lambda model=model: step(model)) for model in models)
     assert format_profile(reviewed) == format_profile(same)
     assert changed(reviewed, regressed) == [
-        "layers.{1..3} forward: all_gather[dp] 1, x1 of 512 B float32 ahead 1 -> x1 of 512 B "
-        "float32, each, issued at tests/models.py:N"
+        "layers.{1..3} forward: all_gather[dp] issued 1 -> 0 units ahead of use",
+        "likely: forward prefetching was dropped (set_modules_to_forward_prefetch; FSDP1: "
+        "forward_prefetch)",
     ]
 
 
@@ -359,8 +362,9 @@ def test_an_asynchronous_unshard_that_became_synchronous_is_a_difference(record,
         record(model, lambda is_async=is_async: run(is_async=is_async))
         for is_async in (True, False)
     )
-    (line,) = changed(reviewed, regressed)
-    assert "x1 of 512 B float32 ahead 2 async -> x1 of 512 B float32 ahead 2" in line
+    assert changed(reviewed, regressed) == [
+        "layers.0 outside: all_gather[dp] synchronous now: the caller waits for it"
+    ]
 
 
 @pytest.mark.distributed(world_size=4)
@@ -390,13 +394,10 @@ def test_another_dtype_of_equal_size_is_a_difference(record, device_mesh):
 
     models = [build(dtype) for dtype in (torch.float16, torch.bfloat16)]
     reviewed, regressed = (record(model, lambda model=model: step(model)) for model in models)
-    lines = changed(reviewed, regressed)
-    assert lines[0] == (
-        "(root), layers.{0..1} forward: all_gather[dp] 1, x1 of 256 B float16 -> x1 of 256 B "
-        "bfloat16, each, issued at tests/models.py:N"
-    )
-    assert len(lines) == 3
-    assert all(" B float16" in line and " B bfloat16" in line for line in lines)
+    assert changed(reviewed, regressed) == [
+        "parameters[dp], gradients[dp] float16 -> bfloat16, as many bytes",
+        "likely: MixedPrecisionPolicy, or the model's own dtype",
+    ]
 
 
 def test_another_source_and_another_peer_are_differences(record):
@@ -410,7 +411,7 @@ def test_another_source_and_another_peer_are_differences(record):
     model = nn.Linear(1, 1)
     profiles = [record(model, lambda source=source: run(source, 1)) for source in (0, 1)]
     assert changed(*profiles) == [
-        "(no module) outside: broadcast[world] 1, x1 of 16 B float32 root 0 -> x1 of 16 B float32 "
+        "(no-module) outside: broadcast[world] 1, x1 of 16 B float32 root 0 -> x1 of 16 B float32 "
         "root 1, issued at tests/regressions/test_reported.py:N"
     ]
 
@@ -425,6 +426,6 @@ def test_sizes_that_cancel_are_a_difference(record):
         record(model, lambda sizes=sizes: run(*sizes)) for sizes in ((8, 8), (1, 15))
     )
     assert changed(reviewed, regressed) == [
-        "(no module) outside: all_reduce[world] 2, x2 of 32 B float32 -> x1 of 4 B float32, x1 of "
+        "(no-module) outside: all_reduce[world] 2, x2 of 32 B float32 -> x1 of 4 B float32, x1 of "
         "60 B float32, issued at tests/regressions/test_reported.py:N"
     ]

@@ -382,7 +382,7 @@ def test_simulated_ranks_that_differ_have_their_own_numbers_in_either_kind(proje
     explained(
         result,
         "comm_mode and fsdp_tree differ from snapshots/test_it/test_ranks.ws4 (2 files)",
-        "(no module) outside: all_reduce[dp] 1 (of 8 B float32) on rank 3 -> 1 (of 8 B float32) on "
+        "(no-module) outside: all_reduce[dp] 1 (of 8 B float32) on rank 3 -> 1 (of 8 B float32) on "
         "rank 0",
     )
     project.update().assert_outcomes(passed=1)
@@ -637,7 +637,7 @@ def test_ranks_that_differ_are_told_and_compared(project):
     project.edit("dist.get_rank() == 0", "dist.get_rank() == 5")
     result = project.run()
     result.assert_outcomes(failed=1)
-    explained(result, "(no module) outside: all_reduce[size1] 1 (of 16 B float32) on rank 0 -> 0")
+    explained(result, "(no-module) outside: all_reduce[size1] 1 (of 16 B float32) on rank 0 -> 0")
 
 
 def test_a_comparison_that_only_one_rank_makes_fails(project):

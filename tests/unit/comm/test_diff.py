@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from pytest_fsdp_comm.comm.causes import find_causes
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import MeshAxis
@@ -97,66 +96,6 @@ def test_simulated_ranks_are_compared_with_their_part():
     assert len(compare(whole, other).changes) == 1
 
 
-def causes(old, new):
-    return find_causes(profile(*old), profile(*new))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "beginnings"),
-    [
-        (step(), step(backward=0), ["layers.{0..3} stays gathered between forward and backward"]),
-        (step(backward=0), step(), ["layers.{0..3} is freed after forward and gathered again"]),
-        # More buckets of the same gradients.
-        (
-            [*step(), row(BACKWARD, "replica", "all_reduce", 1, 8 * KIB)],
-            [*step(), row(BACKWARD, "replica", "all_reduce", 4, 8 * KIB)],
-            [],
-        ),
-        (step(), step(reduces=4), ["gradients of (root), layers.{0..3} are reduced more often"]),
-        (
-            step(),
-            step(backward=0, owners=LAYERS),
-            [
-                "the root is no longer an FSDP unit",
-                "layers.{0..3} stays gathered between forward and backward",
-            ],
-        ),
-        (
-            step(),
-            [*step(), row(FORWARD, "lm_head", "all_gather", 4)],
-            ["lm_head is called 4 times in one forward"],
-        ),
-        (
-            step(owners=LAYERS),
-            [*step(owners=LAYERS[1:]), row(BACKWARD, "layers.0", "all_reduce")],
-            ["layers.0 is replicated instead of sharded"],
-        ),
-        (
-            step(owners=("a", "b")),
-            step(owners=("a", "c")),
-            ["modules were renamed or moved: b is now c"],
-        ),
-        (
-            step(dtype="bfloat16"),
-            step(nbytes=2 * KIB),
-            ["the same collectives carry twice the bytes, in another dtype"],
-        ),
-        (step(), step(nbytes=KIB // 2, dtype="bfloat16"), ["the same collectives carry half the"]),
-        # A wider model, a larger batch.
-        (step(), step(nbytes=2 * KIB), []),
-        # No pattern: nothing is guessed.
-        (step(), step(nbytes=3 * KIB), []),
-        (step(), step(forward=2, backward=2, reduces=2), []),
-        (step(), [*step(), row(Phase.OUTSIDE, None, "all_reduce")], []),
-    ],
-)
-def test_each_change_has_its_likely_cause(old, new, beginnings):
-    found = causes(old, new)
-    assert len(found) == len(beginnings), found
-    for cause, beginning in zip(found, beginnings, strict=True):
-        assert cause.startswith(beginning)
-
-
 def rendered(old, new, **changes):
     return render_comparison(
         compare(old, new), snapshot="s.comm", accept="pytest --snapshot-update", **changes
@@ -172,8 +111,6 @@ def test_the_text_of_a_change_names_site_cause_and_remedy():
         "comm_mode differs from s.comm",
         "  layers.2 forward: all_gather[dp] 1 -> 2 (+1), 1.0 KiB -> 2.0 KiB per rank, issued in "
         "layers.1 at model.py:88",
-        "  likely: layers.2 is called 2 times in one forward (per chunk of the loss?) and gathered "
-        "for each call: unshard it once around the loop, or leave it in its parent's unit",
         "  note: odd",
         "  accept: pytest --snapshot-update",
     )
@@ -211,9 +148,9 @@ def calls(count=1, nbytes=64, dtype="float32", **changes):
         (
             [calls(3), calls(1, 32)],
             [calls(3, ahead=1), calls(1, 32)],
-            "4, x3 of 64 B float32 -> x3 of 64 B float32 ahead 1",
+            "issued 0 -> 0 or 1 units ahead of use",
         ),
-        ([calls(is_async=True)], [calls()], "1, x1 of 64 B float32 async -> x1 of 64 B float32"),
+        ([calls(is_async=True)], [calls()], "synchronous now: the caller waits for it"),
         ([calls(peer=1)], [calls(peer=-1)], "1, x1 of 64 B float32 peer +1 -> x1 of 64 B float32 "),
         ([calls(root_rank=0)], [calls(root_rank=2)], "1, x1 of 64 B float32 root 0 -> x1 of 64 B "),
         # A batch that grows needs no more than its bytes.
@@ -246,7 +183,7 @@ def test_objects_are_counted_and_their_sizes_are_not_compared():
         return profile(row(FORWARD, None, "all_gather", calls=(made,)))
 
     assert rendered(objects(2), objects(4)).full[1] == (
-        "  (no module) forward: all_gather[dp] 2 -> 4 (+2)"
+        "  (no-module) forward: all_gather[dp] 2 -> 4 (+2)"
     )
 
 
