@@ -18,6 +18,7 @@ from pytest_fsdp_comm.comm.story.facts import count_of
 from pytest_fsdp_comm.comm.story.steps import Step
 
 if TYPE_CHECKING:
+    from pytest_fsdp_comm.comm.evidence import Evidence
     from pytest_fsdp_comm.comm.story.search import Story
     from pytest_fsdp_comm.comm.story.timing import TimingChange
 
@@ -31,18 +32,70 @@ class Cause:
     """Those of the story that it explains."""
 
 
-def find_causes(story: Story) -> tuple[Cause, ...]:
-    """Names the probable causes of a story, those of regressions first."""
+def find_causes(story: Story, evidence: Evidence | None = None) -> tuple[Cause, ...]:
+    """Names the probable causes of a story, those of regressions first.
+
+    Args:
+        story: What differs.
+        evidence: What the trees of the same test say; None if they were not compared.
+    """
     root = _root_not_sharded(story)
     explained = root.steps if root is not None else ()
     found = [] if root is None else [root]
     for step in story.steps:
         if step not in explained:
-            found += [Cause(text=text, steps=(step,)) for text in _readings(step)]
+            known = None if evidence is None else _reading_with(evidence, step)
+            texts = _readings(step) if known is None else filter(None, [known])
+            found += [Cause(text=text, steps=(step,)) for text in texts]
     if not story.steps:
         found += [Cause(text=text) for change in story.timings for text in _of_timing(change)]
     unique = {cause.text: cause for cause in found}
     return tuple(sorted(unique.values(), key=lambda cause: not _is_of_regression(cause)))
+
+
+def _reading_with(evidence: Evidence, step: Step) -> str | None:
+    """What the trees say of a step; None if they say nothing of it."""
+    if isinstance(step, steps.Dtype):
+        return _dtype_with(evidence)
+    if not isinstance(step, steps.Replaced):
+        return None
+    owners = {owner for owner in step.owners if owner is not None}
+    if not owners or not owners <= evidence.units:
+        return None
+    if isinstance(step, (steps.Kept, steps.Freed)):
+        return _policy_with(evidence, owners)
+    return _reductions_with(evidence, step, owners)
+
+
+def _dtype_with(evidence: Evidence) -> str | None:
+    if evidence.is_other_dtype == evidence.is_other_policy:
+        return None
+    what = "the model's own dtype" if evidence.is_other_dtype else "MixedPrecisionPolicy"
+    return f"{what}, as the tree says"
+
+
+def _policy_with(evidence: Evidence, owners: set[str]) -> str | None:
+    changes = {evidence.policies.get(owner) for owner in owners}
+    change = changes.pop() if len(changes) == 1 else None
+    if change is not None:
+        return f"reshard_after_forward {change[0]} -> {change[1]}, as the tree says"
+    if owners <= evidence.new_roots:
+        return "became roots, as the tree says: is fully_shard on the module above missing?"
+    return None
+
+
+def _reductions_with(evidence: Evidence, step: steps.Replaced, owners: set[str]) -> str | None:
+    froze = evidence.frozen | evidence.partly_frozen
+    if isinstance(step, (steps.ReductionGone, steps.BackwardGone)):
+        if owners <= evidence.frozen:
+            return "frozen, as the tree says"
+        if owners.isdisjoint(froze):
+            return "detached, or not synchronized: as the tree says, nothing was frozen"
+    elif isinstance(step, steps.PartReduced) and owners <= froze:
+        return "a part of the parameters is frozen, as the tree says"
+    elif isinstance(step, (steps.ReductionCame, steps.PartReduced)) and owners <= evidence.thawed:
+        return "no longer frozen, as the tree says"
+    return None
 
 
 def _is_of_regression(cause: Cause) -> bool:

@@ -27,6 +27,7 @@ from pytest_fsdp_comm.text.rank_lists import name_ranks, runs_of, write_ranks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from pytest_fsdp_comm.comm.evidence import Evidence
     from pytest_fsdp_comm.comm.profile import Row
 
 _PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
@@ -91,7 +92,7 @@ class Comparison:
     """Where the recorded collectives of each row were issued."""
 
 
-def compare(old: CommProfile, new: CommProfile) -> Comparison:
+def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None) -> Comparison:
     """Compares a snapshot with what was recorded.
 
     Where the snapshot has all ranks, but only some were recorded now (the fake backend), only these
@@ -101,6 +102,7 @@ def compare(old: CommProfile, new: CommProfile) -> Comparison:
     Args:
         old: The snapshot.
         new: What was recorded.
+        evidence: What the trees of the same test say; None if they were not compared.
     """
     if new.recorded_ranks and not old.recorded_ranks:
         old = restrict(old, new.recorded_ranks)
@@ -118,7 +120,7 @@ def compare(old: CommProfile, new: CommProfile) -> Comparison:
         changes=(*frames, *rows),
         story=story,
         left=(*frames, *_compare_all_rows(story.before, story.after, sites)),
-        causes=find_causes(story),
+        causes=find_causes(story, evidence),
         sites=sites,
     )
 

@@ -15,19 +15,22 @@ from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.reports.comm_changes import Explanation, combine, render_comparison
 from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
+from pytest_fsdp_comm.snapshots.evidence import tree_evidence
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.files import write_atomically
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
 from pytest_fsdp_comm.text.paths import show_path
 from pytest_fsdp_comm.tree import diff as tree_diff
+from pytest_fsdp_comm.tree.facts import TreeFacts
 from pytest_fsdp_comm.tree.profile import TreeProfile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import pytest
     from syrupy.assertion import AssertionResult
 
+    from pytest_fsdp_comm.comm.evidence import Evidence
     from pytest_fsdp_comm.snapshots.documents import SnapshotText
     from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension
 
@@ -87,8 +90,9 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
     is_broken = any(result.exception is not None for _, result in failed)
     accept = "" if is_broken else update_command(config, failed[0][1].test_location.item)
     accept = _with_removal(config.rootpath, [result for _, result in failed], accept)
+    evidence = _evidence(result for _, result in assertion.last_results)
     for name, result in failed:
-        explanation = _explain_one(config, extension, result, accept=accept)
+        explanation = _explain_one(config, extension, result, accept=accept, evidence=evidence)
         explained.append((name, explanation))
         if result.exception is None and result.recalled_data is not None:
             with disable_color():
@@ -127,8 +131,24 @@ def _with_removal(rootdir: Path, failed: Sequence[AssertionResult], accept: str)
     return command if count else f"rm {' '.join(wider)} && {accept}"
 
 
+def _evidence(results: Iterable[AssertionResult]) -> Evidence | None:
+    """What the trees say that were compared in the same assertion."""
+    for result in results:
+        old, new = result.recalled_data, result.asserted_data
+        if result.exception is None and old is not None and new is not None:
+            match cast("SnapshotText", old).profile, cast("SnapshotText", new).profile:
+                case TreeProfile(common=TreeFacts() as was), TreeProfile(common=TreeFacts() as now):
+                    return tree_evidence(was, now)
+    return None
+
+
 def _explain_one(
-    config: pytest.Config, extension: CommSnapshotExtension, result: AssertionResult, *, accept: str
+    config: pytest.Config,
+    extension: CommSnapshotExtension,
+    result: AssertionResult,
+    *,
+    accept: str,
+    evidence: Evidence | None,
 ) -> Explanation:
     where = show_path(Path(result.snapshot_location), config.rootpath)
     if result.exception is not None:
@@ -143,7 +163,7 @@ def _explain_one(
         return Explanation(short=lines, full=lines, is_cut=False)
     old = cast("SnapshotText", result.recalled_data)
     new = cast("SnapshotText", result.asserted_data)
-    return _explain_difference(old, new, where=where, accept=accept)
+    return _explain_difference(old, new, where=where, accept=accept, evidence=evidence)
 
 
 def _unreached(assertion: CommSnapshot, result: AssertionResult) -> str:
@@ -184,12 +204,17 @@ def describe_error(result: AssertionResult, rootdir: Path) -> str:
 
 
 def _explain_difference(
-    old: SnapshotText, new: SnapshotText, *, where: str, accept: str
+    old: SnapshotText,
+    new: SnapshotText,
+    *,
+    where: str,
+    accept: str,
+    evidence: Evidence | None,
 ) -> Explanation:
     why: tuple[str, ...] = ()
     match old.profile, new.profile:
         case CommProfile() as was, CommProfile() as now:
-            comparison = comm_diff.compare(was, now)
+            comparison = comm_diff.compare(was, now, evidence)
             return render_comparison(comparison, snapshot=where, accept=accept, notes=now.notes)
         case TreeProfile() as was, TreeProfile() as now:
             changes = tree_diff.compare(was, now).changes

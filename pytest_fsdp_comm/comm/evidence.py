@@ -1,0 +1,28 @@
+"""What the trees of a test say that its communication cannot: why rows came, went or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What two trees say of the units that both have; names as those of owners."""
+
+    units: frozenset[str]
+    """Units of both trees."""
+    frozen: frozenset[str] = frozenset()
+    """Those whose trainable parameters are all frozen now."""
+    partly_frozen: frozenset[str] = frozenset()
+    """Those of which some parameters are frozen now, and others trainable."""
+    thawed: frozenset[str] = frozenset()
+    """Those of which some parameters are trainable now that were frozen."""
+    policies: Mapping[str, tuple[str, str]]
+    """``reshard_after_forward`` before and after, of those with another."""
+    new_roots: frozenset[str] = frozenset()
+    """Those that became roots."""
+    is_other_dtype: bool = False
+    """Whether parameters that both have are of another type now."""
+    is_other_policy: bool = False
+    """Whether units that both have got another mixed precision."""

@@ -1,0 +1,73 @@
+"""What the trees of a test say about its communication."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from pytest_fsdp_comm.comm.evidence import Evidence
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts
+
+
+def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
+    """Compares the units that two trees have in common.
+
+    Args:
+        old: The snapshot's.
+        new: As recorded.
+    """
+    before, after = old.units.get(1, {}), new.units.get(1, {})
+    units = frozenset(before) & frozenset(after)
+    held = _parameters_of(units, old.parameters, new.parameters)
+    froze = {unit: [_froze(*pair) for pair in pairs] for unit, pairs in held.items()}
+    return Evidence(
+        units=units,
+        frozen=frozenset(
+            unit for unit, pairs in held.items() if any(froze[unit]) and not _any_trains(pairs)
+        ),
+        partly_frozen=frozenset(
+            unit for unit, pairs in held.items() if any(froze[unit]) and _any_trains(pairs)
+        ),
+        thawed=frozenset(
+            unit for unit, pairs in held.items() if any(_froze(now, was) for was, now in pairs)
+        ),
+        policies={
+            unit: (str(before[unit].reshard_after_forward), str(after[unit].reshard_after_forward))
+            for unit in units
+            if before[unit].reshard_after_forward != after[unit].reshard_after_forward
+        },
+        new_roots=frozenset(
+            unit for unit in units if after[unit].is_root and not before[unit].is_root
+        ),
+        is_other_dtype=any(was.dtype != now.dtype for pairs in held.values() for was, now in pairs),
+        is_other_policy=any(before[unit].precision != after[unit].precision for unit in units),
+    )
+
+
+def _froze(was: ParameterFacts, now: ParameterFacts) -> bool:
+    return was.trainable and not now.trainable
+
+
+def _any_trains(pairs: Iterable[tuple[ParameterFacts, ParameterFacts]]) -> bool:
+    return any(now.trainable for _, now in pairs)
+
+
+def _parameters_of(
+    units: frozenset[str],
+    old: Mapping[str, ParameterFacts],
+    new: Mapping[str, ParameterFacts],
+) -> dict[str, list[tuple[ParameterFacts, ParameterFacts]]]:
+    """The parameters of each unit, as far as both trees have them."""
+    unit_of = {module: unit for unit in units for module in unit.split("+")}
+    found: defaultdict[str, list[tuple[ParameterFacts, ParameterFacts]]] = defaultdict(list)
+    for name in old.keys() & new.keys():
+        module = name
+        while module and module not in unit_of:
+            module = module.rpartition(".")[0]
+        if module in unit_of:
+            found[unit_of[module]].append((old[name], new[name]))
+    return found

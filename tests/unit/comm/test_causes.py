@@ -1,0 +1,99 @@
+"""Causes with the trees of the same test as evidence: exact where they speak, silent otherwise."""
+
+from dataclasses import replace
+
+import pytest
+from made_up import frozen, in_bfloat16, kept, profile, reduced_often
+
+from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.snapshots.evidence import tree_evidence
+from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
+from pytest_fsdp_comm.tree.model import Precision
+
+UNITS = ("", *(f"layers.{number}" for number in range(3)))
+
+
+def tree(**changes):
+    """A tree of the made-up profiles; `changes` by unit, of its facts or its parameter's."""
+    units = {name: UnitFacts(kind="fsdp2", reshard_after_forward=bool(name)) for name in UNITS}
+    parameters = {
+        f"{name}.weight" if name else "head.weight": ParameterFacts(shape=(4, 4), dtype="float32")
+        for name in UNITS
+    }
+    for name, change in changes.items():
+        unit = name.replace("_", ".")
+        if unit in parameters:
+            parameters[unit] = replace(parameters[unit], **change)
+        else:
+            units[unit] = replace(units[unit], **change)
+    return TreeFacts(world_size=4, mesh_axes=(), units={1: units}, parameters=parameters)
+
+
+def layers(suffix="", **change):
+    return {f"layers_{number}{suffix}": change for number in range(3)}
+
+
+def texts(change, new_tree):
+    old = profile(tensor_parallel=True)
+    evidence = tree_evidence(tree(), new_tree)
+    return [cause.text for cause in compare(old, change(old), evidence).causes]
+
+
+@pytest.mark.parametrize(
+    ("change", "new_tree", "text"),
+    [
+        (frozen, tree(layers_1_weight={"trainable": False}), "frozen, as the tree says"),
+        (
+            frozen,
+            tree(),
+            "detached, or not synchronized: as the tree says, nothing was frozen",
+        ),
+        (
+            kept,
+            tree(**layers(reshard_after_forward=False)),
+            "reshard_after_forward True -> False, as the tree says",
+        ),
+        (
+            kept,
+            tree(**layers(is_root=True)),
+            "became roots, as the tree says: is fully_shard on the module above missing?",
+        ),
+        (
+            in_bfloat16,
+            tree(**layers("_weight", dtype="bfloat16")),
+            "the model's own dtype, as the tree says",
+        ),
+        (
+            in_bfloat16,
+            tree(**layers(precision=Precision(param_dtype="bfloat16"))),
+            "MixedPrecisionPolicy, as the tree says",
+        ),
+    ],
+)
+def test_the_tree_decides_between_readings(change, new_tree, text):
+    assert texts(change, new_tree) == [text]
+
+
+@pytest.mark.parametrize(
+    ("change", "new_tree", "beginning"),
+    [
+        # Other layers were frozen than those whose gradients are gone.
+        (frozen, tree(layers_2_weight={"trainable": False}), "detached, or not synchronized"),
+        # A tree that changed in nothing says nothing of a policy.
+        (kept, tree(), "reshard_after_forward became False"),
+        (in_bfloat16, tree(), "MixedPrecisionPolicy, or the model's own dtype"),
+        (reduced_often, tree(layers_1_weight={"trainable": False}), "reduced in each micro-batch"),
+    ],
+)
+def test_a_tree_that_does_not_fit_leaves_the_readings_of_the_profile(change, new_tree, beginning):
+    (text,) = texts(change, new_tree)
+    assert text.startswith(beginning)
+
+
+def test_a_tree_with_other_units_says_nothing():
+    old = profile(tensor_parallel=True)
+    other = replace(tree(), units={1: {}}, parameters={})
+    evidence = tree_evidence(other, other)
+    assert [cause.text[:20] for cause in compare(old, frozen(old), evidence).causes] == [
+        "frozen, detached, or"
+    ]
