@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import pytest
 
+from pytest_fsdp_comm.comm.links import Links, parse_links
 from pytest_fsdp_comm.launch_environment import LaunchedRank, read_launched_rank
 from pytest_fsdp_comm.tree.findings.settings import FindingSettings, parse_settings
 
@@ -84,6 +85,8 @@ class SessionOptions:
     """Absolute directory for what failed comparisons received; None keeps nothing."""
     findings: FindingSettings = field(default_factory=FindingSettings)
     """What counts as a finding of a sharded tree."""
+    links: Links = field(default_factory=Links)
+    """How fast axes are, for the estimated seconds of a difference."""
     unseen: UnseenLevel = "error"
     """What becomes of a comparison with a recording that lacks something which was sent."""
     progress_s: float = DEFAULT_PROGRESS_S
@@ -174,6 +177,12 @@ def add_options(parser: pytest.Parser) -> None:
         "'small_nbytes = 4096'",
         type="linelist",
     )
+    parser.addini(
+        "fsdp_comm_links",
+        "bandwidth and latency of mesh axes, one per line: 'dp: 50 GB/s 10 us', or '*' for all "
+        "others; differences are then estimated in seconds",
+        type="linelist",
+    )
 
 
 def read_session_options(config: pytest.Config) -> SessionOptions:
@@ -195,6 +204,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
 
     try:
         findings = parse_settings(config.getini("fsdp_comm_findings"))
+        links = parse_links(config.getini("fsdp_comm_links"))
     except ValueError as problem:
         raise pytest.UsageError(f"ini {problem}") from None
     artifacts = config.getoption("--comm-artifacts")
@@ -214,6 +224,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
         # Relative to where the user typed it, as with --junitxml.
         artifacts_dir=config.invocation_params.dir / artifacts if artifacts else None,
         findings=findings,
+        links=links,
         unseen=_read_unseen(config),
         progress_s=_read_progress_s(config),
         launched=launched,

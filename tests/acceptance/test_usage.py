@@ -96,6 +96,13 @@ def test_a_bad_marker_of_a_deselected_test_stops_nobody(project):
                 "131072 with the fake backend), got '0'"
             ),
         ),
+        (
+            ["-o", "fsdp_comm_links=dp: 50 Gb/s 10 us"],
+            (
+                "ini fsdp_comm_links, line 1: unknown unit 'Gb/s' in 'dp: 50 Gb/s 10 us'; "
+                "expected one of GB/s, GiB/s, MB/s, MiB/s, Gbit/s"
+            ),
+        ),
     ],
 )
 def test_bad_options_are_usage_errors(project, arguments, text):
