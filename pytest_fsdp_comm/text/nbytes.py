@@ -7,6 +7,9 @@ from typing import Final
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STEP: Final = 1024
 
+# From here on people compare factors rather than percents.
+_FACTOR: Final = 3
+
 
 def show_nbytes(nbytes: int) -> str:
     """Rounds to one decimal in the largest binary unit that leaves at least 1: ``512.0 KiB``."""
@@ -20,6 +23,36 @@ def show_nbytes(nbytes: int) -> str:
 
 
 def show_nbytes_change(old: int, new: int) -> str:
-    """Rounds both as `show_nbytes`, unless that would show them as equal."""
+    """Both sides, rounded as by `show_nbytes` unless that makes them equal.
+
+    ``1.4 -> 2.3 MiB``, ``512 B -> 2.0 KiB``, ``0 -> 2.0 KiB``, ``74_000 -> 74_008 B``.
+    """
     before, after = show_nbytes(old), show_nbytes(new)
-    return f"{before} -> {after}" if before != after else f"{old:_} B -> {new:_} B"
+    if before == after and old != new:
+        return f"{old:_} -> {new:_} B"
+    amount, _, unit = before.partition(" ")
+    # Nothing has no unit, except where the other side has none to share either.
+    is_shared = unit == after.partition(" ")[2] or not old
+    return f"{amount if is_shared else before} -> {after}"
+
+
+def show_growth(old: float, new: float) -> str:
+    """How much more or less one number is than another, so that no change looks like none.
+
+    ``+63 %``, ``-0.3 %``, ``x4.0`` from three times on, ``unchanged``, ``new`` where there was
+    nothing.
+    """
+    if old == new:
+        return "unchanged"
+    if not old:
+        return "new"
+    ratio = new / old
+    if ratio >= _FACTOR:
+        return f"x{ratio:.1f}" if ratio < 100 else f"x{ratio:.0f}"  # noqa: PLR2004  # three digits
+    percent = (ratio - 1) * 100
+    if abs(percent) < 0.1:  # noqa: PLR2004  # the last digit that is shown
+        return f"{'+' if percent > 0 else '-'}<0.1 %"
+    # What is left of something is not nothing.
+    if new and percent < -99:  # noqa: PLR2004  # rounds to -100
+        return f"{max(percent, -99.9):.1f} %"
+    return f"{percent:+.1f} %" if abs(percent) < 9.95 else f"{percent:+.0f} %"  # noqa: PLR2004  # two digits

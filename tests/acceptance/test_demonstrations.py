@@ -114,7 +114,7 @@ def test_an_lm_head_gathered_for_each_loss_chunk_is_explained(llama):
     # Issued in the loop over the chunks.
     line = llama.line_of("functional.cross_entropy(self.lm_head(part)")
     assert lines[1] == (
-        "comm: lm_head forward: all_gather[dp] 0 -> 4 (+4), 0 B -> 512.0 KiB per rank, issued at "
+        "comm: lm_head forward: all_gather[dp] 0 -> 4 (+4), 0 -> 512.0 KiB per rank, issued at "
         f"examples/llama_training.py:{line}"
     )
     assert lines[2] == "tree: lm_head: becomes a unit of its own (fsdp2)"
@@ -123,7 +123,7 @@ def test_an_lm_head_gathered_for_each_loss_chunk_is_explained(llama):
         "for each call: unshard it once around the loop, or leave it in its parent's unit",
         ACCEPT,
     ]
-    assert "(root) forward: all_gather[dp] 1, 256.2 KiB -> 128.2 KiB per rank" in text
+    assert "(root) forward: all_gather[dp] 1, 256.2 -> 128.2 KiB per rank" in text
     readme = (ROOT / "README.md").read_text()
     assert [line for line in lines if line not in readme] == []
 

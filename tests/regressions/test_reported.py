@@ -318,7 +318,7 @@ def test_averaging_the_loss_in_each_step_shows_up_outside_the_model(record, devi
     reviewed = record(model, lambda: train(averaged=False))
     regressed = record(model, lambda: train(averaged=True))
     assert said(reviewed, regressed) == [
-        "(no-module) outside: all_reduce[dp] 0 -> 1 (+1), 0 B -> 4 B per rank, issued at "
+        "(no-module) outside: all_reduce[dp] 0 -> 1 (+1), 0 -> 4 B per rank, issued at "
         "tests/regressions/test_reported.py:N",
     ]
 

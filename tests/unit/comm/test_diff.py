@@ -109,7 +109,7 @@ def test_the_text_of_a_change_names_site_cause_and_remedy():
     text = rendered(old, new, notes=("odd",))
     assert text.full == (
         "comm_mode differs from s.comm",
-        "  layers.2 forward: all_gather[dp] 1 -> 2 (+1), 1.0 KiB -> 2.0 KiB per rank, issued in "
+        "  layers.2 forward: all_gather[dp] 1 -> 2 (+1), 1.0 -> 2.0 KiB per rank, issued in "
         "layers.1 at model.py:88",
         "  note: odd",
         "  accept: pytest --snapshot-update",
@@ -154,9 +154,9 @@ def calls(count=1, nbytes=64, dtype="float32", **changes):
         ([calls(peer=1)], [calls(peer=-1)], "1, x1 of 64 B float32 peer +1 -> x1 of 64 B float32 "),
         ([calls(root_rank=0)], [calls(root_rank=2)], "1, x1 of 64 B float32 root 0 -> x1 of 64 B "),
         # A batch that grows needs no more than its bytes.
-        ([calls()], [calls(nbytes=96)], "1, 64 B -> 96 B per rank"),
+        ([calls()], [calls(nbytes=96)], "1, 64 -> 96 B per rank"),
         # Sides that would be rounded to the same.
-        ([calls(nbytes=74_000)], [calls(nbytes=74_008)], "1, 74_000 B -> 74_008 B per rank"),
+        ([calls(nbytes=74_000)], [calls(nbytes=74_008)], "1, 74_000 -> 74_008 B per rank"),
     ],
 )
 def test_calls_that_differ_are_a_difference(before, after, line):

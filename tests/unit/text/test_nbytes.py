@@ -1,0 +1,82 @@
+"""Numbers of bytes and how they change, as people read them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_fsdp_comm.text.nbytes import show_growth, show_nbytes, show_nbytes_change
+
+KIB, MIB = 1024, 1024**2
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (MIB - 1, "1.0 MiB"),
+        (2**70, "1048576.0 PiB"),
+    ],
+)
+def test_bytes_are_rounded_to_one_decimal_of_a_unit(nbytes, text):
+    assert show_nbytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        (1_468_006, 2_411_724, "1.4 -> 2.3 MiB"),
+        (512, 2 * KIB, "512 B -> 2.0 KiB"),
+        (2 * MIB, 0, "2.0 MiB -> 0 B"),
+        (0, 2 * KIB, "0 -> 2.0 KiB"),
+        (0, 8, "0 -> 8 B"),
+        (8, 0, "8 -> 0 B"),
+        # Equal in KiB, but not in bytes.
+        (74_000, 74_008, "74_000 -> 74_008 B"),
+        (MIB, MIB + 1, "1_048_576 -> 1_048_577 B"),
+        (MIB, MIB, "1.0 -> 1.0 MiB"),
+    ],
+)
+def test_two_sides_share_a_unit_and_never_look_equal_unless_they_are(old, new, text):
+    assert show_nbytes_change(old, new) == text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        (100, 163, "+63 %"),
+        (1000, 1003, "+0.3 %"),
+        (1000, 997, "-0.3 %"),
+        (10**9, 10**9 + 1, "+<0.1 %"),
+        (10**9, 10**9 - 1, "-<0.1 %"),
+        (1000, 1099, "+9.9 %"),
+        (10_000, 10_998, "+10 %"),
+        (100, 200, "+100 %"),
+        (100, 299, "+199 %"),
+        (100, 300, "x3.0"),
+        (100, 400, "x4.0"),
+        (8, 812, "x102"),
+        (100, 50, "-50 %"),
+        (100, 0, "-100 %"),
+        (10_000, 1, "-99.9 %"),
+        (1000, 7, "-99.3 %"),
+        (0, 5, "new"),
+        (5, 5, "unchanged"),
+        (0, 0, "unchanged"),
+    ],
+)
+def test_growth_is_a_percentage_or_a_factor(old, new, text):
+    assert show_growth(old, new) == text
+
+
+@given(st.integers(0, 10**15), st.integers(0, 10**15))
+def test_no_change_looks_like_none_and_only_nothing_is_all_gone(old, new):
+    before, after = show_nbytes_change(old, new).split(" -> ")
+    unit = after.partition(" ")[2]
+    assert (before.removesuffix(f" {unit}") == after.removesuffix(f" {unit}")) == (old == new)
+    growth = show_growth(old, new)
+    assert (growth == "unchanged") == (old == new)
+    assert (growth == "-100 %") == (new == 0 < old)
+    assert growth not in {"+0.0 %", "-0.0 %", "+0 %", "-0 %"}
+    assert growth.startswith("-") == (new < old)
