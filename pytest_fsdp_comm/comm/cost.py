@@ -1,0 +1,299 @@
+"""What a change of communication costs a rank: calls, bytes and estimated seconds.
+
+Bytes are message sizes, as `events.Collective.nbytes`. Those of pickled objects are unknown, so
+calls that carry them are counted apart and left out of bytes and seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+from pytest_fsdp_comm.comm.links import Link, Links
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pytest_fsdp_comm.comm.profile import CommProfile
+
+_Value = TypeVar("_Value")
+_What: TypeAlias = tuple[str, str]
+"""Axis and kind."""
+_Volumes: TypeAlias = "Mapping[_What, Volume]"
+_Change: TypeAlias = "Mapping[_What, tuple[Volume, Volume]]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Volume:
+    """The calls of one rank."""
+
+    count: int = 0
+    """How many, without those that carry pickled objects."""
+    nbytes: int = 0
+    """Sum of their message sizes."""
+    objects: int = 0
+    """How many carry pickled objects."""
+    seconds: float | None = None
+    """Of `count` calls one after the other; None if no link or no formula is known. Of a sum, those
+    of the parts for which both are known."""
+
+    def __add__(self, other: Volume) -> Volume:
+        """Both together."""
+        known = [volume.seconds for volume in (self, other) if volume.seconds is not None]
+        return Volume(
+            count=self.count + other.count,
+            nbytes=self.nbytes + other.nbytes,
+            objects=self.objects + other.objects,
+            seconds=sum(known) if known else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCost:
+    """The calls of one kind over one axis."""
+
+    kind: str
+    """As `events.Collective.kind`."""
+    axis: str
+    """Name of the mesh axis."""
+    before: Volume
+    after: Volume
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisCost:
+    """All calls over one axis."""
+
+    axis: str
+    """Name of the mesh axis."""
+    link: Link | None
+    """How fast it is; None if the user does not say."""
+    before: Volume
+    after: Volume
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a change costs one rank, in all that was recorded.
+
+    Where ranks differ, both sides are those of the rank whose bytes change most: the sums of one
+    rank, which add up, and no difference that another rank hides. The peak is likewise that of the
+    rank where it changes most.
+    """
+
+    ranks: tuple[int, ...] = ()
+    """The ranks with these calls, ascending; empty for all that both sides recorded."""
+    collectives: tuple[CollectiveCost, ...] = ()
+    """What either side has, sorted by axis and kind."""
+    axes: tuple[AxisCost, ...] = ()
+    """What either side has, sorted by name."""
+    peak_before: int = 0
+    """Most bytes of parameters that were gathered at once; 0 if none were."""
+    peak_after: int = 0
+    peak_ranks: tuple[int, ...] = ()
+    """The ranks with these peaks, ascending; empty for all that both sides recorded."""
+
+    @property
+    def before(self) -> Volume:
+        """All calls of the snapshot."""
+        return sum((axis.before for axis in self.axes), Volume())
+
+    @property
+    def after(self) -> Volume:
+        """All calls that were recorded."""
+        return sum((axis.after for axis in self.axes), Volume())
+
+
+def estimate_seconds(
+    kind: str, *, count: int, nbytes: int, group_size: int, link: Link
+) -> float | None:
+    """How long calls take one after the other while nothing else uses the link.
+
+    The formulas, with their sources, are in docs/cost.md.
+
+    Args:
+        kind: As `events.Collective.kind`.
+        count: How many calls.
+        nbytes: Sum of their message sizes.
+        group_size: How many ranks take part.
+        link: Between neighbours in the group.
+
+    Returns:
+        Seconds; None for a kind without a formula.
+    """
+    # Messages that follow each other, and the bytes that a rank sends for each byte of a message.
+    hops = group_size - 1
+    share = hops / group_size
+    match kind:
+        case "all_gather" | "reduce_scatter" | "all_to_all" | "gather" | "scatter":
+            pass
+        case "all_reduce":
+            hops, share = 2 * hops, 2 * share
+        case "broadcast" | "reduce":
+            share = 1.0 if hops else 0.0
+        case "send" | "recv":
+            hops, share = 1, 1.0
+        case "barrier":
+            hops, share = 2 * hops, 0.0
+        case _:
+            return None
+    return count * hops * link.latency_s + share * nbytes / link.bandwidth
+
+
+def cost_of_change(old: CommProfile, new: CommProfile, links: Links | None = None) -> Cost:
+    """Adds up the calls of both sides and compares the sums.
+
+    Args:
+        old: The snapshot.
+        new: What was recorded.
+        links: How fast axes are; None estimates no seconds.
+
+    Returns:
+        The cost for the ranks that both sides recorded; an empty one if there are none.
+    """
+    alike = _alike_ranks(old, new)
+    if not alike:
+        return Cost()
+    firsts = frozenset(alike)
+    before, after = (_volumes(profile, firsts) for profile in (old, new))
+    changes = {rank: _paired(before[rank], after[rank]) for rank in alike}
+    change, ranks = _largest(changes, alike, _weight)
+    old_peaks, new_peaks = (_peaks(profile, firsts) for profile in (old, new))
+    peaks = {rank: (old_peaks[rank], new_peaks[rank]) for rank in alike}
+    peak, peak_ranks = _largest(peaks, alike, lambda pair: (abs(pair[1] - pair[0]), pair[1]))
+    links = links or Links()
+    collectives = tuple(
+        CollectiveCost(
+            kind=kind,
+            axis=axis,
+            before=_timed(kind, axis, was, old, links),
+            after=_timed(kind, axis, now, new, links),
+        )
+        for (axis, kind), (was, now) in change.items()
+    )
+    return Cost(
+        ranks=ranks,
+        collectives=collectives,
+        axes=_axes(collectives, links),
+        peak_before=peak[0],
+        peak_after=peak[1],
+        peak_ranks=peak_ranks,
+    )
+
+
+def _alike_ranks(old: CommProfile, new: CommProfile) -> dict[int, list[int]]:
+    """The ranks that both sides recorded, together with those that have the same rows and peaks.
+
+    Returns:
+        Ascending, by the lowest of each.
+    """
+    recorded = [
+        frozenset(profile.recorded_ranks or range(profile.world_size)) for profile in (old, new)
+    ]
+    # Few lists hold the ranks of many rows, so that ranks are grouped without looking at the rows.
+    lists: set[tuple[int, ...]] = set()
+    for profile in (old, new):
+        lists.update(row.ranks for row in profile.rows)
+        lists.update(peak.ranks for peak in profile.peaks)
+    signatures: defaultdict[int, list[int]] = defaultdict(list)
+    for number, ranks in enumerate(lists):
+        for rank in ranks:
+            signatures[rank].append(number)
+    groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank in sorted(recorded[0] & recorded[1]):
+        groups[tuple(signatures[rank])].append(rank)
+    return {group[0]: group for group in groups.values()}
+
+
+def _volumes(profile: CommProfile, ranks: frozenset[int]) -> dict[int, dict[_What, Volume]]:
+    """The sums of some ranks, by axis and kind."""
+    by_list: defaultdict[tuple[int, ...], defaultdict[_What, Volume]]
+    by_list = defaultdict(lambda: defaultdict(Volume))
+    for row in profile.rows:
+        objects = sum(calls.count for calls in row.calls if calls.is_object)
+        volume = Volume(count=row.count - objects, nbytes=row.nbytes, objects=objects)
+        by_list[row.ranks][row.axis, row.kind] += volume
+    found = {rank: by_list[()].copy() for rank in ranks}
+    for having, volumes in by_list.items():
+        for rank in ranks.intersection(having):
+            for what, volume in volumes.items():
+                found[rank][what] += volume
+    return dict(found)
+
+
+def _peaks(profile: CommProfile, ranks: frozenset[int]) -> dict[int, int]:
+    """The most bytes that some ranks had gathered."""
+    found = dict.fromkeys(ranks, 0)
+    for peak in profile.peaks:
+        found.update(
+            dict.fromkeys(ranks.intersection(peak.ranks) if peak.ranks else ranks, peak.nbytes)
+        )
+    return found
+
+
+def _paired(before: _Volumes, after: _Volumes) -> _Change:
+    nothing = Volume()
+    return {
+        what: (before.get(what, nothing), after.get(what, nothing))
+        for what in sorted({*before, *after})
+    }
+
+
+def _weight(change: _Change) -> tuple[int, int, int]:
+    pairs = change.values()
+    return (
+        sum(abs(now.nbytes - was.nbytes) for was, now in pairs),
+        sum(abs(now.count - was.count) + abs(now.objects - was.objects) for was, now in pairs),
+        sum(now.nbytes for _, now in pairs),
+    )
+
+
+def _largest(
+    values: Mapping[int, _Value],
+    alike: Mapping[int, Sequence[int]],
+    weight: Callable[[_Value], tuple[int, ...]],
+) -> tuple[_Value, tuple[int, ...]]:
+    """The value of most weight and the ranks that have it.
+
+    Args:
+        values: By the lowest of the ranks that are alike; at least one.
+        alike: The ranks that are.
+        weight: What values are compared by.
+
+    Returns:
+        No ranks if all have it.
+    """
+    largest = max(values.values(), key=weight)
+    having = [rank for rank, value in values.items() if value == largest]
+    return largest, (
+        ()
+        if len(having) == len(values)
+        else tuple(sorted(itertools.chain.from_iterable(alike[rank] for rank in having)))
+    )
+
+
+def _timed(kind: str, axis: str, volume: Volume, profile: CommProfile, links: Links) -> Volume:
+    """Adds the seconds to the volume of one kind over one axis."""
+    link = links.of(axis)
+    sizes = [known.size for known in profile.mesh_axes if known.name == axis]
+    if link is None or (volume.count and not sizes):
+        return volume
+    seconds = estimate_seconds(
+        kind, count=volume.count, nbytes=volume.nbytes, group_size=max(sizes, default=1), link=link
+    )
+    return replace(volume, seconds=seconds)
+
+
+def _axes(collectives: Sequence[CollectiveCost], links: Links) -> tuple[AxisCost, ...]:
+    by_axis = itertools.groupby(collectives, key=lambda one: one.axis)
+    return tuple(
+        AxisCost(
+            axis=axis,
+            link=links.of(axis),
+            before=sum((one.before for one in alike), Volume()),
+            after=sum((one.after for one in alike), Volume()),
+        )
+        for axis, alike in ((axis, list(group)) for axis, group in by_axis)
+    )

@@ -1,0 +1,290 @@
+"""Calls, bytes and seconds of a change, by kind and axis, with numbers derived by hand."""
+
+import itertools
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_fsdp_comm.comm.cost import Cost, Volume, cost_of_change, estimate_seconds
+from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Phase
+from pytest_fsdp_comm.comm.links import parse_links
+from pytest_fsdp_comm.comm.mesh import MeshAxis
+from pytest_fsdp_comm.comm.profile import Calls, CommProfile, CommRow, GatheredPeak
+
+GB = 10**9
+# 1 GB/s and 1 ms make seconds of GB and of thousands of hops.
+LINKS = parse_links(["dp: 1 GB/s 1 ms", "tp: 10 GB/s 0 us"])
+
+
+def row(what, *nbytes, ranks=(), objects=0, owner="a"):
+    """One row of calls with some sizes; `what` as in ``all_gather[dp]``."""
+    kind, axis = what.rstrip("]").split("[")
+    calls = [Calls(count=n, nbytes=size) for size, n in sorted(Counter(nbytes).items())]
+    calls += [Calls(count=objects, is_object=True)] if objects else []
+    return CommRow(
+        phase=Phase.FORWARD, owner=owner, kind=kind, axis=axis, calls=tuple(calls), ranks=ranks
+    )
+
+
+def profile(*rows, dp=4, peaks=(), **changes):
+    axes = (MeshAxis(name="dp", size=dp), MeshAxis(name="tp", size=2))
+    values = {"world_size": 8, "mesh_axes": axes, **changes}
+    return CommProfile(rows=rows, peaks=peaks, **values)
+
+
+def by_kind(cost):
+    """Calls and bytes of both sides."""
+    return {
+        f"{one.kind}[{one.axis}]": (
+            (one.before.count, one.before.nbytes),
+            (one.after.count, one.after.nbytes),
+        )
+        for one in cost.collectives
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "hops", "share"),
+    [
+        # Each of 4 ranks sends 3 of the 4 parts, one after the other.
+        ("all_gather", 3, 3 / 4),
+        ("reduce_scatter", 3, 3 / 4),
+        ("all_to_all", 3, 3 / 4),
+        ("gather", 3, 3 / 4),
+        ("scatter", 3, 3 / 4),
+        # A reduce-scatter and an all-gather.
+        ("all_reduce", 6, 6 / 4),
+        # All of it passes through the root.
+        ("broadcast", 3, 1),
+        ("reduce", 3, 1),
+        ("send", 1, 1),
+        ("recv", 1, 1),
+        # An all-reduce of nothing.
+        ("barrier", 6, 0),
+    ],
+)
+def test_seconds_of_four_ranks_are_hops_and_the_share_that_each_sends(kind, hops, share):
+    link = LINKS.of("dp")
+    one = estimate_seconds(kind, count=1, nbytes=8 * GB, group_size=4, link=link)
+    assert one == pytest.approx(hops * 1e-3 + share * 8)
+    # Bytes are a sum, so that only hops are paid again.
+    five = estimate_seconds(kind, count=5, nbytes=8 * GB, group_size=4, link=link)
+    assert five == pytest.approx(5 * hops * 1e-3 + share * 8)
+    free = LINKS.of("tp")
+    assert estimate_seconds(kind, count=1, nbytes=8 * GB, group_size=4, link=free) == pytest.approx(
+        share * 0.8
+    )
+
+
+@pytest.mark.parametrize("kind", [k for k in COLLECTIVE_KINDS if k not in {"send", "recv"}])
+def test_a_group_of_one_rank_sends_nothing(kind):
+    link = LINKS.of("dp")
+    assert estimate_seconds(kind, count=1, nbytes=GB, group_size=1, link=link) == 0
+
+
+def test_an_unknown_kind_has_no_seconds():
+    link = LINKS.of("dp")
+    assert estimate_seconds("unknown:odd", count=1, nbytes=GB, group_size=4, link=link) is None
+
+
+def test_a_reduction_for_each_of_four_micro_batches():
+    """3 units of 512 B: gathered 5 times in each micro-batch, reduced once, then 4 times."""
+    gathers = row("all_gather[dp]", *[512] * 20)
+    cost = cost_of_change(
+        profile(gathers, row("reduce_scatter[dp]", *[512] * 3)),
+        profile(gathers, row("reduce_scatter[dp]", *[512] * 12)),
+        LINKS,
+    )
+    assert by_kind(cost) == {
+        "all_gather[dp]": ((20, 10_240), (20, 10_240)),
+        "reduce_scatter[dp]": ((3, 1_536), (12, 6_144)),
+    }
+    (dp,) = cost.axes
+    assert (dp.before, dp.after) == (cost.before, cost.after)
+    assert (cost.before.count, cost.before.nbytes) == (23, 11_776)
+    assert (cost.after.count, cost.after.nbytes) == (32, 16_384)
+    # 3 hops for each call, and 3/4 of the bytes.
+    assert cost.before.seconds == pytest.approx(23 * 3e-3 + 0.75 * 11_776e-9)
+    assert cost.after.seconds == pytest.approx(32 * 3e-3 + 0.75 * 16_384e-9)
+    assert cost.ranks == ()
+
+
+def test_axes_add_up_to_the_whole():
+    """HSDP: what is reduced over 4 shards is reduced again over 2 replicas, a quarter each."""
+    old = profile(
+        row("all_gather[dp]", 1000, 1000),
+        row("reduce_scatter[dp]", 1000),
+        row("all_reduce[tp]", 250),
+    )
+    new = profile(
+        row("all_gather[dp]", 1000),
+        row("reduce_scatter[dp]", 1000, 1000),
+        row("all_reduce[tp]", 250, 250),
+    )
+    cost = cost_of_change(old, new, LINKS)
+    assert [(one.axis, one.link) for one in cost.axes] == [
+        ("dp", LINKS.of("dp")),
+        ("tp", LINKS.of("tp")),
+    ]
+    assert [(one.before.nbytes, one.after.nbytes) for one in cost.axes] == [
+        (3000, 3000),
+        (250, 500),
+    ]
+    assert (cost.before.nbytes, cost.after.nbytes) == (3250, 3500)
+    # 2 replicas exchange the whole at 10 GB/s.
+    assert cost.axes[1].after.seconds == pytest.approx(500e-10)
+    assert cost.after.seconds == pytest.approx(9e-3 + 2250e-9 + 500e-10)
+
+
+def test_rows_of_all_modules_and_phases_are_one_kind():
+    old = profile(row("all_gather[dp]", 8, owner="a"), row("all_gather[dp]", 8, 16, owner="b"))
+    assert by_kind(cost_of_change(old, profile())) == {"all_gather[dp]": ((3, 32), (0, 0))}
+
+
+def test_without_links_there_are_no_seconds():
+    old, new = profile(row("all_gather[dp]", 8)), profile(row("all_gather[tp]", 8))
+    assert cost_of_change(old, new).after.seconds is None
+    # An axis that no line names, and the one that is absent.
+    cost = cost_of_change(old, new, parse_links(["dp: 1 GB/s 1 ms"]))
+    assert [(one.axis, one.before.seconds, one.after.seconds) for one in cost.axes] == [
+        ("dp", pytest.approx(3e-3, rel=1e-3), 0),
+        ("tp", None, None),
+    ]
+
+
+def test_another_group_size_costs_other_seconds():
+    same = row("all_gather[dp]", GB)
+    cost = cost_of_change(profile(same, dp=2), profile(same, dp=4), LINKS)
+    assert cost.before.seconds == pytest.approx(1e-3 + 0.5)
+    assert cost.after.seconds == pytest.approx(3e-3 + 0.75)
+
+
+def test_objects_are_counted_apart():
+    old = profile(row("all_gather[dp]", 8, objects=1))
+    new = profile(row("all_gather[dp]", 8, objects=3))
+    cost = cost_of_change(old, new, LINKS)
+    assert cost.before == Volume(count=1, nbytes=8, objects=1, seconds=cost.after.seconds)
+    assert cost.after == Volume(count=1, nbytes=8, objects=3, seconds=cost.after.seconds)
+
+
+def test_the_rank_whose_bytes_change_most_stands_for_all():
+    """Stages of a pipeline: rank 0 has most, before and after, but not what changes."""
+    first = row("all_gather[dp]", 900, ranks=(0,))
+    second = row("all_gather[dp]", 100, ranks=(1, 2))
+    third = row("all_gather[dp]", 100, ranks=(3,))
+    changed = row("all_gather[dp]", 500, ranks=(1, 2))
+    less = row("all_gather[dp]", 50, ranks=(3,))
+    common = row("all_reduce[tp]", 8)
+    cost = cost_of_change(
+        profile(first, second, third, common, world_size=4),
+        profile(first, changed, less, common, world_size=4),
+    )
+    assert cost.ranks == (1, 2)
+    assert by_kind(cost) == {
+        "all_gather[dp]": ((1, 100), (1, 500)),
+        "all_reduce[tp]": ((1, 8), (1, 8)),
+    }
+
+
+def test_ranks_with_other_rows_and_equal_sums_are_alike():
+    split = profile(
+        row("all_gather[dp]", 8, owner="a", ranks=(0,)),
+        row("all_gather[dp]", 8, owner="b", ranks=(1,)),
+        world_size=2,
+    )
+    assert cost_of_change(split, split).ranks == ()
+
+
+def test_where_bytes_are_equal_calls_decide():
+    old = profile(row("all_gather[dp]", 8), world_size=2)
+    new = profile(
+        row("all_gather[dp]", 8, ranks=(0,)),
+        row("all_gather[dp]", 4, 4, ranks=(1,)),
+        world_size=2,
+    )
+    assert cost_of_change(old, new).ranks == (1,)
+
+
+def test_only_ranks_that_both_sides_recorded_are_compared():
+    old = profile(
+        row("all_gather[dp]", 8, ranks=(0,)), row("all_gather[dp]", 16, ranks=(1, 2)), world_size=3
+    )
+    new = profile(row("all_gather[dp]", 16), recorded_ranks=(1,))
+    assert by_kind(cost_of_change(old, new)) == {"all_gather[dp]": ((1, 16), (1, 16))}
+    others = profile(row("all_gather[dp]", 16), recorded_ranks=(5,))
+    assert cost_of_change(new, others) == Cost()
+
+
+def test_the_peak_is_that_of_the_rank_where_it_changes_most():
+    old = profile(peaks=(GatheredPeak(nbytes=90, ranks=(0,)), GatheredPeak(nbytes=10, ranks=(1,))))
+    new = profile(peaks=(GatheredPeak(nbytes=90, ranks=(0,)), GatheredPeak(nbytes=40, ranks=(1,))))
+    cost = cost_of_change(old, new)
+    assert (cost.peak_before, cost.peak_after, cost.peak_ranks) == (10, 40, (1,))
+    same = cost_of_change(old, old)
+    assert (same.peak_before, same.peak_after, same.peak_ranks) == (90, 90, (0,))
+    none = cost_of_change(profile(), profile(peaks=(GatheredPeak(nbytes=4),)))
+    assert (none.peak_before, none.peak_after, none.peak_ranks) == (0, 4, ())
+
+
+RANKS = tuple(
+    ranks for size in range(4) for ranks in itertools.combinations(range(4), size) if size < 4
+)
+ROWS = st.lists(
+    st.builds(
+        lambda what, sizes, ranks, objects: row(what, *sizes, ranks=ranks, objects=objects),
+        st.sampled_from(["all_gather[dp]", "reduce_scatter[dp]", "all_reduce[tp]"]),
+        st.lists(st.sampled_from([8, 64, 1000]), min_size=1, max_size=3),
+        st.sampled_from(RANKS),
+        st.integers(0, 1),
+    ),
+    max_size=6,
+)
+
+
+def naive(rows, rank):
+    """Calls and bytes of one rank, row by row."""
+    sums = Counter()
+    for each in rows:
+        if not each.ranks or rank in each.ranks:
+            for calls in each.calls:
+                if not calls.is_object:
+                    sums["count"] += calls.count
+                    sums["nbytes"] += calls.count * calls.nbytes
+                    sums[each.kind] += calls.count * calls.nbytes
+    return sums
+
+
+@given(ROWS, ROWS)
+def test_the_cost_is_that_of_a_rank_and_no_rank_changes_more(before, after):
+    cost = cost_of_change(profile(*before, world_size=4), profile(*after, world_size=4))
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    sums = {rank: (naive(before, rank), naive(after, rank)) for rank in range(4)}
+    changes = {
+        rank: sum(abs(now[kind] - was[kind]) for kind in kinds) for rank, (was, now) in sums.items()
+    }
+    for rank in cost.ranks or range(4):
+        assert changes[rank] == max(changes.values())
+        for volume, side in zip((cost.before, cost.after), sums[rank], strict=True):
+            assert (volume.count, volume.nbytes) == (side["count"], side["nbytes"])
+
+
+def test_four_thousand_ranks_that_all_differ_take_less_than_a_second():
+    def sent(extra):
+        return [
+            row("all_to_all[dp]", 1000 + rank + extra, owner=f"layers.{layer}", ranks=(rank,))
+            for layer in range(8)
+            for rank in range(4096)
+        ]
+
+    common = [row("all_gather[dp]", 8, owner=f"layers.{layer}") for layer in range(32)]
+    old = profile(*common, *sent(0), world_size=4096)
+    new = profile(*common, *sent(1), world_size=4096)
+    start = time.process_time()
+    cost = cost_of_change(old, new)
+    assert time.process_time() - start < 1
+    # Each rank sends 8 bytes more; the last one sends most.
+    assert cost.ranks == (4095,)
+    assert cost.after.nbytes - cost.before.nbytes == 8

@@ -1,0 +1,321 @@
+"""What a change costs, as the first lines of a failure say it."""
+
+import pytest
+
+from pytest_fsdp_comm.comm.cost import cost_of_change
+from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.links import parse_links
+from pytest_fsdp_comm.comm.mesh import MeshAxis
+from pytest_fsdp_comm.comm.profile import Calls, CommProfile, CommRow, GatheredPeak
+from pytest_fsdp_comm.reports.cost_lines import cost_lines
+
+MIB = 1024**2
+# 1 MB/s and 1 ms: a byte takes a microsecond.
+DP_LINK = "dp: 1 MB/s 1 ms"
+TP_LINK = "tp: 10 MB/s 0 us"
+
+
+def gather(*calls, axis="dp", **changes):
+    return row("all_gather", axis, *calls, **changes)
+
+
+def scatter(*calls, axis="dp"):
+    return row("reduce_scatter", axis, *calls)
+
+
+def reduce(*calls, axis="tp"):
+    return row("all_reduce", axis, *calls)
+
+
+def row(kind, axis, *calls, ranks=(), objects=0):
+    """Calls of one kind over one axis, as pairs of how many and how large."""
+    made = [Calls(count=count, nbytes=nbytes) for count, nbytes in calls]
+    made += [Calls(count=objects, is_object=True)] if objects else []
+    return CommRow(
+        phase=Phase.FORWARD, owner="a", kind=kind, axis=axis, calls=tuple(made), ranks=ranks
+    )
+
+
+def lines(before, after, *links, peaks=(0, 0), dp=(4, 4), width=1000, **changes):
+    """The lines of two profiles.
+
+    Args:
+        before: Rows.
+        after: Rows.
+        links: Lines of the ini value.
+        peaks: Bytes, or the bytes of each rank.
+        dp: The ranks of axis dp.
+        width: As of `cost_lines`.
+        changes: Of both profiles.
+    """
+
+    def profile(rows, peak, size):
+        axes = (MeshAxis(name="dp", size=size), MeshAxis(name="tp", size=2))
+        by_rank = peak.items() if isinstance(peak, dict) else [((), peak)] if peak else []
+        held = tuple(GatheredPeak(nbytes=nbytes, ranks=ranks) for ranks, nbytes in by_rank)
+        values = {"world_size": 4, "mesh_axes": axes, **changes}
+        return CommProfile(rows=tuple(rows), peaks=held, **values)
+
+    sides = (
+        profile(rows, peak, size)
+        for rows, peak, size in zip((before, after), peaks, dp, strict=True)
+    )
+    return list(cost_lines(cost_of_change(*sides, parse_links(links)), width=width))
+
+
+def test_one_kind_is_one_line_with_its_share_of_the_whole():
+    before = [gather((10, 146_800)), scatter((10, 146_800))]
+    assert lines(before, [gather((16, 150_732)), before[1]], peaks=(600, 600)) == [
+        "+64 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank and step), +32 % in all, peak "
+        "gathered unchanged"
+    ]
+    # Where it is all that is sent, the whole is not said again.
+    assert lines([gather((1, 8))], [gather((2, 8))]) == [
+        "+100 % bytes in all_gather[dp] (8 -> 16 B per rank and step)"
+    ]
+
+
+def test_an_axis_is_named_where_neither_the_kind_nor_the_whole_says_it():
+    others = [scatter((1, 100)), reduce((1, 200))]
+    assert lines([gather((1, 100)), *others], [gather((2, 100)), *others]) == [
+        "+100 % bytes in all_gather[dp] (100 -> 200 B per rank and step), +50 % on dp, +25 % in all"
+    ]
+    assert lines([gather((1, 100)), others[1]], [gather((2, 100)), others[1]]) == [
+        "+100 % bytes in all_gather[dp] (100 -> 200 B per rank and step), +33 % in all"
+    ]
+
+
+def test_several_kinds_follow_the_whole_the_largest_first():
+    """HSDP: one more gather and reduction, which is reduced again."""
+    assert lines(
+        [gather((2, MIB)), scatter((1, MIB)), reduce((2, MIB))],
+        [gather((3, MIB)), scatter((3, MIB)), reduce((3, MIB // 2))],
+        peaks=(MIB, MIB),
+    ) == [
+        "+50 % bytes in all (5.0 -> 7.5 MiB per rank and step), +100 % on dp, peak gathered "
+        "unchanged",
+        "reduce_scatter[dp] x3.0 (1.0 -> 3.0 MiB), all_gather[dp] +50 % (2.0 -> 3.0 MiB), "
+        "all_reduce[tp] -25 % (2.0 -> 1.5 MiB)",
+    ]
+
+
+def test_more_than_four_kinds_are_counted():
+    kinds = ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "send", "recv"]
+    before = [row(kind, "dp", (1, 8)) for kind in kinds]
+    after = [row(kind, "dp", (n, 8)) for n, kind in enumerate(kinds, start=2)]
+    _, parts = lines(before, after)
+    assert parts == (
+        "recv[dp] x7.0 (8 -> 56 B), send[dp] x6.0 (8 -> 48 B), broadcast[dp] x5.0 (8 -> 40 B), "
+        "all_reduce[dp] x4.0 (8 -> 32 B), and 2 kinds more"
+    )
+
+
+def test_what_grows_alike_is_one_line():
+    before = [gather((5, 512)), scatter((3, 512)), reduce((1, 64))]
+    after = [gather((20, 512)), scatter((12, 512)), reduce((1, 256))]
+    assert lines(before, after) == [
+        "x4.0 bytes in all (4.1 -> 16.2 KiB per rank and step), alike in every kind"
+    ]
+    almost = lines(before, [*after[:2], reduce((1, 255))])
+    assert almost[0] == "x4.0 bytes in all (4.1 -> 16.2 KiB per rank and step), x4.0 on dp"
+    assert almost[1].endswith("all_reduce[tp] x4.0 (64 -> 255 B)")
+
+
+def test_sides_that_round_alike_show_exact_bytes():
+    assert lines([gather((1, MIB))], [gather((1, MIB + 1))]) == [
+        "+<0.1 % bytes in all_gather[dp] (1_048_576 -> 1_048_577 B per rank and step)"
+    ]
+
+
+def test_what_is_new_has_no_percentage_and_what_is_gone_is_all_of_it():
+    rest = gather((1, MIB))
+    assert lines([rest], [rest, reduce((1, MIB))]) == [
+        "new bytes in all_reduce[tp] (0 -> 1.0 MiB per rank and step), +100 % in all"
+    ]
+    assert lines([rest, reduce((1, MIB))], [rest]) == [
+        "-100 % bytes in all_reduce[tp] (1.0 MiB -> 0 B per rank and step), -50 % in all"
+    ]
+    assert lines([], [rest]) == ["new bytes in all_gather[dp] (0 -> 1.0 MiB per rank and step)"]
+
+
+def test_kinds_that_cancel_are_told_apart():
+    assert lines([gather((1, MIB)), scatter((2, MIB))], [gather((2, MIB)), scatter((1, MIB))]) == [
+        "bytes unchanged in all (3.0 MiB per rank and step)",
+        "all_gather[dp] +100 % (1.0 -> 2.0 MiB), reduce_scatter[dp] -50 % (2.0 -> 1.0 MiB)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (
+            [gather((1, 64))],
+            [gather((64, 1))],
+            ["bytes unchanged, 63 calls more in all_gather[dp] (1 -> 64 per rank and step)"],
+        ),
+        (
+            [gather((2, 32))],
+            [gather((1, 64))],
+            ["bytes unchanged, 1 call fewer in all_gather[dp] (2 -> 1 per rank and step)"],
+        ),
+        (
+            [gather((1, 64)), scatter((1, 64))],
+            [gather((8, 8)), scatter((4, 16))],
+            [
+                "bytes unchanged, 10 calls more in all (2 -> 12 per rank and step)",
+                "all_gather[dp] 1 -> 8 calls, reduce_scatter[dp] 1 -> 4 calls",
+            ],
+        ),
+        (
+            [gather((1, 64)), scatter((2, 32))],
+            [gather((2, 32)), scatter((1, 64))],
+            [
+                "bytes unchanged, calls unchanged in all (3 per rank and step)",
+                "all_gather[dp] 1 -> 2 calls, reduce_scatter[dp] 2 -> 1 calls",
+            ],
+        ),
+        # No bytes that could have changed.
+        (
+            [],
+            [row("barrier", "dp", (3, 0))],
+            ["3 calls more in barrier[dp] (0 -> 3 per rank and step)"],
+        ),
+    ],
+)
+def test_where_bytes_are_equal_calls_are_counted(before, after, expected):
+    assert lines(before, after) == expected
+
+
+def test_the_peak_is_told_where_it_changes_or_was_expected_to():
+    one, two = [gather((1, MIB)), reduce((1, MIB))], [gather((2, MIB)), reduce((1, MIB))]
+    assert lines(one, one, peaks=(MIB, 3 * MIB)) == [
+        "bytes unchanged, peak gathered x3.0 (1.0 -> 3.0 MiB per rank)"
+    ]
+    assert lines(two, one, peaks=(MIB, 2 * MIB)) == [
+        "-50 % bytes in all_gather[dp] (2.0 -> 1.0 MiB per rank and step), -33 % in all, peak "
+        "gathered +100 % (1.0 -> 2.0 MiB per rank)"
+    ]
+    # Nothing that is gathered changed.
+    (line,) = lines(one, [one[0], reduce((2, MIB))], peaks=(MIB, MIB))
+    assert "peak" not in line
+    (line,) = lines(one, two)
+    assert "peak" not in line
+    assert lines(one, one, peaks=(0, MIB)) == [
+        "bytes unchanged, peak gathered (0 -> 1.0 MiB per rank)"
+    ]
+    assert lines(one, one, peaks=({(0, 1): 5, (2, 3): 8}, {(0, 1): 5, (2, 3): 9})) == [
+        "bytes unchanged, peak gathered +12 % (8 -> 9 B on ranks 2-3)"
+    ]
+
+
+def test_pickled_objects_are_said_to_be_left_out():
+    assert lines([gather((1, 8), objects=1)], [gather((1, 8), objects=3)]) == [
+        "calls with pickled objects 1 -> 3 per rank and step (bytes unknown, left out)"
+    ]
+    assert lines([gather((1, 8), objects=1)], [gather((2, 8), objects=3)]) == [
+        "+100 % bytes in all_gather[dp] (8 -> 16 B per rank and step), calls with pickled objects "
+        "1 -> 3 (bytes unknown, left out)"
+    ]
+    assert lines([gather((1, 8), objects=1)], [gather((2, 8), objects=1)]) == [
+        "+100 % bytes in all_gather[dp] (8 -> 16 B per rank and step), pickled objects left out"
+    ]
+
+
+def test_where_ranks_differ_it_says_whose_bytes_these_are():
+    same = gather((1, 900), ranks=(0,))
+    old, new = gather((1, 100), ranks=(1, 2, 3)), gather((2, 100), ranks=(1, 2, 3))
+    assert lines([same, old], [same, new]) == [
+        "+100 % bytes in all_gather[dp] (100 -> 200 B a step on ranks 1-3, where most changes)"
+    ]
+    odd = tuple(range(1, 64, 2))
+    (line,) = lines(
+        [gather((1, 100))],
+        [gather((2, 100), ranks=odd), gather((1, 100), ranks=tuple(range(0, 64, 2)))],
+        world_size=64,
+    )
+    assert line.endswith("(100 -> 200 B a step on rank 1 and 31 more, where most changes)")
+
+
+def test_nothing_that_costs_is_no_line():
+    same = [gather((1, 8), objects=1), reduce((1, 8))]
+    assert lines(same, same, DP_LINK, TP_LINK, peaks=(MIB, MIB)) == []
+    assert lines([], []) == []
+
+
+def test_seconds_are_estimated_where_links_are_known():
+    # 3 hops of 1 ms for each call, and 3/4 of the bytes.
+    before, after = [gather((1, 4000)), reduce((1, 8))], [gather((2, 4000)), reduce((1, 8))]
+    assert lines(before, after, DP_LINK)[1] == (
+        "about 6.0 -> 12 ms a step on dp (1 MB/s, 1 ms), without overlap"
+    )
+    assert len(lines(before, after)) == len(lines(before, after, "pp: 1 MB/s 1 ms")) == 1
+
+
+def test_seconds_of_several_axes_are_added_up():
+    before = [gather((1, 4000)), reduce((1, 10_000))]
+    after = [gather((2, 4000)), reduce((2, 10_000))]
+    # 2 ranks exchange 2 * 1/2 of the bytes at 10 bytes a microsecond.
+    assert lines(before, after, DP_LINK, TP_LINK)[1:] == [
+        "about 7.0 -> 14 ms a step in all, without overlap",
+        "6.0 -> 12 ms on dp (1 MB/s, 1 ms), 1.0 -> 2.0 ms on tp (10 MB/s, 0 us)",
+    ]
+
+
+def test_axes_that_cancel_have_one_time_in_all():
+    before = [gather((1, 4_000)), reduce((1, 60_000))]
+    after = [gather((1, 8_000)), reduce((1, 30_000))]
+    assert lines(before, after, "dp: 1 MB/s 0 us", TP_LINK)[-2:] == [
+        "about 9.0 ms a step in all, without overlap",
+        "3.0 -> 6.0 ms on dp (1 MB/s, 0 us), 6.0 -> 3.0 ms on tp (10 MB/s, 0 us)",
+    ]
+
+
+def test_what_is_left_out_of_the_estimate_is_named():
+    odd = "unknown:odd"
+    before = [gather((1, 4000)), reduce((1, 8)), row(odd, "dp", (1, 8))]
+    after = [gather((2, 4000)), reduce((2, 8)), row(odd, "dp", (2, 8))]
+    assert lines(before, after, DP_LINK)[-1] == (
+        "about 6.0 -> 12 ms a step on dp (1 MB/s, 1 ms), without overlap, not estimated: "
+        "unknown:odd[dp] (no formula), all_reduce[tp] (not in fsdp_comm_links)"
+    )
+    # What did not change is in no estimate of the change.
+    assert "not estimated" not in lines(before, [after[0], *before[1:]], DP_LINK)[-1]
+    assert lines(before, [before[0], after[1], before[2]], DP_LINK)[1:] == [
+        "not estimated: all_reduce[tp] (not in fsdp_comm_links)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        (4_000_000, 8_000_000, "3.0 -> 6.0 s"),
+        (4_000_000, 4_040_000, "3.00 -> 3.03 s"),
+        (4_000_000, 4_000_040, "3.00000 -> 3.00003 s"),
+        (400, 404, "300 -> 303 us"),
+        (0, 400, "0 -> 300 us"),
+        (400, 0, "300 -> 0 us"),
+        (1_200, 1_600, "900 us -> 1.2 ms"),
+        (4, 4_000_000, "3.0 us -> 3.0 s"),
+    ],
+)
+def test_seconds_have_the_digits_that_tell_them_apart(old, new, text):
+    before, after = ([gather((1, nbytes))] if nbytes else [] for nbytes in (old, new))
+    assert lines(before, after, "dp: 1 MB/s 0 us")[-1] == (
+        f"about {text} a step on dp (1 MB/s, 0 us), without overlap"
+    )
+
+
+def test_another_size_of_an_axis_costs_seconds_alone():
+    same = [gather((1, 4000))]
+    assert lines(same, same, DP_LINK, dp=(2, 4)) == [
+        "about 3.0 -> 6.0 ms a step on dp (1 MB/s, 1 ms), without overlap"
+    ]
+
+
+def test_lines_are_filled_up_to_their_width():
+    others = [scatter((1, 100)), reduce((1, 200))]
+    found = lines([gather((1, 100)), *others], [gather((2, 100)), *others], peaks=(8, 8), width=80)
+    assert found == [
+        "+100 % bytes in all_gather[dp] (100 -> 200 B per rank and step), +50 % on dp",
+        "+25 % in all, peak gathered unchanged",
+    ]
