@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from pytest_fsdp_comm.comm.causes import Cause, find_causes
+from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import show_mesh
 from pytest_fsdp_comm.comm.profile import (
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pytest_fsdp_comm.comm.evidence import Evidence
+    from pytest_fsdp_comm.comm.links import Links
     from pytest_fsdp_comm.comm.profile import Row
 
 _PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
@@ -90,9 +92,16 @@ class Comparison:
     """Readings of the story, those of regressions first; empty if none is known."""
     sites: Mapping[RowKey, tuple[Site, ...]] = field(default_factory=dict)
     """Where the recorded collectives of each row were issued."""
+    cost: Cost = field(default_factory=Cost)
+    """What the changes cost; nothing if nothing differs."""
 
 
-def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None) -> Comparison:
+def compare(
+    old: CommProfile,
+    new: CommProfile,
+    links: Links | None = None,
+    evidence: Evidence | None = None,
+) -> Comparison:
     """Compares a snapshot with what was recorded.
 
     Where the snapshot has all ranks, but only some were recorded now (the fake backend), only these
@@ -102,6 +111,7 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
     Args:
         old: The snapshot.
         new: What was recorded.
+        links: How fast axes are; None estimates no seconds.
         evidence: What the trees of the same test say; None if they were not compared.
     """
     if new.recorded_ranks and not old.recorded_ranks:
@@ -113,8 +123,11 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
     before = Rows(old.rows, old.reshards, old.redistributions)
     after = Rows(new.rows, new.reshards, new.redistributions)
     rows = tuple(_compare_all_rows(before, after, sites))
+    if not (frames or rows):
+        return Comparison(changes=())
+    cost = cost_of_change(old, new, links)
     if not rows:
-        return Comparison(changes=frames, left=frames)
+        return Comparison(changes=frames, left=frames, cost=cost)
     story = explain(old, new)
     return Comparison(
         changes=(*frames, *rows),
@@ -122,6 +135,7 @@ def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None
         left=(*frames, *_compare_all_rows(story.before, story.after, sites)),
         causes=find_causes(story, evidence),
         sites=sites,
+        cost=cost,
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.story.steps import Redistributed, Replaced
+from pytest_fsdp_comm.reports.cost_lines import cost_lines
 from pytest_fsdp_comm.reports.story_lines import name_owners, step_line, timing_line
 from pytest_fsdp_comm.text.fqn import fold_fqns
 from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
@@ -24,6 +25,8 @@ _MAX_CALLS: Final = 3
 # pytest cuts an explanation at 8 lines or 640 characters outside CI (8.4 to 9.2).
 _SHORT_LINES: Final = 8
 _SHORT_CHARACTERS: Final = 600
+# Of the whole, and of its parts or seconds.
+_SHORT_COST: Final = 2
 _LIKELY: Final = "  likely: "
 _LEFT_OUT: Final = "  ... and "
 
@@ -42,6 +45,8 @@ class Explanation:
     """What differs, ``comm_mode`` or ``fsdp_tree``; empty if there was nothing to compare with."""
     snapshot: str = ""
     """The file that it differs from, as the user would type it; empty as above."""
+    cost: tuple[str, ...] = ()
+    """The lines of `short` that say what the changes cost."""
 
 
 def render_comparison(
@@ -62,16 +67,25 @@ def render_comparison(
     loud = sum(change.subject != "reshard" for change in left) or len(left)
     causes = [f"{_LIKELY}{cause.text}" for cause in comparison.causes]
     tail = [f"  accept: {accept}"] if accept else []
-    full = [*head, *told, *lines, *causes, *(f"  note: {note}" for note in notes), *tail]
-    short = _cut(
-        head, [*told, *lines[:loud]], [*causes[:1], *tail], left_out=len(told) + len(lines)
-    )
+    cost = [f"  {line}" for line in cost_lines(comparison.cost)]
+    full = [*head, *cost, *told, *lines, *causes, *(f"  note: {note}" for note in notes), *tail]
+    # The command, which comes last, must not be what pytest cuts.
+    for shown in range(_SHORT_COST, -1, -1):
+        short = _cut(
+            [*head, *cost[:shown]],
+            [*told, *lines[:loud]],
+            [*causes[:1], *tail],
+            left_out=len(told) + len(lines),
+        )
+        if _fits(short):
+            break
     return Explanation(
         short=tuple(short),
         full=tuple(full),
         is_cut=short != full,
         compared="comm_mode",
         snapshot=snapshot,
+        cost=tuple(cost[:shown]),
     )
 
 
@@ -125,9 +139,13 @@ def combine(explained: Sequence[tuple[str, Explanation]], *, accept: str) -> tup
         head = [f"{len(explained)} comparisons failed"]
     left_out = {line for line in chain(*bodies.values()) if line.startswith(_LEFT_OUT)}
     causes = [line for line in chain(*bodies.values()) if line.startswith(_LIKELY)]
-    shared = {*tail, *left_out, *causes}
+    costs = {name: explanation.cost for name, explanation in explained}
+    shared = {*tail, *left_out, *causes, *chain(*costs.values())}
     tail = [*causes[:1], *tail]
     bodies = {name: [line for line in body if line not in shared] for name, body in bodies.items()}
+    # What something costs stands before what changed, and gives way to it.
+    for name, body in bodies.items():
+        body[1:1] = costs[name]
     shown: dict[str, list[str]] = {name: [] for name in bodies}
     room = _SHORT_CHARACTERS - sum(map(len, (*head, *tail)))
     for _ in range(_SHORT_LINES):
@@ -139,6 +157,9 @@ def combine(explained: Sequence[tuple[str, Explanation]], *, accept: str) -> tup
                 shown[name].append(line)
                 room -= len(line)
                 body.pop(0)
+    for name, lines in shown.items():
+        first = {f"  {name}: {line.strip()}" for line in costs[name]}
+        lines.sort(key=first.__contains__, reverse=True)
     is_cut = any(bodies.values()) or left_out or len(causes) > 1
     more = ["  ... and more, below"] if is_cut else []
     return (*head, *chain(*shown.values()), *more, *tail)
@@ -165,10 +186,13 @@ def _cut(
         hidden = left_out - shown
         more = [f"{_LEFT_OUT}{hidden} more {_plural('change', hidden)}, below"] if hidden else []
         text = [*head, *lines[:shown], *more, *tail]
-        fits = len(text) <= _SHORT_LINES and sum(map(len, text)) <= _SHORT_CHARACTERS
-        if fits or shown == 1:
+        if _fits(text) or shown == 1:
             return text
     return [*head, *tail]
+
+
+def _fits(text: Sequence[str]) -> bool:
+    return len(text) <= _SHORT_LINES and sum(map(len, text)) <= _SHORT_CHARACTERS
 
 
 def _plural(word: str, count: int) -> str:

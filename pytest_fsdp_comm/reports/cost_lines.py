@@ -106,7 +106,7 @@ def _bytes(cost: Cost, changed: Sequence[CollectiveCost]) -> tuple[list[str], li
 def _calls(cost: Cost, changed: Sequence[CollectiveCost]) -> tuple[list[str], list[str]]:
     """As `_bytes`."""
 
-    def told(one: CollectiveCost | Cost, where: str) -> str:
+    def stated(one: CollectiveCost | Cost, where: str) -> str:
         was, now = one.before.count, one.after.count
         if was == now:
             return f"calls unchanged {where} ({now} {_whose(cost)})"
@@ -115,8 +115,8 @@ def _calls(cost: Cost, changed: Sequence[CollectiveCost]) -> tuple[list[str], li
         return f"{calls} {more} {where} ({was} -> {now} {_whose(cost)})"
 
     if len(changed) == 1:
-        return [told(changed[0], f"in {_what(changed[0])}")], []
-    return [told(cost, "in all")], _cut(
+        return [stated(changed[0], f"in {_what(changed[0])}")], []
+    return [stated(cost, "in all")], _cut(
         [f"{_what(one)} {one.before.count} -> {one.after.count} calls" for one in changed]
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
@@ -13,6 +14,7 @@ from syrupy.terminal import disable_color
 from pytest_fsdp_comm.comm import diff as comm_diff
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
+from pytest_fsdp_comm.options import OPTIONS
 from pytest_fsdp_comm.reports.comm_changes import Explanation, combine, render_comparison
 from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from syrupy.assertion import AssertionResult
 
     from pytest_fsdp_comm.comm.evidence import Evidence
+    from pytest_fsdp_comm.comm.links import Links
     from pytest_fsdp_comm.snapshots.documents import SnapshotText
     from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension
 
@@ -66,6 +69,15 @@ _DROPPED_WITH_VALUE: Final = frozenset(
         *("--randomly-seed", "--basetemp"),
     }
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Aids:
+    """What helps to explain a difference beside the two sides."""
+
+    links: Links
+    evidence: Evidence | None
+    """What the trees of the same assertion say; None if it has none."""
 
 
 def explain_comparison(config: pytest.Config, left: object, right: object) -> list[str] | None:
@@ -163,7 +175,8 @@ def _explain_one(
         return Explanation(short=lines, full=lines, is_cut=False)
     old = cast("SnapshotText", result.recalled_data)
     new = cast("SnapshotText", result.asserted_data)
-    return _explain_difference(old, new, where=where, accept=accept, evidence=evidence)
+    aids = _Aids(links=config.stash[OPTIONS].links, evidence=evidence)
+    return _explain_difference(old, new, aids, where=where, accept=accept)
 
 
 def _unreached(assertion: CommSnapshot, result: AssertionResult) -> str:
@@ -206,15 +219,15 @@ def describe_error(result: AssertionResult, rootdir: Path) -> str:
 def _explain_difference(
     old: SnapshotText,
     new: SnapshotText,
+    aids: _Aids,
     *,
     where: str,
     accept: str,
-    evidence: Evidence | None,
 ) -> Explanation:
     why: tuple[str, ...] = ()
     match old.profile, new.profile:
         case CommProfile() as was, CommProfile() as now:
-            comparison = comm_diff.compare(was, now, evidence)
+            comparison = comm_diff.compare(was, now, aids.links, aids.evidence)
             return render_comparison(comparison, snapshot=where, accept=accept, notes=now.notes)
         case TreeProfile() as was, TreeProfile() as now:
             changes = tree_diff.compare(was, now).changes

@@ -4,6 +4,7 @@ Each changes no loss. The reviewed step and the regressed one are recorded on gl
 failed comparison says is the point.
 """
 
+import dataclasses
 import itertools
 import re
 
@@ -24,6 +25,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from pytest_fsdp_comm.comm.cost import Cost
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
@@ -49,8 +51,8 @@ def record(comm_mode):
 
 
 def said(reviewed, regressed):
-    """The lines of the failure, without the head and the command."""
-    comparison = compare(reviewed, regressed)
+    """The lines of the failure, without head, cost and command."""
+    comparison = dataclasses.replace(compare(reviewed, regressed), cost=Cost())
     return [
         re.sub(r"py:\d+", "py:N", line.strip())
         for line in render_comparison(comparison, snapshot="s", accept="a").full[1:-1]

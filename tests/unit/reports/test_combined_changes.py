@@ -5,10 +5,8 @@ import pytest
 from pytest_fsdp_comm.reports.comm_changes import Explanation, combine
 
 
-def explanation(*short, compared="", snapshot=""):
-    return Explanation(
-        short=short, full=short, is_cut=False, compared=compared, snapshot=snapshot
-    )  # fmt: skip
+def explanation(*short, **values):
+    return Explanation(short=short, full=short, is_cut=False, **values)
 
 
 @pytest.mark.parametrize("accept", ["pytest --snapshot-update x", ""])
@@ -38,3 +36,23 @@ def test_nothing_is_left_out():
         "  comm: one",
         "  tree: two",
     )
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (20, ["comm: cost", "comm: one", "comm: three", "tree: two"]),
+        (200, ["comm: cost", "comm: one", "tree: two", "... and more, below"]),
+        (400, ["comm: one", "tree: two", "... and more, below"]),
+    ],
+)
+def test_what_a_change_costs_comes_before_it_where_there_is_room(length, expected):
+    cost = "  cost" + length * "."
+    three = "  three" + 200 * "."
+    one = "  one" + 200 * "."
+    parts = [
+        ("comm", explanation("x", cost, one, three, cost=(cost,), compared="comm_mode")),
+        ("tree", explanation("y", "  two", compared="fsdp_tree")),
+    ]
+    _, *lines = combine(parts, accept="")
+    assert [line.strip().rstrip(".") for line in lines] == expected
