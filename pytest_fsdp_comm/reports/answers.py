@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 # A screen. pytest itself cuts an explanation at 8 lines, except in CI and with -vv.
 _MAX_LINES: Final = 20
+_MAX_SIZES: Final = 3
 _PHASES: Final = tuple(Phase)
 
+_Sizes: TypeAlias = tuple[tuple[int, int], ...]
+"""Bytes of a call and how many calls have them, by bytes."""
 _Position: TypeAlias = "tuple[bool, NaturalKey]"
 """Whether there is no module, and the first module."""
 
@@ -63,9 +66,9 @@ def _grouped(events: Sequence[Collective]) -> list[str]:
         )
         by_owner[line][event.owner].append(event.nbytes)
     found = [
-        (*line.order(position), line.text(pattern, count, nbytes))
-        for line, sizes in by_owner.items()
-        for (count, nbytes), owners in _alike(sizes).items()
+        (*line.order(position), line.text(pattern, sizes))
+        for line, own in by_owner.items()
+        for sizes, owners in _alike(own).items()
         for position, pattern in _patterns(owners)
     ]
     return [text for *_, text in sorted(found)]
@@ -83,18 +86,28 @@ class _Line:
         """Where the line stands among the others."""
         return _PHASES.index(self.phase), position, self.what, self.call_site
 
-    def text(self, owners: str, count: int, nbytes: int) -> str:
+    def text(self, owners: str, sizes: _Sizes) -> str:
         """The line."""
         at = f" at {self.call_site}" if self.call_site else ""
-        return f"{self.phase} {owners} {self.what} x{count} {nbytes:_} B{at}"
+        return f"{self.phase} {owners} {self.what} {_calls(sizes)}{at}"
 
 
-def _alike(sizes: Mapping[str | None, Sequence[int]]) -> dict[tuple[int, int], list[str | None]]:
-    """The owners that sent as much in as many calls."""
-    owners: defaultdict[tuple[int, int], list[str | None]] = defaultdict(list)
-    for owner, own in sizes.items():
-        owners[len(own), sum(own)].append(owner)
+def _alike(nbytes: Mapping[str | None, Sequence[int]]) -> dict[_Sizes, list[str | None]]:
+    """The owners that made as many calls of the same sizes."""
+    owners: defaultdict[_Sizes, list[str | None]] = defaultdict(list)
+    for owner, own in nbytes.items():
+        owners[tuple(sorted(Counter(own).items()))].append(owner)
     return owners
+
+
+def _calls(sizes: _Sizes) -> str:
+    """``x2 of 64 B, x1 of 8 B``, as in a snapshot; ``x9 of 8 to 64 B`` if there are many sizes."""
+    if len(sizes) > _MAX_SIZES:
+        count = sum(count for _, count in sizes)
+        return f"x{count} of {sizes[0][0]:_} to {sizes[-1][0]:_} B"
+    return ", ".join(
+        f"x{count} of {nbytes:_} B" if nbytes else f"x{count}" for nbytes, count in sizes
+    )
 
 
 def _patterns(owners: Sequence[str | None]) -> Iterator[tuple[_Position, str]]:

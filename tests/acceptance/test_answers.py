@@ -51,17 +51,17 @@ class TestStep:
 SHOWN = """
 >       assert stepped.counts("all_gather", phase="forward") == expected
 E       AssertionError: assert 3 == 9, where 3 is counts('all_gather', phase='forward')
-E         forward {0..2} all_gather[[]dp] x1 1_088 B at tests/sub/test_model.py:19
+E         forward {0..2} all_gather[[]dp] x1 of 1_088 B at tests/sub/test_model.py:19
 *
 E       AssertionError: assert 1 <= 0, where 0 is counts('broadcast')
 E         nothing matches; the recording has:
-E         forward {0..2} all_gather[[]dp] x1 1_088 B at tests/sub/test_model.py:19
-E         backward {0..2} all_gather[[]dp] x1 1_088 B at tests/sub/test_model.py:19
-E         backward {0..2} reduce_scatter[[]dp] x1 1_088 B at tests/sub/test_model.py:19
+E         forward {0..2} all_gather[[]dp] x1 of 1_088 B at tests/sub/test_model.py:19
+E         backward {0..2} all_gather[[]dp] x1 of 1_088 B at tests/sub/test_model.py:19
+E         backward {0..2} reduce_scatter[[]dp] x1 of 1_088 B at tests/sub/test_model.py:19
 *
 E       AssertionError: assert 4352 in (1, 2), where 4352 is nbytes('all_gather', owner='{0..1}')
-E         forward {0..1} all_gather[[]dp] x1 1_088 B at tests/sub/test_model.py:19
-E         backward {0..1} all_gather[[]dp] x1 1_088 B at tests/sub/test_model.py:19
+E         forward {0..1} all_gather[[]dp] x1 of 1_088 B at tests/sub/test_model.py:19
+E         backward {0..1} all_gather[[]dp] x1 of 1_088 B at tests/sub/test_model.py:19
 *
 E       AssertionError: assert not 3
 E        +  where 3 = counts('reduce_scatter')
@@ -73,7 +73,7 @@ E       AssertionError: assert (6 + 1) == 2
 E       *RecordingError: there is no module 'layers.0' in the model that comm_mode was given; *
 *
 E       AssertionError: assert 3 == 4, where 3 is counts('all_gather', phase='forward')
-E         forward {0..2} all_gather[[]dp] x1 1_088 B at tests/sub/test_model.py:19
+E         forward {0..2} all_gather[[]dp] x1 of 1_088 B at tests/sub/test_model.py:19
 *
 rank 1 failed first
 *

@@ -24,7 +24,9 @@ NUMBERED = st.lists(
 ).map(".".join)
 
 
-def collective(owner, phase=Phase.FORWARD, kind="all_gather", site="train.py:7"):
+def collective(
+    owner, phase=Phase.FORWARD, kind="all_gather", site="train.py:7", *, received=1000, sent=500
+):
     return Collective(
         index=0,
         kind=kind,
@@ -35,8 +37,8 @@ def collective(owner, phase=Phase.FORWARD, kind="all_gather", site="train.py:7")
         axis="dp",
         group_size=2,
         dtype="float32",
-        nbytes_sent=500,
-        nbytes_received=1000,
+        nbytes_sent=sent,
+        nbytes_received=received,
         source=Source.FSDP,
         call_site=site,
     )
@@ -122,11 +124,36 @@ def test_siblings_share_a_line_and_each_site_has_its_own():
     )
     assert explain_answer("==", answer(8, events), 9) == [
         "8 == 9, where 8 is counts('all_gather')",
-        "forward (root) all_gather[dp] x1 1_000 B at train.py:7",
-        "forward layers.{0..3} all_gather[dp] x1 1_000 B at train.py:7",
-        "forward layers.3 all_gather[dp] x1 1_000 B at train.py:9",
-        "backward layers.1 all_gather[dp] x1 1_000 B at train.py:7",
-        "optimizer (no-module) all_reduce[dp] x1 1_000 B",
+        "forward (root) all_gather[dp] x1 of 1_000 B at train.py:7",
+        "forward layers.{0..3} all_gather[dp] x1 of 1_000 B at train.py:7",
+        "forward layers.3 all_gather[dp] x1 of 1_000 B at train.py:9",
+        "backward layers.1 all_gather[dp] x1 of 1_000 B at train.py:7",
+        "optimizer (no-module) all_reduce[dp] x1 of 1_000 B",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shown"),
+    [
+        # Neither is 2_048 B each.
+        ([512] * 4, "x4 of 512 B"),
+        ([512, 1536], "x1 of 512 B, x1 of 1_536 B"),
+        ([64, 8, 64], "x1 of 8 B, x2 of 64 B"),
+        ([1, 2, 3], "x1 of 1 B, x1 of 2 B, x1 of 3 B"),
+        ([5, 2, 3, 1, 1], "x5 of 1 to 5 B"),
+        # A barrier.
+        ([0, 0], "x2"),
+    ],
+)
+def test_bytes_are_always_those_of_one_call(sizes, shown):
+    events = tuple(
+        collective(owner, received=size, sent=0) for owner in ("a.0", "a.1") for size in sizes
+    )
+    other = collective("a.2", received=sum(sizes), sent=0)
+    assert explain_answer("==", answer(0, (*events, other)), 1)[1:] == [
+        f"forward a.{{0..1}} all_gather[dp] {shown} at train.py:7",
+        f"forward a.2 all_gather[dp] x1{f' of {sum(sizes):_} B' if sum(sizes) else ''} at "
+        "train.py:7",
     ]
 
 
@@ -134,7 +161,7 @@ def test_where_nothing_matches_it_says_what_was_recorded():
     assert explain_answer("!=", 0, answer(0, recorded=LAYERS[:1])) == [
         "0 != 0, where 0 is counts('all_gather')",
         "nothing matches; the recording has:",
-        "forward layers.0 all_gather[dp] x1 1_000 B at train.py:7",
+        "forward layers.0 all_gather[dp] x1 of 1_000 B at train.py:7",
     ]
     assert explain_answer("in", answer(0), {1})[1:] == ["the recording has no collectives"]
 
@@ -145,9 +172,9 @@ def test_two_answers_each_show_theirs():
     assert explain_answer(">", left, right) == [
         "4 > 1000, where 4 is counts('all_gather') and 1000 is nbytes(owner='layers.0')",
         "counts('all_gather'):",
-        "forward layers.{0..3} all_gather[dp] x1 1_000 B at train.py:7",
+        "forward layers.{0..3} all_gather[dp] x1 of 1_000 B at train.py:7",
         "nbytes(owner='layers.0'):",
-        "forward layers.0 all_gather[dp] x1 1_000 B at train.py:7",
+        "forward layers.0 all_gather[dp] x1 of 1_000 B at train.py:7",
     ]
 
 
