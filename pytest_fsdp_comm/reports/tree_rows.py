@@ -144,13 +144,13 @@ def _shared_name(names: Sequence[str]) -> str:
 
 
 def summary_words(tree: ShardTree) -> str:
-    """``4 ranks, dp=4; 33 units; 33 parameters of 128.0 KiB, 32.0 KiB on rank 0``."""
+    """``4 ranks, dp=4; 33 units; 33 parameters, 128.0 KiB in all, 32.0 KiB of it on rank 0``."""
     nbytes = sum(parameter.nbytes for parameter in tree.parameters)
     kept = sum(parameter.local_numel * parameter.itemsize for parameter in tree.parameters)
     axes = ", ".join(f"{axis.name}={axis.size}" for axis in tree.mesh_axes) or "no mesh"
     return (
         f"{tree.world_size} ranks, {axes}; {len(tree.units)} units; {len(tree.parameters)} "
-        f"parameters of {show_nbytes(nbytes)}, {show_nbytes(kept)} on rank {tree.rank}"
+        f"parameters, {show_nbytes(nbytes)} in all, {show_nbytes(kept)} of it on rank {tree.rank}"
     )
 
 

@@ -92,7 +92,7 @@ FINDING = Finding(
 def test_alike_blocks_share_a_row():
     lines = render_tree(stack(odd=7)).splitlines()
     assert [re.sub(" {2,}", "  ", line.lstrip()) for line in lines] == [
-        "4 ranks, dp=4; 33 units; 33 parameters of 128.0 KiB, 32.0 KiB on rank 0",
+        "4 ranks, dp=4; 33 units; 33 parameters, 128.0 KiB in all, 32.0 KiB of it on rank 0",
         "",
         "module  policy or placement  gathered  kept",
         (
