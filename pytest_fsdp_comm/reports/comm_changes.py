@@ -225,7 +225,8 @@ def _simple(before: Amount | None, after: Amount | None) -> str:
     was, now = (before.count if before else 0), (after.count if after else 0)
     text = f"{was} -> {now} ({now - was:+})" if now != was else f"{was}"
     old, new = (before.nbytes if before else 0), (after.nbytes if after else 0)
-    parts = [text] if old == new else [text, f"{show_nbytes_change(old, new)} per rank"]
+    in_all = " in all" if max(was, now) > 1 else ""
+    parts = [text] if old == new else [text, f"{show_nbytes_change(old, new)}{in_all} per rank"]
     if before and after and (_kinds(before) != _kinds(after) or (was, old) == (now, new)):
         gone, came = _without(before, after), _without(after, before)
         parts += [f"{gone} -> {came}"] if before.calls else []
@@ -255,7 +256,7 @@ def _listed_calls(amount: Amount) -> str:
     # Ranks may differ in what a sum does not show, such as their peers.
     if len(amount.calls) == 1:
         return str(amount.calls[0]).partition(" ")[2] or "no bytes"
-    return show_nbytes(amount.nbytes)
+    return f"{show_nbytes(amount.nbytes)} in all"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

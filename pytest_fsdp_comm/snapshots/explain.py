@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Final, cast
 from syrupy.terminal import disable_color
 
 from pytest_fsdp_comm.comm import diff as comm_diff
+from pytest_fsdp_comm.comm.evidence import Evidence
+from pytest_fsdp_comm.comm.links import Links
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     import pytest
     from syrupy.assertion import AssertionResult
 
-    from pytest_fsdp_comm.comm.evidence import Evidence
-    from pytest_fsdp_comm.comm.links import Links
     from pytest_fsdp_comm.snapshots.documents import SnapshotText
     from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension
 

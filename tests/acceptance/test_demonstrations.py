@@ -114,8 +114,8 @@ def test_an_lm_head_gathered_for_each_loss_chunk_is_explained(llama):
     # Issued in the loop over the chunks.
     line = llama.line_of("functional.cross_entropy(self.lm_head(part)")
     assert lines[1] == (
-        "comm: lm_head forward: all_gather[dp] 0 -> 4 (+4), 0 -> 512.0 KiB per rank, issued at "
-        f"examples/llama_training.py:{line}"
+        "comm: lm_head forward: all_gather[dp] 0 -> 4 (+4), 0 -> 512.0 KiB in all per rank, issued "
+        f"at examples/llama_training.py:{line}"
     )
     assert lines[2] == "tree: lm_head: becomes a unit of its own (fsdp2)"
     assert lines[-2:] == [

@@ -113,8 +113,8 @@ def test_the_text_of_a_change_names_site_cause_and_remedy():
     text = rendered(old, new, notes=("odd",))
     assert text.full == (
         "comm_mode differs from s.comm",
-        "  layers.2 forward: all_gather[dp] 1 -> 2 (+1), 1.0 -> 2.0 KiB per rank, issued in "
-        "layers.1 at model.py:88",
+        "  layers.2 forward: all_gather[dp] 1 -> 2 (+1), 1.0 -> 2.0 KiB in all per rank, issued "
+        "in layers.1 at model.py:88",
         "  note: odd",
         "  accept: pytest --snapshot-update",
     )
