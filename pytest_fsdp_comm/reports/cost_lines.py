@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.cost import AxisCost, CollectiveCost, Cost, Volume
 
 _WIDTH: Final = 120
-_MAX_KINDS: Final = 4
 _MAX_RANKS_TEXT: Final = 24
-_MAX_DIGITS: Final = 7
 _TIMES: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
@@ -48,7 +46,7 @@ def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
     whole += _objects(cost, is_alone=not whole)
     return tuple(
         line
-        for statements in (whole, parts, *_seconds(cost))
+        for statements in (whole, _cut(parts, width), *_seconds(cost))
         for line in _filled(statements, width)
     )
 
@@ -100,7 +98,7 @@ def _bytes(cost: Cost, changed: Sequence[CollectiveCost]) -> tuple[list[str], li
         before, after = cost.before.nbytes, cost.after.nbytes
         if all(one.before.nbytes * after == one.after.nbytes * before for one in used):
             return [head, "alike in every kind"], []
-    return [head, *axes], _cut([f"{_what(one)} {_growth(one)} ({_sides(one)})" for one in changed])
+    return [head, *axes], [f"{_what(one)} {_growth(one)} ({_sides(one)})" for one in changed]
 
 
 def _calls(cost: Cost, changed: Sequence[CollectiveCost]) -> tuple[list[str], list[str]]:
@@ -116,9 +114,9 @@ def _calls(cost: Cost, changed: Sequence[CollectiveCost]) -> tuple[list[str], li
 
     if len(changed) == 1:
         return [stated(changed[0], f"in {_what(changed[0])}")], []
-    return [stated(cost, "in all")], _cut(
-        [f"{_what(one)} {one.before.count} -> {one.after.count} calls" for one in changed]
-    )
+    return [stated(cost, "in all")], [
+        f"{_what(one)} {one.before.count} -> {one.after.count} calls" for one in changed
+    ]
 
 
 def _peak(cost: Cost, changed: Sequence[CollectiveCost]) -> list[str]:
@@ -142,41 +140,41 @@ def _objects(cost: Cost, *, is_alone: bool) -> list[str]:
 
 def _seconds(cost: Cost) -> tuple[list[str], list[str]]:
     """What is said of all axes, and then of each; nothing if none has a link."""
-    linked = {axis.axis: axis.link.text for axis in cost.axes if axis.link}
+    links = {axis.axis: axis.link.text for axis in cost.axes if axis.link}
+    if not links:
+        return [], []
     changed = [axis for axis in cost.axes if axis.before.seconds != axis.after.seconds]
-    times = [f"on {axis.axis} ({linked[axis.axis]})" for axis in changed]
-    unknown = [
-        f"{_what(one)} ({'no formula' if one.axis in linked else 'not in fsdp_comm_links'})"
+    unknown = dict.fromkeys(
+        f"{_what(one)} (no formula)"
+        if one.axis in links
+        else f"{one.axis} (not in fsdp_comm_links)"
         for one in cost.collectives
-        if linked
-        and one.after.seconds is None
+        if one.after.seconds is None
         and (one.before.count, one.before.nbytes) != (one.after.count, one.after.nbytes)
-    ]
-    missing = [f"not estimated: {', '.join(_cut(unknown))}"] if unknown else []
+    )
+    missing = [f"not estimated: {', '.join(unknown)}"] if unknown else []
     if not changed:
         return missing, []
-    if len(changed) == 1:
-        return [
-            f"about {_time_sides(changed[0])} a step {times[0]}",
-            "without overlap",
-            *missing,
-        ], []
-    return [f"about {_time_sides(cost)} a step in all", "without overlap", *missing], [
-        f"{_time_sides(axis)} {on}" for axis, on in zip(changed, times, strict=True)
-    ]
+    if len(changed) > 1:
+        whole = _times(cost, "a step in all")
+        parts = [_times(axis, f"on {axis.axis} ({links[axis.axis]})") for axis in changed]
+    else:
+        whole = _times(changed[0], f"a step on {changed[0].axis} ({links[changed[0].axis]})")
+        parts = []
+    return [f"about {whole}", "without overlap", *missing], parts
 
 
-def _time_sides(one: AxisCost | Cost) -> str:
-    """``1.2 -> 2.0 ms``, ``950 us -> 1.2 ms``: as few digits as tell them apart, at least two."""
+def _times(one: AxisCost | Cost, where: str) -> str:
+    """``1.2 -> 2.0 ms on dp``, ``950 us -> 1.2 ms on dp``, ``9.0 ms on dp as before``."""
     old, new = one.before.seconds or 0.0, one.after.seconds or 0.0
-    for digits in range(2, _MAX_DIGITS):
+    # More digits than three would say more than an estimate knows.
+    for digits in (2, 3):
         before, after = _time(old, digits), _time(new, digits)
         if before != after:
             amount, _, unit = before.partition(" ")
             is_shared = unit == after.partition(" ")[2] or not old
-            return f"{amount if is_shared else before} -> {after}"
-    # Axes cancel each other.
-    return _time(new, 2)
+            return f"{amount if is_shared else before} -> {after} {where}"
+    return f"{_time(new, 2)} {where} as before"
 
 
 def _time(seconds: float, digits: int) -> str:
@@ -187,9 +185,14 @@ def _time(seconds: float, digits: int) -> str:
     return f"{amount:.{max(0, digits - 1 - math.floor(math.log10(amount)))}f} {unit}"
 
 
-def _cut(statements: Sequence[str]) -> list[str]:
-    more = len(statements) - _MAX_KINDS
-    return [*statements[:_MAX_KINDS], *([f"and {more} kinds more"] if more > 0 else [])]
+def _cut(statements: Sequence[str], width: int) -> list[str]:
+    """As many statements as fit into a line, at least one."""
+    for shown in range(len(statements), 0, -1):
+        hidden = len(statements) - shown
+        line = [*statements[:shown], *([f"and {hidden} more"] if hidden else [])]
+        if len(", ".join(line)) <= width or shown == 1:
+            return line
+    return []
 
 
 def _what(one: CollectiveCost) -> str:
