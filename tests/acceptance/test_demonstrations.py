@@ -108,6 +108,7 @@ def test_an_lm_head_gathered_for_each_loss_chunk_is_explained(llama):
         "    fully_shard(model, mesh=mesh)",
         "    fully_shard(model.lm_head, mesh=mesh)\n    fully_shard(model, mesh=mesh)",
     )
+    llama.pytester.makeini("[pytest]\nfsdp_comm_links = dp: 50 GB/s 10 us")
     text = llama.failure()
     lines = explanation(text)
     assert lines[0] == HEAD
@@ -126,6 +127,10 @@ def test_an_lm_head_gathered_for_each_loss_chunk_is_explained(llama):
     assert "(root) forward: all_gather[dp] 1, 256.2 -> 128.2 KiB per rank" in text
     readme = (ROOT / "README.md").read_text()
     assert [line for line in lines if line not in readme] == []
+    _, example, *_ = (ROOT / "docs" / "cost.md").read_text().split("```")
+    costs = example.splitlines()[1:]
+    assert len(costs) == 3
+    assert [line for line in costs if f"  {line}\n" not in text] == []
 
 
 def test_a_missing_root_unit_is_explained(llama):

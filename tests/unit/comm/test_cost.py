@@ -1,8 +1,10 @@
 """Calls, bytes and seconds of a change, by kind and axis, with numbers derived by hand."""
 
 import itertools
+import re
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -288,3 +290,17 @@ def test_four_thousand_ranks_that_all_differ_take_less_than_a_second():
     # Each rank sends 8 bytes more; the last one sends most.
     assert cost.ranks == (4095,)
     assert cost.after.nbytes - cost.before.nbytes == 8
+
+
+def test_the_page_has_the_formulas_that_are_used():
+    page = (Path(__file__).parents[3] / "docs" / "cost.md").read_text()
+    rows = re.findall(r"^\| (`[^|]+`) \| `([^|]+)` \|", page, flags=re.MULTILINE)
+    link = LINKS.of("dp")
+    found = set()
+    for kinds, formula in rows:
+        for kind, n in itertools.product(re.findall(r"`(\w+)`", kinds), (2, 4, 512)):
+            names = {"n": n, "S": 3 * GB, "B": link.bandwidth, "L": link.latency_s}
+            seconds = estimate_seconds(kind, count=1, nbytes=3 * GB, group_size=n, link=link)
+            assert seconds == pytest.approx(eval(formula, names)), kind  # noqa: S307  # our own page
+            found.add(kind)
+    assert found == set(COLLECTIVE_KINDS)
