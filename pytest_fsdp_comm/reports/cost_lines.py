@@ -96,7 +96,7 @@ def _bytes(cost: Cost, changed: Sequence[CollectiveCost]) -> tuple[list[str], li
     else:
         head = f"{_growth(cost)} bytes in all ({_sides(cost)} {_whose(cost)})"
         before, after = cost.before.nbytes, cost.after.nbytes
-        if all(one.before.nbytes * after == one.after.nbytes * before for one in used):
+        if before and all(one.before.nbytes * after == one.after.nbytes * before for one in used):
             return [head, "alike in every kind"], []
     return [head, *axes], [f"{_what(one)} {_growth(one)} ({_sides(one)})" for one in changed]
 

@@ -157,6 +157,11 @@ def test_without_links_there_are_no_seconds():
     ]
 
 
+def test_an_axis_of_unknown_size_has_no_seconds():
+    cost = cost_of_change(profile(), profile(row("all_gather[dp]", 8), mesh_axes=()), LINKS)
+    assert (cost.before.seconds, cost.after.seconds) == (0, None)
+
+
 def test_another_group_size_costs_other_seconds():
     same = row("all_gather[dp]", GB)
     cost = cost_of_change(profile(same, dp=2), profile(same, dp=4), LINKS)

@@ -85,6 +85,13 @@ def test_an_axis_is_named_where_neither_the_kind_nor_the_whole_says_it():
     ]
 
 
+def test_an_axis_without_a_change_is_not_named():
+    same = [gather((1, 100)), scatter((1, 100))]
+    assert lines([*same, reduce((1, 100))], [*same, reduce((2, 100))]) == [
+        "+100 % bytes in all_reduce[tp] (100 -> 200 B per rank and step), +33 % in all"
+    ]
+
+
 def test_several_kinds_follow_the_whole_the_largest_first():
     """HSDP: one more gather and reduction, which is reduced again."""
     assert lines(
@@ -97,6 +104,12 @@ def test_several_kinds_follow_the_whole_the_largest_first():
         "reduce_scatter[dp] x3.0 (1.0 -> 3.0 MiB), all_gather[dp] +50 % (2.0 -> 3.0 MiB), "
         "all_reduce[tp] -25 % (2.0 -> 1.5 MiB)",
     ]
+
+
+def test_what_shrinks_most_comes_first_too():
+    assert lines([gather((9, 8)), scatter((1, 8))], [gather((1, 8)), scatter((3, 8))])[1] == (
+        "all_gather[dp] -89 % (72 -> 8 B), reduce_scatter[dp] x3.0 (8 -> 24 B)"
+    )
 
 
 def test_kinds_beyond_a_line_are_counted():
@@ -134,6 +147,10 @@ def test_what_is_new_has_no_percentage_and_what_is_gone_is_all_of_it():
     ]
     assert lines([rest, reduce((1, MIB))], [rest]) == [
         "-100 % bytes in all_reduce[tp] (1.0 MiB -> 0 B per rank and step), -50 % in all"
+    ]
+    assert lines([], [rest, reduce((1, 8))]) == [
+        "new bytes in all (0 -> 1.0 MiB per rank and step)",
+        "all_gather[dp] new (0 -> 1.0 MiB), all_reduce[tp] new (0 -> 8 B)",
     ]
     assert lines([], [rest]) == ["new bytes in all_gather[dp] (0 -> 1.0 MiB per rank and step)"]
 
@@ -298,6 +315,7 @@ def test_what_is_left_out_of_the_estimate_is_named():
         (4_000_000, 4_040_000, "3.00 -> 3.03 s"),
         (400, 404, "300 -> 303 us"),
         (0, 400, "0 -> 300 us"),
+        (0, 4_000, "0 -> 3.0 ms"),
         (400, 0, "300 -> 0 us"),
         (1_200, 1_600, "900 us -> 1.2 ms"),
         (4, 4_000_000, "3.0 us -> 3.0 s"),
