@@ -62,12 +62,14 @@ def render_comparison(
     """
     head = [f"comm_mode differs from {snapshot}"]
     told = [f"  {line}" for line in _story_lines(comparison)]
-    left = sorted(comparison.left, key=_weight)
+    cost = [f"  {line}" for line in cost_lines(comparison.cost)]
+    # The cost tells it better.
+    told_twice = "memory" if any("peak gathered" in line for line in cost) else ""
+    left = sorted((one for one in comparison.left if one.subject != told_twice), key=_weight)
     lines = [f"  {_change_line(change)}" for change in left]
     loud = sum(change.subject != "reshard" for change in left) or len(left)
     causes = [f"{_LIKELY}{cause.text}" for cause in comparison.causes]
     tail = [f"  accept: {accept}"] if accept else []
-    cost = [f"  {line}" for line in cost_lines(comparison.cost)]
     full = [*head, *cost, *told, *lines, *causes, *(f"  note: {note}" for note in notes), *tail]
     # The command, which comes last, must not be what pytest cuts.
     for shown in range(_SHORT_COST, -1, -1):

@@ -36,7 +36,7 @@ def layers(suffix="", **change):
 def texts(change, new_tree):
     old = profile(tensor_parallel=True)
     evidence = tree_evidence(tree(), new_tree)
-    return [cause.text for cause in compare(old, change(old), evidence).causes]
+    return [cause.text for cause in compare(old, change(old), evidence=evidence).causes]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,6 @@ def test_a_tree_with_other_units_says_nothing():
     old = profile(tensor_parallel=True)
     other = replace(tree(), units={1: {}}, parameters={})
     evidence = tree_evidence(other, other)
-    assert [cause.text[:20] for cause in compare(old, frozen(old), evidence).causes] == [
+    assert [cause.text[:20] for cause in compare(old, frozen(old), evidence=evidence).causes] == [
         "frozen, detached, or"
     ]
