@@ -87,6 +87,11 @@ def resolve(
         if given["backend"] is None
         else _labelled("backend", parse_backend, given["backend"])
     )
+    if device == "cuda" and backend == "fake":
+        raise BadValueError(
+            "device='cuda' with the fake backend, whose ranks are simulated on the CPU; drop "
+            "device='cuda', or run the test on GPUs with backend='nccl'"
+        )
     if device == "cuda" and backend == "gloo" and count_gpus() == 0:
         raise BadValueError(
             "device='cuda', but no GPU is visible; drop it, or guard the test with "

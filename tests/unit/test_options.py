@@ -136,10 +136,22 @@ def test_a_bad_world_size_is_refused(value):
         ([], {"device": "cuda"}, ("device='cuda', but no GPU is visible; drop it, or guard the "
          "test with pytest.mark.skipif(not torch.cuda.is_available(), reason=...) and "
          "device=None")),
+        ([], {"backend": "fake", "device": "cuda"}, ("device='cuda' with the fake backend, whose "
+         "ranks are simulated on the CPU; drop device='cuda', or run the test on GPUs with "
+         "backend='nccl'")),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused_with_a_remedy(args, kwargs, text):
     assert problem(*args, **kwargs) == text
+
+
+def test_simulated_ranks_have_no_gpu_wherever_the_backend_comes_from():
+    simulated = session_options(backend="fake")
+    assert problem(device="cuda", options=simulated).startswith(
+        "device='cuda' with the fake backend"
+    )
+    assert settle(device="cpu", options=simulated).backend == "fake"
+    assert settle(device="cuda", options=session_options(backend="gloo"), gpus=1).device == "cuda"
 
 
 def test_nccl_for_the_session_needs_gpus():
