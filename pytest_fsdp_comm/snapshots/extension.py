@@ -132,11 +132,11 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
                 )
             return profile
         if isinstance(value, ShardTree):
-            if not value.is_sharded and not allow_empty:
+            if not value.is_distributed and not allow_empty:
                 raise EmptyRecordingError(
-                    "the tree has no sharded parameters, so a snapshot of it would guard nothing: "
-                    "is fully_shard(model) missing? If the test expects that nothing is sharded, "
-                    "use comm_snapshot(allow_empty=True)"
+                    "the tree has no unit and no DTensor, so a snapshot of it would guard nothing: "
+                    "is fully_shard(model), or DistributedDataParallel(model), missing? If the "
+                    "test expects a plain model, use comm_snapshot(allow_empty=True)"
                 )
             trees = gather_alike(self._gather, "fsdp_tree", tree_facts(value))
             ranks = self._ranks or range(len(trees))

@@ -205,6 +205,11 @@ class ShardTree:
         """Whether ranks keep different parts of at least one parameter."""
         return any(parameter.is_sharded for parameter in self.parameters)
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether a wrapper or a device mesh holds any of it, sharded or replicated."""
+        return bool(self.units) or any(parameter.placements for parameter in self.parameters)
+
     def module_fqn(self, index: int) -> str:
         """The FQN of a module; empty for the root."""
         names = []

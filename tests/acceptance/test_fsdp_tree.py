@@ -171,7 +171,7 @@ def test_a_changed_tree_fails_in_the_words_of_the_domain(project):
     assert "accept: pytest --snapshot-update" in result.stdout.str()
 
 
-def test_an_unsharded_model_is_no_snapshot(project):
+def test_a_model_without_a_wrapper_is_no_snapshot(project):
     pytester = project("""
 @pytest.mark.distributed
 def test_tree(fsdp_tree, comm_snapshot):
@@ -179,8 +179,43 @@ def test_tree(fsdp_tree, comm_snapshot):
 """)
     result = run(pytester, "--snapshot-update")
     result.assert_outcomes(failed=1)
-    assert "the tree has no sharded parameters" in result.stdout.str()
+    assert "the tree has no unit and no DTensor" in result.stdout.str()
     assert not list(pytester.path.glob("snapshots/**/*.comm"))
+
+
+REPLICATED_TEST = """
+from torch.distributed._composable import replicate
+from torch.nn.parallel import DistributedDataParallel
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, replicate], ids=["ddp", "replicate"])
+def test_tree(wrap, fsdp_tree, comm_snapshot, tmp_path):
+    tree = fsdp_tree.of_all_ranks(wrap(UnevenModel(10)))
+    assert tree == comm_snapshot
+    fsdp_tree.show(tree)
+    fsdp_tree.save(tree, tmp_path / "tree.html")
+    assert "REPLICATED" in (tmp_path / "tree.html").read_text()
+    assert str(tree).startswith("[UnevenModel] REPLICATED")
+    assert not tree.findings
+"""
+
+
+def test_a_replicated_model_has_a_tree_that_is_shown_saved_and_compared(project):
+    pytester = project(REPLICATED_TEST)
+    result = run(pytester, "--snapshot-update", "-s")
+    result.assert_outcomes(passed=2)
+    assert "REPLICATED world=2, root" in result.stdout.str()
+    files = list(pytester.path.glob("snapshots/**/*.comm"))
+    assert len(files) == 2
+    assert all("unit (root) ddp root replicate=world\n" in file.read_text() for file in files)
+    run(pytester).assert_outcomes(passed=2)
+    source = pytester.path / "test_it.py"
+    written = source.read_text()
+    source.write_text(written.replace("(wrap(UnevenModel(10)))", "(fully_shard(UnevenModel(10)))"))
+    result = run(pytester)
+    result.assert_outcomes(failed=2)
+    shown = result.stdout.str()
+    assert "(root): sharded by ddp -> fsdp2, replicated over world -> sharded over world" in shown
 
 
 FINDINGS_TEST = """

@@ -170,7 +170,9 @@ def test_ddp_is_one_replicated_unit():
     (unit,) = tree.units
     assert (unit.kind, unit.replicate_axis) == ("ddp", MeshAxis(name="world", size=1))
     assert len(tree.module_to_fqns[""]) == len(list(model.parameters()))
+    assert tree.is_distributed
     assert not tree.is_sharded
+    assert not capture_tree(UnevenModel()).is_distributed
 
 
 def test_replicate_is_a_unit_before_its_first_forward():

@@ -608,7 +608,7 @@ def test_an_unsharded_tree_refuses_to_become_a_snapshot(project):
     project.edit("fsdp_tree(model)", "fsdp_tree(nn.Linear(2, 2))")
     result = project.update()
     result.assert_outcomes(failed=1)
-    explained(result, "the tree has no sharded parameters", "is fully_shard(model) missing?")
+    explained(result, "the tree has no unit and no DTensor", "is fully_shard(model), or")
 
 
 def test_comparing_anything_but_a_recording_tree_or_dict_fails(project):
