@@ -178,12 +178,25 @@ def pytest_assertrepr_compare(
         from pytest_fsdp_comm.reports.answers import explain_answer  # noqa: PLC0415  # on failure only
 
         return [explain_answer(op, left, right), *explanations]
+    if _is_any(sides, "tree.finding", "Findings"):
+        # `pytest_runtest_makereport` adds the findings: of an explanation pytest cuts off the end.
+        return [[f"{left!r} {op} {right!r}"], *explanations]
     if not _is_any(sides, "snapshots.extension", "CommSnapshot"):
         return explanations
     from pytest_fsdp_comm.snapshots.explain import explain_comparison  # noqa: PLC0415  # on failure only
 
     ours = explain_comparison(config, left, right)
     return [ours, *explanations] if ours else explanations
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+    """Says after a failed assertion about findings of a tree what they are."""
+    error = call.excinfo.value if call.excinfo else None
+    if isinstance(error, AssertionError) and "pytest_fsdp_comm.tree.finding" in sys.modules:
+        from pytest_fsdp_comm.reports.findings import explain_findings  # noqa: PLC0415  # on failure only
+
+        explain_findings(error)
 
 
 def _is_any(values: Iterable[object], module: str, name: str) -> bool:

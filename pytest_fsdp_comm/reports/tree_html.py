@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 from pytest_fsdp_comm.reports.tree_rows import (
     MAX_DEPTH,
     TreeRow,
-    cost_words,
     mark,
     parameter_words,
     placement_words,
@@ -18,7 +17,6 @@ from pytest_fsdp_comm.reports.tree_rows import (
     summary_words,
     tree_rows,
 )
-from pytest_fsdp_comm.text.fqn import fold_fqns
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 
 if TYPE_CHECKING:
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 
 _INDENT_REM: Final = 1.2
 _FILTERS: Final = (
-    cost_words,
-    fold_fqns,
     mark,
     parameter_words,
     placement_words,

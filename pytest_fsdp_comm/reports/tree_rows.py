@@ -13,7 +13,7 @@ from pytest_fsdp_comm.tree.model import ParameterNode, ShardUnit
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-    from pytest_fsdp_comm.tree.model import Finding, ShardTree
+    from pytest_fsdp_comm.tree.model import ShardTree
 
 MAX_DEPTH: Final = 40
 """Levels that a drawing indents; deeper rows stay at this one."""
@@ -152,11 +152,6 @@ def summary_words(tree: ShardTree) -> str:
         f"{tree.world_size} ranks, {axes}; {len(tree.units)} units; {len(tree.parameters)} "
         f"parameters, {show_nbytes(nbytes)} in all, {show_nbytes(kept)} of it on rank {tree.rank}"
     )
-
-
-def cost_words(finding: Finding) -> str:
-    """`` (2.9 KiB)``, to follow the code; empty where the cost is unknown."""
-    return "" if finding.nbytes is None else f" ({show_nbytes(finding.nbytes)})"
 
 
 def relation_words(row: TreeRow) -> str:

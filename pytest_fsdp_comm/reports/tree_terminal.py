@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 from pytest_fsdp_comm.reports.tree_rows import (
     MAX_DEPTH,
     TreeRow,
-    cost_words,
     mark,
     parameter_words,
     placement_words,
@@ -16,13 +15,13 @@ from pytest_fsdp_comm.reports.tree_rows import (
     summary_words,
     tree_rows,
 )
-from pytest_fsdp_comm.text.fqn import fold_fqns
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_fsdp_comm.tree.model import Finding, ParameterNode, ShardTree
+    from pytest_fsdp_comm.tree.finding import Finding
+    from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree
 
 _Line = tuple[str, str, str, str, str]
 """Module or parameter, policy or placement, gathered, kept, and a style."""
@@ -89,11 +88,10 @@ def _draw(line: _Line, widths: Sequence[int], *, color: bool) -> str:
 
 def _findings(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
     for finding in findings:
-        where = ", ".join(fold_fqns(finding.fqns))
         yield "", ""
-        yield finding.level, f"{finding.level} {finding.code}{cost_words(finding)}: {where}"
-        yield "", f"  {finding.reason}"
-        yield "", f"  cure: {finding.cure}"
+        head, *below = str(finding).splitlines()
+        yield finding.level, head
+        yield from (("", line) for line in below)
 
 
 def _paint(text: str, style: str, *, color: bool) -> str:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.text.fqn import fold_fqns, natural_key
-from pytest_fsdp_comm.text.nbytes import show_nbytes
+from pytest_fsdp_comm.text.fqn import natural_key
+from pytest_fsdp_comm.tree.finding import Finding, Findings
 from pytest_fsdp_comm.tree.layout import AxisPlacement, FlatRange, local_numels
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ MAX_INDENT: Final = 40
 """Levels that the outline indents and writes full FQNs for; deeper ones show their own name."""
 
 UnitKind = Literal["fsdp2", "fsdp1", "replicate", "ddp"]
-Level = Literal["error", "warning"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,25 +155,7 @@ class ShardUnit:
         return self.shard_axis is not None or (self.kind == "fsdp2" and not self.parameters)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """A wrapping mistake, or what is likely one."""
-
-    code: str
-    """A short name, such as ``no-root-unit``."""
-    level: Level
-    fqns: tuple[str, ...]
-    """Of the modules or parameters concerned, in natural order."""
-    reason: str
-    """What is the case, and why it hurts."""
-    cure: str
-    """What to write instead."""
-    nbytes: int | None = None
-    """What it costs: bytes on each rank, of memory or of traffic in a step as the reason says; None
-    where that is unknown."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ShardTree:
     """How a model is sharded, as one rank sees it."""
 
@@ -199,6 +180,10 @@ class ShardTree:
     """Wrapping mistakes, errors first."""
     notes: tuple[str, ...] = ()
     """What a reader must know of the circumstances, e.g. that the model is on the meta device."""
+
+    def __post_init__(self) -> None:
+        """Makes `findings` a `Findings`, whatever tuple it was given as."""
+        object.__setattr__(self, "findings", Findings(self.findings))
 
     @property
     def is_sharded(self) -> bool:
@@ -284,7 +269,14 @@ class ShardTree:
         Returns:
             One line a module: ``layers.0[Block] FULLY SHARDED``, indented by four spaces a level.
         """
-        return "\n".join([*self._outline(), *map(_finding_line, self.findings)])
+        return "\n".join([*self._outline(), *map(str, self.findings)])
+
+    def __repr__(self) -> str:
+        """One line, since pytest cuts off what is longer."""
+        return (
+            f"<ShardTree of {self.modules[0].class_name}: {len(self.units)} units, "
+            f"{len(self.parameters)} parameters>"
+        )
 
     def _outline(self) -> Iterator[str]:
         units = self.units_of()
@@ -306,9 +298,3 @@ def _mark(units: tuple[ShardUnit, ...]) -> str:
     if any(unit.is_fully_sharded for unit in units):
         return " FULLY SHARDED"
     return " REPLICATED" if units else ""
-
-
-def _finding_line(finding: Finding) -> str:
-    where = ", ".join(fold_fqns(finding.fqns))
-    cost = "" if finding.nbytes is None else f" [{show_nbytes(finding.nbytes)}]"
-    return f"{finding.level}: {finding.code}{cost}: {where}: {finding.reason}. Cure: {finding.cure}"

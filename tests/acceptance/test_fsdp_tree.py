@@ -222,17 +222,39 @@ FINDINGS_TEST = """
 @pytest.mark.distributed
 def test_tree(fsdp_tree, device_mesh):
     tree = fsdp_tree(shard(UnevenModel(10), device_mesh(), blocks=1))
-    assert not tree.findings, str(tree)
+    assert not tree.findings
+
+class TestOther:
+    @pytest.mark.distributed
+    def test_it(self, fsdp_tree, device_mesh):
+        assert fsdp_tree(shard(UnevenModel(10), device_mesh(), blocks=1)).findings == ()
 """
 
 
-def test_findings_fail_a_test_and_can_be_turned_off(project):
+def test_findings_fail_a_test_once_and_can_be_turned_off(project, monkeypatch):
     pytester = project(FINDINGS_TEST)
+    monkeypatch.setenv("COLUMNS", "80")
     result = run(pytester)
-    result.assert_outcomes(failed=1)
-    assert "warning: partly-wrapped: layers.1: 1 of 2 sibling Block modules" in result.stdout.str()
+    result.assert_outcomes(failed=2)
+    shown = [line for line in result.outlines if line.startswith(("E", "FAILED", "rank"))]
+    lines = [line[1:].strip() for line in shown]
+    for head in (
+        "assert not <1 finding: partly-wrapped in layers.1>",
+        "assert <1 finding: partly-wrapped in layers.1> == ()",
+    ):
+        first = lines.index(head)
+        assert lines[first + 1 : first + 5] == [
+            "warning partly-wrapped: layers.1",
+            "1 of 2 sibling Block modules are units, but these are not: their",
+            "parameters are gathered with an enclosing unit, or not at all",
+            "cure: call fully_shard on each block of the stack",
+        ]
+    # Nothing is left out, nothing is said by each rank.
+    assert len(shown) == 2 * 6
+    assert all(len(line) <= 80 for line in shown)
+    assert not [line for line in shown[:-2] if "..." in line]
     pytester.makeini("[pytest]\nfsdp_comm_findings =\n    partly-wrapped = off\n")
-    run(pytester).assert_outcomes(passed=1)
+    run(pytester).assert_outcomes(passed=2)
 
 
 def test_a_bad_ini_value_stops_the_session(project):

@@ -167,13 +167,17 @@ TINY = FindingSettings(
     thresholds=Thresholds(small_nbytes=10_000, replicated_nbytes=512, padding_nbytes=1)
 )
 BLOCKS = ("layers.0", "layers.1", "layers.2")
+WHOLE = (
+    "embed.weight",
+    *(f"{block}.{name}.weight" for block in BLOCKS for name in ("down", "up")),
+)
 CASES = {
     "healthy": (healthy, {}),
     "no-root-unit": (
         no_root,
         {
             "no-root-unit": (BLOCKS, 3 * 4 * (16 + 144 + 136)),
-            "large-replicated": (("head.weight",), 512),
+            "large-replicated": (("embed.weight", "head.weight"), 2 * 512),
         },
     ),
     "grouped-root": (grouped_without_root, {"grouped-root": (("0+1",), None)}),
@@ -197,13 +201,13 @@ CASES = {
         },
     ),
     "partly-wrapped": (one_block_forgotten, {"partly-wrapped": (("layers.1",), None)}),
-    "mixed-frozen": (lora, {"mixed-frozen": (("layers.2",), 4 * 128)}),
+    "mixed-frozen": (lora, {"mixed-frozen": (BLOCKS, 3 * 4 * 128)}),
     "frozen-gathered-in-backward": (
         frozen_backbone,
         {"frozen-gathered-in-backward": (("layers.0",), 4 * 296)},
     ),
     "unit-too-small": (norm_on_its_own, {"unit-too-small": (("layers.0.norm",), 4 * 128)}),
-    "padding": (odd_sizes, {"padding": (("layers.2",), None)}),
+    "padding": (odd_sizes, {"padding": (BLOCKS, None)}),
     "dim-smaller-than-axis": (
         narrow,
         {
@@ -218,7 +222,7 @@ CASES = {
     ),
     "large-replicated": (
         replicated_beside_tensor_parallel,
-        {"large-replicated": (("layers.2.down.weight",), 512)},
+        {"large-replicated": (WHOLE, 7 * 512)},
     ),
 }
 
@@ -240,7 +244,7 @@ def test_each_mistake_has_exactly_its_findings(build, expected):
             assert found[code].nbytes == nbytes
         assert found[code].reason
         assert found[code].cure
-        assert f"{LEVELS[code]}: {code}" in str(tree)
+        assert f"\n{LEVELS[code]} {code}" in str(tree)
 
 
 def test_a_grouped_root_raises_in_torch_as_the_finding_says():
@@ -263,7 +267,7 @@ def test_every_code_but_that_of_ranks_has_a_case():
 def test_levels_are_the_projects_choice():
     settings = FindingSettings(levels={"split-tie": "off", "mixed-frozen": "error"})
     assert not TreeFactory(findings=settings)(split_tie()).findings
-    (_, _, finding) = TreeFactory(findings=settings)(lora()).findings
+    (finding,) = TreeFactory(findings=settings)(lora()).findings
     assert finding.level == "error"
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Generic, TypeVar
 
 from pytest_fsdp_comm.text.fqn import natural_key
+from pytest_fsdp_comm.tree.finding import Finding, Level
 from pytest_fsdp_comm.tree.findings.thresholds import Thresholds
-from pytest_fsdp_comm.tree.model import Finding, Level
 
 _Subject = TypeVar("_Subject")
 
@@ -43,15 +44,21 @@ class Rule(Generic[_Subject]):
     def findings(
         self, subject: _Subject, thresholds: Thresholds, level: Level
     ) -> Iterator[Finding]:
-        """What the rule finds, at a level."""
+        """What the rule finds, at a level; cases that differ in nothing but names are one."""
+        alike: dict[tuple[str, str, int | None], list[Case]] = {}
         for case in self.cases(subject, thresholds):
+            cure = self.cure if case.cure is None else case.cure
+            alike.setdefault((case.reason, cure, case.nbytes), []).append(case)
+        for (reason, cure, nbytes), cases in alike.items():
+            fqns = chain.from_iterable(case.fqns for case in cases)
             yield Finding(
                 code=self.code,
                 level=level,
-                fqns=tuple(sorted(case.fqns, key=natural_key)),
-                reason=case.reason,
-                cure=self.cure if case.cure is None else case.cure,
-                nbytes=case.nbytes,
+                fqns=tuple(sorted(fqns, key=natural_key)),
+                reason=reason,
+                cure=cure,
+                nbytes=None if nbytes is None else nbytes * len(cases),
+                count=len(cases),
             )
 
 

@@ -11,8 +11,9 @@ from pytest_fsdp_comm.tree.findings.thresholds import Thresholds
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from pytest_fsdp_comm.tree.finding import Finding
     from pytest_fsdp_comm.tree.findings.rule import Rule
-    from pytest_fsdp_comm.tree.model import Finding, ShardTree
+    from pytest_fsdp_comm.tree.model import ShardTree
 
 # The rules are imported where they are needed: every pytest session reads these settings.
 

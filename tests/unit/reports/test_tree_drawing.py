@@ -13,10 +13,10 @@ from pytest_fsdp_comm.fsdp_tree import TreeFactory
 from pytest_fsdp_comm.reports.tree_html import render_tree_html
 from pytest_fsdp_comm.reports.tree_rows import policy_words, tree_rows
 from pytest_fsdp_comm.reports.tree_terminal import render_tree
+from pytest_fsdp_comm.tree.finding import Finding
 from pytest_fsdp_comm.tree.json import dump_tree, load_tree
 from pytest_fsdp_comm.tree.layout import AxisPlacement, FlatRange
 from pytest_fsdp_comm.tree.model import (
-    Finding,
     ModuleNode,
     ParameterNode,
     Precision,

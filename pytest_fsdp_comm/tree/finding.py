@@ -1,0 +1,103 @@
+"""What is wrong with the wrapping of a model, as values and as text."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from pytest_fsdp_comm.text.fqn import fold_fqns
+from pytest_fsdp_comm.text.nbytes import show_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Level = Literal["error", "warning"]
+
+_WIDTH: Final = 66
+"""What 80 columns leave of a line in the report of a failed test method."""
+_MAX_REPR: Final = 200
+"""pytest replaces the middle of a longer ``repr`` by ``...``: above 240 characters (8.4 to 9.2)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A wrapping mistake, or what is likely one."""
+
+    code: str
+    """A short name, such as ``no-root-unit``."""
+    level: Level
+    fqns: tuple[str, ...]
+    """Of the modules or parameters concerned, in natural order."""
+    reason: str
+    """What is the case, and why it hurts."""
+    cure: str
+    """What to write instead."""
+    nbytes: int | None = None
+    """What it costs: bytes on each rank, of memory or of traffic in a step as the reason says; None
+    where that is unknown."""
+    count: int = 1
+    """How many cases that differ in nothing but names it stands for, such as equal layers: `reason`
+    speaks of each, `nbytes` is the sum."""
+
+    @property
+    def cost(self) -> str:
+        """``2.9 KiB``, or ``4 alike, 2.9 KiB each, 11.6 KiB in all``; empty if one and unknown."""
+        alike = [f"{self.count} alike"] if self.count > 1 else []
+        if self.nbytes is None:
+            return "".join(alike)
+        total = show_nbytes(self.nbytes)
+        each = [f"{show_nbytes(self.nbytes // self.count)} each", f"{total} in all"]
+        return ", ".join([*alike, *(each if alike else [total])])
+
+    @property
+    def where(self) -> str:
+        """The modules or parameters, siblings folded: ``layers.{0..3}.norm``."""
+        return ", ".join(fold_fqns(self.fqns))
+
+    def __str__(self) -> str:
+        """Level, code, cost and modules; below them reason and cure, in lines of 66 characters."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        cost = f" ({self.cost})" if self.cost else ""
+        yield from _wrapped(f"{self.level} {self.code}{cost}: {self.where}", indent="")
+        yield from _wrapped(self.reason, indent="  ")
+        yield from _wrapped(f"cure: {self.cure}", indent="  ")
+
+
+class Findings(tuple[Finding, ...]):
+    """Wrapping mistakes, errors first: a tuple whose texts are for the report of a failed test."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        """Codes and modules: ``<1 finding: partly-wrapped in layers.{3..5}>``; ``()`` if empty."""
+        if not self:
+            return "()"
+        shown: list[str] = []
+        for finding in self:
+            entry = f"{finding.code} in {finding.where}"
+            if len("; ".join([*shown, entry])) > _MAX_REPR:
+                entry = finding.code
+            if len("; ".join([*shown, entry])) > _MAX_REPR:
+                shown.append(f"{len(self) - len(shown)} more")
+                break
+            shown.append(entry)
+        plural = "" if len(self) == 1 else "s"
+        return f"<{len(self)} finding{plural}: {'; '.join(shown)}>"
+
+    def __str__(self) -> str:
+        """All findings, a few lines each; empty if there are none."""
+        return "\n".join(map(str, self))
+
+
+def _wrapped(text: str, *, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent or "    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
