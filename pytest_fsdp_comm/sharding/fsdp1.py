@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from pytest_fsdp_comm.sharding.mesh import flat_shard, replicate
 from pytest_fsdp_comm.sharding.units import (
@@ -124,14 +124,20 @@ def _prefetch(wrapper: Any) -> str:
 
 
 def _overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
-    """Names the classes for which auto-wrap made a unit without the enclosing mixed precision."""
+    """Names the classes for which auto-wrap made a unit without the enclosing mixed precision.
+
+    Left out are those that torch itself leaves out, batch norms: no user chose them.
+    """
     if above is None or wrapper.mixed_precision.param_dtype is not None:
         return ()
     policy = above.mixed_precision
     if policy.param_dtype is None:
         return ()
-    ignored = tuple(policy._module_classes_to_ignore)  # documented in MixedPrecision's docstring
-    return (type(wrapper.module).__name__,) if isinstance(wrapper.module, ignored) else ()
+    # Documented in MixedPrecision's docstring.
+    ignored = tuple(policy._module_classes_to_ignore)
+    by_default = tuple(MixedPrecision()._module_classes_to_ignore)
+    is_chosen = isinstance(wrapper.module, ignored) and not isinstance(wrapper.module, by_default)
+    return (type(wrapper.module).__name__,) if is_chosen else ()
 
 
 def _read_params(

@@ -68,6 +68,7 @@ class _Visited:
             class_name=class_name(self.module),
             wrappers=tuple(map(class_name, self.wrappers)),
             alias_of=index_of[id(self.module)] if self.is_alias else None,
+            has_forward=_has_forward(self.module),
         )
 
 
@@ -126,6 +127,11 @@ def class_name(module: nn.Module) -> str:
     while _is_made(made):
         made = made.__bases__[1]
     return made.__name__
+
+
+def _has_forward(module: nn.Module) -> bool:
+    is_inherited = type(module).forward is nn.Module.forward
+    return not is_inherited or "forward" in module.__dict__
 
 
 def _is_made(cls: type) -> bool:

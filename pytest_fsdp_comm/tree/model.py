@@ -42,6 +42,8 @@ class ModuleNode:
     alias_of: int | None = None
     """Index of the node of the same module, if it is registered at several places; its parameters
     and children are listed there. None otherwise."""
+    has_forward: bool = True
+    """Whether it can run, and so be a unit: ``ModuleList`` and ``ModuleDict`` cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,5 @@ def test_lora_with_one_unit_a_layer(comm_mode, fsdp_tree, device_mesh):
     tree = fsdp_tree(model)
     trainable = {name for name, entry in tree.named_parameters() if entry.trainable}
     assert trainable == {name for name, entry in tree.named_parameters() if "lora_" in name}
-    # One line for both layers, though the finding is theirs.
-    assert {finding.code for finding in tree.findings} == {"mixed-frozen"}
-    assert {fqn for finding in tree.findings for fqn in finding.fqns} == set(layers)
+    # Units of their own for the adapters would gather as many bytes in more collectives.
+    assert not tree.findings

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from models import Block, TokenModel
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
-from torch.distributed.fsdp import MixedPrecision, fully_shard
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -102,15 +103,23 @@ def one_block_forgotten():
 
 
 def lora():
-    model = make()
+    """A frozen linear beside a trainable one in each block."""
+    model = make(width=64)
     for layer in model.layers:
-        layer.up.weight.requires_grad = False
-    return fully_shard(shard_blocks(model))
+        layer.up.requires_grad_(requires_grad=False)
+    return model
+
+
+def fsdp1_blocks(model):
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = Fsdp1(layer, device_id=CPU, use_orig_params=True)
+    return Fsdp1(model, device_id=CPU, use_orig_params=True)
 
 
 def frozen_backbone():
     model = make()
-    model.layers[0].requires_grad_(requires_grad=False)
+    model.requires_grad_(requires_grad=False)
+    model.head.requires_grad_(requires_grad=True)
     return fully_shard(shard_blocks(model))
 
 
@@ -130,12 +139,12 @@ def narrow():
     return fully_shard(model)
 
 
-def batch_norm():
+def kept_in_full_precision(ignored=(nn.LayerNorm,), norm=nn.LayerNorm):
     class Normed(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(8, 8)
-            self.norm = nn.BatchNorm1d(8)
+            self.norm = norm(8)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says the same in its own words
@@ -144,14 +153,16 @@ def batch_norm():
             device_id=CPU,
             use_orig_params=True,
             auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+            mixed_precision=MixedPrecision(
+                param_dtype=torch.bfloat16, _module_classes_to_ignore=ignored
+            ),
         )
 
 
-def two_dtypes():
+def two_dtypes(*, frozen=False):
     model = make()
     model.layers[0].up.weight = nn.Parameter(
-        model.layers[0].up.weight.detach().bfloat16(), requires_grad=False
+        model.layers[0].up.weight.detach().bfloat16(), requires_grad=not frozen
     )
     return fully_shard(shard_blocks(model))
 
@@ -189,37 +200,28 @@ CASES = {
         fsdp1_parent_first,
         {
             "wrapped-after-parent": (("layers.0",), 4 * (256 + 3 * 296)),
-            "partly-wrapped": (("layers.1", "layers.2"), None),
+            "partly-wrapped": (("layers.1", "layers.2"), 2 * 4 * 296),
         },
     ),
     "split-tie": (split_tie, {"split-tie": (("embed.weight", "head.weight"), 4 * 128)}),
-    "unmanaged-parameter": (
-        forgotten_head,
-        {
-            "unmanaged-parameter": (("head.weight",), 512),
-            "large-replicated": (("head.weight",), 512),
-        },
+    "unmanaged-parameter": (forgotten_head, {"unmanaged-parameter": (("head.weight",), 512)}),
+    "partly-wrapped": (one_block_forgotten, {"partly-wrapped": (("layers.1",), 4 * 296)}),
+    "mixed-frozen": (
+        lambda: fsdp1_blocks(lora()),
+        {"mixed-frozen": (BLOCKS, 3 * 4 * (64 * 128 + 128))},
     ),
-    "partly-wrapped": (one_block_forgotten, {"partly-wrapped": (("layers.1",), None)}),
-    "mixed-frozen": (lora, {"mixed-frozen": (BLOCKS, 3 * 4 * 128)}),
     "frozen-gathered-in-backward": (
         frozen_backbone,
-        {"frozen-gathered-in-backward": (("layers.0",), 4 * 296)},
+        {"frozen-gathered-in-backward": (("layers.2",), 4 * 296)},
     ),
     "unit-too-small": (norm_on_its_own, {"unit-too-small": (("layers.0.norm",), 4 * 128)}),
     "padding": (odd_sizes, {"padding": (BLOCKS, None)}),
     "dim-smaller-than-axis": (
         narrow,
-        {
-            "dim-smaller-than-axis": (("0.bias", "0.weight"), None),
-            "padding": (("",), 4 * (2 * 8 + 2)),
-        },
+        {"dim-smaller-than-axis": (("0.bias", "0.weight"), 4 * (2 * 8 + 2))},
     ),
-    "precision-override": (batch_norm, {"precision-override": (("norm",), None)}),
-    "mixed-dtypes": (
-        two_dtypes,
-        {"mixed-dtypes": (("layers.0",), None), "mixed-frozen": (("layers.0",), 2 * 128)},
-    ),
+    "precision-override": (kept_in_full_precision, {"precision-override": (("norm",), 4 * 16)}),
+    "mixed-dtypes": (two_dtypes, {"mixed-dtypes": (("layers.0",), None)}),
     "large-replicated": (
         replicated_beside_tensor_parallel,
         {"large-replicated": (WHOLE, 7 * 512)},
@@ -247,9 +249,157 @@ def test_each_mistake_has_exactly_its_findings(build, expected):
         assert f"\n{LEVELS[code]} {code}" in str(tree)
 
 
+def pair_of_models():
+    """Two models that one module holds, each with a root of its own."""
+    holder = nn.Module()
+    holder.generator, holder.discriminator = healthy(), healthy()
+    holder.forward = lambda tokens: holder.discriminator(holder.generator(tokens).argmax(-1))
+    return holder
+
+
+def grouped_below_a_root():
+    model = make()
+    fully_shard([model.embed, model.head])
+    return fully_shard(shard_blocks(model))
+
+
+def both_kinds_side_by_side():
+    model = nn.Module()
+    model.first = fully_shard(make())
+    model.second = Fsdp1(make(), device_id=CPU, use_orig_params=True)
+    return model
+
+
+def blocks_of_units():
+    """Units that have no parameters, since all of their modules are units."""
+    model = make()
+    for layer in model.layers:
+        for module in (layer.norm, layer.up, layer.down):
+            fully_shard(module)
+    return fully_shard(shard_blocks(model))
+
+
+def tied_in_one_group():
+    model = TokenModel(3, tied=True)
+    fully_shard([model.embed, model.head])
+    return fully_shard(shard_blocks(model))
+
+
+def frozen_head_outside():
+    model = forgotten_head()
+    model.head.requires_grad_(requires_grad=False)
+    return model
+
+
+def small_linear_left():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2, bias=False))
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+def replicated_on_purpose():
+    model = shard_blocks(make())
+    replicate(model.head)
+    return model
+
+
+def mixed_in_fsdp2():
+    return fully_shard(shard_blocks(lora()))
+
+
+def few_frozen():
+    model = make()
+    for layer in model.layers:
+        layer.norm.requires_grad_(requires_grad=False)
+    return fsdp1_blocks(model)
+
+
+def frozen_biases():
+    model = make(width=64)
+    for layer in model.layers:
+        layer.up.weight.requires_grad = layer.down.bias.requires_grad = False
+    return fsdp1_blocks(model)
+
+
+def frozen_after_trainable():
+    model = make()
+    model.layers.requires_grad_(requires_grad=False)
+    return fully_shard(shard_blocks(model))
+
+
+def frozen_and_kept():
+    model = make()
+    model.requires_grad_(requires_grad=False)
+    model.head.requires_grad_(requires_grad=True)
+    return fully_shard(shard_blocks(model, reshard_after_forward=False))
+
+
+def frozen_whole():
+    return fully_shard(shard_blocks(make().requires_grad_(requires_grad=False)))
+
+
+def norm_in_another_precision():
+    model = make(width=64)
+    for layer in model.layers:
+        fully_shard(layer.norm, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32))
+    return fully_shard(shard_blocks(model))
+
+
+def adapters_in_frozen_fsdp1():
+    model = make(width=64).requires_grad_(requires_grad=False)
+    for layer in model.layers:
+        layer.norm = Fsdp1(
+            layer.norm.requires_grad_(requires_grad=True), device_id=CPU, use_orig_params=True
+        )
+    return fsdp1_blocks(model)
+
+
+def batch_norm():
+    return kept_in_full_precision((nn.BatchNorm1d,), nn.BatchNorm1d)
+
+
+INNOCENT = {
+    "no-root-unit": (pair_of_models,),
+    "grouped-root": (grouped_below_a_root,),
+    "nested-kinds": (both_kinds_side_by_side,),
+    "wrapped-after-parent": (blocks_of_units,),
+    "split-tie": (tied_in_one_group,),
+    "unmanaged-parameter": (frozen_head_outside,),
+    "partly-wrapped": (small_linear_left,),
+    "large-replicated": (replicated_on_purpose, forgotten_head),
+    "mixed-frozen": (mixed_in_fsdp2, few_frozen, frozen_biases),
+    "frozen-gathered-in-backward": (frozen_after_trainable, frozen_and_kept, frozen_whole),
+    "unit-too-small": (norm_in_another_precision, adapters_in_frozen_fsdp1, healthy),
+    "unit-too-large": (lambda: fully_shard(nn.Embedding(256, 64)),),
+    "padding": (narrow,),
+    "dim-smaller-than-axis": (odd_sizes,),
+    "precision-override": (batch_norm,),
+    "mixed-dtypes": (lambda: two_dtypes(frozen=True),),
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "build"), [(code, build) for code, builds in INNOCENT.items() for build in builds]
+)
+def test_what_is_next_to_a_mistake_is_none(code, build):
+    thresholds = Thresholds(
+        small_nbytes=10_000,
+        replicated_nbytes=512,
+        large_nbytes=1000 if code == "unit-too-large" else 1 << 30,
+        padding_nbytes=1,
+    )
+    tree = TreeFactory(findings=FindingSettings(thresholds=thresholds))(build())
+    assert code not in [finding.code for finding in tree.findings], str(tree)
+
+
 def test_a_grouped_root_raises_in_torch_as_the_finding_says():
     with pytest.raises(RuntimeError, match="requires a single root module"):
         grouped_without_root()(torch.ones(2, 8))
+
+
+def test_trainable_parameters_of_two_dtypes_raise_in_torch_as_the_finding_says():
+    with pytest.raises(AssertionError, match="uniform original parameter dtype"):
+        two_dtypes()(torch.zeros(2, 3, dtype=torch.int64))
 
 
 def test_a_unit_above_the_threshold_is_too_large():
@@ -260,14 +410,25 @@ def test_a_unit_above_the_threshold_is_too_large():
     assert finding.nbytes == 4 * (256 + 3 * 296)
 
 
-def test_every_code_but_that_of_ranks_has_a_case():
+def test_a_dimension_that_tensor_parallelism_splits_may_be_too_small_too():
+    model = nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 8))
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    tree = TreeFactory()(parallelize_module(model, mesh, {"0": ColwiseParallel()}))
+    (finding,) = tree.findings
+    assert (finding.code, finding.fqns) == ("dim-smaller-than-axis", ("0.bias", "0.weight"))
+    assert finding.nbytes is None
+    assert "2 elements, fewer than the axis tp=4 has ranks" in finding.reason
+
+
+def test_every_code_has_a_case_and_a_neighbour():
     assert set(LEVELS) - set(CASES) == {"ranks-differ", "unit-too-large"}
+    assert set(LEVELS) - set(INNOCENT) == {"ranks-differ"}
 
 
 def test_levels_are_the_projects_choice():
-    settings = FindingSettings(levels={"split-tie": "off", "mixed-frozen": "error"})
+    settings = FindingSettings(levels={"split-tie": "off", "partly-wrapped": "error"})
     assert not TreeFactory(findings=settings)(split_tie()).findings
-    (finding,) = TreeFactory(findings=settings)(lora()).findings
+    (finding,) = TreeFactory(findings=settings)(one_block_forgotten()).findings
     assert finding.level == "error"
 
 

@@ -14,6 +14,8 @@ from torch.distributed.fsdp import _wrap_utils, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_states
+from pytest_fsdp_comm.tree.findings.settings import FindingSettings
+from pytest_fsdp_comm.tree.findings.thresholds import Thresholds
 
 # torch 2.7 warns of its own flat parameters when they are collected, in whatever test comes next.
 pytestmark = pytest.mark.filterwarnings("ignore:Deallocating Tensor that still has live")
@@ -26,12 +28,14 @@ def _four_ranks():
     dist.destroy_process_group()
 
 
+CPU = torch.device("cpu")
+EVERY_BYTE_COUNTS = FindingSettings(thresholds=Thresholds(small_nbytes=0))
 NAMES = [name for name, _ in TokenModel().named_parameters()]
 
 
 @settings(max_examples=40, deadline=None)
 @given(frozen=st.sets(st.sampled_from(NAMES)), wraps_root=st.booleans())
-def test_mixed_frozen_is_what_torch_would_refuse(frozen, wraps_root):
+def test_mixed_frozen_is_what_torch_advises_against_where_units_can_part_it(frozen, wraps_root):
     model = TokenModel()
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name not in frozen
@@ -40,18 +44,25 @@ def test_mixed_frozen_is_what_torch_would_refuse(frozen, wraps_root):
         warnings.simplefilter("always")
         _wrap_utils._validate_frozen_params(model, targets, set(), use_orig_params=True)
     refused = {re.match(r"(\S*) has both", str(entry.message))[1] for entry in caught}
+    # A linear of which only the bias is frozen is in one unit whatever is wrapped.
+    parted = {
+        f"layers.{layer}"
+        for layer in range(2)
+        for name in ("up", "down")
+        if {f"layers.{layer}.{name}.{kind}" for kind in ("weight", "bias")} <= frozen
+    }
 
-    for layer in model.layers:
-        fully_shard(layer)
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = Fsdp1(layer, device_id=CPU, use_orig_params=True)
     if wraps_root:
-        fully_shard(model)
+        model = Fsdp1(model, device_id=CPU, use_orig_params=True)
     found = {
         fqn
-        for finding in capture_tree(model).findings
+        for finding in capture_tree(model, EVERY_BYTE_COUNTS).findings
         if finding.code == "mixed-frozen"
         for fqn in finding.fqns
     }
-    assert found == refused
+    assert found == refused & {"", *parted}
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -28,6 +28,11 @@ class Stage(nn.Module):
         if head:
             self.head = nn.Linear(WIDTH, WIDTH, bias=False)
 
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
 
 def sharded(stage, *, root=True, **policy):
     for layer in stage.layers.values():
@@ -98,9 +103,48 @@ def test_a_part_without_a_root_unit_is_found_in_that_part_alone():
     assert not capture_tree([parts[0], sharded(Stage([6]), root=False)]).findings
 
 
-def test_a_model_of_both_parts_still_needs_a_root(stages):
-    whole = nn.ModuleList(stages)
-    assert [finding.code for finding in capture_tree(whole).findings] == ["no-root-unit"]
+def holder(stages, *, runs):
+    def forward(self, x):
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+    model = type("Holder", (nn.Module,), {"forward": forward} if runs else {})()
+    model.stages = nn.ModuleList(stages)
+    return model
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_stages_that_are_parts_of_a_model_need_no_common_root(stages, runs):
+    assert not capture_tree(holder(stages, runs=runs)).findings
+    assert not capture_tree(nn.ModuleList(stages)).findings
+    assert not capture_tree(nn.ModuleDict({"first": stages[0], "last": stages[1]})).findings
+    # Without units inside them too, as long as nothing runs them one after the other.
+    whole = holder([fully_shard(Stage([0, 1])), fully_shard(Stage([2, 3]))], runs=runs)
+    assert codes(whole) == (["no-root-unit"] if runs else [])
+
+
+def codes(model):
+    return [finding.code for finding in capture_tree(model).findings]
+
+
+def test_blocks_that_hold_units_need_a_root_where_more_than_them_is_there():
+    def build():
+        model = Stage([0, 1], head=True)
+        for layer in model.layers.values():
+            fully_shard(layer.up)
+            fully_shard(layer)
+        return model
+
+    model = build()
+    assert codes(model) == ["no-root-unit", "unmanaged-parameter"]
+    model.head.requires_grad_(requires_grad=False)
+    assert codes(model) == ["no-root-unit"]
+    assert codes(fully_shard(model)) == []
+    model = build()
+    fully_shard(model.head)
+    (finding,) = capture_tree(model).findings
+    assert (finding.code, finding.fqns) == ("no-root-unit", ("head", "layers.0", "layers.1"))
 
 
 @pytest.mark.parametrize(

@@ -6,26 +6,37 @@ First what makes training wrong or defeats FSDP, then what costs more than it ne
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.text.fqn import escape
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
+from pytest_fsdp_comm.tree.findings.costs import (
+    gain_nbytes,
+    gathered_nbytes,
+    gathers,
+    is_negligible,
+    is_too_small,
+    is_trainable,
+    itemsize,
+    largest_gather,
+    reduced_nbytes,
+)
 from pytest_fsdp_comm.tree.findings.rule import Case, Rule, rule
+from pytest_fsdp_comm.tree.findings.structure import GATHERING, Structure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_fsdp_comm.tree.findings.thresholds import Thresholds
     from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 
-_GATHERING: Final = ("fsdp2", "fsdp1")
-_SMALL_SHARE: Final = 16
-
 
 def _sharded_units(tree: ShardTree) -> Iterator[tuple[int, ShardUnit]]:
     for index, unit in enumerate(tree.units):
-        if unit.kind in _GATHERING and unit.shard_axis is not None and unit.parameters:
+        if unit.kind in GATHERING and unit.shard_axis is not None and unit.parameters:
             yield index, unit
 
 
@@ -35,19 +46,26 @@ def _sharded_units(tree: ShardTree) -> Iterator[tuple[int, ShardUnit]]:
     cure="call fully_shard on the model itself too, after its blocks",
 )
 def no_root_unit(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
-    """Several units without a common one around them, which parts of one model need not have."""
-    by_part: dict[tuple[str, int], list[tuple[int, ShardUnit]]] = defaultdict(list)
+    """Blocks of a stack that are units, without a common one around them.
+
+    Silent for parts of a model that run by themselves, such as stages of a pipeline: those passed
+    as a list, those in a module that cannot run, and those that have units inside and nothing
+    beside them.
+    """
+    structure = Structure(tree)
+    by_part: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     for index, unit in enumerate(tree.units):
-        if unit.kind in _GATHERING and unit.is_root:
-            by_part[unit.kind, tree.root_above(unit.modules[0])].append((index, unit))
-    for (kind, _part), roots in sorted(by_part.items(), key=lambda entry: entry[0][1]):
-        if len({unit.modules for _, unit in roots}) > 1:
-            kept = [unit for _, unit in roots if unit.reshard_after_forward is False]
+        if unit.kind in GATHERING and unit.is_root:
+            by_part[unit.kind, structure.parts[unit.modules[0]]].append(index)
+    for (kind, part), roots in sorted(by_part.items(), key=lambda entry: entry[1]):
+        lost = _without_root(tree, structure, part, roots)
+        if lost:
+            kept = [tree.units[i] for i in lost if tree.units[i].reshard_after_forward is False]
             nbytes = sum(unit.nbytes_gathered for unit in kept)
             yield Case(
-                fqns=tuple(tree.unit_name(index) for index, _ in roots),
+                fqns=tuple(tree.unit_name(index) for index in lost),
                 reason=(
-                    f"{len(roots)} units have no common root, so each becomes one: it gathers for "
+                    f"{len(lost)} units have no common root, so each becomes one: it gathers for "
                     f"itself without prefetching, and {show_nbytes(nbytes)} of parameters stay "
                     "gathered on each rank from forward to backward"
                 ),
@@ -58,13 +76,42 @@ def no_root_unit(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
             )
 
 
+def _without_root(
+    tree: ShardTree, structure: Structure, part: int, roots: Sequence[int]
+) -> list[int]:
+    """The roots in one part of a model that should have a root around them."""
+    modules = {module for index in roots for module in tree.units[index].modules}
+    blocks = {
+        module
+        for stack in structure.stacks
+        if len(modules.intersection(stack)) > 1
+        # Something around them has to run, or nothing could be their root.
+        and any(tree.modules[above].has_forward for above in structure.above(stack[0]))
+        for module in modules.intersection(stack)
+    }
+    enclosing = {above for unit in tree.units for above in structure.above(unit.modules[0])}
+    lost = [
+        index
+        for index in roots
+        if blocks.intersection(tree.units[index].modules)
+        or enclosing.isdisjoint(tree.units[index].modules)
+    ]
+    are_blocks = all(blocks.issuperset(tree.units[index].modules) for index in lost)
+    holds_more = any(
+        parameter.unit is None and structure.parts[parameter.module] == part
+        for parameter in tree.parameters
+    )
+    runs_by_parts = are_blocks and blocks <= enclosing and not holds_more
+    return lost if blocks and len(lost) > 1 and not runs_by_parts else []
+
+
 @rule(
     "grouped-root",
     "error",
     cure="call fully_shard on the model itself too, after its parts",
 )
 def grouped_root(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
-    """A unit of several modules that has no root around it."""
+    """A unit of several modules that has no root around it; silent for one that has."""
     for index, unit in enumerate(tree.units):
         if unit.kind == "fsdp2" and unit.is_root and len(unit.modules) > 1:
             yield Case(
@@ -82,7 +129,7 @@ def grouped_root(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
     cure="shard the whole model with one of them; fully_shard is the one under active development",
 )
 def nested_kinds(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
-    """A unit inside one of another kind."""
+    """A unit inside one of another kind; silent for kinds side by side."""
     kinds = {module: unit.kind for unit in tree.units for module in unit.modules}
     for index, unit in enumerate(tree.units):
         above = tree.modules[unit.modules[0]].parent
@@ -102,27 +149,29 @@ def nested_kinds(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
 
 @rule("wrapped-after-parent", "error", cure="wrap children before their parents")
 def wrapped_after_parent(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
-    """A unit whose parameters its parent had taken already."""
+    """Units whose parameters their parent had taken already.
+
+    Silent for a unit that has none because its children are units.
+    """
     empty = {unit.modules[0]: i for i, unit in enumerate(tree.units) if not unit.parameters}
     if not empty:
         return
-    managers: dict[int, list[int]] = defaultdict(list)
+    structure = Structure(tree)
+    late: defaultdict[int, dict[int, None]] = defaultdict(dict)
     for parameter in tree.parameters:
-        above: int | None = parameter.module
-        while above is not None and parameter.unit is not None:
-            if above in empty:
-                if tree.units[parameter.unit].modules[0] < above:
-                    managers[above].append(parameter.unit)
-                break
-            above = tree.modules[above].parent
-    for module, units in managers.items():
+        inside = next((at for at in structure.at_and_above(parameter.module) if at in empty), None)
+        manager = parameter.unit
+        if inside is not None and manager is not None and tree.units[manager].modules[0] < inside:
+            late[manager][empty[inside]] = None
+    for manager, units in late.items():
         yield Case(
-            fqns=(tree.unit_name(empty[module]),),
+            fqns=tuple(tree.unit_name(unit) for unit in units),
             reason=(
-                f"it has no parameters of its own: {escape(tree.unit_name(units[0]))}, which was "
-                "wrapped before it, already manages them, so nothing is gathered block by block"
+                f"{escape(tree.unit_name(manager))}, which was wrapped first, already manages "
+                "their parameters and gathers all of them at once, so nothing is gathered block "
+                "by block"
             ),
-            nbytes=sum(tree.units[unit].nbytes_gathered for unit in set(units)),
+            nbytes=tree.units[manager].nbytes_gathered,
         )
 
 
@@ -132,7 +181,7 @@ def wrapped_after_parent(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
     cure="pass both modules to one call, fully_shard([a, b]), or leave both to the root",
 )
 def split_tie(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
-    """Tied parameters that sharding tore apart."""
+    """Tied parameters that sharding tore apart; silent for those that one unit manages."""
     for index, parameter in enumerate(tree.parameters):
         if parameter.split_from is not None:
             yield Case(
@@ -154,23 +203,30 @@ def split_tie(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
     ),
 )
 def unmanaged_parameter(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
-    """Trainable parameters outside every unit."""
-    if not any(unit.kind in _GATHERING for unit in tree.units):
-        return
-    loose = [
-        (tree.parameter_fqn(index), parameter)
-        for index, parameter in enumerate(tree.parameters)
-        if parameter.unit is None and not parameter.placements and parameter.trainable
-    ]
+    """Trainable parameters outside every unit.
+
+    Silent where nothing is gathered, and for frozen parameters and those that a mesh holds.
+    """
+    loose = _unmanaged(tree)
     if loose:
         yield Case(
-            fqns=tuple(fqn for fqn, _ in loose),
+            fqns=tuple(map(tree.parameter_fqn, loose)),
             reason=(
                 "no unit manages these trainable parameters: their gradients are never reduced, "
                 "so the ranks drift apart, and every rank keeps them whole"
             ),
-            nbytes=sum(parameter.nbytes for _, parameter in loose),
+            nbytes=sum(tree.parameters[index].nbytes for index in loose),
         )
+
+
+def _unmanaged(tree: ShardTree) -> list[int]:
+    if not any(unit.kind in GATHERING for unit in tree.units):
+        return []
+    return [
+        index
+        for index, parameter in enumerate(tree.parameters)
+        if parameter.unit is None and not parameter.placements and parameter.trainable
+    ]
 
 
 @rule("ranks-differ", "error", cure="build and wrap the model alike on all ranks")
@@ -191,30 +247,37 @@ def ranks_differ(texts: Mapping[int, str], _: Thresholds) -> Iterator[Case]:
 
 
 @rule("partly-wrapped", "warning", cure="call fully_shard on each block of the stack")
-def partly_wrapped(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
-    """A stack of blocks of which some are units and some are not."""
+def partly_wrapped(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
+    """Blocks that are no units, unlike others of their stack.
+
+    Silent for blocks that would be units too small, and for those whose modules are units.
+    """
+    structure, largest = Structure(tree), largest_gather(tree)
     wrapped = {module for unit in tree.units for module in unit.modules}
-    holding: set[int] = set()
+    own = [0] * len(tree.modules)
     for parameter in tree.parameters:
-        above: int | None = parameter.module
-        while above is not None and above not in holding:
-            holding.add(above)
-            above = tree.modules[above].parent
-    siblings: dict[tuple[int | None, str], list[int]] = defaultdict(list)
-    for index, node in enumerate(tree.modules):
-        # Numbered siblings are the blocks of a stack; others share a class by chance.
-        if node.name.isdecimal() and node.alias_of is None and index in holding:
-            siblings[node.parent, node.class_name].append(index)
-    for (_parent, class_name), members in siblings.items():
-        left = [index for index in members if index not in wrapped]
-        if left and len(left) < len(members):
+        own[parameter.module] += parameter.nbytes
+    for index in reversed(range(len(own))):
+        parent = tree.modules[index].parent
+        if parent is not None and index not in wrapped:
+            own[parent] += own[index]
+    for stack in structure.stacks:
+        left = [
+            index
+            for index in stack
+            if index not in wrapped
+            and own[index]
+            and not is_too_small(own[index], largest, thresholds)
+        ]
+        if left and not wrapped.isdisjoint(stack):
             yield Case(
                 fqns=tuple(tree.module_fqn(index) for index in left),
                 reason=(
-                    f"{len(members) - len(left)} of {len(members)} sibling {class_name} "
-                    "modules are units, but these are not: their parameters are gathered with an "
-                    "enclosing unit, or not at all"
+                    f"{len(wrapped.intersection(stack))} of {len(stack)} sibling "
+                    f"{tree.modules[left[0]].class_name} modules are units, but these are not: "
+                    "their parameters are gathered with an enclosing unit, or not at all"
                 ),
+                nbytes=sum(own[index] for index in left),
             )
 
 
@@ -224,11 +287,18 @@ def partly_wrapped(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
     cure="shard it too: by fully_shard, or in the tensor-parallel plan",
 )
 def large_replicated(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
-    """Large parameters that every rank keeps whole."""
+    """Large parameters that every rank keeps whole.
+
+    Silent where nothing is sharded, for parameters of units that replicate, which someone chose,
+    and for those of which ``unmanaged-parameter`` speaks.
+    """
     if not tree.is_sharded:
         return
+    told = set(_unmanaged(tree))
     for index, parameter in enumerate(tree.parameters):
-        if not parameter.is_sharded and parameter.nbytes >= thresholds.replicated_nbytes:
+        is_large = parameter.nbytes >= thresholds.replicated_nbytes
+        is_replicated = parameter.unit is None and not parameter.is_sharded
+        if is_large and is_replicated and index not in told:
             yield Case(
                 fqns=(tree.parameter_fqn(index),),
                 reason=(
@@ -239,79 +309,186 @@ def large_replicated(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
             )
 
 
-@rule(
-    "mixed-frozen",
-    "warning",
-    cure="give frozen and trainable parameters units of their own",
-)
-def mixed_frozen(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
-    """Frozen parameters in one unit with trainable ones."""
+@rule("mixed-frozen", "warning", cure="give its frozen modules units of their own")
+def mixed_frozen(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
+    """Frozen parameters in one unit with trainable ones, where units of their own would pay.
+
+    Only FSDP1 loses by that: it reduces one flat gradient, zeros for frozen parameters included.
+    FSDP2 reduces what has gradients, and gathers as many bytes in one unit as in two. Silent where
+    the zeros are fewer bytes than the further collectives cost, and where one module holds both
+    sorts, which no unit can part.
+    """
+    structure = Structure(tree)
     for index, unit in _sharded_units(tree):
-        frozen = [p for p in unit.parameters if not tree.parameters[p].trainable]
-        if frozen and len(frozen) < len(unit.parameters):
-            nbytes = sum(tree.parameters[p].nbytes for p in frozen)
-            yield Case(
-                fqns=(tree.unit_name(index),),
-                reason=(
-                    f"{len(frozen)} of its {len(unit.parameters)} parameters are frozen and are "
-                    f"gathered with the trainable ones, {show_nbytes(nbytes)} each time; FSDP1 "
-                    "rejects this without use_orig_params, FSDP2 accepts it silently"
-                ),
-                nbytes=nbytes,
-            )
+        frozen = [at for at in unit.parameters if not tree.parameters[at].trainable]
+        if unit.kind == "fsdp1" and 0 < len(frozen) < len(unit.parameters):
+            ways = [
+                _parting_trainable(tree, structure, unit, frozen),
+                _parting_frozen(tree, structure, unit, thresholds),
+            ]
+            way = max(ways, key=lambda way: way.gain(thresholds))
+            if way.gain(thresholds) > 0:
+                collectives = _counted(way.collectives, "collective")
+                yield Case(
+                    fqns=(tree.unit_name(index),),
+                    reason=(
+                        f"{len(frozen)} of its {len(unit.parameters)} parameters are frozen, yet "
+                        "FSDP1 reduces one gradient of all of them, zeros included, and keeps "
+                        f"memory for it; without that a step has {collectives} more"
+                    ),
+                    nbytes=way.saved_nbytes,
+                    cure=f"give its {way.modules} units of their own",
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parting:
+    """A way to part frozen from trainable parameters."""
+
+    modules: str
+    """Those that become units: ``5 frozen modules``."""
+    saved_nbytes: int
+    """What a step no longer sends."""
+    collectives: int
+    """How many more a step has."""
+
+    def gain(self, thresholds: Thresholds) -> int:
+        """What is left of the bytes saved for what the further collectives cost."""
+        return gain_nbytes(self.saved_nbytes, self.collectives, thresholds)
+
+
+def _parting_trainable(
+    tree: ShardTree, structure: Structure, unit: ShardUnit, frozen: Sequence[int]
+) -> _Parting:
+    """All trainable parameters in units of their own, if modules allow it."""
+    modules = structure.separable(unit, trainable=True)
+    is_complete = sum(map(len, modules.values())) == len(unit.parameters) - len(frozen)
+    return _Parting(
+        modules=_counted(len(modules), "trainable module"),
+        saved_nbytes=is_complete * sum(reduced_nbytes(tree.parameters[at], unit) for at in frozen),
+        # Each gathers and reduces for itself, and what is left gathers only.
+        collectives=len(modules) * (gathers(unit) + 1) - 1,
+    )
+
+
+def _parting_frozen(
+    tree: ShardTree, structure: Structure, unit: ShardUnit, thresholds: Thresholds
+) -> _Parting:
+    """The frozen modules that are large enough in units of their own."""
+    worth = []
+    for members in structure.separable(unit, trainable=False).values():
+        parameters = [tree.parameters[at] for at in members]
+        saved = sum(reduced_nbytes(parameter, unit) for parameter in parameters)
+        gathered = sum(gathered_nbytes(parameter, unit) for parameter in parameters)
+        if gain_nbytes(min(saved, gathered), gathers(unit), thresholds) > 0:
+            worth.append(saved)
+    return _Parting(
+        modules=_counted(len(worth), "frozen module"),
+        saved_nbytes=sum(worth),
+        collectives=len(worth) * gathers(unit),
+    )
 
 
 @rule(
     "frozen-gathered-in-backward",
     "warning",
-    cure=(
-        "reshard_after_forward=False if memory allows; set_unshard_in_backward(False) if nothing "
-        "trainable comes before it"
-    ),
+    cure="call set_unshard_in_backward(False) on it, if nothing trainable runs before it either",
 )
 def frozen_gathered_in_backward(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
-    """Frozen units that backward gathers again."""
+    """A frozen unit of FSDP2 that backward gathers, although no gradient passes it.
+
+    Backward does not reach what runs before anything trainable; but of these units, the last one
+    is prefetched for the one after it. Silent for frozen units that backward reaches: it needs
+    their parameters, and keeping them gathered would take the same memory as of any other unit.
+    """
+    structure = Structure(tree)
+    parts: defaultdict[int, list[tuple[int, ShardUnit]]] = defaultdict(list)
+    for index, unit in structure.in_order_of_forward():
+        parts[structure.parts[unit.modules[0]]].append((index, unit))
+    for part, units in parts.items():
+        first_trainable = min(
+            (
+                parameter.module
+                for parameter in tree.parameters
+                if parameter.trainable and structure.parts[parameter.module] == part
+            ),
+            default=0,
+        )
+        for (index, unit), after in pairwise(units):
+            following = after[1]
+            is_unreached = first_trainable >= max(structure.ends[at] for at in unit.modules)
+            is_prefetched = index in (following.backward_prefetch or (index,))
+            if (
+                unit.kind == following.kind == "fsdp2"
+                and is_unreached
+                and is_prefetched
+                and is_trainable(tree, following)
+                and gathers(unit) > 1
+            ):
+                yield Case(
+                    fqns=(tree.unit_name(index),),
+                    reason=(
+                        "all its parameters are frozen, and nothing trainable is registered before "
+                        "it, so backward needs none of them, yet FSDP2 prefetches them there"
+                    ),
+                    nbytes=unit.nbytes_gathered,
+                )
+
+
+@rule("unit-too-small", "warning", cure="leave it to the enclosing unit")
+def unit_too_small(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
+    """Units far too small for a collective, which the enclosing unit could manage as well.
+
+    Silent if that differs in mesh, precision, element types or offload, if it has no parameters to
+    gather, and if FSDP1 would reduce all of it for the sake of one that is trainable.
+    """
+    structure, largest = Structure(tree), largest_gather(tree)
     for index, unit in _sharded_units(tree):
-        is_frozen = not any(tree.parameters[p].trainable for p in unit.parameters)
-        if is_frozen and unit.reshard_after_forward and unit.unshard_in_backward:
+        around = structure.enclosing_unit(unit)
+        if (
+            not unit.is_root
+            and is_too_small(unit.nbytes_gathered, largest, thresholds)
+            and around is not None
+            and _can_join(tree, unit, around)
+        ):
+            reduces = is_trainable(tree, unit) and is_trainable(tree, around)
+            saved = gathers(unit) + reduces * (2 if unit.replicate_axis else 1)
             yield Case(
                 fqns=(tree.unit_name(index),),
                 reason=(
-                    "all its parameters are frozen, yet they are gathered again in each backward"
+                    f"it gathers {show_nbytes(unit.nbytes_gathered)}, which costs latency, not "
+                    f"bandwidth: without it a step has {_counted(saved, 'collective')} fewer, and "
+                    f"no more bytes; the largest unit gathers {show_nbytes(largest)}"
                 ),
                 nbytes=unit.nbytes_gathered,
             )
 
 
-@rule(
-    "unit-too-small",
-    "warning",
-    cure="leave it to the enclosing unit, or group it: fully_shard([a, b])",
-)
-def unit_too_small(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
-    """Units far too small for a collective."""
-    units = list(_sharded_units(tree))
-    largest = max((unit.nbytes_gathered for _, unit in units), default=0)
-    for index, unit in units:
-        nbytes = unit.nbytes_gathered
-        is_small = nbytes < thresholds.small_nbytes and nbytes * _SMALL_SHARE < largest
-        if is_small and not unit.is_root:
-            yield Case(
-                fqns=(tree.unit_name(index),),
-                reason=(
-                    f"it gathers {show_nbytes(nbytes)}, so its all-gather costs latency, not "
-                    f"bandwidth; the largest unit gathers {show_nbytes(largest)}"
-                ),
-                nbytes=nbytes,
-            )
+def _can_join(tree: ShardTree, unit: ShardUnit, around: ShardUnit) -> bool:
+    """Whether a unit's parameters could as well be in the unit around it."""
+
+    def policy(of: ShardUnit) -> tuple[object, ...]:
+        return (of.kind, of.shard_axis, of.replicate_axis, of.precision, of.offload)
+
+    dtypes, dtypes_around = (
+        {tree.parameters[index].dtype for index in of.parameters} for of in (unit, around)
+    )
+    reduces_more = (
+        unit.kind == "fsdp1" and is_trainable(tree, unit) and not is_trainable(tree, around)
+    )
+    return policy(unit) == policy(around) and dtypes <= dtypes_around and not reduces_more
 
 
 @rule("unit-too-large", "warning", cure="call fully_shard on its blocks first")
 def unit_too_large(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
-    """Units far too large for a collective."""
+    """Units far too large for a collective; silent if nearly all of one is in a single module."""
     for index, unit in _sharded_units(tree):
         nbytes = unit.nbytes_gathered
-        if nbytes > thresholds.large_nbytes:
+        held: defaultdict[int, int] = defaultdict(int)
+        for parameter in (tree.parameters[at] for at in unit.parameters):
+            held[parameter.module] += parameter.numel
+        rest = sum(held.values()) - max(held.values())
+        if nbytes > thresholds.large_nbytes and not is_negligible(rest, sum(held.values())):
             yield Case(
                 fqns=(tree.unit_name(index),),
                 reason=f"it gathers {show_nbytes(nbytes)} at once, and nothing overlaps with that",
@@ -328,19 +505,23 @@ def unit_too_large(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
     ),
 )
 def padding(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
-    """Units that gather much padding."""
+    """Units of FSDP2 that gather much padding; FSDP1's little padding is nothing a user shapes.
+
+    Silent for the padding of which ``dim-smaller-than-axis`` speaks.
+    """
     for index, unit in _sharded_units(tree):
-        # FSDP1 pads whole units and aligns parameters: little, and nothing that a user shapes.
-        is_much = unit.nbytes_padding > thresholds.padding_share * unit.nbytes_gathered
-        if unit.kind == "fsdp2" and is_much and unit.nbytes_padding >= thresholds.padding_nbytes:
-            share = unit.nbytes_padding / unit.nbytes_gathered
+        told = sum(nbytes for *_, nbytes in _short_parameters(tree, index, thresholds))
+        nbytes = unit.nbytes_padding - told
+        is_much = nbytes > thresholds.padding_share * unit.nbytes_gathered
+        if unit.kind == "fsdp2" and is_much and nbytes >= thresholds.padding_nbytes:
+            share = nbytes / unit.nbytes_gathered
             yield Case(
                 fqns=(tree.unit_name(index),),
                 reason=(
                     f"{share:.0%} of what it gathers is padding, since dimensions are not "
                     f"divisible by {unit.shard_axis.size if unit.shard_axis else 1} ranks"
                 ),
-                nbytes=unit.nbytes_padding,
+                nbytes=nbytes,
             )
 
 
@@ -349,33 +530,80 @@ def padding(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
     "warning",
     cure="shard another dimension (shard_placement_fn) or over fewer ranks",
 )
-def dim_smaller_than_axis(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
-    """Parameters with fewer rows than there are ranks."""
-    found: dict[str, list[tuple[str, ParameterNode]]] = defaultdict(list)
+def dim_smaller_than_axis(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
+    """Parameters with fewer rows than there are ranks.
+
+    Silent for those of FSDP2 that this pads by little, and for those of FSDP1, which are ranges of
+    one flat parameter.
+    """
+    found: defaultdict[tuple[str, int], dict[int, int]] = defaultdict(dict)
+    for number, unit in _sharded_units(tree):
+        for index, rows, nbytes in _short_parameters(tree, number, thresholds):
+            axis = unit.shard_axis
+            found["" if axis is None else f"{axis.name}={axis.size}", rows][index] = nbytes
     for index, parameter in enumerate(tree.parameters):
+        fsdp_axis = None if parameter.unit is None else tree.units[parameter.unit].shard_axis
         for placement in parameter.placements:
-            if placement.dim is not None and 0 < parameter.shape[placement.dim] < placement.size:
-                found[f"{placement.axis}={placement.size}"].append(
-                    (tree.parameter_fqn(index), parameter)
-                )
-    for axis, entries in found.items():
-        sizes = sorted({str(parameter.shape[0]) for _, parameter in entries})
+            is_split = placement.dim is not None and placement.axis != getattr(
+                fsdp_axis, "name", ""
+            )
+            rows = parameter.shape[placement.dim or 0] if is_split else 0
+            if 0 < rows < placement.size:
+                found[f"{placement.axis}={placement.size}", rows][index] = 0
+    for (axis_name, rows), padded in found.items():
+        nbytes = sum(padded.values())
         yield Case(
-            fqns=tuple(fqn for fqn, _ in entries),
+            fqns=tuple(map(tree.parameter_fqn, padded)),
             reason=(
-                f"the split dimension has fewer elements ({', '.join(sizes)}) than the axis {axis} "
-                "has ranks: some ranks keep nothing, and what is gathered is mostly padding"
+                f"the split dimension has {_counted(rows, 'element')}, fewer than the axis "
+                f"{axis_name} has ranks: some ranks keep nothing"
+                + (", and what is gathered is mostly padding" if nbytes else "")
             ),
+            nbytes=nbytes or None,
         )
+
+
+def _short_parameters(
+    tree: ShardTree, number: int, thresholds: Thresholds
+) -> Iterator[tuple[int, int, int]]:
+    """Parameters of a unit with fewer rows than ranks; their rows, and bytes of their padding."""
+    unit = tree.units[number]
+    axis = unit.shard_axis
+    for index in unit.parameters:
+        parameter = tree.parameters[index]
+        dim = _fsdp_dim(parameter, unit)
+        if dim is None or axis is None or not parameter.numel:
+            continue
+        rows, width = parameter.shape[dim], parameter.numel // parameter.shape[dim]
+        # FSDP splits what tensor parallelism has left.
+        for placement in parameter.placements:
+            if placement.axis != axis.name and placement.dim == dim:
+                rows = -(-rows // placement.size)
+            elif placement.axis != axis.name and placement.dim is not None:
+                width //= placement.size
+        nbytes = (
+            (axis.size - rows) * width * itemsize(unit.precision.param_dtype or parameter.dtype)
+        )
+        if rows < axis.size and nbytes >= thresholds.padding_nbytes:
+            yield index, rows, nbytes
+
+
+def _fsdp_dim(parameter: ParameterNode, unit: ShardUnit) -> int | None:
+    """The dimension that FSDP2 splits."""
+    axis = unit.shard_axis.name if unit.kind == "fsdp2" and unit.shard_axis else None
+    return next((entry.dim for entry in parameter.placements if entry.axis == axis), None)
 
 
 @rule(
     "precision-override",
     "warning",
-    cure="intended for batch norm; otherwise change _module_classes_to_ignore of the policy",
+    cure="leave the class out of _module_classes_to_ignore where it need not be in full precision",
 )
 def precision_override(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
-    """Units that mixed precision leaves out for their class."""
+    """Units that mixed precision leaves out for their class.
+
+    Silent for batch norms, which torch leaves out by default.
+    """
     for index, unit in enumerate(tree.units):
         if unit.precision_overrides:
             yield Case(
@@ -390,22 +618,29 @@ def precision_override(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
 
 @rule(
     "mixed-dtypes",
-    "warning",
-    cure="convert them to one dtype, or give each dtype a unit",
+    "error",
+    cure="convert them to one dtype, or give the modules of each dtype units of their own",
 )
 def mixed_dtypes(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
-    """Units of several element types."""
+    """Trainable parameters of several element types in one unit.
+
+    Silent for frozen ones of another type, such as quantized weights beside adapters.
+    """
     for index, unit in _sharded_units(tree):
-        dtypes = dict.fromkeys(tree.parameters[p].dtype for p in unit.parameters)
-        if len(dtypes) > 1:
+        parameters = [tree.parameters[at] for at in unit.parameters]
+        dtypes = dict.fromkeys(entry.dtype for entry in parameters if entry.trainable)
+        if unit.kind == "fsdp2" and len(dtypes) > 1:
             yield Case(
                 fqns=(tree.unit_name(index),),
                 reason=(
-                    f"its parameters have several dtypes ({', '.join(dtypes)}): FSDP rejects this "
-                    "for trainable ones in the first forward, and gathers frozen ones as raw "
-                    "bytes with extra copies"
+                    f"its trainable parameters have several dtypes ({', '.join(dtypes)}), which "
+                    "FSDP2 rejects: the first forward raises an AssertionError"
                 ),
             )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 RULES: Final[tuple[Rule[Any], ...]] = tuple(
