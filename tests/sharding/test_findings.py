@@ -297,6 +297,13 @@ def small_linear_left():
     return fully_shard(model)
 
 
+def frozen_block_apart():
+    model = make()
+    model.layers[0].requires_grad_(requires_grad=False)
+    model.layers[0] = Fsdp1(model.layers[0], device_id=CPU, use_orig_params=True)
+    return Fsdp1(model, device_id=CPU, use_orig_params=True)
+
+
 def replicated_on_purpose():
     model = shard_blocks(make())
     replicate(model.head)
@@ -365,7 +372,7 @@ INNOCENT = {
     "wrapped-after-parent": (blocks_of_units,),
     "split-tie": (tied_in_one_group,),
     "unmanaged-parameter": (frozen_head_outside,),
-    "partly-wrapped": (small_linear_left,),
+    "partly-wrapped": (small_linear_left, frozen_block_apart),
     "large-replicated": (replicated_on_purpose, forgotten_head),
     "mixed-frozen": (mixed_in_fsdp2, few_frozen, frozen_biases),
     "frozen-gathered-in-backward": (frozen_after_trainable, frozen_and_kept, frozen_whole),

@@ -250,32 +250,44 @@ def ranks_differ(texts: Mapping[int, str], _: Thresholds) -> Iterator[Case]:
 def partly_wrapped(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
     """Blocks that are no units, unlike others of their stack.
 
-    Silent for blocks that would be units too small, and for those whose modules are units.
+    Silent for blocks that would be units too small, for those whose modules are units, and where
+    FSDP1 has frozen blocks apart from trainable ones.
     """
     structure, largest = Structure(tree), largest_gather(tree)
-    wrapped = {module for unit in tree.units for module in unit.modules}
+    kinds = {module: unit.kind for unit in tree.units for module in unit.modules}
     own = [0] * len(tree.modules)
+    trains = [False] * len(tree.modules)
     for parameter in tree.parameters:
         own[parameter.module] += parameter.nbytes
+        trains[parameter.module] |= parameter.trainable
     for index in reversed(range(len(own))):
         parent = tree.modules[index].parent
-        if parent is not None and index not in wrapped:
-            own[parent] += own[index]
+        if parent is not None:
+            trains[parent] |= trains[index]
+            own[parent] += 0 if index in kinds else own[index]
     for stack in structure.stacks:
+        wrapped = [index for index in stack if index in kinds]
+        # A block of FSDP2 is comparable with any other.
+        comparable = {
+            state
+            for index in wrapped
+            for state in ({trains[index]} if kinds[index] == "fsdp1" else {True, False})
+        }
         left = [
             index
             for index in stack
-            if index not in wrapped
+            if index not in kinds
             and own[index]
+            and trains[index] in comparable
             and not is_too_small(own[index], largest, thresholds)
         ]
-        if left and not wrapped.isdisjoint(stack):
+        if left:
             yield Case(
                 fqns=tuple(tree.module_fqn(index) for index in left),
                 reason=(
-                    f"{len(wrapped.intersection(stack))} of {len(stack)} sibling "
-                    f"{tree.modules[left[0]].class_name} modules are units, but these are not: "
-                    "their parameters are gathered with an enclosing unit, or not at all"
+                    f"{len(wrapped)} of {len(stack)} sibling {tree.modules[left[0]].class_name} "
+                    "modules are units, but these are not: their parameters are gathered with an "
+                    "enclosing unit, or not at all"
                 ),
                 nbytes=sum(own[index] for index in left),
             )
@@ -337,7 +349,9 @@ def mixed_frozen(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
                         f"memory for it; without that a step has {collectives} more"
                     ),
                     nbytes=way.saved_nbytes,
-                    cure=f"give its {way.modules} units of their own",
+                    cure=f"give its {way.sort} module a unit of its own"
+                    if way.count == 1
+                    else f"give its {way.count} {way.sort} modules units of their own",
                 )
 
 
@@ -345,8 +359,10 @@ def mixed_frozen(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
 class _Parting:
     """A way to part frozen from trainable parameters."""
 
-    modules: str
-    """Those that become units: ``5 frozen modules``."""
+    count: int
+    """How many modules become units."""
+    sort: str
+    """``frozen`` or ``trainable``, as those are."""
     saved_nbytes: int
     """What a step no longer sends."""
     collectives: int
@@ -364,7 +380,8 @@ def _parting_trainable(
     modules = structure.separable(unit, trainable=True)
     is_complete = sum(map(len, modules.values())) == len(unit.parameters) - len(frozen)
     return _Parting(
-        modules=_counted(len(modules), "trainable module"),
+        count=len(modules),
+        sort="trainable",
         saved_nbytes=is_complete * sum(reduced_nbytes(tree.parameters[at], unit) for at in frozen),
         # Each gathers and reduces for itself, and what is left gathers only.
         collectives=len(modules) * (gathers(unit) + 1) - 1,
@@ -383,7 +400,8 @@ def _parting_frozen(
         if gain_nbytes(min(saved, gathered), gathers(unit), thresholds) > 0:
             worth.append(saved)
     return _Parting(
-        modules=_counted(len(worth), "frozen module"),
+        count=len(worth),
+        sort="frozen",
         saved_nbytes=sum(worth),
         collectives=len(worth) * gathers(unit),
     )
@@ -412,17 +430,16 @@ def frozen_gathered_in_backward(tree: ShardTree, _: Thresholds) -> Iterator[Case
                 for parameter in tree.parameters
                 if parameter.trainable and structure.parts[parameter.module] == part
             ),
-            default=0,
+            default=len(tree.modules),
         )
         for (index, unit), after in pairwise(units):
             following = after[1]
-            is_unreached = first_trainable >= max(structure.ends[at] for at in unit.modules)
+            is_last_unreached = structure.end(unit) <= first_trainable < structure.end(following)
             is_prefetched = index in (following.backward_prefetch or (index,))
             if (
                 unit.kind == following.kind == "fsdp2"
-                and is_unreached
+                and is_last_unreached
                 and is_prefetched
-                and is_trainable(tree, following)
                 and gathers(unit) > 1
             ):
                 yield Case(
@@ -440,7 +457,7 @@ def unit_too_small(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
     """Units far too small for a collective, which the enclosing unit could manage as well.
 
     Silent if that differs in mesh, precision, element types or offload, if it has no parameters to
-    gather, and if FSDP1 would reduce all of it for the sake of one that is trainable.
+    gather, and if FSDP1 would reduce what is frozen.
     """
     structure, largest = Structure(tree), largest_gather(tree)
     for index, unit in _sharded_units(tree):
@@ -473,9 +490,8 @@ def _can_join(tree: ShardTree, unit: ShardUnit, around: ShardUnit) -> bool:
     dtypes, dtypes_around = (
         {tree.parameters[index].dtype for index in of.parameters} for of in (unit, around)
     )
-    reduces_more = (
-        unit.kind == "fsdp1" and is_trainable(tree, unit) and not is_trainable(tree, around)
-    )
+    # FSDP1 reduces all of a unit of which anything is trainable.
+    reduces_more = unit.kind == "fsdp1" and is_trainable(tree, unit) != is_trainable(tree, around)
     return policy(unit) == policy(around) and dtypes <= dtypes_around and not reduces_more
 
 

@@ -90,6 +90,10 @@ class Structure:
     def _units_of(self) -> dict[int, tuple[ShardUnit, ...]]:
         return self._tree.units_of()
 
+    def end(self, unit: ShardUnit) -> int:
+        """The index of the first module after a unit's last that is not inside it."""
+        return max(self.ends[at] for at in unit.modules)
+
     def in_order_of_forward(self) -> Iterator[tuple[int, ShardUnit]]:
         """The units with parameters, with their indices, as their forwards end.
 
@@ -98,7 +102,7 @@ class Structure:
 
         def end_of_forward(entry: tuple[int, ShardUnit]) -> tuple[int, int]:
             # What ends together is nested, and the inner one ends first.
-            return max(self.ends[at] for at in entry[1].modules), -entry[1].modules[0]
+            return self.end(entry[1]), -entry[1].modules[0]
 
         units = [(i, unit) for i, unit in enumerate(self._tree.units) if unit.parameters]
         yield from sorted(units, key=end_of_forward)
