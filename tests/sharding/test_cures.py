@@ -83,7 +83,7 @@ def test_parting_frozen_modules_under_fsdp1_saves_the_zeros_that_were_reduced(co
     assert not capture_tree(parted, count_bytes()).findings
     before, after = Sent(comm_mode, mixed), Sent(comm_mode, parted)
     assert before.nbytes - after.nbytes == finding.nbytes == 2 * 4 * WIDTH * WIDTH
-    assert "a step has 2 collectives more" in finding.reason
+    assert "a step has 2 more collectives" in finding.reason
     assert after.collectives - before.collectives == 2 * finding.count
 
 
@@ -237,7 +237,7 @@ def test_lora_under_fsdp1_is_a_finding_whose_cure_earns_none():
     # Four square matrices, three of the MLP, two norms.
     assert finding.nbytes == 4 * (4 * 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024)
     # 4 adapters gather twice and reduce; before, there was one reduction.
-    assert "a step has 11 collectives more" in finding.reason
+    assert "a step has 11 more collectives" in finding.reason
     assert finding.cure == "give its 4 trainable modules units of their own"
     # As peft's own policy wraps them.
     assert not build(*ADAPTERS[:4]).findings

@@ -352,6 +352,13 @@ def norm_in_another_precision():
     return fully_shard(shard_blocks(model))
 
 
+def norm_that_stays_gathered():
+    model = make(width=64)
+    for layer in model.layers:
+        fully_shard(layer.norm, reshard_after_forward=False)
+    return fully_shard(shard_blocks(model))
+
+
 def adapters_in_frozen_fsdp1():
     model = make(width=64).requires_grad_(requires_grad=False)
     for layer in model.layers:
@@ -376,7 +383,12 @@ INNOCENT = {
     "large-replicated": (replicated_on_purpose, forgotten_head),
     "mixed-frozen": (mixed_in_fsdp2, few_frozen, frozen_biases),
     "frozen-gathered-in-backward": (frozen_after_trainable, frozen_and_kept, frozen_whole),
-    "unit-too-small": (norm_in_another_precision, adapters_in_frozen_fsdp1, healthy),
+    "unit-too-small": (
+        norm_in_another_precision,
+        norm_that_stays_gathered,
+        adapters_in_frozen_fsdp1,
+        healthy,
+    ),
     "unit-too-large": (lambda: fully_shard(nn.Embedding(256, 64)),),
     "padding": (narrow,),
     "dim-smaller-than-axis": (odd_sizes,),

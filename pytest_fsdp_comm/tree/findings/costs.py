@@ -53,6 +53,11 @@ def gathers(unit: ShardUnit) -> int:
     return 2 if unit.reshard_after_forward and unit.unshard_in_backward else 1
 
 
+def reductions(unit: ShardUnit) -> int:
+    """How many collectives reduce a unit's gradients: one more where copies of it exist."""
+    return 1 if unit.replicate_axis is None else 2
+
+
 def itemsize(dtype: str) -> int:
     """Bytes of one element, from the number in the name of its type: ``bfloat16``."""
     bits = re.search(r"\d+", dtype)

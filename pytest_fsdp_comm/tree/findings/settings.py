@@ -40,7 +40,7 @@ class FindingSettings:
     @property
     def compares_ranks(self) -> bool:
         """Whether the project wants the trees of the ranks compared."""
-        from pytest_fsdp_comm.tree.findings.rules import ranks_differ  # noqa: PLC0415  # see above
+        from pytest_fsdp_comm.tree.findings.mistakes import ranks_differ  # noqa: PLC0415  # see above
 
         return self._level(ranks_differ) != "off"
 
@@ -50,7 +50,7 @@ class FindingSettings:
         Args:
             texts: What `pytest_fsdp_comm.snapshots.tree_text.format_tree` writes, by rank.
         """
-        from pytest_fsdp_comm.tree.findings.rules import ranks_differ  # noqa: PLC0415  # see above
+        from pytest_fsdp_comm.tree.findings.mistakes import ranks_differ  # noqa: PLC0415  # see above
 
         return self._apply(ranks_differ, texts)
 

@@ -15,11 +15,29 @@ GATHERING: Final = ("fsdp2", "fsdp1")
 """Kinds of units that shard their parameters and gather them."""
 
 
+def sharded_units(tree: ShardTree) -> Iterator[tuple[int, ShardUnit]]:
+    """The units that gather parameters, with their indices."""
+    for index, unit in enumerate(tree.units):
+        if unit.kind in GATHERING and unit.shard_axis is not None and unit.parameters:
+            yield index, unit
+
+
+def unmanaged_parameters(tree: ShardTree) -> list[int]:
+    """The trainable parameters that nothing reduces, although units gather others."""
+    if not any(unit.kind in GATHERING for unit in tree.units):
+        return []
+    return [
+        index
+        for index, parameter in enumerate(tree.parameters)
+        if parameter.unit is None and not parameter.placements and parameter.trainable
+    ]
+
+
 class Structure:
     """The modules and units of a tree, by how they enclose each other."""
 
     def __init__(self, tree: ShardTree) -> None:
-        """Looks at nothing yet; each answer is found when it is asked for.
+        """Keeps the tree; what is asked about it is worked out once, when it is asked.
 
         Args:
             tree: Of one rank.
