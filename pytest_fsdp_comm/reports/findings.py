@@ -26,7 +26,7 @@ def explain_findings(error: AssertionError) -> None:
     if len(error.args) != 1 or not isinstance(error.args[0], str):
         return
     message: str = error.args[0]
-    for shown, text in {repr(found): str(found) for found in _findings(error)}.items():
+    for shown, text in dict.fromkeys((repr(found), str(found)) for found in _findings(error)):
         if shown in message:
             explained = "\n".join(f"  {line}" for line in text.splitlines())
             message = "\n".join([*_without_origin(message, shown), explained])

@@ -16,8 +16,8 @@ Level = Literal["error", "warning"]
 
 _WIDTH: Final = 66
 """What 80 columns leave of a line in the report of a failed test method."""
-_MAX_REPR: Final = 200
-"""pytest replaces the middle of a longer ``repr`` by ``...``: above 240 characters (8.4 to 9.2)."""
+_MAX_REPR: Final = 61
+"""What 80 columns leave of a line that begins with ``E       assert not``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +75,16 @@ class Findings(tuple[Finding, ...]):
         """Codes and modules: ``<1 finding: partly-wrapped in layers.{3..5}>``; ``()`` if empty."""
         if not self:
             return "()"
-        shown: list[str] = []
-        for finding in self:
-            entry = f"{finding.code} in {finding.where}"
-            if len("; ".join([*shown, entry])) > _MAX_REPR:
-                entry = finding.code
-            if len("; ".join([*shown, entry])) > _MAX_REPR:
-                shown.append(f"{len(self) - len(shown)} more")
-                break
-            shown.append(entry)
-        plural = "" if len(self) == 1 else "s"
-        return f"<{len(self)} finding{plural}: {'; '.join(shown)}>"
+        text = f"<{len(self)} finding{'' if len(self) == 1 else 's'}:"
+        for number, finding in enumerate(self):
+            left = len(self) - number
+            room = _MAX_REPR - len(text) - len(f"; {left} more>" if left > 1 else ">")
+            entries = (f" {finding.code} in {finding.where};", f" {finding.code};")
+            fitting = [entry for entry in entries if len(entry) <= room]
+            if number and not fitting:
+                return f"{text} {left} more>"
+            text += (*fitting, entries[1])[0]
+        return f"{text[:-1]}>"
 
     def __str__(self) -> str:
         """All findings, a few lines each; empty if there are none."""

@@ -244,7 +244,7 @@ def test_findings_fail_a_test_once_and_can_be_turned_off(project, monkeypatch):
     ):
         first = lines.index(head)
         assert lines[first + 1 : first + 5] == [
-            "warning partly-wrapped: layers.1",
+            "warning partly-wrapped (460 B): layers.1",
             "1 of 2 sibling Block modules are units, but these are not: their",
             "parameters are gathered with an enclosing unit, or not at all",
             "cure: call fully_shard on each block of the stack",

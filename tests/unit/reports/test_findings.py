@@ -63,16 +63,23 @@ def test_a_tree_makes_its_findings_read_well_and_equal_to_tuples():
     assert repr(tree(LOST)) == "<ShardTree of Model: 0 units, 0 parameters>"
 
 
-def test_no_repr_is_so_long_that_pytest_would_cut_it():
-    many = Findings(
-        Finding(code=f"code-{n}", level="error", fqns=("x" * 50 * n,), reason="r", cure="c")
-        for n in range(1, 40)
-    )
-    assert len(repr(many)) <= 240
-    assert repr(many).startswith(
-        f"<39 findings: code-1 in {'x' * 50}; code-2 in {'x' * 100}; code-3;"
-    )
-    assert repr(many).endswith(" more>")
+def named(code, fqn):
+    return Finding(code=code, level="error", fqns=(fqn,), reason="r", cure="c")
+
+
+@pytest.mark.parametrize(
+    ("findings", "text"),
+    [
+        ([named("a-code", "x" * 37)], f"<1 finding: a-code in {'x' * 37}>"),
+        ([named("a-code", "x" * 41)], "<1 finding: a-code>"),
+        ([named("a", "x" * 31), named("b", "y" * 9)], f"<2 findings: a in {'x' * 31}; b>"),
+        ([named("a" * 31, "x"), named("b", "y")], f"<2 findings: {'a' * 31} in x; b in y>"),
+        ([named("a-code", "x")] * 5, "<5 findings: a-code in x; a-code in x; a-code in x; 2 more>"),
+    ],
+)
+def test_a_repr_fits_into_a_line_after_the_assert(findings, text):
+    assert repr(Findings(findings)) == text
+    assert len(f"E       assert not {text}") <= 80
 
 
 def test_where_the_findings_come_from_is_left_out():
