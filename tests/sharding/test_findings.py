@@ -421,6 +421,16 @@ def test_trainable_parameters_of_two_dtypes_raise_in_torch_as_the_finding_says()
         two_dtypes()(torch.zeros(2, 3, dtype=torch.int64))
 
 
+def test_blocks_of_fsdp1_need_a_root_too():
+    model = make()
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = Fsdp1(layer, device_id=CPU, use_orig_params=True)
+    finding = TreeFactory()(model).findings[0]
+    assert (finding.code, finding.fqns) == ("no-root-unit", BLOCKS)
+    assert finding.cure == "wrap the model itself in FullyShardedDataParallel too"
+    assert not TreeFactory()(Fsdp1(model, device_id=CPU, use_orig_params=True)).findings
+
+
 def test_a_unit_above_the_threshold_is_too_large():
     settings = FindingSettings(thresholds=Thresholds(large_nbytes=1000))
     tree = TreeFactory(findings=settings)(fully_shard(make()))

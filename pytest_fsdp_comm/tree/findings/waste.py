@@ -255,14 +255,16 @@ def unit_too_small(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
             and around is not None
             and _can_join(tree, unit, around)
         ):
-            reduces = is_trainable(tree, unit) and is_trainable(tree, around)
-            saved = gathers(unit) + (reductions(unit) if reduces else 0)
+            trains, trains_around = is_trainable(tree, unit), is_trainable(tree, around)
+            saved = gathers(unit) + (reductions(unit) if trains and trains_around else 0)
+            # The first trainable unit that a frozen one takes in brings its reduction along.
+            at_least = "at least " if trains and not trains_around else ""
             yield Case(
                 fqns=(tree.unit_name(index),),
                 reason=(
                     "its all-gather costs latency, not bandwidth: without it a step has "
-                    f"{_counted(saved, 'collective')} fewer and no more bytes; the largest unit "
-                    f"gathers {show_nbytes(largest)}"
+                    f"{at_least}{_counted(saved, 'collective')} fewer and no more bytes; the "
+                    f"largest unit gathers {show_nbytes(largest)}"
                 ),
                 nbytes=unit.nbytes_gathered,
             )
