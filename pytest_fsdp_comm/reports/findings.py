@@ -27,8 +27,8 @@ def explain_findings(error: AssertionError) -> None:
         return
     message: str = error.args[0]
     for shown, text in dict.fromkeys((repr(found), str(found)) for found in _findings(error)):
-        if shown in message:
-            explained = "\n".join(f"  {line}" for line in text.splitlines())
+        explained = "\n".join(f"  {line}" for line in text.splitlines())
+        if shown in message and explained not in message:
             message = "\n".join([*_without_origin(message, shown), explained])
     error.args = (message,)
 
