@@ -79,15 +79,24 @@ def dist_info(request: pytest.FixtureRequest) -> DistInfo:
 @pytest.fixture
 def device_mesh(dist_info: DistInfo) -> MakeDeviceMesh:
     """Makes device meshes of all ranks, e.g. ``device_mesh(dp=2, tp=-1)``."""
+    return _MeshMaker(dist_info)
 
-    def make(**axes: int) -> DeviceMesh:
+
+class _MeshMaker:
+    """Makes meshes of the ranks of one test."""
+
+    def __init__(self, dist_info: DistInfo) -> None:
+        self._dist_info = dist_info
+
+    def __call__(self, **axes: int) -> DeviceMesh:
         from pytest_fsdp_comm.ranks.rank.process_group import make_mesh  # noqa: PLC0415  # loads torch
 
-        sizes = mesh_sizes(axes or {"dp": -1}, dist_info.world_size)
-        mesh: DeviceMesh = make_mesh(dist_info.device.partition(":")[0], sizes)
+        sizes = mesh_sizes(axes or {"dp": -1}, self._dist_info.world_size)
+        mesh: DeviceMesh = make_mesh(self._dist_info.device.partition(":")[0], sizes)
         return mesh
 
-    return make
+    def __repr__(self) -> str:
+        return f"<MakeDeviceMesh of {self._dist_info.world_size} ranks>"
 
 
 def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:

@@ -49,6 +49,10 @@ class TreeFactory:
         self._gather = gather
         self._ranks = ranks
 
+    def __repr__(self) -> str:
+        """Short, since pytest shows it beside every failure of a test that has the fixture."""
+        return "<TreeFactory>"
+
     def __call__(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
         """How the model is sharded now. Neither runs the model nor sends anything.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Self
 
 from pytest_fsdp_comm.comm.questions import Answer, Evidence, Question, select
 from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning
@@ -16,6 +16,7 @@ from pytest_fsdp_comm.recording.operations import is_unknown_kind
 from pytest_fsdp_comm.recording.owners.attribution import NodeMakers
 from pytest_fsdp_comm.recording.owners.module_names import parts_of
 from pytest_fsdp_comm.recording.recorder import Recorder
+from pytest_fsdp_comm.text.nbytes import show_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.profile import CommProfile
     from pytest_fsdp_comm.recording.module_trace import ModuleTrace
     from pytest_fsdp_comm.recording.recorder import RecordedBlock
-
-_SHOWN_TOTALS: Final = 4
 
 
 class CommMode(CommDebugAnswers):
@@ -162,13 +161,13 @@ class CommMode(CommDebugAnswers):
     def __repr__(self) -> str:
         """One line, since pytest shows it beside every failure of a test that has the fixture."""
         if self._running is not None:
-            return "<comm_mode: recording>"
+            return "<CommMode: recording>"
         if self._block is None:
-            return "<comm_mode: nothing recorded yet>"
-        totals = [f"{row.kind}[{row.axis}] x{row.count}" for row in self.profile.totals()]
-        more = len(totals) - _SHOWN_TOTALS
-        shown = ", ".join(totals[:_SHOWN_TOTALS]) + (f" and {more} more" if more > 0 else "")
-        return f"<comm_mode of rank {self._block.recording.rank}: {shown or 'no collective'}>"
+            return "<CommMode: nothing recorded yet>"
+        totals = self.profile.totals()
+        count = sum(total.count for total in totals)
+        nbytes = show_nbytes(sum(total.nbytes for total in totals))
+        return f"<CommMode: {count} collective{'' if count == 1 else 's'}, {nbytes}>"
 
     def __str__(self) -> str:
         """The profile of this rank as a table."""

@@ -425,7 +425,7 @@ class CommSnapshot(SnapshotAssertion):
 
     def __repr__(self) -> str:
         """Short, since pytest shows it beside every failure."""
-        return f"<comm_snapshot of {self.test_location.testname}>"
+        return f"<CommSnapshot of {self.test_location.testname}>"
 
     __hash__ = None  # type: ignore[assignment]  # as in syrupy: comparing has effects
 

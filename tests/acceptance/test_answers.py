@@ -65,7 +65,7 @@ E         backward {0..1} all_gather[[]dp] x1 of 1_088 B at tests/sub/test_model
 *
 E       AssertionError: assert not 3
 E        +  where 3 = counts('reduce_scatter')
-E        +    where counts = <comm_mode of rank *: all_gather[[]dp] x6, reduce_scatter[[]dp] x3*
+E        +    where counts = <CommMode: 9 collectives, 9.6 KiB>*
 *
 E       AssertionError: assert (6 + 1) == 2
 *

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from models import BLOCK_NBYTES, WIDTH, Model, shard, step
+from models import BLOCK_NBYTES, ROOT_NBYTES, WIDTH, Model, shard, step
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_comm import RecordingError
 from pytest_fsdp_comm.text.fqn import expand
+from pytest_fsdp_comm.text.nbytes import show_nbytes
 
 fake = pytest.mark.distributed(world_size=4, backend="fake")
 ws2 = pytest.mark.distributed(world_size=2)
@@ -148,7 +149,7 @@ def test_patterns_of_snapshots_are_owners(recorded):
     assert recorded.counts(owner="(root)") == recorded.counts(owner="") > 0
     assert recorded.counts(owner="*") == 0
     assert recorded.nbytes("all_gather", phase="forward", owner="layers.{0..1}") == 2 * BLOCK_NBYTES
-    line = re.compile(r"(\w+) (\S+) (\w+)\[(\w+)\] x(\d+) of ([\d_]+) B float32(?: ahead 1)?")
+    line = re.compile(r"(\w+) (\S+) (\w+)\[(\w+)\] x(\d+) of ([\d_]+) B float32 \w+(?: ahead 1)?")
     lines = [found.groups() for found in map(line.fullmatch, str(recorded).splitlines()) if found]
     assert len(lines) == 5
     for phase, owner, kind, axis, count, nbytes in lines:
@@ -355,15 +356,15 @@ def test_answers_are_numbers(recorded):
 @fake
 def test_the_fixture_is_shown_in_one_line_and_printed_as_a_table(recorded, comm_mode):
     assert comm_mode is recorded
-    assert repr(comm_mode) == "<comm_mode of rank 0: all_gather[dp] x5, reduce_scatter[dp] x3>"
+    # The root and two blocks are gathered, the blocks again in backward, and all are reduced.
+    nbytes = 2 * ROOT_NBYTES + 6 * BLOCK_NBYTES
+    assert repr(comm_mode) == f"<CommMode: 8 collectives, {show_nbytes(nbytes)}>"
     assert str(comm_mode) == f"{comm_mode}"
     assert str(comm_mode).startswith("# pytest-fsdp-comm")
-    groups = [dist.new_group([0, 1], group_desc=f"g{n}") for n in range(6)]
     with comm_mode:
-        assert repr(comm_mode) == str(comm_mode) == "<comm_mode: recording>"
-        for group in groups:
-            dist.all_reduce(torch.ones(1), group=group)
-    assert repr(comm_mode).endswith("all_reduce[g3] x1 and 2 more>")
+        assert repr(comm_mode) == str(comm_mode) == "<CommMode: recording>"
+        dist.all_reduce(torch.ones(1))
+    assert repr(comm_mode) == "<CommMode: 1 collective, 4 B>"
     with comm_mode:
         pass
-    assert repr(comm_mode) == "<comm_mode of rank 0: no collective>"
+    assert repr(comm_mode) == "<CommMode: 0 collectives, 0 B>"

@@ -157,6 +157,10 @@ def test_every_module_is_in_exactly_one_row():
     assert rows[0].nbytes == sum(entry.nbytes for entry in tree.parameters)
 
 
+def test_pytest_shows_a_tree_in_a_few_words():
+    assert repr(stack(blocks=2)) == "<ShardTree: 3 units, 3 parameters>"
+
+
 def test_colour_changes_no_character():
     tree = replace(stack(), findings=(FINDING,))
     plain, colored = render_tree(tree), render_tree(tree, color=True)
