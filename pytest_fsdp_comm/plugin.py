@@ -23,7 +23,7 @@ from pytest_fsdp_comm.launch_environment import is_spawned_rank
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.gpus import usable_gpu_count
 from pytest_fsdp_comm.ranks.session.runner_key import RUNNER
-from pytest_fsdp_comm.snapshots import unused_session
+from pytest_fsdp_comm.snapshots import failed_comparison, unused_session
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -189,14 +189,28 @@ def pytest_assertrepr_compare(
     return [ours, *explanations] if ours else explanations
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
-    """Says after a failed assertion about findings of a tree what they are."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Says what findings a failed assertion was about, and leads a failed comparison's report."""
     error = call.excinfo.value if call.excinfo else None
     if isinstance(error, AssertionError) and "pytest_fsdp_comm.tree.finding" in sys.modules:
         from pytest_fsdp_comm.reports.findings import explain_findings  # noqa: PLC0415  # on failure only
 
         explain_findings(error)
+    report = yield
+    failed_comparison.add_to_report(item, report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter,
+) -> Generator[None, None, None]:
+    """Has failed comparisons printed in colour: outermost, as pytest prints in a wrapper too."""
+    with failed_comparison.painted(terminalreporter):
+        yield
 
 
 def _is_any(values: Iterable[object], module: str, name: str) -> bool:

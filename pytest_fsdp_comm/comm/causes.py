@@ -177,8 +177,8 @@ def _(step: steps.Called) -> Iterator[str]:
 
 
 _CALLED: Final = (
-    "called several times in one forward, such as once per chunk of the loss, and gathered each "
-    "time: unshard it once around the calls, or leave it in its parent's unit"
+    "called once per chunk of the loss, or several times in one forward: unshard it once around "
+    "the calls, or leave it in its parent's unit"
 )
 
 

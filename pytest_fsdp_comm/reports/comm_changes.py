@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.story.steps import Redistributed, Replaced
+from pytest_fsdp_comm.comm.story.steps import Redistributed, Replaced, SplitOff
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
+from pytest_fsdp_comm.reports.explanation import (
+    LEFT_OUT,
+    LIKELY,
+    SHORT_CHARACTERS,
+    SHORT_LINES,
+    Explanation,
+)
+from pytest_fsdp_comm.reports.headline import weight
 from pytest_fsdp_comm.reports.story_lines import name_owners, step_line, timing_line
 from pytest_fsdp_comm.text.fqn import fold_fqns
 from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
@@ -22,31 +28,8 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.story.steps import Step
 
 _MAX_CALLS: Final = 3
-# pytest cuts an explanation at 8 lines or 640 characters outside CI (8.4 to 9.2).
-_SHORT_LINES: Final = 8
-_SHORT_CHARACTERS: Final = 600
 # Of the whole, and of its parts or seconds.
 _SHORT_COST: Final = 2
-_LIKELY: Final = "  likely: "
-_LEFT_OUT: Final = "  ... and "
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """Why a comparison failed, at two lengths."""
-
-    short: tuple[str, ...]
-    """What fits where pytest cuts: the first changes, the first cause, the command."""
-    full: tuple[str, ...]
-    """Everything."""
-    is_cut: bool
-    """Whether `short` leaves something out."""
-    compared: str = ""
-    """What differs, ``comm_mode`` or ``fsdp_tree``; empty if there was nothing to compare with."""
-    snapshot: str = ""
-    """The file that it differs from, as the user would type it; empty as above."""
-    cost: tuple[str, ...] = ()
-    """The lines of `short` that say what the changes cost."""
 
 
 def render_comparison(
@@ -65,10 +48,10 @@ def render_comparison(
     cost = [f"  {line}" for line in cost_lines(comparison.cost)]
     # The cost tells it better.
     told_twice = "memory" if any("peak gathered" in line for line in cost) else ""
-    left = sorted((one for one in comparison.left if one.subject != told_twice), key=_weight)
+    left = sorted((one for one in comparison.left if one.subject != told_twice), key=weight)
     lines = [f"  {_change_line(change)}" for change in left]
     loud = sum(change.subject != "reshard" for change in left) or len(left)
-    causes = [f"{_LIKELY}{cause.text}" for cause in comparison.causes]
+    causes = [f"{LIKELY}{cause.text}" for cause in comparison.causes]
     tail = [f"  accept: {accept}"] if accept else []
     full = [*head, *cost, *told, *lines, *causes, *(f"  note: {note}" for note in notes), *tail]
     # The command, which comes last, must not be what pytest cuts.
@@ -108,8 +91,10 @@ def _site_of(step: Step, sites: Mapping[RowKey, Sequence[Site]]) -> str:
     """Where the first of the collectives was issued that a step adds."""
     if not isinstance(step, Replaced):
         return ""
-    for owner, rows in step.rows.items():
-        for key, facts in rows.items():
+    # What was split off is what the step is about.
+    owners = step.modules if isinstance(step, SplitOff) else step.owners
+    for owner in owners:
+        for key, facts in step.rows[owner].items():
             if key.subject != "collective" or key.phase is Phase.BACKWARD or not facts:
                 continue
             found = sites.get((key.phase, owner, (key.what, key.axis)), ())
@@ -118,75 +103,13 @@ def _site_of(step: Step, sites: Mapping[RowKey, Sequence[Site]]) -> str:
     return ""
 
 
-def combine(explained: Sequence[tuple[str, Explanation]], *, accept: str) -> tuple[str, ...]:
-    """Explains several failed comparisons of one assertion in the space of one.
-
-    Args:
-        explained: At least two, each with the name of its value.
-        accept: The command that accepts the changes, the same for all; empty if none does.
-
-    Returns:
-        What fits where pytest cuts: of each the first lines, in turn, then the first cause.
-    """
-    tail = [f"  accept: {accept}"] if accept else []
-    bodies = {name: list(explanation.short) for name, explanation in explained}
-    compared = [explanation for _, explanation in explained if explanation.compared]
-    if len(compared) == len(explained):
-        what = " and ".join(dict.fromkeys(explanation.compared for explanation in compared))
-        files = [explanation.snapshot for explanation in compared]
-        where = os.path.commonprefix(files)  # noqa: RUF071  # the names' beginning, no directory
-        head = [f"{what} differ from {where.rstrip('.')} ({len(compared)} files)"]
-        bodies = {name: body[1:] for name, body in bodies.items()}
-    else:
-        head = [f"{len(explained)} comparisons failed"]
-    left_out = {line for line in chain(*bodies.values()) if line.startswith(_LEFT_OUT)}
-    causes = [line for line in chain(*bodies.values()) if line.startswith(_LIKELY)]
-    costs = {name: explanation.cost for name, explanation in explained}
-    shared = {*tail, *left_out, *causes, *chain(*costs.values())}
-    tail = [*causes[:1], *tail]
-    bodies = {name: [line for line in body if line not in shared] for name, body in bodies.items()}
-    # What something costs stands before what changed, and gives way to it.
-    for name, body in bodies.items():
-        body[1:1] = costs[name]
-    shown: dict[str, list[str]] = {name: [] for name in bodies}
-    room = _SHORT_CHARACTERS - sum(map(len, (*head, *tail)))
-    for _ in range(_SHORT_LINES):
-        for name, body in bodies.items():
-            count = sum(map(len, shown.values())) + len(head) + len(tail)
-            line = f"  {name}: {body[0].strip()}" if body else ""
-            # One line of each, whatever its length.
-            if line and (not shown[name] or (count < _SHORT_LINES - 1 and len(line) <= room)):
-                shown[name].append(line)
-                room -= len(line)
-                body.pop(0)
-    for name, lines in shown.items():
-        first = {f"  {name}: {line.strip()}" for line in costs[name]}
-        lines.sort(key=first.__contains__, reverse=True)
-    is_cut = any(bodies.values()) or left_out or len(causes) > 1
-    more = ["  ... and more, below"] if is_cut else []
-    return (*head, *chain(*shown.values()), *more, *tail)
-
-
-def _weight(change: Change) -> tuple[bool, bool, int]:
-    """Sorts what costs most to the front.
-
-    What was sent comes before what FSDP did to send it, since unshards repeat their all-gathers,
-    and before what this held in memory; what is new comes before what is gone.
-    """
-    before = sum(amount.nbytes for amount in change.before)
-    after = sum(amount.nbytes for amount in change.after)
-    growth = (after - before) * len(change.owners)
-    is_late = change.subject in {"reshard", "memory"}
-    return (is_late, change.subject != "frame" and growth <= 0, -abs(growth))
-
-
 def _cut(
     head: Sequence[str], lines: Sequence[str], tail: Sequence[str], *, left_out: int
 ) -> list[str]:
     """As many lines as fit, at least one."""
     for shown in range(len(lines), 0, -1):
         hidden = left_out - shown
-        more = [f"{_LEFT_OUT}{hidden} more {_plural('change', hidden)}, below"] if hidden else []
+        more = [f"{LEFT_OUT}{hidden} more {_plural('change', hidden)}, below"] if hidden else []
         text = [*head, *lines[:shown], *more, *tail]
         if _fits(text) or shown == 1:
             return text
@@ -194,7 +117,7 @@ def _cut(
 
 
 def _fits(text: Sequence[str]) -> bool:
-    return len(text) <= _SHORT_LINES and sum(map(len, text)) <= _SHORT_CHARACTERS
+    return len(text) <= SHORT_LINES and sum(map(len, text)) <= SHORT_CHARACTERS
 
 
 def _plural(word: str, count: int) -> str:

@@ -268,13 +268,9 @@ def _(step: steps.Sharded) -> str:
 @step_line.register
 def _(step: steps.SplitOff) -> str:
     gathers = _sent({module: step.rows[module] for module in step.modules}, _is_gather)
-    units = "a unit of its own" if len(step.modules) == 1 else "units of their own"
     often = max(steps.gathers_in_forward(step, step.modules), default=0)
     times = f", gathered {often} times in forward" if steps.is_called_more_often(step) else ""
-    return (
-        f"{name_owners(step.modules)} split off {name_owners(step.units)}, {units} now{times}"
-        f"{_more(gathers)}"
-    )
+    return f"{name_owners(step.modules)} split off {name_owners(step.units)}{times}{_more(gathers)}"
 
 
 @step_line.register

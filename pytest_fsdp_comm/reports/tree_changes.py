@@ -5,16 +5,19 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from pytest_fsdp_comm.reports.comm_changes import Explanation
+from pytest_fsdp_comm.reports.explanation import (
+    LEFT_OUT,
+    LIKELY,
+    SHORT_CHARACTERS,
+    Explanation,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_fsdp_comm.tree.diff import TreeChange
 
-# pytest cuts an explanation at 8 lines or 640 characters outside CI (8.4 to 9.2).
 _SHORT_CHANGES: Final = 4
-_SHORT_CHARACTERS: Final = 600
 
 
 def render_tree_changes(
@@ -32,11 +35,11 @@ def render_tree_changes(
         f"  {subject}: {', '.join(change.what for change in same)}"
         for subject, same in groupby(changes, key=lambda change: change.subject)
     ]
-    causes = [f"  likely: {cause}" for cause in dict.fromkeys(c.likely for c in changes) if cause]
+    causes = [f"{LIKELY}{cause}" for cause in dict.fromkeys(c.likely for c in changes) if cause]
     command = [f"  accept: {accept}"] if accept else []
     tail = [*causes[:1], *command]
     full = (head, *lines, *causes, *command)
-    room = _SHORT_CHARACTERS - sum(map(len, (head, *tail)))
+    room = SHORT_CHARACTERS - sum(map(len, (head, *tail)))
     shown: list[str] = []
     for line in lines[:_SHORT_CHANGES]:
         room -= len(line)
@@ -44,7 +47,7 @@ def render_tree_changes(
             break
         shown.append(line)
     left_out = len(lines) - len(shown)
-    more = [f"  ... and {left_out} more, below"] if left_out else []
+    more = [f"{LEFT_OUT}{left_out} more, below"] if left_out else []
     short = (head, *shown, *more, *tail)
     return Explanation(
         short=short, full=full, is_cut=bool(left_out), compared="fsdp_tree", snapshot=snapshot

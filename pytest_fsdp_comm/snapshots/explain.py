@@ -7,7 +7,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from syrupy.terminal import disable_color
 
@@ -15,12 +15,21 @@ from pytest_fsdp_comm.comm import diff as comm_diff
 from pytest_fsdp_comm.comm.evidence import Evidence
 from pytest_fsdp_comm.comm.links import Links
 from pytest_fsdp_comm.comm.profile import CommProfile
+from pytest_fsdp_comm.errors import IncompleteRecordingError, SnapshotFormatError
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS
-from pytest_fsdp_comm.reports.comm_changes import Explanation, combine, render_comparison
+from pytest_fsdp_comm.reports.comm_changes import render_comparison
+from pytest_fsdp_comm.reports.explanation import (
+    Explanation,
+    Failure,
+    show_everything,
+    show_on_screen,
+)
+from pytest_fsdp_comm.reports.headline import headline
 from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
+from pytest_fsdp_comm.snapshots.failed_comparison import FAILED_COMPARISON, FailedComparison
 from pytest_fsdp_comm.snapshots.files import write_atomically
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
 from pytest_fsdp_comm.text.paths import show_path
@@ -29,14 +38,17 @@ from pytest_fsdp_comm.tree.facts import TreeFacts
 from pytest_fsdp_comm.tree.profile import TreeProfile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import pytest
     from syrupy.assertion import AssertionResult
 
+    from pytest_fsdp_comm.comm.diff import Change
     from pytest_fsdp_comm.snapshots.documents import SnapshotText
     from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension
+    from pytest_fsdp_comm.tree.diff import TreeChange
 
+_Changes: TypeAlias = "tuple[Change, ...] | tuple[TreeChange, ...]"
 
 _DROPPED_LETTERS: Final = frozenset("xvqsl")
 _DROPPED: Final = frozenset(
@@ -83,11 +95,11 @@ class _Aids:
 def explain_comparison(config: pytest.Config, left: object, right: object) -> list[str] | None:
     """Explains a failed assertion in the domain's words, the most important line first.
 
-    What does not fit into pytest's short explanation goes into a section of the report.
+    What does not fit into pytest's short explanation is added to the report when that is made.
 
     Returns:
-        At most 8 lines of about 640 characters together, which is where pytest cuts (8.4 to 9.2);
-        None if the assertion is not one of ours or did not fail.
+        At most 8 lines of about 640 characters together, which is where pytest cuts (8.4 to 9.2),
+        or everything where it does not; None if the assertion is not one of ours or did not fail.
     """
     assertion = right if isinstance(right, CommSnapshot) else left
     if not isinstance(assertion, CommSnapshot):
@@ -95,34 +107,48 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
     failed = [(name, result) for name, result in assertion.last_results if not result.success]
     if not failed:
         return None
-    extension = assertion.extension
-    explained: list[tuple[str, Explanation]] = []
-    details: list[str] = []
+    results = [result for _, result in failed]
+    item = results[0].test_location.item
     # An update would refuse what could not be compared.
-    is_broken = any(result.exception is not None for _, result in failed)
-    accept = "" if is_broken else update_command(config, failed[0][1].test_location.item)
-    accept = _with_removal(config.rootpath, [result for _, result in failed], accept)
-    evidence = _evidence(result for _, result in assertion.last_results)
-    for name, result in failed:
-        explanation = _explain_one(config, extension, result, accept=accept, evidence=evidence)
-        explained.append((name, explanation))
-        if result.exception is None and result.recalled_data is not None:
-            with disable_color():
-                lines = extension.diff_lines(result.asserted_data, result.recalled_data)
-                difference = list(lines)
-            is_cut = explanation.is_cut or len(failed) > 1
-            details += [*(explanation.full if is_cut else ()), *difference]
-    short = list(
-        explained[0][1].short if len(explained) == 1 else combine(explained, accept=accept)
+    is_broken = any(result.exception is not None for result in results)
+    accept = "" if is_broken else update_command(config, item)
+    accept = _with_removal(config.rootpath, results, accept)
+    aids = _Aids(
+        links=config.stash[OPTIONS].links,
+        evidence=_evidence(result for _, result in assertion.last_results),
     )
-    unreached = _unreached(assertion, failed[0][1])
-    if unreached:
-        # Before the command, which comes last.
-        short.insert(max(len(short) - 1, 1), unreached)
-    if details:
-        item = failed[0][1].test_location.item
-        item.add_report_section("call", "comparison", "\n".join(details) + "\n")
-    return short
+    explained = [
+        _explain_one(assertion.extension, (name, result), aids, config.rootpath, accept=accept)
+        for name, result in failed
+    ]
+    show = show_everything if _is_verbose(config) else show_on_screen
+    shown = show(
+        [failure for failure, _ in explained],
+        accept=accept,
+        beside=_unreached(assertion, results[0]),
+    )
+    item.stash[FAILED_COMPARISON] = FailedComparison(
+        first_line=shown.lines[0],
+        headline=_headline({failure.name: told for failure, told in explained}),
+        below="\n".join(shown.below),
+    )
+    return list(shown.lines)
+
+
+def _headline(told: Mapping[str, _Changes | str]) -> str:
+    """The differences of several values in one line, then the values that have none to tell."""
+    changes = [change for what in told.values() if not isinstance(what, str) for change in what]
+    texts = {name: what for name, what in told.items() if isinstance(what, str)}
+    if not changes and len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    first = [headline(changes)] if changes else []
+    return "; ".join((*first, *(f"{name}: {text}" for name, text in texts.items())))
+
+
+def _is_verbose(config: pytest.Config) -> bool:
+    """Whether pytest shows explanations uncut."""
+    is_ci = any(os.environ.get(name) for name in ("CI", "BUILD_NUMBER"))
+    return is_ci or config.get_verbosity(config.VERBOSITY_ASSERTIONS) > 1
 
 
 def _with_removal(rootdir: Path, failed: Sequence[AssertionResult], accept: str) -> str:
@@ -155,28 +181,35 @@ def _evidence(results: Iterable[AssertionResult]) -> Evidence | None:
 
 
 def _explain_one(
-    config: pytest.Config,
     extension: CommSnapshotExtension,
-    result: AssertionResult,
+    named: tuple[str, AssertionResult],
+    aids: _Aids,
+    rootdir: Path,
     *,
     accept: str,
-    evidence: Evidence | None,
-) -> Explanation:
-    where = show_path(Path(result.snapshot_location), config.rootpath)
+) -> tuple[Failure, _Changes | str]:
+    """Why one comparison failed, and its changes, or what there is instead of them."""
+    name, result = named
+    where = show_path(Path(result.snapshot_location), rootdir)
     if result.exception is not None:
-        lines = tuple(describe_error(result, config.rootpath).splitlines())
-        return Explanation(short=lines, full=lines, is_cut=False)
+        lines = tuple(describe_error(result, rootdir).splitlines())
+        explanation = Explanation(short=lines, full=lines, is_cut=False)
+        problem = describe_problem(result.exception, where=where)
+        return Failure(name=name, explanation=explanation), problem
     _keep_received(extension, result)
     if result.recalled_data is None:
         lines = (f"there is no snapshot {where} yet",)
         if accept:
             read_it = "  then read the file, and commit it with the test"
             lines = (*lines, f"  record it: {accept}", read_it)
-        return Explanation(short=lines, full=lines, is_cut=False)
+        explanation = Explanation(short=lines, full=lines, is_cut=False)
+        return Failure(name=name, explanation=explanation), "no snapshot yet"
     old = cast("SnapshotText", result.recalled_data)
     new = cast("SnapshotText", result.asserted_data)
-    aids = _Aids(links=config.stash[OPTIONS].links, evidence=evidence)
-    return _explain_difference(old, new, aids, where=where, accept=accept)
+    explanation, changes = _explain_difference(old, new, aids, where=where, accept=accept)
+    with disable_color():
+        difference = tuple(extension.diff_lines(new, old))
+    return Failure(name=name, explanation=explanation, difference=difference), changes
 
 
 def _unreached(assertion: CommSnapshot, result: AssertionResult) -> str:
@@ -216,30 +249,47 @@ def describe_error(result: AssertionResult, rootdir: Path) -> str:
     return str(error) or type(error).__name__
 
 
+def describe_problem(error: BaseException, *, where: str) -> str:
+    """The same in a few words, for the headline.
+
+    Args:
+        error: Of a result.
+        where: The snapshot's path, as errors have it.
+    """
+    if isinstance(error, OSError):
+        return f"cannot write the snapshot ({error.strerror or error})"
+    lines = str(error).splitlines() or [type(error).__name__]
+    if isinstance(error, SnapshotFormatError):
+        return f"snapshot {lines[0].removeprefix(where).lstrip(', ').partition('; expected')[0]}"
+    # The first gap: the line above says the same of all of them.
+    return lines[1].strip() if isinstance(error, IncompleteRecordingError) else lines[0]
+
+
 def _explain_difference(
-    old: SnapshotText,
-    new: SnapshotText,
-    aids: _Aids,
-    *,
-    where: str,
-    accept: str,
-) -> Explanation:
+    old: SnapshotText, new: SnapshotText, aids: _Aids, *, where: str, accept: str
+) -> tuple[Explanation, _Changes | str]:
     why: tuple[str, ...] = ()
+    what = "the trees of the ranks differ in another way"
     match old.profile, new.profile:
         case CommProfile() as was, CommProfile() as now:
-            comparison = comm_diff.compare(was, now, aids.links, aids.evidence)
-            return render_comparison(comparison, snapshot=where, accept=accept, notes=now.notes)
+            found = comm_diff.compare(was, now, aids.links, aids.evidence)
+            explanation = render_comparison(found, snapshot=where, accept=accept, notes=now.notes)
+            return explanation, found.changes
         case TreeProfile() as was, TreeProfile() as now:
             changes = tree_diff.compare(was, now).changes
             if changes:
-                return render_tree_changes(changes, snapshot=where, accept=accept)
+                return render_tree_changes(changes, snapshot=where, accept=accept), changes
             # The ranks differ among themselves; the lines of both texts follow below.
         case _:
+            what = f"a snapshot of kind {old.lines.kind!r}, not {new.lines.kind!r}"
             why = (f"  {old.lines.other_kind(new.lines.kind)}",)
     compared = "comm_mode" if new.lines.kind == "comm" else "fsdp_tree"
     command = (f"  accept: {accept}",) if accept else ()
     lines = (f"{compared} differs from {where}", *why, *command)
-    return Explanation(short=lines, full=lines, is_cut=False, compared=compared, snapshot=where)
+    explanation = Explanation(
+        short=lines, full=lines, is_cut=False, compared=compared, snapshot=where
+    )
+    return explanation, what
 
 
 def _keep_received(extension: CommSnapshotExtension, result: AssertionResult) -> None:

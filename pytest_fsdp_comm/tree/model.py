@@ -265,10 +265,6 @@ class ShardTree:
             at = self.modules[at].parent
         return next(iter(candidates)) if at is None else at
 
-    def __repr__(self) -> str:
-        """Short, since pytest shows it beside failures."""
-        return f"<ShardTree: {len(self.units)} units, {len(self.parameters)} parameters>"
-
     def __str__(self) -> str:
         """The modules as torch's sharded module tree writes them, then the findings.
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.snapshots.failed_comparison import has_headline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,7 +96,8 @@ def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
         return None
     crash = getattr(report.longrepr, "reprcrash", None)
     message = str(crash.message if crash is not None else report.longrepr)
-    found = _CRASH.fullmatch(message) if crash is not None else None
+    is_error = crash is not None and not has_headline(report)
+    found = _CRASH.fullmatch(message) if is_error else None
     # pytest leaves out the name of an AssertionError that it explains.
     name, text = "AssertionError" if crash is not None else "RankFailure", message
     if found and ("." in found["name"] or found["name"][0].isupper()):

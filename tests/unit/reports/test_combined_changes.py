@@ -1,22 +1,73 @@
-"""Several failed comparisons of one assertion, told in the room of one."""
+"""Failed comparisons of one assertion, told in the room of a screen."""
+
+import math
 
 import pytest
 
-from pytest_fsdp_comm.reports.comm_changes import Explanation, combine
+from pytest_fsdp_comm.reports.explanation import (
+    Explanation,
+    Failure,
+    combine,
+    show_everything,
+    show_on_screen,
+)
+
+ACCEPT = "pytest --snapshot-update x"
+COMMAND = f"  accept: {ACCEPT}"
 
 
-def explanation(*short, **values):
-    return Explanation(short=short, full=short, is_cut=False, **values)
+def failure(name, *short, full=None, difference=(), compared="", snapshot="", cost=()):
+    explanation = Explanation(
+        short=short,
+        full=full or short,
+        is_cut=full is not None,
+        compared=compared,
+        snapshot=snapshot,
+        cost=cost,
+    )
+    return Failure(name=name, explanation=explanation, difference=tuple(difference))
 
 
-@pytest.mark.parametrize("accept", ["pytest --snapshot-update x", ""])
+def comm(changes, *, name="", difference=()):
+    """A failure with some changes, of which its short form tells one."""
+    lines = tuple(f"  layers.{n} forward: all_gather[dp] 1 -> 2 (+1)" for n in range(changes))
+    causes = ("  likely: one", "  likely: two")
+    head = "comm_mode differs from a.ws4.comm"
+    more = f"  ... and {changes - 1} more changes, below"
+    return failure(
+        name,
+        *(head, lines[0], *([more] if changes > 1 else []), causes[0], COMMAND),
+        full=(head, *lines, *causes, COMMAND),
+        difference=difference,
+        compared="comm_mode",
+        snapshot="a.ws4.comm",
+    )
+
+
+def tree(*, difference=()):
+    lines = ("fsdp_tree differs from a.ws4.tree.comm", "  norm: becomes a root", COMMAND)
+    return failure(
+        "tree",
+        *lines,
+        difference=difference,
+        compared="fsdp_tree",
+        snapshot="a.ws4.tree.comm",
+    )
+
+
+def rows(shown):
+    """Of a screen of 80 columns, with what pytest puts before its lines and the title."""
+    above = sum(math.ceil((len(line) + 10) / 80) for line in shown.lines)
+    return above + sum(math.ceil(len(line) / 80) for line in shown.below) + bool(shown.below)
+
+
+@pytest.mark.parametrize("accept", [ACCEPT, ""])
 def test_what_is_left_out_is_said_with_and_without_a_command(accept):
     command = [f"  accept: {accept}"] if accept else []
-    more = explanation(
-        "comm_mode differs from a", "  one", "  ... and 7 more changes, below", *command
+    more = failure(
+        "comm", "comm_mode differs from a", "  one", "  ... and 7 more changes, below", *command
     )
-    told = combine([("comm", more), ("tree", explanation("a broken file"))], accept=accept)
-    assert told == (
+    assert combine([more, failure("tree", "a broken file")], accept=accept) == (
         "2 comparisons failed",
         "  comm: comm_mode differs from a",
         "  comm: one",
@@ -27,11 +78,11 @@ def test_what_is_left_out_is_said_with_and_without_a_command(accept):
 
 
 def test_nothing_is_left_out():
-    parts = [
-        ("comm", explanation("x", "  one", compared="comm_mode", snapshot="a.ws4.comm")),
-        ("tree", explanation("y", "  two", compared="fsdp_tree", snapshot="a.ws4.tree.comm")),
+    failures = [
+        failure("comm", "x", "  one", compared="comm_mode", snapshot="a.ws4.comm"),
+        failure("tree", "y", "  two", compared="fsdp_tree", snapshot="a.ws4.tree.comm"),
     ]
-    assert combine(parts, accept="") == (
+    assert combine(failures, accept="") == (
         "comm_mode and fsdp_tree differ from a.ws4 (2 files)",
         "  comm: one",
         "  tree: two",
@@ -41,9 +92,9 @@ def test_nothing_is_left_out():
 @pytest.mark.parametrize(
     ("length", "expected"),
     [
-        (20, ["comm: cost", "comm: one", "comm: three", "tree: two"]),
-        (200, ["comm: cost", "comm: one", "tree: two", "... and more, below"]),
-        (400, ["comm: one", "tree: two", "... and more, below"]),
+        (120, ["comm: cost", "comm: one", "comm: three", "tree: two"]),
+        (300, ["comm: cost", "comm: one", "tree: two", "... and more, below"]),
+        (500, ["comm: one", "tree: two", "... and more, below"]),
     ],
 )
 def test_what_a_change_costs_comes_before_it_where_there_is_room(length, expected):
@@ -51,8 +102,94 @@ def test_what_a_change_costs_comes_before_it_where_there_is_room(length, expecte
     three = "  three" + 200 * "."
     one = "  one" + 200 * "."
     parts = [
-        ("comm", explanation("x", cost, one, three, cost=(cost,), compared="comm_mode")),
-        ("tree", explanation("y", "  two", compared="fsdp_tree")),
+        failure("comm", "x", cost, one, three, cost=(cost,), compared="comm_mode"),
+        failure("tree", "y", "  two", compared="fsdp_tree"),
     ]
     _, *lines = combine(parts, accept="")
     assert [line.strip().rstrip(".") for line in lines] == expected
+
+
+def test_a_difference_that_fits_stands_below_and_nothing_twice():
+    shown = show_on_screen([comm(3, difference=["- old", "+ new"])], accept=ACCEPT)
+    assert shown.lines == (
+        "comm_mode differs from a.ws4.comm",
+        "  layers.0 forward: all_gather[dp] 1 -> 2 (+1)",
+        "  ... and 2 more changes, below",
+        "  likely: one",
+        COMMAND,
+    )
+    assert shown.below == (
+        "  likely: two",
+        "  layers.1 forward: all_gather[dp] 1 -> 2 (+1)",
+        "  layers.2 forward: all_gather[dp] 1 -> 2 (+1)",
+        "- old",
+        "+ new",
+    )
+
+
+def test_two_failures_fill_one_screen_and_say_what_shows_the_rest():
+    failures = [
+        comm(40, name="comm", difference=["- old"] * 30),
+        tree(difference=["- old"] * 3),
+    ]
+    shown = show_on_screen(failures, accept=ACCEPT)
+    assert 22 <= rows(shown) <= 24
+    assert shown.below[0] == "comm: a.ws4.comm"
+    changes = sum("layers." in line for line in (*shown.lines, *shown.below))
+    assert shown.below[-1] == (
+        f"-vv shows {40 - changes} more changes and the lines of 2 files that differ"
+    )
+    told = [line.replace("comm: ", "") for line in shown.lines]
+    assert not {*told} & {*shown.below}
+
+
+def test_what_is_short_is_whole_on_the_screen():
+    shown = show_on_screen([comm(1, name="comm"), tree(difference=["- old"])], accept=ACCEPT)
+    assert shown.below == (
+        "comm: a.ws4.comm",
+        "  likely: two",
+        "tree: a.ws4.tree.comm",
+        "- old",
+    )
+    assert show_on_screen([failure("", "no snapshot")], accept="").below == ()
+
+
+def test_without_words_for_a_difference_its_first_lines_are_shown():
+    only_lines = failure(
+        "", "fsdp_tree differs from a", COMMAND, difference=["- old"] * 99, compared="fsdp_tree"
+    )
+    shown = show_on_screen([only_lines], accept=ACCEPT)
+    assert shown.below[0] == "- old"
+    assert rows(shown) == 24
+    assert shown.below[-1] == "-vv shows the lines that differ"
+
+
+def test_a_line_of_any_length_leaves_room_for_others_and_a_command_is_whole():
+    command = f"  accept: pytest {'x' * 300}"
+    long = failure("", "head", f"  {'a' * 3000}", command, compared="comm_mode")
+    shown = show_on_screen([long], accept=command.removeprefix("  accept: "))
+    assert shown.lines == ("head", f"  {'a' * 235}...", command)
+
+
+def test_everything_is_all_changes_and_causes_once_and_the_whole_difference():
+    failures = [comm(40, name="comm", difference=["- old"] * 30), tree(difference=["+ new"])]
+    shown = show_everything(failures, accept=ACCEPT, beside="  not compared: x")
+    assert shown.lines == (
+        "comm_mode and fsdp_tree differ from a.ws4 (2 files)",
+        *(f"  comm: layers.{n} forward: all_gather[dp] 1 -> 2 (+1)" for n in range(40)),
+        "  tree: norm: becomes a root",
+        "  likely: one",
+        "  likely: two",
+        "  not compared: x",
+        COMMAND,
+    )
+    assert shown.below == (
+        "comm: a.ws4.comm",
+        *["- old"] * 30,
+        "tree: a.ws4.tree.comm",
+        "+ new",
+    )
+    alone = show_everything(failures[:1], accept=ACCEPT, beside="  not compared: x")
+    assert alone.lines[-2:] == ("  not compared: x", COMMAND)
+    assert len(alone.lines) == 1 + 40 + 2 + 2
+    assert alone.below == ("- old",) * 30

@@ -1,0 +1,242 @@
+"""Why an assertion failed, in the room that there is: a screen, or all of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+SECTION: Final = "comparison"
+"""The title of what stands below pytest's explanation."""
+LIKELY: Final = "  likely: "
+LEFT_OUT: Final = "  ... and "
+"""How lines begin that name a cause, and that something is left out."""
+
+# pytest cuts an explanation at 8 lines or 640 characters outside CI, but not for less than what
+# saying so takes: 2 lines and 70 characters (8.4 to 9.2).
+SHORT_LINES: Final = 8
+SHORT_CHARACTERS: Final = 700
+
+_SCREEN_ROWS: Final = 24
+_SCREEN_COLUMNS: Final = 80
+_MARGIN: Final = 10
+"""What pytest puts before a line of its explanation: ``E`` and blanks."""
+_TITLE_AND_HINT_ROWS: Final = 2
+_LONGEST: Final = 3 * _SCREEN_COLUMNS
+"""The most characters of a change on a screen; neither a command nor a remedy is ever cut."""
+_COMMANDS: Final = ("  accept: ", "  record it: ")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a comparison failed, at two lengths."""
+
+    short: tuple[str, ...]
+    """What fits where pytest cuts: the first changes, the first cause, the command."""
+    full: tuple[str, ...]
+    """Everything."""
+    is_cut: bool
+    """Whether `short` leaves something out."""
+    compared: str = ""
+    """What differs, ``comm_mode`` or ``fsdp_tree``; empty if there was nothing to compare with."""
+    snapshot: str = ""
+    """The file that it differs from, as the user would type it; empty as above."""
+    cost: tuple[str, ...] = ()
+    """The lines of `short` that say what the changes cost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One of the comparisons of an assertion, failed."""
+
+    name: str
+    """The value's, where a dict was compared; empty otherwise."""
+    explanation: Explanation
+    difference: tuple[str, ...] = ()
+    """The lines of the file that differ; empty if there is none to compare with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What is shown of a failed assertion. No line is in both."""
+
+    lines: tuple[str, ...]
+    """As pytest's explanation."""
+    below: tuple[str, ...]
+    """As a section of the report; empty for none."""
+
+
+def show_on_screen(failures: Sequence[Failure], *, accept: str, beside: str = "") -> Shown:
+    """What fits on a screen of 24 lines of 80 characters, the most important line first.
+
+    Args:
+        failures: At least one.
+        accept: The command that accepts the changes, the same for all; empty if none does.
+        beside: A line about what was not compared; empty for none.
+    """
+    alone = failures[0].explanation.short if len(failures) == 1 else None
+    told = list(alone or combine(failures, accept=accept))
+    if beside:
+        # Before the command, which comes last.
+        told.insert(max(len(told) - 1, 1), beside)
+    lines = tuple(map(_clipped, told))
+    room = _SCREEN_ROWS - _TITLE_AND_HINT_ROWS - sum(_rows(line, _MARGIN) for line in lines)
+    rest = {failure.name: _untold(failure, told) for failure in failures}
+    return Shown(lines=lines, below=tuple(_below(failures, rest, room)))
+
+
+def show_everything(failures: Sequence[Failure], *, accept: str, beside: str = "") -> Shown:
+    """All changes and causes, and the lines of the files that differ; arguments as above."""
+    beside_lines = [beside] if beside else []
+    if len(failures) == 1:
+        full = list(failures[0].explanation.full)
+        full[max(len(full) - 1, 1) : 0] = beside_lines
+        return Shown(lines=tuple(full), below=failures[0].difference)
+    tail = [f"  accept: {accept}"] if accept else []
+    first = int(_all_compared(failures))
+    bodies = [
+        (failure.name, line) for failure in failures for line in failure.explanation.full[first:]
+    ]
+    causes = [line for _, line in bodies if line.startswith(LIKELY)]
+    changes = [f"  {name}: {line.strip()}" for name, line in bodies if line not in {*tail, *causes}]
+    lines = (_head(failures), *changes, *dict.fromkeys(causes), *beside_lines, *tail)
+    below = [
+        line
+        for failure in failures
+        if failure.difference
+        for line in (_heading(failure), *failure.difference)
+    ]
+    return Shown(lines=lines, below=tuple(below))
+
+
+def combine(failures: Sequence[Failure], *, accept: str) -> tuple[str, ...]:
+    """Explains several failed comparisons of one assertion in the space of one.
+
+    Args:
+        failures: At least two, each with the name of its value.
+        accept: The command that accepts the changes, the same for all; empty if none does.
+
+    Returns:
+        What fits where pytest cuts: of each the first lines, in turn, then the first cause.
+    """
+    tail = [f"  accept: {accept}"] if accept else []
+    head = _head(failures)
+    first = int(_all_compared(failures))
+    bodies = {failure.name: list(failure.explanation.short[first:]) for failure in failures}
+    left_out = {line for line in chain(*bodies.values()) if line.startswith(LEFT_OUT)}
+    causes = [line for line in chain(*bodies.values()) if line.startswith(LIKELY)]
+    costs = {failure.name: failure.explanation.cost for failure in failures}
+    shared = {*tail, *left_out, *causes, *chain(*costs.values())}
+    tail = [*causes[:1], *tail]
+    bodies = {name: [line for line in body if line not in shared] for name, body in bodies.items()}
+    # What something costs stands before what changed, and gives way to it.
+    for name, body in bodies.items():
+        body[1:1] = costs[name]
+    shown: dict[str, list[str]] = {name: [] for name in bodies}
+    room = SHORT_CHARACTERS - sum(map(len, (head, *tail)))
+    for _ in range(SHORT_LINES):
+        for name, body in bodies.items():
+            count = sum(map(len, shown.values())) + 1 + len(tail)
+            line = f"  {name}: {body[0].strip()}" if body else ""
+            # One line of each, whatever its length.
+            if line and (not shown[name] or (count < SHORT_LINES - 1 and len(line) <= room)):
+                shown[name].append(line)
+                room -= len(line)
+                body.pop(0)
+    for name, lines in shown.items():
+        told_first = {f"  {name}: {line.strip()}" for line in costs[name]}
+        lines.sort(key=told_first.__contains__, reverse=True)
+    is_cut = any(bodies.values()) or left_out or len(causes) > 1
+    more = [f"{LEFT_OUT}more, below"] if is_cut else []
+    return (head, *chain(*shown.values()), *more, *tail)
+
+
+def _head(failures: Sequence[Failure]) -> str:
+    explained = [failure.explanation for failure in failures]
+    if not _all_compared(failures):
+        return f"{len(explained)} comparisons failed"
+    what = " and ".join(dict.fromkeys(explanation.compared for explanation in explained))
+    where = os.path.commonprefix([one.snapshot for one in explained])  # noqa: RUF071  # the names' beginning, no directory
+    return f"{what} differ from {where.rstrip('.')} ({len(explained)} files)"
+
+
+def _all_compared(failures: Sequence[Failure]) -> bool:
+    """Whether each has a snapshot that it differs from: then one head serves all."""
+    return all(failure.explanation.compared for failure in failures)
+
+
+def _untold(failure: Failure, told: Sequence[str]) -> list[str]:
+    """What the lines that are shown do not say of a failure, causes first."""
+    full = failure.explanation.full
+    lines = full[1:] if failure.explanation.compared else full
+    rest = [line for line in lines if not {line, f"  {failure.name}: {line.strip()}"} & {*told}]
+    return sorted(rest, key=lambda line: not line.startswith(LIKELY))
+
+
+def _below(failures: Sequence[Failure], rest: dict[str, list[str]], room: int) -> Iterable[str]:
+    """What the lines above do not say, as far as there is room, and what is left out."""
+    several = len(failures) > 1
+    room -= len(failures) if several else 0
+    kept, hidden = _in_turn(rest, room)
+    room -= sum(map(_rows, chain(*kept.values())))
+    files = 0
+    for failure in failures:
+        lines: Sequence[str] = failure.difference
+        if hidden or sum(map(_rows, lines)) > room:
+            files += 1
+            lines = () if _says_something(failure) else _first(lines, room)
+        room -= sum(map(_rows, lines))
+        kept[failure.name] += lines
+    for failure in failures:
+        yield from [_heading(failure)] if several and kept[failure.name] else []
+        yield from kept[failure.name]
+    if hidden or files:
+        more = [f"{hidden} more {'change' if hidden == 1 else 'changes'}"] if hidden else []
+        more += [f"the lines{f' of {files} files' if files > 1 else ''} that differ"]
+        yield f"-vv shows {' and '.join(more)}"
+
+
+def _in_turn(rest: Mapping[str, Sequence[str]], room: int) -> tuple[dict[str, list[str]], int]:
+    """The first lines of each, a line of each in turn, and how many there are besides."""
+    lines = [
+        (name, _clipped(lines[number]))
+        for number in range(max(map(len, rest.values())))
+        for name, lines in rest.items()
+        if number < len(lines)
+    ]
+    kept: dict[str, list[str]] = {name: [] for name in rest}
+    for place, (name, line) in enumerate(lines):
+        room -= _rows(line)
+        if room < 0:
+            return kept, len(lines) - place
+        kept[name].append(line)
+    return kept, 0
+
+
+def _says_something(failure: Failure) -> bool:
+    """Whether the explanation has more than its head and the command."""
+    return any(not line.startswith(_COMMANDS) for line in failure.explanation.full[1:])
+
+
+def _first(lines: Sequence[str], room: int) -> list[str]:
+    """As many lines as there is room for."""
+    rows = accumulate(map(_rows, lines))
+    return [line for line, used in zip(lines, rows, strict=True) if used <= room]
+
+
+def _heading(failure: Failure) -> str:
+    return f"{failure.name}: {failure.explanation.snapshot}"
+
+
+def _rows(line: str, margin: int = 0) -> int:
+    """Of the screen that a line takes."""
+    return max(1, -(-(margin + len(line)) // _SCREEN_COLUMNS))
+
+
+def _clipped(line: str) -> str:
+    is_whole = len(line) <= _LONGEST or line.startswith(_COMMANDS)
+    return line if is_whole or not line.startswith("  ") else f"{line[: _LONGEST - 3]}..."

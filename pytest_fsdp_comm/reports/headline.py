@@ -1,0 +1,120 @@
+"""A difference in one line, which may be cut at its end."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.comm.diff import Change
+from pytest_fsdp_comm.text.fqn import fold_fqns
+from pytest_fsdp_comm.text.nbytes import show_nbytes_change
+from pytest_fsdp_comm.text.rank_lists import name_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_fsdp_comm.comm.diff import Amount
+    from pytest_fsdp_comm.tree.diff import TreeChange
+
+_PHRASE: Final = re.compile(r"(?:ahead|peer|root) \S+|\S+")
+
+
+def headline(changes: Sequence[Change | TreeChange]) -> str:
+    """The module and the change to know of first: ``lm_head: +8 all_gather, 3 more``.
+
+    A frame, such as the world size, comes before everything that follows from it; then the largest
+    change, over all phases of the step.
+
+    Args:
+        changes: At least one, of one or several comparisons.
+    """
+    sent = [change for change in changes if isinstance(change, Change)]
+    # Unshards repeat their all-gathers.
+    loud = [change for change in sent if change.subject != "reshard"] or sent
+    groups: dict[object, list[Change]] = {}
+    for change in sorted(loud, key=lambda change: (change.subject != "frame", weight(change))):
+        groups.setdefault((change.subject, change.owners, change.what), []).append(change)
+    has_axes = len({change.what for change in loud if change.subject == "collective"}) > len(
+        {_kind(change) for change in loud if change.subject == "collective"}
+    )
+    told = [_told(group, has_axes=has_axes) for group in groups.values()]
+    told += [f"{one.subject}: {one.what}" for one in changes if not isinstance(one, Change)]
+    return f"{told[0]}, {len(told) - 1} more" if len(told) > 1 else told[0]
+
+
+def weight(change: Change) -> tuple[bool, bool, int]:
+    """Sorts what costs most to the front.
+
+    What was sent comes before what FSDP did to send it, since unshards repeat their all-gathers,
+    and before what this held in memory; what is new comes before what is gone.
+    """
+    before = sum(amount.nbytes for amount in change.before)
+    after = sum(amount.nbytes for amount in change.after)
+    growth = (after - before) * len(change.owners)
+    is_late = change.subject in {"reshard", "memory"}
+    return (is_late, change.subject != "frame" and growth <= 0, -abs(growth))
+
+
+def _told(phases: Sequence[Change], *, has_axes: bool) -> str:
+    """One change, in one or several phases of the step."""
+    first = phases[0]
+    if first.phase is None:
+        return f"{first.what}: {first.old_text} -> {first.new_text}"
+    what = first.what if has_axes else _kind(first)
+    where, each = _owners(first.owners), " each" if len(first.owners) > 1 else ""
+    before = [amount for change in phases for amount in change.before]
+    after = [amount for change in phases for amount in change.after]
+    if any(amount.ranks for amount in (*before, *after)):
+        return f"{where}: {what} {_by_rank(first.before)} -> {_by_rank(first.after)}{each}"
+    count = _count(after) - _count(before)
+    if count:
+        return f"{where}: {count:+} {what}{each}"
+    if _nbytes(before) != _nbytes(after):
+        return f"{where}: {what} {show_nbytes_change(_nbytes(before), _nbytes(after))}{each}"
+    moved = _count(first.after) - _count(first.before)
+    if moved:
+        return f"{where}: {moved:+} {what} in {first.phase}{each}"
+    return f"{where}: {what} {_calls(first)}{each}"
+
+
+def _kind(change: Change) -> str:
+    return change.what.partition("[")[0]
+
+
+def _owners(owners: Sequence[str | None]) -> str:
+    patterns = [*fold_fqns(name for name in owners if name is not None)]
+    patterns += ["(no module)"] if None in owners else []
+    more = f" and {len(patterns) - 1} more" if len(patterns) > 1 else ""
+    return f"{patterns[0]}{more}"
+
+
+def _count(amounts: Sequence[Amount]) -> int:
+    return sum(amount.count for amount in amounts)
+
+
+def _nbytes(amounts: Sequence[Amount]) -> int:
+    return sum(amount.nbytes for amount in amounts)
+
+
+def _by_rank(amounts: Sequence[Amount]) -> str:
+    counts = [
+        f"{amount.count} on {name_ranks(amount.ranks)}" if amount.ranks else str(amount.count)
+        for amount in amounts
+    ]
+    return " / ".join(counts) or "0"
+
+
+def _calls(change: Change) -> str:
+    """How calls differ that are as many and as large as before: ``float32 -> bfloat16``."""
+    before, after = _phrases(change.before), _phrases(change.after)
+    gone = " ".join(phrase for phrase in before if phrase not in after)
+    came = " ".join(phrase for phrase in after if phrase not in before)
+    if gone and came:
+        return f"{gone} -> {came}"
+    return f"now {came}" if came else f"no longer {gone}" if gone else "in other calls"
+
+
+def _phrases(amounts: Sequence[Amount]) -> dict[str, None]:
+    """What is said of the calls, each phrase once."""
+    calls = (str(one) for amount in amounts for one in amount.calls)
+    return dict.fromkeys(phrase for one in calls for phrase in _PHRASE.findall(one))

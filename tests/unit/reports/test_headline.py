@@ -1,0 +1,126 @@
+"""The one line that pytest's summary cuts at its end."""
+
+import pytest
+
+from pytest_fsdp_comm.comm.diff import Amount, Change
+from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.profile import Calls
+from pytest_fsdp_comm.reports.headline import headline
+from pytest_fsdp_comm.tree.diff import TreeChange
+
+
+def calls(count, nbytes=1024, **what):
+    return Calls(count=count, nbytes=nbytes, dtype=what.pop("dtype", "float32"), **what)
+
+
+def amounts(*held, ranks=()):
+    return tuple(Amount(count=one.count, calls=(one,), ranks=ranks) for one in held if one.count)
+
+
+def change(owner, before, after, what="all_gather[dp]", phase=Phase.FORWARD):
+    return Change(
+        subject="collective",
+        phase=phase,
+        owners=(owner,) if owner is None or isinstance(owner, str) else owner,
+        what=what,
+        before=before,
+        after=after,
+    )
+
+
+def counted(owner, before, after, what="all_gather[dp]", phase=Phase.FORWARD):
+    return change(owner, amounts(calls(before)), amounts(calls(after)), what, phase)
+
+
+def reshards(owner, before, after):
+    return Change(
+        subject="reshard",
+        phase=Phase.FORWARD,
+        owners=(owner,),
+        what="unshard",
+        before=(Amount(count=before),),
+        after=(Amount(count=after),),
+    )
+
+
+MESH = Change(subject="frame", phase=None, what="mesh", old_text="dp=2", new_text="dp=4")
+PEAK = Change(
+    subject="memory", phase=None, what="peak gathered", old_text="512 B", new_text="1_024 B"
+)
+LAYERS = ("layers.0", "layers.1")
+CASES = {
+    "the largest first, over all phases, and how many others": (
+        [
+            counted("a", 0, 1),
+            counted("lm_head", 0, 4),
+            counted("lm_head", 0, 4, phase=Phase.BACKWARD),
+            counted("lm_head", 0, 1, "reduce_scatter[dp]", Phase.BACKWARD),
+            PEAK,
+        ],
+        "lm_head: +8 all_gather, 3 more",
+    ),
+    "an unshard repeats its all-gather": (
+        [counted("a", 2, 1), reshards("a", 2, 1)],
+        "a: -1 all_gather",
+    ),
+    "an unshard alone": ([reshards("a", 2, 1)], "a: -1 unshard"),
+    "of several modules": ([counted(LAYERS, 1, 2)], "layers.{0..1}: +1 all_gather each"),
+    "of modules with unlike names": (
+        [counted(("a", "b", None), 1, 2)],
+        "a and 2 more: +1 all_gather each",
+    ),
+    "of no module": ([counted(None, 1, 2)], "(no module): +1 all_gather"),
+    "an axis where there are several": (
+        [counted("a", 1, 5), counted("a", 1, 2, "all_gather[tp]")],
+        "a: +4 all_gather[dp], 1 more",
+    ),
+    "bytes": (
+        [change("a", amounts(calls(2, 512)), amounts(calls(2, 1024)))],
+        "a: all_gather 1.0 KiB -> 2.0 KiB",
+    ),
+    "from one phase to another": (
+        [counted("a", 1, 0), counted("a", 0, 1, phase=Phase.BACKWARD)],
+        "a: +1 all_gather in backward",
+    ),
+    "an element type": (
+        [change("a", amounts(calls(2)), amounts(calls(2, dtype="bfloat16")))],
+        "a: all_gather float32 -> bfloat16",
+    ),
+    "a distance": (
+        [change("a", amounts(calls(2)), amounts(calls(2, ahead=1)))],
+        "a: all_gather now ahead 1",
+    ),
+    "no longer": (
+        [change("a", amounts(calls(2, is_async=True)), amounts(calls(2)))],
+        "a: all_gather no longer async",
+    ),
+    "on other ranks": (
+        [change(None, amounts(calls(1), ranks=(3,)), amounts(calls(1), ranks=(0,)))],
+        "(no module): all_gather 1 on rank 3 -> 1 on rank 0",
+    ),
+    "on some ranks no longer": (
+        [change(None, amounts(calls(1), ranks=(3,)), ())],
+        "(no module): all_gather 1 on rank 3 -> 0",
+    ),
+    "a frame before what follows from it": (
+        [counted("a", 1, 9), MESH],
+        "mesh: dp=2 -> dp=4, 1 more",
+    ),
+    "memory alone": ([PEAK], "peak gathered: 512 B -> 1_024 B"),
+    "a tree": (
+        [
+            TreeChange(subject="lm_head", what="becomes a root"),
+            TreeChange(subject="a", what="gone"),
+        ],
+        "lm_head: becomes a root, 1 more",
+    ),
+    "a recording before its tree": (
+        [TreeChange(subject="lm_head", what="becomes a root"), counted("a", 1, 2)],
+        "a: +1 all_gather, 1 more",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "text"), CASES.values(), ids=CASES)
+def test_the_headline_is(changes, text):
+    assert headline(changes) == text
