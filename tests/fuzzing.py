@@ -69,6 +69,16 @@ total broadcast[world] x512 512_000 B on 513 ranks
 total barrier[world] x513 0 B on 513 ranks
 end
 """,
+    """\
+# pytest-fsdp-comm 2 comm | torch 2.13.0, gloo (not compared)
+world_size 4
+mesh tp=4 stride 1
+activation sizes not compared
+forward layers.{0..3} all_reduce[tp] x1 of objects activations, x2 of float32 activations async
+backward layers.{0..3} all_reduce[tp] x2 of 64 B float32 gradients
+total all_reduce[tp] x20 512 B
+end
+""",
 )
 TREE = (
     """\
@@ -128,6 +138,7 @@ PIECES = [
         " stride 1",
     ),
     *("mesh a=2x2 stride 4x1\n", "mesh a=2 ranks 0,3\n", "peak gathered 8 B\n", "async unknown\n"),
+    *(" activations", " of float32", "activation sizes not compared\n"),
     *("end\n", "end", "mesh", "world_size", "world_size 0", "dp=0", "dp=4", "x0", "0 B", "frozen"),
     *("unit a fsdp2\n", "parameter a float32[1]\n", "forward a unshard x1\n", "[", "]", "root"),
     *("é", "\U0001f600", "a" * 300, "tied=", "group=1", "ranks 0\n", "ranks 1,2\n", "  end\n"),

@@ -18,6 +18,7 @@ from pytest_fsdp_comm.comm.profile import (
     Site,
     alike_but,
     restrict,
+    without_activation_sizes,
     without_async,
 )
 from pytest_fsdp_comm.comm.story.facts import Rows
@@ -106,7 +107,8 @@ def compare(
 
     Where the snapshot has all ranks, but only some were recorded now (the fake backend), only these
     are compared. Where torch said on one side only which calls are asynchronous, none are compared
-    for that.
+    for that. Where sizes of activations are compared on one side only, that is a change, and no
+    size of any is another.
 
     Args:
         old: The snapshot.
@@ -118,8 +120,10 @@ def compare(
         old = restrict(old, new.recorded_ranks)
     if old.shows_async != new.shows_async:
         old, new = without_async(old), without_async(new)
-    sites = {row.key: row.sites for row in reversed(new.rows)}
     frames = tuple(_compare_frames(old, new))
+    if old.sizes_activations != new.sizes_activations:
+        old, new = without_activation_sizes(old), without_activation_sizes(new)
+    sites = {row.key: row.sites for row in reversed(new.rows)}
     before = Rows(old.rows, old.reshards, old.redistributions)
     after = Rows(new.rows, new.reshards, new.redistributions)
     rows = tuple(_compare_all_rows(before, after, sites))
@@ -151,6 +155,9 @@ def _compare_frames(old: CommProfile, new: CommProfile) -> Iterable[Change]:
     def ranks(profile: CommProfile) -> str:
         return write_ranks(runs_of(profile.recorded_ranks)) or "all"
 
+    def sizes(profile: CommProfile) -> str:
+        return "compared" if profile.sizes_activations else "not compared"
+
     def peak(profile: CommProfile) -> str:
         return " / ".join(
             f"{peak.nbytes:_} B{f' on {name_ranks(peak.ranks)}' if peak.ranks else ''}"
@@ -159,6 +166,7 @@ def _compare_frames(old: CommProfile, new: CommProfile) -> Iterable[Change]:
 
     pairs: tuple[tuple[Literal["frame", "memory"], str, str, str], ...] = (
         ("frame", "world_size", str(old.world_size), str(new.world_size)),
+        ("frame", "activation sizes", sizes(old), sizes(new)),
         ("frame", "recorded ranks", ranks(old), ranks(new)),
         ("frame", "mesh", show_mesh(old.mesh_axes), show_mesh(new.mesh_axes)),
         ("memory", "peak gathered", peak(old) or "0 B", peak(new) or "0 B"),

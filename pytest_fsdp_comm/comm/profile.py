@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from dataclasses import Field, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
 
-from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Gap, Phase, Source
+from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Gap, Phase, Role, Source
 from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes
 from pytest_fsdp_comm.text.fqn import natural_key, write_word
 
@@ -98,6 +98,8 @@ class Calls:
     """As `events.Collective.role`; empty where that is None."""
     is_object: bool = False
     """Whether they carry pickled objects, whose size depends on values and paths."""
+    is_unsized: bool = False
+    """Whether they carry activations whose size is not compared; `nbytes` is 0."""
     ahead: int = 0
     """As `events.Collective.ahead`; 0 where that is None."""
     is_async: bool = False
@@ -116,6 +118,8 @@ class Calls:
         words = [f"x{self.count}"]
         if self.is_object:
             words.append("of objects")
+        elif self.is_unsized:
+            words += [f"of {write_word(self.dtype)}"] if self.dtype else []
         elif self.nbytes or self.dtype:
             words.append(f"of {self.nbytes:_} B")
             words += [write_word(self.dtype)] if self.dtype else []
@@ -269,6 +273,8 @@ class CommProfile:
     """The ranks that were recorded, ascending; empty for all ranks."""
     shows_async: bool = True
     """As `events.Recording.shows_async`; otherwise no `Calls` are compared for it."""
+    sizes_activations: bool = True
+    """Whether sizes of activations are compared; otherwise `Calls` that carry them have none."""
     backend: str = field(default="", compare=False)
     """E.g. ``gloo``."""
     torch_version: str = field(default="", compare=False)
@@ -539,6 +545,25 @@ def without_async(profile: CommProfile) -> CommProfile:
     """A profile as if torch had not said which calls are asynchronous."""
     rows = tuple(replace(row, calls=alike_but(row.calls, is_async=False)) for row in profile.rows)
     return replace(profile, rows=rows, shows_async=False)
+
+
+def without_activation_sizes(profile: CommProfile) -> CommProfile:
+    """A profile as if nobody knew how large the activations were."""
+    rows = tuple(
+        replace(row, calls=tuple(sorted(_without_activation_sizes(row.calls))))
+        for row in profile.rows
+    )
+    return replace(profile, rows=rows, sizes_activations=False)
+
+
+def _without_activation_sizes(calls: Iterable[Calls]) -> Iterable[Calls]:
+    unsized = []
+    for one in calls:
+        if one.role == Role.ACTIVATIONS and not one.is_object:
+            unsized.append(one)
+        else:
+            yield one
+    yield from alike_but(unsized, nbytes=0, is_unsized=True)
 
 
 def alike_but(calls: Iterable[Calls], **changes: Any) -> tuple[Calls, ...]:

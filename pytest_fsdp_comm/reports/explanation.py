@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Final
 
@@ -14,7 +14,9 @@ SECTION: Final = "comparison"
 """The title of what stands below pytest's explanation."""
 LIKELY: Final = "  likely: "
 LEFT_OUT: Final = "  ... and "
-"""How lines begin that name a cause, and that something is left out."""
+CURE: Final = "  or "
+"""How lines begin that name a cause, say that something is left out, and name another cure than to
+accept the change."""
 
 # pytest cuts an explanation at 8 lines or 640 characters outside CI, but not for less than what
 # saying so takes: 2 lines and 70 characters (8.4 to 9.2).
@@ -28,6 +30,7 @@ _MARGIN: Final = 10
 _TITLE_AND_HINT_ROWS: Final = 2
 _LONGEST: Final = 3 * _SCREEN_COLUMNS
 """The most characters of a change on a screen; neither a command nor a remedy is ever cut."""
+_BESIDE: Final = "  not compared: "
 _COMMANDS: Final = ("  accept: ", "  record it: ")
 
 
@@ -47,6 +50,24 @@ class Explanation:
     """The file that it differs from, as the user would type it; empty as above."""
     cost: tuple[str, ...] = ()
     """The lines of `short` that say what the changes cost."""
+    scope: str = ""
+    """What is not compared, or on one side only, which the first line says; empty for most."""
+
+    def within(self, scope: str, cure: str = "") -> Explanation:
+        """The same, whose first line also says what is not compared.
+
+        Args:
+            scope: To be read after the snapshot's path.
+            cure: Another one than to accept the change; empty for none.
+        """
+        cures = (f"{CURE}{cure}",) if cure else ()
+
+        def told(lines: tuple[str, ...]) -> tuple[str, ...]:
+            commands = tuple(line for line in lines if line.startswith(_COMMANDS))
+            body = tuple(line for line in lines[1:] if line not in commands)
+            return (f"{lines[0]}, {scope}", *body, *cures, *commands)
+
+        return replace(self, short=told(self.short), full=told(self.full), scope=scope)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +104,7 @@ def show_on_screen(failures: Sequence[Failure], *, accept: str, beside: str = ""
     if beside:
         # Before the command, which comes last.
         told.insert(max(len(told) - 1, 1), beside)
+    told = _fitted(told)
     lines = tuple(map(_clipped, told))
     room = _SCREEN_ROWS - _TITLE_AND_HINT_ROWS - sum(_rows(line, _MARGIN) for line in lines)
     rest = {failure.name: _untold(failure, told) for failure in failures}
@@ -102,8 +124,10 @@ def show_everything(failures: Sequence[Failure], *, accept: str, beside: str = "
         (failure.name, line) for failure in failures for line in failure.explanation.full[first:]
     ]
     causes = [line for _, line in bodies if line.startswith(LIKELY)]
-    changes = [f"  {name}: {line.strip()}" for name, line in bodies if line not in {*tail, *causes}]
-    lines = (_head(failures), *changes, *dict.fromkeys(causes), *beside_lines, *tail)
+    cures = _cures(line for _, line in bodies)
+    shared = {*tail, *causes, *cures}
+    changes = [f"  {name}: {line.strip()}" for name, line in bodies if line not in shared]
+    lines = (_head(failures), *changes, *dict.fromkeys(causes), *beside_lines, *cures, *tail)
     below = [
         line
         for failure in failures
@@ -130,8 +154,9 @@ def combine(failures: Sequence[Failure], *, accept: str) -> tuple[str, ...]:
     left_out = {line for line in chain(*bodies.values()) if line.startswith(LEFT_OUT)}
     causes = [line for line in chain(*bodies.values()) if line.startswith(LIKELY)]
     costs = {failure.name: failure.explanation.cost for failure in failures}
-    shared = {*tail, *left_out, *causes, *chain(*costs.values())}
-    tail = [*causes[:1], *tail]
+    cures = _cures(chain(*bodies.values()))
+    shared = {*tail, *left_out, *causes, *cures, *chain(*costs.values())}
+    tail = [*causes[:1], *cures, *tail]
     bodies = {name: [line for line in body if line not in shared] for name, body in bodies.items()}
     # What something costs stands before what changed, and gives way to it.
     for name, body in bodies.items():
@@ -155,13 +180,33 @@ def combine(failures: Sequence[Failure], *, accept: str) -> tuple[str, ...]:
     return (head, *chain(*shown.values()), *more, *tail)
 
 
+def _fitted(told: Sequence[str]) -> list[str]:
+    """Leaves out the last changes where pytest would cut the end, which has the command."""
+    lines = list(told)
+    kept = (LIKELY, LEFT_OUT, CURE, _BESIDE, *_COMMANDS)
+    changes = [line for line in lines if line.startswith("  ") and not line.startswith(kept)]
+    while len(changes) > 1 and (
+        len(lines) > SHORT_LINES + 1 or sum(map(len, lines)) > SHORT_CHARACTERS
+    ):
+        place = lines.index(changes.pop())
+        is_said = lines[place + 1 : place + 2] and lines[place + 1].startswith(LEFT_OUT)
+        lines[place : place + 1 + bool(is_said)] = [f"{LEFT_OUT}more, below"]
+    return lines
+
+
 def _head(failures: Sequence[Failure]) -> str:
     explained = [failure.explanation for failure in failures]
     if not _all_compared(failures):
         return f"{len(explained)} comparisons failed"
     what = " and ".join(dict.fromkeys(explanation.compared for explanation in explained))
     where = os.path.commonprefix([one.snapshot for one in explained])  # noqa: RUF071  # the names' beginning, no directory
-    return f"{what} differ from {where.rstrip('.')} ({len(explained)} files)"
+    scopes = [f", {one.scope}" for one in explained if one.scope]
+    files = f"({len(explained)} files)"
+    return f"{what} differ from {where.rstrip('.')} {files}{''.join(dict.fromkeys(scopes))}"
+
+
+def _cures(lines: Iterable[str]) -> list[str]:
+    return [*dict.fromkeys(line for line in lines if line.startswith(CURE))]
 
 
 def _all_compared(failures: Sequence[Failure]) -> bool:

@@ -28,8 +28,10 @@ from pytest_fsdp_comm.snapshots.comm_writing import (
     REDISTRIBUTIONS,
     RESHARDS,
     TOTAL,
+    UNSIZED,
     collective_content,
     comm_lines,
+    limit_lines,
     redistribution_content,
     reshard_content,
 )
@@ -56,7 +58,7 @@ _ROLES: Final = "|".join(Role)
 _NO_DTYPE: Final = rf"(?:ahead|async|peer|root|{_ROLES})(?![^ ,])"
 _CALLS: Final = re.compile(
     rf"x(?P<count>{NUMBER})"
-    rf"(?: of (?:(?P<objects>objects)|{_NBYTES}(?: (?!{_NO_DTYPE})(?P<dtype>[^ ,]+))?))?"
+    rf"(?: of(?: (?P<objects>objects)| {_NBYTES})?(?: (?!{_NO_DTYPE})(?P<dtype>[^ ,]+))?)?"
     rf"(?: (?P<role>{_ROLES}))?"
     r"(?: ahead (?P<ahead>[1-9][0-9]{0,5}))?(?P<is_async> async)?"
     r"(?: peer (?P<peer>[+-][1-9][0-9]{0,5}))?(?: root (?P<root>0|[1-9][0-9]{0,5}))?"
@@ -109,14 +111,17 @@ class CommDocument:
         self._world = world
         self._everyone: Ranges = world.ranks or ((0, world.size - 1),)
         body = lines.lines[:-1]
-        self._shows_async = body[world.end - 1 : world.end] != [ASYNC_UNKNOWN]
+        first = world.end
+        self._shows_async = body[first - 1 : first] != [ASYNC_UNKNOWN]
+        first += not self._shows_async
+        self._sizes_activations = body[first - 1 : first] != [UNSIZED]
+        first += not self._sizes_activations
         self._collectives: list[_CommRecord[CommRow]] = []
         self._reshards: list[_CommRecord[ReshardRow]] = []
         self._redistributions: list[_CommRecord[RedistributionRow]] = []
         groups: defaultdict[tuple[Phase, int, tuple[str, ...]], list[_CommRecord[Row]]]
         groups = defaultdict(list)
         self._peaks: list[tuple[int, Ranges]] = []
-        first = world.end + (not self._shows_async)
         for number, line in enumerate(body[first - 1 :], start=first):
             if line.startswith(TOTAL):
                 break
@@ -141,6 +146,7 @@ class CommDocument:
             ),
             recorded_ranks=list_ranks(self._world.ranks),
             shows_async=self._shows_async,
+            sizes_activations=self._sizes_activations,
         )
 
     def _read(self, number: int, line: str) -> _CommRecord[Row]:
@@ -174,7 +180,7 @@ class CommDocument:
                 f"unknown collective {quoted_part(kind)}: expected one of "
                 f"{', '.join(COLLECTIVE_KINDS)} or unknown:<operation>"
             )
-        calls = _read_calls(match["calls"])
+        calls = _read_calls(match["calls"], sizes_activations=self._sizes_activations)
         _check_calls(kind, calls)
 
         def make(owner: str | None, ranks: tuple[int, ...]) -> CommRow:
@@ -302,8 +308,12 @@ class CommDocument:
         )
         self.lines.compare(
             comm_lines(
-                world=world_lines(world.size, world.ranks, world.mesh_axes),
-                shows_async=self._shows_async,
+                world=[
+                    *world_lines(world.size, world.ranks, world.mesh_axes),
+                    *limit_lines(
+                        shows_async=self._shows_async, sizes_activations=self._sizes_activations
+                    ),
+                ],
                 records=folded,
                 peaks=self._peaks,
                 totals=totals,
@@ -317,21 +327,28 @@ def _rows(records: Sequence[_CommRecord[_Row]]) -> tuple[_Row, ...]:
     return sort_rows(row for record in records for row in record.rows(listed[record.ranks]))
 
 
-def _read_calls(text: str) -> tuple[Calls, ...]:
+def _read_calls(text: str, *, sizes_activations: bool) -> tuple[Calls, ...]:
     calls: list[Calls] = []
     for part in text.split(", "):
         match = _CALLS.fullmatch(part)
-        if match is None:
+        is_unsized = (
+            match is not None
+            and not sizes_activations
+            and match["role"] == Role.ACTIVATIONS
+            and not match["objects"]
+        )
+        if match is None or (match["dtype"] and not match["nbytes"] and not is_unsized):
             raise ValueError(
                 f"bad calls {quoted_part(part)}: expected such as 'x2 of 64 B float32 parameters', "
                 "with 'ahead 1', 'async', 'peer +1' or 'root 0' after it"
             )
         calls.append(
             Calls(
-                nbytes=_read_nbytes(match) if match["nbytes"] else 0,
+                nbytes=_read_nbytes(match) if match["nbytes"] and not is_unsized else 0,
                 dtype=read_word(match["dtype"] or ""),
                 role=match["role"] or "",
                 is_object=match["objects"] is not None,
+                is_unsized=is_unsized,
                 ahead=int(match["ahead"] or 0),
                 is_async=match["is_async"] is not None,
                 peer=int(match["peer"] or 0),

@@ -16,7 +16,9 @@ Siblings with equal content share a line, with the numbers of one of them; the b
 are those of each call, and those of a total are all bytes together. No line depends on the width of
 another, so that a change touches the lines that changed and no others. A line that not all recorded
 ranks share ends with ``ranks 0,2-3``; a line ``ranks 0,2-3`` below the world's size says which were
-recorded, if not all were. If ranks differ, totals are sums over all of them and say so.
+recorded, if not all were. If ranks differ, totals are sums over all of them and say so. Below a
+line ``activation sizes not compared``, calls that carry activations have no bytes, and totals leave
+theirs out.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from pytest_fsdp_comm.snapshots.comm_writing import (
     RESHARDS,
     collective_content,
     comm_lines,
+    limit_lines,
     redistribution_content,
     reshard_content,
 )
@@ -54,8 +57,12 @@ def format_profile(profile: CommProfile) -> str:
         words = with_ranks(content, runs_of(row.ranks))
         names_of[row.phase, section][words].append(row.owner)
     lines = comm_lines(
-        world=world_lines(profile.world_size, runs_of(profile.recorded_ranks), profile.mesh_axes),
-        shows_async=profile.shows_async,
+        world=[
+            *world_lines(profile.world_size, runs_of(profile.recorded_ranks), profile.mesh_axes),
+            *limit_lines(
+                shows_async=profile.shows_async, sizes_activations=profile.sizes_activations
+            ),
+        ],
         records={place: fold_names(contents) for place, contents in names_of.items()},
         peaks=[(peak.nbytes, runs_of(peak.ranks)) for peak in profile.peaks],
         totals=profile.totals(),

@@ -22,15 +22,24 @@ REDISTRIBUTIONS: Final = 2
 
 ASYNC_UNKNOWN: Final = "async unknown"
 """The line of a recording in which torch did not say which calls are asynchronous."""
+UNSIZED: Final = "activation sizes not compared"
+"""The line of a recording whose calls that carry activations have no bytes."""
 PEAK: Final = "peak gathered "
 TOTAL: Final = "total "
 """The first words of lines that stand below all records."""
 
 
+def limit_lines(*, shows_async: bool, sizes_activations: bool) -> list[str]:
+    """The lines that say what is not compared; arguments as fields of `CommProfile`."""
+    return [
+        *([] if shows_async else [ASYNC_UNKNOWN]),
+        *([] if sizes_activations else [UNSIZED]),
+    ]
+
+
 def comm_lines(
     *,
     world: Sequence[str],
-    shows_async: bool,
     records: Mapping[tuple[Phase, int], Mapping[str, Iterable[str]]],
     peaks: Iterable[tuple[int, Ranges]],
     totals: Iterable[Total],
@@ -38,15 +47,13 @@ def comm_lines(
     """All lines but the first.
 
     Args:
-        world: As `lines.world_lines`.
-        shows_async: As `CommProfile.shows_async`.
+        world: As `lines.world_lines`, then as `limit_lines`.
         records: Folded names of each content, by phase and kind of record.
         peaks: Bytes and ranks of each `GatheredPeak`.
         totals: As `CommProfile.totals`, so that a lost line is noticed.
     """
     return [
         *world,
-        *([] if shows_async else [ASYNC_UNKNOWN]),
         *(
             f"{phase} {pattern} {words}"
             for phase in Phase

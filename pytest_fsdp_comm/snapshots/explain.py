@@ -274,7 +274,7 @@ def _explain_difference(
         case CommProfile() as was, CommProfile() as now:
             found = comm_diff.compare(was, now, aids.links, aids.evidence)
             explanation = render_comparison(found, snapshot=where, accept=accept, notes=now.notes)
-            return explanation, found.changes
+            return _within_scope(explanation, was, now), found.changes
         case TreeProfile() as was, TreeProfile() as now:
             changes = tree_diff.compare(was, now).changes
             if changes:
@@ -290,6 +290,24 @@ def _explain_difference(
         short=lines, full=lines, is_cut=False, compared=compared, snapshot=where
     )
     return explanation, what
+
+
+def _within_scope(explanation: Explanation, was: CommProfile, now: CommProfile) -> Explanation:
+    """Says in the first line where sizes of activations are not compared."""
+    option = "activation_nbytes=False"
+    if was.sizes_activations and now.sizes_activations:
+        return explanation
+    if not (was.sizes_activations or now.sizes_activations):
+        return explanation.within(f"activation sizes not compared ({option})")
+    if now.sizes_activations:
+        return explanation.within(
+            f"which was written with {option} and is compared without",
+            f"compare as the file was written: comm_snapshot({option})",
+        )
+    return explanation.within(
+        f"which was written without {option} and is compared with it",
+        f"compare as the file was written: without {option}",
+    )
 
 
 def _keep_received(extension: CommSnapshotExtension, result: AssertionResult) -> None:

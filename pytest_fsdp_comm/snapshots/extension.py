@@ -13,7 +13,7 @@ from syrupy.data import SnapshotCollection, SnapshotCollections
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
 from pytest_fsdp_comm.comm import diff as comm_diff
-from pytest_fsdp_comm.comm.profile import CommProfile
+from pytest_fsdp_comm.comm.profile import CommProfile, without_activation_sizes
 from pytest_fsdp_comm.errors import EmptyRecordingError, FsdpCommError, SnapshotFormatError
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
@@ -57,6 +57,8 @@ class _Compared:
     """Whether the value may be one that a later change could not differ from."""
     allow_value_dependent: bool
     """Whether a recording may be untrue where code depends on values."""
+    activation_nbytes: bool
+    """Whether the sizes of activations are compared."""
 
 
 class CommSnapshotExtension(SingleFileSnapshotExtension):
@@ -106,6 +108,8 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
                 unseen=self._options.unseen,
                 allow_value_dependent=data.allow_value_dependent,
             )
+            if not data.activation_nbytes:
+                profile = without_activation_sizes(profile)
         try:
             text = SnapshotText.of(profile, where=_RECORDING)
         except SnapshotFormatError as problem:
@@ -341,6 +345,7 @@ class _Changes:
     """The name of its file; empty for none."""
     allow_empty: bool = False
     allow_value_dependent: bool = False
+    activation_nbytes: bool = True
 
 
 class CommSnapshot(SnapshotAssertion):
@@ -356,7 +361,12 @@ class CommSnapshot(SnapshotAssertion):
         super().__post_init__()
 
     def __call__(
-        self, *, allow_empty: bool = False, allow_value_dependent: bool = False, **changes: Any
+        self,
+        *,
+        allow_empty: bool = False,
+        allow_value_dependent: bool = False,
+        activation_nbytes: bool = True,
+        **changes: Any,
     ) -> Self:
         """Changes the next comparison.
 
@@ -365,6 +375,8 @@ class CommSnapshot(SnapshotAssertion):
                 parameter.
             allow_value_dependent: Accept a recording of the fake group although code that ran in it
                 reads values of tensors, which may be wrong there.
+            activation_nbytes: Whether to compare how large activations are. Without, the snapshot
+                says so, and their number, kind, axis and element type are compared still.
             changes: As for syrupy's ``snapshot``; ``name`` gives the assertion a file of its own.
         """
         super().__call__(**changes)
@@ -372,6 +384,7 @@ class CommSnapshot(SnapshotAssertion):
             name=str(changes.get("name") or ""),
             allow_empty=allow_empty or self._changes.allow_empty,
             allow_value_dependent=allow_value_dependent or self._changes.allow_value_dependent,
+            activation_nbytes=activation_nbytes and self._changes.activation_nbytes,
         )
         return self
 
@@ -414,6 +427,7 @@ class CommSnapshot(SnapshotAssertion):
             location=location,
             allow_empty=self._changes.allow_empty,
             allow_value_dependent=self._changes.allow_value_dependent,
+            activation_nbytes=self._changes.activation_nbytes,
         )
         super().__eq__(compared)
         result = self.executions[self.num_executions - 1]

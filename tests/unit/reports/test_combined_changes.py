@@ -193,3 +193,40 @@ def test_everything_is_all_changes_and_causes_once_and_the_whole_difference():
     assert alone.lines[-2:] == ("  not compared: x", COMMAND)
     assert len(alone.lines) == 1 + 40 + 2 + 2
     assert alone.below == ("- old",) * 30
+
+
+def test_what_is_not_compared_is_said_first_and_another_cure_before_the_command():
+    relaxed = comm(3).explanation.within("sizes apart", "pass the option")
+    assert relaxed.short == (
+        "comm_mode differs from a.ws4.comm, sizes apart",
+        "  layers.0 forward: all_gather[dp] 1 -> 2 (+1)",
+        "  ... and 2 more changes, below",
+        "  likely: one",
+        "  or pass the option",
+        COMMAND,
+    )
+    failures = [Failure(name="comm", explanation=relaxed), tree()]
+    for show in (show_on_screen, show_everything):
+        lines = show(failures, accept=ACCEPT).lines
+        assert lines[0] == ("comm_mode and fsdp_tree differ from a.ws4 (2 files), sizes apart")
+        assert lines[-2:] == ("  or pass the option", COMMAND)
+        assert "  tree: norm: becomes a root" in lines
+    assert comm(3).explanation.within("sizes apart").short[-2:] == ("  likely: one", COMMAND)
+
+
+@pytest.mark.parametrize("has_rest", [True, False])
+def test_what_pytest_would_cut_at_the_end_is_left_out_before_the_command(has_rest):
+    changes = tuple(f"  {letter * 120}" for letter in "abcd")
+    more = ("  ... and 7 more changes, below",) if has_rest else ()
+    alone = failure(
+        "",
+        *("head", *changes, *more, "  likely: x", "  or pass the option", COMMAND),
+        compared="comm_mode",
+    )
+    shown = show_on_screen([alone], accept=ACCEPT, beside=f"  not compared: {'y' * 100}")
+    assert shown.lines == (
+        *("head", *changes[:3], "  ... and more, below", "  likely: x", "  or pass the option"),
+        f"  not compared: {'y' * 100}",
+        COMMAND,
+    )
+    assert shown.below[0] == changes[3]

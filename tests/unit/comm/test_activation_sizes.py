@@ -1,0 +1,108 @@
+"""What still differs where sizes of activations are not compared."""
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.mesh import MeshAxis
+from pytest_fsdp_comm.comm.profile import (
+    Calls,
+    CommProfile,
+    CommRow,
+    RedistributionRow,
+    ReshardRow,
+    without_activation_sizes,
+)
+
+
+def row(nbytes, role, *, count=2, dtype="float32", kind="all_to_all", axis="ep", **changes):
+    calls = (Calls(count=count, nbytes=nbytes, dtype=dtype, role=role, **changes),)
+    return CommRow(phase=Phase.FORWARD, owner="a", kind=kind, axis=axis, calls=calls)
+
+
+def profile(*rows, **changes):
+    axes = sorted({row.axis for row in rows})
+    return CommProfile(
+        world_size=4,
+        mesh_axes=tuple(MeshAxis(name=name, size=4, dims=((4, 1),)) for name in axes),
+        rows=rows,
+        **changes,
+    )
+
+
+RESHARD = ReshardRow(phase=Phase.FORWARD, module="a", action="reshard", count=1)
+MOVED = RedistributionRow(phase=Phase.FORWARD, owner="a", change="(P)->(R)", count=1)
+OLD = profile(row(64, "activations"), reshards=(RESHARD,), redistributions=(MOVED,))
+PASS = {
+    "larger activations": replace(OLD, rows=(row(128, "activations"),)),
+    "some of them larger": replace(
+        OLD,
+        rows=(
+            replace(
+                OLD.rows[0],
+                calls=(
+                    Calls(count=1, nbytes=0, dtype="float32", role="activations"),
+                    Calls(count=1, nbytes=96, dtype="float32", role="activations"),
+                ),
+            ),
+        ),
+    ),
+}
+FAIL = {
+    "a count": (OLD, replace(OLD, rows=(row(64, "activations", count=3),))),
+    "an element type": (OLD, replace(OLD, rows=(row(64, "activations", dtype="bfloat16"),))),
+    "a kind": (OLD, replace(OLD, rows=(row(64, "activations", kind="all_gather"),))),
+    "an axis": (OLD, profile(row(64, "activations", axis="tp"))),
+    "asynchronous": (OLD, replace(OLD, rows=(row(64, "activations", is_async=True),))),
+    "another role": (OLD, replace(OLD, rows=(row(64, "gradients"),))),
+    "bytes of parameters": (profile(row(64, "parameters")), profile(row(128, "parameters"))),
+    "bytes of gradients": (profile(row(64, "gradients")), profile(row(128, "gradients"))),
+    "bytes of what is unknown": (profile(row(64, "")), profile(row(128, ""))),
+    "a reshard": (OLD, replace(OLD, reshards=())),
+    "a redistribution": (OLD, replace(OLD, redistributions=(replace(MOVED, count=2),))),
+}
+
+
+def relaxed(old, new):
+    return compare(without_activation_sizes(old), without_activation_sizes(new)).changes
+
+
+@pytest.mark.parametrize("what", PASS)
+def test_sizes_of_activations_may_change(what):
+    assert compare(OLD, PASS[what]).changes
+    assert relaxed(OLD, PASS[what]) == ()
+
+
+@pytest.mark.parametrize("what", FAIL)
+def test_nothing_else_may_change(what):
+    assert relaxed(*FAIL[what])
+    assert relaxed(FAIL[what][0], FAIL[what][0]) == ()
+
+
+@pytest.mark.parametrize("other", [OLD, PASS["larger activations"]])
+def test_one_side_without_sizes_is_one_change_and_no_size_is_another(other):
+    for old, new, texts in (
+        (without_activation_sizes(OLD), other, ("not compared", "compared")),
+        (other, without_activation_sizes(OLD), ("compared", "not compared")),
+    ):
+        (change,) = compare(old, new).changes
+        assert (change.what, change.old_text, change.new_text) == ("activation sizes", *texts)
+    fewer = replace(other, rows=(row(64, "activations", count=1),))
+    assert len(compare(without_activation_sizes(OLD), fewer).changes) == 2
+
+
+def test_totals_leave_the_bytes_out():
+    (total,) = without_activation_sizes(
+        profile(
+            replace(
+                OLD.rows[0],
+                calls=(
+                    Calls(count=1, nbytes=64, dtype="float32", role="activations"),
+                    Calls(count=1, nbytes=64, dtype="float32", role="parameters"),
+                ),
+            )
+        )
+    ).totals()
+    assert (total.count, total.nbytes) == (2, 64)
