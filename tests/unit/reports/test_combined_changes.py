@@ -1,4 +1,4 @@
-"""Failed comparisons of one assertion, told in the room of a screen."""
+"""Failed comparisons of one assertion, shown on one screen."""
 
 import math
 
@@ -139,8 +139,8 @@ def test_two_failures_fill_one_screen_and_say_what_shows_the_rest():
     assert shown.below[-1] == (
         f"-vv shows {40 - changes} more changes and the lines of 2 files that differ"
     )
-    told = [line.replace("comm: ", "") for line in shown.lines]
-    assert not {*told} & {*shown.below}
+    above = [line.replace("comm: ", "") for line in shown.lines]
+    assert not {*above} & {*shown.below}
 
 
 def test_what_is_short_is_whole_on_the_screen():
@@ -152,6 +152,39 @@ def test_what_is_short_is_whole_on_the_screen():
         "- old",
     )
     assert show_on_screen([failure("", "no snapshot")], accept="").below == ()
+
+
+def missing(name):
+    return failure(
+        name,
+        f"there is no snapshot a.{name} yet",
+        f"  record it: {ACCEPT}",
+        "  then read the file, and commit it with the test",
+    )
+
+
+@pytest.mark.parametrize("show", [show_on_screen, show_everything])
+def test_a_command_is_given_once(show):
+    shown = show([missing("comm"), missing("tree")], accept=ACCEPT)
+    assert shown.lines == (
+        "2 comparisons failed",
+        "  comm: there is no snapshot a.comm yet",
+        "  tree: there is no snapshot a.tree yet",
+        f"  record it: {ACCEPT}",
+        "  then read the file, and commit it with the test",
+    )
+    assert shown.below == ()
+    beside = "  not compared: x"
+    shown = show([comm(1, name="comm"), missing("tree")], accept=ACCEPT, beside=beside)
+    assert shown.lines[-2:] == (beside, COMMAND)
+    assert "  tree: there is no snapshot a.tree yet" in shown.lines
+    assert not [line for line in (*shown.lines, *shown.below) if "record it" in line]
+
+
+def test_what_has_no_file_to_compare_with_has_no_lines_that_differ():
+    shown = show_on_screen([comm(40, name="comm"), missing("tree")], accept=ACCEPT)
+    assert shown.below[-1].endswith(" more changes")
+    assert 22 <= rows(shown) <= 24
 
 
 def test_without_words_for_a_difference_its_first_lines_are_shown():
