@@ -294,17 +294,6 @@ def test_ranks_that_fail_in_another_way_do_not_hide_the_headline(changed):
     assert summary(result)["test_train_step"] == HEADLINE
 
 
-def test_a_rerun_takes_a_headline_for_no_error(changed):
-    pytest.importorskip("pytest_rerunfailures")
-    # `lm_head: ...` reads like an error and its text.
-    result = changed.run(
-        "-p", "rerunfailures", "--reruns", "1", "--only-rerun", "AssertionError",
-        "-k", "train_step or neighbour",
-    )  # fmt: skip
-    result.assert_outcomes(failed=2)
-    result.stdout.fnmatch_lines(["*2 rerun*"])
-
-
 def test_a_test_without_ranks_has_the_headline_too(pytester, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     pytester.makepyfile(

@@ -40,6 +40,15 @@ def test_an_error_is_rebuilt_by_name_and_text(message, kind, name, text):
     assert str(error) == text
 
 
+def test_a_headline_that_reads_like_an_error_is_none():
+    failed = report("rank 0: layers.3: +3 all_gather")
+    assert type(rebuilt_error(failed)).__name__ == "3"
+    failed.comm_headline = "layers.3: +3 all_gather"
+    error = rebuilt_error(failed)
+    assert isinstance(error, AssertionError)
+    assert str(error) == "rank 0: layers.3: +3 all_gather"
+
+
 def test_a_death_is_no_python_error():
     error = rebuilt_error(report("rank 1 was killed by signal 9 (SIGKILL)", crashed=False))
     assert type(error).__name__ == "RankFailure"
