@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.diff import Change
-from pytest_fsdp_comm.text.fqn import fold_fqns
+from pytest_fsdp_comm.text.fqn import NO_MODULE, fold_fqns
 from pytest_fsdp_comm.text.nbytes import show_nbytes_change
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
@@ -83,7 +83,7 @@ def _kind(change: Change) -> str:
 
 def _owners(owners: Sequence[str | None]) -> str:
     patterns = [*fold_fqns(name for name in owners if name is not None)]
-    patterns += ["(no module)"] if None in owners else []
+    patterns += [NO_MODULE] if None in owners else []
     more = f" and {len(patterns) - 1} more" if len(patterns) > 1 else ""
     return f"{patterns[0]}{more}"
 

@@ -146,9 +146,9 @@ def test_rows_that_no_step_explains_are_left_and_nothing_is_guessed():
     ("new", "never"),
     [
         # A unit of its own that is gathered as often as its siblings is not called per chunk.
-        (profile(extra=[unit("head", 512)]), "called several times"),
+        (profile(extra=[unit("head", 512)]), "called once per chunk"),
         # Two layers more are not two layers called more often.
-        (profile(5), "called several times"),
+        (profile(5), "called once per chunk"),
         # Every count twice is no reduction for each micro-batch.
         (twice(profile()), "reduced in each micro-batch"),
         # Gradients that are gone with their gathers are not frozen.
@@ -174,10 +174,9 @@ def test_a_head_that_is_split_off_and_called_for_each_chunk_is_told_as_both():
     comparison = compare(old, new)
     (step,) = comparison.story.steps
     assert step_line(step) == (
-        "head split off (root), a unit of its own now, gathered 4 times in forward: 8 calls, 8.0 "
-        "KiB in all"
+        "head split off (root), gathered 4 times in forward: 8 calls, 8.0 KiB in all"
     )
-    assert [cause.text[:30] for cause in comparison.causes] == ["called several times in one fo"]
+    assert [cause.text[:30] for cause in comparison.causes] == ["called once per chunk of the l"]
 
 
 def test_a_removed_and_an_added_module_of_equal_rows_is_told_as_either():

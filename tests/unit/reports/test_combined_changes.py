@@ -249,7 +249,7 @@ def test_what_is_not_compared_is_said_first_and_another_cure_before_the_command(
 
 @pytest.mark.parametrize("has_rest", [True, False])
 def test_what_pytest_would_cut_at_the_end_is_left_out_before_the_command(has_rest):
-    changes = tuple(f"  {letter * 120}" for letter in "abcd")
+    changes = tuple(f"  {letter * 140}" for letter in "abcd")
     more = ("  ... and 7 more changes, below",) if has_rest else ()
     alone = failure(
         "",

@@ -69,14 +69,14 @@ CASES = {
         [counted(("a", "b", None), 1, 2)],
         "a and 2 more: +1 all_gather each",
     ),
-    "of no module": ([counted(None, 1, 2)], "(no module): +1 all_gather"),
+    "of no module": ([counted(None, 1, 2)], "(no-module): +1 all_gather"),
     "an axis where there are several": (
         [counted("a", 1, 5), counted("a", 1, 2, "all_gather[tp]")],
         "a: +4 all_gather[dp], 1 more",
     ),
     "bytes": (
         [change("a", amounts(calls(2, 512)), amounts(calls(2, 1024)))],
-        "a: all_gather 1.0 KiB -> 2.0 KiB",
+        "a: all_gather 1.0 -> 2.0 KiB",
     ),
     "from one phase to another": (
         [counted("a", 1, 0), counted("a", 0, 1, phase=Phase.BACKWARD)],
@@ -96,11 +96,11 @@ CASES = {
     ),
     "on other ranks": (
         [change(None, amounts(calls(1), ranks=(3,)), amounts(calls(1), ranks=(0,)))],
-        "(no module): all_gather 1 on rank 3 -> 1 on rank 0",
+        "(no-module): all_gather 1 on rank 3 -> 1 on rank 0",
     ),
     "on some ranks no longer": (
         [change(None, amounts(calls(1), ranks=(3,)), ())],
-        "(no module): all_gather 1 on rank 3 -> 0",
+        "(no-module): all_gather 1 on rank 3 -> 0",
     ),
     "a frame before what follows from it": (
         [counted("a", 1, 9), MESH],

@@ -158,7 +158,7 @@ def test_every_module_is_in_exactly_one_row():
 
 
 def test_pytest_shows_a_tree_in_a_few_words():
-    assert repr(stack(blocks=2)) == "<ShardTree of Stack: 3 units, 3 parameters>"
+    assert repr(stack(blocks=2)) == "<ShardTree of Model: 3 units, 3 parameters>"
 
 
 def test_colour_changes_no_character():
