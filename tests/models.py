@@ -97,3 +97,72 @@ def shard(model, mesh, *, root=None, **options):
 
 def step(model, *, batch=2, grad_input=False, **options):
     model(torch.randn(batch, WIDTH, requires_grad=grad_input), **options).sum().backward()
+
+
+class Attention(nn.Module):
+    """Heads of 4, as many as the projections that this rank has make."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.query, self.key, self.value, self.output = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
+
+    def forward(self, x):
+        query, key, value = (
+            project(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        mixed = (query @ key.transpose(-2, -1)).softmax(-1) @ value
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """A gate, as in Llama."""
+
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm."""
+
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention, self.mlp = Attention(width), FeedForward(width, hidden)
+
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    """Llama in small; `reentrant` checkpoints each layer, `chunks` runs the head in pieces."""
+
+    def __init__(self, layers=3, width=16, *, hidden=32, vocabulary=32, tied=False, reentrant=None):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(DecoderLayer(width, hidden) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.reentrant = reentrant
+
+    def forward(self, tokens, *, chunks=1):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            if self.reentrant is None or not torch.is_grad_enabled():
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        x = self.norm(x)
+        if chunks == 1:
+            return self.head(x)
+        return torch.cat([self.head(part) for part in x.chunk(chunks, dim=1)], dim=1)

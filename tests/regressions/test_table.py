@@ -1,0 +1,102 @@
+"""Each change of the table: recorded, written, read again, and compared.
+
+``FSDP_COMM_TABLE=DIR pytest tests/regressions/test_table.py`` also leaves both sides of each case
+under ``DIR/<case>``: what they communicate in ``old.comm`` and ``new.comm``, how they are sharded
+in ``old.tree.comm`` and ``new.tree.comm``, the recording of the change in ``new.json``, and what is
+known of the case in ``case.json``.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from regressions.cases import TABLE
+from regressions.expected import EXPECTED
+from regressions.table import WORLD, record
+
+from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.comm.json import dump_recording
+from pytest_fsdp_comm.reports.comm_changes import render_comparison
+from pytest_fsdp_comm.snapshots import comm_text, tree_text
+
+DIRECTORY = os.environ.get("FSDP_COMM_TABLE")
+CASES = TABLE.cases
+
+# Of torch, about what the cases do.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def written(side):
+    """Both texts of a side, each read again."""
+    comm, tree = comm_text.format_profile(side.comm), tree_text.format_profile(side.tree)
+    assert comm_text.parse_profile(comm) == side.comm
+    assert tree_text.parse_profile(tree) == side.tree
+    return {".comm": comm, ".tree.comm": tree}
+
+
+def leave(case, texts_of, recording):
+    folder = Path(DIRECTORY) / case.name
+    folder.mkdir(parents=True, exist_ok=True)
+    for side, texts in texts_of.items():
+        for suffix, text in texts.items():
+            (folder / f"{side}{suffix}").write_text(text, encoding="utf-8")
+    (folder / "new.json").write_text(dump_recording(recording), encoding="utf-8")
+    known = {name: getattr(case, name) for name in case.__slots__ if name != "build"}
+    (folder / "case.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def first_line(old, new):
+    return render_comparison(compare(old, new), snapshot="s", accept="a").full[1]
+
+
+def check(comm_mode, name):
+    case = CASES[name]
+    old, new = (record(case, comm_mode, changed=changed) for changed in (False, True))
+    texts = {"old": written(old), "new": written(new)}
+    if DIRECTORY and dist.get_rank() == 0:
+        leave(case, texts, new.recording)
+    changes = compare(old.comm, new.comm).changes
+    assert bool(changes) != case.is_silent
+    if changes:
+        assert first_line(old.comm, new.comm).strip()
+    if case.is_reversible:
+        assert bool(compare(new.comm, old.comm).changes) != case.is_silent
+
+
+def of_ranks(number):
+    return pytest.mark.parametrize(
+        "name", [name for name, case in CASES.items() if case.gloo == number]
+    )
+
+
+@pytest.mark.distributed(world_size=WORLD, backend="fake", scope="module")
+@of_ranks(0)
+def test_a_change_is_a_difference(comm_mode, name):
+    check(comm_mode, name)
+
+
+@pytest.mark.distributed(world_size=2, scope="module")
+@of_ranks(2)
+def test_a_change_between_two_ranks_is_a_difference(comm_mode, name):
+    check(comm_mode, name)
+
+
+@pytest.mark.distributed(world_size=4, scope="module")
+@of_ranks(4)
+def test_a_change_between_four_ranks_is_a_difference(comm_mode, name):
+    check(comm_mode, name)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.is_silent])
+def test_a_change_has_an_expected_first_line(name):
+    if name not in EXPECTED:
+        pytest.skip("its first line is not written yet")
+
+
+def test_the_table_has_enough_of_both_kinds():
+    regressions = [name for name, case in CASES.items() if case.is_regression]
+    assert len(regressions) >= 40
+    assert len(CASES) - len(regressions) >= 40
+    assert EXPECTED.keys() <= CASES.keys()
