@@ -1,6 +1,15 @@
 """All cases: importing a family's file adds its own."""
 
-from regressions import fsdp, moe, pipelines, replicas, tensor_parallel
+from regressions import combined, frameworks, fsdp, moe, pipelines, replicas, tensor_parallel
 from regressions.table import TABLE
 
-__all__ = ["TABLE", "fsdp", "moe", "pipelines", "replicas", "tensor_parallel"]
+__all__ = [
+    "TABLE",
+    "combined",
+    "frameworks",
+    "fsdp",
+    "moe",
+    "pipelines",
+    "replicas",
+    "tensor_parallel",
+]

@@ -4,13 +4,14 @@ A case is a function of `changed` that gives a model and its step: the reviewed 
 changed ones for True.
 """
 
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm.fixtures import mesh_sizes
@@ -88,39 +89,40 @@ TABLE = Table()
 
 
 def mesh(**axes):
-    """A mesh of all simulated ranks; one axis `dp` unless axes are given."""
+    """The mesh of all simulated ranks with these axes; one axis `dp` unless some are given."""
     sizes = mesh_sizes(axes or {"dp": -1}, dist.get_world_size())
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return _mesh(dist.group.WORLD, tuple(sizes.items()))
 
 
-@contextmanager
-def simulated(world_size):
-    """Makes this process rank 0 of a fake group of its own, in place of the group that it has."""
-    before = dist.get_world_size() if dist.is_initialized() else None
-    _join(world_size)
-    try:
-        yield
-    finally:
-        _join(before)
+@cache
+def _mesh(_group, sizes):
+    names, lengths = zip(*sizes, strict=True)
+    return init_device_mesh("cpu", lengths, mesh_dim_names=names)
 
 
-def _join(world_size):
+def simulate(world_size):
+    """Makes this process rank 0 of a fake group of that size, in place of its group."""
     if dist.is_initialized():
+        if dist.get_world_size() == world_size:
+            return
         dist.destroy_process_group()
-    if world_size is not None:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    # DTensor remembers results by meshes, and meshes of equal ranks and names are equal to it: it
+    # would answer with the groups that are gone.
+    _clear_sharding_prop_cache()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
 def record(case: Case, comm_mode: "CommMode", *, changed: bool) -> Side:
     """Records one side in a settled state, from the second step on."""
-    with nullcontext() if case.gloo else simulated(case.worlds[changed]):
-        torch.manual_seed(0)
-        model, run = case.build(changed)
+    if not case.gloo:
+        simulate(case.worlds[changed])
+    torch.manual_seed(0)
+    model, run = case.build(changed)
+    run()
+    with comm_mode(model):
         run()
-        with comm_mode(model):
-            run()
-        return Side(
-            recording=comm_mode.recording,
-            comm=comm_mode.profile,
-            tree=tree_profile.fold(TreeFactory()(model)),
-        )
+    return Side(
+        recording=comm_mode.recording,
+        comm=comm_mode.profile,
+        tree=tree_profile.fold(TreeFactory()(model)),
+    )

@@ -339,10 +339,10 @@ def split_attributes_renamed(changed):
     return of(model, step)
 
 
-@innocent(worlds=(4, 2), is_reversible=True)
-def split_over_half_the_ranks(changed):
+@innocent(worlds=(4, 8), is_reversible=True)
+def split_over_twice_the_ranks(changed):
     del changed
-    model = Decoder(2)
+    model = Decoder(2, 32)
     return of(tensor_parallel(model, mesh(tp=-1)), step)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from regressions.cases import TABLE
 from regressions.expected import EXPECTED
-from regressions.table import WORLD, record
+from regressions.table import record
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.json import dump_recording
@@ -65,27 +65,42 @@ def check(comm_mode, name):
         assert bool(compare(new.comm, old.comm).changes) != case.is_silent
 
 
-def of_ranks(number):
-    return pytest.mark.parametrize(
-        "name", [name for name, case in CASES.items() if case.gloo == number]
-    )
+def select(**wanted):
+    names = [
+        case.name
+        for case in CASES.values()
+        if all(getattr(case, name) == value for name, value in ({"gloo": 0} | wanted).items())
+    ]
+    return pytest.mark.parametrize("name", names)
 
 
-@pytest.mark.distributed(world_size=WORLD, backend="fake", scope="module")
-@of_ranks(0)
+@pytest.mark.distributed(world_size=4, backend="fake", scope="module")
+@select(worlds=(4, 4))
 def test_a_change_is_a_difference(comm_mode, name):
     check(comm_mode, name)
 
 
+@pytest.mark.distributed(world_size=8, backend="fake", scope="module")
+@select(worlds=(8, 8))
+def test_a_change_of_8_ranks_is_a_difference(comm_mode, name):
+    check(comm_mode, name)
+
+
+@pytest.mark.distributed(world_size=4, backend="fake")
+@select(worlds=(4, 8))
+def test_a_change_to_8_ranks_is_a_difference(comm_mode, name):
+    check(comm_mode, name)
+
+
 @pytest.mark.distributed(world_size=2, scope="module")
-@of_ranks(2)
-def test_a_change_between_two_ranks_is_a_difference(comm_mode, name):
+@select(gloo=2)
+def test_a_change_between_2_ranks_is_a_difference(comm_mode, name):
     check(comm_mode, name)
 
 
 @pytest.mark.distributed(world_size=4, scope="module")
-@of_ranks(4)
-def test_a_change_between_four_ranks_is_a_difference(comm_mode, name):
+@select(gloo=4)
+def test_a_change_between_4_ranks_is_a_difference(comm_mode, name):
     check(comm_mode, name)
 
 
