@@ -302,7 +302,7 @@ def reinforcement_generates_before_the_step(changed):
 
 @regression(reported="verl PR 7095", is_reversible=True)
 def reinforcement_reduces_for_each_mini_batch(changed):
-    return of(units(Decoder()), accumulate, micro_batches=8, reduce_each=changed)
+    return of(units(Decoder()), accumulate, micro_batches=5, reduce_each=changed)
 
 
 @regression

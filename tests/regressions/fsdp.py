@@ -82,8 +82,8 @@ def accumulation_over_4_micro_batches(changed):
 
 
 @innocent(is_reversible=True)
-def accumulation_over_8_instead_of_4(changed):
-    return of(units(Decoder()), accumulate, micro_batches=8 if changed else 4)
+def accumulation_over_3_instead_of_2(changed):
+    return of(units(Decoder()), accumulate, micro_batches=3 if changed else 2)
 
 
 @innocent(is_reversible=True)
@@ -356,7 +356,7 @@ def two_layers_more(changed):
 
 @innocent(is_reversible=True)
 def twice_the_layers(changed):
-    return of(units(Decoder(8 if changed else 4)))
+    return of(units(Decoder(6 if changed else 3)))
 
 
 @innocent(is_reversible=True)

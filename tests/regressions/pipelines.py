@@ -184,11 +184,10 @@ def pipeline_of_all_ranks_layers_kept_after_forward(changed):
 
 def by_hand(*, sends=1, micro_batches=2, to=1, in_halves=False, is_async=False, objects=False):
     """The first stage, which sends its output and receives the gradient of it."""
-    stage, axes = nn.Sequential(Block(), Block()), mesh(pp=4)
-    for block in stage:
-        fully_shard(block, mesh=mesh(other=2, dp=2)["dp"])
-    fully_shard(stage, mesh=mesh(other=2, dp=2)["dp"])
-    group = axes.get_group()
+    stage, axes = nn.Sequential(Block(), Block()), mesh(pp=4, dp=2)
+    for unit in (*stage, stage):
+        fully_shard(unit, mesh=axes["dp"])
+    group = axes["pp"].get_group()
 
     def send(output):
         for piece in output.detach().chunk(2 if in_halves else 1):
@@ -211,31 +210,31 @@ def by_hand(*, sends=1, micro_batches=2, to=1, in_halves=False, is_async=False, 
     return stage, run
 
 
-@regression(is_reversible=True)
+@regression(worlds=(8, 8), is_reversible=True)
 def activations_sent_twice(changed):
     return by_hand(sends=1 + changed)
 
 
-@regression(is_reversible=True)
+@regression(worlds=(8, 8), is_reversible=True)
 def activations_sent_in_halves(changed):
     return by_hand(in_halves=changed)
 
 
-@regression(is_reversible=True)
+@regression(worlds=(8, 8), is_reversible=True)
 def activations_sent_to_another_stage(changed):
     return by_hand(to=2 if changed else 1)
 
 
-@innocent(is_silent=True)
+@innocent(worlds=(8, 8), is_silent=True)
 def activations_sent_asynchronously(changed):
     return by_hand(is_async=changed)
 
 
-@innocent(is_reversible=True)
+@innocent(worlds=(8, 8), is_reversible=True)
 def activations_of_twice_the_micro_batches(changed):
     return by_hand(micro_batches=4 if changed else 2)
 
 
-@regression
+@regression(worlds=(8, 8))
 def objects_broadcast_in_each_step(changed):
     return by_hand(objects=changed)

@@ -16,7 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm.fixtures import mesh_sizes
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
-from pytest_fsdp_comm.tree import profile as tree_profile
+from pytest_fsdp_comm.gathering import gather_alike
+from pytest_fsdp_comm.tree.facts import tree_facts
+from pytest_fsdp_comm.tree.profile import merge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -113,16 +115,20 @@ def simulate(world_size):
 
 
 def record(case: Case, comm_mode: "CommMode", *, changed: bool) -> Side:
-    """Records one side in a settled state, from the second step on."""
+    """Records one side in a settled state, on all ranks."""
     if not case.gloo:
         simulate(case.worlds[changed])
     torch.manual_seed(0)
     model, run = case.build(changed)
-    run()
+    # DDP makes its buckets anew in the second step.
+    for _ in range(2 if case.gloo else 1):
+        run()
     with comm_mode(model):
         run()
+    tree = TreeFactory()(model)
+    facts = gather_alike(comm_mode._gather, "fsdp_tree", tree_facts(tree))
     return Side(
         recording=comm_mode.recording,
-        comm=comm_mode.profile,
-        tree=tree_profile.fold(TreeFactory()(model)),
+        comm=comm_mode.merged_profile(),
+        tree=merge(dict(enumerate(facts)), backend=tree.backend, torch_version=tree.torch_version),
     )

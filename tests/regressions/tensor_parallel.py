@@ -376,13 +376,13 @@ def accumulated(model, micro_batches, *, reduce_each=False):
 
 
 @innocent(is_reversible=True)
-def both_accumulation_over_4_micro_batches(changed):
-    return of(sharded(), accumulated, micro_batches=4 if changed else 1)
+def both_accumulation_over_3_micro_batches(changed):
+    return of(sharded(), accumulated, micro_batches=3 if changed else 1)
 
 
 @regression(is_reversible=True)
 def both_gradients_reduced_for_each_micro_batch(changed):
-    return of(sharded(), accumulated, micro_batches=3, reduce_each=changed)
+    return of(sharded(), accumulated, micro_batches=2, reduce_each=changed)
 
 
 @innocent(is_reversible=True)
