@@ -149,6 +149,13 @@ def three_axes_replicas_reduced_for_each_micro_batch(changed):
     return model, run
 
 
+@regression(worlds=(8, 8), is_reversible=True)
+def three_axes_sequence_parallel_switched_off(changed):
+    axes = mesh(replicate=2, shard=2, tp=2)
+    axes = {"tp": axes["tp"], "dp": axes["replicate", "shard"]}
+    return of(sharded(axes=axes, sequence=not changed), step)
+
+
 @innocent(worlds=(8, 8), is_reversible=True)
 def three_axes_two_layers_more(changed):
     axes = mesh(replicate=2, shard=2, tp=2)

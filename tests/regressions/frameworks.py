@@ -20,7 +20,7 @@ regression, innocent = TABLE.regression, TABLE.innocent
 # torchtitan: the last norm and the head are one unit, which stays gathered after forward.
 
 
-def titan(layers=3, *, last=True, kept=True, embedding=True, **options):
+def titan(layers=2, *, last=True, kept=True, embedding=True, **options):
     model = Decoder(layers, **options)
     if embedding:
         fully_shard(model.embed, mesh=mesh())
@@ -48,12 +48,12 @@ def titan_embedding_lost(changed):
 
 @innocent(is_reversible=True)
 def titan_two_layers_more(changed):
-    return of(titan(5 if changed else 3))
+    return of(titan(4 if changed else 2))
 
 
 @innocent(is_reversible=True)
 def titan_head_alone_in_the_last_unit(changed):
-    model = Decoder()
+    model = Decoder(2)
     last = [model.head] if changed else [model.norm, model.head]
     fully_shard(last, mesh=mesh(), reshard_after_forward=False)
     return of(units(model, "embed"))
@@ -98,7 +98,7 @@ def titan_loss_averaged_for_each_micro_batch(changed):
 class ForCausalLM(nn.Module):
     """As transformers names things: the decoder is `model`, the head is beside it."""
 
-    def __init__(self, layers=3, **options):
+    def __init__(self, layers=2, **options):
         super().__init__()
         self.model = Decoder(layers, **options)
         self.lm_head = self.model.head
@@ -129,7 +129,7 @@ def accelerate_embeddings_become_units(changed):
 
 @regression(is_reversible=True)
 def accelerate_every_linear_is_a_unit(changed):
-    return of(by_class(ForCausalLM(2), nn.Linear if changed else DecoderLayer))
+    return of(by_class(ForCausalLM(), nn.Linear if changed else DecoderLayer))
 
 
 @regression(is_reversible=True)
@@ -160,7 +160,7 @@ def accelerate_norm_of_each_gradient_reduced_alone(changed):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
         model.zero_grad()
 
-    return of(by_class(ForCausalLM(2), DecoderLayer), run)
+    return of(by_class(ForCausalLM(), DecoderLayer), run)
 
 
 @regression
@@ -170,7 +170,7 @@ def accelerate_saves_the_whole_state_in_each_step(changed):
         if changed:
             get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
-    return of(by_class(ForCausalLM(2), DecoderLayer), run)
+    return of(by_class(ForCausalLM(), DecoderLayer), run)
 
 
 @innocent(is_reversible=True)
@@ -208,7 +208,7 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def adapted(*, layers=3, rank=2, targets=("query", "value"), frozen=True):
+def adapted(*, layers=2, rank=2, targets=("query", "value"), frozen=True):
     model = Decoder(layers).requires_grad_(requires_grad=False)
     for layer in model.layers:
         for target in targets:
@@ -244,13 +244,13 @@ def lora_of_all_projections(changed):
 
 @innocent(is_reversible=True)
 def lora_instead_of_training_everything(changed):
-    return of(units(adapted() if changed else Decoder()))
+    return of(units(adapted() if changed else Decoder(2)))
 
 
 @innocent(is_reversible=True)
 def lora_adapters_become_units(changed):
     model = adapted()
-    names = [f"layers.{n}.attention.{kind}" for n in range(3) for kind in ("query", "value")]
+    names = [f"layers.{n}.attention.{kind}" for n in range(2) for kind in ("query", "value")]
     pieces = [f"{name}.{piece}" for name in names for piece in ("down", "up")]
     return of(units(model, *pieces * changed))
 
@@ -272,7 +272,7 @@ def lora_embedding_becomes_trainable(changed):
 
 @innocent(is_reversible=True)
 def lora_merged(changed):
-    return of(units(Decoder() if changed else adapted()), evaluate)
+    return of(units(Decoder(2) if changed else adapted()), evaluate)
 
 
 # Reinforcement learning: other models in the same step, and generation.
@@ -280,7 +280,7 @@ def lora_merged(changed):
 
 @innocent(is_reversible=True)
 def reinforcement_with_a_reference_model(changed):
-    model, reference = units(Decoder()), units(Decoder())
+    model, reference = units(Decoder(2)), units(Decoder(2))
 
     def run():
         train(model)
@@ -297,12 +297,12 @@ def reinforcement_generates_before_the_step(changed):
             evaluate(model, length=length)
         train(model)
 
-    return of(units(Decoder()), run)
+    return of(units(Decoder(2)), run)
 
 
 @regression(reported="verl PR 7095", is_reversible=True)
 def reinforcement_reduces_for_each_mini_batch(changed):
-    return of(units(Decoder()), accumulate, micro_batches=5, reduce_each=changed)
+    return of(units(Decoder(2)), accumulate, micro_batches=5, reduce_each=changed)
 
 
 @regression

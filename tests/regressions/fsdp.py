@@ -195,6 +195,11 @@ def layers_are_resharded_to_two_ranks(changed):
 
 
 @innocent(is_reversible=True)
+def root_is_resharded_to_two_ranks(changed):
+    return of(units(Decoder(), root=2 if changed else True))
+
+
+@innocent(is_reversible=True)
 def last_layer_is_kept(changed):
     model = Decoder()
     for number, layer in enumerate(model.layers):
@@ -260,6 +265,20 @@ def checkpointing_of_units(changed):
 def checkpointing_below_units(changed):
     inner = [f"layers.{n}.mlp" for n in range(3)]
     return of(units(Decoder(reentrant=False if changed else None), *inner))
+
+
+@innocent(is_reversible=True)
+def checkpointing_that_gathers(changed):
+    # Nothing is gathered ahead, so the recomputation is the first to need a part.
+    model = Decoder(reentrant=False if changed else None)
+    inner = [f"layers.{n}.{part}" for n in range(3) for part in ("attention", "mlp")]
+    units(model, *inner)
+    for name in inner:
+        part = model.get_submodule(name)
+        part.set_modules_to_backward_prefetch([part])
+    for layer in model.layers:
+        layer.set_modules_to_backward_prefetch([layer])
+    return of(model)
 
 
 # What is sent, and how large it is.
@@ -514,6 +533,17 @@ def a_second_forward_in_each_step(changed):
     return of(units(Decoder()), run)
 
 
+@innocent(is_reversible=True)
+def a_second_backward(changed):
+    def run(model):
+        loss = model(tokens()).mean()
+        if changed:
+            loss.backward(retain_graph=True)
+        loss.backward()
+
+    return of(units(Decoder()), run)
+
+
 @regression
 def a_parameter_gathered_for_logging(changed):
     def run(model):
@@ -603,6 +633,29 @@ def gradients_clipped_twice(changed):
 @regression
 def root_gathered_after_the_optimizer(changed):
     return optimized(units(Decoder()), clips=1, gather=changed)
+
+
+class Whole(torch.optim.SGD):
+    """Works on whole matrices, as Muon does."""
+
+    def step(self):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.ndim == 2:
+                    weight.grad.full_tensor()
+        super().step()
+
+
+@innocent(is_reversible=True)
+def optimizer_works_on_whole_matrices(changed):
+    model = units(Decoder(2))
+    optimizer = (Whole if changed else torch.optim.SGD)(model.parameters(), lr=1e-3)
+
+    def run():
+        train(model)
+        optimizer.step()
+
+    return model, run
 
 
 # Which parameters are trained.

@@ -26,7 +26,7 @@ regression, innocent = TABLE.regression, TABLE.innocent
 # FSDP2 over two axes.
 
 
-def hybrid(layers=3, *, replicate=2, shard=2, **options):
+def hybrid(layers=2, *, replicate=2, shard=2, **options):
     axes = mesh(replicate=replicate, shard=shard)
     return units(Decoder(layers), axes=axes, **options)
 
@@ -41,18 +41,18 @@ def micro_batches(model, number, *, reduce_each, all_reduce_each):
 
 @regression(reported="torchtitan 1929, VeOmni 781", is_reversible=True)
 def hybrid_replicas_reduced_for_each_micro_batch(changed):
-    return of(hybrid(), micro_batches, number=3, reduce_each=True, all_reduce_each=changed)
+    return of(hybrid(), micro_batches, number=2, reduce_each=True, all_reduce_each=changed)
 
 
 @regression(is_reversible=True)
 def hybrid_gradients_reduced_for_each_micro_batch(changed):
-    return of(hybrid(), micro_batches, number=3, reduce_each=changed, all_reduce_each=changed)
+    return of(hybrid(), micro_batches, number=2, reduce_each=changed, all_reduce_each=changed)
 
 
 @regression(is_reversible=True)
 def hybrid_became_fully_sharded(changed):
     axes = mesh(dp=4) if changed else mesh(replicate=2, shard=2)
-    return of(units(Decoder(), axes=axes))
+    return of(units(Decoder(2), axes=axes))
 
 
 @innocent(worlds=(8, 8), is_reversible=True)
@@ -67,7 +67,7 @@ def hybrid_twice_the_replicas(changed):
 
 @regression
 def hybrid_one_layer_is_not_replicated(changed):
-    model, axes = Decoder(), mesh(replicate=2, shard=2)
+    model, axes = Decoder(2), mesh(replicate=2, shard=2)
     if changed:
         fully_shard(model.layers[1], mesh=axes["shard"])
     for layer in model.layers:
@@ -81,12 +81,12 @@ def hybrid_axes_exchanged(changed):
     # Parameters are gathered across machines, gradients all-reduced within them.
     ranks = [[0, 2], [1, 3]] if changed else [[0, 1], [2, 3]]
     axes = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
-    return of(units(Decoder(), axes=axes))
+    return of(units(Decoder(2), axes=axes))
 
 
 @innocent(is_reversible=True)
 def hybrid_two_layers_more(changed):
-    return of(hybrid(5 if changed else 3))
+    return of(hybrid(4 if changed else 2))
 
 
 @innocent(is_reversible=True)
@@ -109,7 +109,7 @@ def hybrid_nothing_is_freed_after_forward(changed):
 
 def wrapped(model=None, *, policy=None, **options):
     return FullyShardedDataParallel(
-        model or Decoder(),
+        model or Decoder(2),
         auto_wrap_policy=policy or ModuleWrapPolicy({DecoderLayer}),
         device_id=torch.device("cpu"),
         **options,
@@ -124,7 +124,7 @@ def without_sync(model, number, *, reduce_each):
 
 @regression(reported="pytorch 75892", is_reversible=True)
 def fsdp1_no_sync_left_out(changed):
-    return of(wrapped(), without_sync, number=3, reduce_each=changed)
+    return of(wrapped(), without_sync, number=2, reduce_each=changed)
 
 
 @regression(is_reversible=True)
@@ -179,7 +179,7 @@ def fsdp1_mixed_precision_switched_on(changed):
 
 @innocent(is_reversible=True)
 def fsdp1_two_layers_more(changed):
-    return of(wrapped(Decoder(5 if changed else 3)))
+    return of(wrapped(Decoder(4 if changed else 2)))
 
 
 @regression
@@ -210,19 +210,19 @@ def fsdp1_all_parameters_gathered_for_logging(changed):
 
 @regression(is_reversible=True)
 def fsdp1_became_fsdp2(changed):
-    return of(units(Decoder()) if changed else wrapped())
+    return of(units(Decoder(2)) if changed else wrapped())
 
 
 # DDP, whose reducer the fake group does not serve.
 
 
 def replicated(model=None, **options):
-    return DistributedDataParallel(model or Decoder(), **options)
+    return DistributedDataParallel(model or Decoder(2), **options)
 
 
 @regression(gloo=2, is_reversible=True)
 def ddp_no_sync_left_out(changed):
-    return of(replicated(), without_sync, number=3, reduce_each=changed)
+    return of(replicated(), without_sync, number=2, reduce_each=changed)
 
 
 @regression(gloo=2, is_reversible=True)
@@ -250,31 +250,31 @@ def ddp_reduces_in_float16(changed):
 
 @regression(gloo=2)
 def ddp_broadcasts_buffers(changed):
-    model = Decoder()
+    model = Decoder(2)
     model.head.register_buffer("scale", torch.ones(16))
     return of(replicated(model, broadcast_buffers=changed))
 
 
 @innocent(gloo=2, is_reversible=True)
 def ddp_two_layers_more(changed):
-    return of(replicated(Decoder(5 if changed else 3)))
+    return of(replicated(Decoder(4 if changed else 2)))
 
 
 @innocent(gloo=2, is_reversible=True)
 def ddp_became_fsdp(changed):
-    return of(units(Decoder()) if changed else replicated())
+    return of(units(Decoder(2)) if changed else replicated())
 
 
 @innocent(gloo=2, is_reversible=True)
 def ddp_backbone_frozen(changed):
-    model = Decoder()
+    model = Decoder(2)
     model.layers.requires_grad_(not changed)
     return of(replicated(model))
 
 
 @regression(gloo=2)
 def ddp_replaced_by_reducing_each_gradient(changed):
-    model = Decoder()
+    model = Decoder(2)
 
     def run(model):
         train(model)

@@ -240,6 +240,11 @@ def split_batch_doubled(changed):
 
 
 @innocent(is_reversible=True)
+def split_batch_of_3_instead_of_2(changed):
+    return of(split(), step, batch=3 if changed else 2)
+
+
+@innocent(is_reversible=True)
 def split_sequence_halved(changed):
     return of(split(), step, length=4 if changed else 8)
 
