@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pytest_fsdp_comm.fixtures import mesh_sizes
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
 from pytest_fsdp_comm.gathering import gather_alike
+from pytest_fsdp_comm.snapshots import comm_text, tree_text
 from pytest_fsdp_comm.tree.facts import tree_facts
 from pytest_fsdp_comm.tree.profile import merge
 
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
     Build = Callable[[bool], tuple[nn.Module | Sequence[nn.Module], Callable[[], object]]]
 
-WORLD = 4
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -45,7 +44,7 @@ class Case:
     """Whether nobody wanted it; otherwise it is deliberate, or has no effect on communication."""
     reported: str = ""
     """Project and number of the report, if there is one."""
-    worlds: tuple[int, int] = (WORLD, WORLD)
+    worlds: tuple[int, int] = (4, 4)
     """World sizes before and after."""
     gloo: int = 0
     """How many real ranks it needs, in place of simulated ones; 0 for none."""
@@ -132,3 +131,20 @@ def record(case: Case, comm_mode: "CommMode", *, changed: bool) -> Side:
         comm=comm_mode.merged_profile(),
         tree=merge(dict(enumerate(facts)), backend=tree.backend, torch_version=tree.torch_version),
     )
+
+
+def both_sides(old: Side, new: Side):
+    """Their texts by file name, each read again."""
+    texts = {}
+    for stem, side in (("old", old), ("new", new)):
+        texts[f"{stem}.comm"] = comm_text.format_profile(side.comm)
+        assert comm_text.parse_profile(texts[f"{stem}.comm"]) == side.comm
+        texts[f"{stem}.tree.comm"] = tree_text.format_profile(side.tree)
+        assert tree_text.parse_profile(texts[f"{stem}.tree.comm"]) == side.tree
+    return texts
+
+
+def write(folder, texts):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")

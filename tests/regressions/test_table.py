@@ -14,12 +14,11 @@ import pytest
 import torch.distributed as dist
 from regressions.cases import TABLE
 from regressions.expected import EXPECTED
-from regressions.table import record
+from regressions.table import both_sides, record, write
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.json import dump_recording
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
-from pytest_fsdp_comm.snapshots import comm_text, tree_text
 
 DIRECTORY = os.environ.get("FSDP_COMM_TABLE")
 CASES = TABLE.cases
@@ -28,20 +27,9 @@ CASES = TABLE.cases
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def written(side):
-    """Both texts of a side, each read again."""
-    comm, tree = comm_text.format_profile(side.comm), tree_text.format_profile(side.tree)
-    assert comm_text.parse_profile(comm) == side.comm
-    assert tree_text.parse_profile(tree) == side.tree
-    return {".comm": comm, ".tree.comm": tree}
-
-
-def leave(case, texts_of, recording):
+def leave(case, texts, recording):
     folder = Path(DIRECTORY) / case.name
-    folder.mkdir(parents=True, exist_ok=True)
-    for side, texts in texts_of.items():
-        for suffix, text in texts.items():
-            (folder / f"{side}{suffix}").write_text(text, encoding="utf-8")
+    write(folder, texts)
     (folder / "new.json").write_text(dump_recording(recording), encoding="utf-8")
     known = {name: getattr(case, name) for name in case.__slots__ if name != "build"}
     (folder / "case.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
@@ -54,7 +42,7 @@ def first_line(old, new):
 def check(comm_mode, name):
     case = CASES[name]
     old, new = (record(case, comm_mode, changed=changed) for changed in (False, True))
-    texts = {"old": written(old), "new": written(new)}
+    texts = both_sides(old, new)
     if DIRECTORY and dist.get_rank() == 0:
         leave(case, texts, new.recording)
     assert bool(compare(old.comm, new.comm).changes) != case.is_silent
