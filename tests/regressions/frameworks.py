@@ -300,11 +300,6 @@ def reinforcement_generates_before_the_step(changed):
     return of(units(Decoder(2)), run)
 
 
-@regression(reported="verl PR 7095", is_reversible=True)
-def reinforcement_reduces_for_each_mini_batch(changed):
-    return of(units(Decoder(2)), accumulate, micro_batches=5, reduce_each=changed)
-
-
 @regression
 def reinforcement_copies_weights_for_each_mini_batch(changed):
     def run(model):
