@@ -47,13 +47,13 @@ outside (no-module) broadcast[odd] x1 of 8 B int64 root 0
 outside (no-module) send[pp_tp] x2 of 8 B int64 peer -1, x1 of 8 B int64 peer +1
 peak gathered 558_336 B ranks 0-6
 peak gathered 1_000 B ranks 7
-total all_gather[dp] x152 6_834_944 B on 8 ranks
-total reduce_scatter[dp] x40 6_834_176 B on 8 ranks
-total all_reduce[dp] x16 544 B on 8 ranks
-total broadcast[odd] x8 64 B on 8 ranks
-total all_to_all[t\\x20p] x461 236_032 B on 8 ranks
-total send[pp_tp] x24 192 B on 8 ranks
-total unknown:odd_op[dp] x8 0 B on 8 ranks
+total all_gather[dp] x152 6_834_944 B, sum of 8 ranks
+total reduce_scatter[dp] x40 6_834_176 B, sum of 8 ranks
+total all_reduce[dp] x16 544 B, sum of 8 ranks
+total broadcast[odd] x8 64 B, sum of 8 ranks
+total all_to_all[t\\x20p] x461 236_032 B, sum of 8 ranks
+total send[pp_tp] x24 192 B, sum of 8 ranks
+total unknown:odd_op[dp] x8 0 B, sum of 8 ranks
 end
 """,
     """\
@@ -62,11 +62,12 @@ world_size 131072
 ranks 0-511,1024
 mesh world=131072 stride 1
 async unknown
-forward 0 broadcast[world] x1 of 1_000 B uint8 root 3 ranks 0-511
+forward 0 broadcast[world] x1 of 1_000 B uint8 root 3 ranks 0-510/2
 outside (no-module) barrier[world] x1
-peak gathered 8 B
-total broadcast[world] x512 512_000 B on 513 ranks
-total barrier[world] x513 0 B on 513 ranks
+peak gathered 8 B ranks 0-505:2/8
+peak gathered 4 B ranks 2,1024
+total broadcast[world] x256 256_000 B, sum of 513 ranks
+total barrier[world] x513 0 B, sum of 513 ranks
 end
 """,
     """\
@@ -122,6 +123,7 @@ PIECES = [
         "9" * 5000,
     ),
     *("{0..3}", "{0,1}", "{3..0}", "{}", "{0..9999999}", "{0..999999999}", "{", "}", "..", ","),
+    *("0-6/2", "0-13:2/4", ":1", "/2", "/1", "-7", ",2", "ranks 0-6/2", "ranks 0-99999999998/2"),
     *("ranks 0", " ranks 1-0", " ranks 0-99999999999", " ranks 1,0", " ranks 8", " ranks 0-7"),
     *("\0", "\t", "\x0b", "\x1b", "\x7f", "\x85", "\u2028", "\ufeff", "\u200b", "\r", "\r\n", "\n"),
     *("<<<<<<< HEAD\n", "=======\n", ">>>>>>> x\n", "||||||| y\n", "\n=======\n"),

@@ -24,7 +24,7 @@ from pytest_fsdp_comm.comm.profile import (
 from pytest_fsdp_comm.comm.story.facts import Rows
 from pytest_fsdp_comm.comm.story.search import Story, explain
 from pytest_fsdp_comm.text.fqn import natural_key
-from pytest_fsdp_comm.text.rank_lists import name_ranks, runs_of, write_ranks
+from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -153,7 +153,7 @@ def _compare_all_rows(
 
 def _compare_frames(old: CommProfile, new: CommProfile) -> Iterable[Change]:
     def ranks(profile: CommProfile) -> str:
-        return write_ranks(runs_of(profile.recorded_ranks)) or "all"
+        return write_ranks(profile.recorded_ranks) or "all"
 
     def sizes(profile: CommProfile) -> str:
         return "compared" if profile.sizes_activations else "not compared"

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_comm.text.rank_lists import runs_of, write_ranks
+from pytest_fsdp_comm.text.rank_lists import write_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -33,8 +33,7 @@ class MeshAxis:
     def layout(self) -> str:
         """Size and how the ranks lie: ``4 stride 1``, ``2x2 stride 8x1``, ``3 ranks 0,3,5``."""
         if self.groups:
-            groups = (write_ranks(runs_of(group)) for group in self.groups)
-            return f"{self.size} ranks {' | '.join(groups)}"
+            return f"{self.size} ranks {' | '.join(map(write_ranks, self.groups))}"
         if not self.dims:
             return str(self.size)
         # As of a tensor, which names its outermost dimension first.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of
-from pytest_fsdp_comm.text.rank_lists import runs_of, write_ranks
+from pytest_fsdp_comm.text.rank_lists import write_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -286,7 +286,7 @@ def _described(description: str) -> str:
 def _told_apart(axis: MeshAxis) -> str:
     """What distinguishes an axis from another one of its name: equal on all ranks, if it can be."""
     if axis.groups:
-        return f"ranks{write_ranks(runs_of(axis.groups[0]))}"
+        return f"ranks{write_ranks(axis.groups[0])}"
     return f"size{axis.layout.replace(' ', '.').replace('stride.', 'stride')}"
 
 

@@ -37,14 +37,13 @@ from pytest_fsdp_comm.snapshots.comm_writing import (
 )
 from pytest_fsdp_comm.snapshots.lines import NUMBER, RANKS, WorldReader, world_lines
 from pytest_fsdp_comm.snapshots.records import Record, RecordReader, fold_pieces
-from pytest_fsdp_comm.text.fqn import NO_MODULE, Pattern, count_numbers, read_word, unescape
-from pytest_fsdp_comm.text.rank_lists import list_ranks, write_ranks
+from pytest_fsdp_comm.text.fqn import NO_MODULE, Pattern, read_word, unescape
+from pytest_fsdp_comm.text.rank_lists import RANKS_PATTERN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from pytest_fsdp_comm.snapshots.lines import SnapshotLines
-    from pytest_fsdp_comm.text.fqn import Ranges
 
 _NBYTES: Final = r"(?P<nbytes>[0-9_]{1,23}) B"
 
@@ -52,7 +51,7 @@ _RECORD: Final = re.compile(
     rf"(?P<phase>{'|'.join(Phase)}) (?P<names>[^ ]+) "
     r"(?:(?P<kind>[^ \[]+)\[(?P<axis>[^ ]*)\] (?P<calls>x.+?)|"
     rf"(?:(?P<action>unshard|reshard)|redistribute (?P<change>[^ ]+)) x(?P<count>{NUMBER}))"
-    r"(?: ranks (?P<ranks>[0-9,-]+))?"
+    rf"(?: {RANKS}(?P<ranks>{RANKS_PATTERN}))?"
 )
 _ROLES: Final = "|".join(Role)
 _NO_DTYPE: Final = rf"(?:ahead|async|peer|root|{_ROLES})(?![^ ,])"
@@ -63,7 +62,7 @@ _CALLS: Final = re.compile(
     r"(?: ahead (?P<ahead>[1-9][0-9]{0,5}))?(?P<is_async> async)?"
     r"(?: peer (?P<peer>[+-][1-9][0-9]{0,5}))?(?: root (?P<root>0|[1-9][0-9]{0,5}))?"
 )
-_PEAK: Final = re.compile(rf"{PEAK}{_NBYTES}(?: {RANKS}(?P<ranks>[0-9,-]+))?")
+_PEAK: Final = re.compile(rf"{PEAK}{_NBYTES}(?: {RANKS}(?P<ranks>{RANKS_PATTERN}))?")
 _SHAPES: Final = (
     "'<phase> <module> <collective>[<axis>] x<count> of <bytes> B <dtype>', '<phase> <module> "
     "unshard x<count>' or the like"
@@ -109,7 +108,6 @@ class CommDocument:
         self._reader = RecordReader()
         world = WorldReader(lines)
         self._world = world
-        self._everyone: Ranges = world.ranks or ((0, world.size - 1),)
         body = lines.lines[:-1]
         first = world.end
         self._shows_async = body[first - 1 : first] != [ASYNC_UNKNOWN]
@@ -121,7 +119,8 @@ class CommDocument:
         self._redistributions: list[_CommRecord[RedistributionRow]] = []
         groups: defaultdict[tuple[Phase, int, tuple[str, ...]], list[_CommRecord[Row]]]
         groups = defaultdict(list)
-        self._peaks: list[tuple[int, Ranges]] = []
+        self._peaks: list[tuple[int, str]] = []
+        self._peak_ranks: set[int] = set()
         for number, line in enumerate(body[first - 1 :], start=first):
             if line.startswith(TOTAL):
                 break
@@ -137,14 +136,14 @@ class CommDocument:
         return CommProfile(
             world_size=self._world.size,
             mesh_axes=self._world.mesh_axes,
-            rows=_rows(self._collectives),
-            reshards=_rows(self._reshards),
-            redistributions=_rows(self._redistributions),
+            rows=self._rows(self._collectives),
+            reshards=self._rows(self._reshards),
+            redistributions=self._rows(self._redistributions),
             peaks=tuple(
-                GatheredPeak(nbytes=nbytes, ranks=list_ranks(ranks))
+                GatheredPeak(nbytes=nbytes, ranks=self._ranks(ranks))
                 for nbytes, ranks in self._peaks
             ),
-            recorded_ranks=list_ranks(self._world.ranks),
+            recorded_ranks=self._world.ranks,
             shows_async=self._shows_async,
             sizes_activations=self._sizes_activations,
         )
@@ -233,7 +232,8 @@ class CommDocument:
         make: _Make[_Row],
         write: Callable[[_Row], str],
     ) -> _CommRecord[_Row]:
-        ranks = self._read_ranks(match["ranks"])
+        ranks = match["ranks"] or ""
+        self._ranks(ranks)
         row = make(None, ())
         is_nameless = match["names"] == NO_MODULE
         return _CommRecord(
@@ -247,31 +247,30 @@ class CommDocument:
             make=make,
         )
 
-    def _read_ranks(self, text: str | None) -> Ranges:
-        ranks = self._reader.ranks(text, self._world.size) if text else ()
-        if ranks == self._everyone:
-            raise ValueError("it lists all ranks: expected no list, which already means all ranks")
-        if self._world.ranks and not set(list_ranks(ranks)) <= set(list_ranks(self._world.ranks)):
-            raise ValueError(
-                f"ranks {quoted_part(text or '')} were not all recorded: expected some of "
-                f"{write_ranks(self._world.ranks)}"
-            )
-        return ranks
+    def _ranks(self, text: str) -> tuple[int, ...]:
+        return self._reader.ranks(text, self._world)
+
+    def _rows(self, records: Sequence[_CommRecord[_Row]]) -> tuple[_Row, ...]:
+        return sort_rows(
+            row for record in records for row in record.rows(self._ranks(record.ranks))
+        )
 
     def _read_peak(self, number: int, line: str) -> None:
         match = _PEAK.fullmatch(line)
         if match is None:
             raise self.lines.misread(number, f"'{PEAK}<bytes> B'")
+        text = match["ranks"] or ""
         try:
-            ranks = self._read_ranks(match["ranks"])
+            ranks = self._ranks(text)
         except ValueError as error:
             raise self.lines.refused(number, error) from None
-        seen = {rank for _, listed in self._peaks for rank in list_ranks(listed)}
-        is_next = not self._peaks or (self._peaks[-1][1] and ranks > self._peaks[-1][1])
+        before = self._ranks(self._peaks[-1][1]) if self._peaks else ()
+        is_next = not self._peaks or (before and ranks > before)
         nbytes = _read_nbytes(match)
-        if not nbytes or not is_next or not seen.isdisjoint(list_ranks(ranks)):
+        if not nbytes or not is_next or not self._peak_ranks.isdisjoint(ranks):
             raise self.lines.misread(number, "each rank once, in order, and no peak of 0 bytes")
-        self._peaks.append((nbytes, ranks))
+        self._peaks.append((nbytes, text))
+        self._peak_ranks.update(ranks)
 
     def _check_axes(self) -> None:
         """Checks that the axes are those of the records."""
@@ -292,7 +291,6 @@ class CommDocument:
             pieces = self._reader.cut(
                 self.lines,
                 records,
-                everyone=self._everyone,
                 once="each row once, with all of its ranks",
             )
             first = records[0]
@@ -301,10 +299,10 @@ class CommDocument:
         self._check_axes()
         totals = sum_up(
             (
-                (record.make(None, ()), record.names.size, count_numbers(record.ranks))
+                (record.make(None, ()), record.names.size, len(self._ranks(record.ranks)))
                 for record in self._collectives
             ),
-            count_numbers(self._everyone),
+            len(world.ranks) or world.size,
         )
         self.lines.compare(
             comm_lines(
@@ -319,12 +317,6 @@ class CommDocument:
                 totals=totals,
             )
         )
-
-
-def _rows(records: Sequence[_CommRecord[_Row]]) -> tuple[_Row, ...]:
-    # One list for all rows that have it: they may be long.
-    listed = {ranges: list_ranks(ranges) for ranges in {record.ranks for record in records}}
-    return sort_rows(row for record in records for row in record.rows(listed[record.ranks]))
 
 
 def _read_calls(text: str, *, sizes_activations: bool) -> tuple[Calls, ...]:

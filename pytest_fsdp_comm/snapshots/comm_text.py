@@ -16,9 +16,10 @@ Siblings with equal content share a line, with the numbers of one of them; the b
 are those of each call, and those of a total are all bytes together. No line depends on the width of
 another, so that a change touches the lines that changed and no others. A line that not all recorded
 ranks share ends with ``ranks 0,2-3``; a line ``ranks 0,2-3`` below the world's size says which were
-recorded, if not all were. If ranks differ, totals are sums over all of them and say so. Below a
-line ``activation sizes not compared``, calls that carry activations have no bytes, and totals leave
-theirs out.
+recorded, if not all were (`text.rank_lists` says how ranks are written). If ranks differ, totals
+are sums over all of them and say so: ``total all_gather[dp] x32 16_777_216 B, sum of 4 ranks``.
+Below a line ``activation sizes not compared``, calls that carry activations have no bytes, and
+totals leave theirs out.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from pytest_fsdp_comm.snapshots.comm_writing import (
 )
 from pytest_fsdp_comm.snapshots.lines import SnapshotLines, header, world_lines
 from pytest_fsdp_comm.snapshots.records import fold_names, with_ranks
-from pytest_fsdp_comm.text.rank_lists import runs_of
+from pytest_fsdp_comm.text.rank_lists import write_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,22 +54,31 @@ def format_profile(profile: CommProfile) -> str:
     names_of: defaultdict[tuple[Phase, int], defaultdict[str, list[str | None]]] = defaultdict(
         lambda: defaultdict(list)
     )
+    written = _RankTexts()
     for section, row, content in _contents(profile):
-        words = with_ranks(content, runs_of(row.ranks))
+        words = with_ranks(content, written[row.ranks])
         names_of[row.phase, section][words].append(row.owner)
     lines = comm_lines(
         world=[
-            *world_lines(profile.world_size, runs_of(profile.recorded_ranks), profile.mesh_axes),
+            *world_lines(profile.world_size, profile.recorded_ranks, profile.mesh_axes),
             *limit_lines(
                 shows_async=profile.shows_async, sizes_activations=profile.sizes_activations
             ),
         ],
         records={place: fold_names(contents) for place, contents in names_of.items()},
-        peaks=[(peak.nbytes, runs_of(peak.ranks)) for peak in profile.peaks],
+        peaks=[(peak.nbytes, written[peak.ranks]) for peak in profile.peaks],
         totals=profile.totals(),
     )
     first = header("comm", torch_version=profile.torch_version, backend=profile.backend)
     return "\n".join([first, *lines]) + "\n"
+
+
+class _RankTexts(dict[tuple[int, ...], str]):
+    """Lists of ranks as they are written. Each is written once: rows share long ones."""
+
+    def __missing__(self, ranks: tuple[int, ...]) -> str:
+        self[ranks] = text = write_ranks(ranks)
+        return text
 
 
 def _contents(profile: CommProfile) -> Iterable[tuple[int, Row, str]]:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from pytest_fsdp_comm.comm.profile import CommRow, RedistributionRow, ReshardRow, Total
-    from pytest_fsdp_comm.text.fqn import Ranges
 
 COLLECTIVES: Final = 0
 RESHARDS: Final = 1
@@ -41,7 +40,7 @@ def comm_lines(
     *,
     world: Sequence[str],
     records: Mapping[tuple[Phase, int], Mapping[str, Iterable[str]]],
-    peaks: Iterable[tuple[int, Ranges]],
+    peaks: Iterable[tuple[int, str]],
     totals: Iterable[Total],
 ) -> list[str]:
     """All lines but the first.
@@ -49,7 +48,7 @@ def comm_lines(
     Args:
         world: As `lines.world_lines`, then as `limit_lines`.
         records: Folded names of each content, by phase and kind of record.
-        peaks: Bytes and ranks of each `GatheredPeak`.
+        peaks: Bytes of each `GatheredPeak`, and its ranks as they are written.
         totals: As `CommProfile.totals`, so that a lost line is noticed.
     """
     return [
@@ -72,7 +71,7 @@ def collective_content(row: CommRow) -> str:
 
 
 def _total_line(total: Total) -> str:
-    of_ranks = f" on {total.num_ranks} ranks" if total.num_ranks > 1 else ""
+    of_ranks = f", sum of {total.num_ranks} ranks" if total.num_ranks > 1 else ""
     what = _kind_and_axis(total.kind, total.axis)
     return f"{TOTAL}{what} x{total.count} {total.nbytes:_} B{of_ranks}"
 

@@ -9,7 +9,8 @@ it is broken. Nothing is built before all of it is checked, and names are never 
 
 - `MAX_BYTES` and `MAX_LINES`, far more than anybody reviews;
 - `text.fqn.MAX_NAMES` names in all lines together, of `records.MAX_NAME_TEXT` characters as they
-  are written and of `records.MAX_NUMBERS` numbers each, and as many ranks in all lists together;
+  are written and of `records.MAX_NUMBERS` numbers each;
+- as many ranks in all lists together, and in the groups of all axes;
 - `MAX_WORLD_SIZE` ranks in the world; numbers of at most 18 digits.
 """
 
@@ -24,19 +25,16 @@ from typing import TYPE_CHECKING, Final
 from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of, merge_axes
 from pytest_fsdp_comm.errors import SnapshotFormatError, quoted, quoted_part
 from pytest_fsdp_comm.text.fqn import MAX_NAMES, escape, unescape
-from pytest_fsdp_comm.text.rank_lists import list_ranks, write_ranks
+from pytest_fsdp_comm.text.rank_lists import read_ranks, write_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from pytest_fsdp_comm.text.fqn import Ranges
 
 FORMAT_VERSION: Final = 2
 """Rises when an older reader would misread a snapshot."""
 
 MAX_BYTES: Final = 4 << 20
-"""The largest snapshot file: eight times what GitHub shows of one file's changes, and room for 200
-lists of every other of 8,192 ranks."""
+"""The largest snapshot file: eight times what GitHub shows of one file's changes."""
 MAX_LINES: Final = 10_000
 """The longest snapshot: half of what GitHub shows of one file's changes. A step of 126 layers of
 128 experts has 60 lines, as layers that are alike share theirs."""
@@ -62,7 +60,6 @@ _CONFLICT: Final = re.compile(r"^(?:<{7}|\|{7}|={7}|>{7})", re.MULTILINE)
 _CONTROL: Final = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ufeff]")
 _NUMBER: Final = re.compile(NUMBER)
 _SHORT_NUMBER: Final = re.compile(r"[1-9][0-9]{0,5}")
-_RUN: Final = re.compile(r"(0|[1-9][0-9]{0,8})(?:-([1-9][0-9]{0,8}))?")
 
 RANKS: Final = "ranks "
 """Before a list of ranks."""
@@ -78,12 +75,12 @@ def header(kind: str, *, torch_version: str, backend: str) -> str:
     )
 
 
-def world_lines(world_size: int, ranks: Ranges, axes: Iterable[MeshAxis]) -> list[str]:
+def world_lines(world_size: int, ranks: Sequence[int], axes: Iterable[MeshAxis]) -> list[str]:
     """The lines of world, ranks and mesh, which `WorldReader` reads.
 
     Args:
         world_size: Ranks of the default group.
-        ranks: Those that were recorded; empty for all ranks.
+        ranks: Those that were recorded, ascending; empty for all ranks.
         axes: Sorted by name.
     """
     return [
@@ -249,37 +246,27 @@ def too_large(where: str, size: str) -> SnapshotFormatError:
     )
 
 
-def read_ranks(text: str, world_size: int) -> Ranges:
-    """Reads ranks such as ``0,2-3``.
+def read_some_ranks(text: str, world_size: int, recorded: Sequence[int] = ()) -> tuple[int, ...]:
+    """Reads ranks that stand for some of the recorded ones.
+
+    Args:
+        text: ``0,2-3``.
+        world_size: Ranks of the default group.
+        recorded: Those that were recorded; empty for all ranks.
 
     Raises:
-        ValueError: `text.rank_lists.write_ranks` does not write such a text.
+        ValueError: As `text.rank_lists.read_ranks`, or they are all that were recorded, or not all
+            of them were.
     """
-    ranges: list[tuple[int, int]] = []
-    for run in text.split(","):
-        match = _RUN.fullmatch(run)
-        first = int(match[1]) if match else -1
-        last = int(match[2]) if match and match[2] else first
-        is_run = last > first if match and match[2] else match is not None
-        if not is_run or last >= world_size or (ranges and first <= ranges[-1][1] + 1):
-            raise ValueError(
-                f"bad ranks {quoted_part(text)}: expected ranks from 0 to {world_size - 1} in "
-                "ascending order, such as 0,2-3"
-            )
-        ranges.append((first, last))
-    return tuple(ranges)
-
-
-def read_some_ranks(text: str, world_size: int) -> Ranges:
-    """As `read_ranks`, of which all ranks are no list.
-
-    Raises:
-        ValueError: As `read_ranks`, or all ranks are listed.
-    """
-    ranges = read_ranks(text, world_size)
-    if ranges == ((0, world_size - 1),):
+    ranks = read_ranks(text, world_size)
+    if len(ranks) == world_size or ranks == recorded:
         raise ValueError("it lists all ranks: expected no list, which already means all ranks")
-    return ranges
+    if recorded and not set(ranks).issubset(recorded):
+        raise ValueError(
+            f"ranks {quoted_part(text)} were not all recorded: expected some of "
+            f"{quoted_part(write_ranks(recorded))}"
+        )
+    return ranks
 
 
 def _is_found(dims: Sequence[tuple[int, int]], world_size: int) -> bool:
@@ -312,7 +299,7 @@ class WorldReader:
         self._lines = lines
         self.size = self._read_size()
         """Ranks of the default group."""
-        self.ranks: Ranges = ()
+        self.ranks: tuple[int, ...] = ()
         """Those that were recorded; empty for all ranks."""
         self.end = 3
         """Number of the first line after these."""
@@ -340,7 +327,7 @@ class WorldReader:
 
     def _read_mesh(self) -> tuple[MeshAxis, ...]:
         axes: list[MeshAxis] = []
-        members = 0
+        room = MAX_NAMES
         while self._line.startswith(MESH):
             written = self._line.removeprefix(MESH)
             escaped, _, layout = written.rpartition("=")
@@ -348,15 +335,15 @@ class WorldReader:
                 raise ValueError(
                     f"bad axis {quoted_part(written)}: expected <axis>=<size> stride <stride>"
                 )
-            axes.append(self._read_axis(unescape(escaped), layout))
-            keys = [(axis.name, axis.size, axis.dims) for axis in axes]
-            members += sum(map(len, axes[-1].groups))
-            if keys != sorted(set(keys)) or members > MAX_NAMES:
+            axes.append(self._read_axis(unescape(escaped), layout, room))
+            room -= sum(map(len, axes[-1].groups))
+            keys = [(axis.name, axis.size, axis.dims) for axis in axes[-2:]]
+            if keys != sorted(set(keys)):
                 raise ValueError("bad axis: expected each axis and layout once, sorted by name")
             self.end += 1
         return tuple(axes)
 
-    def _read_axis(self, name: str, text: str) -> MeshAxis:
+    def _read_axis(self, name: str, text: str, room: int) -> MeshAxis:
         shape, word, rest = text.partition(" ")
         kind, _, rest = rest.partition(" ")
         sizes = shape.split("x")
@@ -367,12 +354,7 @@ class WorldReader:
             if not 1 <= size <= self.size:
                 pass
             elif kind == "ranks" and rest:
-                groups = [
-                    axis_of(name, list_ranks(read_ranks(group, self.size)))
-                    for group in rest.split(" | ")
-                ]
-                if all(group.groups and group.size == size for group in groups):
-                    (axis,) = merge_axes(groups)
+                axis = self._read_groups(name, size, rest.split(" | "), room)
             elif all(map(_SHORT_NUMBER.fullmatch, strides)):
                 pairs = zip(map(int, sizes), map(int, strides), strict=False)
                 dims = tuple(pairs)[::-1]
@@ -384,4 +366,22 @@ class WorldReader:
                 "'<size>x<size> stride <stride>x<stride>' or '<size> ranks <ranks> | <ranks>', "
                 f"with sizes up to {self.size}"
             )
+        return axis
+
+    def _read_groups(
+        self, name: str, size: int, texts: Sequence[str], room: int
+    ) -> MeshAxis | None:
+        """An axis whose groups lie irregularly; None if one does not, or has another size."""
+        if len(texts) * size > room:
+            raise ValueError(
+                f"too many ranks: expected at most {MAX_NAMES} in the groups of all axes together"
+            )
+        groups = []
+        for text in texts:
+            group = axis_of(name, read_ranks(text, self.size))
+            # At the first one: to list all ranks for each text would take for ever.
+            if not group.groups or group.size != size:
+                return None
+            groups.append(group)
+        (axis,) = merge_axes(groups)
         return axis

@@ -7,25 +7,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.errors import quoted_part
-from pytest_fsdp_comm.snapshots.lines import RANKS, read_ranks
+from pytest_fsdp_comm.snapshots.lines import RANKS, read_some_ranks
 from pytest_fsdp_comm.text.fqn import (
     MAX_NAMES,
     NO_MODULE,
     Pattern,
-    Ranges,
-    count_numbers,
     first_name,
     fold_fqns,
     natural_key,
     read_pattern,
 )
 from pytest_fsdp_comm.text.name_patterns import Pieces, Steps
-from pytest_fsdp_comm.text.rank_lists import write_ranks
+from pytest_fsdp_comm.text.rank_lists import runs_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from pytest_fsdp_comm.snapshots.lines import SnapshotLines
+    from pytest_fsdp_comm.snapshots.lines import SnapshotLines, WorldReader
+    from pytest_fsdp_comm.text.fqn import Ranges
 
 MAX_NAME_TEXT: Final = 1_000_000
 """The most characters that the names of all lines have: 100 for each of the most lines."""
@@ -42,8 +41,8 @@ class Record:
     names: Pattern
     content: str
     """What the writer writes after the names, without ranks."""
-    ranks: Ranges = ()
-    """Empty for all ranks."""
+    ranks: str = ""
+    """As they are written; empty for all ranks."""
 
     @property
     def words(self) -> str:
@@ -51,9 +50,9 @@ class Record:
         return with_ranks(self.content, self.ranks)
 
 
-def with_ranks(content: str, ranks: Ranges) -> str:
-    """A line's content with the ranks that share it; none are written for all ranks."""
-    return f"{content} {RANKS}{write_ranks(ranks)}" if ranks else content
+def with_ranks(content: str, ranks: str) -> str:
+    """A line's content with the ranks that share it, as they are written; empty for all ranks."""
+    return f"{content} {RANKS}{ranks}" if ranks else content
 
 
 def fold_names(names_of: Mapping[str, Iterable[str | None]]) -> dict[str, list[str]]:
@@ -98,7 +97,8 @@ class RecordReader:
         self._name_text = 0
         self._names = 0
         self._ranks = 0
-        self._rank_lists: dict[str, Ranges] = {}
+        self._rank_lists: dict[str, tuple[int, ...]] = {"": ()}
+        self._rank_classes: dict[str, Ranges] = {}
 
     def pattern(self, text: str) -> Pattern:
         """Reads names, which count for the whole file."""
@@ -115,16 +115,47 @@ class RecordReader:
             raise ValueError(f"too many names: expected at most {MAX_NAMES} in all lines together")
         return pattern
 
-    def ranks(self, text: str, world_size: int) -> Ranges:
-        """Reads a list of ranks such as ``0,2-3``."""
+    def ranks(self, text: str, world: WorldReader) -> tuple[int, ...]:
+        """Reads a list of some of the recorded ranks, such as ``0,2-3``; empty for all of them.
+
+        Lines share the tuple of one text.
+        """
         if text not in self._rank_lists:
-            self._rank_lists[text] = ranges = read_ranks(text, world_size)
-            self._ranks += count_numbers(ranges)
+            self._rank_lists[text] = ranks = read_some_ranks(text, world.size, world.ranks)
+            self._ranks += len(ranks)
             if self._ranks > MAX_NAMES:
                 raise ValueError(
                     f"too many ranks: expected at most {MAX_NAMES} in all lists together"
                 )
         return self._rank_lists[text]
+
+    def _classes_of_ranks(self) -> Mapping[str, Ranges]:
+        """The ranks of each list as numbers of classes, of which a list has all ranks or none.
+
+        A file has few classes even where its lists have many ranks. The last class is of those in
+        no list, so that all ranks have a number that no list has.
+        """
+        if self._rank_classes:
+            return self._rank_classes
+        class_of: dict[int, int] = {}
+        made = 1  # class 0 is of the ranks in none of the lists so far
+        for ranks in self._rank_lists.values():
+            parts: dict[int, int] = {}
+            for rank in ranks:
+                old = class_of.get(rank, 0)
+                if old not in parts:
+                    parts[old] = made
+                    made += 1
+                class_of[rank] = parts[old]
+        numbers: dict[int, int] = {}
+        for rank in sorted(class_of):
+            numbers.setdefault(class_of[rank], len(numbers))
+        self._rank_classes = {
+            text: runs_of(sorted({numbers[class_of[rank]] for rank in ranks}))
+            for text, ranks in self._rank_lists.items()
+        }
+        self._rank_classes[""] = ((0, len(numbers)),)
+        return self._rank_classes
 
     def cut(
         self,
@@ -132,15 +163,13 @@ class RecordReader:
         records: Sequence[Record],
         *,
         once: str,
-        everyone: Ranges = (),
     ) -> Pieces:
-        """Cuts the names of lines that differ in their contents only.
+        """Cuts the names of lines that differ in their contents only, when all lines are read.
 
         Args:
             lines: The snapshot, for errors.
             records: The lines.
             once: What is expected if two lines have the same name on the same rank.
-            everyone: All ranks, where lines list some.
 
         Raises:
             SnapshotFormatError: Two have, or there are too many steps.
@@ -150,7 +179,8 @@ class RecordReader:
             pieces = by_rank = Pieces(names, self._steps)
             if any(record.ranks for record in records):
                 # The rank as one more number of the name.
-                boxes = [(*record.names.box, record.ranks or everyone) for record in records]
+                classes = self._classes_of_ranks()
+                boxes = [(*record.names.box, classes[record.ranks]) for record in records]
                 by_rank = Pieces(
                     [
                         Pattern(words=(*pattern.words, ""), box=box)

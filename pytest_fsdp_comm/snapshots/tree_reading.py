@@ -18,7 +18,6 @@ from pytest_fsdp_comm.snapshots.tree_writing import (
     unit_content,
 )
 from pytest_fsdp_comm.text.fqn import unescape
-from pytest_fsdp_comm.text.rank_lists import list_ranks
 from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
 from pytest_fsdp_comm.tree.model import Precision, UnitKind
 from pytest_fsdp_comm.tree.profile import TreeProfile
@@ -78,7 +77,7 @@ class TreeDocument:
         """What the document holds."""
         common = self._trees.get(())
         recorded = (
-            list_ranks(common.world.ranks)
+            common.world.ranks
             if common is not None
             else tuple(sorted(chain.from_iterable(self._trees)))
         )
@@ -97,20 +96,22 @@ def _read_trees(lines: SnapshotLines) -> dict[tuple[int, ...], _Tree]:
         raise lines.misread(2, "a line 'ranks <N>,...' above each of several trees")
     trees: dict[tuple[int, ...], _Tree] = {}
     bodies: dict[tuple[str, ...], int] = {}
+    seen: set[int] = set()
+    before: tuple[int, ...] = ()
     for start, end in pairwise([*starts, len(lines.lines)]):
         section = _indented(lines, start, end)
         tree = _Tree(section, reader)
         try:
-            ranges = reader.ranks(lines.lines[start - 1].removeprefix(RANKS), tree.world.size)
+            ranks = reader.ranks(lines.lines[start - 1].removeprefix(RANKS), tree.world)
         except ValueError as error:
             raise lines.refused(start, error) from None
-        ranks = list_ranks(ranges)
-        seen = {rank for held in trees for rank in held}
-        if not seen.isdisjoint(ranks) or ranks < max(trees, default=()):
+        if not seen.isdisjoint(ranks) or ranks <= before:
             raise lines.misread(start, "each rank once, trees in the order of their first ranks")
         if bodies.setdefault(tuple(section.lines[1:]), start) != start:
             raise lines.misread(start, "each tree once, with all of its ranks")
         trees[ranks] = tree
+        seen.update(ranks)
+        before = ranks
     return trees
 
 

@@ -26,13 +26,12 @@ from pytest_fsdp_comm.snapshots.lines import END, INDENT, RANKS, SnapshotLines, 
 from pytest_fsdp_comm.snapshots.records import fold_names
 from pytest_fsdp_comm.snapshots.tree_reading import TreeDocument
 from pytest_fsdp_comm.snapshots.tree_writing import parameter_content, tree_lines, unit_content
-from pytest_fsdp_comm.text.rank_lists import runs_of, write_ranks
+from pytest_fsdp_comm.text.rank_lists import write_ranks
 from pytest_fsdp_comm.tree.profile import fold
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from pytest_fsdp_comm.text.fqn import Ranges
     from pytest_fsdp_comm.tree.facts import TreeFacts
     from pytest_fsdp_comm.tree.model import ShardTree
     from pytest_fsdp_comm.tree.profile import TreeProfile
@@ -48,14 +47,13 @@ def format_profile(profile: TreeProfile) -> str:
     lines = [header("tree", torch_version=profile.torch_version, backend=profile.backend)]
     for ranks, facts in profile.trees.items():
         if not ranks:
-            recorded = runs_of(profile.recorded_ranks)
-            return "\n".join([*lines, *_fact_lines(facts, recorded)]) + "\n"
-        lines.append(RANKS + write_ranks(runs_of(ranks)))
+            return "\n".join([*lines, *_fact_lines(facts, profile.recorded_ranks)]) + "\n"
+        lines.append(RANKS + write_ranks(ranks))
         lines += [INDENT + line for line in _fact_lines(facts)]
     return "\n".join([*lines, END]) + "\n"
 
 
-def _fact_lines(facts: TreeFacts, recorded: Ranges = ()) -> list[str]:
+def _fact_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
     return tree_lines(
         world=world_lines(facts.world_size, recorded, facts.mesh_axes),
         units={

@@ -1,38 +1,122 @@
-"""Ranks as people write them, their runs folded."""
+"""Ranks as people write them: ``0-3``, ``0-62/2``, ``0-39:8/16``.
+
+`write_ranks` gives each set of ranks one text, and `read_ranks` reads no other:
+
+- ranks that follow each other are a run, ``0-3``;
+- from the left, at least `FOLDED` runs of one length and at one distance are written as one, as
+  many as there are: ``0-62/2`` is every second rank from 0 to 62, and ``0-55:8/16`` is the first 8
+  of every 16 from 0 to 55. Such are the ranks of a device mesh that share some of its coordinates;
+- the others stand by themselves, in ascending order: ``0,2-3``.
+
+The Linux kernel lists CPUs so, but writes ``:1`` too, and may cut the last run short.
+"""
 
 from __future__ import annotations
 
-from itertools import groupby
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.errors import quoted_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+FOLDED: Final = 4
+"""The fewest runs that are written as one: ``0,2,4`` reads faster than a stride."""
+RANKS_PATTERN: Final = r"[0-9][0-9,:/-]*"
+"""A regular expression that every list of ranks matches."""
+
+_NUMBER: Final = r"[1-9][0-9]{0,8}"
+_ENTRY: Final = re.compile(rf"(0|{_NUMBER})(?:-({_NUMBER})(?:(?::({_NUMBER}))?/({_NUMBER}))?)?")
 
 
 def runs_of(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Ascending numbers as first and last of each run: ``0, 1, 2, 5`` as ``(0, 2), (5, 5)``."""
-    # Neighbours in a run have the same distance to their position in the list.
-    runs = [
-        [number for _, number in run]
-        for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
-    ]
-    return tuple((run[0], run[-1]) for run in runs)
+    if not numbers:
+        return ()
+    runs = []
+    first = last = numbers[0]
+    for number in numbers[1:]:
+        if number != last + 1:
+            runs.append((first, last))
+            first = number
+        last = number
+    return (*runs, (first, last))
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """``rank 2``, ``ranks 0-3`` or ``ranks 0, 2-3``."""
-    text = write_ranks(runs_of(sorted(ranks)), separator=", ")
+    text = write_ranks(sorted(ranks), separator=", ")
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
-def write_ranks(runs: Iterable[tuple[int, int]], *, separator: str = ",") -> str:
-    """``0,2-3``, from the first and last rank of each run."""
-    return separator.join(f"{first}-{last}" if first < last else str(first) for first, last in runs)
+def write_ranks(ranks: Sequence[int], *, separator: str = ",") -> str:
+    """Ascending ranks as ``0,2-3``; empty for none."""
+    return separator.join(_entries(runs_of(ranks)))
 
 
-def list_ranks(runs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """Every rank by itself, from the first and last rank of each run."""
-    return tuple(rank for first, last in runs for rank in range(first, last + 1))
+def _entries(runs: Sequence[tuple[int, int]]) -> Iterator[str]:
+    place = 0
+    while place < len(runs):
+        first, last = runs[place]
+        distance = runs[place + 1][0] - first if place + 1 < len(runs) else 0
+        end = place + 1
+        while end < len(runs) and runs[end] == (runs[end - 1][0] + distance, last + distance):
+            last += distance
+            end += 1
+        length = last - runs[end - 1][0] + 1
+        if end - place >= FOLDED:
+            yield f"{first}-{last}{f':{length}' if length > 1 else ''}/{distance}"
+            place = end
+        else:
+            yield str(first) if length == 1 else f"{first}-{first + length - 1}"
+            place += 1
+
+
+def read_ranks(text: str, world_size: int) -> tuple[int, ...]:
+    """Reads what `write_ranks` wrote; the work is at most that of listing all ranks.
+
+    Args:
+        text: ``0,2-3``; not empty.
+        world_size: How many ranks there are.
+
+    Raises:
+        ValueError: There are no such ranks, or they are written otherwise.
+    """
+    ranks: list[int] = []
+    for entry in text.split(","):
+        listed = _read_entry(entry, world_size)
+        if not listed or (ranks and listed[0] <= ranks[-1]):
+            raise ValueError(
+                f"bad ranks {quoted_part(text)}: expected ranks from 0 to {world_size - 1} in "
+                "ascending order, such as 0,2-3"
+            )
+        ranks += listed
+    written = write_ranks(ranks)
+    if written != text:
+        raise ValueError(f"bad ranks {quoted_part(text)}: expected {quoted_part(written)}")
+    return tuple(ranks)
+
+
+def _read_entry(entry: str, world_size: int) -> list[int]:
+    """The ranks of ``3``, ``0-3``, ``0-62/2`` or ``0-55:8/16``; none if there are no such."""
+    match = _ENTRY.fullmatch(entry)
+    if match is None:
+        return []
+    first = int(match[1])
+    last = int(match[2] or first)
+    if last >= world_size:
+        return []
+    if not match[4]:
+        return list(range(first, last + 1))
+    length, distance = int(match[3] or 1), int(match[4])
+    starts = range(first, last + 1, distance)
+    # Otherwise runs would overlap, or the last one would be cut short.
+    if length >= distance or last != starts[-1] + length - 1:
+        return []
+    if length == 1:
+        return list(starts)
+    return [rank for start in starts for rank in range(start, start + length)]
 
 
 def fold_equal(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from pytest_fsdp_comm.comm.mesh import show_mesh
 from pytest_fsdp_comm.text.fqn import expand, fold_fqns, natural_key
-from pytest_fsdp_comm.text.rank_lists import runs_of, write_ranks
+from pytest_fsdp_comm.text.rank_lists import write_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -66,7 +66,7 @@ def compare(old: TreeProfile, new: TreeProfile) -> TreeComparison:
         old = old.restricted(new.recorded_ranks)
     changes: tuple[TreeChange, ...] = ()
     if old.recorded_ranks != new.recorded_ranks:
-        ranks = [write_ranks(runs_of(at.recorded_ranks)) or "all" for at in (old, new)]
+        ranks = [write_ranks(at.recorded_ranks) or "all" for at in (old, new)]
         changes = (TreeChange(subject="ranks", what=f"recorded {ranks[0]} -> {ranks[1]}"),)
     if old.common is not None and new.common is not None:
         if old.common != new.common:

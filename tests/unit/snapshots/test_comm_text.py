@@ -229,8 +229,8 @@ backward (root) all_gather[dp] x4 of objects, x1 of 32 B float32 async, x1 of 64
 parameters ahead 1, x2 of 64 B float32
 outside (no-module) unknown:odd[dp] x1
 peak gathered 2_048 B
-total all_gather[dp] x54 6_008_064 B on 4 ranks
-total unknown:odd[dp] x4 0 B on 4 ranks
+total all_gather[dp] x54 6_008_064 B, sum of 4 ranks
+total unknown:odd[dp] x4 0 B, sum of 4 ranks
 end
 """
 
@@ -295,6 +295,27 @@ def test_sizes_that_do_not_fit_the_header_are_refused(old, new, complaint):
     assert complaint in str(caught.value)
 
 
+def test_ranks_that_differ_in_a_mesh_have_short_lines():
+    # 8 stages of 64 ranks of dp, of 8 of tp each: the stages have layers of their own, and the
+    # first rank of each tp group sends something more.
+    mesh = [range(stage * 512, (stage + 1) * 512) for stage in range(8)]
+    stages = [row(f"layers.{n}", ranks=tuple(ranks)) for n, ranks in enumerate(mesh)]
+    first = row("norm", count=2, ranks=tuple(range(0, 4096, 8)))
+    others = row("norm", ranks=tuple(rank for rank in range(4096) if rank % 8))
+    profile = replace(profile_of(*stages, first, others), world_size=4096)
+    text = format_profile(profile)
+    assert text.splitlines()[3:-2] == [
+        *(
+            f"forward layers.{stage} all_gather[dp] x1 of 1_024 B float32 "
+            f"ranks {512 * stage}-{512 * stage + 511}"
+            for stage in range(8)
+        ),
+        "forward norm all_gather[dp] x1 of 1_024 B float32 ranks 1-4095:7/8",
+        "forward norm all_gather[dp] x2 of 1_024 B float32 ranks 0-4088/8",
+    ]
+    assert parse_profile(text) == profile
+
+
 def test_a_long_name_moves_no_other_line():
     longer = replace(
         PROFILE,
@@ -343,7 +364,7 @@ def test_a_long_name_moves_no_other_line():
         (TEXT.replace("layers.{0..2}", "layers.{2..0}"), "float32': bad numbers {2..0} in"),
         (TEXT.replace("x1 of 500_000 B", "lots"), "line 5: it reads 'forward layers.{0..2} all"),
         (TEXT.replace("500_000", "500_001"), "f.comm, line 10: it reads 'total all_ga"),
-        (TEXT.replace("total unknown:odd[dp] x4 0 B on 4 ranks\n", ""), "the totals do not match"),
+        (TEXT.replace("total unknown:odd[dp] x4 0 B, sum of 4 ranks\n", ""), "totals do not mat"),
     ],
 )  # fmt: skip
 def test_what_is_broken_is_refused(text, complaint):

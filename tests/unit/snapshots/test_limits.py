@@ -28,8 +28,8 @@ forward layers.{0..3} all_reduce[tp] x1 of 8 B int64
 forward norm all_gather[dp] x1 of 8 B int64 ranks 0,2-3
 forward layers.{0..3} unshard x1
 forward norm redistribute (Shard(dim=1))->(Replicate()) x1
-total all_gather[dp] x35 32_792 B on 8 ranks
-total all_reduce[tp] x32 256 B on 8 ranks
+total all_gather[dp] x35 32_792 B, sum of 8 ranks
+total all_reduce[tp] x32 256 B, sum of 8 ranks
 end
 """
 TREE = """\
@@ -124,7 +124,10 @@ def test_a_conflict_says_how_to_take_a_side():
         ("ranks 0,2-3", "ranks 3-2", "bad ranks '3-2'; expected ranks from 0 to 7 in ascending"),
         ("ranks 0,2-3", "ranks 1-0", "bad ranks '1-0'"),
         ("ranks 0,2-3", "ranks 2,0", "bad ranks '2,0'"),
-        ("ranks 0,2-3", "ranks 2,3", "bad ranks '2,3'"),
+        ("ranks 0,2-3", "ranks 2,3", "bad ranks '2,3'; expected '2-3'"),
+        ("ranks 0,2-3", "ranks 0,2,4,6", "bad ranks '0,2,4,6'; expected '0-6/2'"),
+        ("ranks 0,2-3", "ranks 0-4/2", "bad ranks '0-4/2'; expected '0,2,4'"),
+        ("ranks 0,2-3", "ranks 0-7/2", "bad ranks '0-7/2'; expected ranks from 0 to 7 in asc"),
         ("ranks 0,2-3", "ranks 8", "bad ranks '8'"),
         ("ranks 0,2-3", "ranks 0-99999999999", "bad ranks '0-99999999999'"),
         ("ranks 0,2-3", "ranks 0-7", "it lists all ranks; expected no list"),
@@ -135,7 +138,7 @@ def test_a_conflict_says_how_to_take_a_side():
         ("forward layers.{0..3} unshard x1\n", "forward layers.{0..1} unshard x1\nforward layers."
          "{2..3} unshard x1\n", "unshard x1'; expected 'forward layers.{0..3} unshard x1'"),
         ("forward layers.{0..3} unshard x1\n", "forward layers.{0..3} unshard x1\n" * 2, "each r"),
-        ("32_792", "32_793", "line 10: it reads 'total all_gather[dp] x35 32_793 B on 8"),
+        ("32_792", "32_793", "line 10: it reads 'total all_gather[dp] x35 32_793 B, s"),
     ],
 )  # fmt: skip
 def test_a_recording_refuses_bad_rows_and_totals(old, new, complaint):
@@ -192,10 +195,25 @@ COSTLY = {
         for n in range(700)
     ),
     "lists of ranks": HEAD["comm"] + "".join(
+        # Their distances are 2 and 3 in turn, which nothing folds.
         f"forward l.{n} all_gather[dp] x{n + 1} of 8 B ranks "
-        f"{','.join(map(str, range(n, 131_072, 2)))}\n"
+        f"{','.join(str(rank) for rank in range(n, 131_072) if (rank - n) % 5 in {0, 2})}\n"
         for n in range(9)
     ),
+    "strided ranks": HEAD["comm"] + "".join(
+        f"forward l.{n} all_gather[dp] x{n + 1} of 8 B ranks {2 * n}-131070/2\n" for n in range(15)
+    ),
+    "recorded ranks": HEAD["comm"].replace("mesh", "ranks 0-131067:4/8\nmesh") + "".join(
+        f"forward l.{n} all_gather[dp] x{n + 1} of 8 B ranks 0-131064/8\n" for n in range(LINES - 1)
+    ),
+    "peaks": HEAD["comm"] + "".join(
+        f"peak gathered {n + 1:_} B ranks {13 * n}-{13 * n + 11}\n" for n in range(LINES)
+    ),
+    "groups of ranks": HEAD["comm"]
+    + f"mesh x=65536 ranks {' | '.join(['0-131070/2'] * 300_000)}\n",
+    "irregular groups": HEAD["comm"]
+    + f"mesh x=65537 ranks {' | '.join(['0-131068/2,131070-131071'] * 15)}\n",
+    "axes": HEAD["comm"] + "".join(f"mesh x{n:04}=2 stride 1\n" for n in range(LINES)),
     "equal ranks": HEAD["comm"] + "".join(
         f"forward l.{n} all_gather[dp] x{n + 1} of 8 B ranks 1-131071\n" for n in range(LINES)
     ),
