@@ -26,6 +26,7 @@ from pytest_fsdp_comm.options import (
     parse_whole_number,
     parse_world_size,
 )
+from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,8 +110,8 @@ def resolve(
         _check_slots(len(ranks), options.rank_slots)
     if options.pdb_rank is not None and options.pdb_rank not in ranks:
         raise BadValueError(
-            f"--pdb-rank {options.pdb_rank} is not a rank of this test, whose ranks are "
-            f"{', '.join(map(str, ranks))}: choose one of these, or select other tests"
+            f"--pdb-rank {options.pdb_rank} is not a rank of this test, which runs on "
+            f"{name_ranks(ranks)}: choose one of these, or select other tests"
         )
     timeout = given["timeout_s"]
     return DistributedSettings(

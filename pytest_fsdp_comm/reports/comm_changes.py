@@ -19,6 +19,7 @@ from pytest_fsdp_comm.reports.headline import weight
 from pytest_fsdp_comm.reports.story_lines import name_owners, step_line, timing_line
 from pytest_fsdp_comm.text.fqn import fold_fqns
 from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
+from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -185,9 +186,7 @@ def _listed_calls(amount: Amount) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "all ranks"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return name_ranks(ranks) if ranks else "all ranks"
 
 
 def _site(change: Change) -> str:

@@ -202,7 +202,7 @@ def test_a_pdb_rank_that_a_test_does_not_run_stops_the_session(pytester):
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert (
         "test_it.py::test_after: @pytest.mark.distributed: --pdb-rank 2 is not a rank of this "
-        "test, whose ranks are 0, 1: choose one of these, or select other tests"
+        "test, which runs on ranks 0-1: choose one of these, or select other tests"
     ) in result.stderr.str()
     assert "test_failing" not in result.stderr.str()
 

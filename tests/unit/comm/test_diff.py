@@ -126,8 +126,10 @@ def test_ranks_that_differ_are_named():
     new = profile(row(FORWARD, "a", "all_gather", 2, 2 * KIB, ranks=(0, 1)))
     assert rendered(old, new).full[1] == (
         "  a forward: all_gather[dp] 1 (of 1_024 B float32) on all ranks -> 2 (of 1_024 B float32) "
-        "on ranks 0, 1"
+        "on ranks 0-1"
     )
+    new = profile(row(FORWARD, "a", "all_gather", 2, 2 * KIB, ranks=tuple(range(0, 64, 8))))
+    assert rendered(old, new).full[1].endswith(" on ranks 0-56/8")
 
 
 def calls(count=1, nbytes=64, dtype="float32", **changes):
