@@ -8,14 +8,16 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from dataclasses import Field, dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
 
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Gap, Phase, Role, Source
 from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes
 from pytest_fsdp_comm.text.fqn import natural_key, write_word
+from pytest_fsdp_comm.text.rank_lists import unless_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pytest_fsdp_comm.comm.events import Collective, Recording
 
@@ -432,71 +434,89 @@ def _fold_redistributions(recording: Recording) -> Iterable[RedistributionRow]:
         yield RedistributionRow(phase=phase, owner=owner, change=change, count=count)
 
 
-def merge(profiles: Sequence[CommProfile]) -> CommProfile:
+def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> CommProfile:
     """Merges the profiles of the recorded ranks; equal rows become one.
+
+    Ranks that recorded the same may share one object, which is then looked at once.
 
     Args:
         profiles: One for each rank, in rank order, each of one rank.
+        ranks: Of each profile, ascending; empty if the profiles say so themselves.
 
     Returns:
         The profile of all of them. A row that not every rank has says which have it.
     """
-    first = profiles[0]
     # One process alone is all ranks.
-    ranks = tuple((profile.recorded_ranks or (0,))[0] for profile in profiles)
+    ranks = ranks or [(profile.recorded_ranks or (0,))[0] for profile in profiles]
+    groups = _Groups(profiles, ranks)
+    first, alike = profiles[0], groups.profiles
     return replace(
         first,
-        mesh_axes=merge_axes(axis for profile in profiles for axis in profile.mesh_axes),
-        rows=_merge_rows(ranks, [profile.rows for profile in profiles]),
-        reshards=_merge_rows(ranks, [profile.reshards for profile in profiles]),
-        redistributions=_merge_rows(ranks, [profile.redistributions for profile in profiles]),
-        peaks=_merge_peaks(ranks, [profile.peaks for profile in profiles]),
-        recorded_ranks=() if len(ranks) == first.world_size else ranks,
-        notes=tuple(dict.fromkeys(note for profile in profiles for note in profile.notes)),
-        gaps=_merge_gaps(profiles),
+        mesh_axes=merge_axes(axis for profile in alike for axis in profile.mesh_axes),
+        rows=_merge_rows(groups, [profile.rows for profile in alike]),
+        reshards=_merge_rows(groups, [profile.reshards for profile in alike]),
+        redistributions=_merge_rows(groups, [profile.redistributions for profile in alike]),
+        peaks=_merge_alike(groups, [profile.peaks for profile in alike]),
+        recorded_ranks=unless_all(ranks, first.world_size),
+        notes=tuple(dict.fromkeys(note for profile in alike for note in profile.notes)),
+        gaps=_merge_alike(groups, [profile.gaps for profile in alike]),
     )
 
 
-def _merge_gaps(profiles: Sequence[CommProfile]) -> tuple[Gap, ...]:
-    """Makes one of equal gaps, which says which ranks have it unless all do."""
-    having: defaultdict[Gap, list[int]] = defaultdict(list)
-    for profile in profiles:
-        for gap in profile.gaps:
-            having[gap].append(profile.recorded_ranks[0])
-    return tuple(
-        replace(gap, ranks=() if len(ranks) == len(profiles) else tuple(ranks))
-        for gap, ranks in having.items()
-    )
+class _Groups:
+    """Ranks that share a profile, together: so many ranks cost as few as there are groups."""
+
+    def __init__(self, profiles: Sequence[CommProfile], ranks: Sequence[int]) -> None:
+        """Groups the ranks.
+
+        Args:
+            profiles: Of each rank.
+            ranks: Ascending.
+        """
+        self._num_ranks = len(ranks)
+        # By identity: comparing profiles takes longer than merging them.
+        groups: dict[int, tuple[CommProfile, list[int]]] = {}
+        for rank, profile in zip(ranks, profiles, strict=True):
+            groups.setdefault(id(profile), (profile, []))[1].append(rank)
+        self.profiles = [profile for profile, _ in groups.values()]
+        """One of each group, in the order of the groups' lowest ranks."""
+        self._ranks = [held for _, held in groups.values()]
+        self._lists: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def ranks(self, places: Iterable[int]) -> tuple[int, ...]:
+        """The ranks of some groups as rows hold them, equal lists as one object.
+
+        Args:
+            places: Of the groups, ascending.
+        """
+        key = tuple(places)
+        if key not in self._lists:
+            listed = sorted(chain.from_iterable(self._ranks[place] for place in key))
+            self._lists[key] = unless_all(listed, self._num_ranks)
+        return self._lists[key]
 
 
-def _merge_rows(ranks: Sequence[int], rows_of: Sequence[Sequence[_Row]]) -> tuple[_Row, ...]:
+def _merge_rows(groups: _Groups, rows_of: Sequence[Sequence[_Row]]) -> tuple[_Row, ...]:
     """Makes one of equal rows.
 
     Args:
-        ranks: Ascending.
-        rows_of: The rows of each of them.
+        groups: Whose they are.
+        rows_of: The rows of each group.
     """
-    groups: dict[tuple[RowKey, int, tuple[Calls, ...]], tuple[_Row, list[int]]] = {}
-    for rank, rows in zip(ranks, rows_of, strict=True):
+    having: dict[tuple[RowKey, int, tuple[Calls, ...]], tuple[_Row, list[int]]] = {}
+    for place, rows in enumerate(rows_of):
         for row in rows:
-            groups.setdefault((row.key, row.count, row.calls), (row, []))[1].append(rank)
-    return sort_rows(
-        replace(row, ranks=() if len(having) == len(ranks) else tuple(having))
-        for row, having in groups.values()
-    )
+            having.setdefault((row.key, row.count, row.calls), (row, []))[1].append(place)
+    return sort_rows(replace(row, ranks=groups.ranks(places)) for row, places in having.values())
 
 
-def _merge_peaks(
-    ranks: Sequence[int], peaks_of: Sequence[Sequence[GatheredPeak]]
-) -> tuple[GatheredPeak, ...]:
-    having: defaultdict[int, list[int]] = defaultdict(list)
-    for rank, peaks in zip(ranks, peaks_of, strict=True):
-        for peak in peaks:
-            having[peak.nbytes].append(rank)
-    return tuple(
-        GatheredPeak(nbytes=nbytes, ranks=() if len(found) == len(ranks) else tuple(found))
-        for nbytes, found in having.items()
-    )
+def _merge_alike(groups: _Groups, values_of: Sequence[Sequence[_OfRanks]]) -> tuple[_OfRanks, ...]:
+    """Makes one of equal values, in the order of their lowest ranks; arguments as above."""
+    having: defaultdict[_OfRanks, list[int]] = defaultdict(list)
+    for place, values in enumerate(values_of):
+        for value in dict.fromkeys(values):
+            having[value].append(place)
+    return tuple(replace(value, ranks=groups.ranks(places)) for value, places in having.items())
 
 
 def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
@@ -504,11 +524,26 @@ def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
 
     Args:
         profile: Of all ranks, e.g. read from a snapshot.
-        ranks: The ranks to keep, e.g. those that the fake backend ran.
+        ranks: The ranks to keep, ascending, e.g. those that the fake backend ran.
     """
-    rows = _restrict_rows(profile.rows, ranks)
-    used = {row.axis for row in rows}
     kept = frozenset(ranks)
+    # Many rows share one list of ranks.
+    lists: dict[tuple[int, ...], tuple[int, ...]] = {(): tuple(ranks)}
+
+    def of_kept(held: Iterable[_OfRanks]) -> Iterator[tuple[_OfRanks, tuple[int, ...]]]:
+        for one in held:
+            if one.ranks not in lists:
+                lists[one.ranks] = tuple(rank for rank in one.ranks if rank in kept)
+            having = lists[one.ranks]
+            if having:
+                yield replace(one, ranks=unless_all(having, len(ranks))), having
+
+    def rows_of_kept(rows: Iterable[_Row]) -> tuple[_Row, ...]:
+        return sort_rows(row for row, _ in of_kept(rows))
+
+    rows = rows_of_kept(profile.rows)
+    used = {row.axis for row in rows}
+    peaks = sorted(of_kept(profile.peaks), key=lambda held: held[1])
     return replace(
         profile,
         mesh_axes=tuple(
@@ -517,28 +552,11 @@ def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
             if axis.name in used and (not axis.groups or any(map(kept.intersection, axis.groups)))
         ),
         rows=rows,
-        reshards=_restrict_rows(profile.reshards, ranks),
-        redistributions=_restrict_rows(profile.redistributions, ranks),
-        peaks=_restricted(profile.peaks, ranks),
-        recorded_ranks=tuple(ranks),
+        reshards=rows_of_kept(profile.reshards),
+        redistributions=rows_of_kept(profile.redistributions),
+        peaks=tuple(peak for peak, _ in peaks),
+        recorded_ranks=unless_all(ranks, profile.world_size),
     )
-
-
-def _restrict_rows(rows: Iterable[_Row], ranks: Sequence[int]) -> tuple[_Row, ...]:
-    return sort_rows(_restricted(rows, ranks))
-
-
-def _restricted(held: Iterable[_OfRanks], ranks: Sequence[int]) -> tuple[_OfRanks, ...]:
-    found = []
-    # Many rows share one list of ranks.
-    kept: dict[tuple[int, ...], tuple[int, ...]] = {(): tuple(ranks)}
-    for one in held:
-        if one.ranks not in kept:
-            kept[one.ranks] = tuple(sorted(set(one.ranks).intersection(ranks)))
-        having = kept[one.ranks]
-        if having:
-            found.append(replace(one, ranks=() if len(having) == len(ranks) else having))
-    return tuple(found)
 
 
 def without_async(profile: CommProfile) -> CommProfile:

@@ -119,6 +119,11 @@ def _read_entry(entry: str, world_size: int) -> list[int]:
     return [rank for start in starts for rank in range(start, start + length)]
 
 
+def unless_all(ranks: Sequence[int], count: int) -> tuple[int, ...]:
+    """Ranks as values hold them: none for all of ``count`` ranks."""
+    return () if len(ranks) == count else tuple(ranks)
+
+
 def fold_equal(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
     """Ranks with equal texts together, in order of their lowest rank."""
     groups: dict[str, list[int]] = {}
