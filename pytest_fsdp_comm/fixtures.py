@@ -131,7 +131,9 @@ def comm_mode(request: pytest.FixtureRequest) -> CommMode:
     context = _context(request)
     if context is None:
         return CommMode(show=format_profile, trace_operations=False)
-    return CommMode(gather=context.exchange, show=format_profile, trace_operations=False)
+    return CommMode(
+        gather=context.exchange, ranks=context.ranks, show=format_profile, trace_operations=False
+    )
 
 
 @pytest.fixture

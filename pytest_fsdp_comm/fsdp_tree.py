@@ -83,9 +83,12 @@ class TreeFactory:
             return tree
         trees = gather_alike(self._gather, "fsdp_tree.of_all_ranks", tree_facts(tree))
         by_rank = dict(zip(self._ranks or range(len(trees)), trees, strict=True))
-        texts = {
-            rank: format_profile(TreeProfile(trees={(): facts})) for rank, facts in by_rank.items()
+        # Ranks with the same tree share it.
+        written = {
+            key: format_profile(TreeProfile(trees={(): facts}))
+            for key, facts in {id(facts): facts for facts in trees}.items()
         }
+        texts = {rank: written[id(facts)] for rank, facts in by_rank.items()}
         found = [
             finding
             for ranks in ranks_of_stages(by_rank)

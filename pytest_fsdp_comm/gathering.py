@@ -35,7 +35,7 @@ def gather_alike(gather: Callable[[str], list[str]], label: str, value: _Value) 
         value: This rank's value, of a class that the codec knows.
 
     Returns:
-        The values in rank order; equal ones may be one object.
+        The values in rank order; those of equal texts are one object.
 
     Raises:
         RanksDivergedError: Another rank exchanged something else.

@@ -302,6 +302,24 @@ class CommProfile:
         return sum_up(((row, 1, len(row.ranks)) for row in self.rows), self.num_ranks)
 
 
+class OnRanks(Protocol):
+    """What profiles of recordings and of trees have in common."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the default group."""
+
+    @property
+    def recorded_ranks(self) -> tuple[int, ...]:
+        """The ranks that were recorded, ascending; empty for all ranks."""
+
+
+def has_further_ranks(profile: OnRanks, other: OnRanks) -> bool:
+    """Whether a profile has ranks that another one lacks, which thus must not replace it."""
+    ranks = set(profile.recorded_ranks or range(profile.world_size))
+    return not ranks.issubset(other.recorded_ranks or range(other.world_size))
+
+
 def sum_up(rows: Iterable[tuple[CommRow, int, int]], num_ranks: int) -> tuple[Total, ...]:
     """Adds rows up.
 

@@ -45,6 +45,7 @@ class CommMode(CommDebugAnswers):
         self,
         *,
         gather: Callable[[str], list[str]] = lambda text: [text],
+        ranks: Sequence[int] = (),
         show: Callable[[CommProfile], str] | None = None,
         trace_operations: bool = True,
     ) -> None:
@@ -53,6 +54,7 @@ class CommMode(CommDebugAnswers):
         Args:
             gather: Out-of-band exchange between the ranks of the test; the default is for one
                 process.
+            ranks: The ranks that exchange, ascending; empty for this one alone.
             show: Writes a profile as ``str`` shows it; None for one line.
             trace_operations: Whether blocks also note which operations run in which modules, for
                 the tables and the JSON of CommDebugMode. It costs more than all the rest, so the
@@ -60,6 +62,7 @@ class CommMode(CommDebugAnswers):
         """
         self._traces_by_default = self._traces = trace_operations
         self._gather = gather
+        self._ranks = ranks
         self._show = show
         self._models: tuple[weakref.ref[nn.Module], ...] = ()
         self._running: tuple[Recorder, AbstractContextManager[None]] | None = None
@@ -256,7 +259,10 @@ class CommMode(CommDebugAnswers):
                 "@pytest.mark.distributed(world_size=...), or call "
                 "torch.distributed.init_process_group() before the block"
             )
-        return merge(gather_alike(self._gather, "comm_mode", self.profile))
+        # Without the rank, which is known: ranks that recorded the same exchange the same text.
+        nameless = replace(self.profile, recorded_ranks=())
+        profiles = gather_alike(self._gather, "comm_mode", nameless)
+        return merge(profiles, ranks=self._ranks or self.profile.recorded_ranks)
 
     def counts(
         self,

@@ -14,7 +14,7 @@ from syrupy.terminal import disable_color
 from pytest_fsdp_comm.comm import diff as comm_diff
 from pytest_fsdp_comm.comm.evidence import Evidence
 from pytest_fsdp_comm.comm.links import Links
-from pytest_fsdp_comm.comm.profile import CommProfile
+from pytest_fsdp_comm.comm.profile import CommProfile, has_further_ranks
 from pytest_fsdp_comm.errors import IncompleteRecordingError, SnapshotFormatError
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS
@@ -164,9 +164,7 @@ def _with_removal(rootdir: Path, failed: Sequence[AssertionResult], accept: str)
         old, new = result.recalled_data, result.asserted_data
         if not accept or old is None or new is None:
             continue
-        was, now = cast("SnapshotText", old).profile, cast("SnapshotText", new).profile
-        lost = set(was.recorded_ranks or range(was.world_size))
-        if not lost <= set(now.recorded_ranks or range(now.world_size)):
+        if has_further_ranks(cast("SnapshotText", old).profile, cast("SnapshotText", new).profile):
             wider.append(shlex.quote(show_path(Path(result.snapshot_location), rootdir)))
     if not wider:
         return accept

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeGuard, cast
 
 from syrupy.assertion import SnapshotAssertion
 from syrupy.data import SnapshotCollection, SnapshotCollections
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
 from pytest_fsdp_comm.comm import diff as comm_diff
-from pytest_fsdp_comm.comm.profile import CommProfile, without_activation_sizes
+from pytest_fsdp_comm.comm.profile import CommProfile, has_further_ranks, without_activation_sizes
 from pytest_fsdp_comm.errors import EmptyRecordingError, FsdpCommError, SnapshotFormatError
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
@@ -170,17 +170,15 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         # An update writes what differs in any way.
         if self._updates and not is_partial:
             return False
-        is_same = not _differ(old.profile, _recorded(serialized_data))
-        if self._updates and not is_same:
+        new = _recorded(serialized_data)
+        is_same = not _differ(old.profile, new)
+        if self._updates and not is_same and has_further_ranks(old.profile, new):
             self._refuse_partial(old.profile, old.lines.where)
         return is_same
 
-    def _refuse_partial(self, old: Profile, where: str) -> None:
-        """Raises unless an update by these ranks loses nothing of others."""
-        recorded = old.recorded_ranks or range(old.world_size)
-        if set(recorded) <= set(self._ranks):
-            return
-        whole = name_ranks(recorded) if old.recorded_ranks else "all ranks"
+    def _refuse_partial(self, old: Profile, where: str) -> NoReturn:
+        """Refuses an update by these ranks, which would lose what others recorded."""
+        whole = name_ranks(old.recorded_ranks) if old.recorded_ranks else "all ranks"
         raise FsdpCommError(
             f"{where} was recorded on {whole} and differs from what this update "
             f"recorded on {name_ranks(self._ranks)} of {self._world_size} alone; a recording "

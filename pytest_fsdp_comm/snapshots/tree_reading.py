@@ -18,6 +18,7 @@ from pytest_fsdp_comm.snapshots.tree_writing import (
     unit_content,
 )
 from pytest_fsdp_comm.text.fqn import unescape
+from pytest_fsdp_comm.text.rank_lists import unless_all
 from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
 from pytest_fsdp_comm.tree.model import Precision, UnitKind
 from pytest_fsdp_comm.tree.profile import TreeProfile
@@ -82,8 +83,8 @@ class TreeDocument:
             else tuple(sorted(chain.from_iterable(self._trees)))
         )
         trees = {ranks: tree.facts() for ranks, tree in self._trees.items()}
-        is_all = len(recorded) == next(iter(trees.values())).world_size
-        return TreeProfile(trees=trees, recorded_ranks=() if is_all else recorded)
+        world_size = next(iter(trees.values())).world_size
+        return TreeProfile(trees=trees, recorded_ranks=unless_all(recorded, world_size))
 
 
 def _read_trees(lines: SnapshotLines) -> dict[tuple[int, ...], _Tree]:

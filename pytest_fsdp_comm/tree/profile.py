@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from pytest_fsdp_comm.text.rank_lists import unless_all
 from pytest_fsdp_comm.tree.facts import TreeFacts, tree_facts
 
 if TYPE_CHECKING:
@@ -43,17 +44,24 @@ class TreeProfile:
         return next(iter(self.trees.values())).world_size
 
     def restricted(self, ranks: Sequence[int]) -> TreeProfile:
-        """The profile as if only some of its ranks had been recorded."""
-        trees = {
-            tuple(sorted(set(held).intersection(ranks))): facts
+        """The profile as if only some of its ranks had been recorded.
+
+        Args:
+            ranks: The ranks to keep, ascending.
+        """
+        kept = frozenset(ranks)
+        trees = [
+            (tuple(filter(kept.__contains__, held or ranks)), facts)
             for held, facts in self.trees.items()
-        }
-        kept = {held: facts for held, facts in trees.items() if held}
-        is_common = self.common is not None or len(kept) == 1
+        ]
         return replace(
             self,
-            trees={(): next(iter((kept or trees).values()))} if is_common else kept,
-            recorded_ranks=tuple(ranks),
+            trees={
+                unless_all(held, len(ranks)): facts
+                for held, facts in sorted(trees, key=lambda tree: tree[0])
+                if held
+            },
+            recorded_ranks=unless_all(ranks, self.world_size),
         )
 
 
@@ -69,24 +77,37 @@ def merge(
 ) -> TreeProfile:
     """Merges the trees of the recorded ranks; equal ones become one.
 
+    Ranks with the same tree may share one object, which is then looked at once.
+
     Args:
         trees: By rank, ascending.
         backend: As `TreeProfile.backend`.
         torch_version: As `TreeProfile.torch_version`.
     """
-    groups: list[tuple[TreeFacts, list[int]]] = []
+    contents = {key: _content(facts) for key, facts in _distinct(trees).items()}
+    groups: dict[Hashable, tuple[TreeFacts, list[int]]] = {}
     for rank, facts in trees.items():
-        ranks = next((ranks for other, ranks in groups if other == facts), None)
-        if ranks is None:
-            groups.append((facts, [rank]))
-        else:
-            ranks.append(rank)
-    is_common = len(groups) == 1
+        groups.setdefault(contents[id(facts)], (facts, []))[1].append(rank)
     return TreeProfile(
-        trees={() if is_common else tuple(ranks): facts for facts, ranks in groups},
-        recorded_ranks=() if len(trees) == groups[0][0].world_size else tuple(trees),
+        trees={unless_all(ranks, len(trees)): facts for facts, ranks in groups.values()},
+        recorded_ranks=unless_all(tuple(trees), next(iter(trees.values())).world_size),
         backend=backend,
         torch_version=torch_version,
+    )
+
+
+def _distinct(trees: Mapping[int, TreeFacts]) -> dict[int, TreeFacts]:
+    """Each object once, by its id."""
+    return {id(facts): facts for facts in trees.values()}
+
+
+def _content(facts: TreeFacts) -> Hashable:
+    """Equal for equal trees: many are told apart without comparing each with each."""
+    return (
+        facts.world_size,
+        facts.mesh_axes,
+        frozenset((number, frozenset(units.items())) for number, units in facts.units.items()),
+        frozenset(facts.parameters.items()),
     )
 
 
@@ -100,9 +121,10 @@ def ranks_of_stages(trees: Mapping[int, TreeFacts]) -> list[list[int]]:
         Ranks whose trees have a parameter name in common, or are linked by others that do;
         ascending, in the order of their lowest.
     """
+    names_of = {key: frozenset(facts.parameters) for key, facts in _distinct(trees).items()}
     alike: dict[frozenset[str], list[int]] = {}
     for rank, facts in trees.items():
-        alike.setdefault(frozenset(facts.parameters), []).append(rank)
+        alike.setdefault(names_of[id(facts)], []).append(rank)
     stages: list[tuple[frozenset[str], list[int]]] = []
     for names, ranks in alike.items():
         linked = [stage for stage in stages if not stage[0].isdisjoint(names)]

@@ -1,8 +1,13 @@
-"""Collects a text from every rank: on one machine through files, else through a store."""
+"""Collects a text from every rank: on one machine through files, else through a store.
+
+Each rank gives a text and its digest. Every rank reads all digests, but each text once: where ranks
+have the same, which may be large, it costs the others nothing.
+"""
 
 from __future__ import annotations
 
 import abc
+import hashlib
 import itertools
 import os
 import struct
@@ -43,7 +48,7 @@ class RankExchange(abc.ABC):
         """Gives this rank's text and waits for those of the others.
 
         Returns:
-            The texts in rank order.
+            The texts in rank order; equal ones are one object.
 
         Raises:
             RanksDivergedError: Another rank ended the test without coming here as often, or this is
@@ -55,17 +60,25 @@ class RankExchange(abc.ABC):
                 "the rank itself can: end the forked process with os._exit before the comparison"
             )
         self._rounds += 1
-        self._write(f"{self._rounds}.{self._rank}", text)
-        return [
-            self._await(
-                f"{self._rounds}.{rank}",
-                rank,
-                f"rank {self._rank} made comparison {self._rounds} of comm_mode or fsdp_tree, but "
-                f"rank {rank} ended the test without it; every rank must make the same "
-                "comparisons in the same order (is one inside an `if rank == ...`?)",
-            )
-            for rank in self._ranks
-        ]
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        # The digest last: who sees it reads the text.
+        self._write(_text_name(self._rounds, self._rank), text)
+        self._write(f"{self._rounds}.{self._rank}", digest)
+        texts = {digest: text}
+        digests = [self._await_digest(rank) for rank in self._ranks]
+        for rank, other in zip(self._ranks, digests, strict=True):
+            if other not in texts:
+                texts[other] = self._read(_text_name(self._rounds, rank))
+        return [texts[other] for other in digests]
+
+    def _await_digest(self, rank: int) -> str:
+        return self._await(
+            f"{self._rounds}.{rank}",
+            rank,
+            f"rank {self._rank} made comparison {self._rounds} of comm_mode or fsdp_tree, but "
+            f"rank {rank} ended the test without it; every rank must make the same "
+            "comparisons in the same order (is one inside an `if rank == ...`?)",
+        )
 
     def meet(self, name: str) -> None:
         """Waits until every rank has come to the same point.
@@ -115,6 +128,10 @@ class RankExchange(abc.ABC):
     @abc.abstractmethod
     def _has_left(self, rank: int) -> bool:
         """Whether a rank is done."""
+
+
+def _text_name(round_number: int, rank: int) -> str:
+    return f"{round_number}.{rank}.text"
 
 
 class Departures:
@@ -205,6 +222,7 @@ class StoreExchange(RankExchange):
     def forget(self) -> None:
         """Removes what this rank gave, once every rank has left."""
         for round_number in itertools.count(1):
+            self._store.remove(_text_name(round_number, self._rank))
             if not self._store.remove(f"{round_number}.{self._rank}"):
                 return
 

@@ -40,6 +40,29 @@ def test_texts_come_in_rank_order(tmp_path):
         assert results == [[f"{number} ü {rank}" for rank in ranks]] * 3
 
 
+def test_each_text_is_read_once(tmp_path, monkeypatch):
+    ranks = tuple(range(5))
+    ends = [directory_exchange(tmp_path, rank, ranks) for rank in ranks]
+    sizes = []
+    read = DirectoryExchange._read
+
+    def noted(self, name):
+        text = read(self, name)
+        sizes.append(len(text))
+        return text
+
+    monkeypatch.setattr(DirectoryExchange, "_read", noted)
+    same, other = "same" * 1000, "other" * 1000
+    texts = [same, other, same, other, same]
+    results = in_threads(*(partial(end, text) for end, text in zip(ends, texts, strict=True)))
+    assert results == [texts] * 5
+    for found in results:
+        assert found[0] is found[2] is found[4]
+        assert found[1] is found[3]
+    # Each rank reads five digests, and the one text that is not its own.
+    assert sorted(sizes) == [*[64] * 25, *[4000] * 2, *[5000] * 3]
+
+
 def test_a_rank_that_left_is_named(tmp_path):
     here, gone = (directory_exchange(tmp_path, rank, (0, 1)) for rank in (0, 1))
     gone.leave()

@@ -71,9 +71,11 @@ def test_ranks_exchange_texts_and_leave_nothing(connect):
     assert received == {0: received[1], 1: [[f"{n} of 0", f"{n} of 1"] for n in range(3)]}
     store = connect()
     assert store.has("3.1")
+    assert store.has("3.1.text")
     for end in ends.values():
         end.forget()
-    assert not any(store.has(f"{number}.{rank}") for number in (1, 2, 3) for rank in ends)
+    names = [f"{number}.{rank}" for number in (1, 2, 3) for rank in ends]
+    assert not any(store.has(name) or store.has(f"{name}.text") for name in names)
 
 
 def test_a_process_that_is_gone_is_silent(connect, monkeypatch):

@@ -18,7 +18,7 @@ from pytest_fsdp_comm.tree.diff import TreeChange, compare, compare_trees
 from pytest_fsdp_comm.tree.facts import tree_facts
 from pytest_fsdp_comm.tree.layout import AxisPlacement
 from pytest_fsdp_comm.tree.model import ModuleNode, ParameterNode, Precision, ShardTree, ShardUnit
-from pytest_fsdp_comm.tree.profile import fold, merge
+from pytest_fsdp_comm.tree.profile import TreeProfile, fold, merge
 
 AXES = (
     MeshAxis(name="dp", size=2, dims=((2, 2),)),
@@ -140,6 +140,34 @@ def test_trees_of_ranks_round_trip(data, ranks):
     assert format_profile(found).partition("\n")[2] == text.partition("\n")[2]
     assert compare(found, profile).is_same
     assert compare(found, profile).changes == ()
+
+
+def naively_merged(facts):
+    """Each tree with all ranks that have an equal one, found by comparing each with each."""
+    alike = {tuple(rank for rank in facts if facts[rank] == tree): tree for tree in facts.values()}
+    world_size = next(iter(facts.values())).world_size
+    return TreeProfile(
+        trees={() if len(ranks) == len(facts) else ranks: tree for ranks, tree in alike.items()},
+        recorded_ranks=() if len(facts) == world_size else tuple(facts),
+    )
+
+
+@given(st.data(), RANKS)
+def test_trees_are_merged_as_each_with_each(data, ranks):
+    shapes = data.draw(st.lists(trees(), min_size=1, max_size=3))
+    drawn = [data.draw(st.sampled_from(shapes)) for _ in range(4)]
+    shared = [tree_facts(tree) for tree in shapes]
+    # Some ranks share an object, some have an equal one of their own.
+    facts = {
+        rank: shared[shapes.index(tree)] if data.draw(st.booleans()) else tree_facts(tree)
+        for rank, tree in enumerate(drawn)
+    }
+    whole = merge(facts)
+    assert whole == naively_merged(facts)
+    part = naively_merged({rank: facts[rank] for rank in ranks})
+    assert whole.restricted(ranks) == part
+    # In the order of their lowest ranks, which `==` does not see.
+    assert list(whole.restricted(ranks).trees) == list(part.trees)
 
 
 @given(trees(), trees())
