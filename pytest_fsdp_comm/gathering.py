@@ -41,17 +41,20 @@ def gather_alike(gather: Callable[[str], list[str]], label: str, value: _Value) 
         RanksDivergedError: Another rank exchanged something else.
     """
     texts = gather(dump_document(_KIND, _VERSION, _Message(label=label, value=to_json(value))))
-    # Most ranks have the same, which may be large: each text is read once.
-    messages = {text: load_document(_Message, _KIND, _VERSION, text) for text in set(texts)}
-    others = sorted({message.label for message in messages.values()} - {label})
+    values: dict[str, _Value] = {}
+    others: set[str] = set()
+    # Most ranks have the same, which may be large: each text is read once, and what JSON makes of
+    # one is dropped before the next.
+    for text in dict.fromkeys(texts):
+        message = load_document(_Message, _KIND, _VERSION, text)
+        if message.label == label:
+            values[text] = from_json(type(value), message.value, where=label)
+        else:
+            others.add(message.label)
     if others:
         raise RanksDivergedError(
             f"this rank compared {label} with a snapshot, another rank compared "
-            f"{', '.join(others)}; every rank must make the same comparisons in the same order (is "
-            "one inside an `if rank == ...`?)"
+            f"{', '.join(sorted(others))}; every rank must make the same comparisons in the same "
+            "order (is one inside an `if rank == ...`?)"
         )
-    values = {
-        text: from_json(type(value), message.value, where=label)
-        for text, message in messages.items()
-    }
     return [values[text] for text in texts]

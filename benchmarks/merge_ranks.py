@@ -1,0 +1,269 @@
+"""What it costs one rank to merge the profiles of many, and to compare them with a snapshot.
+
+    python benchmarks/merge_ranks.py [--ranks 4096] [--layers 32]
+
+One rank of a training step under FSDP and tensor parallelism of 8, whose other ranks' texts are
+files already: it exchanges, merges, writes the snapshot, reads it again, compares, and restricts it
+to some ranks. The ranks are alike, of two or of eight pipeline stages (each stage's first ranks of
+tp broadcast something more), or all different. Each case has a process of its own. Printed are CPU
+seconds of each step, the peak of the process in MiB, the size of the snapshot, and the ratio to
+half as many ranks, in the line before. Exit status 1 if ranks that differ in few ways cost more
+than 3 CPU seconds or 300 MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.comm.events import (
+    Collective,
+    Phase,
+    Recording,
+    Redistribution,
+    Reshard,
+    Role,
+    Source,
+)
+from pytest_fsdp_comm.comm.mesh import MeshAxis
+from pytest_fsdp_comm.comm.profile import CommProfile, fold, merge, restrict
+from pytest_fsdp_comm.gathering import gather_alike
+from pytest_fsdp_comm.ranks.wire.exchange import Departures, DirectoryExchange
+from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MOST_SECONDS = 3.0
+MOST_MIB = 300.0
+
+LABEL = "comm_mode"
+TP = 8
+STEPS = ("exchange", "merge", "write", "read", "compare", "to 1 rank", "to 64")
+FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """How ranks differ."""
+
+    stages: int = 1
+    broadcasts_on_first_of_tp: bool = False
+    is_each_different: bool = False
+
+
+CASES = {
+    "all alike": Case(),
+    "2 stages": Case(stages=2),
+    "8 stages, first of tp": Case(stages=8, broadcasts_on_first_of_tp=True),
+    "all different": Case(is_each_different=True),
+}
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.case:
+        print(json.dumps(_measure(CASES[given.case], given.ranks, given.layers)))
+        return 0
+    print(f"{given.layers} layers; CPU seconds of one rank")
+    print(
+        f"{'':22}{'ranks':>6}", *(f"{step:>9}" for step in STEPS), "      all  MiB  snapshot ratio"
+    )
+    is_over = False
+    for name, case in CASES.items():
+        # Where all differ, the time goes into reading as many texts.
+        most = given.ranks // 4 if case.is_each_different else given.ranks
+        before = 0.0
+        for num_ranks in (most // 4, most // 2, most):
+            arguments = ("--ranks", num_ranks, "--layers", given.layers, "--case", name)
+            command = [sys.executable, __file__, *map(str, arguments)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            seconds, mib, size = json.loads(done.stdout)
+            # Restricting is what a run of some ranks does beside.
+            total = sum(seconds[:5])
+            ratio = f"{total / before:5.2f}" if before else ""
+            print(
+                f"{name:22}{num_ranks:6}",
+                *(f"{step:9.3f}" for step in seconds),
+                f"{total:9.2f} {mib:4.0f} {size:7} B {ratio}",
+                flush=True,
+            )
+            before = total
+            is_over |= not case.is_each_different and (total > MOST_SECONDS or mib > MOST_MIB)
+    return int(is_over)
+
+
+def _measure(case: Case, num_ranks: int, layers: int) -> tuple[list[float], float, int]:
+    """CPU seconds of each of `STEPS`, the peak in MiB, and bytes of the snapshot."""
+    ranks = tuple(range(num_ranks))
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        departures = Departures(directory / "departures")
+
+        def exchange(rank: int, ranks: tuple[int, ...]) -> DirectoryExchange:
+            return DirectoryExchange(directory, rank, ranks, number=0, departures=departures)
+
+        others = os.fork()
+        if not others:
+            # Not in this process: what it needs is no cost of merging.
+            for rank in ranks[1:]:
+                exchange(rank, (rank,))(_text(_profile(case, rank, num_ranks, layers)))
+            os._exit(0)
+        if os.waitpid(others, 0)[1]:
+            raise SystemExit("the other ranks failed")
+        own = _profile(case, 0, num_ranks, layers)
+        steps: list[float] = []
+
+        def timed(step: Callable[[], object]) -> None:
+            started = time.process_time()
+            step()
+            steps.append(time.process_time() - started)
+
+        gathered: list[CommProfile] = []
+        merged: list[CommProfile] = []
+        texts: list[str] = []
+        timed(lambda: gathered.extend(gather_alike(exchange(0, ranks), LABEL, own)))
+        timed(lambda: merged.append(merge(gathered, ranks=ranks)))
+        timed(lambda: texts.append(format_profile(merged[0])))
+        timed(lambda: merged.append(parse_profile(texts[0])))
+        new, old = merged
+        timed(lambda: _check(old, new))
+        timed(lambda: restrict(old, (0,)))
+        timed(lambda: restrict(old, ranks[:: num_ranks // 64]))
+    return steps, _peak_mib(), len(texts[0])
+
+
+_texts: dict[int, tuple[CommProfile, str]] = {}
+
+
+def _text(profile: CommProfile) -> str:
+    """What a rank gives to the others; made once for ranks that share a profile."""
+    if id(profile) not in _texts:
+
+        def keep(text: str) -> list[str]:
+            _texts[id(profile)] = (profile, text)
+            return []
+
+        gather_alike(keep, LABEL, profile)
+    return _texts[id(profile)][1]
+
+
+def _check(old: CommProfile, new: CommProfile) -> None:
+    assert not compare(old, new).changes
+
+
+def _peak_mib() -> float:
+    # Not ru_maxrss, which begins with that of the process that started this one.
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    (kib,) = re.findall(r"VmHWM:\s*([0-9]+) kB", status)
+    return int(kib) / 1024
+
+
+def _profile(case: Case, rank: int, num_ranks: int, layers: int) -> CommProfile:
+    stage = rank * case.stages // num_ranks
+    broadcasts = case.broadcasts_on_first_of_tp and rank % TP == 0
+    profile = _stage(stage, layers // case.stages, num_ranks, broadcasts=broadcasts)
+    if not case.is_each_different:
+        return profile
+    *rows, last = profile.rows
+    (calls,) = last.calls
+    return replace(profile, rows=(*rows, replace(last, calls=(replace(calls, nbytes=rank + 1),))))
+
+
+@cache
+def _stage(stage: int, layers: int, num_ranks: int, *, broadcasts: bool) -> CommProfile:
+    dp = num_ranks // TP
+    names = [f"layers.{number}" for number in range(stage * layers, (stage + 1) * layers)]
+    blocks = [f"{name}.{part}" for name in names for part in ("attention", "mlp")]
+    units = ["", *names] if stage == 0 else names
+    collectives = [
+        *(_fsdp("all_gather", unit, FORWARD, Role.PARAMETERS) for unit in units),
+        *(_fsdp("all_gather", unit, BACKWARD, Role.PARAMETERS) for unit in units),
+        *(_fsdp("reduce_scatter", unit, BACKWARD, Role.GRADIENTS) for unit in units),
+        *(_collective("all_reduce", owner, phase, Source.DTENSOR, Role.ACTIVATIONS)
+          for owner in blocks for phase in (FORWARD, BACKWARD)),
+    ]  # fmt: skip
+    if broadcasts:
+        collectives.append(_collective("broadcast", None, Phase.OUTSIDE, Source.USER))
+    recording = Recording(
+        rank=0,
+        world_size=num_ranks,
+        backend="nccl",
+        torch_version="2.13.0",
+        mesh_axes=(
+            MeshAxis(name="dp", size=dp, dims=((dp, TP),)),
+            MeshAxis(name="tp", size=TP, dims=((TP, 1),)),
+        ),
+        collectives=tuple(collectives),
+        reshards=tuple(
+            Reshard(index=0, action=action, module=unit, issued_in=unit, phase=phase, nbytes=1)
+            for unit in units
+            for phase in (FORWARD, BACKWARD)
+            for action in ("unshard", "reshard")
+        ),
+        redistributions=tuple(
+            Redistribution(
+                index=0,
+                owner=owner,
+                issued_in=owner,
+                phase=phase,
+                source_placements=("Partial(sum)",),
+                target_placements=("Replicate()",),
+                mesh_axes=("tp",),
+                is_explicit=False,
+                nbytes=1,
+                call_site="train.py:1",
+            )
+            for owner in blocks
+            for phase in (FORWARD, BACKWARD)
+        ),
+        peak_gathered_nbytes=1 << 30,
+    )
+    # As `CommMode` gives it to other ranks, which know whose it is.
+    return replace(fold(recording), recorded_ranks=())
+
+
+def _fsdp(kind: str, owner: str, phase: Phase, role: Role) -> Collective:
+    return _collective(kind, owner, phase, Source.FSDP, role)
+
+
+def _collective(
+    kind: str, owner: str | None, phase: Phase, source: Source, role: Role | None = None
+) -> Collective:
+    return Collective(
+        index=0,
+        kind=kind,
+        op="c10d._op_",
+        owner=owner,
+        issued_in=owner,
+        phase=phase,
+        axis="tp" if source is Source.DTENSOR else "dp",
+        group_size=TP,
+        dtype="bfloat16",
+        nbytes_sent=1 << 20,
+        nbytes_received=1 << 20,
+        source=source,
+        call_site="project/src/train/step.py:123",
+        role=role,
+        root_rank=0 if kind == "broadcast" else None,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
