@@ -87,8 +87,8 @@ def main() -> int:
     )
     is_over = False
     for name, case in CASES.items():
-        # Where all differ, the time goes into reading as many texts.
-        most = given.ranks // 4 if case.is_each_different else given.ranks
+        # Where all differ, the memory goes into as many texts.
+        most = given.ranks // 2 if case.is_each_different else given.ranks
         before = 0.0
         for num_ranks in (most // 4, most // 2, most):
             arguments = ("--ranks", num_ranks, "--layers", given.layers, "--case", name)

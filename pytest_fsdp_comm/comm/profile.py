@@ -505,9 +505,9 @@ class _Groups:
         """The ranks of some groups as rows hold them, equal lists as one object.
 
         Args:
-            places: Of the groups, ascending.
+            places: Of the groups.
         """
-        key = tuple(places)
+        key = tuple(sorted(places))
         if key not in self._lists:
             listed = sorted(chain.from_iterable(self._ranks[place] for place in key))
             self._lists[key] = unless_all(listed, self._num_ranks)
@@ -521,10 +521,18 @@ def _merge_rows(groups: _Groups, rows_of: Sequence[Sequence[_Row]]) -> tuple[_Ro
         groups: Whose they are.
         rows_of: The rows of each group.
     """
-    having: dict[tuple[RowKey, int, tuple[Calls, ...]], tuple[_Row, list[int]]] = {}
+    # First by identity: profiles that differ share most of their rows.
+    shared: dict[int, tuple[_Row, list[int]]] = {}
     for place, rows in enumerate(rows_of):
         for row in rows:
-            having.setdefault((row.key, row.count, row.calls), (row, []))[1].append(place)
+            held = shared.get(id(row))
+            if held is None:
+                shared[id(row)] = (row, [place])
+            else:
+                held[1].append(place)
+    having: dict[tuple[RowKey, int, tuple[Calls, ...]], tuple[_Row, list[int]]] = {}
+    for row, places in shared.values():
+        having.setdefault((row.key, row.count, row.calls), (row, []))[1].extend(places)
     return sort_rows(replace(row, ranks=groups.ranks(places)) for row, places in having.values())
 
 

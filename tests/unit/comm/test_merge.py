@@ -213,6 +213,20 @@ def test_each_text_is_read_once(monkeypatch):
     assert len(set(map(id, values))) == 2
 
 
+@given(ranks_profiles())
+def test_profiles_are_exchanged_as_they_are_and_share_equal_rows(profiles):
+    texts = []
+    for profile in profiles.values():
+        gather_alike(lambda text: texts.append(text) or [text], "x", profile)
+    gathered = gather_alike(lambda _: texts, "x", next(iter(profiles.values())))
+    assert list(map(all_of, gathered)) == list(map(all_of, profiles.values()))
+    for kind in ("rows", "reshards", "redistributions", "mesh_axes"):
+        rows = [row for profile in gathered for row in getattr(profile, kind)]
+        # By all that they hold: rows that differ in call sites alone are equal, but not the same.
+        assert len(set(map(id, rows))) == len(set(map(repr, rows)))
+    assert merge(gathered) == naively_merged(profiles)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 64])
 def test_restricting_to_some_of_many_ranks_looks_at_each_list_once(num_ranks):
     class Counted(tuple):
