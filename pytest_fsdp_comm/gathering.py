@@ -40,7 +40,7 @@ class _Entries(dict[str, Any]):
     """The entries of one tuple, by their lines; equal lines are one object."""
 
     def __init__(self, kind: Any, where: str) -> None:
-        """Reads nothing yet.
+        """Starts without entries: each is read when its line is first looked up.
 
         Args:
             kind: The class of the entries.

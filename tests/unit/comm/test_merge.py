@@ -19,7 +19,14 @@ from pytest_fsdp_comm.comm.events import (
     Source,
 )
 from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes
-from pytest_fsdp_comm.comm.profile import GatheredPeak, fold, merge, restrict, sort_rows
+from pytest_fsdp_comm.comm.profile import (
+    GatheredPeak,
+    fold,
+    has_further_ranks,
+    merge,
+    restrict,
+    sort_rows,
+)
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
 
@@ -184,6 +191,23 @@ def test_peaks_of_some_ranks_are_in_the_order_of_these():
         )
     )
     assert not compare(whole, part).changes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "other", "has_further"),
+    [
+        ((), (), False),
+        ((), (0, 1, 2), True),
+        ((), (0, 1, 2, 3), False),
+        ((0, 3), (), False),
+        ((0, 3), (0, 1, 3), False),
+        ((0, 3), (0, 1), True),
+    ],
+)
+def test_a_profile_of_further_ranks_is_not_to_be_replaced(ranks, other, has_further):
+    whole = replace(fold(recording(0)), recorded_ranks=())
+    profiles = [replace(whole, recorded_ranks=recorded) for recorded in (ranks, other)]
+    assert has_further_ranks(*profiles) == has_further
 
 
 def test_a_gap_of_one_process_alone_is_merged():
