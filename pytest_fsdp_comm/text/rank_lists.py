@@ -112,7 +112,7 @@ def _read_entry(entry: str, world_size: int) -> list[int]:
     length, distance = int(match[3] or 1), int(match[4])
     starts = range(first, last + 1, distance)
     # Otherwise runs would overlap, or the last one would be cut short.
-    if length >= distance or last != starts[-1] + length - 1:
+    if not starts or length >= distance or last != starts[-1] + length - 1:
         return []
     if length == 1:
         return list(starts)

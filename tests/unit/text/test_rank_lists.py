@@ -155,6 +155,25 @@ def test_a_text_that_is_read_is_the_one_that_is_written(ranks, data):
     assert (found == tuple(ranks)) == (mutated == text)
 
 
+NUMBER = st.integers(0, 20).map(str)
+ENTRY = st.builds("".join, st.tuples(
+    NUMBER,
+    st.just("") | NUMBER.map("-{}".format),
+    st.just("") | NUMBER.map(":{}".format),
+    st.just("") | NUMBER.map("/{}".format),
+))  # fmt: skip
+
+
+@given(st.lists(ENTRY, min_size=1, max_size=3).map(",".join))
+def test_any_numbers_are_read_as_they_are_written_or_refused(text):
+    try:
+        found = read_ranks(text, 18)
+    except ValueError:
+        return
+    assert write_ranks(found) == text
+    assert expanded(text) == list(found)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -172,6 +191,9 @@ def test_a_text_that_is_read_is_the_one_that_is_written(ranks, data):
         ("0-64/2", "expected ranks from 0 to 63 in"),
         ("0-99999999999/2", "expected ranks from 0 to 63 in"),
         ("0-6/99999999999", "expected ranks from 0 to 63 in"),
+        ("8-2", "expected ranks from 0 to 63 in"),
+        ("8-2/2", "expected ranks from 0 to 63 in"),
+        ("8-2:3/4", "expected ranks from 0 to 63 in"),
         ("6-0/2", "expected ranks from 0 to 63 in"),
         ("0-6/2,3", "expected ranks from 0 to 63 in"),
         ("0-6/2,6", "expected ranks from 0 to 63 in"),
