@@ -32,18 +32,24 @@ class Cause:
     """Those of the story that it explains."""
 
 
-def find_causes(story: Story, evidence: Evidence | None = None) -> tuple[Cause, ...]:
+def find_causes(
+    story: Story, evidence: Evidence | None = None, *, is_same_mesh: bool = True
+) -> tuple[Cause, ...]:
     """Names the probable causes of a story, those of regressions first.
 
     Args:
         story: What differs.
+        is_same_mesh: Whether the world and its axes are as before.
         evidence: What the trees of the same test say; None if they were not compared.
     """
     root = _root_not_sharded(story)
     explained = root.steps if root is not None else ()
     found = [] if root is None else [root]
     for step in story.steps:
-        if step not in explained:
+        is_of_mesh = isinstance(step, steps.ActivationSizes) and not is_same_mesh
+        # Beside rows that are left over, gathers may have moved there from elsewhere.
+        is_in_doubt = isinstance(step, steps.RecomputeCame) and not story.is_exact
+        if step not in explained and not is_of_mesh and not is_in_doubt:
             known = None if evidence is None else _reading_with(evidence, step)
             texts = _readings(step) if known is None else filter(None, [known])
             found += [Cause(text=text, steps=(step,)) for text in texts]
@@ -84,22 +90,27 @@ def _policy_with(evidence: Evidence, owners: set[str]) -> str | None:
     return None
 
 
+_REDUCE_MORE: Final = frozenset({steps.ReductionCame, steps.BackwardCame, steps.PartReduced})
+
+
 def _reductions_with(evidence: Evidence, step: steps.Replaced, owners: set[str]) -> str | None:
     froze = evidence.frozen | evidence.partly_frozen
-    if isinstance(step, (steps.ReductionGone, steps.BackwardGone)):
+    if isinstance(step, steps.ReductionGone) and not step.is_all:
+        return None
+    if type(step) in {steps.ReductionGone, steps.BackwardGone}:
         if owners <= evidence.frozen:
             return "frozen, as the tree says"
         if owners.isdisjoint(froze):
             return "detached, or not synchronized: as the tree says, nothing was frozen"
     elif isinstance(step, steps.PartReduced) and owners <= froze:
         return "a part of the parameters is frozen, as the tree says"
-    elif isinstance(step, (steps.ReductionCame, steps.PartReduced)) and owners <= evidence.thawed:
+    elif type(step) in _REDUCE_MORE and owners <= evidence.thawed:
         return "no longer frozen, as the tree says"
     return None
 
 
 def _is_of_regression(cause: Cause) -> bool:
-    return any(isinstance(step, _REGRESSIONS) for step in cause.steps)
+    return any(type(step) in _REGRESSIONS for step in cause.steps)
 
 
 _REGRESSIONS: Final = (
@@ -114,7 +125,7 @@ _REGRESSIONS: Final = (
 
 def _root_not_sharded(story: Story) -> Cause | None:
     """The root's unit is gone, and those below it behave as roots."""
-    gone = [step for step in story.steps if isinstance(step, steps.UnitGone)]
+    gone = [step for step in story.steps if type(step) is steps.UnitGone]
     kept = [step for step in story.steps if isinstance(step, steps.Kept)]
     if not (gone and kept and gone[0].owners == (ROOT_FQN,)):
         return None
@@ -137,11 +148,8 @@ _ALWAYS: Final[Mapping[type[Step], str]] = {
         "more traffic, less memory"
     ),
     steps.GatheredElsewhere: "reshard_after_forward became another number of ranks, or True",
-    steps.RecomputeGone: "activation checkpointing was switched off, or repeats no prefetch now",
-    steps.MadeWhole: "full_tensor(), or a DTensor that is printed or logged",
     steps.ActivationSizes: "another batch or sequence, or another width",
-    steps.Dtype: "MixedPrecisionPolicy, or the model's own dtype",
-    steps.ReductionGone: "frozen, detached, or gradient synchronization switched off",
+    steps.MadeWhole: "full_tensor(), or a DTensor that is printed or logged",
 }
 
 
@@ -172,7 +180,7 @@ def _(step: steps.ReducedTimes) -> Iterator[str]:
 
 @_readings.register
 def _(step: steps.Called) -> Iterator[str]:
-    if _most_gathers(step) > 1:
+    if _most_gathers(step) > step.others and not step.is_pipeline:
         yield _CALLED
 
 
@@ -196,20 +204,42 @@ def _most_gathers(step: steps.Replaced) -> int:
 
 @_readings.register
 def _(step: steps.SplitOff) -> Iterator[str]:
-    if steps.is_called_more_often(step):
+    if type(step) is steps.SplitOff and steps.is_called_more_often(step):
         yield _CALLED
 
 
 @_readings.register
 def _(step: steps.RecomputeCame) -> Iterator[str]:
     facts = [fact for rows in step.rows.values() for held in rows.values() for fact in held]
+    came = type(step) is steps.RecomputeCame
     if any(fact.role == Role.PARAMETERS for fact in facts):
+        if not came:
+            return
         yield (
             "recomputation repeats the prefetching of set_modules_to_forward_prefetch: checkpoint "
             "with use_reentrant=True does, use_reentrant=False does not"
         )
+    elif step.is_first:
+        yield f"activation checkpointing was switched {'on' if came else 'off'}"
     else:
-        yield "activation checkpointing was switched on"
+        yield f"{'more' if came else 'less'} is recomputed: other modules, or other checkpointing"
+
+
+@_readings.register
+def _(step: steps.ReductionGone) -> Iterator[str]:
+    if step.is_all:
+        yield "frozen, detached, or gradient synchronization switched off"
+
+
+@_readings.register
+def _(step: steps.Dtype) -> Iterator[str]:
+    roles = {role for role, _ in step.parts}
+    if Role.PARAMETERS in roles:
+        yield "MixedPrecisionPolicy, or the model's own dtype"
+    elif Role.GRADIENTS in roles:
+        yield "reduce_dtype of MixedPrecisionPolicy, or a communication hook"
+    else:
+        yield "the model's own dtype, or autocast"
 
 
 @_readings.register
@@ -229,7 +259,8 @@ def _(step: steps.Counts) -> Iterator[str]:
                 "reduces gradients"
             )
         case steps.Scope.UNREDUCED | steps.Scope.UNREDUCED_OUTSIDE:
-            yield f"gradients accumulated over {step.factor} times as many micro-batches"
+            other = "" if step.has_activations else ", or parameters freed after each backward"
+            yield f"gradients accumulated over {step.factor} times as many micro-batches{other}"
         case steps.Scope.FORWARD:
             yield "forwards without a backward, such as an evaluation"
         case _:

@@ -137,7 +137,9 @@ def compare(
         changes=(*frames, *rows),
         story=story,
         left=(*frames, *_compare_all_rows(story.before, story.after, sites)),
-        causes=find_causes(story, evidence),
+        causes=find_causes(
+            story, evidence, is_same_mesh=all(one.subject != "frame" for one in frames)
+        ),
         sites=sites,
         cost=cost,
     )

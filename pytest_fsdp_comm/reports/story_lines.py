@@ -82,7 +82,8 @@ def _(step: steps.Renamed) -> str:
 @step_line.register
 def _(step: steps.Layers) -> str:
     what = "each as its siblings" if step.new > step.old else "those left as before"
-    return f"{step.prefix or ROOT_TEXT}: {step.old} -> {step.new} modules, {what}"
+    modules = "modules" if step.has_units else "modules that send"
+    return f"{step.prefix or ROOT_TEXT}: {step.old} -> {step.new} {modules}, {what}"
 
 
 @step_line.register
@@ -95,9 +96,14 @@ def _(step: steps.Counts) -> str:
             return f"all counts of forward and backward {times}"
         case steps.Scope.UNREDUCED | steps.Scope.UNREDUCED_OUTSIDE:
             often = show_factor(step.reductions)
-            return f"forwards and backwards {times}, reductions of gradients {often}"
+            what = (
+                "forwards and backwards"
+                if step.has_activations
+                else "all counts of forward and backward"
+            )
+            return f"{what} {times}, reductions of gradients {often}"
         case steps.Scope.FORWARD:
-            return f"forward {times}, backward x1"
+            return f"all counts of forward {times}, of backward x1"
         case steps.Scope.ACTIVATIONS:
             return f"activations sent {step.factor} times as often"
         case steps.Scope.OPTIMIZER:

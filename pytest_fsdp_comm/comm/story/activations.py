@@ -74,7 +74,10 @@ def _recomputed(between: Between) -> Iterator[Step]:
                 break
             rows.setdefault(owner, {}).update(rows_written(between, owner, [key]))
         if rows and is_repeated:
-            yield kind(rows=rows)
+            is_first = not any(
+                key.phase is Phase.RECOMPUTE for content in less.values() for key in content.rows
+            )
+            yield kind(rows=rows, is_first=is_first)
 
 
 def _sequence_parallel(between: Between) -> Iterator[Step]:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
-from pytest_fsdp_comm.comm.events import ROOT_FQN, Role
-from pytest_fsdp_comm.comm.story.between import Between, role_of, sizes_of
+from pytest_fsdp_comm.comm.events import ROOT_FQN, Phase, Role
+from pytest_fsdp_comm.comm.story.between import Between, gathers_of, role_of, sizes_of
 from pytest_fsdp_comm.comm.story.facts import Owner, count_of
 from pytest_fsdp_comm.comm.story.names import template
 from pytest_fsdp_comm.comm.story.steps import (
@@ -151,7 +151,25 @@ def _layers(between: Between) -> Iterator[Step]:
         if before is None or after is None or before == after or not min(before, after):
             continue
         for at, period in _places(old[prefix], new[prefix], before, after):
-            yield Layers(prefix=prefix, old=before, new=after, at=at, period=period)
+            yield Layers(
+                prefix=prefix,
+                old=before,
+                new=after,
+                at=at,
+                period=period,
+                has_units=_has_units(between, prefix),
+            )
+
+
+def _has_units(between: Between, prefix: str) -> bool:
+    """Whether each module of a list is gathered, so that none is unseen."""
+    names = f"{prefix}.*" if prefix else "*"
+    return all(
+        gathers_of(content, Phase.FORWARD)
+        for state in (between.state, between.target)
+        for owner, content in state.items()
+        if owner is not None and template(owner) == names
+    ) and any(template(owner or "") == names for owner in between.state)
 
 
 _Lists = dict[str, dict[str, dict[int, dict[str, int]]]]
@@ -226,6 +244,11 @@ def _ratios(pairs: Iterable[tuple[int, int, int]]) -> list[Fraction]:
 
 
 def _counts(between: Between) -> Iterator[Step]:
+    sends = any(
+        fact.role == Role.ACTIVATIONS
+        for content in _contents(between.state)
+        for fact in content.facts
+    )
     for scope in Scope:
         pairs = [
             (count_of(before), count_of(after), len(change.owners))
@@ -242,10 +265,15 @@ def _counts(between: Between) -> Iterator[Step]:
                 for fact, count in content.facts.items()
                 if in_scope(scope, fact, content)
             ):
-                yield Counts(scope=scope, factor=ratio)
+                yield Counts(scope=scope, factor=ratio, has_activations=sends)
                 if scope in {Scope.UNREDUCED, Scope.UNREDUCED_OUTSIDE}:
                     for reductions in _ratios_of_reductions(between):
-                        yield Counts(scope=scope, factor=ratio, reductions=reductions)
+                        yield Counts(
+                            scope=scope,
+                            factor=ratio,
+                            has_activations=sends,
+                            reductions=reductions,
+                        )
 
 
 def _ratios_of_reductions(between: Between) -> list[Fraction]:

@@ -167,6 +167,8 @@ class Layers(Step):
     """From which place on layers came or went."""
     period: int = 1
     """After how many layers the same content comes again."""
+    has_units: bool = True
+    """Whether its modules are gathered; otherwise modules that send nothing are not seen."""
 
     @property
     def words(self) -> float:
@@ -296,6 +298,8 @@ class Counts(Everywhere):
     writes = "counts"
     scope: Scope
     factor: Fraction
+    has_activations: bool
+    """Whether any of it is activations: without them, only gathers tell of forwards."""
     reductions: Fraction = Fraction(1)
     """How often gradients are reduced, where the scope leaves them out."""
 
@@ -574,12 +578,20 @@ class ReducedTimes(Reduced):
     """Whether the units are gathered, as those of FSDP are."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class ReductionGone(Reduced):
     """Gradients of units that are gathered as before are no longer reduced."""
 
+    is_all: bool
+    """Whether these units reduce nothing, in the profile that has less."""
 
+
+@dataclass(frozen=True, kw_only=True)
 class ReductionCame(Reduced):
     """Gradients of units that are gathered as before are reduced now."""
+
+    is_all: bool
+    """As in `ReductionGone`."""
 
 
 class PartReduced(Reduced):
@@ -650,14 +662,20 @@ class Called(Replaced):
 
     others: int
     """How often those are gathered, at most."""
+    is_pipeline: bool
+    """Whether stages send to each other, whose schedules gather as they like."""
 
     def claims(self, owner: Owner, fact: Fact) -> bool:
         """All that a unit does to be gathered."""
         return owner in self.rows and _is_of_unit(fact)
 
 
+@dataclass(frozen=True, kw_only=True)
 class RecomputeCame(Replaced):
     """Forward's collectives of modules are repeated in backward."""
+
+    is_first: bool
+    """Whether nothing is recomputed in the other profile."""
 
     def claims(self, owner: Owner, fact: Fact) -> bool:
         """All that is recomputed."""

@@ -202,9 +202,17 @@ def _reduced(between: Between) -> Iterator[Step]:
         kinds = sorted({key.what for held in changed.values() for key in held if key.axis})
         is_sharded = all(gathers_of(between.state[owner], Phase.FORWARD) for owner in changed)
         yield ReducedTimes(rows=changed, times=ratio, kinds=tuple(kinds), is_sharded=is_sharded)
-    for step, changed in others.items():
+    for kind, changed in others.items():
         if changed:
-            yield step(rows=changed)
+            yield _reduction(between, kind, changed)
+
+
+def _reduction(between: Between, kind: type[Replaced], rows: Rows) -> Step:
+    if kind not in {ReductionGone, ReductionCame}:
+        return kind(rows=rows)
+    less = between.target if kind is ReductionGone else between.state
+    is_all = not any(reductions_of(less[owner]) for owner in rows)
+    return (ReductionGone if kind is ReductionGone else ReductionCame)(rows=rows, is_all=is_all)
 
 
 def _is_gathered_alike(old: Content, new: Content) -> bool:
@@ -384,7 +392,13 @@ def _called(between: Between) -> Iterator[Step]:
         for owner, gathers in others.items()
     )
     if rows and others and is_alone:
-        yield Called(rows=rows, others=max(map(total_count, others.values())))
+        is_pipeline = any(
+            key.what in {"send", "recv"}
+            for content in between.state.values()
+            for key in content.rows
+        )
+        most = max(map(total_count, others.values()))
+        yield Called(rows=rows, others=most, is_pipeline=is_pipeline)
 
 
 def _units(between: Between) -> Iterator[Step]:
