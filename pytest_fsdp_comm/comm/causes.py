@@ -53,7 +53,7 @@ def find_causes(
             known = None if evidence is None else _reading_with(evidence, step)
             texts = _readings(step) if known is None else filter(None, [known])
             found += [Cause(text=text, steps=(step,)) for text in texts]
-    if not story.steps:
+    if story.is_exact and not story.steps:
         found += [Cause(text=text) for change in story.timings for text in _of_timing(change)]
     unique = {cause.text: cause for cause in found}
     return tuple(sorted(unique.values(), key=lambda cause: not _is_of_regression(cause)))
@@ -149,7 +149,7 @@ _ALWAYS: Final[Mapping[type[Step], str]] = {
     ),
     steps.GatheredElsewhere: "reshard_after_forward became another number of ranks, or True",
     steps.ActivationSizes: "another batch or sequence, or another width",
-    steps.MadeWhole: "full_tensor(), or a DTensor that is printed or logged",
+    steps.MadeWhole: "full_tensor() or redistribute(), or a DTensor that is printed or logged",
 }
 
 
@@ -271,11 +271,9 @@ def _of_timing(change: TimingChange) -> Iterator[str]:
     is_later = change.after[-1][0] < change.before[-1][0]
     if change.subject == "ahead" and change.phase is Phase.FORWARD and is_later:
         yield (
-            "forward prefetching was dropped (set_modules_to_forward_prefetch; FSDP1: "
-            "forward_prefetch)"
+            "less forward prefetching (set_modules_to_forward_prefetch; FSDP1: forward_prefetch)"
         )
     elif change.subject == "ahead" and change.phase is Phase.BACKWARD and is_later:
         yield (
-            "backward prefetching was dropped or redirected (set_modules_to_backward_prefetch; "
-            "FSDP1: backward_prefetch)"
+            "less backward prefetching (set_modules_to_backward_prefetch; FSDP1: backward_prefetch)"
         )

@@ -50,8 +50,13 @@ def render_comparison(
     # The cost tells it better.
     told_twice = "memory" if any("peak gathered" in line for line in cost) else ""
     left = sorted((one for one in comparison.left if one.subject != told_twice), key=weight)
-    lines = [f"  {_change_line(change)}" for change in left]
-    loud = sum(change.subject != "reshard" for change in left) or len(left)
+    loud = [one for one in left if one.subject != "reshard"] or left
+    quiet = [one for one in left if one not in loud]
+    # What is issued earlier or later follows from which units there are.
+    timings = [] if comparison.story is None else list(map(timing_line, comparison.story.timings))
+    lines = [f"  {line}" for line in (*map(_change_line, loud), *timings)]
+    shown_lines = len(lines)
+    lines += [f"  {_change_line(change)}" for change in quiet]
     causes = [f"{LIKELY}{cause.text}" for cause in comparison.causes]
     tail = [f"  accept: {accept}"] if accept else []
     full = [*head, *cost, *told, *lines, *causes, *(f"  note: {note}" for note in notes), *tail]
@@ -59,7 +64,7 @@ def render_comparison(
     for shown in range(_SHORT_COST, -1, -1):
         short = _cut(
             [*head, *cost[:shown]],
-            [*told, *lines[:loud]],
+            [*told, *lines[:shown_lines]],
             [*causes[:1], *tail],
             left_out=len(told) + len(lines),
         )
@@ -84,8 +89,7 @@ def _story_lines(comparison: Comparison) -> list[str]:
         story.steps,
         key=lambda step: isinstance(step, Redistributed) and step.phase is Phase.BACKWARD,
     )
-    steps = [step_line(step) + _site_of(step, comparison.sites) for step in ordered]
-    return [*steps, *map(timing_line, story.timings)]
+    return [step_line(step) + _site_of(step, comparison.sites) for step in ordered]
 
 
 def _site_of(step: Step, sites: Mapping[RowKey, Sequence[Site]]) -> str:

@@ -254,7 +254,7 @@ def split_width_doubled(changed):
     return of(split(width=32 if changed else 16), step)
 
 
-@innocent(is_reversible=True)
+@innocent(is_silent=True)
 def split_vocabulary_enlarged(changed):
     return of(split(vocabulary=64 if changed else 32), step)
 
