@@ -185,8 +185,8 @@ def _(step: steps.Called) -> Iterator[str]:
 
 
 _CALLED: Final = (
-    "called once per chunk of the loss, or several times in one forward: unshard it once around "
-    "the calls, or leave it in its parent's unit"
+    "called several times in one forward, as by a loss in chunks: unshard it once around the "
+    "calls, or leave it in its parent's unit"
 )
 
 

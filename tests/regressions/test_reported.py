@@ -134,8 +134,8 @@ def test_gathering_the_head_for_each_chunk_of_the_loss_is_explained(record, devi
     reviewed = record(model, lambda: step(model))
     regressed = record(chunked, lambda: step(chunked, chunks=4))
     assert said(reviewed, regressed)[-1] == (
-        "likely: called once per chunk of the loss, or several times in one forward: unshard it "
-        "once around the calls, or leave it in its parent's unit"
+        "likely: called several times in one forward, as by a loss in chunks: unshard it once "
+        "around the calls, or leave it in its parent's unit"
     )
 
 

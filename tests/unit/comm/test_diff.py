@@ -285,7 +285,7 @@ def test_a_long_command_leaves_less_room_for_costs():
     links = parse_links(["dp: 1 MB/s 1 ms"])
     old, new = profile(*step()), profile(*step(reduces=4))
     comparison = compare(old, new, links)
-    for room, shown in ((50, 2), (440, 1), (520, 0)):
+    for room, shown in ((50, 2), (400, 1), (480, 0)):
         text = render_comparison(comparison, snapshot="s.comm", accept="a" * room)
         assert len([line for line in text.short if " step" in line]) == shown
         assert len([line for line in text.full if " step" in line]) == 2
