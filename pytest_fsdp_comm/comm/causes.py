@@ -68,7 +68,7 @@ def _reading_with(evidence: Evidence, step: Step) -> str | None:
     owners = {owner for owner in step.owners if owner is not None}
     if not owners or not owners <= evidence.units:
         return None
-    if isinstance(step, (steps.Kept, steps.Freed)):
+    if isinstance(step, (steps.Kept, steps.Freed, steps.GatheredElsewhere)):
         return _policy_with(evidence, owners)
     return _reductions_with(evidence, step, owners)
 
@@ -95,9 +95,10 @@ _REDUCE_MORE: Final = frozenset({steps.ReductionCame, steps.BackwardCame, steps.
 
 def _reductions_with(evidence: Evidence, step: steps.Replaced, owners: set[str]) -> str | None:
     froze = evidence.frozen | evidence.partly_frozen
-    if isinstance(step, steps.ReductionGone) and not step.is_all:
+    is_part = isinstance(step, steps.ReductionGone) and not step.is_all
+    if is_part or (isinstance(step, steps.BackwardGone) and not step.has_reductions):
         return None
-    if type(step) in {steps.ReductionGone, steps.BackwardGone}:
+    if type(step) is steps.ReductionGone or type(step) is steps.BackwardGone:
         if owners <= evidence.frozen:
             return "frozen, as the tree says"
         if owners.isdisjoint(froze):
@@ -147,7 +148,7 @@ _ALWAYS: Final[Mapping[type[Step], str]] = {
         "reshard_after_forward became True (FSDP1: FULL_SHARD), or the unit is no longer a root: "
         "more traffic, less memory"
     ),
-    steps.GatheredElsewhere: "reshard_after_forward became another number of ranks, or True",
+    steps.GatheredElsewhere: "reshard_after_forward became an int, another one, or True",
     steps.ActivationSizes: "another batch or sequence, or another width",
     steps.MadeWhole: "full_tensor() or redistribute(), or a DTensor that is printed or logged",
 }
@@ -180,7 +181,7 @@ def _(step: steps.ReducedTimes) -> Iterator[str]:
 
 @_readings.register
 def _(step: steps.Called) -> Iterator[str]:
-    if _most_gathers(step) > step.others and not step.is_pipeline:
+    if _most_gathers(step) > step.others and step.is_more and not step.is_pipeline:
         yield _CALLED
 
 

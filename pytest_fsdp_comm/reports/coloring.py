@@ -18,12 +18,15 @@ _BOLD: Final = {"bold": True}
 _STYLES: Final = tuple(
     (re.compile(pattern), markup)
     for pattern, markup in (
-        (r"\s*[+-][\d_.,]+ ?%|\s*(?:\S+: )?peak gathered: ", _YELLOW | _BOLD),
+        (
+            r"\s*(?:\S+: )?(?:[+-]<?[\d_.,]+ ?%|x[\d.]+ bytes|new bytes|peak gathered(?::| [+-]))",
+            _YELLOW | _BOLD,
+        ),
         (r"- ", _RED),
         (r"\+ ", _GREEN),
         (r"\s*(?:\S+: )?(?:likely|note|not compared): ", _YELLOW),
-        (r"\s+.* -> 0(?: \(-|,|$)|\s+.*: (?:is no longer|removed)", _RED),
-        (r"\s+.*(?<!rank) 0 -> \d|\s+.*: (?:becomes|added)", _GREEN),
+        (r"\s+.* -> 0(?: \(-|,|$)|\s+.*(?:no longer|any more|merged into|: removed| less$)", _RED),
+        (r"\s+.*(?<!rank) 0 -> \d|\s+.*(?:: becomes|: added|split off| now[,:]| more$)", _GREEN),
         (r"\S(?!vv shows)", _BOLD),
     )
 )

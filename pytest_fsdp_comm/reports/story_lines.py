@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from functools import singledispatch
 from typing import TYPE_CHECKING, Final
 
@@ -81,9 +81,9 @@ def _(step: steps.Renamed) -> str:
 
 @step_line.register
 def _(step: steps.Layers) -> str:
-    what = "each as its siblings" if step.new > step.old else "those left as before"
+    what = ", each as its siblings" if step.new > step.old else ""
     modules = "modules" if step.has_units else "modules that send"
-    return f"{step.prefix or ROOT_TEXT}: {step.old} -> {step.new} {modules}, {what}"
+    return f"{step.prefix or ROOT_TEXT}: {step.old} -> {step.new} {modules}{what}"
 
 
 @step_line.register
@@ -118,7 +118,7 @@ def show_factor(factor: Fraction) -> str:
 @step_line.register
 def _(step: steps.ActivationSizes) -> str:
     loss = " and the loss" if step.with_loss else ""
-    return f"activations{loss}: {show_factor(step.factor)} bytes in each call, as many calls"
+    return f"activations{loss}: {show_factor(step.factor)} bytes in each call"
 
 
 @step_line.register
@@ -137,7 +137,7 @@ _ROLES: Final = tuple(Role)
 
 @step_line.register
 def _(step: steps.AxisSizes) -> str:
-    return f"gradients[{step.axis}]: {show_factor(step.factor)} bytes in each call, as many calls"
+    return f"gradients[{step.axis}]: {show_factor(step.factor)} bytes in each call"
 
 
 @step_line.register
@@ -152,7 +152,7 @@ def _(step: steps.UnitSizes) -> str:
     ]
     more = len(groups) - len(shown)
     rest = f" and {more} more" if more > 0 else ""
-    return f"other sizes of parameters, as many calls: {', '.join(shown)}{rest} in each gather"
+    return f"other sizes of parameters: {', '.join(shown)}{rest} in each gather"
 
 
 @step_line.register
@@ -181,12 +181,14 @@ def _(step: steps.GatheredElsewhere) -> str:
 
 @step_line.register
 def _(step: steps.BackwardGone) -> str:
-    return f"{name_owners(step.owners)} neither gathered nor reduced in backward any more"
+    acts = "neither gathered nor reduced" if step.has_reductions else "not gathered"
+    return f"{name_owners(step.owners)} {acts} in backward any more"
 
 
 @step_line.register
 def _(step: steps.BackwardCame) -> str:
-    return f"{name_owners(step.owners)} gathered and reduced in backward now"
+    acts = "gathered and reduced" if step.has_reductions else "gathered"
+    return f"{name_owners(step.owners)} {acts} in backward now"
 
 
 @step_line.register
@@ -228,27 +230,30 @@ def _kinds(rows: Mapping[Owner, Mapping[RowKey, Facts]]) -> str:
 
 @step_line.register
 def _(step: steps.PartReduced) -> str:
-    return (
-        f"another part of the gradients of {name_owners(step.owners)} reduced, gathers as before: "
-        f"{_resized(step)} in each call"
-    )
+    return f"another part of the gradients reduced, gathers as before: {_resized(step)}"
 
 
 @step_line.register
 def _(step: steps.GradientSizes) -> str:
-    return f"gradients of {name_owners(step.owners)} {_resized(step)} in each call, as many calls"
+    return f"gradients of {_resized(step)}"
 
 
 def _resized(step: steps.Replaced) -> str:
-    sizes = Counter(
-        (_largest(step.was[owner][key]), _largest(facts))
-        for owner, rows in step.rows.items()
-        for key, facts in rows.items()
-        if key.axis
-    )
-    shown = [show_nbytes_change(*pair) for pair in sorted(sizes, reverse=True)[:MAX_PATTERNS]]
-    more = len(sizes) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+    owners: defaultdict[tuple[int, int], list[Owner]] = defaultdict(list)
+    for owner, rows in step.rows.items():
+        sizes = {
+            (_largest(step.was[owner][key]), _largest(facts))
+            for key, facts in rows.items()
+            if key.axis
+        }
+        owners[max(sizes)].append(owner)
+    groups = sorted(owners.items(), key=lambda group: -abs(group[0][1] - group[0][0]))
+    shown = [
+        f"{name_owners(found)} {show_nbytes_change(*sizes)}"
+        for sizes, found in groups[:MAX_PATTERNS]
+    ]
+    more = len(groups) - len(shown)
+    return f"{', '.join(shown)}{f' and {more} more' if more > 0 else ''} in each call"
 
 
 def _largest(facts: Facts) -> int:
@@ -287,19 +292,20 @@ def _(step: steps.Merged) -> str:
 @step_line.register
 def _(step: steps.Regrouped) -> str:
     groups = f"{name_owners(step.old)} -> {name_owners(step.new)}"
-    return f"units grouped anew, with as many bytes in all: {groups}"
+    return f"other units, with as many bytes together: {groups}"
 
 
 @step_line.register
 def _(step: steps.Called) -> str:
-    before, after = (
-        "/".join(map(str, sorted({_gathers(rows) for rows in side.values()} - {0})))
-        for side in (step.was, step.rows)
-    )
-    return (
-        f"{name_owners(step.owners)} gathered {before} -> {after} times in forward, other units "
-        f"{step.others} as before"
-    )
+    owners: defaultdict[int, list[Owner]] = defaultdict(list)
+    for owner, rows in step.rows.items():
+        owners[_gathers(rows)].append(owner)
+    shown = [f"{name_owners(found)} {_times(count)}" for count, found in sorted(owners.items())]
+    return f"gathered in forward: {', '.join(shown)}; other units {_times(step.others)}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _gathers(rows: Mapping[RowKey, Facts]) -> int:
@@ -373,13 +379,13 @@ def _phases(step: steps.PhaseGone) -> str:
 @step_line.register
 def _(step: steps.UnitGone) -> str:
     where = name_owners(step.owners)
-    return f"{where} no longer gathered nor reduced, and no other unit has the bytes"
+    return f"{where} no longer gathered nor reduced, other units gathered as before"
 
 
 @step_line.register
 def _(step: steps.UnitCame) -> str:
     gathers = _sent(step.rows, _is_gather)
-    return f"{name_owners(step.owners)} gathered now, with bytes that no unit had{_more(gathers)}"
+    return f"{name_owners(step.owners)} gathered now, other units as before{_more(gathers)}"
 
 
 @step_line.register

@@ -377,6 +377,8 @@ class CommSnapshot(SnapshotAssertion):
                 says so, and their number, kind, axis and element type are compared still.
             changes: As for syrupy's ``snapshot``; ``name`` gives the assertion a file of its own.
         """
+        if not isinstance(activation_nbytes, bool):
+            raise TypeError(f"activation_nbytes={activation_nbytes!r}: expected True or False")
         super().__call__(**changes)
         self._changes = _Changes(
             name=str(changes.get("name") or ""),

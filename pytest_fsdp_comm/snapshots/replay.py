@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import importlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from syrupy.assertion import SnapshotAssertion
@@ -20,6 +21,7 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.explain import describe_error
 from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension, bind_extension
+from pytest_fsdp_comm.text.paths import show_path
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -180,7 +182,11 @@ def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
     result = assertion.executions[assertion.num_executions - 1]
     if result.exception is not None:
         return describe_error(result, config.rootpath)
-    return f"the snapshot {result.snapshot_location} changed while the test ran"
+    where = show_path(Path(result.snapshot_location), config.rootpath)
+    return (
+        f"a comparison with {where} failed and the test went on: it was caught, or its result not "
+        "asserted (or the file changed while the test ran)"
+    )
 
 
 def _already_serialized(data: Any, **_: Any) -> Any:

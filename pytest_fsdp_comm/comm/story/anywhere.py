@@ -329,6 +329,8 @@ def _dtypes(between: Between) -> Iterator[Step]:
             role = role_of(before)
             if not (sizes and all(sizes) and len(old) == len(new) == 1 and old != new):
                 continue
+            if not _follows(sizes, *old, *new):
+                continue
             if role and role == role_of(after):
                 factor = Fraction(sizes[1], sizes[0])
                 found[old.pop(), new.pop(), factor][role, key.axis].update(change.owners)
@@ -341,6 +343,23 @@ def _dtypes(between: Between) -> Iterator[Step]:
                 step = Dtype(parts=parts, old=old_dtype, new=new_dtype, factor=factor, owners=some)
                 if _divides(between.state, factor, step.is_meant):
                     yield step
+
+
+_ITEMSIZES: Final = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+def _follows(sizes: tuple[int, int], old: str, new: str) -> bool:
+    """Whether bytes change as the element type does, where its size is known."""
+    if old not in _ITEMSIZES or new not in _ITEMSIZES:
+        return True
+    return sizes[1] * _ITEMSIZES[old] == sizes[0] * _ITEMSIZES[new]
 
 
 def _axis_sizes(between: Between) -> Iterator[Step]:

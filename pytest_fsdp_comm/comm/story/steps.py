@@ -544,8 +544,12 @@ class Freed(Replaced):
         return owner in self.rows and _is_of_unit(fact)
 
 
+@dataclass(frozen=True, kw_only=True)
 class BackwardGone(Replaced):
     """Units that are freed after forward are not gathered in backward, nor reduced after it."""
+
+    has_reductions: bool
+    """Whether their gradients were reduced; otherwise they were gathered in vain, or for others."""
 
     def claims(self, owner: Owner, fact: Fact) -> bool:
         """All that a unit does to be gathered, and all gradients."""
@@ -664,6 +668,8 @@ class Called(Replaced):
     """How often those are gathered, at most."""
     is_pipeline: bool
     """Whether stages send to each other, whose schedules gather as they like."""
+    is_more: bool
+    """Whether there are more gathers than before."""
 
     def claims(self, owner: Owner, fact: Fact) -> bool:
         """All that a unit does to be gathered."""

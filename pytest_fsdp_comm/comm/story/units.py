@@ -163,6 +163,7 @@ def _backward_of_units(between: Between) -> Iterator[Step]:
         (BackwardCame, (between.target, between.state)),
     ):
         rows: Rows = {}
+        reduce: set[bool] = set()
         for owner in between.changed:
             one, other = with_it[owner], without[owner]
             forward = gathers_of(one, Phase.FORWARD)
@@ -175,8 +176,9 @@ def _backward_of_units(between: Between) -> Iterator[Step]:
                 and not any(key.phase is Phase.BACKWARD for key in unit_rows(other))
             ):
                 rows[owner] = rows_written(between, owner, {**unit_rows(one), **unit_rows(other)})
-        if rows:
-            yield kind(rows=rows)
+                reduce.add(bool(reductions_of(one)))
+        for has_reductions in reduce if len(reduce) == 1 else ():
+            yield kind(rows=rows, has_reductions=has_reductions)
 
 
 def _reduced(between: Between) -> Iterator[Step]:
@@ -398,7 +400,13 @@ def _called(between: Between) -> Iterator[Step]:
             for key in content.rows
         )
         most = max(map(total_count, others.values()))
-        yield Called(rows=rows, others=most, is_pipeline=is_pipeline)
+        gathers = [
+            sum(total_count(gathers_of(state.get(owner), Phase.FORWARD)) for owner in rows)
+            for state in (between.state, between.target)
+        ]
+        yield Called(
+            rows=rows, others=most, is_pipeline=is_pipeline, is_more=gathers[1] > gathers[0]
+        )
 
 
 def _units(between: Between) -> Iterator[Step]:

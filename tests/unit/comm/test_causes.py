@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from made_up import frozen, in_bfloat16, kept, profile, reduced_often
+from made_up import BACKWARD, changed, frozen, in_bfloat16, kept, profile, reduced_often
 
 from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.reports.story_lines import step_line
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
 from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
 from pytest_fsdp_comm.tree.model import Precision
@@ -97,3 +98,31 @@ def test_a_tree_with_other_units_says_nothing():
     assert [cause.text[:20] for cause in compare(old, frozen(old), evidence=evidence).causes] == [
         "frozen, detached, or"
     ]
+
+
+def test_units_that_were_gathered_in_vain_lose_no_gradients():
+    # As after `set_unshard_in_backward(False)` on a frozen unit.
+    def freeze(old):
+        return changed(
+            old,
+            lambda one: (
+                None if one.owner == "layers.1" and one.calls[0].role == "gradients" else one
+            ),
+        )
+
+    def spare(old):
+        return changed(
+            old,
+            lambda one: (
+                None
+                if one.owner == "layers.1" and (one.phase, one.kind) == (BACKWARD, "all_gather")
+                else one
+            ),
+            lambda one: None if one.module == "layers.1" and one.phase is BACKWARD else one,
+        )
+
+    old = freeze(profile())
+    comparison = compare(old, spare(old), evidence=tree_evidence(tree(), tree()))
+    (step,) = comparison.story.steps
+    assert step_line(step) == "layers.1 not gathered in backward any more"
+    assert comparison.causes == ()

@@ -56,7 +56,7 @@ PLANTED = {
         (renamed, "layers is blocks now"),
         (twice, "every count x2"),
         (accumulated, "forwards and backwards x4, reductions of gradients x1"),
-        (larger_batch, "activations: x3 bytes in each call, as many calls"),
+        (larger_batch, "activations: x3 bytes in each call"),
         (
             in_bfloat16,
             "parameters[dp], gradients[dp], activations[tp] float32 -> bfloat16, x1/2 bytes",
@@ -189,7 +189,7 @@ def test_a_removed_and_an_added_module_of_equal_rows_is_told_as_either():
 def test_a_unit_that_came_has_bytes_that_no_other_unit_lost():
     old, new = profile(), profile(extra=[unit("head", 512)])
     assert [step_line(step) for step in explain(old, new).steps] == [
-        "head gathered now, with bytes that no unit had: 2 calls, 1.0 KiB in all"
+        "head gathered now, other units as before: 2 calls, 1.0 KiB in all"
     ]
     # The same beside a unit that shrank by other bytes: two changes, neither of which is told so.
     shrunk = changed(new, lambda one: sized(one, Fraction(1, 2)) if one.owner == "" else one)

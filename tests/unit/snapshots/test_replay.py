@@ -7,6 +7,7 @@ from syrupy.assertion import SnapshotAssertion
 from syrupy.session import SnapshotSession
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
+from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.replay import _get, _session
 
 
@@ -30,3 +31,10 @@ def test_a_name_that_moved_is_named():
     assert "no longer has config._syrupy, which snapshots in ranks rely on" in str(caught.value)
     with pytest.raises(UpstreamChangedError, match=r"no longer has SnapshotSession\._assertions,"):
         _get(types.SimpleNamespace(), "_assertions")
+
+
+def test_an_option_that_is_no_truth_value_is_refused():
+    snapshot = object.__new__(CommSnapshot)
+    for value in (None, "no", 0):
+        with pytest.raises(TypeError, match=f"activation_nbytes={value!r}: expected True or False"):
+            snapshot(activation_nbytes=value)
