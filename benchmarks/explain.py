@@ -1,0 +1,141 @@
+"""What explaining a difference costs, for a model of many layers.
+
+    python benchmarks/explain.py [--layers 126]
+
+A training step under FSDP and tensor parallelism, made up: nine modules a layer with rows of their
+own. Each case changes it in one way, in several, or at random. Printed are the CPU seconds of
+comparing and of explaining, their ratio, whether the story is exact, and its steps. Exit status 1
+if a story of one step takes more than 0.2 CPU seconds or one of several more than 0.5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.comm.events import Phase, Role
+from pytest_fsdp_comm.comm.mesh import MeshAxis
+from pytest_fsdp_comm.comm.profile import (
+    Calls,
+    CommProfile,
+    CommRow,
+    RedistributionRow,
+    ReshardRow,
+    sort_rows,
+)
+from pytest_fsdp_comm.comm.story.search import explain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_AXES: Final = (
+    MeshAxis(name="dp", size=8, dims=((8, 8),)),
+    MeshAxis(name="tp", size=8, dims=((8, 1),)),
+)
+_MOST_S: Final = {1: 0.2, 2: 0.5}
+"""CPU seconds for a story of one step, and of several."""
+
+
+def _step(
+    layers: int, *, name: str = "layers", times: int = 1, batch: int = 1, recomputes: bool = False
+) -> CommProfile:
+    rows = [*_unit("", 1_000)]
+    reshards: list[ReshardRow] = []
+    moves: list[RedistributionRow] = []
+    for number in range(layers):
+        layer = f"{name}.{number}"
+        rows += _unit(layer, 5_000)
+        reshards += [
+            ReshardRow(phase=phase, module=layer, action=action, count=1)
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+            for action in ("unshard", "reshard")
+        ]
+        for part in ("attention", "attention.output", "mlp", "mlp.down"):
+            for phase in _phases(recomputes=recomputes):
+                kind = "all_gather" if "." not in part else "reduce_scatter"
+                rows.append(_row(phase, f"{layer}.{part}", kind, "tp", 1_024 * batch))
+                change = "(Shard(dim=1))->(Replicate())"
+                moves.append(
+                    RedistributionRow(phase=phase, owner=f"{layer}.{part}", change=change, count=1)
+                )
+    return CommProfile(
+        world_size=64,
+        mesh_axes=_AXES,
+        rows=sort_rows(_often(row, times) for row in rows),
+        reshards=sort_rows(replace(row, count=times) for row in reshards),
+        redistributions=sort_rows(replace(row, count=times) for row in moves),
+    )
+
+
+def _phases(*, recomputes: bool) -> tuple[Phase, ...]:
+    more = (Phase.RECOMPUTE,) if recomputes else ()
+    return (Phase.FORWARD, *more, Phase.BACKWARD)
+
+
+def _unit(owner: str, nbytes: int) -> Iterator[CommRow]:
+    yield _row(Phase.FORWARD, owner, "all_gather", "dp", nbytes, Role.PARAMETERS)
+    if owner:
+        yield _row(Phase.BACKWARD, owner, "all_gather", "dp", nbytes, Role.PARAMETERS)
+    yield _row(Phase.BACKWARD, owner, "reduce_scatter", "dp", nbytes, Role.GRADIENTS)
+
+
+def _row(  # noqa: PLR0913, PLR0917  # what a row is
+    phase: Phase, owner: str, kind: str, axis: str, nbytes: int, role: Role = Role.ACTIVATIONS
+) -> CommRow:
+    calls = Calls(nbytes=nbytes, dtype="float32", role=role.value, count=1)
+    return CommRow(phase=phase, owner=owner, kind=kind, axis=axis, calls=(calls,))
+
+
+def _often(row: CommRow, times: int) -> CommRow:
+    return replace(row, calls=tuple(replace(one, count=one.count * times) for one in row.calls))
+
+
+def _noise(old: CommProfile, share: float) -> CommProfile:
+    chance = random.Random(1)  # noqa: S311  # profiles are no secrets
+    rows = (
+        _often(row, chance.randint(2, 3)) if chance.random() < share else row for row in old.rows
+    )
+    return replace(old, rows=tuple(rows))
+
+
+def main() -> int:
+    """Measures each case."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=126)
+    layers = parser.parse_args().layers
+    old = _step(layers)
+    cases = {
+        "2 layers more": _step(layers + 2),
+        "recomputed": _step(layers, recomputes=True),
+        "batch x2, every count x2": _step(layers, times=2, batch=2),
+        "renamed, 2 layers more, batch x2": _step(layers + 2, name="blocks", batch=2),
+        "1 % of rows at random": _noise(old, 0.01),
+        "all rows at random": _noise(old, 1.0),
+    }
+    count = len(old.rows) + len(old.reshards) + len(old.redistributions)
+    print(f"{layers} layers, {count} rows")
+    is_slow = False
+    for name, new in cases.items():
+        started = time.process_time()
+        _ = old == new, old.totals(), new.totals()
+        compared = time.process_time()
+        story = explain(old, new)
+        explained_s = time.process_time() - compared
+        steps = [type(step).__name__ for step in story.steps]
+        print(
+            f"{name:34} {explained_s:6.3f} s, {explained_s / (compared - started):6.0f} x totals, "
+            f"{'exact' if story.is_exact else 'rows left'}: {', '.join(steps) or 'no step'}"
+        )
+        if story.is_exact:
+            is_slow |= explained_s > _MOST_S[min(len(steps), 2)]
+    return int(is_slow)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
