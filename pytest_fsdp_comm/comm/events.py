@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Literal
 
-from pytest_fsdp_comm.comm.mesh import MeshAxis  # read by the codec
+from pytest_fsdp_comm.comm.mesh import MeshAxis
 
 ROOT_FQN: Final = ""
 """The FQN of the outermost module, as in torch. Shown to people as ``(root)``."""

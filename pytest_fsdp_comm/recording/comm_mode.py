@@ -87,7 +87,8 @@ class CommMode(CommDebugAnswers):
                 by default: no for the fixture.
 
         Raises:
-            RecordingError: It is not a module, or two parts have a parameter of the same name.
+            RecordingError: It is not a module, two parts have a parameter of the same name, or
+                one part holds another.
         """
         parts = parts_of(model, asked="comm_mode", otherwise=", or use `with comm_mode:`")
         self._models = tuple(map(weakref.ref, parts))

@@ -67,8 +67,12 @@ class GroupNames:
         """Forgets afterwards what is learned in the block."""
         axes, groups = dict(self._axes), dict(self._groups)
         wholes, meshes = dict(self._wholes), dict(self._meshes)
-        yield
-        self._axes, self._groups, self._wholes, self._meshes = axes, groups, wholes, meshes
+        foreign = set(self._foreign_axes)
+        try:
+            yield
+        finally:
+            self._axes, self._groups, self._wholes, self._meshes = axes, groups, wholes, meshes
+            self._foreign_axes = foreign
 
     def learn_mesh(self, mesh: DeviceMesh) -> None:
         """Names the groups of a mesh after its axes; the first name of a group stays."""

@@ -152,6 +152,8 @@ def combine(failures: Sequence[Failure], *, accept: str) -> tuple[str, ...]:
     """
     head = _head(failures)
     first = int(_all_compared(failures))
+    # What a change costs comes first, whatever the order of the values.
+    failures = sorted(failures, key=lambda failure: not failure.explanation.cost)
     bodies = {failure.name: list(failure.explanation.short[first:]) for failure in failures}
     left_out = {line for line in chain(*bodies.values()) if line.startswith(LEFT_OUT)}
     causes = [line for line in chain(*bodies.values()) if line.startswith(LIKELY)]

@@ -263,3 +263,12 @@ def test_what_pytest_would_cut_at_the_end_is_left_out_before_the_command(has_res
         COMMAND,
     )
     assert shown.below[0] == changes[3]
+
+
+def test_what_a_change_costs_comes_first_whatever_the_order_of_the_values():
+    failures = [
+        failure("before", "x", "  one", compared="fsdp_tree"),
+        failure("comm", "y", "  +1 % bytes", "  two", cost=("  +1 % bytes",), compared="comm_mode"),
+    ]
+    _, *lines = combine(failures, accept="")
+    assert lines == ["  comm: +1 % bytes", "  comm: two", "  before: one"]
