@@ -6,6 +6,8 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.diff import Change
+from pytest_fsdp_comm.comm.story.steps import Replaced
+from pytest_fsdp_comm.reports.story_lines import step_line
 from pytest_fsdp_comm.text.fqn import NO_MODULE, fold_fqns
 from pytest_fsdp_comm.text.nbytes import show_nbytes_change
 from pytest_fsdp_comm.text.rank_lists import name_ranks
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_fsdp_comm.comm.diff import Amount
+    from pytest_fsdp_comm.comm.story.search import Story
     from pytest_fsdp_comm.tree.diff import TreeChange
 
 _PHRASE: Final = re.compile(r"(?:ahead|peer|root) \S+|\S+")
@@ -40,6 +43,20 @@ def headline(changes: Sequence[Change | TreeChange]) -> str:
     lines = [_describe(group, has_axes=has_axes) for group in groups.values()]
     lines += [f"{one.subject}: {one.what}" for one in changes if not isinstance(one, Change)]
     return f"{lines[0]}, {len(lines) - 1} more" if len(lines) > 1 else lines[0]
+
+
+def headline_of_story(story: Story | None) -> str:
+    """A change of the whole in one line; empty if single modules changed, or more than it tells.
+
+    Args:
+        story: Of a comparison; None if it has none.
+    """
+    if story is None or not story.is_exact or not story.steps:
+        return ""
+    first, *others = story.steps
+    if isinstance(first, Replaced):
+        return ""
+    return f"{step_line(first)}, {len(others)} more" if others else step_line(first)
 
 
 def weight(change: Change) -> tuple[bool, bool, int]:

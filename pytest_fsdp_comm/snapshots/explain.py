@@ -29,7 +29,7 @@ from pytest_fsdp_comm.reports.explanation import (
     show_everything,
     show_on_screen,
 )
-from pytest_fsdp_comm.reports.headline import headline
+from pytest_fsdp_comm.reports.headline import headline, headline_of_story
 from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
@@ -51,6 +51,13 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.snapshots.documents import SnapshotText
     from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension
     from pytest_fsdp_comm.tree.diff import TreeChange
+
+
+class _Story(str):
+    """A change of the whole, which says more than the largest of its rows."""
+
+    __slots__ = ()
+
 
 _Changes: TypeAlias = "tuple[Change, ...] | tuple[TreeChange, ...]"
 
@@ -141,6 +148,9 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
 
 def _headline(explained: Mapping[str, _Changes | str]) -> str:
     """The differences of several values in one line, then those that could not be compared."""
+    stories = [what for what in explained.values() if isinstance(what, _Story)]
+    if stories:
+        return stories[0]
     changes = [
         change for what in explained.values() if not isinstance(what, str) for change in what
     ]
@@ -277,7 +287,8 @@ def _explain_difference(
         case CommProfile() as was, CommProfile() as now:
             found = comm_diff.compare(was, now, aids.links, aids.evidence)
             explanation = render_comparison(found, snapshot=where, accept=accept, notes=now.notes)
-            return _within_scope(explanation, was, now), found.changes
+            told = _Story(headline_of_story(found.story)) or found.changes
+            return _within_scope(explanation, was, now), told
         case TreeProfile() as was, TreeProfile() as now:
             changes = tree_diff.compare(was, now).changes
             if changes:

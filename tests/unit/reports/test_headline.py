@@ -1,11 +1,13 @@
 """The one line that pytest's summary cuts at its end."""
 
 import pytest
+from made_up import kept, profile, renamed, twice, unit
 
 from pytest_fsdp_comm.comm.diff import Amount, Change
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.profile import Calls
-from pytest_fsdp_comm.reports.headline import headline
+from pytest_fsdp_comm.comm.story.search import explain
+from pytest_fsdp_comm.reports.headline import headline, headline_of_story
 from pytest_fsdp_comm.tree.diff import TreeChange
 
 
@@ -124,3 +126,15 @@ CASES = {
 @pytest.mark.parametrize(("changes", "text"), CASES.values(), ids=CASES)
 def test_the_headline_is(changes, text):
     assert headline(changes) == text
+
+
+def test_a_change_of_the_whole_is_its_own_headline():
+    old = profile()
+    assert headline_of_story(explain(old, profile(5))) == (
+        "layers: 3 -> 5 modules, each as its siblings"
+    )
+    assert headline_of_story(explain(old, renamed(twice(old)))) == "layers is blocks now, 1 more"
+    # Of single modules, the largest change says more.
+    for new in (kept(old), profile(extra=[unit("head", 64)])):
+        assert not headline_of_story(explain(old, new))
+    assert not headline_of_story(None)
