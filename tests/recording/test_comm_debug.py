@@ -235,7 +235,7 @@ def test_a_block_is_answered_for_while_it_runs_and_a_new_one_starts_over(comm_mo
         assert [event.owner for event in comm_mode.events] == ["down"]
         first(torch.ones(2, 8))
         assert comm_mode.get_total_counts() == 2
-        assert repr(comm_mode) == "<comm_mode: recording>"
+        assert repr(comm_mode) == "<CommMode: recording>"
         with pytest.raises(RecordingError, match="while it still records"):
             comm_mode.merged_profile()
     assert comm_mode.get_total_counts() == 2
