@@ -135,9 +135,8 @@ def failure(result, test):
     """The lines from one failure's title to the next."""
     lines = [ESCAPE.sub("", line) for line in result.outlines]
     start = next(n for n, line in enumerate(lines) if re.fullmatch(f"_+ {test} _+", line))
-    end = next(
-        n for n, line in enumerate(lines) if n > start and re.match(r"_{3}|={3}|-+ snapshot", line)
-    )
+    after = r"_{3}|={3}|-+ (?:snapshot|generated)"
+    end = next(n for n, line in enumerate(lines) if n > start and re.match(after, line))
     return [line for line in lines[start:end] if not re.match(r"\[gw\d+\] ", line)]
 
 
