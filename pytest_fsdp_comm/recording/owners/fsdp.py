@@ -85,6 +85,7 @@ class UnitWatch:
         self._on_post_forward = on_post_forward
         self._prefetches = Prefetches()
         self._memory = GatheredMemory()
+        self._unsharded_nbytes: dict[Any, int] = {}
 
     @property
     def owner(self) -> tuple[nn.Module, ...]:
@@ -126,12 +127,31 @@ class UnitWatch:
     def _learn_memory(self, group: Any) -> None:
         # Asked at each change, and the bytes take a walk over the unit's parameters.
         if not self._memory.knows(group):
-            self._memory.learn(group, _gathered_nbytes(group))
+            self._memory.learn(group, self._gathered_nbytes(group))
+
+    def _nbytes_of(self, group: Any) -> int:
+        """Bytes of a unit of FSDP2 when it is gathered."""
+        # Dtypes are settled by the time of the first gather.
+        found = self._unsharded_nbytes.get(group)
+        if found is None:
+            found = self._unsharded_nbytes[group] = _unsharded_nbytes(group)
+        return found
+
+    def _gathered_nbytes(self, group: Any) -> int:
+        """What a unit of FSDP2 holds beyond its own shard."""
+        if group.is_unsharded or group._all_gather_result is not None:
+            return self._nbytes_of(group)
+        after = group.post_forward_mesh_info
+        if group.is_sharded_post_forward and after is not None:
+            # Logical bytes, as everywhere: without the padding that lets every rank have as much.
+            return self._nbytes_of(group) // int(after.shard_mesh_size)
+        return 0
 
     def forget(self) -> None:
         """Lets go of all units: graphs that outlive the block keep this object alive."""
         self._prefetches = Prefetches()
         self._memory = GatheredMemory()
+        self._unsharded_nbytes.clear()
 
     def learn_groups(self, group: Any) -> None:
         """Reports the mesh of a parameter group, and that of ``reshard_after_forward``."""
@@ -237,7 +257,7 @@ class UnitWatch:
                 result = original(group, *args, **kwargs)
                 # Set by a gather that was really issued, and only then.
                 if pending is None and group._all_gather_result is not None:
-                    nbytes = _unsharded_nbytes(group)
+                    nbytes = self._nbytes_of(group)
                     self._prefetches.issued(group, gather)
                     self._memory.hold(group, nbytes)
                     self._on_reshard("unshard", tuple(group.modules), nbytes, 0.0)
@@ -258,7 +278,7 @@ class UnitWatch:
         def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
             self._learn_memory(group)
             result = original(group, *args, **kwargs)
-            nbytes = _gathered_nbytes(group)
+            nbytes = self._gathered_nbytes(group)
             self._memory.hold(group, nbytes)
             # Its next use may gather nothing: backward does without a unit that it does not need
             # (set_unshard_in_backward).
@@ -276,7 +296,7 @@ class UnitWatch:
                 result = original(group, *args, **kwargs)
                 seconds = time.perf_counter() - started
                 if group._sharded_state != before:
-                    nbytes = _unsharded_nbytes(group)
+                    nbytes = self._nbytes_of(group)
                     self._on_reshard("reshard", tuple(group.modules), nbytes, seconds)
             return result
 
@@ -417,17 +437,6 @@ def _unsharded_nbytes(group: Any) -> int:
         dtype = param.param_dtype or param.orig_dtype
         total += param._orig_size.numel() * dtype.itemsize
     return total
-
-
-def _gathered_nbytes(group: Any) -> int:
-    """What a unit of FSDP2 holds beyond its own shard."""
-    if group.is_unsharded or group._all_gather_result is not None:
-        return _unsharded_nbytes(group)
-    after = group.post_forward_mesh_info
-    if group.is_sharded_post_forward and after is not None:
-        # Logical bytes, as everywhere: without the padding that lets every rank have as much.
-        return _unsharded_nbytes(group) // int(after.shard_mesh_size)
-    return 0
 
 
 def _handle_of(module: nn.Module) -> Any:

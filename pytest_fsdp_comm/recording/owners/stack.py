@@ -10,6 +10,7 @@ import functools
 import sys
 import sysconfig
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
@@ -167,6 +168,39 @@ def _is_asking(path: str) -> bool | None:
     return True if is_package or not path.startswith(_STDLIB) else None
 
 
+class _File(Enum):
+    """Whose code a file is."""
+
+    SKIP = auto()
+    """The recorder's own, or what torch runs between its dispatcher and a mode."""
+    TORCH = auto()
+    ASKING = auto()
+    """Of torch, and may be who asked for a collective."""
+    STDLIB = auto()
+    LIBRARY = auto()
+    USER = auto()
+
+
+# For every frame of every scan: an attribute of an Enum is slow to look up.
+_SKIP: Final = _File.SKIP
+_ASKING: Final = _File.ASKING
+_LIBRARY: Final = _File.LIBRARY
+_USER: Final = _File.USER
+
+
+@functools.cache
+def _kind_of_file(path: str) -> _File:
+    if path.startswith(_SKIPPED):
+        return _File.SKIP
+    if path.startswith(_TORCH):
+        is_asking = path == _DDP or path.startswith(_TORCH + "distributed")
+        return _File.ASKING if is_asking else _File.TORCH
+    # Packages are below the standard library where there is no virtual environment.
+    if any(directory in path for directory in _SITE_PACKAGES):
+        return _File.LIBRARY
+    return _File.STDLIB if path.startswith((_STDLIB, "<")) else _File.USER
+
+
 @dataclass(slots=True)
 class _Walk:
     """A `StackScan` in the making, frame by frame from the innermost."""
@@ -198,29 +232,32 @@ class _Walk:
         """Passes any other frame."""
         code = frame.f_code
         path = code.co_filename
-        if path.startswith(_SKIPPED):
+        kind = _kind_of_file(path)
+        if kind is _SKIP:
             return
         if not self.is_in_engine:
             self.is_from_cpp = False
         if code is _STEP or id(code) in self.clipping:
             self.is_in_optimizer = True
-        elif path.startswith(_TORCH):
-            self._pass_torch(frame)
-        elif not self.user_call_site and not path.startswith((_STDLIB, "<")):
-            call_site = f"{_shown(path)}:{frame.f_lineno}"
-            if any(directory in path for directory in _SITE_PACKAGES):
-                self.library_call_site = self.library_call_site or call_site
-            else:
-                self.user_call_site = call_site
-
-    def _pass_torch(self, frame: FrameType) -> None:
-        code = frame.f_code
+        elif kind is _USER or kind is _LIBRARY:
+            self._pass_caller(frame, kind)
         # What lies beyond the module, or beyond the engine, did not ask.
-        if self.innermost is not None or self.is_in_engine:
+        elif kind is _ASKING and self.innermost is None and not self.is_in_engine:
+            self._pass_asking(frame)
+
+    def _pass_caller(self, frame: FrameType, kind: _File) -> None:
+        if self.user_call_site or (kind is _LIBRARY and self.library_call_site):
             return
+        call_site = f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+        if kind is _USER:
+            self.user_call_site = call_site
+        else:
+            self.library_call_site = call_site
+
+    def _pass_asking(self, frame: FrameType) -> None:
+        code = frame.f_code
         if code.co_filename == _DDP:
             self.is_from_ddp = True
-        if not code.co_filename.startswith(_TORCH + "distributed"):
             return
         if code is _redistribute_code() and self.redistribution is None:
             self.redistribution = frame
