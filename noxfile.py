@@ -25,9 +25,9 @@ def record(session: nox.Session) -> None:
 
 @nox.session
 def accept(session: nox.Session) -> None:
-    """Everything, with real ranks, in two pytest processes."""
+    """Everything, with real ranks."""
     session.run("pytest", "--world-size", "4", "examples")
-    session.run("pytest", "-n", "2", *session.posargs)
+    session.run("pytest", "-n", "4", "--dist", "worksteal", *session.posargs)
 
 
 @nox.session

@@ -5,7 +5,7 @@ usage: python3 run.py demo [pytest's arguments]
 
   demo   the main job: a training step of a Hugging Face Llama on 4 ranks, compared with the
          reviewed snapshots (pytest --world-size 4 examples)
-  test   this project's tests, in two processes (pytest -n 2)
+  test   this project's tests, in four processes (pytest -n 4 --dist worksteal)
 
 Both run in the active virtual environment, or else in .venv beside this file, which is created if
 missing. The versions pinned in constraints.txt are installed on the first run, and again when
@@ -30,7 +30,12 @@ if sys.version_info < (3, 11):  # noqa: UP036  # tells users of older versions w
     )
 
 ROOT = Path(__file__).resolve().parent
-COMMANDS = {"demo": ["--world-size", "4", "examples"], "test": ["-n", "2"]}
+COMMANDS = {
+    "demo": ["--world-size", "4", "examples"],
+    # The tests wait half of their time, for sessions and ranks that they start: four processes keep
+    # two cores busy. Neighbours stay in one process, where they share what their module prepares.
+    "test": ["-n", "4", "--dist", "worksteal"],
+}
 OLDEST = (3, 11)
 STAMP = "pytest-fsdp-comm.installed"
 # Asks the environment's own Python for its version, and whether it has pip.

@@ -104,7 +104,7 @@ def test_a_failed_installation_is_repeated_by_the_next_run(project):
         *map(str, (project.path, made, made / "bin" / "pytest")),
     ]
     again = project.run("test", "tests/unit", "--help")
-    assert json.loads(again.stdout)[0] == ["-n", "2", "tests/unit", "--help"]
+    assert json.loads(again.stdout)[0] == ["-n", "4", "--dist", "worksteal", "tests/unit", "--help"]
     assert (again.returncode, again.stderr) == (3, "")
     assert installations(made) == [INSTALLS]
 
