@@ -183,7 +183,7 @@ def test_a_venv_that_cannot_be_made_is_explained(project):
 def test_help_and_mistakes_print_the_usage_and_install_nothing(project):
     asked = project.run("--help")
     assert (asked.returncode, asked.stderr) == (0, "")
-    for words in ("run.py demo", "run.py test", "pytest --world-size 4 examples", "pytest -n 2"):
+    for words in ("run.py demo", "run.py test", "pytest --world-size 4 examples", "pytest -n 4"):
         assert words in asked.stdout
     for arguments in ((), ("tests",), ("-n", "2")):
         mistake = project.run(*arguments)
