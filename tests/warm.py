@@ -36,15 +36,15 @@ class WarmStarter:
                 stdin=subprocess.DEVNULL,
             )
 
-    def start(self, arguments, stdout, stderr):
-        """Runs ``pytest`` with arguments in this process's directory and environment."""
+    def start(self, arguments, stdout, stderr, *, directory=None, environment=None):
+        """Runs ``pytest``; in this process's directory and environment unless others are given."""
         ours, theirs = os.pipe()
         stdin, unwritten = os.pipe()
         os.close(unwritten)
         request = {
             "arguments": arguments,
-            "directory": str(Path.cwd()),
-            "environment": {**os.environ},
+            "directory": str(directory or Path.cwd()),
+            "environment": environment or {**os.environ},
         }
         try:
             socket.send_fds(

@@ -19,7 +19,7 @@ def _name(rank: int) -> str:
 
 
 class Heartbeat:
-    """Puts a count on the store that grows while this process lives."""
+    """Puts the time on the store, again and again, while this process lives."""
 
     def __init__(self, store: TextStore, rank: int) -> None:
         """Starts a thread.
@@ -35,7 +35,7 @@ class Heartbeat:
         self._store = store
         self._rank = rank
         self._has_ended = threading.Event()
-        self._store.put(_name(rank), "0")
+        self._beat()
         self._thread = threading.Thread(
             target=self._run, name="pytest-fsdp-comm heartbeat", daemon=True
         )
@@ -47,13 +47,14 @@ class Heartbeat:
         self._thread.join()
 
     def _run(self) -> None:
-        beats = 0
         while not self._has_ended.wait(BEAT_S):
-            beats += 1
             try:
-                self._store.put(_name(self._rank), str(beats))
+                self._beat()
             except StoreLostError:
                 return  # the main thread will report it
+
+    def _beat(self) -> None:
+        self._store.put(_name(self._rank), str(time.monotonic_ns()))
 
 
 class Pulse:

@@ -9,6 +9,7 @@ store. Rank 0's process alone runs the tests without ranks, reports, and writes.
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +21,7 @@ from pytest_fsdp_comm.ranks.launched.leader import Leader
 from pytest_fsdp_comm.ranks.launched.meeting import fits
 from pytest_fsdp_comm.ranks.session.runner import RankRunner
 from pytest_fsdp_comm.ranks.session.runner_key import RUNNER
+from pytest_fsdp_comm.ranks.wire.messages import PlannedTest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,12 +44,13 @@ def join_session(
         pytest.UsageError: The processes do not fit together.
     """
     os.environ[INSIDE_VARIABLE] = "1"
-    tests = tuple(_described(item) for item in session.items)
+    # A program may run another session.
+    session.config.add_cleanup(_leave)
+    tests = tuple(_planned(item) for item in session.items)
     _skip_what_does_not_fit(session.items, launched)
     if not launched.is_leader:
         follower = Follower(session, launched)
-        runner = RankRunner(session, extensions, follower)
-        follow(session, follower, runner, tests)
+        follow(session, follower, partial(RankRunner, session, extensions, follower), tests)
     leader = Leader(session, launched)
     session.config.pluginmanager.register(leader, "fsdp-comm-leader")
     runner = session.config.stash[RUNNER] = RankRunner(session, extensions, leader)
@@ -57,9 +60,21 @@ def join_session(
     leader.meet(tests)
 
 
-def _described(item: pytest.Item) -> str:
+def _leave() -> None:
+    os.environ.pop(INSIDE_VARIABLE, None)
+
+
+def _planned(item: pytest.Item) -> PlannedTest:
     settings = item.stash.get(SETTINGS, None)
-    return f"{item.nodeid} on {settings}" if settings else item.nodeid
+    if settings is None:
+        return PlannedTest(nodeid=item.nodeid, settings="")
+    device = f", device {settings.device}" if settings.device else ""
+    ranks = f"{len(settings.ranks)} of " if len(settings.ranks) < settings.world_size else ""
+    text = (
+        f"{ranks}{settings.world_size} ranks ({settings.backend}, scope {settings.scope}, "
+        f"timeout {settings.timeout_s:g} s{device})"
+    )
+    return PlannedTest(nodeid=item.nodeid, settings=text)
 
 
 def _skip_what_does_not_fit(items: Sequence[pytest.Item], launched: LaunchedRank) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_fsdp_comm.ranks.launched.agreement import USUAL_REASONS
 from pytest_fsdp_comm.ranks.launched.heartbeat import Pulse
 from pytest_fsdp_comm.ranks.launched.meeting import (
     MEET_TIMEOUT_S,
@@ -36,9 +37,11 @@ from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank
+    from pytest_fsdp_comm.ranks.wire.messages import PlannedTest
     from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank
 
 # The other processes run no code of users: a silence is a death.
@@ -71,7 +74,7 @@ class Leader:
         self._meeting: Meeting | None = None
         self._began_at: float | None = None
 
-    def meet(self, tests: tuple[str, ...]) -> None:
+    def meet(self, tests: tuple[PlannedTest, ...]) -> None:
         """Waits until every process has collected the same tests.
 
         Args:
@@ -80,7 +83,8 @@ class Leader:
         Raises:
             pytest.UsageError: One did not, or did not come.
         """
-        termination = Termination(defers=False)
+        config = self._session.config
+        termination = Termination(config, defers=False)
         where = f"{self._launched.host}:{self._launched.port}"
         try:
             self._meeting = Meeting(self._launched, termination)
@@ -90,7 +94,11 @@ class Leader:
                 f"{'reached' if self._launched.has_store else 'served'}: {error}; is the port free "
                 "and the same for every rank? Without a launcher, unset RANK and WORLD_SIZE"
             ) from None
-        self._meeting.send(PLAN, Plan(tests=tests, basetemp=self.basetemp()))
+        has_seed = config.pluginmanager.has_plugin("randomly")
+        seed = config.getoption("randomly_seed") if has_seed else None
+        plan = Plan(tests=tests, basetemp=self.basetemp(), randomly_seed=seed)
+        self._meeting.begin_heartbeat()
+        self._meeting.send(PLAN, plan)
         self._await_hellos()
         self._pulses = {rank: Pulse(self._meeting.store, rank) for rank in self._others}
         self._introduce()
@@ -130,6 +138,10 @@ class Leader:
         except StoreLostError:
             return True
 
+    def without_thread(self) -> AbstractContextManager[None]:
+        """See `Peers`."""
+        return self._require_meeting().without_thread()
+
     def share(self, results: Mapping[int, RankResult], *, can_keep: bool) -> SharedResults:
         """Gathers what every rank did; a rank that is gone ends the session after this test."""
         meeting = self._require_meeting()
@@ -160,10 +172,13 @@ class Leader:
         if meeting is None:
             return
         self._meeting = None
+        self._pulses = {}  # with them goes the store that this process may serve
         # When the first process ends with a failure, the launcher ends the others.
         meeting.termination.ignore()
         with suppress(StoreLostError):
             status = int(self._session.exitstatus)
+            if not self._launched.has_store:
+                meeting.announce_close()
             meeting.send(meeting.next_names.command, EndSession(status=status))
             if not self._launched.has_store:
                 self._await_farewells(meeting)
@@ -199,17 +214,37 @@ class Leader:
             if waited_s > MEET_TIMEOUT_S:
                 raise pytest.UsageError(
                     f"{name_ranks(missing)} of {self._launched.world_size} did not join within "
-                    f"{MEET_TIMEOUT_S:g} s. According to {self._launched.launcher}, this process "
-                    f"is rank 0 of {self._launched.world_size}: has every rank been started, with "
-                    "the same tests? If there is no launcher, unset RANK and WORLD_SIZE"
+                    f"{MEET_TIMEOUT_S:g} s{_which(meeting)}. According to "
+                    f"{self._launched.launcher}, this process is rank 0 of "
+                    f"{self._launched.world_size}: has every rank been started, with the same "
+                    "tests? If there is no launcher, unset RANK and WORLD_SIZE"
                 )
+            self._look_for_later_sessions(missing)
             if waited_s > _EXPLAIN_AFTER_S and not has_explained:
                 has_explained = True
-                self._write_line(f"fsdp-comm: waiting for {name_ranks(missing)} to collect tests")
+                self._write_line(
+                    f"fsdp-comm: waiting for {name_ranks(missing)} to collect tests"
+                    f"{_which(meeting)}"
+                )
         if problems:
             lines = "\n".join(f"{name_ranks(r)} {text}" for r, text in fold_equal(problems))
             raise pytest.UsageError(
-                f"the launched ranks must collect the same tests in the same order:\n{lines}"
+                "the launched ranks must collect the same tests, in whatever order"
+                f"{_which(meeting)}:\n{lines}\n{USUAL_REASONS}"
+            )
+
+    def _look_for_later_sessions(self, missing: Iterable[int]) -> None:
+        """Ends a wait that would be in vain."""
+        meeting = self._require_meeting()
+        begun = {rank: meeting.sessions_of(rank) for rank in missing}
+        later = {
+            rank: str(count) for rank, count in begun.items() if count > meeting.session_number
+        }
+        if later:
+            lines = "; ".join(f"{name_ranks(r)} in session {text}" for r, text in fold_equal(later))
+            raise pytest.UsageError(
+                f"rank 0 is in pytest session {meeting.session_number} of this launch, {lines}: "
+                "every rank must run the same sessions, one after another"
             )
 
     def _introduce(self) -> None:
@@ -290,6 +325,11 @@ class Leader:
             waiting = {rank for rank in waiting if not meeting.store.has(farewell(rank))}
             if not waiting or time.monotonic() > until:
                 return
+
+
+def _which(meeting: Meeting) -> str:
+    number = meeting.session_number
+    return f" (pytest session {number} of this launch)" if number > 1 else ""
 
 
 def _lost(reason: str, *, host: str | None = None) -> Loss:

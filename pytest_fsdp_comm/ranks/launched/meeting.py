@@ -2,10 +2,16 @@
 
 Rank 0's process is the leader: it announces the next test, and gathers what the ranks did with it.
 Messages are those of `wire.messages`, under the names of `Names`.
+
+A launcher may run several pytest sessions, one after another, whose processes share one store.
+Every process counts its own there, and all of a session's names are below its number: the first
+session of one process meets the first of the others. A store that rank 0 serves itself ends with
+its session, and the counts with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from dataclasses import dataclass
@@ -15,7 +21,7 @@ from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.launched.heartbeat import Heartbeat
 from pytest_fsdp_comm.ranks.wire.exchange import StoreExchange
 from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank, StoreAddress
-from pytest_fsdp_comm.ranks.wire.text_store import TextStore, connect_store
+from pytest_fsdp_comm.ranks.wire.text_store import StoreLostError, TextStore, connect_store
 from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
 if TYPE_CHECKING:
@@ -77,18 +83,26 @@ def farewell(rank: int) -> str:
     return f"farewell/{rank}"
 
 
+_CLOSED = "closed"
+"""The name that is present once a store that rank 0 serves is about to end."""
+
+
+def _sessions(rank: int) -> str:
+    return f"sessions/{rank}"
+
+
 class Meeting:
     """A process's connection to the others, and what both kinds of process do with it."""
 
     def __init__(self, launched: LaunchedRank, termination: Termination) -> None:
-        """Connects, and starts the heartbeat.
+        """Connects, and counts the session; `begin_heartbeat` comes before any test.
 
         Args:
             launched: This process's rank.
             termination: Notes the launcher's signal.
 
         Raises:
-            StoreLostError: The store cannot be reached, or served.
+            StoreLostError: The store cannot be reached, or served, or ends.
         """
         self.launched = launched
         self.termination = termination
@@ -98,11 +112,20 @@ class Meeting:
         self._number_in_set = 0
         self._asked_at: float | None = None
         self._has_failed = False
-        self._address = StoreAddress(
+        self._heartbeat: Heartbeat | None = None
+        address = StoreAddress(
             host=launched.host, port=launched.port, prefix=f"pytest-fsdp-comm/{launched.run_id}"
         )
-        self.store = self._connect(serves=launched.is_leader and not launched.has_store)
-        self._heartbeat = Heartbeat(self._connect(), launched.rank)
+        serves = launched.is_leader and not launched.has_store
+        self._launch = TextStore(connect_store(address, timeout_s=MEET_TIMEOUT_S, serves=serves))
+        if self._launch.has(_CLOSED):
+            self._launch.close()
+            raise StoreLostError("it belongs to the session before, which ends")
+        self.session_number = self._launch.count(_sessions(launched.rank), add=1)
+        """This session's, among those of this process's rank, from 1."""
+        self._address = address.below(f"session{self.session_number}")
+        self.store = self._launch.below(f"session{self.session_number}")
+        """What this session's processes put there for each other."""
 
     @property
     def names(self) -> Names:
@@ -118,6 +141,24 @@ class Meeting:
     def next_names(self) -> Names:
         """The names of the next test."""
         return Names(number=self.test_count + 1)
+
+    def sessions_of(self, rank: int) -> int:
+        """How many sessions another process has begun."""
+        return self._launch.count(_sessions(rank))
+
+    def begin_heartbeat(self) -> None:
+        """Starts a thread, which lives until `close`."""
+        # A client of its own: no two threads may use one.
+        client = TextStore(connect_store(self._address, timeout_s=MEET_TIMEOUT_S))
+        self._heartbeat = Heartbeat(client, self.launched.rank)
+
+    @contextlib.contextmanager
+    def without_thread(self) -> Iterator[None]:
+        """Stops the heartbeat for as long as a fork takes."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        yield
+        self.begin_heartbeat()
 
     def begin(self, *, reuses_ranks: bool) -> None:
         """Counts the next test.
@@ -173,13 +214,16 @@ class Meeting:
         """
         return load_tagged(heard, self.store.get(name))
 
-    def close(self) -> None:
-        """Ends the thread that uses the store."""
-        self._heartbeat.close()
+    def announce_close(self) -> None:
+        """Sends away who comes now, for the session after this one."""
+        self._launch.put(_CLOSED, "")
 
-    def _connect(self, *, serves: bool = False) -> TextStore:
-        timeout_s = MEET_TIMEOUT_S
-        return TextStore(connect_store(self._address, timeout_s=timeout_s, serves=serves))
+    def close(self) -> None:
+        """Ends the thread that uses the store, and leaves it."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        self.store.close()
+        self._launch.close()
 
 
 def fits(item: pytest.Item, launched: LaunchedRank) -> bool:

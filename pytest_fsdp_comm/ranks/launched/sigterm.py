@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_fsdp_comm.ranks.launched.program import runs_pytest_only
+
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -23,21 +25,28 @@ class Termination:
     Its default would lose rank 0's report: pytest writes failures at the end of a session.
     """
 
-    def __init__(self, *, defers: bool) -> None:
+    def __init__(self, config: pytest.Config, *, defers: bool) -> None:
         """Handles SIGTERM from now on.
 
         Args:
+            config: The session's, after which a program that called pytest has its own handler.
             defers: Whether the signal is only noted, in `signalled_at`; otherwise it ends the
                 session immediately, like Ctrl-C.
         """
         self.defers = defers
         self.signalled_at: float | None = None
         """When the signal came (`time.monotonic`); None if it did not."""
-        signal.signal(signal.SIGTERM, self._note)
+        self._before = signal.signal(signal.SIGTERM, self._note)
+        if not runs_pytest_only():
+            config.add_cleanup(self._restore)
 
     def ignore(self) -> None:
         """Ignores it from now on, since the process ends anyway."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def _restore(self) -> None:
+        # None for a handler that was not set from Python.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number, frame

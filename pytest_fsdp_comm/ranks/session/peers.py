@@ -9,6 +9,7 @@ from pytest_fsdp_comm.ranks.wire.results import RankResult
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     import pytest
@@ -51,6 +52,9 @@ class Peers(Protocol):
 
     def has_failed_elsewhere(self, has_failed: bool) -> bool:
         """Reports whether this process's rank has failed; whether another one has."""
+
+    def without_thread(self) -> AbstractContextManager[None]:
+        """Within the block this process has no thread but its main one, so that it can fork."""
 
     def share(self, results: Mapping[int, RankResult], *, can_keep: bool) -> SharedResults:
         """Waits until every rank is done with the test.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -132,7 +133,8 @@ class RankRunner:
             How that ended, to be read after "the process".
         """
         status = self._close_base()
-        self._base = self._start_base()
+        with self._peers.without_thread() if self._peers else contextlib.nullcontext():
+            self._base = self._start_base()
         self.explain_fallback()
         if status is None:
             return "has ended"
@@ -180,11 +182,7 @@ class RankRunner:
             pytest.exit(QUIT.removeprefix("Exit: "))
 
     def _attempt(self, item: pytest.Item, settings: DistributedSettings) -> list[pytest.TestReport]:
-        try:
-            results = self._run_ranks(item, settings)
-        except ServerDiedError as error:
-            # The other launched processes notice that this one is silent.
-            pytest.exit(str(error), returncode=pytest.ExitCode.INTERNAL_ERROR)
+        results = self._run_ranks(item, settings)
         self._was_quit = any(result.escaped == QUIT for result in results.values())
         if self._was_quit:
             # Not a failure of the test, which just ends here.
@@ -224,6 +222,7 @@ class RankRunner:
     def _run_ranks(self, item: pytest.Item, settings: DistributedSettings) -> dict[int, RankResult]:
         peers = self._peers if settings.backend != "fake" else None
         keeps = False
+        died: ServerDiedError | None = None
         try:
             try:
                 run = self._begin(item, settings, peers)
@@ -231,9 +230,14 @@ class RankRunner:
                     # From here on: waiting for slots was not the test's fault.
                     results = run(started_at=time.monotonic(), progress=progress_on_terminal(item))
             except ServerDiedError as error:
+                died = error
+            if died is not None:
+                # Not within the handler: in ranks of the next server, each exception would have
+                # this one as its context.
                 if peers is not None:
-                    raise
-                results = self._lose_server(settings, error)
+                    # Starting a server takes a moment; the other ranks need not wait for it.
+                    peers.has_failed_elsewhere(has_failed=True)
+                results = self._lose_server(settings, died, peers)
             keeps = (
                 settings.scope == "module"
                 and self._base is not None
@@ -259,20 +263,20 @@ class RankRunner:
         self, item: pytest.Item, settings: DistributedSettings, peers: Peers | None
     ) -> Callable[..., dict[int, RankResult]]:
         """Gives a test to the ranks that are kept for it, or starts new ones."""
-        if self._unpreparable:
-            raise ServerDiedError(self._unpreparable)
         index = self._indices[item]
         kept = self._rank_set
         reuses_ranks = kept is not None and kept.suits(item, settings)
         if peers is not None:
             reuses_ranks = peers.begin(index, reuses_ranks=reuses_ranks)
+        if self._unpreparable:
+            raise ServerDiedError(self._unpreparable)
         if kept is not None and reuses_ranks and kept.processes.resume():
             run = partial(kept.supervision.run_next, index)
         else:
             # Before waiting for slots: kept ranks hold some.
             self._end_ranks(PATIENCE_S)
             server = self._base.server if self._base is not None else None
-            if peers is None and server is not None and server.has_died:
+            if server is not None and server.has_died:
                 self._replace_server()
             self._rank_set = self._start_ranks(item, index, settings, peers)
             run = partial(self._rank_set.supervision.run)
@@ -281,7 +285,7 @@ class RankRunner:
         return run
 
     def _lose_server(
-        self, settings: DistributedSettings, error: ServerDiedError
+        self, settings: DistributedSettings, error: ServerDiedError, peers: Peers | None
     ) -> dict[int, RankResult]:
         self._end_ranks(PATIENCE_S)
         if error.reason:
@@ -290,9 +294,12 @@ class RankRunner:
             text = f"could not be prepared: {error.reason}"
         else:
             how = self._replace_server()
-            text = f"died with the process that all ranks are forked from, which {how}"
+            forked = "all ranks are" if peers is None else "it was"
+            text = f"died with the process that {forked} forked from, which {how}"
         lost = Loss(of_one=text, of_several=text)
-        return {rank: RankResult(rank=rank, lost=lost) for rank in settings.ranks}
+        # With peers, theirs are their own to lose.
+        ranks = settings.ranks if peers is None else (peers.local_rank().rank,)
+        return {rank: RankResult(rank=rank, lost=lost) for rank in ranks}
 
     def _start_ranks(
         self, item: pytest.Item, index: int, settings: DistributedSettings, peers: Peers | None

@@ -244,13 +244,25 @@ ServerReply = SetStarted | RankExited | SetResumed | SetEnded | ServerFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTest:
+    """A test as launched processes compare it."""
+
+    nodeid: str
+    """The test's name."""
+    settings: str
+    """How it runs on ranks, in words; empty if it is not distributed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The leader's session."""
 
-    tests: tuple[str, ...]
-    """Each test with its settings, in order."""
+    tests: tuple[PlannedTest, ...]
+    """In the order in which they run."""
     basetemp: Path
     """Where temporary directories are."""
+    randomly_seed: int | None
+    """pytest-randomly's; None without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

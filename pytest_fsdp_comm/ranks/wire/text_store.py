@@ -34,6 +34,11 @@ class TextStore:
         """
         self._store = store
 
+    def close(self) -> None:
+        """Disconnects, and ends the store if this process serves it; those below count, too."""
+        # Not left to the collector: a traceback may keep this object alive.
+        del self._store
+
     def below(self, name: str) -> TextStore:
         """The same store with a longer prefix."""
         return TextStore(PrefixStore(name, self._store))
@@ -63,6 +68,21 @@ class TextStore:
         except DistError as error:
             raise StoreLostError(str(error)) from error
         return data.decode("utf-8", "surrogatepass")
+
+    def count(self, name: str, *, add: int = 0) -> int:
+        """Adds to a number, which begins as 0.
+
+        Args:
+            name: The number's, which is no text's.
+            add: How much.
+
+        Returns:
+            The number, with what was added.
+        """
+        try:
+            return int(self._store.add(name, add))
+        except DistError as error:
+            raise StoreLostError(str(error)) from error
 
     def remove(self, name: str) -> bool:
         """Removes a text; whether there was one."""

@@ -1,9 +1,11 @@
 """Tests whose ranks were started by torchrun, or by variables as a scheduler sets them.
 
-A start takes seconds, so that each session looks at many things.
+A start takes seconds, so that each session looks at many things, and most sessions are not
+torchrun's own: variables alone start them from a process that has imported torch (`warm`).
 """
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -11,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,17 +55,31 @@ def test_step{marker_name}(device_mesh, comm_mode, fsdp_tree, comm_snapshot):
     assert fsdp_tree(model) == comm_snapshot(name="tree")
 """
 PYTEST = ("-m", "pytest", "-p", "no:cacheprovider")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+# It chooses a free port itself.
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+PORTS = itertools.count()
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One that the system gives nobody on its own, nor this function another process."""
+    for number in PORTS:
+        port = 10_000 + os.getpid() % 1_000 * 20 + number % 20
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def environment(**changes):
-    found = {**os.environ, "OMP_NUM_THREADS": "1", **changes}
+    names = ("asyncio", "hypothesispytest", "randomly", "rerunfailures", "timeout")
+    found = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        # Also where a fixture of the module starts a session.
+        "PYTEST_ADDOPTS": " ".join(f"-p no:{name}" for name in names),
+        **changes,
+    }
     for name in ("PYTEST_XDIST_WORKER", "CI", INSIDE_VARIABLE):
         found.pop(name, None)
     return found
@@ -86,7 +103,7 @@ class Ended:
     err: str
 
 
-def end(process, timeout_s=90):
+def end(process, timeout_s=120):
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -96,15 +113,57 @@ def end(process, timeout_s=90):
     return Ended(process.returncode, out, err)
 
 
-def start_torchrun(path, *arguments, **variables):
-    options = ("--nproc-per-node", "2", "--master-port", str(free_port()))
-    return start(path, [*TORCHRUN, *options, *PYTEST, *arguments], **variables)
+class Warm:
+    """A pytest session that began with torch imported; as far as `end` needs it, a Popen."""
+
+    def __init__(self, starter, path, arguments, variables):
+        self._streams = [
+            tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  # `communicate` closes it
+            for _ in range(2)
+        ]
+        self._process = starter.start(
+            [*PYTEST[2:], *arguments],
+            *(stream.fileno() for stream in self._streams),
+            directory=path,
+            environment=environment(**variables),
+        )
+
+    def communicate(self, timeout=None):
+        self._process.wait(timeout)
+        self.returncode = self._process.returncode
+        texts = []
+        for stream in self._streams:
+            stream.seek(0)
+            texts.append(stream.read())
+            stream.close()
+        return texts
+
+    def kill(self):
+        self._process.kill()
 
 
-def start_by_variables(path, *arguments, rank_name="RANK", size_name="WORLD_SIZE", **variables):
-    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), size_name: "2"}
-    command = [sys.executable, *PYTEST, *arguments]
-    return [start(path, command, **variables, **{rank_name: str(n)}) for n in (0, 1)]
+@pytest.fixture(scope="module")
+def start_alone(_warm_starter):
+    def start_alone(path, *arguments, **variables):
+        return Warm(_warm_starter, path, arguments, variables)
+
+    return start_alone
+
+
+@pytest.fixture(scope="module")
+def start_by_variables(start_alone):
+    def start_by_variables(path, *arguments, rank="RANK", size="WORLD_SIZE", seeds=(), **variables):
+        variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), size: "2"}
+        own = [{rank: str(number)} for number in (0, 1)]
+        for of_one, seed in zip(own, seeds, strict=False):
+            of_one["PYTEST_ADDOPTS"] = f"--randomly-seed={seed}"
+        return [start_alone(path, *arguments, **variables | of_one) for of_one in own]
+
+    return start_by_variables
+
+
+def start_torchrun(path, *command, options=(), **variables):
+    return start(path, [*TORCHRUN, *options, *command], **variables)
 
 
 def project(path, *parts, ini="[pytest]\n"):
@@ -175,9 +234,21 @@ FAULTS = {
         marker="(timeout_s=2)",
         says=(
             "ranks 0-1 did not finish within 2 s",
-            r"rank 0 is at \(innermost frame first\):\n    .*test_it.py.*\n    inside all_reduce",
+            r"rank 0 is at \(innermost frame first\):\n    .*test_it.py.*\n(    .*\n)*    inside",
             r"rank 1 is at \(innermost frame first\):\n    .*test_it.py:\d+ in test_hang",
         ),
+    ),
+    "server_killed": Fault(
+        body="if rank() == 1: os.kill(os.getppid(), signal.SIGKILL)\n    time.sleep(1000)",
+        says=(
+            r"rank 1 died with the process that it was forked from, which was killed by signal 9 "
+            r"\(out of memory\?\)",
+            r"rank 0 was still running and was ended at:\n    .*test_it.py:\d+ in test_server_k",
+        ),
+    ),
+    "server_of_rank_0_killed": Fault(
+        body="if rank() == 0: os.kill(os.getppid(), signal.SIGKILL)\n    time.sleep(1000)",
+        says=(r"rank 0 died with the process that it was forked from, which was killed",),
     ),
     "setup_error": Fault(
         before="@pytest.fixture\ndef failing():\n    if rank() == 1: raise OSError('no disk')\n",
@@ -224,6 +295,15 @@ def test_plain():
 """
 
 
+SHUFFLED = """
+import os, random
+
+def pytest_collection_modifyitems(items):
+    if os.environ["RANK"] != "0":
+        random.shuffle(items)
+"""
+
+
 def faulty_source():
     parts = []
     for name, fault in FAULTS.items():
@@ -253,10 +333,13 @@ def story(text, name):
     )
 
 
-def test_each_fault_is_reported_once_and_leaves_the_next_test_healthy(tmp_path):
-    """One session with all faults, each followed by a healthy test."""
+def test_each_fault_is_reported_once_and_leaves_the_next_test_healthy(start_by_variables, tmp_path):
+    """One session with all faults, each followed by a healthy test, in an order of each rank."""
     path = project(tmp_path, *faulty_source())
-    ended = end(start_torchrun(path, "-v", "-rA", "--junitxml=junit.xml", TMPDIR=str(path)))
+    (path / "conftest.py").write_text(SHUFFLED)
+    arguments = ("-v", "-rA", "--junitxml=junit.xml")
+    ended, follower = map(end, start_by_variables(path, *arguments, TMPDIR=str(path)))
+    assert follower == Ended(1, "", "")
     for name, fault in FAULTS.items():
         assert outcomes(ended.out, f"test_{name}") == [fault.outcome], ended.out + ended.err
         told = story(ended.out, f"test_{name}")
@@ -267,8 +350,9 @@ def test_each_fault_is_reported_once_and_leaves_the_next_test_healthy(tmp_path):
 
     assert ended.status == 1
     assert ended.out.count("test session starts") == 1
+    assert "ServerDiedError" not in ended.out
     assert f"fsdp-comm: ranks 0-1 on {socket.gethostname()}" in ended.out
-    assert "needs 4 ranks, torchrun started 2" in ended.out
+    assert "needs 4 ranks, RANK and WORLD_SIZE started 2" in ended.out
     assert "UserWarning: told once" in ended.out
     assert ", 1 warning, " in ended.out
     names = [case.get("name") for case in junit_cases(path)]
@@ -278,11 +362,11 @@ def test_each_fault_is_reported_once_and_leaves_the_next_test_healthy(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def forked(tmp_path_factory):
+def forked(start_alone, tmp_path_factory):
     """A project with the snapshots that ranks forked by pytest itself wrote."""
     four = STEP.format(marker="(world_size=4)", marker_name="_4")
     path = project(tmp_path_factory.mktemp("forked"), STEP.format(marker="", marker_name=""), four)
-    ended = end(start(path, [sys.executable, *PYTEST, "--snapshot-update"]))
+    ended = end(start_alone(path, "--snapshot-update"))
     assert "4 snapshots generated." in ended.out
     return path
 
@@ -295,7 +379,8 @@ def test_torchrun_writes_the_same_snapshots_as_forked_ranks(forked, tmp_path):
     path = copied(forked, tmp_path / "project")
     for file in (path / "snapshots").rglob("*.ws2.*"):
         file.unlink()
-    ended = end(start_torchrun(path, "--snapshot-update"))
+    ended = end(start_torchrun(path, *PYTEST, "--snapshot-update", "-rs"))
+    assert "needs 4 ranks, torchrun started 2" in ended.out
     assert "2 snapshots generated." in ended.out
     assert "1 passed, 1 skipped" in ended.out
     assert ended.status == 0
@@ -303,11 +388,11 @@ def test_torchrun_writes_the_same_snapshots_as_forked_ranks(forked, tmp_path):
     assert snapshots(path) == snapshots(forked)
 
 
-def test_slurm_ranks_report_a_changed_snapshot_once(forked, tmp_path):
+def test_slurm_ranks_report_a_changed_snapshot_once(forked, start_by_variables, tmp_path):
     path = copied(forked, tmp_path / "project")
     file = path / "test_it.py"
     file.write_text(file.read_text().replace("for layer in model:", "for layer in model[:1]:"))
-    names = {"rank_name": "SLURM_PROCID", "size_name": "SLURM_NTASKS"}
+    names = {"rank": "SLURM_PROCID", "size": "SLURM_NTASKS"}
     leader, follower = map(end, start_by_variables(path, **names))
     assert "rank 0 of 2 started by SLURM_PROCID and SLURM_NTASKS" in leader.out
     assert "comm_mode differs from snapshots/test_it/test_step.ws2.comm" in leader.out
@@ -315,19 +400,25 @@ def test_slurm_ranks_report_a_changed_snapshot_once(forked, tmp_path):
     assert snapshots(path) == snapshots(forked)
 
 
-@pytest.mark.parametrize("is_lost", [True, False], ids=["a process lost", "complete"])
-def test_an_update_removes_only_what_a_complete_launch_shows(forked, tmp_path, is_lost):
-    path = copied(forked, tmp_path / "project")
-    file = path / "test_it.py"
-    lost = "    if rank() == 1: os.kill(pytest_pid(), signal.SIGKILL)\n    time.sleep(1000)\n"
-    last = f"\n@pytest.mark.distributed\ndef test_last():\n{lost if is_lost else '    pass'}\n"
-    file.write_text(file.read_text().replace("def test_step(", "def test_renamed(") + last)
-    ended = end(start_torchrun(path, "--snapshot-update", TMPDIR=str(tmp_path)))
+def test_an_update_removes_only_what_a_complete_launch_shows(forked, start_by_variables, tmp_path):
+    lost = "if rank() == 1: os.kill(pytest_pid(), signal.SIGKILL)\n    time.sleep(1000)"
+    paths = {name: copied(forked, tmp_path / name) for name in ("complete", "lost")}
+    begun = {}
+    for name, path in paths.items():
+        file = path / "test_it.py"
+        last = lost if name == "lost" else "pass"
+        file.write_text(
+            file.read_text().replace("def test_step(", "def test_renamed(")
+            + f"\n@pytest.mark.distributed\ndef test_last():\n    {last}\n"
+        )
+        tmpdir = {"TMPDIR": str(tmp_path)}  # for what killed processes cannot remove
+        begun[name] = start_by_variables(path, "--snapshot-update", **tmpdir)
+    statuses = {name: [end(process).status for process in both] for name, both in begun.items()}
+    assert statuses == {"complete": [0, 0], "lost": [1, -signal.SIGKILL]}
     gone = {"test_it/test_step.ws2.comm", "test_it/test_step.ws2.tree.comm"}
     assert gone <= snapshots(forked).keys()
-    kept = {name for name in snapshots(forked) if name in snapshots(path)}
-    assert snapshots(forked).keys() - kept == (set() if is_lost else gone)
-    assert (ended.status == 0) == (not is_lost)
+    assert snapshots(forked).keys() - snapshots(paths["complete"]).keys() == gone
+    assert snapshots(forked).keys() - snapshots(paths["lost"]).keys() == set()
 
 
 def test_two_agents_stop_at_the_same_test(tmp_path):
@@ -338,7 +429,7 @@ def test_two_agents_stop_at_the_same_test(tmp_path):
     (shown,) = re.findall(r"^\$ torchrun (.*) -m pytest$", README, re.MULTILINE)
     options = shown.replace("host0:29500", f"localhost:{free_port()}").split()
     options[options.index("--nproc-per-node") + 1] = "1"
-    agents = [start(path, [*TORCHRUN, *options, *PYTEST, "-x"]) for _ in range(2)]
+    agents = [start(path, [*TORCHRUN[:3], *options, *PYTEST, "-x"]) for _ in range(2)]
     ended = [end(agent) for agent in agents]
     (report,) = (one.out for one in ended if one.out)
     assert "1 failed, 1 passed" in report
@@ -348,12 +439,69 @@ def test_two_agents_stop_at_the_same_test(tmp_path):
     assert not (path / "ran").exists()
 
 
+PROGRAM = """
+import os, pathlib, subprocess, sys
+import pytest
+
+def run(*arguments):
+    return int(pytest.main(["-q", "-p", "no:cacheprovider", *arguments]))
+
+rank = os.environ["RANK"]
+statuses = [run("test_a.py"), run("test_b.py"), run(f"test_{'ab'[int(rank)]}.py"), run("test_a.py")]
+own = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_b.py"])
+pathlib.Path(f"statuses{rank}").write_text(f"{statuses} {own.returncode}")
+"""
+SUM = """
+import pytest, torch
+import torch.distributed as dist
+
+@pytest.mark.distributed(scope="module", timeout_s=60)
+@pytest.mark.parametrize("n", [{last}, 1])
+def test_sum(n):
+    assert dist.get_world_size() == 2
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == 2
+    print("ran", pytest.__version__)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "variables"])
+def test_sessions_of_one_launch_follow_each_other(tmp_path, launcher):
+    """A program that runs pytest five times, with equal, other and differing tests."""
+    for name, last in (("a", 2), ("b", 3)):
+        (tmp_path / f"test_{name}.py").write_text(SUM.format(last=last))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    if launcher == "torchrun":
+        ended = end(start_torchrun(tmp_path, "program.py"))
+        assert ended.status == 0, ended.err
+        told = "(pytest session 3 of this launch)"
+    else:
+        # Rank 0 serves the store, and each time another one.
+        port = str(free_port())
+        variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        command = [sys.executable, "program.py"]
+        both = [start(tmp_path, command, RANK=str(rank), **variables) for rank in (0, 1)]
+        ended, follower = map(end, both)
+        assert follower == Ended(0, "", "")
+        told = "in whatever order:"
+    assert [(tmp_path / f"statuses{rank}").read_text() for rank in (0, 1)] == [
+        "[0, 0, 4, 0] 0"
+    ] * 2, ended.out + ended.err
+    assert ended.out.count("2 passed") == 4
+    assert told in ended.err
+    assert "lacks 1 of rank 0's 2 tests" not in ended.err
+    assert "lacks 2 of rank 0's 2 tests:\n    test_a.py::test_sum[2]\n" in ended.err
+
+
 KILL = """
 @pytest.mark.distributed
 def test_fails(): assert rank() == 0, 'told before'
 
 @pytest.mark.distributed
 def test_kill():
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1":
+        return
     if rank() == {rank}: os.kill(pytest_pid(), signal.SIGKILL)
     time.sleep(1000)
 
@@ -362,26 +510,17 @@ def test_never(): open('ran', 'w').close()
 """
 
 
-def test_a_launched_process_that_dies_ends_the_whole_session(tmp_path):
+def test_a_launched_process_that_dies_ends_the_whole_session(start_by_variables, tmp_path):
     # At the same time, since one of them takes its time to notice.
     paths = [
         project(tmp_path / name, KILL.format(rank=n))
         for name, n in zip("abc", (1, 1, 0), strict=True)
     ]
     tmpdir = {"TMPDIR": str(tmp_path)}  # for what killed processes cannot remove
-    watched = start_torchrun(paths[0], "--junitxml=junit.xml", **tmpdir)
-    leader, silent = start_by_variables(paths[1], **tmpdir)
+    watched = start_torchrun(paths[0], *PYTEST, options=("--max-restarts", "1"), **tmpdir)
+    leader, silent = start_by_variables(paths[1], "--junitxml=junit.xml", **tmpdir)
     killed, follower = start_by_variables(paths[2], **tmpdir)
     host = socket.gethostname()
-
-    # The agent ends rank 0, which says which rank was gone, and reports what it has.
-    ended = end(watched)
-    assert ended.status == 1
-    assert "AssertionError: told before" in ended.out
-    assert f"rank 1 on {host} was lost: its pytest process was gone" in ended.out
-    assert "rank 0 was still running and was ended at:\n" in ended.out
-    assert "lost rank 1 of 2, so no other distributed test can run" in ended.out
-    assert [len(case.findall("failure")) for case in junit_cases(paths[0])] == [1, 1]
 
     # Nobody watches these two.
     ended = end(leader)
@@ -393,6 +532,10 @@ def test_a_launched_process_that_dies_ends_the_whole_session(tmp_path):
     )
     assert "2 failed" in ended.out
     assert ended.status == 1
+    assert "AssertionError: told before" in ended.out
+    assert "rank 0 was still running and was ended at:\n" in ended.out
+    assert "lost rank 1 of 2, so no other distributed test can run" in ended.out
+    assert [len(case.findall("failure")) for case in junit_cases(paths[1])] == [1, 1]
 
     # Nobody waits for ever for rank 0.
     assert end(killed).status == -signal.SIGKILL
@@ -400,28 +543,78 @@ def test_a_launched_process_that_dies_ends_the_whole_session(tmp_path):
     assert (ended.status, ended.out) == (1, "")
     assert f"fsdp-comm: rank 1 on {host}: the store is gone: " in ended.err
     assert "Traceback" not in ended.err
-    assert not [path for path in paths if (path / "ran").exists()]
+    assert not [path for path in paths[1:] if (path / "ran").exists()]
+
+    # The agent ends rank 0, which says which rank was gone, and reports what it has. Then it starts
+    # both again, with the store that the first attempt has left full.
+    ended = end(watched)
+    first, second = ended.out.split("test session starts")[1:]
+    assert "AssertionError: told before" in first
+    assert f"rank 1 on {host} was lost: its pytest process was gone" in first
+    assert "rank 0 was still running and was ended at:\n" in first
+    assert "lost rank 1 of 2, so no other distributed test can run" in first
+    assert "1 failed, 2 passed" in second
+    assert (paths[0] / "ran").exists()
 
 
-def test_ranks_that_collect_other_tests_stop_the_session(tmp_path):
+def test_ranks_that_collect_other_tests_stop_the_session(start_by_variables, tmp_path):
     path = project(
         tmp_path,
         "@pytest.mark.distributed\n@pytest.mark.parametrize('n', [rank(), 2])\n"
-        "def test_n(n): pass\n",
+        "def test_n(n): pass\n"
+        "@pytest.mark.distributed(timeout_s=2 + rank())\ndef test_timeout(): pass\n",
     )
     leader, follower = map(end, start_by_variables(path))
-    assert (leader.status, follower.status) == (4, 4)
+    assert (leader.status, follower) == (4, Ended(4, "", ""))
     said = leader.err
-    assert "ERROR: the launched ranks must collect the same tests in the same order:" in said
+    assert "ERROR: the launched ranks must collect the same tests, in whatever order:\n" in said
     assert (
-        f"rank 1 (on {socket.gethostname()}) has as test 1 of 2\n    test_it.py::test_n[1]" in said
-    )
-    assert "where rank 0 has\n    test_it.py::test_n[0] on " in said
-    assert "pytest-randomly" in said
-    assert follower.out == follower.err == ""
+        f"rank 1 (on {socket.gethostname()}) lacks 1 of rank 0's 3 tests:\n"
+        "    test_it.py::test_n[0]\n"
+        "  and has 1 that rank 0 lacks:\n"
+        "    test_it.py::test_n[1]\n"
+        "  and runs 1 in another way:\n"
+        "    test_it.py::test_timeout on 2 ranks (gloo, scope test, timeout 3 s), "
+        "rank 0 on 2 ranks (gloo, scope test, timeout 2 s)\n"
+        "Usual reasons: names or files that depend on the rank (RANK, LOCAL_RANK)"
+    ) in said
 
 
-def test_a_session_without_this_plugins_tests_runs_in_every_process(tmp_path):
+RANDOM = """
+import random
+
+def agree(n):
+    drawn = [None, None]
+    dist.all_gather_object(drawn, random.random())
+    assert drawn[0] == drawn[1]
+
+@pytest.mark.distributed(2)
+@pytest.mark.parametrize("n", range(4))
+def test_fresh(n): agree(n)
+
+@pytest.mark.distributed(2, scope="module")
+@pytest.mark.parametrize("n", range(4))
+def test_kept(n): agree(n)
+"""
+
+
+def test_randomly_shuffles_and_seeds_all_ranks_alike(start_alone, start_by_variables, tmp_path):
+    path = project(tmp_path, RANDOM)
+    options = ("-v", *(f"-pno:{name}" for name in ("asyncio", "hypothesispytest", "timeout")))
+    # Each process would choose one of its own; these two give other orders.
+    leader, follower = map(end, start_by_variables(path, *options, seeds=(0, 1)))
+    assert (leader.status, follower) == (0, Ended(0, "", "")), leader.out
+    assert "8 passed" in leader.out
+    alone = end(start_alone(path, *options, "--randomly-seed=0", PYTEST_ADDOPTS=""))
+    assert "8 passed" in alone.out
+
+    def order(text):
+        return re.findall(r"^test_it.py::(\S+) PASSED", text, re.MULTILINE)
+
+    assert order(leader.out) == order(alone.out) != sorted(order(alone.out))
+
+
+def test_a_session_without_this_plugins_tests_runs_in_every_process(start_by_variables, tmp_path):
     (tmp_path / "test_it.py").write_text(
         "import os\ndef test_plain(): open('ran' + os.environ['RANK'], 'w').close()\n"
     )
@@ -431,7 +624,7 @@ def test_a_session_without_this_plugins_tests_runs_in_every_process(tmp_path):
     assert {file.name for file in tmp_path.glob("ran*")} == {"ran0", "ran1"}
 
 
-def test_launched_ranks_run_where_forking_is_unsafe(tmp_path):
+def test_launched_ranks_run_where_forking_is_unsafe(start_by_variables, tmp_path):
     path = project(tmp_path, STEP.format(marker="", marker_name=""))
     (path / "conftest.py").write_text(
         "import threading\nstop = threading.Event()\n"
@@ -464,15 +657,17 @@ def test_launched_ranks_run_where_forking_is_unsafe(tmp_path):
         ),
     ],
 )
-def test_wrong_variables_and_options_are_usage_errors(tmp_path, variables, arguments, text):
+def test_wrong_variables_and_options_are_usage_errors(
+    start_alone, tmp_path, variables, arguments, text
+):
     path = project(tmp_path, STEP.format(marker="", marker_name=""))
     variables = {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    ended = end(start(path, [sys.executable, *PYTEST, *arguments], **variables))
+    ended = end(start_alone(path, *arguments, **variables))
     assert ended.status == pytest.ExitCode.USAGE_ERROR
     assert f"ERROR: {text}" in ended.err
 
 
-def test_a_port_that_is_taken_is_a_usage_error(tmp_path):
+def test_a_port_that_is_taken_is_a_usage_error(start_alone, tmp_path):
     path = project(tmp_path, STEP.format(marker="", marker_name=""))
     with socket.socket(socket.AF_INET6) as taken:
         taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -485,7 +680,7 @@ def test_a_port_that_is_taken_is_a_usage_error(tmp_path):
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         }
-        ended = end(start(path, [sys.executable, *PYTEST], **variables))
+        ended = end(start_alone(path, **variables))
     assert ended.status == pytest.ExitCode.USAGE_ERROR
     assert (
         f"ERROR: the store of the launched ranks at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT) "
@@ -527,14 +722,14 @@ def test_two_hosts_report_and_record_as_one(hosts, forked, tmp_path):
     names, addresses = hosts
     fails = "@pytest.mark.distributed\ndef test_fails(): assert rank() == 0, os.uname().nodename\n"
     path = project(tmp_path, STEP.format(marker="", marker_name=""), fails)
-    agents = []
-    for node, name in enumerate(names):
+    both = []
+    for rank, name in enumerate(names):
         command = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c"]
-        command += [f'hostname host{node} && exec "$@"', "sh", *TORCHRUN, "--nnodes", "2"]
-        command += ["--node-rank", str(node), "--nproc-per-node", "1"]
-        command += ["--master-addr", addresses[0], "--master-port", "29500", *PYTEST]
-        agents.append(start(path, [*command, "--snapshot-update"]))
-    first, second = map(end, agents)
+        command += [f'hostname host{rank} && exec "$@"', "sh", sys.executable, *PYTEST]
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        variables |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": addresses[0], "MASTER_PORT": "29500"}
+        both.append(start(path, [*command, "--snapshot-update"], **variables))
+    first, second = map(end, both)
     assert "fsdp-comm: rank 0 on host0; rank 1 on host1" in first.out, first.err
     assert "1 failed, 1 passed" in first.out
     assert "AssertionError: host1" in first.out
@@ -571,20 +766,22 @@ def test_forks():
 
 
 @pytest.mark.skipif(pytest.version_tuple < (9,), reason="pytest 9 has subtests")
-def test_subtests_and_forked_children_count_as_without_a_launcher(tmp_path):
+def test_subtests_and_forked_children_count_as_without_a_launcher(
+    start_alone, start_by_variables, tmp_path
+):
     alone = project(
         tmp_path / "alone",
         SUBTESTS.format(marker="", condition="0", wait="pass").replace("return", "os._exit(0)"),
     )
     arguments = ("-rA", "--junitxml=junit.xml", "-W", "ignore")
-    plain = end(start(alone, [sys.executable, *PYTEST, *arguments]))
+    plain = end(start_alone(alone, *arguments))
     marker = "@pytest.mark.distributed(timeout_s=60)"
     launched = project(
         tmp_path / "launched",
         # A failed subtest ends neither its rank nor the others.
         SUBTESTS.format(marker=marker, condition="rank() == 0", wait="time.sleep(1.5)"),
     )
-    ours = end(start_torchrun(launched, *arguments))
+    ours, _ = map(end, start_by_variables(launched, *arguments))
 
     def counts(text):
         return re.sub(r" in [\d.]+s.*", "", text.strip().splitlines()[-1]).strip("= ")
