@@ -2,12 +2,13 @@
 
 ``torchrun`` sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; so do many scripts.
 Under SLURM's ``srun`` the first two may be absent, and ``SLURM_PROCID`` and ``SLURM_NTASKS`` hold
-the same.
+the same. How many tasks each node has SLURM writes in short: ``4(x2),2`` is 4, 4 and 2.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -22,12 +23,19 @@ SPEC_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
 RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
 """Environment variable of a spawned rank: its number."""
 
-# What names the rank, the world size, the rank on its machine, and the ranks of a machine.
+# What names the rank, the world size, and the rank on its machine.
 _VARIABLES = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
+# The first describes the tasks of this `srun`, the others may be those of the whole job.
+_TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+_TASKS = re.compile(r"([1-9][0-9]*)(?:\(x([1-9][0-9]*)\))?", re.ASCII)
 _LARGEST_PORT = 65535
+_REMEDY = (
+    "launchers set it to describe the launched processes: correct it, or unset it to have this "
+    "process start the ranks of its tests"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +91,7 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
         return None
     if not environment.get("MASTER_ADDR") or not environment.get("MASTER_PORT"):
         return None
-    rank_name, size_name, local_name, local_size_name = names
+    rank_name, size_name, local_name = names
     world_size = _number(environment, size_name, 1, None)
     rank = _number(environment, rank_name, 0, world_size - 1)
     port = _number(environment, "MASTER_PORT", 1, _LARGEST_PORT)
@@ -95,9 +103,9 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
         rank=rank,
         world_size=world_size,
         local_rank=_number(environment, local_name, 0, rank) if local_name in environment else rank,
-        local_world_size=_number(environment, local_size_name, 1, world_size)
-        if local_size_name in environment
-        else world_size,
+        local_world_size=_slurm_local_world_size(environment, world_size)
+        if rank_name == "SLURM_PROCID"
+        else _local_world_size(environment, world_size),
         host=environment["MASTER_ADDR"],
         port=port,
         has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
@@ -113,7 +121,42 @@ def _number(environment: Mapping[str, str], name: str, smallest: int, largest: i
         limits = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
         raise ValueError(
             f"environment variable {name}: expected a whole number {limits}, got {text!r}; "
-            "launchers set it to describe the launched processes: correct it, or unset it to have "
-            "this process start the ranks of its tests"
+            f"{_REMEDY}"
         )
     return number
+
+
+def _local_world_size(environment: Mapping[str, str], world_size: int) -> int:
+    name = "LOCAL_WORLD_SIZE"
+    return _number(environment, name, 1, world_size) if name in environment else world_size
+
+
+def _slurm_local_world_size(environment: Mapping[str, str], world_size: int) -> int:
+    name = next((name for name in _TASKS_PER_NODE if environment.get(name)), None)
+    if name is None:
+        return world_size
+    counts = _tasks_per_node(name, environment[name])
+    node = 0
+    if len({*counts}) > 1:
+        if "SLURM_NODEID" not in environment:
+            raise ValueError(
+                f"environment variable {name}={environment[name]}: nodes have different numbers of "
+                "tasks, so SLURM_NODEID must say which one this is, and it is not set; srun does"
+            )
+        node = _number(environment, "SLURM_NODEID", 0, len(counts) - 1)
+    # A job's numbers can be larger than those of one of its steps.
+    return min(counts[node], world_size)
+
+
+def _tasks_per_node(name: str, text: str) -> list[int]:
+    """Reads SLURM's short form, such as ``4(x2),2``, into a number for each node."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _TASKS.fullmatch(part)
+        if match is None:
+            raise ValueError(
+                f"environment variable {name}: expected the number of tasks of each node, such as "
+                f"4, 4(x2) for two nodes alike, or 4(x2),2; got {text!r}; {_REMEDY}"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts

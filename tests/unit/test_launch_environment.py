@@ -36,6 +36,47 @@ def test_slurm_sets_rank_and_sizes_but_no_store():
     assert read_launched_rank({**SLURM, "SLURM_NTASKS_PER_NODE": "2"}).local_world_size == 2
 
 
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"SLURM_NTASKS_PER_NODE": "4"}, 4),
+        ({"SLURM_NTASKS_PER_NODE": "4(x2)"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "4(x2),2", "SLURM_NODEID": "0"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "4(x2),2", "SLURM_NODEID": "1"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "4(x2),2", "SLURM_NODEID": "2"}, 2),
+        ({"SLURM_TASKS_PER_NODE": "5,5", "SLURM_NTASKS_PER_NODE": "5"}, 5),
+        # Of a job of 8 tasks a node, a step of 10.
+        ({"SLURM_STEP_TASKS_PER_NODE": "5(x2)", "SLURM_TASKS_PER_NODE": "8(x4)"}, 5),
+        # And one of 10 on a single node, by an older srun.
+        ({"SLURM_TASKS_PER_NODE": "16"}, 10),
+        ({"SLURM_TASKS_PER_NODE": ""}, 10),
+    ],
+)
+def test_slurm_writes_the_tasks_of_nodes_in_short(variables, expected):
+    environment = {**SLURM, "SLURM_NTASKS": "10", **variables}
+    assert read_launched_rank(environment).local_world_size == expected
+
+
+@pytest.mark.parametrize("text", ["4(x)", "4x2", "(x2)", "4(x2),", "0", "4(x0)", "-4", "four", "٤"])
+def test_other_forms_of_the_tasks_of_nodes_are_errors(text):
+    with pytest.raises(ValueError, match="environment variable ") as caught:
+        read_launched_rank({**SLURM, "SLURM_TASKS_PER_NODE": text})
+    assert str(caught.value) == (
+        "environment variable SLURM_TASKS_PER_NODE: expected the number of tasks of each node, "
+        f"such as 4, 4(x2) for two nodes alike, or 4(x2),2; got {text!r}; launchers set it to "
+        "describe the launched processes: correct it, or unset it to have this process start the "
+        "ranks of its tests"
+    )
+
+
+def test_nodes_that_differ_need_the_number_of_this_one():
+    environment = {**SLURM, "SLURM_TASKS_PER_NODE": "3,1"}
+    with pytest.raises(ValueError, match="SLURM_NODEID must say which one this is, and it is not"):
+        read_launched_rank(environment)
+    with pytest.raises(ValueError, match="SLURM_NODEID: expected a whole number from 0 to 1, got"):
+        read_launched_rank({**environment, "SLURM_NODEID": "2"})
+
+
 def test_variables_of_torch_win_over_those_of_slurm():
     launched = read_launched_rank({**SLURM, "RANK": "0", "WORLD_SIZE": "2"})
     assert (launched.rank, launched.world_size, launched.local_rank) == (0, 2, 0)
@@ -52,6 +93,9 @@ def test_variables_of_torch_win_over_those_of_slurm():
         {"RANK": "0", "WORLD_SIZE": "1", **MASTER},
         # A batch script of SLURM, which runs once for all tasks, and names no place to meet.
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "many"},
+        # An interactive shell within a job.
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "4(x2)", **MASTER},
         {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": ""},
         # A pytest that a test of a launched pytest runs.
         {**TORCHRUN, INSIDE_VARIABLE: "1"},
