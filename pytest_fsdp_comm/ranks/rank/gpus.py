@@ -1,31 +1,74 @@
-"""Finds which GPUs this process may use, without starting CUDA."""
+"""Finds which GPUs this process may use, without starting CUDA, and whether somebody started it.
+
+``torch.cuda.device_count`` asks NVML, and only where that does not answer the CUDA driver itself;
+``torch.cuda.is_available`` asks the driver, unless ``PYTORCH_NVML_BASED_CUDA_CHECK=1`` is set. To
+ask the driver starts it, and a started driver does not survive a fork: torch refuses CUDA in the
+child. It notes the start in a handler that runs in forked children, so only one of these can tell
+(torch 2.13).
+"""
 
 from __future__ import annotations
 
+import os
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank
 
 # What the NVIDIA and the ROCm kernel drivers create.
 _DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+# Exit statuses of a forked child; smaller ones are numbers.
+_UNUSABLE = 255
+_MOST = 254
 
 
 def visible_gpu_count() -> int:
     """Number of GPUs in the caller's visible list; 0 without a driver.
 
-    Importing torch takes seconds, so it is only asked on a machine with a driver.
-    ``torch.cuda.device_count`` asks NVML and honours ``CUDA_VISIBLE_DEVICES`` without creating a
-    CUDA context, which would make a later fork unsafe (torch 2.6 to 2.13 read).
+    Importing torch takes seconds, so it is only asked on a machine with a driver, and in a forked
+    child, so that no answer makes a later fork unsafe.
     """
     if not any(file.exists() for file in _DRIVER_FILES):
         return 0
     import torch  # noqa: PLC0415  # see the docstring
 
-    return torch.cuda.device_count()
+    count = _answer_of_child(torch.cuda.device_count)
+    # Where CUDA has been started, asking here does no more harm.
+    return torch.cuda.device_count() if count == _UNUSABLE else count
+
+
+def is_driver_started(torch: Any) -> bool:
+    """Whether this process has started the CUDA driver, by whatever call of torch.
+
+    Args:
+        torch: The module, which is loaded.
+    """
+    # Builds of torch without CUDA lack the name, and need no fork.
+    has_cuda = hasattr(torch._C, "_cuda_isInBadFork")  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
+    return has_cuda and _answer_of_child(lambda: 0) == _UNUSABLE
+
+
+def _answer_of_child(ask: Callable[[], int]) -> int:
+    """A small number from a forked child; `_UNUSABLE` if CUDA is unusable there."""
+    import torch  # noqa: PLC0415  # the caller has loaded it
+
+    with warnings.catch_warnings():
+        # Threads that hold no lock which the child needs: see `fork_server.fork_quietly`.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        status = _UNUSABLE
+        try:
+            if not torch.cuda._is_in_bad_fork():  # noqa: SLF001  # see is_driver_started
+                status = min(ask(), _MOST)
+        finally:
+            os._exit(status)
+    _, ended = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(ended) % 256
 
 
 def usable_gpu_count(launched: LaunchedRank | None) -> int:

@@ -6,6 +6,8 @@ import sys
 import threading
 from typing import Any
 
+from pytest_fsdp_comm.ranks.rank.gpus import is_driver_started
+
 # Threads of those who run pytest itself: execnet's live in every xdist worker and hold no lock that
 # a rank needs.
 _HARMLESS_MODULES = ("execnet", "xdist", "coverage", "pytest_timeout", "pytest_rerunfailures")
@@ -26,6 +28,11 @@ def unsafe_to_fork() -> str:
         return ""
     if torch.cuda.is_initialized():
         return "CUDA was initialised during collection"
+    if is_driver_started(torch):
+        return (
+            "the CUDA driver was started during collection (torch.cuda.is_available() does that, "
+            "unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is set in the environment)"
+        )
     # torch.distributed is a package without a group API where torch was built without it.
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "a process group was made during collection"

@@ -1,0 +1,111 @@
+"""Counting GPUs, and what at collection makes forked ranks unable to use them.
+
+There may be no GPU here. torch's own functions run, on stubs of what they call: the CUDA runtime,
+which starts the driver, and NVML, which does not.
+"""
+
+import os
+
+import pytest
+import torch
+
+from pytest_fsdp_comm.ranks.rank import gpus
+from pytest_fsdp_comm.ranks.rank.gpus import visible_gpu_count
+from pytest_fsdp_comm.ranks.start import fork_safety
+from pytest_fsdp_comm.ranks.start.fork_safety import unsafe_to_fork
+
+STARTED = "the CUDA driver was started during collection"
+
+
+class Machine:
+    """Two GPUs, and who has started their driver."""
+
+    def __init__(self):
+        self.has_nvml = True
+        self.started_in = None
+
+    def runtime_count(self):
+        if self.is_in_bad_fork():
+            return 0
+        self.started_in = os.getpid()
+        return 2
+
+    def nvml_count(self):
+        return 2 if self.has_nvml else -1
+
+    def is_in_bad_fork(self):
+        return self.started_in not in {None, os.getpid()}
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    machine = Machine()
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", machine.runtime_count, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isInBadFork", machine.is_in_bad_fork, raising=False)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", machine.is_in_bad_fork)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", machine.nvml_count)
+    monkeypatch.setattr(torch.cuda, "_cached_device_count", None)
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    (tmp_path / "driver").touch()
+    monkeypatch.setattr(gpus, "_DRIVER_FILES", (tmp_path / "driver",))
+    # What other tests of this process left is not the point.
+    monkeypatch.setattr(fork_safety.threading, "enumerate", list)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    return machine
+
+
+@pytest.mark.usefixtures("machine")
+def test_is_available_starts_the_driver_and_is_named():
+    assert unsafe_to_fork() == ""
+    assert torch.cuda.is_available()
+    assert not torch.cuda.is_initialized()
+    assert unsafe_to_fork().startswith(STARTED)
+    assert "unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is set" in unsafe_to_fork()
+
+
+def test_is_available_by_nvml_is_safe(machine, monkeypatch):
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    assert torch.cuda.is_available()
+    assert unsafe_to_fork() == ""
+    # Where it does not answer, torch asks the driver after all.
+    machine.has_nvml = False
+    assert torch.cuda.is_available()
+    assert unsafe_to_fork().startswith(STARTED)
+
+
+@pytest.mark.parametrize(("has_nvml", "reason"), [(True, ""), (False, STARTED)])
+def test_device_count_is_as_safe_as_nvml_is_there(machine, has_nvml, reason):
+    machine.has_nvml = has_nvml
+    assert torch.cuda.device_count() == 2
+    assert unsafe_to_fork()[: len(STARTED)] == reason
+
+
+@pytest.mark.parametrize("has_nvml", [True, False])
+def test_counting_never_starts_the_driver_here(machine, has_nvml):
+    machine.has_nvml = has_nvml
+    assert visible_gpu_count() == 2
+    assert machine.started_in is None
+    assert unsafe_to_fork() == ""
+
+
+def test_gpus_are_counted_where_the_driver_was_started(machine):
+    machine.has_nvml = False
+    assert torch.cuda.is_available()
+    assert visible_gpu_count() == 2
+
+
+def test_no_child_is_forked_without_cuda(monkeypatch):
+    if hasattr(torch._C, "_cuda_isInBadFork"):
+        pytest.skip("this build of torch has CUDA")
+    monkeypatch.setattr(fork_safety.threading, "enumerate", list)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(os, "fork", None)
+    assert unsafe_to_fork() == ""
+
+
+def test_torch_has_the_names_that_the_stubs_replace():
+    assert not torch.cuda._is_in_bad_fork()
+    assert hasattr(torch._C, "_cuda_isInBadFork") == torch.cuda._is_compiled()
+    assert {"_nvml_based_avail", "_C", "_cuda_getDeviceCount"} <= {
+        *torch.cuda.is_available.__code__.co_names
+    }
