@@ -1,15 +1,48 @@
 import contextlib
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 from warm import WarmStarter
+
+# Plugins that change a run are tested on purpose, in test_other_plugins.py.
+# Hypothesis is not used there, and takes as long to import as a small session to run.
+_OFF = ("asyncio", "hypothesispytest", "randomly", "rerunfailures", "timeout")
 
 
 @pytest.fixture(scope="session")
 def _warm_starter():
     with contextlib.closing(WarmStarter()) as starter:
         yield starter
+
+
+@pytest.fixture(scope="module")
+def run_session(tmp_path_factory, _warm_starter):
+    """Runs a session once for several tests: ``run_session(source, *arguments)``.
+
+    Other files are given by name, without ``.py``. The result has `output`, of both streams,
+    `path` and `status`.
+    """
+
+    def run(source, *arguments, plugins=(), **files):
+        path = tmp_path_factory.mktemp("session")
+        for name, text in {**files, "test_it": source}.items():
+            (path / f"{name}.py").write_text(text)
+        (path / "pytest.ini").write_text("[pytest]\n")
+        off = " ".join(f"-p no:{name}" for name in _OFF if name not in plugins)
+        with pytest.MonkeyPatch.context() as patch, (path / "output").open("w") as output:
+            for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "CI"):
+                patch.delenv(name, raising=False)
+            patch.setenv("PYTEST_ADDOPTS", f"{off} -p no:cacheprovider")
+            patch.setenv("OMP_NUM_THREADS", "1")
+            patch.chdir(path)
+            process = _warm_starter.start(arguments, output.fileno(), output.fileno())
+            status = process.wait(timeout=300)
+        output = (path / "output").read_text()
+        return SimpleNamespace(output=output, path=path, status=status)
+
+    return run
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +72,6 @@ def _outermost_pytest(monkeypatch, request):
     if "pytester" in request.fixturenames:
         # Before what follows, since it deletes PYTEST_ADDOPTS.
         request.getfixturevalue("pytester")
-    # Plugins that change a run are tested on purpose, in test_other_plugins.py.
-    # Hypothesis is not used there, and takes as long to import as a small session to run.
-    disabled = ("asyncio", "hypothesispytest", "randomly", "rerunfailures", "timeout")
-    monkeypatch.setenv("PYTEST_ADDOPTS", " ".join(f"-p no:{name}" for name in disabled))
+    monkeypatch.setenv("PYTEST_ADDOPTS", " ".join(f"-p no:{name}" for name in _OFF))
     # Ranks share the machine's few cores with the tests that run beside.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -24,6 +24,7 @@ from pytest_fsdp_comm.ranks.rank.process_group import (
     empty_compiler_caches,
     set_environment,
 )
+from pytest_fsdp_comm.ranks.rank.session_end import forget_exit_functions
 from pytest_fsdp_comm.ranks.rank.terminal import RankTerminal
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.exchange import Departures, DirectoryExchange, StoreExchange
@@ -74,6 +75,7 @@ class RankTemplate:
         self._plugin = RankPlugin(session.config)
         session.config.pluginmanager.register(self._plugin, "fsdp-comm-rank")
         empty_compiler_caches()
+        forget_exit_functions()
         for item in session.items:
             if SETTINGS in item.stash:
                 _ = item.location  # pytest caches it
@@ -126,6 +128,8 @@ class RankTemplate:
             payloads, escaped = _run_item(item, self._extensions)
             # Again, since a plugin may have caught what should have ended a forked child before.
             end_forked_child(rank_pid, None)
+            if spec.settings.scope == "test":
+                self._plugin.run_exit_functions(item)
             ended = TestEnded(
                 last_report=self._plugin.take_held(), payloads=payloads, escaped=escaped
             )

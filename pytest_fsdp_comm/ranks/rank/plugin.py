@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.forked_children import end_forked_child
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept, shortened
 from pytest_fsdp_comm.ranks.rank.process_group import join_group
+from pytest_fsdp_comm.ranks.rank.session_end import raise_lost_exceptions, run_exit_functions
 from pytest_fsdp_comm.ranks.wire.messages import (
     DebuggerEntered,
     DebuggerLeft,
@@ -25,7 +27,7 @@ from pytest_fsdp_comm.ranks.wire.subtest_reports import capture_subtests, is_sub
 
 if TYPE_CHECKING:
     import warnings
-    from collections.abc import Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator
     from pathlib import Path
     from types import SimpleNamespace
 
@@ -62,6 +64,46 @@ class RankPlugin:
         self._pid = os.getpid()
         self._logs = [_Log(name, spec.log_path(rank, name)) for name in ("stdout", "stderr")]
 
+    # Innermost: within the filters for this test's warnings.
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Reports what only the end of a session brings to light, as a failed teardown."""
+        handled = yield
+        self._report_failure(item, partial(raise_lost_exceptions, item))
+        return handled
+
+    def _report_failure(self, item: pytest.Item, end: Callable[[], None]) -> None:
+        """Runs what follows a test's own teardown; reports it only where it fails."""
+
+        def run() -> None:
+            __tracebackhide__ = True
+            with self._output_of(item, "teardown"):
+                end()
+
+        call = pytest.CallInfo.from_call(run, when="teardown")
+        if call.excinfo is not None:
+            report = item.ihook.pytest_runtest_makereport(item=item, call=call)
+            item.ihook.pytest_runtest_logreport(report=report)
+
+    def run_exit_functions(self, item: pytest.Item) -> None:
+        """Runs what the rank registered with `atexit`; warns of what raised.
+
+        Past every filter: Python, too, only prints it.
+        """
+        for text in run_exit_functions():
+            self._channel.send(
+                WarningSeen(
+                    text=text,
+                    category_module=pytest.__name__,
+                    category_name=pytest.PytestUnraisableExceptionWarning.__name__,
+                    filename=str(item.path),
+                    lineno=(item.location[1] or 0) + 1,
+                    when="runtest",
+                    nodeid=item.nodeid,
+                    location=None,
+                )
+            )
+
     # The skip marks are evaluated by a tryfirst hook, so that a skipped test makes no group; the
     # fixtures are set up by a hook that was registered before this one, and so runs after it.
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -75,18 +117,21 @@ class RankPlugin:
     @pytest.hookimpl(wrapper=True, trylast=True, specname="pytest_runtest_setup")
     def pytest_take_output_of_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Adds what the phase wrote to the item, before a report is made of it."""
+        __tracebackhide__ = True
         with self._output_of(item, "setup"):
             return (yield)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Adds output, as for the set-up."""
+        __tracebackhide__ = True
         with self._output_of(item, "call"):
             return (yield)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Adds output, as for the set-up."""
+        __tracebackhide__ = True
         with self._output_of(item, "teardown"):
             return (yield)
 
