@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -77,20 +78,35 @@ def dist_info(request: pytest.FixtureRequest) -> DistInfo:
 
 
 @pytest.fixture
-def device_mesh(dist_info: DistInfo) -> MakeDeviceMesh:
+def device_mesh(request: pytest.FixtureRequest, dist_info: DistInfo) -> MakeDeviceMesh:
     """Makes device meshes of all ranks, e.g. ``device_mesh(dp=2, tp=-1)``."""
-    return _MeshMaker(dist_info)
+    return _MeshMaker(dist_info, None if dist_info.backend else request.node.nodeid)
 
 
 class _MeshMaker:
     """Makes meshes of the ranks of one test."""
 
-    def __init__(self, dist_info: DistInfo) -> None:
+    def __init__(self, dist_info: DistInfo, unmarked: str | None) -> None:
+        """Binds the ranks.
+
+        Args:
+            dist_info: Where the test runs.
+            unmarked: The test, if it has no marker; None if it runs on ranks.
+        """
         self._dist_info = dist_info
+        self._unmarked = unmarked
 
     def __call__(self, **axes: int) -> DeviceMesh:
-        from pytest_fsdp_comm.ranks.rank.process_group import make_mesh  # noqa: PLC0415  # loads torch
+        from pytest_fsdp_comm.ranks.rank.process_group import has_group, make_mesh  # noqa: PLC0415  # loads torch
 
+        # Tests without the marker may make groups on their own, under a launcher too.
+        if self._unmarked and not has_group() and "RANK" not in os.environ:
+            size = math.prod(axes.values()) if min(axes.values(), default=0) > 0 else 2
+            raise FsdpCommError(
+                f"device_mesh needs ranks, but {self._unmarked} is not marked as distributed and "
+                "runs in pytest's own process. Mark it, its class or its module: "
+                f"@pytest.mark.distributed(world_size={size})"
+            )
         sizes = mesh_sizes(axes or {"dp": -1}, self._dist_info.world_size)
         mesh: DeviceMesh = make_mesh(self._dist_info.device.partition(":")[0], sizes)
         return mesh

@@ -193,8 +193,15 @@ def pytest_assertrepr_compare(
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Says what findings a failed assertion was about, and leads a failed comparison's report."""
+    """Says what findings a failed assertion was about, and leads a failed comparison's report.
+
+    And what to do where torch only says which state its process group is in.
+    """
     error = call.excinfo.value if call.excinfo else None
+    if isinstance(error, ValueError) and "torch" in sys.modules:
+        from pytest_fsdp_comm.ranks.rank.group_errors import add_remedy  # noqa: PLC0415  # on failure only
+
+        add_remedy(error, item)
     if isinstance(error, AssertionError) and "pytest_fsdp_comm.tree.finding" in sys.modules:
         from pytest_fsdp_comm.reports.findings import explain_findings  # noqa: PLC0415  # on failure only
 

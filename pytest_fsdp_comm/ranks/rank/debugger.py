@@ -16,9 +16,11 @@ from _pytest.debugging import pytestPDB
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from types import FrameType
 
     import pytest
 
@@ -51,8 +53,12 @@ class _SuspendedCapture(MultiCapture[str]):
 class _NoDebugger:
     """What a rank without the terminal gets for a debugger."""
 
-    def set_trace(self, frame: object) -> None:
+    def __init__(self, skip: Callable[[FrameType], None]) -> None:
+        self._skip = skip
+
+    def set_trace(self, frame: FrameType) -> None:
         """Goes on."""
+        self._skip(frame)
 
 
 def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
@@ -88,9 +94,14 @@ def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
     manager._method = "fd"
 
 
-def debug_elsewhere(config: pytest.Config) -> None:
-    """Makes every way into a debugger go on, in a rank that has no terminal."""
-    _without_debuggers(config, lambda *_, **__: _NoDebugger())
+def debug_elsewhere(config: pytest.Config, skip: Callable[[FrameType], None]) -> None:
+    """Makes every way into a debugger go on, in a rank that has no terminal.
+
+    Args:
+        config: The rank's.
+        skip: Called with the frame of each call of a debugger.
+    """
+    _without_debuggers(config, lambda *_, **__: _NoDebugger(skip))
 
 
 def refuse_debuggers(config: pytest.Config) -> None:
@@ -122,6 +133,18 @@ def point_to_debugger(
         for report in reports:
             if report.failed:
                 report.sections.append(("Debugger", text))
+
+
+def explain_skipped_debuggers(results: Mapping[int, RankResult], debugged: int) -> Iterable[str]:
+    """Says which rank to debug, where a debugger was called on other ranks alone."""
+    if debugged in results and results[debugged].entered_debugger:
+        return
+    sites = {rank: ", ".join(result.skipped_debuggers) for rank, result in results.items()}
+    for ranks, found in fold_equal({rank: at for rank, at in sites.items() if at}):
+        yield (
+            f"{name_ranks(ranks)} came to a debugger at {found} and went on: rank {debugged} has "
+            f"the terminal, and called none; to debug here, add --pdb-rank {ranks[0]}"
+        )
 
 
 def _without_debuggers(config: pytest.Config, init: Callable[..., Any]) -> None:

@@ -106,7 +106,7 @@ class RankTemplate:
         elif rank == spec.debugged_rank:
             debug_here(session.config, RankTerminal(spec.terminal))
         else:
-            debug_elsewhere(session.config)
+            debug_elsewhere(session.config, self._plugin.skip_debugger)
         channel = Channel.connect(spec.socket_path, RANK)
         channel.send(RankHello(rank=rank))
         self._plugin.bind(channel, spec, rank)
@@ -131,7 +131,10 @@ class RankTemplate:
             if spec.settings.scope == "test":
                 self._plugin.run_exit_functions(item)
             ended = TestEnded(
-                last_report=self._plugin.take_held(), payloads=payloads, escaped=escaped
+                last_report=self._plugin.take_held(),
+                payloads=payloads,
+                escaped=escaped,
+                can_run_another=self._plugin.can_run_another_test(),
             )
             context.exchange.leave()
             save_coverage()

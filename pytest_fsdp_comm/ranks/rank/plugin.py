@@ -7,29 +7,33 @@ import os
 import sys
 import time
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.forked_children import end_forked_child
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept, shortened
-from pytest_fsdp_comm.ranks.rank.process_group import join_group
+from pytest_fsdp_comm.ranks.rank.process_group import is_default_group, join_group
 from pytest_fsdp_comm.ranks.rank.session_end import raise_lost_exceptions, run_exit_functions
 from pytest_fsdp_comm.ranks.wire.messages import (
     DebuggerEntered,
     DebuggerLeft,
+    DebuggerSkipped,
     TimerCancelled,
     TimerSet,
 )
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, WarningSeen
 from pytest_fsdp_comm.ranks.wire.subtest_reports import capture_subtests, is_subtest
+from pytest_fsdp_comm.text.paths import show_path
 
 if TYPE_CHECKING:
     import warnings
     from collections.abc import Callable, Generator, Iterator
     from pathlib import Path
-    from types import SimpleNamespace
+    from types import FrameType, SimpleNamespace
 
     from pytest_fsdp_comm.ranks.wire.channel import Channel
     from pytest_fsdp_comm.ranks.wire.messages import RankMessage, RunTest
@@ -54,7 +58,8 @@ class RankPlugin:
         self._config = config
         self._logs: list[_Log] = []
         self._held: PhaseReport | None = None
-        self._has_group = False
+        self._group: object = None
+        self._skipped: set[str] = set()
         self._has_failed_subtest = False
         capture_subtests(self._output_of_subtest)
 
@@ -108,9 +113,13 @@ class RankPlugin:
     # fixtures are set up by a hook that was registered before this one, and so runs after it.
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Makes the process group before the first fixture."""
-        if not self._has_group:
-            join_group(item.config.stash[RANK_CONTEXT])
-            self._has_group = True
+        __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
+        if self._group is None:
+            self._group = join_group(item.config.stash[RANK_CONTEXT])
+
+    def can_run_another_test(self) -> bool:
+        """Whether the rank still has the process group that it began with, if any."""
+        return self._group is None or is_default_group(self._group)
 
     # Innermost: a process that the phase forked must not go further. Not when a report is made:
     # subtests make some within the call.
@@ -181,6 +190,7 @@ class RankPlugin:
     def take_held(self) -> PhaseReport | None:
         """Ends the test; returns the report that is to be sent along with its end."""
         held, self._held = self._held, None
+        self._skipped.clear()
         self._has_failed_subtest = False
         return held
 
@@ -205,6 +215,14 @@ class RankPlugin:
     def pytest_leave_pdb(self) -> None:
         """Reports that the test goes on."""
         self._channel.send(DebuggerLeft())
+
+    def skip_debugger(self, frame: FrameType) -> None:
+        """Reports that this rank came to a debugger without having the terminal."""
+        path = show_path(frame.f_code.co_filename, self._config.rootpath)
+        site = f"{path}:{frame.f_lineno}"
+        if site not in self._skipped:
+            self._skipped.add(site)
+            self._channel.send(DebuggerSkipped(site=site))
 
     def pytest_warning_recorded(
         self,

@@ -7,9 +7,11 @@ import importlib
 import os
 import sys
 import warnings
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank.gpus import visible_gpus_variable
 from pytest_fsdp_comm.ranks.rank.network import interface_towards
 
@@ -90,15 +92,35 @@ def empty_compiler_caches() -> None:
         clear()
 
 
-def join_group(context: RankContext) -> None:
+def has_group() -> bool:
+    """Whether this process has a default process group."""
+    dist: Any = sys.modules.get("torch.distributed")
+    # A package without a group API where torch was built without it.
+    return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def join_group(context: RankContext) -> object:
     """Makes the default process group of this rank.
 
+    Returns:
+        The group.
+
     Raises:
+        FsdpCommError: There is one already.
         RuntimeError: There are fewer GPUs than ranks.
     """
+    __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
     import torch  # noqa: PLC0415  # not in the pytest process
     import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
 
+    if has_group():
+        raise FsdpCommError(
+            f"expected no process group before the ranks make theirs, but there is one "
+            f"({dist.get_backend()}, world size {dist.get_world_size()}): a conftest.py, a test "
+            "module or a plugin made it when it was imported. Remove that "
+            "init_process_group(), or move it into a fixture of the tests that are not "
+            "distributed; each rank of a distributed test gets a group before its fixtures run"
+        )
     if context.device.startswith("cuda"):
         count = torch.cuda.device_count()
         if count < context.local_world_size:
@@ -110,7 +132,7 @@ def join_group(context: RankContext) -> None:
         torch.cuda.set_device(context.local_rank)
     if context.backend == "fake":
         _join_fake_group(context.rank, context.world_size)
-        return
+        return dist.group.WORLD
     timeout_s = context.timeout_s + BEYOND_DEADLINE_S
     store: Any
     if context.store:
@@ -131,6 +153,14 @@ def join_group(context: RankContext) -> None:
     )
     # Making a group is no barrier: a rank that ends right after it breaks those that still connect.
     context.exchange.meet("joined")
+    return dist.group.WORLD
+
+
+def is_default_group(group: object) -> bool:
+    """Whether a group that `join_group` returned is still the default one."""
+    import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
+
+    return group is dist.group.WORLD
 
 
 def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:

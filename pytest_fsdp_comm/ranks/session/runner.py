@@ -16,7 +16,11 @@ import pytest
 
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
-from pytest_fsdp_comm.ranks.rank.debugger import QUIT, point_to_debugger
+from pytest_fsdp_comm.ranks.rank.debugger import (
+    QUIT,
+    explain_skipped_debuggers,
+    point_to_debugger,
+)
 from pytest_fsdp_comm.ranks.rank.gpus import visible_gpu_count, visible_gpu_names
 from pytest_fsdp_comm.ranks.rank.isolation import resolve_basetemp
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate
@@ -27,10 +31,10 @@ from pytest_fsdp_comm.ranks.session.rank_set import RankSet
 from pytest_fsdp_comm.ranks.session.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
-from pytest_fsdp_comm.ranks.session.warnings import replay_warnings
+from pytest_fsdp_comm.ranks.session.warnings import replay_warnings, warn_of_test
 from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, PATIENCE_S
 from pytest_fsdp_comm.ranks.start.fork_client import ForkServer, ServerDiedError
-from pytest_fsdp_comm.ranks.start.fork_safety import unsafe_to_fork
+from pytest_fsdp_comm.ranks.start.fork_safety import end_openmp_threads, unsafe_to_fork
 from pytest_fsdp_comm.ranks.start.slots import Slots
 from pytest_fsdp_comm.ranks.start.spawn import SpawnedRanks
 from pytest_fsdp_comm.ranks.wire.directories import make_session_directory, remove_directory
@@ -114,6 +118,8 @@ class RankRunner:
             gpus=self._gpus() if is_bounded else (),
         )
         self.fallback_reason = unsafe_to_fork()
+        if not self.fallback_reason:
+            end_openmp_threads()
         server = None if self.fallback_reason else ForkServer(self._prepare_ranks, directory)
         return _Base(directory=directory, slots=slots, server=server)
 
@@ -189,9 +195,12 @@ class RankRunner:
             results = {rank: replace(result, escaped=None) for rank, result in results.items()}
         reports = merge_reports(item, results, self._load, timeout_s=settings.timeout_s)
         replay_warnings(item.config, results.values())
+        debugged = _debugged_rank(item.config, settings)
+        for text in explain_skipped_debuggers(results, debugged):
+            warn_of_test(item, text)
         reports = self._extended(item, results, reports)
         if item.config.getoption("usepdb", default=False):
-            point_to_debugger(reports, results, _debugged_rank(item.config, settings))
+            point_to_debugger(reports, results, debugged)
         return reports
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     SUPERVISOR,
     DebuggerEntered,
     DebuggerLeft,
+    DebuggerSkipped,
     PositionAnswer,
     PositionQuestion,
     RankHello,
@@ -69,12 +70,15 @@ class _Rank:
     payloads: tuple[str, ...] | None = None
     escaped: str | None = None
     is_done: bool = False
+    can_run_another: bool = False
     status: int | None = None
     ended_at: float | None = None
     stopped: Stopped | None = None
     stacks: str = ""
     timer: TimerSet | None = None
     is_debugging: bool = False
+    entered_debugger: bool = False
+    skipped_debuggers: list[str] = field(default_factory=list)
     nbytes_reported: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -179,7 +183,8 @@ class Supervision:
             self._echo.copy()
         results = {number: self._result(number, rank) for number, rank in self._ranks.items()}
         self.is_reusable = not self._has_failed(None) and all(
-            rank.is_done and rank.status is None for rank in self._ranks.values()
+            rank.is_done and rank.can_run_another and rank.status is None
+            for rank in self._ranks.values()
         )
         return results
 
@@ -422,6 +427,8 @@ class Supervision:
             warnings=tuple(rank.warnings),
             payloads=rank.payloads,
             escaped=rank.escaped,
+            entered_debugger=rank.entered_debugger,
+            skipped_debuggers=tuple(rank.skipped_debuggers),
             status=None if rank.is_done else rank.status,
             ended_at=rank.ended_at,
             stopped=rank.stopped,
@@ -461,9 +468,11 @@ def _record(rank: _Rank, message: RankMessage) -> None:
         case TimerCancelled():
             rank.timer = None
         case DebuggerEntered():
-            rank.is_debugging = True
+            rank.is_debugging = rank.entered_debugger = True
         case DebuggerLeft():
             rank.is_debugging = False
+        case DebuggerSkipped():
+            rank.skipped_debuggers.append(message.site)
         case TestEnded():
             _record_end(rank, message)
         case RankHello() | WatchdogHello() | PositionAnswer():
@@ -480,6 +489,7 @@ def _record_end(rank: _Rank, ended: TestEnded) -> None:
     if ended.last_report is not None:
         _record_report(rank, ended.last_report)
     rank.payloads = ended.payloads
+    rank.can_run_another = ended.can_run_another
     if ended.escaped is not None:
         rank.escaped = ended.escaped.text
         rank.ended_at = ended.escaped.at

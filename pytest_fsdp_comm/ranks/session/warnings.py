@@ -6,10 +6,10 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    import pytest
 
     from pytest_fsdp_comm.ranks.wire.results import RankResult, WarningSeen
 
@@ -31,6 +31,24 @@ def replay_warnings(config: pytest.Config, results: Iterable[RankResult]) -> Non
                     "location": warning.location,
                 }
             )
+
+
+def warn_of_test(item: pytest.Item, text: str) -> None:
+    """Records a warning about a test: past the filters, which could make it an error."""
+    path, lineno, _ = item.location
+    item.config.hook.pytest_warning_recorded.call_historic(
+        kwargs={
+            "warning_message": warnings.WarningMessage(
+                message=pytest.PytestWarning(text),
+                category=pytest.PytestWarning,
+                filename=path,
+                lineno=(lineno or 0) + 1,
+            ),
+            "when": "runtest",
+            "nodeid": item.nodeid,
+            "location": None,
+        }
+    )
 
 
 def _rebuilt(warning: WarningSeen) -> warnings.WarningMessage:

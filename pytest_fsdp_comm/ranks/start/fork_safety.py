@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import sys
 import threading
 from typing import Any
@@ -11,6 +13,8 @@ from pytest_fsdp_comm.ranks.rank.gpus import is_driver_started
 # Threads of those who run pytest itself: execnet's live in every xdist worker and hold no lock that
 # a rank needs.
 _HARMLESS_MODULES = ("execnet", "xdist", "coverage", "pytest_timeout", "pytest_rerunfailures")
+
+_OMP_PAUSE_HARD = 2  # omp.h
 
 
 def unsafe_to_fork() -> str:
@@ -37,6 +41,16 @@ def unsafe_to_fork() -> str:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "a process group was made during collection"
     return ""
+
+
+def end_openmp_threads() -> None:
+    """Ends the threads with which torch did maths, if any; they come back when it does more.
+
+    A forked process takes them to be alive, and waits for them as soon as it uses more than one
+    thread: a rank that called ``torch.set_num_threads(2)`` hung (torch 2.13, CPU).
+    """
+    with contextlib.suppress(AttributeError):  # OpenMP is not loaded, or older than 5.0
+        ctypes.CDLL(None).omp_pause_resource_all(_OMP_PAUSE_HARD)
 
 
 def _is_harmless(thread: threading.Thread) -> bool:

@@ -77,6 +77,14 @@ class DebuggerLeft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DebuggerSkipped:
+    """The rank came to a debugger and went on: another rank has the terminal."""
+
+    site: str
+    """``file:line``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Escape:
     """An exception that went through pytest's protocol and ended the test."""
 
@@ -98,6 +106,9 @@ class TestEnded:
     after an escape."""
     escaped: Escape | None
     """None if pytest's protocol returned."""
+    can_run_another: bool = True
+    """Whether the rank is as the next test expects it: not where the test destroyed the process
+    group, or put another in its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +130,7 @@ RankMessage = (
     | TimerCancelled
     | DebuggerEntered
     | DebuggerLeft
+    | DebuggerSkipped
     | TestEnded
     | PositionAnswer
 )

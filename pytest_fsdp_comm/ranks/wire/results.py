@@ -100,6 +100,10 @@ class RankResult:
     """What each extension sent; None if the rank did not come so far."""
     escaped: str | None = None
     """The exception that went through pytest's protocol, such as ``Exit``; None if none did."""
+    entered_debugger: bool = False
+    """Whether a human debugged it."""
+    skipped_debuggers: tuple[str, ...] = ()
+    """Where it came to a debugger and went on, as ``file:line``."""
     status: int | None = None
     """Exit status, or minus the signal's number, of a rank that ended on its own; None if it
     finished the test."""

@@ -102,7 +102,7 @@ def test_a_breakpoint_suspends_the_deadline_of_the_test(spawn, way):
     child.sendline("c")
     child.expect("PDB continue")
     shown = rest(child)
-    assert "1 passed, 2 deselected" in shown
+    assert "1 passed, 2 deselected" in shown, "the others say nothing of their breakpoints"
     assert "Pdb" not in shown
 
 
@@ -170,10 +170,19 @@ import pytest
 @pytest.mark.distributed(world_size=3)
 def test_it(dist_info):
     assert dist_info.rank < 2
+
+@pytest.mark.distributed(world_size=3)
+def test_breakpoint(dist_info):
+    for _ in range(dist_info.rank):
+        breakpoint()
 """
     )
-    result = pytester.runpytest_subprocess("--pdb", "-p", "no:cacheprovider")
-    result.assert_outcomes(failed=1)
+    result = pytester.runpytest_subprocess("--pdb", "-W", "error", "-p", "no:cacheprovider")
+    result.assert_outcomes(failed=1, passed=1, warnings=1)
+    assert (
+        "PytestWarning: ranks 1-2 came to a debugger at test_it.py:10 and went on: rank 0 has the "
+        "terminal, and called none; to debug here, add --pdb-rank 1"
+    ) in result.stdout.str()
     assert (
         "rank 0 is the one that --pdb debugs, but it did not fail; to debug one that did, add "
         "--pdb-rank 2"

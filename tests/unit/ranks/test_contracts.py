@@ -8,8 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.ranks.rank.process_group import _join_fake_group, empty_compiler_caches
+from pytest_fsdp_comm.errors import FsdpCommError, UpstreamChangedError
+from pytest_fsdp_comm.ranks.rank.process_group import (
+    _join_fake_group,
+    empty_compiler_caches,
+    join_group,
+)
 
 
 def code_constants(code):
@@ -53,3 +57,16 @@ def test_a_fake_group_that_moved_is_named(monkeypatch):
         "pytest-fsdp-comm was written for torch 2.6 to 2.15: use one of these, or upgrade "
         "pytest-fsdp-comm, or run this test with backend='gloo'"
     )
+
+
+def test_a_group_from_before_the_ranks_is_refused_with_the_remedy():
+    _join_fake_group(0, 2)
+    try:
+        with pytest.raises(FsdpCommError) as caught:
+            join_group(None)
+    finally:
+        dist.destroy_process_group()
+    assert "there is one (fake, world size 2): a conftest.py, a test module or a plugin" in str(
+        caught.value
+    )
+    assert "Remove that init_process_group(), or move it into a fixture" in str(caught.value)
