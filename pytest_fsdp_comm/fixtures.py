@@ -62,7 +62,8 @@ def _fsdp_comm_world_size(request: pytest.FixtureRequest) -> int:
     return size
 
 
-@pytest.fixture
+# Constant in a rank: so fixtures of every scope may use it, and tests that Hypothesis calls.
+@pytest.fixture(scope="session")
 def dist_info(request: pytest.FixtureRequest) -> DistInfo:
     """Where this test runs: its rank, local_rank, world_size, backend and device."""
     context = _context(request)
@@ -77,33 +78,27 @@ def dist_info(request: pytest.FixtureRequest) -> DistInfo:
     )
 
 
-@pytest.fixture
-def device_mesh(request: pytest.FixtureRequest, dist_info: DistInfo) -> MakeDeviceMesh:
+@pytest.fixture(scope="session")
+def device_mesh(dist_info: DistInfo) -> MakeDeviceMesh:
     """Makes device meshes of all ranks, e.g. ``device_mesh(dp=2, tp=-1)``."""
-    return _MeshMaker(dist_info, None if dist_info.backend else request.node.nodeid)
+    return _MeshMaker(dist_info)
 
 
 class _MeshMaker:
     """Makes meshes of the ranks of one test."""
 
-    def __init__(self, dist_info: DistInfo, unmarked: str | None) -> None:
-        """Binds the ranks.
-
-        Args:
-            dist_info: Where the test runs.
-            unmarked: The test, if it has no marker; None if it runs on ranks.
-        """
+    def __init__(self, dist_info: DistInfo) -> None:
         self._dist_info = dist_info
-        self._unmarked = unmarked
 
     def __call__(self, **axes: int) -> DeviceMesh:
         from pytest_fsdp_comm.ranks.rank.process_group import has_group, make_mesh  # noqa: PLC0415  # loads torch
 
         # Tests without the marker may make groups on their own, under a launcher too.
-        if self._unmarked and not has_group() and "RANK" not in os.environ:
+        if not (self._dist_info.backend or has_group() or "RANK" in os.environ):
+            test = os.environ.get("PYTEST_CURRENT_TEST", "this test").partition(" (")[0]
             size = math.prod(axes.values()) if min(axes.values(), default=0) > 0 else 2
             raise FsdpCommError(
-                f"device_mesh needs ranks, but {self._unmarked} is not marked as distributed and "
+                f"device_mesh needs ranks, but {test} is not marked as distributed and "
                 "runs in pytest's own process. Mark it, its class or its module: "
                 f"@pytest.mark.distributed(world_size={size})"
             )

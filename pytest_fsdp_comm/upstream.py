@@ -1,4 +1,4 @@
-"""Says that torch, pytest or syrupy has moved a private name; the list of the versions read.
+"""Says that torch, pytest or a plugin has moved a private name; the list of the versions read.
 
 Every private name is used in a module that says so, has a contract test, and is looked up so that
 its absence becomes one of these errors.
@@ -13,6 +13,7 @@ from typing import Any, Final
 from pytest_fsdp_comm.errors import UpstreamChangedError
 
 VERSIONS_READ: Final = {
+    "hypothesis": "6.170",
     "pytest": "8.4 to 9.2",
     "pytest-rerunfailures": "16.7",
     "syrupy": "7.0",

@@ -6,10 +6,11 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import random
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.hangs.watchdog import Watchdog
@@ -60,13 +61,22 @@ class RankTemplate:
     done in each rank, what is done here cost a third of a trivial test's time.
     """
 
-    def __init__(self, session: pytest.Session, extensions: Sequence[RankExtension[Any]]) -> None:
+    def __init__(
+        self,
+        session: pytest.Session,
+        extensions: Sequence[RankExtension[Any]],
+        *,
+        random_state: object = None,
+    ) -> None:
         """Separates this process's session from its parent's.
 
         Args:
             session: The session, after collection.
             extensions: What other rooms add to each test's way through the ranks.
+            random_state: `random.getstate` of the pytest process; None if this process was not
+                forked from it.
         """
+        self._random_state = random_state
         self._session = session
         self._extensions = extensions
         self._terminal = leave_to_parent(session.config)
@@ -109,7 +119,15 @@ class RankTemplate:
             debug_elsewhere(session.config, self._plugin.skip_debugger)
         channel = Channel.connect(spec.socket_path, RANK)
         channel.send(RankHello(rank=rank))
-        self._plugin.bind(channel, spec, rank)
+        if self._random_state is not None:
+            # Python seeds a forked process anew.
+            random.setstate(cast("tuple[Any, ...]", self._random_state))
+        self._plugin.bind(
+            channel,
+            spec,
+            rank,
+            shares_random_states=self._random_state is not None and spec.local is None,
+        )
         self._run_items(spec, rank, channel)
         os._exit(0)
 

@@ -15,8 +15,10 @@ import pytest
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.forked_children import end_forked_child
+from pytest_fsdp_comm.ranks.rank.hypothesis_tests import align_examples
 from pytest_fsdp_comm.ranks.rank.kept_output import read_kept, shortened
 from pytest_fsdp_comm.ranks.rank.process_group import is_default_group, join_group
+from pytest_fsdp_comm.ranks.rank.random_states import RandomStates, equalize
 from pytest_fsdp_comm.ranks.rank.session_end import raise_lost_exceptions, run_exit_functions
 from pytest_fsdp_comm.ranks.wire.messages import (
     DebuggerEntered,
@@ -48,6 +50,7 @@ class RankPlugin:
 
     _channel: Channel[RankMessage, RunTest]
     _pid: int
+    _shares_random_states: bool
 
     def __init__(self, config: pytest.Config) -> None:
         """Redirects the output of subtests.
@@ -60,11 +63,27 @@ class RankPlugin:
         self._held: PhaseReport | None = None
         self._group: object = None
         self._skipped: set[str] = set()
+        self._random_states: RandomStates | None = None
         self._has_failed_subtest = False
         capture_subtests(self._output_of_subtest)
 
-    def bind(self, channel: Channel[RankMessage, RunTest], spec: RankSetSpec, rank: int) -> None:
-        """Connects the hooks to a rank, whose logs are read from their start."""
+    def bind(
+        self,
+        channel: Channel[RankMessage, RunTest],
+        spec: RankSetSpec,
+        rank: int,
+        *,
+        shares_random_states: bool,
+    ) -> None:
+        """Connects the hooks to a rank, whose logs are read from their start.
+
+        Args:
+            channel: To the supervisor.
+            spec: The rank set's.
+            rank: This rank.
+            shares_random_states: Whether all ranks were forked from one process.
+        """
+        self._shares_random_states = shares_random_states
         self._channel = channel
         self._pid = os.getpid()
         self._logs = [_Log(name, spec.log_path(rank, name)) for name in ("stdout", "stderr")]
@@ -115,7 +134,14 @@ class RankPlugin:
         """Makes the process group before the first fixture."""
         __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
         if self._group is None:
-            self._group = join_group(item.config.stash[RANK_CONTEXT])
+            context = item.config.stash[RANK_CONTEXT]
+            self._group = join_group(context)
+            if not self._shares_random_states:
+                equalize(context.exchange)
+            self._random_states = RandomStates.read()
+        elif self._random_states is not None:
+            self._random_states.restore()
+        align_examples(item)
 
     def can_run_another_test(self) -> bool:
         """Whether the rank still has the process group that it began with, if any."""

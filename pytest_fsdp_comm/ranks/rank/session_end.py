@@ -40,9 +40,9 @@ def forget_exit_functions() -> None:
     """Leaves what this process has registered with `atexit` so far to its parent."""
     for finalizer in _live_finalizers():
         finalizer.atexit = False
-    atexit._clear()  # noqa: SLF001  # documented for tests only
+    atexit._clear()  # documented for tests only
     # Registered once a process, by the first finalizer.
-    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # noqa: SLF001  # see above
+    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # see above
 
 
 def run_exit_functions() -> list[str]:
@@ -65,11 +65,11 @@ def run_exit_functions() -> list[str]:
 
     before, sys.unraisablehook = sys.unraisablehook, note
     try:
-        atexit._run_exitfuncs()  # noqa: SLF001  # as Python does at its end
+        atexit._run_exitfuncs()  # as Python does at its end
     finally:
         sys.unraisablehook = before
     return problems
 
 
 def _live_finalizers() -> list[weakref.finalize[Any, Any]]:
-    return weakref.finalize._select_for_exit()  # type: ignore[attr-defined,no-any-return]  # noqa: SLF001  # no public list
+    return weakref.finalize._select_for_exit()  # type: ignore[attr-defined,no-any-return]  # no public list

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import sys
 import time
@@ -94,6 +95,7 @@ class RankRunner:
         self._set_count = 0
         self._rank_set: RankSet | None = None
         self._was_quit = False
+        self._random_state: object = None
         self._problems: list[str] = []
         self._unpreparable = ""
         self.fallback_reason = ""
@@ -102,6 +104,7 @@ class RankRunner:
     def start(self) -> None:
         """Forks the fork server, unless the process is unsafe to fork."""
         self._terminal = copied_terminal(self._session.config)
+        self._random_state = random.getstate()
         self._base = self._start_base()
 
     def _start_base(self) -> _Base:
@@ -226,7 +229,8 @@ class RankRunner:
             sys.stderr.write(f"fsdp-comm: {problem}\n")
 
     def _prepare_ranks(self) -> RunRank:
-        return RankTemplate(self._session, self._extensions).run_rank
+        template = RankTemplate(self._session, self._extensions, random_state=self._random_state)
+        return template.run_rank
 
     def _run_ranks(self, item: pytest.Item, settings: DistributedSettings) -> dict[int, RankResult]:
         peers = self._peers if settings.backend != "fake" else None

@@ -89,9 +89,26 @@ class RankExchange(abc.ABC):
         Raises:
             RanksDivergedError: Another rank ended the test before it.
         """
-        self._write(f"{name}.{self._rank}", "")
-        for rank in self._ranks:
+        self.share(name, "")
+
+    def share(self, name: str, text: str) -> list[str]:
+        """Gives this rank's text at a point, and waits until every rank has come there.
+
+        Args:
+            name: The point's name; each is used once in a test.
+            text: What to give.
+
+        Returns:
+            The texts in rank order.
+
+        Raises:
+            RanksDivergedError: Another rank ended the test before it.
+        """
+        self._write(f"{name}.{self._rank}", text)
+        return [
             self._await(f"{name}.{rank}", rank, f"rank {rank} ended the test before {name}")
+            for rank in self._ranks
+        ]
 
     def leave(self) -> None:
         """Announces that this rank makes no more comparisons; does nothing in a forked process."""

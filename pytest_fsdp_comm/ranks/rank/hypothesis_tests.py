@@ -1,0 +1,126 @@
+"""Makes Hypothesis call a test alike on each rank.
+
+Its examples must be equal: a collective of one example meets the same one of the others. And it
+must not run an example again that failed, on that rank alone.
+Hypothesis 6.170 was read; `tests/unit/ranks/test_hypothesis_tests.py` fails when a
+private name moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import sys
+import unittest
+import zlib
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_fsdp_comm import upstream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+
+def align_examples(item: pytest.Item) -> None:
+    """Prepares a test that Hypothesis calls; does nothing with others.
+
+    The examples are drawn from a seed that depends on the state of `random`, which ranks share. A
+    seed of the user's wins. Of the settings those are left out that go by time, by files that ranks
+    would share, or that run an example again: deadline, database, and the phases after the first
+    failure.
+
+    Raises:
+        UpstreamChangedError: Hypothesis has moved a private name.
+    """
+    core: Any = sys.modules.get("hypothesis.core")
+    test: Any = getattr(item, "obj", None)
+    if core is None or not getattr(test, "is_hypothesis_test", False):
+        return
+    function = getattr(test, "__func__", test)
+    if not hasattr(core, "global_force_seed"):
+        raise upstream.moved(
+            "hypothesis",
+            "core.global_force_seed",
+            "equal examples on all ranks rely on",
+            remedy="draw the same examples on all ranks with @settings(derandomize=True)",
+        )
+    if core.global_force_seed is None:
+        core.global_force_seed = zlib.crc32(repr(random.getstate()).encode())
+    handle = getattr(function, "hypothesis", None)
+    if handle is None:
+        return  # a state machine, which has no function that could be wrapped
+    from hypothesis import Phase, settings  # noqa: PLC0415  # loaded already
+
+    given: Any = getattr(function, "_hypothesis_internal_use_settings", settings.default)
+    function._hypothesis_internal_use_settings = settings(
+        parent=given,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+        phases=[phase for phase in given.phases if phase in {Phase.explicit, Phase.generate}],
+    )
+    handle.inner_test = _raising_its_first_failure(
+        handle.inner_test,
+        "fsdp-comm: all ranks had the same examples. This one is not shrunk, since its rank would "
+        "be alone with it; @hypothesis.seed(N) or --hypothesis-seed=N draws the same ones again, "
+        f"with N = {core.global_force_seed}",
+    )
+
+
+def _raising_its_first_failure(test: Callable[..., Any], hint: str) -> Callable[..., Any]:
+    """A test that, once it has failed, only draws what it drew, and fails in the same way."""
+    from hypothesis.errors import HypothesisException  # noqa: PLC0415  # loaded already
+
+    failures: list[BaseException] = []
+    # What the last example drew within the test, from which of the test's `data()` arguments.
+    drawn: list[tuple[int, Callable[..., Any]]] = []
+
+    @contextlib.contextmanager
+    def watched(arguments: Iterable[Any]) -> Iterator[None]:
+        __tracebackhide__ = True
+        sources = [given for given in arguments if type(given).__name__ == "DataObject"]
+        if failures:
+            for number, draw in drawn:
+                draw(type(sources[number]).draw, sources[number])
+            raise failures[0]
+        drawn.clear()
+        for number, source in enumerate(sources):
+            source.draw = partial(_noted_draw, drawn, number, source)
+        try:
+            yield
+        except (Exception, pytest.fail.Exception) as error:
+            # Neither what steers Hypothesis, nor a skip.
+            if not isinstance(error, (HypothesisException, unittest.SkipTest)):
+                error.add_note(hint)
+                failures.append(error)
+            raise
+
+    @wraps(test)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        with watched((*args, *kwargs.values())):
+            return test(*args, **kwargs)
+
+    @wraps(test)
+    async def call_async(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        with watched((*args, *kwargs.values())):
+            return await test(*args, **kwargs)
+
+    return call_async if inspect.iscoroutinefunction(test) else call
+
+
+def _noted_draw(
+    drawn: list[tuple[int, Callable[..., Any]]],
+    number: int,
+    source: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Draws as `data.draw` does, and notes how to do it again."""
+    drawn.append((number, lambda draw, other: draw(other, *args, **kwargs)))
+    return type(source).draw(source, *args, **kwargs)
