@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from xdist.workermanage import WorkerController
 
+    from pytest_fsdp_comm.launch_environment import LaunchedRank
     from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 
 __all__ = [
@@ -115,18 +116,26 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     """Prepares ranks before the first test can make a fork unsafe."""
     ours = [item for item in session.items if marker.uses_plugin(item)]
     launched = session.config.stash[options.OPTIONS].launched
-    if not ours:
+    if ours:
+        _prepare_ranks(session, ours, launched)
+    elif launched:
         # Tests that were written for a launcher without this plugin run in every process.
-        if launched:
-            from pytest_fsdp_comm.ranks.launched import quiet  # noqa: PLC0415  # in such a process only
+        from pytest_fsdp_comm.ranks.launched import quiet  # noqa: PLC0415  # in such a process only
 
-            quiet.release_terminal(session.config)
-        return
-    from pytest_fsdp_comm.ranks.session import runner  # noqa: PLC0415  # as above
+        quiet.release_terminal(session.config)
+
+
+def _prepare_ranks(
+    session: pytest.Session, ours: Iterable[pytest.Item], launched: LaunchedRank | None
+) -> None:
+    from pytest_fsdp_comm.ranks.session import properties, runner  # noqa: PLC0415  # as above
     from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # other sessions need none of it
 
     config = session.config
-    extensions: list[RankExtension[Any]] = [replay.RankSnapshots()]
+    extensions: list[RankExtension[Any]] = [
+        replay.RankSnapshots(),
+        properties.SuitePropertiesOfRanks(),
+    ]
     if is_spawned_rank():
         from pytest_fsdp_comm.ranks.rank import spawned  # noqa: PLC0415  # as above
 
@@ -144,18 +153,24 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         )
         ranks.start()
         ranks.explain_fallback()
+    config.pluginmanager.register(_Protocol(), "fsdp-comm-protocol")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Runs a distributed test on its ranks instead of here."""
-    if options.SETTINGS not in item.stash or RANK_CONTEXT in item.config.stash:
-        return None
-    runner = item.config.stash[RUNNER]
-    if not runner.can_run(item):
-        return None
-    runner.run(item, nextitem, item.stash[options.SETTINGS])
-    return True
+class _Protocol:
+    """Registered last, so that its hook comes before those of plugins that take a test over."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> bool | None:
+        """Runs a distributed test on its ranks instead of here."""
+        if options.SETTINGS not in item.stash or RANK_CONTEXT in item.config.stash:
+            return None
+        runner = item.config.stash[RUNNER]
+        if not runner.can_run(item):
+            return None
+        runner.run(item, nextitem, item.stash[options.SETTINGS])
+        return True
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)

@@ -8,7 +8,11 @@ from warm import WarmStarter
 
 # Plugins that change a run are tested on purpose, in test_other_plugins.py.
 # Hypothesis is not used there, and takes as long to import as a small session to run.
-_OFF = ("asyncio", "hypothesispytest", "randomly", "rerunfailures", "timeout")
+_OFF = (
+    *("asyncio", "hypothesispytest", "randomly", "rerunfailures", "timeout"),
+    *("allure_pytest", "benchmark", "flaky", "html", "html_fixtures", "metadata"),
+    *("pytest-retry", "pytest_forked", "pytest_jsonreport"),
+)
 
 
 @pytest.fixture(scope="session")

@@ -43,8 +43,16 @@ def test_capfd(capfd):
     os.write(1, b"raw")
     assert capfd.readouterr().out == "raw"
 
+@pytest.fixture(scope="session", autouse=True)
+def recorded_by_each_test(record_testsuite_property, dist_info):
+    record_testsuite_property("suite", "all")
+    record_testsuite_property("suite of one", dist_info.rank)
+
 def test_failing(record_property, dist_info):
     record_property("ranks", dist_info.world_size)
+    record_property("rank", dist_info.rank)
+    if dist_info.rank == 1:
+        record_property("of rank 1", "alone")
     print("said by", dist_info.rank)
     logging.getLogger("mine").error("logged before the failure")
     assert {"a": 1, "b": [1, 2]} == {"a": 1, "b": [1, 3]}
@@ -92,7 +100,18 @@ def test_reports_durations_and_last_failed_work_in_one_session(run, pytester):
     cases = {case.get("name"): case for case in root.iter("testcase")}
     assert len(cases) == 7
     assert cases["test_failing"].find("failure") is not None
-    assert cases["test_failing"].find("properties/property").get("value") == "2"
+
+    def properties(element):
+        found = [(one.get("name"), one.get("value")) for one in element.find("properties")]
+        assert len(found) == len(set(found))
+        return dict(found)
+
+    assert properties(cases["test_failing"]) == {
+        "ranks": "2", "rank (rank 0)": "0", "rank (rank 1)": "1", "of rank 1": "alone"
+    }  # fmt: skip
+    assert properties(root.find("testsuite")) == {
+        "suite": "all", "suite of one (rank 0)": "0", "suite of one (rank 1)": "1"
+    }  # fmt: skip
 
     result = run("--lf")
     result.assert_outcomes(failed=1)
@@ -129,7 +148,10 @@ def test_a_warning_of_collection_comes_once(pytester):
 
 
 def test_output_without_capture_names_its_rank(run):
-    result = run("-s", "-p", "no:cacheprovider", "-k", "failing")
+    # Nor are these plugins of pytest needed.
+    off = ("tmpdir", "faulthandler", "cacheprovider", "logging", "unraisableexception")
+    result = run("-s", "-k", "failing", *(f"-pno:{name}" for name in off))
+    result.assert_outcomes(failed=1, deselected=6)
     result.stdout.fnmatch_lines_random(["*[[]rank 0] said by 0", "*[[]rank 1] said by 1"])
 
 

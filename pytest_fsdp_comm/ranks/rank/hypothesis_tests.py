@@ -50,6 +50,7 @@ def align_examples(item: pytest.Item) -> None:
         )
     if core.global_force_seed is None:
         core.global_force_seed = zlib.crc32(repr(random.getstate()).encode())
+    _ignore_local_constants()
     handle = getattr(function, "hypothesis", None)
     if handle is None:
         return  # a state machine, which has no function that could be wrapped
@@ -69,6 +70,17 @@ def align_examples(item: pytest.Item) -> None:
         "be alone with it; @hypothesis.seed(N) or --hypothesis-seed=N draws the same ones again, "
         f"with N = {core.global_force_seed}",
     )
+
+
+def _ignore_local_constants() -> None:
+    """Keeps Hypothesis from trying the constants of modules: those that one rank alone imported."""
+    name = "hypothesis.internal.conjecture.providers"
+    providers: Any = sys.modules.get(name)
+    found = getattr(providers, "_local_constants", None)
+    if found is not None:  # not in older versions
+        none = type(found)()
+        providers._get_local_constants = lambda: none
+        providers.CONSTANTS_CACHE.cache.clear()
 
 
 def _raising_its_first_failure(test: Callable[..., Any], hint: str) -> Callable[..., Any]:

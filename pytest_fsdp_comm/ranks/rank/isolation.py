@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +21,6 @@ from pytest_fsdp_comm import upstream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 # Plugins that write what only the parent may write: terminal, files, caches, xdist's channel.
 _PARENTS_PLUGINS = (
@@ -29,12 +31,16 @@ _PARENTS_PLUGINS = (
     "pastebin",
     "dsession",
     "workerinteractor",
-    # Runs a test again; in a rank alone it would meet collectives of ranks that do not.
+    # These run a test again; in a rank alone it would meet collectives of ranks that do not.
     "rerunfailures",
+    "pytest-retry",
+    "flaky",
+    # Runs a test in a process of its own, as each rank is.
+    "pytest_forked",
 )
-_PARENTS_CLASSES = ("LogXML", "WorkerInteractor", "DSession", "Reporter")
+_PARENTS_CLASSES = ("LogXML", "WorkerInteractor", "DSession", "Reporter", "AllureListener")
 
-
+_ALLURE_CLASSES = ("AllureListener", "AllureFileLogger")
 _PARENTS_CAPTURE = pytest.StashKey[object]()
 
 
@@ -79,6 +85,12 @@ def leave_to_parent(config: pytest.Config) -> LogTerminal:
     for plugin in list(manager.get_plugins()):
         if type(plugin).__name__ in _PARENTS_CLASSES:
             manager.unregister(plugin)
+    allure: Any = sys.modules.get("allure_commons")
+    if allure is not None:
+        # Tests call it without pytest, and it writes a file for each call.
+        for plugin in list(allure.plugin_manager.get_plugins()):
+            if type(plugin).__name__ in _ALLURE_CLASSES:
+                allure.plugin_manager.unregister(plugin)
     for name in logging.root.manager.loggerDict:
         # torch logs every c10d call and each step of its compiler at DEBUG there, which floods a
         # failing test's captured log.
@@ -140,9 +152,13 @@ def real_stdin(config: pytest.Config) -> Iterator[None]:
 def resolve_basetemp(config: pytest.Config) -> Path:
     """The session's directory for temporary directories, created if missing.
 
+    Without pytest's plugin for these, which has no use for it, the system's.
+
     Raises:
         UpstreamChangedError: pytest has moved a private name.
     """
+    if not config.pluginmanager.has_plugin("tmpdir"):
+        return Path(tempfile.gettempdir())
     factory: Any = getattr(config, "_tmp_path_factory", None)
     if factory is None:
         raise upstream.moved("pytest", "config._tmp_path_factory", "running ranks relies on")

@@ -133,6 +133,7 @@ class RankPlugin:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Makes the process group before the first fixture."""
         __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
+        _refuse_benchmark(item)
         if self._group is None:
             context = item.config.stash[RANK_CONTEXT]
             self._group = join_group(context)
@@ -273,6 +274,19 @@ class RankPlugin:
                 nodeid=nodeid,
                 location=location,
             )
+        )
+
+
+def _refuse_benchmark(item: pytest.Item) -> None:
+    __tracebackhide__ = True
+    session: Any = getattr(item.config, "_benchmarksession", None)
+    if "benchmark" in getattr(item, "fixturenames", ()) and not getattr(session, "disabled", True):
+        raise FsdpCommError(
+            "the fixture benchmark of pytest-benchmark does not work in a distributed test: each "
+            "rank would choose by its own clock how often to call the function, and collectives "
+            "would not meet. Time a fixed number of calls with time.perf_counter(), between "
+            "torch.distributed.barrier() calls; or pass --benchmark-disable, which calls the "
+            "function once"
         )
 
 

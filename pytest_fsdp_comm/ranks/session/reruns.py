@@ -70,6 +70,30 @@ def run_with_reruns(
         plugin.runtestprotocol = original
 
 
+def explain_no_rerun(item: pytest.Item) -> str:
+    """Why a failed test was not run again, where a plugin would have done so; else empty."""
+    manager = item.config.pluginmanager
+    is_marked = item.get_closest_marker("flaky") is not None
+    obj: Any = getattr(item, "obj", None)
+    for name, would in (
+        # Which marks every test where --retries is given.
+        ("pytest-retry", is_marked),
+        (
+            "flaky",
+            is_marked
+            or hasattr(obj, "_flaky_max_runs")
+            or item.config.getoption("force_flaky", default=False),
+        ),
+    ):
+        if would and manager.has_plugin(name) and not manager.has_plugin("rerunfailures"):
+            return (
+                f"{name} did not run this test again: it would do so within each rank that "
+                "failed, without the others. pytest-rerunfailures runs it again on all ranks: "
+                "install it, and write @pytest.mark.flaky(reruns=2) or --reruns 2"
+            )
+    return ""
+
+
 def _note(plugin: Any, item: pytest.Item, report: pytest.TestReport) -> None:
     """Shows the plugin a report as if pytest had made it here."""
     error = rebuilt_error(report)

@@ -8,6 +8,7 @@ import hypothesis.core
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture import providers
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.ranks.rank.hypothesis_tests import align_examples
@@ -17,6 +18,9 @@ def test_hypothesis_has_the_private_names_that_are_used():
     getting = inspect.getsource(hypothesis.core.get_random_for_wrapped_test)
     assert "Random(global_force_seed)" in getting
     assert "_hypothesis_internal_use_settings" in getting
+    assert callable(providers._get_local_constants)
+    assert not len(type(providers._local_constants)())
+    assert callable(providers.CONSTANTS_CACHE.cache.clear)
     assert st.DataObject.__name__ == "DataObject"
     assert callable(st.DataObject.draw)
 
@@ -32,6 +36,7 @@ def example(**options):
 
 def test_settings_of_the_user_stay_but_for_what_goes_by_time_files_or_repetition(monkeypatch):
     monkeypatch.setattr(hypothesis.core, "global_force_seed", 7)
+    monkeypatch.setattr(providers, "_get_local_constants", providers._get_local_constants)
     item = example(
         max_examples=9, derandomize=True, phases=[Phase.generate, Phase.target, Phase.shrink]
     )
@@ -45,6 +50,8 @@ def test_settings_of_the_user_stay_but_for_what_goes_by_time_files_or_repetition
     assert hypothesis.core.global_force_seed == 7
     with pytest.raises(ValueError, match=r"^\d+\n") as caught:
         item.obj()
+    constants = providers._get_local_constants()
+    assert not any(constants.set_for_type(kind) for kind in ("integer", "string"))
     assert "with N = 7" in "".join(caught.value.__notes__)
 
 

@@ -60,10 +60,14 @@ class Manager(types.SimpleNamespace):
         assert name == "capturemanager"
         return types.SimpleNamespace()
 
+    def has_plugin(self, name):
+        assert name == "tmpdir"
+        return self.has_tmpdir
+
 
 def test_names_that_moved_are_named(tmp_path):
     config = types.SimpleNamespace(
-        pluginmanager=Manager(), _tmp_path_factory=types.SimpleNamespace()
+        pluginmanager=Manager(has_tmpdir=True), _tmp_path_factory=types.SimpleNamespace()
     )
     with pytest.raises(UpstreamChangedError) as caught:
         _release_capture(config)
@@ -73,7 +77,8 @@ def test_names_that_moved_are_named(tmp_path):
     with pytest.raises(UpstreamChangedError, match=r"no longer has TempPathFactory\._basetemp,"):
         _move_basetemp(config, tmp_path)
     with pytest.raises(UpstreamChangedError, match=r"no longer has config\._tmp_path_factory,"):
-        resolve_basetemp(types.SimpleNamespace())
+        resolve_basetemp(types.SimpleNamespace(pluginmanager=Manager(has_tmpdir=True)))
+    resolve_basetemp(types.SimpleNamespace(pluginmanager=Manager(has_tmpdir=False)))
 
 
 def test_what_a_silent_process_writes_is_held(pytester):

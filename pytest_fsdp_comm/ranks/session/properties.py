@@ -1,0 +1,100 @@
+"""Merges what ranks recorded with ``record_property`` and ``record_testsuite_property``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from _pytest.junitxml import xml_key
+
+from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import pytest
+
+    from pytest_fsdp_comm.ranks.wire.results import RankResult
+
+_Property = tuple[str, Any]
+
+
+def merge_user_properties(
+    reports: Iterable[pytest.TestReport], results: Mapping[int, RankResult]
+) -> None:
+    """Gives each merged report of a phase the properties that every rank recorded."""
+    for report in reports:
+        by_rank = {
+            rank: [(name, value) for name, value in sent.report.get("user_properties", ())]
+            for rank, result in results.items()
+            for sent in result.reports
+            if sent.report.get("when") == report.when and not sent.is_subtest
+        }
+        if by_rank:
+            report.user_properties = merged_properties(by_rank)
+
+
+def merged_properties(by_rank: Mapping[int, Sequence[_Property]]) -> list[_Property]:
+    """One list of the properties of several ranks.
+
+    Args:
+        by_rank: What each rank recorded, in order.
+
+    Returns:
+        In order; where ranks recorded other values under a name, it is followed by theirs:
+        ``name (rank 1)``.
+    """
+    names = dict.fromkeys(name for recorded in by_rank.values() for name, _ in recorded)
+    merged: list[_Property] = []
+    for name in names:
+        values = {
+            rank: [value for recorded_name, value in recorded if recorded_name == name]
+            for rank, recorded in by_rank.items()
+        }
+        folded = list(fold_equal({rank: repr(own) for rank, own in values.items() if own}))
+        for ranks, _ in folded:
+            label = name if len(folded) == 1 else f"{name} ({name_ranks(ranks)})"
+            merged += [(label, value) for value in values[ranks[0]]]
+    return merged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteProperties:
+    """What one rank recorded of the whole session in a test."""
+
+    recorded: tuple[tuple[str, str], ...]
+    """Names and values, in order."""
+
+
+class SuitePropertiesOfRanks:
+    """Carries properties of the session out of ranks, where no report has them."""
+
+    payload_type: Final = SuiteProperties
+
+    def enter_rank(self, config: pytest.Config) -> None:
+        """Forgets what the pytest process has recorded."""
+        _recorded(config).clear()
+
+    def rank_payload(self, item: pytest.Item) -> SuiteProperties:
+        """What the test and its fixtures recorded."""
+        recorded = _recorded(item.config)
+        payload = SuiteProperties(recorded=tuple(recorded))
+        recorded.clear()
+        return payload
+
+    def merge(
+        self, item: pytest.Item, payloads: Mapping[int, SuiteProperties], *, has_failed: bool
+    ) -> list[str]:
+        """Records each once: a fixture of the session runs in the ranks of each test."""
+        del has_failed
+        known = _recorded(item.config)
+        for found in merged_properties({rank: sent.recorded for rank, sent in payloads.items()}):
+            if found not in known:
+                known.append(found)
+        return []
+
+
+def _recorded(config: pytest.Config) -> list[tuple[str, str]]:
+    """The list of pytest's JUnit report; one of nobody where there is no report."""
+    xml: Any = config.stash.get(xml_key, None)
+    return [] if xml is None else xml.global_properties

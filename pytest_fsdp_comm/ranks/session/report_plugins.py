@@ -1,0 +1,77 @@
+"""Shows other plugins' reports what the ranks of a test did, as one test.
+
+pytest-html and JUnit files need nothing of this: they read pytest's own reports.
+allure-pytest 2.16 and pytest-json-report 1.5 were read. Both listen to the hooks of a test's
+phases, which run in ranks alone. There allure is off: each rank would write a result of its own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from pytest_fsdp_comm.ranks.session.reruns import rebuilt_error
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    import pytest
+
+_WRAPPERS = ("pytest_runtest_setup", "pytest_runtest_call", "pytest_runtest_teardown")
+
+
+def show_report_plugins(item: pytest.Item, reports: Sequence[pytest.TestReport]) -> None:
+    """Gives the plugins that the session has what they take from phases otherwise.
+
+    Args:
+        item: The test.
+        reports: Those of its phases, and of its subtests.
+    """
+    _show_allure(item, reports)
+    for report in reports:
+        extra: Any = getattr(report, "_json_report_extra", None)
+        if extra:
+            # Of one rank.
+            extra.setdefault(report.when, {}).update(_streams(report))
+
+
+def _streams(report: pytest.TestReport) -> dict[str, str]:
+    """What the ranks printed in the report's phase, by ``stdout`` and ``stderr``."""
+    found = {}
+    for stream in ("stdout", "stderr"):
+        title = f"Captured {stream} {report.when}"
+        parts = [
+            (t.removeprefix(title), text) for t, text in report.sections if t.startswith(title)
+        ]
+        if len(parts) == 1:
+            found[stream] = parts[0][1]
+        elif parts:
+            found[stream] = "\n".join(f"{ranks.strip()}:\n{text}" for ranks, text in parts)
+    return found
+
+
+def _show_allure(item: pytest.Item, reports: Sequence[pytest.TestReport]) -> None:
+    listener: Any = item.config.pluginmanager.get_plugin("allure_listener")
+    if listener is None or not all(hasattr(listener, name) for name in _WRAPPERS):
+        return
+    _drive(listener.pytest_runtest_setup(item), None)
+    for report in reports:
+        if report.when == "call":
+            _drive(listener.pytest_runtest_call(item), None)
+        error = rebuilt_error(report)
+        text = f"{type(error).__name__}: {error}"
+        excinfo = error and SimpleNamespace(value=error, exconly=partial(str, text))
+        call = SimpleNamespace(excinfo=excinfo, when=report.when)
+        if report.when == "teardown":
+            _drive(listener.pytest_runtest_teardown(item), None)
+        _drive(listener.pytest_runtest_makereport(item, call), report)
+
+
+def _drive(wrapper: Generator[None, Any, None], result: object) -> None:
+    """Runs a hook's wrapper of the old style around a result."""
+    next(wrapper)
+    try:
+        wrapper.send(SimpleNamespace(get_result=lambda: result))
+    except StopIteration:
+        return
