@@ -7,13 +7,15 @@ Read in torch 2.13; the entries name the thread from then on (version 2.10 of th
 
 from __future__ import annotations
 
-import json
 import math
 import pickle  # torch writes it in this process, in half the time of its JSON
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 _NAMES_THREADS: Final = (2, 10)
 """The first version of the trace whose entries name the thread."""
@@ -97,17 +99,26 @@ def flown(since_ns: int) -> list[FlightEntry]:
         Empty where torch has no flight recorder for the backend.
     """
     return [
-        FlightEntry(
+        found
+        for dump in _DUMPS
+        for found in _flown(_dumped(dump, with_collectives=True), since_ns=since_ns)
+    ]
+
+
+def _flown(trace: Mapping[str, Any], *, since_ns: int) -> Iterator[FlightEntry]:
+    """The collectives of a dump, whichever backend wrote it."""
+    for entry in trace.get("entries", ()):
+        if entry["is_p2p"] or entry["time_created_ns"] < since_ns:
+            continue
+        yield FlightEntry(
             group=entry["process_group"][0],
             description=entry["process_group"][1],
             seq=entry["collective_seq_id"],
             kind=entry["profiling_name"].partition(":")[2],
             nbytes=_nbytes(entry),
-            is_done=bool(entry["retired"]),
+            # NCCL retires an entry some time after the GPU has completed it.
+            is_done=bool(entry["retired"]) or entry["state"] == "completed",
         )
-        for entry in _entries()
-        if not entry["is_p2p"] and entry["time_created_ns"] >= since_ns
-    ]
 
 
 def mark() -> Mark:
@@ -191,13 +202,3 @@ def _nbytes(entry: dict[str, Any]) -> int:
         # Names of ATen's scalar types; what is not listed counts nothing.
         total += math.prod(size) * _ITEM_SIZES.get(dtype, 0)
     return total
-
-
-def _entries() -> list[dict[str, Any]]:
-    dump = getattr(torch._C, "_distributed_c10d", None)
-    dump = getattr(dump, "_dump_fr_trace_json", None)
-    if dump is None:
-        return []
-    trace: dict[str, Any] = json.loads(dump(includeCollectives=True, onlyActive=False) or "{}")
-    entries: list[dict[str, Any]] = trace.get("entries", [])
-    return entries

@@ -1,0 +1,44 @@
+"""The flight recorder's dumps, made by hand: gloo's, and NCCL's with its own states."""
+
+import pytest
+
+from pytest_fsdp_comm.recording.flight_recorder import _flown
+
+
+def entry(seq, *, backend, state, retired=False, is_p2p=False, at=100):
+    return {
+        "collective_seq_id": seq,
+        "input_dtypes": ["Float"],
+        "input_sizes": [[4]],
+        "is_p2p": is_p2p,
+        "process_group": ("0", "default_pg"),
+        "profiling_name": f"{backend}:all_reduce",
+        "retired": retired,
+        "state": state,
+        "time_created_ns": at,
+    }
+
+
+@pytest.mark.parametrize(
+    ("backend", "state", "retired", "is_done"),
+    [
+        ("gloo", "scheduled", False, False),
+        ("gloo", "scheduled", True, True),
+        ("nccl", "scheduled", False, False),
+        ("nccl", "started", False, False),
+        ("nccl", "completed", False, True),
+        ("nccl", "completed", True, True),
+    ],
+)
+def test_a_collective_is_done_by_the_backends_own_words(backend, state, retired, is_done):
+    trace = {"entries": [entry(7, backend=backend, state=state, retired=retired)]}
+    (found,) = _flown(trace, since_ns=0)
+    assert (found.kind, found.seq, found.nbytes, found.is_done) == ("all_reduce", 7, 16, is_done)
+
+
+def test_earlier_tests_and_point_to_point_calls_are_left_out():
+    old = entry(1, backend="nccl", state="started", at=99)
+    sent = entry(2, backend="nccl", state="started", is_p2p=True)
+    new = entry(3, backend="nccl", state="started")
+    assert [found.seq for found in _flown({"entries": [old, sent, new]}, since_ns=100)] == [3]
+    assert list(_flown({}, since_ns=0)) == []
