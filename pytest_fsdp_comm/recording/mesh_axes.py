@@ -208,18 +208,36 @@ def axes_of_groups() -> dict[str, GroupAxis]:
     # A group keeps the first name that it is given, which must not depend on the order of objects.
     for mesh in sorted(_existing_meshes(), key=lambda mesh: mesh.mesh_dim_names or ()):
         names.learn_mesh(mesh)
+    for unit in _existing_units():
+        after = unit.post_forward_mesh_info
+        if after is not None:
+            names.learn_post_forward(after.shard_process_group, unit.mesh_info.shard_process_group)
     groups, _ = names.known(())
     return {key: GroupAxis(name=name, is_shape=names.is_shape(key)) for key, name in groups.items()}
 
 
 def _existing_meshes() -> Iterator[DeviceMesh]:
-    module: Any = sys.modules.get("torch.distributed.device_mesh")
-    if module is None:
+    # One that is only half built has no names yet.
+    return _existing("torch.distributed.device_mesh", "DeviceMesh", with_attribute="mesh_dim_names")
+
+
+def _existing_units() -> Iterator[Any]:
+    """FSDP2's units; private, so that where torch has moved them there are none."""
+    return _existing(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        "FSDPParamGroup",
+        with_attribute="post_forward_mesh_info",
+    )
+
+
+def _existing(module: str, name: str, *, with_attribute: str) -> Iterator[Any]:
+    """All objects of a class that is looked for in a module, if that is loaded."""
+    cls = getattr(sys.modules.get(module), name, None)
+    if cls is None:
         return
     for found in gc.get_objects():
-        # Never isinstance(): it asks proxies for their class, which runs their code. One that is
-        # only half built has no names yet.
-        if issubclass(type(found), module.DeviceMesh) and hasattr(found, "mesh_dim_names"):
+        # Never isinstance(): it asks proxies for their class, which runs their code.
+        if issubclass(type(found), cls) and hasattr(found, with_attribute):
             yield found
 
 

@@ -8,36 +8,69 @@ torch 2.13 on with no setting, but no point-to-point calls, and nothing of the f
 from __future__ import annotations
 
 import contextlib
+import itertools
+import linecache
+import re
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
 
-from pytest_fsdp_comm.ranks.hangs.stacks import is_library, is_runner
-from pytest_fsdp_comm.ranks.wire.positions import GroupPosition, IssuedCollective, Position
-from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, shortened_code, show_stack
+from pytest_fsdp_comm.ranks.wire.positions import (
+    Activity,
+    GroupPosition,
+    IssuedCollective,
+    Position,
+    UnrecordedCall,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
+    from collections.abc import Iterator, Sequence
+    from types import CodeType, FrameType, TracebackType
 
     from pytest_fsdp_comm.recording.mesh_axes import GroupAxis
 
 # Enough to compare ranks: the collective that one waits in, and what the others issued instead.
 _KEPT_COLLECTIVES = 16
+_INSTRUCTION_NBYTES: Final = 2
+
+_TORCH: Final = re.compile(r"/torch/(?!utils/data/|multiprocessing/|serialization\.py)")
+"""Code of torch that starts collectives; files and workers are waited for elsewhere in it."""
+_WAITING_CALL: Final = re.compile(
+    r"\b(wait|wait_tensor|synchronize|item|tolist|cpu|cuda|numpy|to)\(\s*[^()]*\)$"
+)
+"""Methods that wait for what was started before, without a frame of Python."""
+_MAKING_GROUPS: Final = ("new_group", "split_group", "init_process_group")
 
 
-def read_position(since_ns: int) -> Position:
+def read_position(since_ns: int, *, with_groups: bool) -> Position:
     """Reads where the main thread is.
 
     Args:
         since_ns: Collectives before this time (`time.time_ns`) belong to another test.
+        with_groups: Whether to read the process groups too.
     """
     main = threading.main_thread().ident
     # Documented for debuggers.
     frame = sys._current_frames().get(main) if main is not None else None
     frames = list(_outwards(frame))
+    stack = of_test(_described(frame.f_code, frame.f_lineno, frame.f_lasti) for frame in frames)
+    raised = _reported_exception(frames)
+    if raised is not None:
+        stack = _raising_frames(raised)
+    place = next((number for number, frame in enumerate(stack) if frame.is_users), None)
+    inner = stack[:place]
     return Position(
-        site=_site(frames), module=_module(frames), groups=_groups(since_ns, _called(frames))
+        site="" if place is None else stack[place].site,
+        code="" if place is None or raised is not None else stack[place].code,
+        stack=show_stack(stack),
+        module=_module(frames),
+        groups=_groups(since_ns, _called(frames)) if with_groups else (),
+        call=_unrecorded_call(frames),
+        is_waiting=any(_TORCH.search(frame.path) for frame in inner)
+        or (place is not None and _WAITING_CALL.search(stack[place].code) is not None),
+        activity=Activity.RUNS if raised is None else Activity.REPORTS,
     )
 
 
@@ -47,27 +80,114 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _site(frames: list[FrameType]) -> str:
-    for frame in frames:
-        path = frame.f_code.co_filename
-        if not (is_library(path) or is_runner(path) or path.startswith("<")):
-            return f"{show_path(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
-    return ""
-
-
-def _called(frames: list[FrameType]) -> str:
-    """The function of torch.distributed that was called; empty if none was."""
-    return next(
-        (
-            frame.f_code.co_name
-            for frame in frames
-            if frame.f_code.co_filename.endswith("distributed_c10d.py")
-        ),
-        "",
+def _described(code: CodeType, line: int | None, instruction: int) -> StackFrame:
+    frame = StackFrame(path=code.co_filename, line=line or 0, name=code.co_name)
+    if not frame.is_users:
+        return frame
+    return StackFrame(
+        path=frame.path, line=frame.line, name=frame.name, code=_expression(code, instruction)
     )
 
 
-def _module(frames: list[FrameType]) -> str:
+def _expression(code: CodeType, instruction: int) -> str:
+    """The source of what an instruction evaluates; empty if the source is not to be had."""
+    positions = itertools.islice(code.co_positions(), instruction // _INSTRUCTION_NBYTES, None)
+    first, last, start, end = next(positions, (None, None, None, None))
+    if first is None or last is None or start is None or end is None:
+        return ""
+    lines = [linecache.getline(code.co_filename, line) for line in range(first, last + 1)]
+    # Columns count bytes. The end first: it may be in the same line as the start.
+    lines[-1] = lines[-1].encode()[:end].decode(errors="replace")
+    lines[0] = lines[0].encode()[start:].decode(errors="replace")
+    return shortened_code("".join(lines))
+
+
+def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
+    """What the test has raised, if pytest is about to report it."""
+    for frame in frames:
+        if frame.f_code.co_name == "pytest_runtest_makereport":
+            # Of pytest's own hook and of wrappers alike; only shown to people, so it may go away.
+            raised = getattr(getattr(frame.f_locals.get("call"), "excinfo", None), "value", None)
+            if isinstance(raised, BaseException):
+                return raised
+    return None
+
+
+def _raising_frames(error: BaseException) -> list[StackFrame]:
+    frames: list[StackFrame] = []
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        frames.append(_described(code, traceback.tb_lineno, traceback.tb_lasti))
+        traceback = traceback.tb_next
+    return frames[::-1]
+
+
+def _called(frames: Sequence[FrameType]) -> str:
+    """The function of torch.distributed that was called; empty if none was."""
+    return next((frame.f_code.co_name for frame in frames if _is_c10d(frame)), "")
+
+
+def _is_c10d(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.endswith("distributed_c10d.py")
+
+
+def _unrecorded_call(frames: Sequence[FrameType]) -> UnrecordedCall | None:
+    """What the main thread waits in that the flight recorder does not know; None if in nothing."""
+    with contextlib.suppress(Exception):  # a name of torch has moved: the stack is shown anyway
+        for frame in frames:
+            name, own = frame.f_code.co_name, frame.f_locals
+            if name == "_await" and frame.f_globals.get("__name__", "").endswith("wire.exchange"):
+                return UnrecordedCall(
+                    name=_exchange(own["name"]), ranks=(own["rank"],), is_mutual=False
+                )
+            if not _is_c10d(frame):
+                continue
+            if name in _MAKING_GROUPS:
+                return UnrecordedCall(name=name, ranks=_members(own), is_mutual=True)
+            if name == "monitored_barrier":
+                ranks = _ranks_of(own["group"])
+                return UnrecordedCall(name=name, ranks=ranks, is_mutual=True)
+            if name in ("recv", "send"):
+                word, role = ("from", "src") if name == "recv" else ("to", "dst")
+                peer = _peer(own, role)
+                return UnrecordedCall(
+                    name=name if peer is None else f"{name} {word} rank {peer}",
+                    ranks=() if peer is None else (peer,),
+                    is_mutual=False,
+                )
+    return None
+
+
+def _exchange(name: str) -> str:
+    """What a rank waits for by the name of a text that another rank is to give."""
+    number, _, _ = name.rpartition(".")
+    if number.isdecimal():
+        return f"comparison {number} of comm_mode or fsdp_tree"
+    return "the making of the process group"
+
+
+def _members(own: dict[str, Any]) -> tuple[int, ...]:
+    """The ranks of a group that is being made, from the arguments of the call."""
+    ranks = own.get("ranks")
+    return _ranks_of(None) if ranks is None else tuple(sorted(ranks))
+
+
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    import torch.distributed as dist  # noqa: PLC0415  # loaded: the rank is inside of it
+
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def _peer(own: dict[str, Any], role: str) -> int | None:
+    """The default group's rank that a point-to-point call names; None for any."""
+    peer = own[role]
+    if peer is None and own[f"group_{role}"] is not None:
+        peer = _ranks_of(own["group"])[own[f"group_{role}"]]
+    return None if peer is None else int(peer)
+
+
+def _module(frames: Sequence[FrameType]) -> str:
     """The module that runs in forward; in backward, where none does, the FSDP unit that acts."""
     if "torch" not in sys.modules:
         return ""
@@ -106,6 +226,11 @@ def _groups(since_ns: int, called: str) -> tuple[GroupPosition, ...]:
         )
     ranks = _ranks_of_groups()
     axes = _axes()
+    made: Counter[tuple[int, ...]] = Counter()
+    ordinals: dict[str, int] = {}
+    for name, members in ranks.items():
+        made[members] += 1
+        ordinals[name] = made[members]
     # Also the groups in which this rank has issued nothing: it may be the one that is waited for.
     return tuple(
         GroupPosition(
@@ -114,6 +239,7 @@ def _groups(since_ns: int, called: str) -> tuple[GroupPosition, ...]:
             is_shape=name in axes and axes[name].is_shape,
             ranks=ranks.get(name, ()),
             collectives=tuple(issued.get(name, [])[-_KEPT_COLLECTIVES:]),
+            ordinal=ordinals.get(name, 1),
         )
         for name in dict.fromkeys((*issued, *ranks))
     )
@@ -132,7 +258,7 @@ def _axes() -> dict[str, GroupAxis]:
 
 
 def _ranks_of_groups() -> dict[str, tuple[int, ...]]:
-    """The members of every process group of this rank; empty where torch lists none."""
+    """The members of every process group of this rank, in order of creation."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     # Private, but the only list of all groups (read in torch 2.6 to 2.15); only shown to people.
     groups = getattr(getattr(c10d, "_world", None), "pg_group_ranks", {})

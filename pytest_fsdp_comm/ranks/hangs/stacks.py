@@ -1,26 +1,64 @@
-"""Reads the stacks that a rank dumped through `faulthandler`."""
+"""Words a stack: user code first, and no more of it than a reader needs.
+
+A rank reads its own frames; where it cannot, `faulthandler` dumps them, and its text is read here.
+"""
 
 from __future__ import annotations
 
+import itertools
+import linecache
 import os
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.text.paths import show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 _PAUSE_S = 0.005
 _SETTLED = 10
 _FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)')
-# Frames of what runs the test explain nothing about it.
-_RUNNERS = re.compile(
-    r"/(_pytest|pytest|pluggy|xdist|execnet|pytest_fsdp_comm/(ranks|plugin))[/.]|/bin/[^/]+$|runpy(\.py|>)$"
-)
+# Frames of what runs the test explain nothing about it. This plugin's own are found by `_OWN`.
+_RUNNERS = re.compile(r"/(_pytest|pytest|pluggy|xdist|execnet)[/.]|/bin/[^/]+$|runpy(\.py|>)$")
 # Wherever it lies: of a clone, too.
 _OWN = f"{Path(__file__).parents[2]}{os.sep}"
+# What a rank runs its tests from: the frames around it are those of whoever has started pytest.
+_ENTRY = f"{_OWN}ranks{os.sep}rank{os.sep}main.py"
 _HAS_FRAME = re.compile(r"^  File .*\n", re.MULTILINE)
 _LIBRARY = re.compile(r"/(site-packages|dist-packages|lib/python\d\.\d+)/")
-_LIBRARY_FRAMES = 1
+_LONGEST_CODE = 60
+# Of a recursion, the innermost frames and where it began.
+_INNERMOST_FRAMES: Final = 4
+_OUTERMOST_FRAMES: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackFrame:
+    """One call that has not returned."""
+
+    path: str
+    """The file of its code."""
+    line: int
+    """The line that it has come to."""
+    name: str
+    """The function's name."""
+    code: str = ""
+    """The expression that it evaluates; empty if unknown."""
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is the user's code, neither installed nor part of what runs the test."""
+        path = self.path
+        return not (is_library(path) or is_runner(path) or path.startswith("<"))
+
+    @property
+    def site(self) -> str:
+        """Such as ``model.py:9 in forward``."""
+        return f"{show_path(self.path)}:{self.line} in {self.name}"
 
 
 def is_runner(path: str) -> bool:
@@ -33,16 +71,61 @@ def is_library(path: str) -> bool:
     return _LIBRARY.search(path) is not None
 
 
-def read_stacks(path: Path, *, until: float) -> str:
-    """Waits until a rank has written its stacks.
+def of_test(frames: Iterable[StackFrame]) -> list[StackFrame]:
+    """The frames of a stack, innermost first, without those that a rank was started from."""
+    return list(itertools.takewhile(lambda frame: frame.path != _ENTRY, frames))
+
+
+def with_code(site: str, code: str) -> str:
+    """A place and what is evaluated there: ``model.py:9 in forward: lock.acquire()``."""
+    return f"{site}: {code}" if site and code else site
+
+
+def shortened_code(text: str) -> str:
+    """An expression in one line that fits beside its place."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_CODE else f"{line[: _LONGEST_CODE - 3]}..."
+
+
+def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
+    """Words a stack.
+
+    Args:
+        frames: The innermost one first.
+
+    Returns:
+        The frames of user code, then the library function that the innermost one called; if there
+        is no user code, the innermost frame of all.
+    """
+    users = [frame for frame in frames if frame.is_users]
+    if not users:
+        inner = [frame for frame in frames if not frame.path.startswith("<")][:1]
+        return tuple(
+            f"in no code of the test, but in {frame.name} ({frame.path}:{frame.line})"
+            for frame in inner
+        )
+    shown = [with_code(users[0].site, users[0].code), *(frame.site for frame in users[1:])]
+    omitted = len(shown) - _INNERMOST_FRAMES - _OUTERMOST_FRAMES
+    if omitted > 1:
+        shown[_INNERMOST_FRAMES:-_OUTERMOST_FRAMES] = [f"... {omitted} more calls ..."]
+    called = [
+        frame
+        for frame in frames[: frames.index(users[0])]
+        if is_library(frame.path) and not is_runner(frame.path)
+    ]
+    shown += [f"inside {frame.name} ({frame.path}:{frame.line})" for frame in called[:1]]
+    return tuple(shown)
+
+
+def read_dump(path: Path, *, until: float) -> list[StackFrame]:
+    """Waits until a rank has dumped its stack through `faulthandler`.
 
     Args:
         path: Where the rank writes.
         until: When to give up (`time.monotonic`).
 
     Returns:
-        The main thread's frames, innermost first, those of user code before those of libraries,
-        without those of pytest; empty if none came.
+        The main thread's frames, innermost first; empty if none came.
     """
     text = ""
     unchanged = 0
@@ -56,18 +139,22 @@ def read_stacks(path: Path, *, until: float) -> str:
         if time.monotonic() > until:
             break
         time.sleep(_PAUSE_S)
-    return _main_thread(text)
+    return parse_dump(text)
+
+
+def parse_dump(text: str) -> list[StackFrame]:
+    """Reads what `faulthandler` wrote; the code is the whole line of the source file."""
+    return of_test(
+        StackFrame(
+            path=match["path"],
+            line=int(match["line"]),
+            name=match["name"],
+            code=shortened_code(linecache.getline(match["path"], int(match["line"]))),
+        )
+        for match in map(_FRAME.match, text.splitlines())
+        if match
+    )
 
 
 def _read(path: Path) -> str:
     return path.read_text(errors="backslashreplace") if path.exists() else ""
-
-
-def _main_thread(text: str) -> str:
-    frames = [match for match in map(_FRAME.match, text.splitlines()) if match]
-    kept = [frame for frame in frames if not is_runner(frame["path"])]
-    users = [frame for frame in kept if not is_library(frame["path"])]
-    inner = [frame for frame in kept if frame not in users][:_LIBRARY_FRAMES]
-    shown = [f"{show_path(frame['path'])}:{frame['line']} in {frame['name']}" for frame in users]
-    shown += [f"inside {frame['name']} ({frame['path']}:{frame['line']})" for frame in inner]
-    return "\n".join(shown)

@@ -1,20 +1,33 @@
-"""Explains which rank waits for which, from where each is in the order of collectives."""
+"""Explains which rank waits for which, from where each is in the order of collectives.
+
+A report is read on a screen: ranks in the same state share a line, and the rest is counted.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
+from pytest_fsdp_comm.ranks.hangs.stacks import with_code
 from pytest_fsdp_comm.ranks.wire.positions import Activity, IssuedCollective
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pytest_fsdp_comm.ranks.wire.positions import GroupPosition, Position
+
+# Of whatever ranks do in different ways: beyond it only how many ways there are helps.
+_MOST_WAYS: Final = 4
+_MOST_STALLS: Final = 3
+_MOST_STACKS: Final = 4
+
+# Whose inputs torch wants of one shape on every rank. Those of scatter, gather and all-to-all may
+# differ.
+_EQUAL_SIZES: Final = ("all_reduce", "all_gather", "allgather", "reduce", "broadcast")
 
 
 def explain_waiting(positions: Mapping[int, Position], *, blamed: Sequence[int] = ()) -> list[str]:
@@ -27,80 +40,281 @@ def explain_waiting(positions: Mapping[int, Position], *, blamed: Sequence[int] 
     Returns:
         A line like ``all wait for rank 3, at model.py:90 in forward`` where that is known; then
         lines like ``ranks 0-1 wait in all_gather #7 of dp for layers.3 (512 B) at model.py:88`` and
-        ``rank 3 never issued it, and is at model.py:90``. Empty if no rank waits, or all wait for
+        ``rank 3 never issued it, and is at model.py:90``. Empty if no rank waits, or some wait for
         blamed ones.
     """
-    lines: list[str] = []
-    waiting: set[int] = set()
-    absent: set[int] = set()
-    for stall in _stalls(positions):
-        lines += _explain_stall(stall, positions)
-        waiting |= stall.waiting.keys()
-        absent |= {*stall.members} - stall.waiting.keys()
-    guilty = absent - waiting
-    if guilty and guilty <= set(blamed):
+    stalls = [*_stalls(positions), *_call_stalls(positions)]
+    links = _Links(stalls)
+    if links.guilty & {*blamed}:
         return []
-    return [*_cause(guilty, positions), *lines]
+    lines = [*_cause(links, positions)]
+    # Parallel groups of a mesh, whose ranks do the same: one story.
+    alike: defaultdict[str, list[_Stall]] = defaultdict(list)
+    for stall in sorted(stalls, key=lambda stall: not stall.missing & links.guilty):
+        alike[stall.what].append(stall)
+    stories = list(alike.values())
+    for same in stories[:_MOST_STALLS]:
+        lines += _explain_stalls(same, positions, links.waiting)
+    rest = {rank for same in stories[_MOST_STALLS:] for stall in same for rank in stall.waiting}
+    if rest:
+        wait = "waits" if len(rest) == 1 else "wait"
+        lines.append(
+            f"{name_ranks([*rest])} {wait} in {len(stories) - _MOST_STALLS} more, not shown"
+        )
+    return lines
+
+
+def list_stacks(stacks: Mapping[int, str], title: Callable[[Sequence[int]], str]) -> list[str]:
+    """Lists where ranks are, those at the same place together.
+
+    Args:
+        stacks: The stack of each rank, a line for each frame; empty if unknown.
+        title: What to write above a stack, given the ranks.
+    """
+    lines = []
+    folded = fold_equal(stacks)
+    most = _MOST_STACKS if len(folded) <= _MOST_STACKS else _MOST_STACKS - 1
+    # The rarest first: the rank that all wait for is mostly alone.
+    shown = {ranks[0] for ranks, _ in sorted(folded, key=lambda fold: len(fold[0]))[:most]}
+    for ranks, stack in folded:
+        if ranks[0] in shown:
+            lines.append(title(ranks))
+            lines += [f"    {line}" for line in (stack or "position unknown").splitlines()]
+    rest = [rank for ranks, _ in folded if ranks[0] not in shown for rank in ranks]
+    if rest:
+        lines.append(f"{name_ranks(rest)} {_are(rest)} at {len(folded) - most} other places")
+    return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stall:
-    """The first collective of a process group that a rank waits in."""
+    """What ranks wait in together: a collective of a group, or a call."""
 
-    axis: str
-    """What people call the group."""
-    members: tuple[int, ...]
-    """The group's ranks; empty if unknown."""
-    seq: int
-    """The collective's number in the group's order."""
-    issued: Mapping[int, Mapping[int, IssuedCollective]]
-    """What each rank issued on the group, by number."""
+    what: str
+    """In words; of parallel groups the same."""
+    waiting: Mapping[int, str]
+    """The ranks that wait in it, with what each of them knows of it."""
+    missing: frozenset[int]
+    """The ranks that they wait for."""
+    absences: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    """What the ranks did that do not wait in it, to be read after the name of one or of several."""
+    notes: tuple[str, ...] = ()
+    """Why nobody need be missing."""
 
-    @property
-    def waiting(self) -> dict[int, IssuedCollective]:
-        """The ranks that wait in it."""
-        return {
-            rank: own[self.seq]
-            for rank, own in self.issued.items()
-            if self.seq in own and not own[self.seq].is_done
-        }
+
+class _Links:
+    """Who waits for whom in the end."""
+
+    def __init__(self, stalls: Iterable[_Stall]) -> None:
+        """Follows each rank that waits.
+
+        Args:
+            stalls: All of them.
+        """
+        following: defaultdict[int, set[int]] = defaultdict(set)
+        for stall in stalls:
+            for rank in stall.waiting:
+                following[rank] |= stall.missing - {rank}
+        self.waiting = frozenset(following)
+        self.reached = {rank: _reachable(rank, following) for rank in following}
+        self.guilty = frozenset().union(*self.reached.values()) - self.waiting
+        """Those that are waited for and wait for nobody: the rest is their echo."""
+        self.circle = frozenset(
+            rank
+            for rank, reached in self.reached.items()
+            if rank in reached and not reached & self.guilty
+        )
+        """Those that wait for each other, and for nobody else."""
+
+
+def _reachable(rank: int, following: Mapping[int, set[int]]) -> set[int]:
+    found: set[int] = set()
+    waiting = [rank]
+    while waiting:
+        new = following.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _cause(links: _Links, positions: Mapping[int, Position]) -> Iterator[str]:
+    folded = fold_equal({rank: _whereabouts([rank], positions) for rank in links.guilty})
+    before: frozenset[int] = frozenset()
+    for number, (ranks, _) in enumerate(folded):
+        left = len(folded) - number
+        if number == _MOST_WAYS - 1 and left > 1:
+            rest = [rank for others, _ in folded[number:] for rank in others]
+            yield f"  and for {name_ranks(rest)}, at {left} other places"
+            break
+        by = frozenset(rank for rank, reached in links.reached.items() if reached & {*ranks})
+        who = "all wait" if by == links.waiting and len(by) > 1 else _waits(sorted(by))
+        start = "  and" if by == before else who
+        yield f"{start} for {name_ranks(ranks)}{_whereabouts(ranks, positions)}"
+        before = by
+    if links.circle:
+        yield f"{name_ranks([*links.circle])} wait for each other"
+
+
+def _waits(ranks: Sequence[int]) -> str:
+    return f"{name_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
+
+
+def _are(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def _whereabouts(ranks: Sequence[int], positions: Mapping[int, Position]) -> str:
+    """What ranks do that others wait for; all of them do the same."""
+    is_one = len(ranks) == 1
+    position = positions.get(ranks[0])
+    if position is None:
+        return f", which {_are(ranks)} dead"
+    site = with_code(position.site, position.code)
+    at = f" at {site}" if site else ""
+    if position.activity is Activity.RUNS and at:
+        return f",{at}"
+    one, several = {
+        Activity.RUNS: ("runs no code of the test", "run no code of the test"),
+        Activity.REPORTS: ("failed{at}, and reports that", "failed{at}, and report that"),
+        Activity.HAS_ENDED: ("has finished the test", "have finished the test"),
+        Activity.HOLDS_GIL: ("holds the GIL{at}", "hold the GIL{at}"),
+        Activity.STOPPED: (
+            "is stopped (by SIGSTOP, Ctrl-Z or a debugger)",
+            "are stopped (by SIGSTOP, Ctrl-Z or a debugger)",
+        ),
+        Activity.IN_KERNEL: (
+            "is stuck in the kernel (a disk, a file server or a driver)",
+            "are stuck in the kernel (a disk, a file server or a driver)",
+        ),
+        Activity.SILENT: ("does not respond", "do not respond"),
+    }[position.activity]
+    return f", which {(one if is_one else several).replace('{at}', at)}"
 
 
 def _stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
-    groups: dict[str, dict[int, GroupPosition]] = {}
+    groups: dict[tuple[str, tuple[int, ...]], dict[int, GroupPosition]] = {}
     for rank, position in positions.items():
         for group in position.groups:
-            groups.setdefault(group.name, {})[rank] = group
-    labels = _labels(min(by_rank.values(), key=_vagueness) for by_rank in groups.values())
-    for name, by_rank in groups.items():
+            groups.setdefault((group.name, group.ranks), {})[rank] = group
+    labels = _labels(
+        {key: min(by_rank.values(), key=_vagueness) for key, by_rank in groups.items()}
+    )
+    for key, by_rank in groups.items():
+        _, members = key
         waited_in = [
             issued.seq
-            for group in by_rank.values()
+            for rank, group in by_rank.items()
             for issued in group.collectives
-            if not issued.is_done
+            if not issued.is_done and _may_wait(positions[rank])
         ]
         if waited_in:
-            first = next(iter(by_rank.values()))
-            yield _Stall(
-                axis=labels[name],
-                members=first.ranks,
-                seq=min(waited_in),
-                issued={
-                    rank: {issued.seq: issued for issued in group.collectives}
-                    for rank, group in by_rank.items()
-                },
-            )
+            issued = {
+                rank: {issued.seq: issued for issued in group.collectives}
+                for rank, group in by_rank.items()
+            }
+            everyone = members or tuple(sorted(by_rank))
+            yield _stall(labels[key], min(waited_in), issued, everyone, positions)
 
 
-def _labels(groups: Iterable[GroupPosition]) -> dict[str, str]:
-    """What people call each group, by its name."""
-    labels = {group.name: _label(group) for group in groups}
-    seen = Counter(labels.values())
-    # Meshes name groups alike that have no rank in common; others need their number.
-    return {
-        name: f"{label}, torch's group {name}" if "(" in label and seen[label] > 1 else label
-        for name, label in labels.items()
+def _may_wait(position: Position) -> bool:
+    return position.is_waiting and position.activity is Activity.RUNS and position.call is None
+
+
+def _stall(
+    label: str,
+    seq: int,
+    issued: Mapping[int, Mapping[int, IssuedCollective]],
+    members: Sequence[int],
+    positions: Mapping[int, Position],
+) -> _Stall:
+    own = {rank: by_seq[seq] for rank, by_seq in issued.items() if seq in by_seq}
+    waiting = {
+        rank: one for rank, one in own.items() if not one.is_done and _may_wait(positions[rank])
     }
+    notes = _differences(label, seq, own.values())
+    absent = [rank for rank in members if rank not in waiting]
+    never = frozenset(rank for rank in absent if rank not in own)
+    gone_on = frozenset(rank for rank in absent if rank in own and own[rank].is_done)
+    absences = {
+        rank: _absences(label, seq, issued.get(rank, {}), positions[rank])
+        for rank in absent
+        if rank in positions and positions[rank].activity.is_known
+    }
+    return _Stall(
+        what=f"#{seq} of {label}",
+        waiting={
+            rank: _describe(label, one, positions[rank].module) for rank, one in waiting.items()
+        },
+        # Gloo may let a sender go before its receivers have all: waited for only if nobody else is.
+        missing=never or (frozenset() if notes else gone_on),
+        absences=absences,
+        notes=notes,
+    )
+
+
+def _differences(label: str, seq: int, issued: Iterable[IssuedCollective]) -> tuple[str, ...]:
+    """Why a collective that all ranks have issued does not end."""
+    kinds = {one.kind for one in issued}
+    if len(kinds) > 1:
+        return (f"  these differ: #{seq} of {label} must be the same collective on every rank",)
+    sizes = {one.nbytes for one in issued}
+    if len(sizes) > 1 and next(iter(kinds)).lstrip("_").startswith(_EQUAL_SIZES):
+        return (f"  the sizes differ: #{seq} of {label} must have the same shape on every rank",)
+    return ()
+
+
+def _call_stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
+    calls = {
+        rank: position.call
+        for rank, position in positions.items()
+        if position.call is not None and position.activity is Activity.RUNS
+    }
+    for call in dict.fromkeys(calls.values()):
+        inside = [rank for rank, other in calls.items() if other == call]
+        missing = frozenset(call.ranks).difference(inside)
+        of = f" of {name_ranks(call.ranks)}" if call.is_mutual and call.ranks else ""
+        absences = {
+            rank: _with_place("is not in it", "are not in it", positions[rank])
+            for rank in sorted(missing)
+            if call.is_mutual and rank in positions and positions[rank].activity.is_known
+        }
+        yield _Stall(
+            what=f"{call.name}{of}",
+            waiting=dict.fromkeys(inside, f"{call.name}{of}"),
+            missing=missing,
+            absences=absences,
+        )
+
+
+def _labels(
+    groups: Mapping[tuple[str, tuple[int, ...]], GroupPosition],
+) -> dict[tuple[str, tuple[int, ...]], str]:
+    """What people call each group."""
+    by_name: defaultdict[str, list[GroupPosition]] = defaultdict(list)
+    for group in groups.values():
+        by_name[group.axis].append(group)
+    return {key: _label(group, by_name[group.axis]) for key, group in groups.items()}
+
+
+def _label(group: GroupPosition, namesakes: Iterable[GroupPosition]) -> str:
+    members = name_ranks(group.ranks) if group.ranks else "unknown ranks"
+    name = group.axis or f"group of {members}"
+    if group.axis and group.is_shape:
+        name = f"{group.axis} ({members})"
+    # Parallel groups of a mesh share a name on purpose. Others must be told apart.
+    rivals = [other for other in namesakes if {*other.ranks} & {*group.ranks}]
+    if any(other.ranks != group.ranks for other in rivals) and not group.is_shape and group.axis:
+        name = f"{group.axis} ({members})"
+    equals = [other.ordinal for other in rivals if other.ranks == group.ranks]
+    if len(equals) > 1:
+        return f"the {_ordinal(sorted(equals).index(group.ordinal) + 1)} {name}"
+    return name if group.axis else f"the {name}"
+
+
+def _ordinal(number: int) -> str:
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"
 
 
 def _vagueness(group: GroupPosition) -> int:
@@ -110,83 +324,77 @@ def _vagueness(group: GroupPosition) -> int:
     return 1 if group.axis == "world" else 0
 
 
-def _label(group: GroupPosition) -> str:
-    members = name_ranks(group.ranks) if group.ranks else ""
-    if group.axis and not group.is_shape:
-        return group.axis
-    if group.axis:
-        return f"{group.axis} ({members})"
-    return f"the group of {members}" if members else "a group"
+def _describe(label: str, issued: IssuedCollective, module: str) -> str:
+    serving = f" for {module}" if module else ""
+    return f"{issued.kind} #{issued.seq} of {label}{serving} ({show_nbytes(issued.nbytes)})"
 
 
-def _cause(guilty: set[int], positions: Mapping[int, Position]) -> Iterator[str]:
-    """Those that are waited for and wait for nobody: the rest is their echo."""
-    for ranks, _ in fold_equal({rank: _whereabouts([rank], positions) for rank in guilty}):
-        yield f"all wait for {name_ranks(ranks)}{_whereabouts(ranks, positions)}"
+def _absences(
+    label: str, seq: int, own: Mapping[int, IssuedCollective], position: Position
+) -> tuple[str, str]:
+    """How ranks are past a collective that others wait in, or before it."""
+    if seq in own:
+        text = "finished it" if own[seq].is_done else "issued it"
+        return _with_place(text, text, position)
+    if not own:
+        return _with_place("never issued it", "never issued it", position)
+    last = own[max(own)]
+    return _with_place(
+        f"never issued it (its last of {label} was {last.kind} #{last.seq})",
+        f"never issued it (their last of {label} was {last.kind} #{last.seq})",
+        position,
+    )
 
 
-def _whereabouts(ranks: Sequence[int], positions: Mapping[int, Position]) -> str:
-    """What ranks do that others wait for; all of them do the same."""
-    is_one = len(ranks) == 1
-    position = positions.get(ranks[0])
-    if position is None:
-        return f", which {'is' if is_one else 'are'} dead"
+def _with_place(of_one: str, of_several: str, position: Position) -> tuple[str, str]:
     if position.activity is Activity.HAS_ENDED:
-        return f", which {'has' if is_one else 'have'} finished the test"
-    at = f" at {position.site}" if position.site else ""
-    if position.activity is Activity.HOLDS_GIL:
-        return f", which {'holds' if is_one else 'hold'} the GIL{at}"
-    return f",{at}" if at else ""
+        return f"{of_one}, and has finished the test", f"{of_several}, and have finished the test"
+    site = with_code(position.site, position.code)
+    if position.activity is Activity.REPORTS:
+        return f"{of_one}, and failed at {site}", f"{of_several}, and failed at {site}"
+    if site:
+        return f"{of_one}, and is at {site}", f"{of_several}, and are at {site}"
+    return of_one, of_several
 
 
-def _explain_stall(stall: _Stall, positions: Mapping[int, Position]) -> Iterator[str]:
-    waiting = stall.waiting
-    what = {rank: _describe(stall, issued, positions[rank]) for rank, issued in waiting.items()}
-    for ranks, text in fold_equal(what):
-        yield f"{name_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {text}"
-    if len({issued.kind for issued in waiting.values()}) > 1:
-        yield (
-            f"  these differ: #{stall.seq} of {stall.axis} must be the same collective on every "
-            "rank"
+def _explain_stalls(
+    stalls: Sequence[_Stall], positions: Mapping[int, Position], waiting: frozenset[int]
+) -> Iterator[str]:
+    """Explains one stall, or those of parallel groups."""
+    described = {rank: text for stall in stalls for rank, text in stall.waiting.items()}
+    placed = {
+        rank: f"{text} at {positions[rank].site}" if positions[rank].site else text
+        for rank, text in described.items()
+    }
+    whats = {rank: stall.what for stall in stalls for rank in stall.waiting}
+    for ranks, text in _folded(placed, described, whats):
+        yield f"{_waits(ranks)} in {text}"
+    yield from dict.fromkeys(note for stall in stalls for note in stall.notes)
+    # Where a rank is that waits in something else is said there.
+    absences = {
+        rank: _cut(texts, ", and ") if rank in waiting else texts
+        for stall in stalls
+        for rank, texts in stall.absences.items()
+    }
+    for ranks, pair in _folded(
+        *(
+            {rank: "\n".join(_cut(texts, end)) for rank, texts in absences.items()}
+            for end in ("\n", ", and ", " (")
         )
-    elif len({issued.nbytes for issued in waiting.values()}) > 1:
-        yield (
-            f"  the sizes differ: #{stall.seq} of {stall.axis} must have the same shape on every "
-            "rank"
-        )
-    absent = [
-        rank
-        for rank in stall.members or sorted(stall.issued)
-        if rank not in waiting
-        and rank in positions
-        and positions[rank].activity is not Activity.HOLDS_GIL
-    ]
-    for ranks, _ in fold_equal({rank: _absence([rank], stall, positions) for rank in absent}):
-        yield f"{name_ranks(ranks)} {_absence(ranks, stall, positions)}"
+    ):
+        of_one, _, of_several = pair.partition("\n")
+        yield f"{name_ranks(ranks)} {of_one if len(ranks) == 1 else of_several}"
 
 
-def _describe(stall: _Stall, issued: IssuedCollective, position: Position) -> str:
-    module = f" for {position.module}" if position.module else ""
-    is_there = position.site and position.activity is not Activity.HAS_ENDED
-    at = f" at {position.site}" if is_there else ""
-    return f"{issued.kind} #{stall.seq} of {stall.axis}{module} ({show_nbytes(issued.nbytes)}){at}"
+def _cut(texts: tuple[str, str], end: str) -> tuple[str, str]:
+    return texts[0].partition(end)[0], texts[1].partition(end)[0]
 
 
-def _absence(ranks: Sequence[int], stall: _Stall, positions: Mapping[int, Position]) -> str:
-    """How ranks are past a collective that others wait in, or before it; all of them alike."""
-    is_one = len(ranks) == 1
-    own = stall.issued.get(ranks[0], {})
-    position = positions[ranks[0]]
-    if stall.seq in own:
-        text = "finished it"
-    elif own:
-        last = own[max(own)]
-        whose = "its" if is_one else "their"
-        text = f"never issued it ({whose} last of {stall.axis} was {last.kind} #{last.seq})"
-    else:
-        text = "never issued it"
-    if position.activity is Activity.HAS_ENDED:
-        return f"{text}, and {'has' if is_one else 'have'} finished the test"
-    if position.site:
-        return f"{text}, and {'is' if is_one else 'are'} at {position.site}"
-    return text
+def _folded(*texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
+    """Ranks with equal texts together; where these are too many, by the next, vaguer texts."""
+    folded: list[tuple[list[int], str]] = []
+    for by_rank in texts:
+        folded = fold_equal(by_rank)
+        if len(folded) <= _MOST_WAYS:
+            break
+    return folded

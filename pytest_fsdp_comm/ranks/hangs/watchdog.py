@@ -46,7 +46,7 @@ class Watchdog:
         # Until the supervisor hangs up.
         while (question := self._channel.receive()) is not None:
             try:
-                position = read_position(self._began_ns)
+                position = read_position(self._began_ns, with_groups=question.with_groups)
             except Exception:  # noqa: BLE001  # an explanation must not cost the verdict
                 position = Position(site="")
             self._channel.send(PositionAnswer(number=question.number, position=position))

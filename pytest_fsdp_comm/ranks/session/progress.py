@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
+from pytest_fsdp_comm.ranks.hangs.stacks import with_code
 from pytest_fsdp_comm.ranks.wire.positions import Activity
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
@@ -44,7 +45,7 @@ class _TerminalLine:
         sites = {
             rank: "done"
             if position.activity is Activity.HAS_ENDED
-            else f"at {position.site or 'unknown'}"
+            else f"at {with_code(position.site, position.code) or 'unknown'}"
             for rank, position in positions.items()
         }
         where = "; ".join(f"{name_ranks(ranks)} {site}" for ranks, site in fold_equal(sites))

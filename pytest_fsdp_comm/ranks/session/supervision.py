@@ -6,11 +6,12 @@ import contextlib
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from pytest_fsdp_comm.ranks.hangs.stacks import read_stacks
+from pytest_fsdp_comm.ranks.hangs.process_state import silent_activity
+from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack
 from pytest_fsdp_comm.ranks.rank.kept_output import MOST_ON_DISK_NBYTES, OutputFile, read_kept
 from pytest_fsdp_comm.ranks.session.echo import Echo
 from pytest_fsdp_comm.ranks.wire.channel import Channel
@@ -44,7 +45,10 @@ if TYPE_CHECKING:
 GRACE_S = 1.0
 _POLL_S = 0.05
 _DUMP_S = 1.0
-_ANSWER_S = 0.7
+# A thread of the rank answers as soon as it gets the GIL.
+_ANSWER_S = 0.5
+# Reading the groups takes processor time of each rank, and ranks may share few cores.
+_GROUPS_S = 8.0
 _STREAMS = ("stdout", "stderr")
 # A message fits into the socket, unless the rank does not read at all.
 _SEND_S = 1.0
@@ -368,57 +372,93 @@ class Supervision:
             self._selector.unregister(channel)
 
     def _stop(self, why: Stopped) -> None:
-        """Asks the ranks that still run for their stacks, then leaves them to `end`."""
+        """Notes where the ranks are that still run, then leaves them to `end`."""
+        self._locate()
         running = {number: rank for number, rank in self._ranks.items() if not rank.is_over}
-        for number in running:
-            self._processes.send_signal(number, signal.SIGUSR1)
-        asked = self._ask_positions()
-        until = time.monotonic() + _DUMP_S
         for number, rank in running.items():
             rank.stopped = why
-            rank.stacks = read_stacks(self._spec.stacks_path(number), until=until)
-        # Most have answered by now; one that holds the GIL never does.
-        self._take_positions(asked)
-        for rank in running.values():
-            if not rank.stacks and rank.position is not None:
-                rank.stacks = rank.position.site  # on a busy machine a dump may come too late
-        # It may be long until `end`, where ranks of other processes are waited for: until then it
-        # must neither write on nor wear out the machine.
-        for number in running:
+            # It may be long until `end`, where ranks of other processes are waited for: until then
+            # it must neither write on nor wear out the machine.
             self._processes.send_signal(number, signal.SIGSTOP)
 
-    def _take_positions(self, asked: Sequence[tuple[_Rank, _Channel]]) -> None:
-        until = time.monotonic() + _ANSWER_S
+    def _locate(self) -> None:
+        """Finds out where every rank is that lives, and what each waits for."""
+        # All at one moment, as far as that goes: then who is silent, then what takes longer.
+        self._ask(self._ranks.values(), within_s=_ANSWER_S)
+        silent = {
+            number: rank
+            for number, rank in self._ranks.items()
+            if rank.position is None and not rank.is_over
+        }
+        answered = [rank for rank in self._ranks.values() if rank.position is not None]
+        self._ask(answered, within_s=_GROUPS_S, with_groups=True)
+        # Last: the signal may interrupt what the rank does, which then goes on.
+        self._dump_stacks(silent)
+        for rank in self._ranks.values():
+            if rank.position is None and rank.is_done:
+                rank.position = Position(site="", activity=Activity.HAS_ENDED)
+            if rank.position is not None and rank.position.activity.is_known:
+                rank.stacks = "\n".join(rank.position.stack)
+
+    def _dump_stacks(self, silent: Mapping[int, _Rank]) -> None:
+        """Finds out where ranks are that run no Python code of another thread than the main one."""
+        activities = {number: silent_activity(self._processes.pid(number)) for number in silent}
+        can_dump = [number for number in silent if activities[number] is Activity.SILENT]
+        for number in can_dump:
+            self._processes.send_signal(number, signal.SIGUSR1)
+        until = time.monotonic() + _DUMP_S
+        dumped = {}
+        for number, rank in silent.items():
+            path = self._spec.stacks_path(number)
+            frames = read_dump(path, until=until) if number in can_dump else []
+            place = next((frame for frame in frames if frame.is_users), None)
+            rank.stacks = "\n".join(show_stack(frames))
+            dumped[number] = Position(
+                site=place.site if place else "",
+                code=place.code if place else "",
+                activity=Activity.HOLDS_GIL if frames else activities[number],
+            )
+        self._ask([silent[number] for number in can_dump], within_s=_ANSWER_S, with_groups=True)
+        for number, rank in silent.items():
+            # One that answers from the same place was only slow; from another one, the signal has
+            # interrupted what it was in.
+            if rank.position is None or rank.position.site != dumped[number].site:
+                rank.position = dumped[number]
+
+    def _ask(self, ranks: Iterable[_Rank], *, within_s: float, with_groups: bool = False) -> None:
+        """Asks ranks where they are; one that does not answer in time keeps what was known."""
+        self._questions += 1
+        asked = []
+        for rank in ranks:
+            if rank.watchdog is not None and rank.status is None:
+                with contextlib.suppress(OSError):  # it died just now
+                    rank.watchdog.settimeout(_SEND_S)
+                    rank.watchdog.send(
+                        PositionQuestion(number=self._questions, with_groups=with_groups)
+                    )
+                    asked.append((rank, rank.watchdog))
+        until = time.monotonic() + within_s
         for rank, watchdog in asked:
-            rank.position = None
             with contextlib.suppress(OSError, CodecError):
-                while rank.position is None:
+                while True:
                     watchdog.settimeout(max(until - time.monotonic(), 0.001))
                     answer = watchdog.receive()
                     if answer is None:
                         break
                     # An earlier question may have been answered after its time.
                     if isinstance(answer, PositionAnswer) and answer.number == self._questions:
-                        activity = Activity.HAS_ENDED if rank.is_over else Activity.RUNS
-                        rank.position = replace(answer.position, activity=activity)
+                        rank.position = answer.position
+                        if rank.is_over:
+                            rank.position = replace(rank.position, activity=Activity.HAS_ENDED)
+                        break
 
     def _positions(self) -> dict[int, Position]:
-        """Where the ranks are; those without an answer are missing."""
-        self._take_positions(self._ask_positions())
+        """Where the ranks are now; those without an answer are missing."""
+        for rank in self._ranks.values():
+            rank.position = None
+        self._ask(self._ranks.values(), within_s=_ANSWER_S)
         ranks = self._ranks.items()
         return {number: rank.position for number, rank in ranks if rank.position is not None}
-
-    def _ask_positions(self) -> list[tuple[_Rank, _Channel]]:
-        """Asks every rank that lives where it is, those that have finished the test too."""
-        asked = []
-        self._questions += 1
-        for rank in self._ranks.values():
-            if rank.watchdog is not None and rank.status is None:
-                with contextlib.suppress(OSError):  # it died just now
-                    rank.watchdog.settimeout(_SEND_S)
-                    rank.watchdog.send(PositionQuestion(number=self._questions))
-                    asked.append((rank, rank.watchdog))
-        return asked
 
     def _result(self, number: int, rank: _Rank) -> RankResult:
         return RankResult(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import pytest
 
-from pytest_fsdp_comm.ranks.hangs.waiting import explain_waiting
+from pytest_fsdp_comm.ranks.hangs.waiting import explain_waiting, list_stacks
 from pytest_fsdp_comm.ranks.rank.kept_output import MOST_ON_DISK_NBYTES
 from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, Stopped
@@ -29,7 +29,6 @@ LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
 # A death is noticed after the others have seen its closed connections, under load by this much.
 _REAPED_LATE_S = 0.5
 
-_NO_STACK = "position unknown"
 _PHASES: tuple[When, ...] = ("setup", "call", "teardown")
 
 
@@ -328,11 +327,12 @@ def _timeouts(
     limit = results[late[0]].timeout_s
     within = f"{timeout_s:g} s" if limit is None else f"{limit:g} s (pytest-timeout)"
     lines = [f"did not finish within {within}, and every rank was ended."]
-    for ranks, stack in fold_equal({rank: results[rank].stacks for rank in late}):
-        lines.append(
+    lines += list_stacks(
+        {rank: results[rank].stacks for rank in late},
+        lambda ranks: (
             f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at (innermost frame first):"
-        )
-        lines += [f"    {line}" for line in (stack or _NO_STACK).splitlines()]
+        ),
+    )
     finished = [rank for rank in results if rank not in late]
     if finished:
         lines.append(f"{name_ranks(finished)} had finished.")
@@ -382,13 +382,11 @@ def _waiting(results: Mapping[int, RankResult], *, blamed: Sequence[int]) -> lis
     Returns:
         Lines; empty if no rank waits, or it is unknown.
     """
-    positions = {}
-    for rank, result in results.items():
-        if result.position is not None:
-            positions[rank] = result.position
-        elif result.stacks:
-            site = result.stacks.splitlines()[0]
-            positions[rank] = Position(site=site, activity=Activity.HOLDS_GIL)
+    positions = {
+        rank: result.position or Position(site="", activity=Activity.SILENT)
+        for rank, result in results.items()
+        if result.status is None and result.lost is None
+    }
     return explain_waiting(positions, blamed=blamed)
 
 
@@ -436,9 +434,12 @@ def _story(failures: Sequence[_Failure], results: Mapping[int, RankResult]) -> s
     others = {failure.rank: failure.text for failure in failures if failure.rank not in alike}
     lines = list(_later(failures))
     stopped = [rank for rank, result in results.items() if result.stopped is Stopped.AFTER_FAILURE]
-    for ranks, stack in fold_equal({rank: results[rank].stacks for rank in stopped}):
-        lines.append(f"{name_ranks(ranks)} {_was(ranks)} still running and {_was(ranks)} ended at:")
-        lines += [f"    {line}" for line in (stack or _NO_STACK).splitlines()]
+    lines += list_stacks(
+        {rank: results[rank].stacks for rank in stopped},
+        lambda ranks: (
+            f"{name_ranks(ranks)} {_was(ranks)} still running and {_was(ranks)} ended at:"
+        ),
+    )
     lines += _waiting(results, blamed=[*alike, *others]) if stopped else []
     mentioned = {*alike, *others, *stopped}
     quiet = [rank for rank in results if rank not in mentioned]

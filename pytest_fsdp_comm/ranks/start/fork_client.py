@@ -165,6 +165,10 @@ class ForkedRanks:
                 raise ServerDiedError
         return self._statuses
 
+    def pid(self, rank: int) -> int:
+        """The process that a rank is, or was."""
+        return self._pids[rank]
+
     def send_signal(self, rank: int, number: int) -> None:
         """Sends a signal to a rank, if it still lives."""
         if rank not in self.exit_statuses():

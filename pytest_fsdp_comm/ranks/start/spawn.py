@@ -66,6 +66,10 @@ class SpawnedRanks:
         polled = {rank: process.poll() for rank, process in self._processes.items()}
         return {rank: status for rank, status in polled.items() if status is not None}
 
+    def pid(self, rank: int) -> int:
+        """The process that a rank is, or was."""
+        return self._processes[rank].pid
+
     def send_signal(self, rank: int, number: int) -> None:
         """Sends a signal to a rank, if it still lives."""
         self._processes[rank].send_signal(number)

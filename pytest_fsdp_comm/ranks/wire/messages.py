@@ -152,6 +152,9 @@ class PositionQuestion:
 
     number: int
     """Counts the questions: an answer may come after its time."""
+    with_groups: bool
+    """Whether `Position.groups` are asked for. Their names are looked for among all objects, which
+    takes long where many ranks share few cores."""
 
 
 SupervisorMessage = RunTest | PositionQuestion

@@ -11,10 +11,24 @@ class Activity(StrEnum):
 
     RUNS = "runs"
     """It runs the test."""
+    REPORTS = "reports"
+    """The test has raised an exception on it, and pytest makes the report: `Position.site` is where
+    the exception comes from."""
     HAS_ENDED = "has ended"
     """It has finished the test; the other ranks may not."""
     HOLDS_GIL = "holds the GIL"
-    """It did not answer; only its site is known, from its stack."""
+    """None of its threads can run Python code; only its site is known, from its stack."""
+    STOPPED = "stopped"
+    """A signal or a debugger has stopped the process."""
+    IN_KERNEL = "in the kernel"
+    """The kernel does not release it: a disk, a file server or a driver does not respond."""
+    SILENT = "silent"
+    """It lives, and did not answer in time."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the rank has answered, so that its groups are known."""
+        return self in (Activity.RUNS, Activity.REPORTS, Activity.HAS_ENDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +42,7 @@ class IssuedCollective:
     nbytes: int
     """Bytes of the rank's input."""
     is_done: bool
-    """Whether the rank has finished it; otherwise it waits in it."""
+    """Whether the rank has finished it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +59,20 @@ class GroupPosition:
     """The group's global ranks; empty where torch does not list them."""
     collectives: tuple[IssuedCollective, ...]
     """The last ones in order; empty if the rank has issued none."""
+    ordinal: int = 1
+    """Which of the rank's groups with these ranks it is, in order of creation, from 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnrecordedCall:
+    """A call that waits for other ranks, and is no collective that the flight recorder knows."""
+
+    name: str
+    """What the rank waits in, such as ``new_group`` or ``recv from rank 1``."""
+    ranks: tuple[int, ...]
+    """The ranks that it may wait for, itself not left out."""
+    is_mutual: bool
+    """Whether these ranks have to make the same call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +80,19 @@ class Position:
     """Where one rank is."""
 
     site: str
-    """``path:line in function`` of the innermost user code; empty if unknown."""
+    """``path:line in function`` of the innermost user code; empty if unknown, or if none runs."""
+    code: str = ""
+    """The expression that is evaluated there, such as ``lock.acquire()``; empty if unknown."""
+    stack: tuple[str, ...] = ()
+    """Lines that say more of the stack than `site`, innermost frame first; empty if unknown."""
     module: str = ""
     """FQN of the module or FSDP unit that runs; empty for the root or none."""
     groups: tuple[GroupPosition, ...] = ()
-    """Each process group of the rank."""
+    """Each process group of the rank; empty if nobody asked."""
+    call: UnrecordedCall | None = None
+    """What it waits in, if not in a collective."""
+    is_waiting: bool = True
+    """Whether it is inside torch or waits for what it started there, and so in the first collective
+    that it has not finished; otherwise that only runs in the background."""
     activity: Activity = Activity.RUNS
     """What the rank does there."""

@@ -122,6 +122,9 @@ class RankProcesses(Protocol):
             Exit status, or minus the signal's number, as `os.waitstatus_to_exitcode` gives it.
         """
 
+    def pid(self, rank: int) -> int:
+        """The process that a rank is, or was."""
+
     def send_signal(self, rank: int, number: int) -> None:
         """Sends a signal to a rank, if it still lives."""
 

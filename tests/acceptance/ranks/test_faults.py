@@ -180,7 +180,7 @@ FAULTS = {
         body="dist.barrier()\n    if rank() == 2: dist.all_reduce(torch.ones(1))",
         timeout_s=3,
         says=(
-            "all wait for ranks 0-1, which have finished the test",
+            "rank 2 waits for ranks 0-1, which have finished the test",
             r"rank 2 waits in all_reduce #2 of world \(4 B\) at .*test_faulty.py",
         ),
     ),

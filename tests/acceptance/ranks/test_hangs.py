@@ -1,14 +1,21 @@
 """A hang is explained: who waits in which collective, and who never came to it.
 
-All hangs run in one session, whose report is read test by test.
+All hangs run once, in sessions side by side, whose reports are read test by test.
 """
 
 import re
 
 import pytest
 
+SESSIONS = 3
+QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:randomly")
+
 SOURCE = r"""
+import ctypes
+import os
 import re
+import signal
+import threading
 import time
 import pytest
 import torch
@@ -16,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-pytestmark = pytest.mark.distributed(world_size=4, timeout_s=5)
+pytestmark = pytest.mark.distributed(world_size=4, timeout_s=4)
 
 class Model(nn.Module):
     def __init__(self):
@@ -70,6 +77,94 @@ def test_unnamed(dist_info):
         for group in groups if dist_info.rank else reversed(groups):
             dist.all_reduce(torch.ones(4), group=group)
 
+def test_two_meshes(dist_info, device_mesh):
+    meshes = [device_mesh(dp=2, tp=2), device_mesh(dp=2, tp=2)]
+    for mesh in meshes if dist_info.rank < 2 else reversed(meshes):
+        dist.all_reduce(torch.ones(4), group=mesh["dp"].get_group())
+
+def test_post_forward(dist_info, device_mesh):
+    mesh = device_mesh(dp=4)
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+    loss = fully_shard(model, mesh=mesh)(torch.ones(2, 8)).sum()
+    if dist_info.rank == 3:
+        time.sleep(60)
+    loss.backward()
+
+def test_new_group(dist_info):
+    if dist_info.rank == 2:
+        dist.new_group([0, 1, 2])
+    elif dist_info.rank == 1:
+        dist.all_reduce(torch.ones(4))
+
+def test_monitored(dist_info):
+    if dist_info.rank != 2:
+        dist.monitored_barrier()
+
+def test_stopped(dist_info):
+    if dist_info.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+def test_lock(dist_info):
+    lock = threading.Lock()
+    lock.acquire()
+    if dist_info.rank == 2:
+        lock.acquire()
+    dist.barrier()
+
+def test_ctypes(dist_info):
+    if dist_info.rank == 2:
+        ctypes.CDLL(None).sleep(60)
+    dist.barrier()
+
+def test_ctypes_gil(dist_info):
+    if dist_info.rank == 2:
+        ctypes.PyDLL(None).sleep(60)
+    dist.barrier()
+
+def test_input(dist_info):
+    if dist_info.rank == 2:
+        input()
+    dist.barrier()
+
+def test_file(dist_info, tmp_path):
+    os.mkfifo(tmp_path / "weights")
+    dist.barrier()
+    if dist_info.rank == 0:
+        open(tmp_path / "weights", "wb")  # nobody reads it
+    dist.barrier()
+
+def test_background(dist_info):
+    work = dist.all_reduce(torch.ones(4), async_op=True) if dist_info.rank != 3 else None
+    if dist_info.rank >= 2:
+        time.sleep(60)
+    work.wait()
+
+def test_comparison(dist_info, fsdp_tree, comm_snapshot):
+    if dist_info.rank == 3:
+        time.sleep(60)
+    assert fsdp_tree(fully_shard(nn.Linear(8, 8))) == comm_snapshot
+
+class Explaining(Exception):
+    def __str__(self):
+        time.sleep(60)
+
+def test_died(dist_info):
+    if dist_info.rank == 3:
+        os._exit(7)
+    if dist_info.rank == 2:
+        raise Explaining
+    time.sleep(60)
+
+@pytest.mark.distributed(world_size=8, timeout_s=4)
+def test_eight(dist_info, device_mesh):
+    mesh = device_mesh(dp=4, tp=2)
+    if dist_info.rank in (4, 5):
+        time.sleep(60)
+    dist.all_reduce(torch.ones(4), group=mesh["dp"].get_group())
+
 def test_gil(dist_info):
     if dist_info.rank == 1:
         re.match(r"(a+)+$", "a" * 60 + "b")  # holds the GIL
@@ -103,113 +198,188 @@ def pytest_runtest_protocol(item):
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """The failure of each test, with line numbers replaced by the line's comment or ``N``."""
-    import os
-    import subprocess
-    import sys
-
+def reports(tmp_path_factory, _warm_starter):
+    """The failure of each test, with line numbers replaced by ``N``."""
     project = tmp_path_factory.mktemp("hangs")
     (project / "test_it.py").write_text(SOURCE)
     (project / "conftest.py").write_text(CONFTEST)
     (project / "pytest.ini").write_text("[pytest]\n")
-    names = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_ADDOPTS", "CI")
-    environment = {name: value for name, value in os.environ.items() if name not in names}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q"],
-        cwd=project,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert "9 failed" in done.stdout, done.stdout + done.stderr
+    names = re.findall(r"^def (test_\w+)", SOURCE, re.MULTILINE)
+    outputs = [project / f"{number}.txt" for number in range(SESSIONS)]
+    sessions = []
+    for number, path in enumerate(outputs):
+        chosen = [f"test_it.py::{name}" for name in names[number::SESSIONS]]
+        with pytest.MonkeyPatch.context() as patch, path.open("wb") as output:
+            patch.chdir(project)
+            patch.setenv("OMP_NUM_THREADS", "1")
+            for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_ADDOPTS"):
+                patch.delenv(name, raising=False)
+            stream = output.fileno()
+            sessions.append(_warm_starter.start([*QUIET, *chosen], stream, stream))
+    for session in sessions:
+        session.wait(timeout=200)
+    texts = {}
+    for path in outputs:
+        failures, _, _ = path.read_text().partition("= short test summary info =")
+        parts = re.split(r"^_+ (test_\w+) _+$", failures, flags=re.MULTILINE)
+        texts |= zip(parts[1::2], parts[2::2], strict=True)
+    assert texts.keys() == {*names}, "\n".join(path.read_text() for path in outputs)
     seconds = dict(line.split() for line in (project / "seconds").read_text().splitlines())
-    assert len(seconds) == 9
+    assert seconds.keys() == {*names}
     # The deadline, and a bounded time for the stacks and the end of every process.
-    assert all(float(text) < 5 + 15 for text in seconds.values()), seconds
-    parts = re.split(r"^_+ test_(\w+) _+$", done.stdout, flags=re.MULTILINE)
-    texts = dict(zip(parts[1::2], parts[2::2], strict=True))
-    return {name: re.sub(r"py:\d+", "py:N", text) for name, text in texts.items()}
+    assert all(float(text) < 4 + 15 for text in seconds.values()), seconds
+    return {
+        name.removeprefix("test_"): re.sub(r"py:\d+", "py:N", text) for name, text in texts.items()
+    }
 
 
-@pytest.mark.parametrize(
-    ("test", "expected"),
-    [
-        (
-            "missing",
-            """\
-ranks 0-3 did not finish within 5 s, and every rank was ended.
-all wait for rank 3, at test_it.py:N in test_missing
+REPORTS = {
+    "missing": """\
+ranks 0-3 did not finish within 4 s, and every rank was ended.
+all wait for rank 3, at test_it.py:N in test_missing: time.sleep(60)
 ranks 0-2 wait in all_gather #3 of world (16 B) at test_it.py:N in test_missing
 rank 3 never issued it (its last of world was all_reduce #2), and is at test_it.py:N in \
-test_missing
+test_missing: time.sleep(60)
 """,
-        ),
-        (
-            "ended_early",
-            """\
-ranks 0-1, 3 did not finish within 5 s, and every rank was ended.
+    "ended_early": """\
+ranks 0-1, 3 did not finish within 4 s, and every rank was ended.
 all wait for rank 2, which has finished the test
 ranks 0-1, 3 wait in all_reduce #2 of world (16 B) at test_it.py:N in test_ended_early
 rank 2 never issued it (its last of world was all_reduce #1), and has finished the test
 """,
-        ),
-        (
-            "different",
-            """\
-ranks 0-3 did not finish within 5 s, and every rank was ended.
+    "different": """\
+ranks 0-3 did not finish within 4 s, and every rank was ended.
 ranks 0-1 wait in all_reduce #1 of world (16 B) at test_it.py:N in test_different
 ranks 2-3 wait in broadcast #1 of world (16 B) at test_it.py:N in test_different
   these differ: #1 of world must be the same collective on every rank
 """,
-        ),
-        (
-            "in_a_model",
-            """\
+    "in_a_model": """\
 rank 2 waits in all_gather #2 of shard for layers.1 (144 B) at test_it.py:N in forward
-rank 3 never issued it (its last of shard was all_gather #1), and is at test_it.py:N in <lambda>
+rank 3 never issued it (its last of shard was all_gather #1), and is at test_it.py:N in <lambda>\
+: time.sleep(60)
 """,
-        ),
-        (
-            "one_axis",
-            """\
-all wait for rank 3, at test_it.py:N in test_one_axis
+    "one_axis": """\
+all wait for rank 3, at test_it.py:N in test_one_axis: time.sleep(60)
 ranks 0-2 wait in all_gather #1 of dp (144 B) at test_it.py:N in test_one_axis
-rank 3 never issued it, and is at test_it.py:N in test_one_axis
+rank 3 never issued it, and is at test_it.py:N in test_one_axis: time.sleep(60)
 """,
-        ),
-        ("unnamed", "rank 0 waits in all_reduce #1 of size2.stride1 (ranks 0-1), torch's group "),
-        ("unnamed", "rank 1 waits in all_reduce #1 of size2.stride1 (ranks 0-1), torch's group "),
-        ("in_a_model", "all wait for rank 3, at test_it.py:N in <lambda>\n"),
-        (
-            "gil",
-            """\
-all wait for rank 1, which holds the GIL at test_it.py:N in test_gil
-ranks 0, 2-3 wait in barrier #1 of world (0 B) at test_it.py:N in test_gil
+    "unnamed": """\
+ranks 0-1 wait for each other
+rank 0 waits in all_reduce #1 of the 2nd size2.stride1 (ranks 0-1) (16 B) at test_it.py:N in \
+test_unnamed
+rank 1 never issued it
+rank 1 waits in all_reduce #1 of the 1st size2.stride1 (ranks 0-1) (16 B) at test_it.py:N in \
+test_unnamed
+rank 0 never issued it
 """,
-        ),
-        (
-            "point_to_point",
-            """\
-rank 1 did not finish within 5 s, and every rank was ended.
+    "two_meshes": """\
+ranks 0-3 wait for each other
+ranks 0-1 wait in all_reduce #1 of the 1st dp (16 B) at test_it.py:N in test_two_meshes
+ranks 2-3 never issued it
+ranks 2-3 wait in all_reduce #1 of the 2nd dp (16 B) at test_it.py:N in test_two_meshes
+ranks 0-1 never issued it
+""",
+    "post_forward": """\
+rank 2 waits in all_gather #1 of the 2nd dp.post_forward for layers.1 (144 B) at test_it.py:N in \
+test_post_forward
+rank 3 never issued it, and is at test_it.py:N in test_post_forward: time.sleep(60)
+""",
+    "new_group": """\
+ranks 1-2 did not finish within 4 s, and every rank was ended.
+all wait for ranks 0, 3, which have finished the test
+rank 1 waits in all_reduce #1 of world (16 B) at test_it.py:N in test_new_group
+ranks 0, 3 never issued it, and have finished the test
+rank 2 never issued it
+rank 2 waits in new_group of ranks 0-2 at test_it.py:N in test_new_group
+rank 0 is not in it, and has finished the test
+rank 1 is not in it
+""",
+    "monitored": """\
+ranks 0-1, 3 did not finish within 4 s, and every rank was ended.
+all wait for rank 2, which has finished the test
+ranks 0-1, 3 wait in monitored_barrier of ranks 0-3 at test_it.py:N in test_monitored
+rank 2 is not in it, and has finished the test
+""",
+    "stopped": """\
+all wait for rank 1, which is stopped (by SIGSTOP, Ctrl-Z or a debugger)
+ranks 0, 2-3 wait in barrier #1 of world (0 B) at test_it.py:N in test_stopped
+ranks 0, 2-3 are at""",
+    "lock": """\
+all wait for rank 2, at test_it.py:N in test_lock: lock.acquire()
+ranks 0-1, 3 wait in barrier #1 of world (0 B) at test_it.py:N in test_lock
+rank 2 never issued it, and is at test_it.py:N in test_lock: lock.acquire()
+""",
+    # A signal would end its sleep: it answers without one.
+    "ctypes": """\
+all wait for rank 2, at test_it.py:N in test_ctypes: ctypes.CDLL(None).sleep(60)
+ranks 0-1, 3 wait in barrier #1 of world (0 B) at test_it.py:N in test_ctypes
+rank 2 never issued it, and is at test_it.py:N in test_ctypes: ctypes.CDLL(None).sleep(60)
+""",
+    "ctypes_gil": """\
+all wait for rank 2, which holds the GIL at test_it.py:N in test_ctypes_gil: \
+ctypes.PyDLL(None).sleep(60)
+ranks 0-1, 3 wait in barrier #1 of world (0 B) at test_it.py:N in test_ctypes_gil
+ranks 0-1, 3 are at""",
+    "gil": """\
+all wait for rank 1, which holds the GIL at test_it.py:N in test_gil: re.match(""",
+    "input": """\
+E       OSError: pytest: reading from stdin while output is captured!""",
+    "file": """\
+all wait for rank 0, at test_it.py:N in test_file: open(tmp_path / "weights", "wb")
+ranks 1-3 wait in barrier #2 of world (0 B) at test_it.py:N in test_file
+""",
+    "background": """\
+all wait for rank 3, at test_it.py:N in test_background: time.sleep(60)
+ranks 0-1 wait in all_reduce #1 of world (16 B) at test_it.py:N in test_background
+rank 2 issued it, and is at test_it.py:N in test_background: time.sleep(60)
+rank 3 never issued it, and is at test_it.py:N in test_background: time.sleep(60)
+""",
+    "comparison": """\
+all wait for rank 3, at test_it.py:N in test_comparison: time.sleep(60)
+ranks 0-2 wait in comparison 1 of comm_mode or fsdp_tree at test_it.py:N in test_comparison
+ranks 0-2 are at""",
+    "died": """\
+rank 3 ended with exit status 7 (os._exit, or a crash) during call
+ranks 0-1 were still running and were ended at:
+    test_it.py:N in test_died: time.sleep(60)
+rank 2 was still running and was ended at:
+    test_it.py:N in test_died: raise Explaining
+""",
+    "eight": """\
+all wait for ranks 4-5, at test_it.py:N in test_eight: time.sleep(60)
+ranks 0-3, 6-7 wait in all_reduce #1 of dp (16 B) at test_it.py:N in test_eight
+ranks 4-5 never issued it, and are at test_it.py:N in test_eight: time.sleep(60)
+""",
+    "point_to_point": """\
+rank 1 did not finish within 4 s, and every rank was ended.
+rank 1 waits for rank 0, which has finished the test
+rank 1 waits in recv from rank 0 at test_it.py:N in test_point_to_point
 rank 1 is at (innermost frame first):
-    test_it.py:N in test_point_to_point
+    test_it.py:N in test_point_to_point: dist.recv(torch.ones(1), 0)
     inside recv (""",
-        ),
-    ],
-)
-def test_each_hang_is_explained_by_who_waits_where_and_for_whom(reports, test, expected):
-    assert expected in reports[test]
+}
+
+
+@pytest.mark.parametrize("test", REPORTS)
+def test_each_hang_is_explained_by_who_waits_where_and_for_whom(reports, test):
+    assert REPORTS[test] in reports[test]
+
+
+@pytest.mark.parametrize("test", ["in_a_model", "post_forward"])
+def test_a_hang_in_a_model_leads_with_the_rank_that_all_wait_for(reports, test):
+    assert re.search(
+        r"^all wait for rank 3, at test_it.py:N in .*: time.sleep", reports[test], re.MULTILINE
+    )
 
 
 def test_the_stacks_follow(reports):
     assert (
-        "rank 3 is at (innermost frame first):\n    test_it.py:N in test_missing\n"
+        "rank 3 is at (innermost frame first):\n    test_it.py:N in test_missing: time.sleep(60)\n"
         in reports["missing"]
     )
-    assert not [name for name, text in reports.items() if "unknown" in text], reports
+    # Only a stopped process says nothing.
+    assert [name for name, text in reports.items() if "unknown" in text] == ["stopped"]
+    assert all(len(text.splitlines()) < 40 for text in reports.values())
 
 
 def test_echoes_of_a_failure_are_not_explained(reports):
@@ -217,3 +387,4 @@ def test_echoes_of_a_failure_are_not_explained(reports):
     assert "ValueError: early" in text
     assert "rank 1 failed first" in text
     assert " wait in " not in text
+    assert " wait in " not in reports["died"]

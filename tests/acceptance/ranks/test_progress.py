@@ -35,7 +35,7 @@ def test_progress_is_printed_each_time_the_duration_doubles(project):
     told = [line for line in result.outlines if line.startswith("fsdp-comm: test_it")]
     assert [re.sub(r"py:\d+", "py:N", line) for line in told] == [
         f"fsdp-comm: test_it.py::test_slow is still running after {seconds} s (deadline 60 s): "
-        "ranks 0, 2 done; rank 1 at test_it.py:N in test_slow"
+        "ranks 0, 2 done; rank 1 at test_it.py:N in test_slow: time.sleep(4)"
         for seconds in (1, 2)
     ]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_fsdp_comm.ranks.hangs.stacks import _main_thread
+from pytest_fsdp_comm.ranks.hangs.stacks import parse_dump, show_stack
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
 from pytest_fsdp_comm.ranks.wire.results import Loss, PhaseReport, RankResult, Stopped
 from pytest_fsdp_comm.text.rank_lists import name_ranks
@@ -172,11 +172,11 @@ Stack (most recent call first):
 
 
 def test_stacks_show_user_code_first_and_none_of_pytest():
-    assert _main_thread(DUMP).splitlines() == [
+    assert show_stack(parse_dump(DUMP)) == (
         "/home/me/test_it.py:24 in test_hang",
         "inside barrier (/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py:9)",
-    ]
-    assert _main_thread("") == ""
+    )
+    assert show_stack(parse_dump("")) == ()
 
 
 def test_a_lost_rank_leads_whatever_the_others_say(merge):

@@ -1,16 +1,24 @@
 """The texts that explain a hang, from positions made by hand."""
 
-from pytest_fsdp_comm.ranks.hangs.waiting import explain_waiting
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_comm.ranks.hangs.waiting import explain_waiting, list_stacks
 from pytest_fsdp_comm.ranks.wire.positions import (
     Activity,
     GroupPosition,
     IssuedCollective,
     Position,
+    UnrecordedCall,
 )
 
 
-def position(*issued, site="model.py:1 in forward", name="0", axis="dp", **more):
-    return Position(site=site, groups=(group(*issued, name=name, axis=axis),), **more)
+def position(
+    *issued, site="model.py:1 in forward", name="0", axis="dp", ordinal=1, more=(), **changes
+):
+    own = replace(group(*issued, name=name, axis=axis), ordinal=ordinal)
+    return Position(site=site, groups=(own, *more), **changes)
 
 
 def group(*issued, name, axis):
@@ -68,8 +76,8 @@ def test_a_dead_rank_and_one_that_holds_the_gil_are_both_blamed():
     silent = Position(site="loop.py:3 in spin", activity=Activity.HOLDS_GIL)
     waiting = position(waits(1), axis="")
     assert explain_waiting({0: waiting, 1: silent}) == [
-        "all wait for rank 1, which holds the GIL at loop.py:3 in spin",
-        "all wait for rank 2, which is dead",
+        "rank 0 waits for rank 1, which holds the GIL at loop.py:3 in spin",
+        "  and for rank 2, which is dead",
         "rank 0 waits in all_gather #1 of the group of ranks 0-2 (8 B) at model.py:1 in forward",
     ]
 
@@ -88,19 +96,167 @@ def test_a_group_has_the_best_name_that_a_rank_knows():
 def test_groups_without_names_are_told_apart():
     shape = "size3.stride1"
     one = position(waits(1), axis=shape, name="3")
-    other = position(waits(1), axis=shape, name="4")
-    (first, *_) = explain_waiting({0: one})
-    assert first.startswith("all wait for")
     assert (
         "rank 0 waits in all_gather #1 of size3.stride1 (ranks 0-2) (8 B) at model.py:1 in forward"
     ) in explain_waiting({0: one})
-    found = explain_waiting({0: one, 1: other})
-    for number in ("3", "4"):
-        label = f"size3.stride1 (ranks 0-2), torch's group {number}"
-        assert any(label in line for line in found), found
-    # Parallel groups of one mesh axis have one name.
-    found = explain_waiting({0: position(waits(1)), 1: position(waits(1), name="4")})
-    assert not any("torch's group" in line for line in found)
+    # In opposite orders: each has both groups, and waits in another one.
+    three, four = (group(name=name, axis=shape) for name in ("3", "4"))
+    both = {
+        0: position(waits(1), axis=shape, name="3", more=[replace(four, ordinal=2)]),
+        1: position(waits(1), axis=shape, name="4", ordinal=2, more=[three]),
+        2: position(axis=shape, name="3", more=[replace(four, ordinal=2)], site="away.py:1 in f"),
+    }
+    assert explain_waiting(both) == [
+        "all wait for rank 2, at away.py:1 in f",
+        "rank 0 waits in all_gather #1 of the 1st size3.stride1 (ranks 0-2) (8 B) at "
+        "model.py:1 in forward",
+        "rank 1 never issued it",
+        "rank 2 never issued it, and is at away.py:1 in f",
+        "rank 1 waits in all_gather #1 of the 2nd size3.stride1 (ranks 0-2) (8 B) at "
+        "model.py:1 in forward",
+        "rank 0 never issued it",
+        "rank 2 never issued it, and is at away.py:1 in f",
+    ]
+    assert explain_waiting(both | {2: replace(both[0])})[0] == "ranks 0-2 wait for each other"
+
+
+def test_parallel_groups_of_a_mesh_tell_one_story():
+    pairs = {
+        rank: GroupPosition(
+            name=f"pair{rank // 2}",
+            axis="dp",
+            is_shape=False,
+            ranks=(rank - rank % 2, rank - rank % 2 + 1),
+            collectives=() if rank % 2 else (waits(1),),
+        )
+        for rank in range(64)
+    }
+    positions = {
+        rank: Position(site="b.py:2 in g" if rank % 2 else "a.py:1 in f", groups=(pair,))
+        for rank, pair in pairs.items()
+    }
+    assert explain_waiting(positions) == [
+        "all wait for ranks 1-63/2, at b.py:2 in g",
+        "ranks 0-62/2 wait in all_gather #1 of dp (8 B) at a.py:1 in f",
+        "ranks 1-63/2 never issued it, and are at b.py:2 in g",
+    ]
+
+
+def test_sixty_four_ranks_that_all_do_something_else_fit_on_a_screen():
+    # Each waits in a group with the next one, at a line of its own; every eighth does not answer.
+    positions = {
+        rank: Position(
+            site=f"model.py:{rank} in forward",
+            activity=list(Activity)[rank // 8 % len(Activity)] if rank % 8 == 0 else Activity.RUNS,
+            groups=tuple(
+                GroupPosition(
+                    name=str(first),
+                    axis=f"axis{first}",
+                    is_shape=bool(first % 2),
+                    ranks=(first, first + 1),
+                    collectives=(waits(rank + 1),),
+                )
+                for first in (rank - 1, rank)
+            ),
+        )
+        for rank in range(64)
+    }
+    found = explain_waiting(positions)
+    stack = "\n".join(f"model.py:{{rank}} in f{n}" for n in range(5))
+    found += list_stacks(
+        {rank: stack.replace("{rank}", str(rank)) for rank in positions},
+        lambda ranks: f"{len(ranks)} at:",
+    )
+    assert 20 < len(found) <= 38
+    assert found[-1].startswith("ranks 3-63 are at 61 other places")
+    assert all(len(line) < 200 for line in found)
+    same = Position(site="model.py:1 in f", groups=(group(waits(1), name="0", axis="dp"),))
+    same = replace(same, groups=(replace(same.groups[0], ranks=tuple(range(64))),))
+    few = explain_waiting(dict.fromkeys(range(63), same) | {63: Position(site="b.py:2 in g")})
+    assert few == [
+        "all wait for rank 63, at b.py:2 in g",
+        "ranks 0-62 wait in all_gather #1 of dp (8 B) at model.py:1 in f",
+        "rank 63 never issued it, and is at b.py:2 in g",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("activity", "says"),
+    [
+        (Activity.RUNS, ", at lock.py:1 in f: lock.acquire()"),
+        (Activity.REPORTS, ", which failed at lock.py:1 in f: lock.acquire(), and reports that"),
+        (Activity.HAS_ENDED, ", which has finished the test"),
+        (Activity.HOLDS_GIL, ", which holds the GIL at lock.py:1 in f: lock.acquire()"),
+        (Activity.STOPPED, ", which is stopped (by SIGSTOP, Ctrl-Z or a debugger)"),
+        (
+            Activity.IN_KERNEL,
+            ", which is stuck in the kernel (a disk, a file server or a driver)",
+        ),
+        (Activity.SILENT, ", which does not respond"),
+    ],
+)
+def test_each_state_of_a_rank_that_is_waited_for_has_its_words(activity, says):
+    away = Position(site="lock.py:1 in f", code="lock.acquire()", activity=activity)
+    found = explain_waiting({0: position(waits(1)), 1: position(waits(1)), 2: away})
+    assert found[0] == f"all wait for rank 2{says}"
+    # What it issued is only known of a rank that answers.
+    assert any("rank 2 never issued it" in line for line in found) == activity.is_known
+
+
+def test_a_collective_in_the_background_keeps_nobody():
+    busy = position(waits(1), site="load.py:1 in read", is_waiting=False)
+    assert explain_waiting({0: busy, 1: busy, 2: position(site="x.py:1 in f")}) == []
+    found = explain_waiting({0: busy, 1: position(waits(1)), 2: position(site="x.py:1 in f")})
+    assert found == [
+        "rank 1 waits for rank 2, at x.py:1 in f",
+        "rank 1 waits in all_gather #1 of dp (8 B) at model.py:1 in forward",
+        "rank 0 issued it, and is at load.py:1 in read",
+        "rank 2 never issued it, and is at x.py:1 in f",
+    ]
+
+
+def test_calls_that_are_no_collectives_keep_ranks_too():
+    making = UnrecordedCall(name="new_group", ranks=(0, 1), is_mutual=True)
+    making = Position(site="a.py:1 in f", call=making)
+    assert explain_waiting({0: making, 1: making, 2: making}) == [
+        "ranks 0-2 wait in new_group of ranks 0-1 at a.py:1 in f"
+    ]
+    gone = Position(site="", activity=Activity.HAS_ENDED)
+    assert explain_waiting({0: making, 1: gone, 2: gone}) == [
+        "rank 0 waits for rank 1, which has finished the test",
+        "rank 0 waits in new_group of ranks 0-1 at a.py:1 in f",
+        "rank 1 is not in it, and has finished the test",
+    ]
+    receives = UnrecordedCall(name="recv from rank 1", ranks=(1,), is_mutual=False)
+    receives = Position(site="a.py:2 in f", call=receives)
+    assert explain_waiting({0: receives, 1: Position(site="b.py:1 in g")}) == [
+        "rank 0 waits for rank 1, at b.py:1 in g",
+        "rank 0 waits in recv from rank 1 at a.py:2 in f",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sizes", "says"),
+    [
+        (("all_gather", "all_gather"), (8, 8), ""),
+        (("all_gather", "all_reduce"), (8, 8), "these differ"),
+        (("all_gather", "all_gather"), (8, 16), "the sizes differ"),
+        # What only the source gives, and splits that are uneven on purpose.
+        (("scatter", "scatter"), (8, 0), ""),
+        (("all_to_all", "all_to_all"), (8, 16), ""),
+    ],
+)
+@pytest.mark.parametrize("is_done", [True, False])
+def test_only_what_torch_wants_equal_is_compared(kinds, sizes, says, is_done):
+    (kind, other), (nbytes, more) = kinds, sizes
+    issued = IssuedCollective(seq=1, kind=other, nbytes=more, is_done=is_done)
+    found = explain_waiting(
+        {0: position(waits(1, kind, nbytes)), 1: position(issued), 2: position(issued)}
+    )
+    notes = [line.strip().partition(":")[0] for line in found if line.startswith("  ")]
+    assert notes == ([says] if says else [])
+    if says:
+        assert not any("waits for" in line for line in found)
 
 
 def test_waiting_for_those_that_are_blamed_is_no_news():
@@ -117,7 +273,8 @@ def test_waits_in_two_groups_are_listed_apart():
     first = position(done(1), waits(2))
     second = position(waits(1, "all_reduce"), name="1", axis="world")
     found = explain_waiting({0: first, 1: second, 2: second})
-    assert found[0] == "rank 0 waits in all_gather #2 of dp (8 B) at model.py:1 in forward"
+    assert found[0] == "ranks 0-2 wait for each other"
+    assert "rank 0 waits in all_gather #2 of dp (8 B) at model.py:1 in forward" in found
     assert "ranks 1-2 wait in all_reduce #1 of world (8 B) at model.py:1 in forward" in found
 
 
@@ -129,17 +286,17 @@ def test_several_ranks_are_spoken_of_in_the_plural():
     waits_in = "rank 0 waits in all_gather #2 of world (8 B) at model.py:1 in forward"
     last = "never issued it (their last of world was all_gather #1)"
     assert explain_waiting({0: waiting, 1: gone, 2: gone}) == [
-        "all wait for ranks 1-2, which have finished the test",
+        "rank 0 waits for ranks 1-2, which have finished the test",
         waits_in,
         f"ranks 1-2 {last}, and have finished the test",
     ]
     assert explain_waiting({0: waiting, 1: away, 2: away}) == [
-        "all wait for ranks 1-2, at model.py:7 in skip",
+        "rank 0 waits for ranks 1-2, at model.py:7 in skip",
         waits_in,
         f"ranks 1-2 {last}, and are at model.py:7 in skip",
     ]
     assert explain_waiting({0: waiting, 1: silent, 2: silent}) == [
-        "all wait for ranks 1-2, which hold the GIL at loop.py:3 in spin",
+        "rank 0 waits for ranks 1-2, which hold the GIL at loop.py:3 in spin",
         waits_in,
     ]
-    assert explain_waiting({0: waiting}) == ["all wait for ranks 1-2, which are dead", waits_in]
+    assert explain_waiting({0: waiting}) == ["rank 0 waits for ranks 1-2, which are dead", waits_in]

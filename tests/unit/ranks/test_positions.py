@@ -1,0 +1,181 @@
+"""Where a rank is, read by a thread of its own: user code, and what it waits in there."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from pytest_fsdp_comm.ranks.hangs.position import read_position
+from pytest_fsdp_comm.ranks.hangs.process_state import silent_activity
+from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack
+from pytest_fsdp_comm.ranks.rank import main
+from pytest_fsdp_comm.ranks.wire.positions import Activity
+
+# Everything that moves frames: calls, generators, exceptions, recursion and collections. Where
+# faulthandler walks the frames of such a thread from another one, processes crash now and then.
+BUSY = """
+import _thread, gc, sys, time
+from pytest_fsdp_comm.ranks.hangs.position import read_position
+
+def generate(count):
+    for number in range(count):
+        try:
+            yield number
+        finally:
+            number += 1
+
+def recurse(depth):
+    if depth:
+        return recurse(depth - 1)
+    raise KeyError(depth)
+
+def read_all():
+    for _ in range({reads}):
+        read_position(0, with_groups=False)
+    has_read.append(True)
+
+sys.setswitchinterval(1e-5)
+has_read = []
+_thread.start_new_thread(read_all, ())
+until = time.monotonic() + 60
+while not has_read and time.monotonic() < until:
+    try:
+        sum(generate(10))
+        (lambda: recurse(10))()
+    except KeyError:
+        pass
+    gc.collect(0)
+print("read", len(has_read))
+"""
+
+
+def test_reading_hundreds_of_positions_beside_a_busy_thread_crashes_nothing():
+    code = BUSY.format(reads=5000)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "read 1\n"), done.stderr
+
+
+def read_during(block):
+    """The position of this thread while it runs a block, which is given an event to end by."""
+    found = []
+    event = threading.Event()
+
+    def read():
+        time.sleep(0.05)
+        found.append(read_position(0, with_groups=False))
+        event.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    block(event)
+    reader.join()
+    return found[0]
+
+
+def test_a_position_names_what_the_user_called():
+    position = read_during(lambda event: event.wait(5))
+    assert "test_positions.py" in position.site
+    assert position.code == "event.wait(5)"
+    assert position.stack[0] == f"{position.site}: event.wait(5)"
+    assert position.stack[-1].startswith("inside wait (")
+    assert position.activity is Activity.RUNS
+
+    lock = threading.Lock()
+    lock.acquire()
+
+    def wait_for_the_lock(event):
+        threading.Thread(target=lambda: event.wait(5) and lock.release()).start()
+        lock.acquire()
+
+    position = read_during(wait_for_the_lock)
+    assert position.code == "lock.acquire()"
+    # Nothing that torch started: a collective in the background is not what it waits in.
+    assert not position.is_waiting
+
+
+def test_what_waits_for_torch_is_told_from_what_does_not():
+    class Work:
+        def __init__(self, event):
+            self.wait = event.wait
+
+    def wait(event):
+        work = Work(event)
+        work.wait(5)
+
+    position = read_during(wait)
+    assert (position.code, position.is_waiting) == ("work.wait(5)", True)
+
+    def work_on(event):
+        while not event.is_set():
+            sum(range(1000))
+
+    assert not read_during(work_on).is_waiting
+
+
+def test_a_failure_that_pytest_reports_is_where_the_test_raised():
+    class Call:
+        excinfo = None
+
+    def fail():
+        raise LookupError("here")
+
+    def pytest_runtest_makereport(call, event):
+        event.wait(5)
+        return call
+
+    call = Call()
+    with contextlib.suppress(LookupError):
+        try:
+            fail()
+        except LookupError as error:
+            call.excinfo = type("Info", (), {"value": error})
+            raise
+    position = read_during(lambda event: pytest_runtest_makereport(call, event))
+    assert position.activity is Activity.REPORTS
+    assert position.site.endswith(" in fail")
+    passed = read_during(lambda event: pytest_runtest_makereport(Call(), event))
+    assert passed.activity is Activity.RUNS
+
+
+def frame(path, name="f"):
+    return StackFrame(path=path, line=1, name=name, code="g()" if path.startswith("/me") else "")
+
+
+def test_a_stack_shows_user_code_and_no_more_of_it_than_is_read():
+    users = [frame("/me/m.py", f"f{n}") for n in range(100)]
+    library, own = "/v/lib/python3.11/ast.py", "/v/lib/python3.11/site-packages/_pytest/runner.py"
+    assert show_stack([frame(library, "parse"), *users, frame(own)]) == (
+        "/me/m.py:1 in f0: g()",
+        "/me/m.py:1 in f1",
+        "/me/m.py:1 in f2",
+        "/me/m.py:1 in f3",
+        "... 95 more calls ...",
+        "/me/m.py:1 in f99",
+        f"inside parse ({library}:1)",
+    )
+    assert len(show_stack(users[:6])) == 6
+    assert show_stack([frame(library, "parse"), frame(own)]) == (
+        f"in no code of the test, but in parse ({library}:1)",
+    )
+    assert show_stack([]) == ()
+    # Who calls pytest.main() is no code of the test.
+    entry, program = frame(main.__file__), frame("/me/program.py")
+    assert of_test([*users, frame(own), entry, program]) == [*users, frame(own)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
+def test_a_stopped_process_is_stopped_and_a_sleeping_one_is_not():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert silent_activity(process.pid) is Activity.SILENT
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert silent_activity(process.pid) is Activity.STOPPED
+        process.kill()
+    assert silent_activity(process.pid) is Activity.SILENT
