@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.noting import NOTING
 from pytest_fsdp_comm.options import OPTIONS
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 
@@ -155,9 +156,11 @@ def fsdp_tree(request: pytest.FixtureRequest) -> TreeFactory:
     )
 
     context, findings = _context(request), request.config.stash[OPTIONS].findings
+    noting = request.config.stash.get(NOTING, None)
+    note = noting.note_tree if noting is not None else None
     if context is None:
-        return TreeFactory(findings=findings)
-    return TreeFactory(findings=findings, gather=context.exchange, ranks=context.ranks)
+        return TreeFactory(findings=findings, note=note)
+    return TreeFactory(findings=findings, gather=context.exchange, ranks=context.ranks, note=note)
 
 
 @pytest.fixture

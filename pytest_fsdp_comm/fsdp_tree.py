@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.gathering import gather_alike
-from pytest_fsdp_comm.reports.tree_html import render_tree_html
+from pytest_fsdp_comm.reports.html.pages import tree_page
 from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles, list_states
 from pytest_fsdp_comm.sharding.expected_units import WrapExpectation, expect_units
@@ -37,6 +37,7 @@ class TreeFactory:
         findings: FindingSettings | None = None,
         gather: Callable[[str], list[str]] = lambda text: [text],
         ranks: Sequence[int] = (),
+        note: Callable[[ShardTree], None] | None = None,
     ) -> None:
         """Sets up how trees are judged and exchanged.
 
@@ -44,8 +45,10 @@ class TreeFactory:
             findings: What counts as a finding; None for the defaults.
             gather: Exchanges a text between the ranks of a test, never by a recorded collective.
             ranks: The ranks that exchange, ascending; empty if they count from 0.
+            note: Gets each tree that is made; None where nobody asks for them.
         """
         self._findings = findings or FindingSettings()
+        self._note = note
         self._gather = gather
         self._ranks = ranks
 
@@ -65,7 +68,10 @@ class TreeFactory:
             RecordingError: It is not a module, is half built, or two parts have a parameter of the
                 same name.
         """
-        return capture_tree(model, self._findings)
+        tree = capture_tree(model, self._findings)
+        if self._note is not None:
+            self._note(tree)
+        return tree
 
     def of_all_ranks(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
         """As a plain call, with a finding if the ranks' trees differ. Every rank must call it.
@@ -130,14 +136,17 @@ class TreeFactory:
         Raises:
             FsdpCommError: The path ends otherwise.
         """
-        renderers = {".html": render_tree_html, ".json": dump_tree}
+        renderers = {".html": tree_page, ".json": dump_tree}
         render = renderers.get(Path(path).suffix)
         if render is None:
             raise FsdpCommError(
                 f"fsdp_tree.save writes .html and .json files, got {os.fspath(path)!r}; use one "
                 "of these extensions"
             )
-        Path(path).write_text(render(tree), encoding="utf-8")
+        # Where every rank writes the same file, each replaces it as a whole.
+        unfinished = Path(path).with_name(f".{Path(path).name[:200]}.{os.getpid()}")
+        unfinished.write_text(render(tree), encoding="utf-8")
+        unfinished.replace(path)
 
     def states(self, model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
         """All FSDP states below the model, of FSDP1 and FSDP2, each once.

@@ -83,6 +83,8 @@ class SessionOptions:
     several projects share a snapshot directory above theirs, the directory that it is in."""
     artifacts_dir: Path | None
     """Absolute directory for what failed comparisons received; None keeps nothing."""
+    report_dir: Path | None = None
+    """Absolute directory for the HTML report of the run; None writes none."""
     findings: FindingSettings = field(default_factory=FindingSettings)
     """What counts as a finding of a sharded tree."""
     links: Links = field(default_factory=Links)
@@ -143,6 +145,12 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="keep what failed comparisons received in DIR, laid out like the snapshot "
         "directory; copy it over to accept the change",
+    )
+    group.addoption(
+        "--comm-report",
+        metavar="DIR",
+        help="write an HTML report of the run to DIR/index.html: what each test sent, gathered and "
+        "sharded, and how that differs from its snapshots",
     )
     group.addoption(
         "--pdb-rank",
@@ -208,6 +216,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
     except ValueError as problem:
         raise pytest.UsageError(f"ini {problem}") from None
     artifacts = config.getoption("--comm-artifacts")
+    report = config.getoption("--comm-report")
     snapshot_dir = _read_snapshot_dir(config)
     shares = config.rootpath.is_relative_to(snapshot_dir.parent)
     launched = _read_launch(config)
@@ -223,6 +232,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
         snapshot_anchor=snapshot_dir.parent if shares else config.rootpath,
         # Relative to where the user typed it, as with --junitxml.
         artifacts_dir=config.invocation_params.dir / artifacts if artifacts else None,
+        report_dir=config.invocation_params.dir / report if report else None,
         findings=findings,
         links=links,
         unseen=_read_unseen(config),

@@ -63,6 +63,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[options.OPTIONS] = options.read_session_options(config)
     if config.pluginmanager.has_plugin("syrupy"):
         config.pluginmanager.register(unused_session.UnusedSnapshots(config), "fsdp-comm-unused")
+    if config.stash[options.OPTIONS].report_dir is not None:
+        from pytest_fsdp_comm.run_report import session as run_report  # noqa: PLC0415  # where asked
+
+        run_report.register(config)
     if is_spawned_rank():
         from pytest_fsdp_comm.ranks.rank import spawned  # noqa: PLC0415  # in such a rank only
 
@@ -136,6 +140,10 @@ def _prepare_ranks(
         replay.RankSnapshots(),
         properties.SuitePropertiesOfRanks(),
     ]
+    if config.stash[options.OPTIONS].report_dir is not None:
+        from pytest_fsdp_comm.run_report import session as run_report  # noqa: PLC0415  # where asked
+
+        extensions += run_report.rank_extensions(config)
     if is_spawned_rank():
         from pytest_fsdp_comm.ranks.rank import spawned  # noqa: PLC0415  # as above
 

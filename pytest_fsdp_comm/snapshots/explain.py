@@ -89,7 +89,7 @@ _DROPPED_WITH_VALUE: Final = frozenset(
         *("--deselect", "--ignore", "--ignore-glob", "--last-failed-no-failures", "--lfnf"),
         *("--junitxml", "--junit-xml", "--durations", "--durations-min", "--color", "--capture"),
         *("--show-capture", "--verbosity", "--comm-artifacts", "--pdb-rank", "--rank-slots"),
-        *("--randomly-seed", "--basetemp"),
+        *("--randomly-seed", "--basetemp", "--comm-report"),
     }
 )
 
@@ -128,6 +128,8 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
         links=config.stash[OPTIONS].links,
         evidence=_evidence(result for _, result in assertion.last_results),
     )
+    for result in (result for result in results if result.exception is None):
+        _keep_received(assertion.extension, result)
     explained = [
         _explain_one(assertion.extension, (name, result), aids, config.rootpath, accept=accept)
         for name, result in failed
@@ -144,6 +146,32 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
         below="\n".join(shown.below),
     )
     return list(shown.lines)
+
+
+def explain_difference(
+    assertion: CommSnapshot, name: str, result: AssertionResult
+) -> tuple[tuple[str, ...], str]:
+    """Explains one value of the last comparison, whatever became of the assertion.
+
+    Args:
+        assertion: What the value was compared with.
+        name: The value's.
+        result: Of `assertion.last_results`; its value differs, or could not be compared.
+
+    Returns:
+        All lines of the explanation, and the difference in a few words.
+    """
+    item = result.test_location.item
+    config = item.config
+    accept = "" if result.exception is not None else update_command(config, item)
+    aids = _Aids(
+        links=config.stash[OPTIONS].links,
+        evidence=_evidence(other for _, other in assertion.last_results),
+    )
+    failure, what = _explain_one(
+        assertion.extension, (name, result), aids, config.rootpath, accept=accept
+    )
+    return failure.explanation.full, _headline({name: what})
 
 
 def _headline(explained: Mapping[str, _Changes | str]) -> str:
@@ -210,7 +238,6 @@ def _explain_one(
         explanation = Explanation(short=lines, full=lines, is_cut=False)
         problem = describe_problem(result.exception, where=where)
         return Failure(name=name, explanation=explanation), problem
-    _keep_received(extension, result)
     if result.recalled_data is None:
         lines = (f"there is no snapshot {where} yet",)
         if accept:

@@ -17,6 +17,7 @@ from pytest_fsdp_comm.comm.profile import CommProfile, has_further_ranks, withou
 from pytest_fsdp_comm.errors import EmptyRecordingError, FsdpCommError, SnapshotFormatError
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
+from pytest_fsdp_comm.noting import NOTING
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.snapshots.completeness import check_completeness
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
@@ -413,6 +414,9 @@ class CommSnapshot(SnapshotAssertion):
             self.last_results = tuple(
                 (key, self._compare(key, value)) for key, value in values.items()
             )
+            noting = self.test_location.item.config.stash.get(NOTING, None)
+            if noting is not None:
+                noting.note_comparison(self, values)
             return all(result.success for _, result in self.last_results)
         finally:
             self._comparisons += 1

@@ -87,7 +87,6 @@ def test_every_form_shows_all_parts(stages, capsys, tmp_path):
     assert "{6..7}" in shown
     fsdp_tree.save(tree, tmp_path / "tree.html")
     page = (tmp_path / "tree.html").read_text()
-    assert page.count("<details") == page.count("</details>")
     assert page.count("(root)") >= 2
     assert load_tree(dump_tree(tree)) == tree
     text = format_profile(fold(tree))

@@ -3,14 +3,14 @@
 import io
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
+from page_checks import check_page
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
-from pytest_fsdp_comm.reports.tree_html import render_tree_html
+from pytest_fsdp_comm.reports.html.pages import tree_page
 from pytest_fsdp_comm.reports.tree_rows import policy_words, tree_rows
 from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.tree.finding import Finding
@@ -147,7 +147,7 @@ def test_a_replicated_unit_is_marked_as_one():
     copies = {"shard_axis": None, "replicate_axis": DP, "nbytes_gathered": 0}
     tree = replace(tree, units=(replace(tree.units[0], kind="ddp", **copies), tree.units[1]))
     assert "(root) [Model]  REPLICATED dp=4" in re.sub(" {2,}", "  ", render_tree(tree))
-    assert '<span class="mark">REPLICATED</span> dp=4' in render_tree_html(tree)
+    assert "<b>REPLICATED</b> dp=4" in tree_page(tree)
 
 
 def test_every_module_is_in_exactly_one_row():
@@ -185,35 +185,16 @@ def test_only_a_terminal_is_coloured(is_terminal, no_color, monkeypatch):
     assert ("\x1b[" in stream.getvalue()) == (is_terminal and not no_color)
 
 
-class Balance(HTMLParser):
-    """Checks that each tag is closed in order, and notes the bars' widths."""
-
-    def __init__(self):
-        super().__init__()
-        self.open = []
-        self.bars = []
-
-    def handle_starttag(self, tag, attrs):
-        if tag not in {"meta", "br"}:
-            self.open.append(tag)
-        if ("class", "bar") in attrs:
-            self.bars.append(dict(attrs)["style"])
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 def test_the_page_is_whole_and_has_a_bar_for_each_unit():
     tree = replace(stack(odd=7), findings=(FINDING,))
     tree = replace(tree, units=(replace(tree.units[0], nbytes_gathered=8192), *tree.units[1:]))
-    page = render_tree_html(tree)
-    balance = Balance()
-    balance.feed(page)
-    assert balance.open == []
-    assert balance.bars == ["width:100.00%", *["width:25.00%"] * 3]
+    page = tree_page(tree)
+    check_page(page)
+    widths = re.findall(r'class="gathered" width="([^"]*)"', page)
+    assert widths == ["100.00%", *["25.00%"] * 3]
     assert "two are &lt;not&gt;" in page
-    assert "{0..6} &times;7" in page
-    assert page.count("<details") == page.count("</details>")
+    assert "warning: partly-wrapped" in page
+    assert '<code>{0..6}</code> <span class="dim">\N{MULTIPLICATION SIGN}7</span>' in page
 
 
 def test_what_a_user_names_is_text_on_the_page():
@@ -223,16 +204,14 @@ def test_what_a_user_names_is_text_on_the_page():
     alias = ModuleNode(name="again", parent=0, depth=1, class_name="Block", alias_of=4)
     finding = replace(FINDING, fqns=(markup,), reason=markup, cure=markup)
     tree = replace(tree, modules=(*tree.modules, named, alias), findings=(finding,))
-    page = render_tree_html(tree)
-    balance = Balance()
-    balance.feed(page)
-    assert balance.open == []
+    page = tree_page(tree)
+    check_page(page)
     assert "<b class" not in page
     assert page.count("&lt;b class") == 3
     assert page.count("&lt;b\\x20class") == 3
 
 
-def test_a_very_deep_tree_is_drawn_flat_below_a_limit():
+def test_a_very_deep_tree_is_drawn_flat_below_a_limit_and_cut_on_the_page():
     modules = [ModuleNode(name="", parent=None, depth=0, class_name="Model")]
     modules += [
         ModuleNode(name="c", parent=depth - 1, depth=depth, class_name="C")
@@ -240,9 +219,12 @@ def test_a_very_deep_tree_is_drawn_flat_below_a_limit():
     ]
     tree = replace(stack(), modules=tuple(modules), parameters=(), units=())
     assert max(len(line) for line in render_tree(tree).splitlines()) < 130
-    page = render_tree_html(tree)
-    assert page.count("<details") == 40
-    assert page.count('class="row') == 5000
+    page = tree_page(tree)
+    check_page(page)
+    assert page.count('<th scope="row"') == 2500
+    assert "2500 more modules are left out" in page
+    assert 'class="d12"' in page
+    assert 'class="d13"' not in page
 
 
 def test_json_round_trips():
@@ -278,7 +260,7 @@ def test_the_suffix_decides_how_a_tree_is_saved(tmp_path):
     tree = stack()
     TreeFactory().save(tree, tmp_path / "tree.html")
     TreeFactory().save(tree, tmp_path / "tree.json")
-    assert (tmp_path / "tree.html").read_text(encoding="utf-8") == render_tree_html(tree)
+    assert (tmp_path / "tree.html").read_text(encoding="utf-8") == tree_page(tree)
     assert load_tree((tmp_path / "tree.json").read_text(encoding="utf-8")) == tree
     with pytest.raises(FsdpCommError) as caught:
         TreeFactory().save(tree, "tree.pdf")

@@ -1,0 +1,33 @@
+"""How fixtures pass on what they make, where a report of the run is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from syrupy.assertion import SnapshotAssertion
+
+    from pytest_fsdp_comm.tree.model import ShardTree
+
+
+class Noting(Protocol):
+    """Keeps what the running test makes."""
+
+    def note_comparison(self, assertion: SnapshotAssertion, values: Mapping[str, object]) -> None:
+        """Keeps a comparison that was just made.
+
+        Args:
+            assertion: A `snapshots.extension.CommSnapshot`, which has the results.
+            values: What was compared, by name; ``""`` for one without.
+        """
+
+    def note_tree(self, tree: ShardTree) -> None:
+        """Keeps a tree that ``fsdp_tree`` has just made."""
+
+
+NOTING: Final = pytest.StashKey[Noting]()
+"""On the config's stash: present exactly if a report is asked for."""

@@ -1,0 +1,449 @@
+"""The text of each page: templates filled with what the other modules of this room draw."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import re
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_fsdp_comm.comm.profile import CommProfile
+from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.reports.explanation import ACCEPT, CURE, LIKELY, READ, RECORD
+from pytest_fsdp_comm.reports.html.chart import Chart, draw
+from pytest_fsdp_comm.reports.html.listing import Listing, list_entries
+from pytest_fsdp_comm.reports.html.modules import ModuleTable, module_table
+from pytest_fsdp_comm.reports.html.sides import (
+    MARKS,
+    CostRow,
+    RankRow,
+    Sides,
+    comparable,
+    cost_ranks,
+    cost_rows,
+    growth,
+    peak,
+    rank_rows,
+    sides_of_comm,
+    sides_of_text,
+)
+from pytest_fsdp_comm.reports.html.values import Compared, TreeView
+from pytest_fsdp_comm.reports.tree_rows import (
+    mark,
+    parameter_words,
+    placement_words,
+    policy_words,
+    relation_words,
+    summary_words,
+    tree_rows,
+)
+from pytest_fsdp_comm.text.nbytes import show_growth, show_nbytes
+from pytest_fsdp_comm.text.rank_lists import name_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from jinja2 import Environment
+
+    from pytest_fsdp_comm.reports.html.timeline import Timeline
+    from pytest_fsdp_comm.reports.html.values import RankTimeline, Result, Run
+    from pytest_fsdp_comm.tree.model import ShardTree
+    from pytest_fsdp_comm.tree.profile import TreeProfile
+
+GENERATOR: Final = "pytest-fsdp-comm report"
+"""What a page names as its generator, near its beginning."""
+
+MAX_PAGE: Final = 1_000_000
+"""Bytes of a page."""
+_ENTRIES: Final = 12_000
+"""Entries of timelines on a page, shared by all of its charts."""
+_MAX_CHARTS: Final = 8
+_MAX_TESTS: Final = 1_500
+"""Tests of the index: 400 bytes each."""
+_MAX_TREE_ROWS: Final = 2_500
+_MAX_SLUG: Final = 60
+_MADE_WITH: Final = re.compile(r"#[^\n|]*\| ([^\n]*) \(not compared\)")
+_MAX_DEPTH: Final = 12
+"""Levels that are indented: so many classes the style sheet has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What came of a test, for people."""
+
+    rank: int
+    """Lower comes first."""
+    sign: str
+    word: str
+    tone: str
+    """The class that colours it: ``bad``, ``note``, ``good`` or ``dim``."""
+
+
+_DIFFERS: Final = Status(rank=0, sign="≠", word="differs", tone="bad")
+_STATUS: Final = {
+    "differs": _DIFFERS,
+    "broken": Status(rank=1, sign="!", word="not comparable", tone="bad"),
+    "missing": Status(rank=2, sign="?", word="no snapshot", tone="bad"),
+    "failed": Status(rank=3, sign="✕", word="failed", tone="bad"),
+    "error": Status(rank=3, sign="✕", word="error", tone="bad"),
+    "unfinished": Status(rank=4, sign="…", word="not finished", tone="note"),
+    "updated": Status(rank=5, sign="✎", word="snapshot written", tone="note"),
+    "same": Status(rank=6, sign="=", word="as reviewed", tone="good"),
+    "uncompared": Status(rank=7, sign="·", word="not compared", tone="dim"),
+    "passed": Status(rank=7, sign="·", word="not compared", tone="dim"),
+    "skipped": Status(rank=8, sign="/", word="skipped", tone="dim"),
+}
+
+
+def status_of(result: Result) -> Status:
+    """What to call a test: its worst comparison, or its failure for another reason."""
+    found = [_STATUS[one.verdict] for one in result.record.compared]
+    if result.outcome != "passed" or not found:
+        found.append(_STATUS[result.outcome])
+    return min(found, key=lambda status: status.rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TestRow:
+    """A test in the index."""
+
+    status: Status
+    page: str
+    name: str
+    path: str
+    headline: str
+    nbytes: str
+    bytes_change: str
+    peak: str
+    peak_change: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Text:
+    """A line of an explanation, and what it is."""
+
+    label: str
+    """``likely``, ``accept``, ``note``; empty for a change."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figure:
+    """What some ranks did, drawn and listed."""
+
+    id: str
+    ranks: str
+    chart: Chart
+    listing: Listing
+    left_out: int
+    data: str
+    """For the cursor: JSON that is safe within a script element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Section:
+    """One value of a test."""
+
+    id: str
+    one: Compared
+    status: Status
+    texts: tuple[_Text, ...]
+    has_old: bool
+    """Whether there is a snapshot to compare with."""
+    figures: tuple[_Figure, ...]
+    undrawn: str
+    """Ranks whose timeline is not drawn; empty if all are."""
+    made_with: str
+    """torch's version and the backend; empty if unknown."""
+    sides: Sides | None = None
+    costs: tuple[CostRow, ...] = ()
+    costs_of: str = ""
+    """Whose numbers `costs` are; empty for every rank's."""
+    modules: ModuleTable | None = None
+    ranks: tuple[RankRow, ...] = ()
+    num_ranks: int = 0
+    """0 for a tree."""
+
+
+class Site:
+    """The pages of a run, which link each other by relative addresses."""
+
+    def __init__(self, run: Run, read: Callable[[str], CommProfile | TreeProfile]) -> None:
+        """Stores the arguments.
+
+        Args:
+            run: What the report is about.
+            read: Reads the text of a snapshot.
+        """
+        self._run = run
+        self._read = read
+        self._rows: list[_TestRow] = []
+
+    def test_pages(self) -> Iterator[tuple[str, str]]:
+        """The name and text of each test's page; one after the other, as a run may have many."""
+        for result in self._run.tests:
+            row = self._row(result)
+            self._rows.append(row)
+            yield row.page, self._test_page(result, row)
+
+    def index_page(self) -> str:
+        """The list of tests, after all of `test_pages`."""
+        rows = sorted(self._rows, key=lambda row: row.status.rank)
+        counts: dict[str, int] = {}
+        for row in rows:
+            counts[row.status.word] = counts.get(row.status.word, 0) + 1
+        return _render(
+            "index.html.jinja",
+            run=self._run,
+            title=_index_title(rows),
+            rows=rows[:_MAX_TESTS],
+            left_out=max(0, len(rows) - _MAX_TESTS),
+            counts=counts,
+        )
+
+    def _profile(self, text: str) -> CommProfile | TreeProfile | None:
+        if not text:
+            return None
+        try:
+            return self._read(text)
+        except FsdpCommError:
+            return None
+
+    def _row(self, result: Result) -> _TestRow:
+        path, _, name = result.nodeid.partition("::")
+        headlines = [one.headline for one in result.record.compared if one.headline]
+        numbers = {"nbytes": "", "bytes_change": "", "peak": "", "peak_change": ""}
+        for one in result.record.compared:
+            new = self._profile(one.new)
+            if isinstance(new, CommProfile):
+                old = self._profile(one.old)
+                numbers = _numbers(old if isinstance(old, CommProfile) else new, new)
+                break
+        return _TestRow(
+            status=status_of(result),
+            page=page_name(result.nodeid),
+            name=name or path,
+            path=path,
+            headline=headlines[0] if headlines else result.message,
+            **numbers,
+        )
+
+    def _test_page(self, result: Result, row: _TestRow) -> str:
+        entries = _ENTRIES
+        while True:
+            page = _render(
+                "test.html.jinja",
+                result=result,
+                row=row,
+                sections=tuple(self._sections(result, entries)),
+                silent=_named(result.record.silent_ranks),
+            )
+            if len(page.encode()) <= MAX_PAGE or entries < _MAX_CHARTS:
+                return page
+            entries //= 2
+
+    def _sections(self, result: Result, entries: int) -> Iterator[_Section]:
+        charts = sum(min(len(one.timelines), _MAX_CHARTS) for one in result.record.compared)
+        share = entries // max(charts, 1)
+        for number, one in enumerate(result.record.compared):
+            yield self._section(f"v{number}", one, share)
+
+    def _section(self, prefix: str, one: Compared, share: int) -> _Section:
+        old, new = self._profile(one.old), self._profile(one.new)
+        drawn = [held for held in one.timelines if len(held.timeline)]
+        section = _Section(
+            id=prefix,
+            one=one,
+            status=_STATUS[one.verdict],
+            texts=_texts(one.lines),
+            has_old=old is not None,
+            figures=tuple(
+                _figure(f"{prefix}-t{number}", held, share)
+                for number, held in enumerate(drawn[:_MAX_CHARTS])
+            ),
+            undrawn=_named(sorted(rank for held in drawn[_MAX_CHARTS:] for rank in held.ranks)),
+            made_with=_made_with(one.new),
+        )
+        if not isinstance(new, CommProfile):
+            is_changed = one.kind == "tree" and one.old and one.new and one.old != one.new
+            return replace(section, sides=sides_of_text(one.old, one.new) if is_changed else None)
+        was = old if isinstance(old, CommProfile) else new
+        return replace(
+            section,
+            sides=sides_of_comm(was, new),
+            costs=cost_rows(was, new),
+            costs_of=cost_ranks(was, new),
+            modules=module_table(*comparable(was, new)),
+            ranks=rank_rows(new),
+            num_ranks=new.num_ranks,
+        )
+
+
+def tree_page(tree: ShardTree) -> str:
+    """A page about one tree alone."""
+    rows = tuple(tree_rows(tree))
+    view = TreeView(
+        title=tree.modules[0].class_name,
+        summary=summary_words(tree),
+        rows=rows[:_MAX_TREE_ROWS],
+        left_out=max(0, len(rows) - _MAX_TREE_ROWS),
+        findings=tuple(tree.findings),
+        notes=tree.notes,
+    )
+    return _render("tree.html.jinja", view=view)
+
+
+def page_name(nodeid: str) -> str:
+    """The file name of a test's page: the same in each run, and different for each test."""
+    path, _, name = nodeid.partition("::")
+    module = path.rpartition("/")[2].removesuffix(".py")
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", f"{module}-{name}")[:_MAX_SLUG].strip("-")
+    digest = hashlib.sha256(nodeid.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return f"{slug}-{digest}.html"
+
+
+def _index_title(rows: Sequence[_TestRow]) -> str:
+    total = len(rows)
+    tests = "test" if total == 1 else "tests"
+    differing = sum(row.status is _DIFFERS for row in rows)
+    bad = sum(row.status.tone == "bad" for row in rows) - differing
+    if not total:
+        return "No test used pytest-fsdp-comm"
+    if differing:
+        differ = "differs from its snapshots" if differing == 1 else "differ from their snapshots"
+        return f"{differing} of {total} {tests} {differ}"
+    if bad:
+        return f"{bad} of {total} {tests} failed"
+    reviewed = sum(row.status.word in {"as reviewed", "snapshot written"} for row in rows)
+    if not reviewed:
+        return f"{total} {tests}, none compared with a snapshot"
+    if any(row.status.word == "snapshot written" for row in rows):
+        return f"Snapshots of {reviewed} {'test' if reviewed == 1 else 'tests'} are up to date"
+    return f"{reviewed} of {total} {tests} as reviewed"
+
+
+def _numbers(old: CommProfile, new: CommProfile) -> dict[str, str]:
+    rows = {row.label: row for row in cost_rows(old, new)}
+    before, after = (peak(side) for side in comparable(old, new))
+    change = growth(old, new)
+    return {
+        "nbytes": rows["bytes in all"].after,
+        "bytes_change": "" if change == "unchanged" else change,
+        "peak": show_nbytes(after),
+        "peak_change": show_growth(before, after) if before != after else "",
+    }
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return name_ranks(ranks) if ranks else ""
+
+
+def _made_with(text: str) -> str:
+    found = _MADE_WITH.match(text)
+    return found[1] if found else ""
+
+
+def _texts(lines: Sequence[str]) -> tuple[_Text, ...]:
+    """An explanation without its first line, which names the file."""
+    labels = {
+        LIKELY: "likely",
+        ACCEPT: "accept",
+        RECORD: "record it",
+        CURE: "or",
+        "  note: ": "note",
+    }
+    texts = []
+    for line in lines[1:] if len(lines) > 1 else lines:
+        if line == READ:
+            continue
+        found = next((start for start in labels if line.startswith(start)), "")
+        texts.append(
+            _Text(label=labels.get(found, ""), text=line.removeprefix(found).strip() or line)
+        )
+    return tuple(texts)
+
+
+def _figure(prefix: str, held: RankTimeline, share: int) -> _Figure:
+    timeline = held.timeline.first(share)
+    chart = draw(timeline)
+    return _Figure(
+        id=prefix,
+        ranks=name_ranks(held.ranks),
+        chart=chart,
+        listing=list_entries(timeline),
+        left_out=timeline.left_out,
+        data=_data(timeline, chart),
+    )
+
+
+def _data(timeline: Timeline, chart: Chart) -> str:
+    """What the cursor says of each entry."""
+    sizes = list(dict.fromkeys((*timeline.nbytes, *chart.held)))
+    place = {nbytes: at for at, nbytes in enumerate(sizes)}
+    text = json.dumps(
+        {
+            "names": timeline.names,
+            "whats": timeline.whats,
+            "modules": timeline.modules,
+            "phases": timeline.phases,
+            "axes": timeline.axes,
+            "sizes": [show_nbytes(nbytes) for nbytes in sizes],
+            "nbytes": [place[nbytes] for nbytes in timeline.nbytes],
+            "held": [place[nbytes] for nbytes in chart.held],
+        },
+        separators=(",", ":"),
+    )
+    # A name must not end the script element that holds it, nor begin a comment.
+    return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
+
+
+def _render(template: str, **values: Any) -> str:
+    text = _environment().get_template(template).render(**values)
+    # Half a surrogate pair, which a test's id may have, is no UTF-8.
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+@functools.cache
+def _environment() -> Environment:
+    from jinja2 import (  # noqa: PLC0415  # only for those who want a page
+        Environment,
+        PackageLoader,
+        StrictUndefined,
+    )
+
+    environment = Environment(
+        loader=PackageLoader("pytest_fsdp_comm.reports.html"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    words = (mark, parameter_words, placement_words, policy_words, relation_words, show_nbytes)
+    environment.filters.update({one.__name__: one for one in words})
+    style, script = _asset("report.css"), _asset("report.js")
+    environment.globals.update(
+        generator=GENERATOR,
+        marks=MARKS,
+        max_depth=_MAX_DEPTH,
+        style=style,
+        script=script,
+        policy=(
+            f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
+            "base-uri 'none'; form-action 'none'"
+        ),
+    )
+    return environment
+
+
+def _asset(name: str) -> str:
+    return (resources.files(__package__) / "templates" / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    """By which a page says which style or script it has: no other is applied or run."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

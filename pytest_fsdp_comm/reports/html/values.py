@@ -1,0 +1,106 @@
+"""What pages are made from: what the tests of a run compared and recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pytest_fsdp_comm.reports.html.timeline import Timeline
+from pytest_fsdp_comm.reports.tree_rows import TreeRow
+from pytest_fsdp_comm.tree.finding import Finding
+
+Verdict = Literal["differs", "broken", "missing", "updated", "same", "uncompared"]
+Outcome = Literal["failed", "error", "passed", "skipped", "unfinished"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeView:
+    """How a model is sharded, ready to be drawn."""
+
+    title: str
+    """The root's class."""
+    summary: str
+    """In a line."""
+    rows: tuple[TreeRow, ...]
+    """Parents first."""
+    left_out: int = 0
+    """Rows beyond those that are kept."""
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimeline:
+    """What some ranks recorded alike."""
+
+    ranks: tuple[int, ...]
+    """Ascending; at least one."""
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A value that a test compared with a snapshot, or recorded without."""
+
+    name: str
+    """The value's, where a dict was compared; empty otherwise."""
+    kind: Literal["comm", "tree"]
+    verdict: Verdict
+    file: str = ""
+    """The snapshot's path, as the user would type it; empty if none was compared."""
+    old: str = ""
+    """The snapshot's text; empty if there is none."""
+    new: str = ""
+    """What was recorded, as a snapshot's text; empty if it could not be written."""
+    lines: tuple[str, ...] = ()
+    """Why it failed, all of it; empty if it did not."""
+    headline: str = ""
+    """The same in a few words."""
+    tree: TreeView | None = None
+    """Of the lowest rank; None for a recording."""
+    timelines: tuple[RankTimeline, ...] = ()
+    """By their lowest rank; empty for a tree."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What a test compared and recorded, as far as it came."""
+
+    world_size: int = 1
+    backend: str = ""
+    """Empty for a test that does not run on ranks."""
+    silent_ranks: tuple[int, ...] = ()
+    """Those that ended without saying what they recorded, ascending."""
+    compared: tuple[Compared, ...] = ()
+    """In the order of the comparisons, then what was not compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of a test."""
+
+    nodeid: str
+    outcome: Outcome
+    seconds: float = 0.0
+    """Of all its phases."""
+    problem: str = ""
+    """The report of its failure, perhaps without the beginning; empty if it did not fail."""
+    message: str = ""
+    """That report in one line."""
+    record: Record = Record()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """All that a report is about."""
+
+    tests: tuple[Result, ...]
+    """Those that use this plugin, in the order in which they ended."""
+    others: int = 0
+    """How many other tests ran."""
+    is_interrupted: bool = False
+    """Whether the session ended before its last test."""
+    command: str = ""
+    """How pytest was called."""
+    made_at: str = ""
+    """Date and time, as they are shown."""

@@ -1,0 +1,211 @@
+"""Collects what came of every test of a session, and writes the report when it ends."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from pytest_fsdp_comm.launch_environment import is_spawned_rank
+from pytest_fsdp_comm.marker import uses_plugin
+from pytest_fsdp_comm.noting import NOTING
+from pytest_fsdp_comm.options import OPTIONS
+from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
+from pytest_fsdp_comm.text.codec import dump_document, load_document
+from pytest_fsdp_comm.text.paths import show_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pytest_fsdp_comm.ranks.wire.extension import RankExtension
+    from pytest_fsdp_comm.reports.html.values import Outcome, Result
+    from pytest_fsdp_comm.run_report.notes import Notes
+
+_RECORD: Final = "comm_record"
+"""The attribute of a report by which a worker of xdist gives its controller a test's record."""
+_KIND: Final = "record"
+_VERSION: Final = 1
+
+_MAX_PROBLEM: Final = 8_000
+"""Characters of a failure's report that are shown: the last ones."""
+_MAX_MESSAGE: Final = 300
+
+_NOTES: Final = pytest.StashKey["Notes"]()
+
+
+def register(config: pytest.Config) -> None:
+    """Prepares a process of a session whose report is asked for.
+
+    Raises:
+        pytest.UsageError: The report could not be written there.
+    """
+    directory = config.stash[OPTIONS].report_dir
+    if directory is None or config.option.collectonly:
+        return
+    launched = config.stash[OPTIONS].launched
+    is_worker = hasattr(config, "workerinput")
+    is_other = is_spawned_rank() or (launched is not None and not launched.is_leader)
+    if not (is_worker or is_other):
+        check_directory(directory)
+    # Now that it is known that a report will be made.
+    from pytest_fsdp_comm.run_report.notes import SESSION_PLUGIN, Notes  # noqa: PLC0415
+
+    notes = config.stash[_NOTES] = config.stash[NOTING] = Notes()
+    config.pluginmanager.register(notes, "fsdp-comm-notes")
+    if not is_other:
+        plugin = SessionReport(config, notes, None if is_worker else directory)
+        config.pluginmanager.register(plugin, SESSION_PLUGIN)
+
+
+def rank_extensions(config: pytest.Config) -> list[RankExtension[Any]]:
+    """What ranks carry out for the report; nothing if none is asked for."""
+    notes = config.stash.get(_NOTES, None)
+    return [] if notes is None else [notes]
+
+
+def check_directory(directory: Path) -> None:
+    """Makes the directory before the first test, which may take long.
+
+    Raises:
+        pytest.UsageError: It cannot be made, or written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as problem:
+        what = "is a file" if directory.is_file() else f"cannot be written ({problem.strerror})"
+        raise pytest.UsageError(
+            f"--comm-report: expected a directory for the HTML report, but {directory} {what}; "
+            "choose a directory that can be made and written"
+        ) from None
+
+
+class SessionReport:
+    """Registered in the process that reports, and in each worker of xdist."""
+
+    def __init__(self, config: pytest.Config, notes: Notes, directory: Path | None) -> None:
+        """Begins before collection.
+
+        Args:
+            config: Of the session.
+            notes: What the tests of this process compare and record.
+            directory: Where the report is written; None in a worker, whose controller writes it.
+        """
+        self._config = config
+        self._notes = notes
+        self._directory = directory
+        self._ours: dict[str, pytest.Item] = {}
+        self._results: dict[str, Result] = {}
+        self._finished: set[str] = set()
+        self._other_tests: set[str] = set()
+        self._written = ""
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Notes which tests the report is about."""
+        self._ours = {item.nodeid: item for item in session.items if uses_plugin(item)}
+        uses_recording = {"comm_mode", "fsdp_tree"}
+        for item in session.items:
+            if uses_recording.intersection(getattr(item, "fixturenames", ())):
+                self._ours.setdefault(item.nodeid, item)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Takes over a phase's outcome, and what its test recorded."""
+        if RANK_CONTEXT in self._config.stash:
+            return
+        item = self._ours.get(report.nodeid)
+        if self._directory is None:
+            if item is not None:
+                record = self._notes.take_record(item) if report.when == "teardown" else None
+                text = dump_document(_KIND, _VERSION, record) if record is not None else ""
+                # Before the plugin that sends the report, which comes after this hook.
+                vars(report)[_RECORD] = text
+            return
+        sent = vars(report).pop(_RECORD, None)
+        if item is None and sent is None and report.when in {"setup", "call", "teardown"}:
+            self._other_tests.add(report.nodeid)
+            return
+        self._add(report, item, sent or "")
+
+    def _add(self, report: pytest.TestReport, item: pytest.Item | None, sent: str) -> None:
+        from pytest_fsdp_comm.reports.html.values import Record, Result  # noqa: PLC0415  # as above
+
+        result = self._results.get(report.nodeid)
+        if result is None or (report.when == "setup" and report.nodeid in self._finished):
+            # Begins, or is run again.
+            self._finished.discard(report.nodeid)
+            result = Result(nodeid=report.nodeid, outcome="unfinished")
+        outcome = _outcome(report) or result.outcome
+        is_worse = result.outcome not in {"failed", "error"} and outcome in {"failed", "error"}
+        if is_worse:
+            result = replace(result, problem=_problem(report), message=_message(report))
+        if is_worse or result.outcome == "unfinished":
+            result = replace(result, outcome=outcome)
+        if report.when == "teardown":
+            self._finished.add(report.nodeid)
+            record = result.record
+            if sent:
+                record = load_document(Record, _KIND, _VERSION, sent)
+            elif item is not None:
+                record = self._notes.take_record(item)
+            result = replace(result, record=record)
+        seconds = result.seconds + getattr(report, "duration", 0.0)
+        self._results[report.nodeid] = replace(result, seconds=seconds)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Writes the report, of what there is if the session was interrupted."""
+        if self._directory is None or RANK_CONTEXT in self._config.stash:
+            return
+        from pytest_fsdp_comm.reports.html.values import Run  # noqa: PLC0415  # as above
+        from pytest_fsdp_comm.run_report.writing import write_report  # noqa: PLC0415  # as above
+
+        run = Run(
+            tests=tuple(self._results.values()),
+            others=len(self._other_tests),
+            is_interrupted=exitstatus == pytest.ExitCode.INTERRUPTED
+            or bool(session.shouldfail or session.shouldstop),
+            command=shlex.join(("pytest", *map(str, self._config.invocation_params.args))),
+            made_at=time.strftime("%Y-%m-%d %H:%M"),
+        )
+        index = self._directory / "index.html"
+        shown = show_path(index, self._config.invocation_params.dir)
+        try:
+            write_report(run, self._directory)
+        except OSError as problem:
+            self._written = f"the report {shown} is not complete: {os.fspath(problem.filename)!r} "
+            self._written += f"could not be written ({problem.strerror})"
+        else:
+            self._written = f"report: {shown}"
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Says where the report is."""
+        if self._written:
+            terminalreporter.write_line(f"fsdp-comm: {self._written}")
+
+
+def _outcome(report: pytest.TestReport) -> Outcome | None:
+    """What a phase says about its test; None if nothing."""
+    if report.failed:
+        return "failed" if report.when == "call" else "error"
+    if report.skipped:
+        return "skipped"
+    return "passed" if report.when == "call" else None
+
+
+def _problem(report: pytest.TestReport) -> str:
+    text = report.longreprtext
+    return text if len(text) <= _MAX_PROBLEM else f"...{text[-_MAX_PROBLEM:]}"
+
+
+def _message(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else report.longreprtext.strip()
+    line = text.splitlines()[0] if text else ""
+    return line if len(line) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]}..."

@@ -1,0 +1,186 @@
+"""``--comm-report``: what sessions of every kind write, and where they refuse to."""
+
+import html
+import re
+
+import pytest
+from page_checks import check_page
+from running import start
+
+from pytest_fsdp_comm.run_report.session import check_directory
+
+TESTS = """
+import os
+import pytest, torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+def train(mesh, comm_mode, *, extra=False):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model[0], mesh=mesh)
+    if extra:
+        fully_shard(model[1], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with comm_mode(model):
+        model(torch.ones(2, 8)).sum().backward()
+    return model
+
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("kind", ["same", "</script><b>&'\\N{BUG}"])
+def test_step(kind, device_mesh, comm_mode, fsdp_tree, comm_snapshot):
+    changes = kind != "same" and "CHANGED" in os.environ
+    model = train(device_mesh(), comm_mode, extra=changes)
+    assert {"comm": comm_mode, "tree": fsdp_tree(model)} == comm_snapshot
+
+@pytest.mark.distributed(world_size=2)
+def test_uncompared(device_mesh, comm_mode):
+    train(device_mesh(), comm_mode)
+
+@pytest.mark.distributed(world_size=2)
+def test_dies(dist_info):
+    if "CHANGED" in os.environ and dist_info.rank == 1:
+        os._exit(3)
+
+def test_in_this_process(fsdp_tree):
+    assert fsdp_tree(nn.Linear(2, 2)).units == ()
+
+def test_of_others():
+    pass
+
+def test_last():
+    if "INTERRUPTED" in os.environ:
+        raise KeyboardInterrupt
+"""
+HOSTILE = r"test_step[</script><b>&'\U0001f41b]"
+
+
+def index_of(directory):
+    """The rows of the index by name of the test: result, and page."""
+    text = (directory / "index.html").read_text(encoding="utf-8")
+    check_page(text)
+    rows = re.findall(
+        r'<a href="(tests/[^"]*)">(.*?)</a>.*?</span> ([^<]*)</td>', text, flags=re.DOTALL
+    )
+    return {
+        html.unescape(name): (result, (directory / page).read_text(encoding="utf-8"))
+        for page, name, result in rows
+    }
+
+
+def end(path, *arguments):
+    process = start(path, "-p", "no:randomly", *arguments)
+    out, _ = process.communicate(timeout=120)
+    return process.returncode, out
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """The same run in two workers of xdist, and in one process until it is interrupted."""
+    pytest.importorskip("xdist")
+    path = tmp_path_factory.mktemp("reported")
+    (path / "test_it.py").write_text(TESTS, encoding="utf-8")
+    status, out = end(path, "--snapshot-update", "-k", "test_step")
+    assert status == 0, out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CHANGED", "1")
+        workers = end(path, "--comm-report", "of/workers", "-n", "2")
+        patch.setenv("INTERRUPTED", "1")
+        alone = end(path, "--comm-report", "alone")
+    return path, {"alone": alone, "of/workers": workers}
+
+
+DIRECTORIES = pytest.mark.parametrize("directory", ["alone", "of/workers"])
+
+
+@DIRECTORIES
+def test_the_index_has_each_test_once_failures_first(reported, directory):
+    path, ended = reported
+    assert f"fsdp-comm: report: {directory}/index.html" in ended[directory][1]
+    rows = index_of(path / directory)
+    assert {name: result for name, (result, _) in rows.items()} == {
+        HOSTILE: "differs",
+        "test_dies": "failed",
+        "test_step[same]": "as reviewed",
+        "test_uncompared": "not compared",
+        "test_in_this_process": "not compared",
+    }
+    assert list(rows)[:2] == [HOSTILE, "test_dies"]
+    text = (path / directory / "index.html").read_text(encoding="utf-8")
+    assert "2 other tests ran" in text
+    assert ("The session ended before its last test" in text) == (directory == "alone")
+
+
+@DIRECTORIES
+def test_a_failed_comparison_is_told_as_on_the_terminal(reported, directory):
+    path, ended = reported
+    _, page = index_of(path / directory)[HOSTILE]
+    read = check_page(page)
+    text = " ".join("".join(read.text).split())
+    told = re.findall(r"^E +comm: (.*)$", ended[directory][1], flags=re.MULTILINE)
+    assert told
+    for line in told:
+        assert " ".join(line.split()) in text
+    assert "1: becomes a unit of its own (fsdp2)" in text
+    assert "Ranks 0-1" in text
+    assert "Before: the snapshot" in text
+    assert "A snapshot holds no order" in text
+    assert "All 2 recorded ranks sent and gathered the same." in text
+
+
+@DIRECTORIES
+def test_what_was_not_compared_has_a_page_too(reported, directory):
+    path, _ = reported
+    rows = index_of(path / directory)
+    recorded, tree, died = (
+        rows[name][1] for name in ("test_uncompared", "test_in_this_process", "test_dies")
+    )
+    for page in (recorded, tree, died):
+        check_page(page)
+    assert "<figure" in recorded
+    assert "What it sends" in recorded
+    assert "Units and parameters" in tree
+    assert "Rank 1 ended without sending a recording" in died
+    assert "exit status 3" in died
+
+
+def test_pages_of_an_earlier_run_go_and_files_of_others_stay(reported):
+    path, _ = reported
+    pages = path / "alone" / "tests"
+    (pages / "mine.html").write_text("<p>of the user")
+    before = {page.name for page in pages.iterdir()}
+    status, out = end(path, "--comm-report", "alone", "test_it.py::test_in_this_process")
+    assert status == 0, out
+    left = {page.name for page in pages.iterdir()}
+    assert len(left) == 2
+    assert left < before
+    assert "mine.html" in left
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nothing"])
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path, place):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(pytest.UsageError, match=r"^--comm-report: expected a directory"):
+        check_directory(tmp_path / place)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_no_test_runs_where_nothing_can_be_written(pytester):
+    pytester.makepyfile("def test_it(): pass")
+    (pytester.path / "file").write_text("kept")
+    result = pytester.runpytest_subprocess("--comm-report", "file")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --comm-report: *file is a file; choose a directory*"])
+    assert "passed" not in result.stdout.str()
+
+
+def test_without_the_option_nothing_of_the_report_is_imported(pytester):
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_it(request):
+            assert not [name for name in sys.modules if "run_report" in name or "jinja2" in name]
+            assert not request.config.pluginmanager.has_plugin("fsdp-comm-report")
+        """
+    )
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)

@@ -1,0 +1,365 @@
+"""The pages of a report, made from values: no browser, no torch."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from page_checks import check_page
+
+from pytest_fsdp_comm.comm.events import Collective, Phase, Recording, Reshard, Role, Source
+from pytest_fsdp_comm.comm.mesh import MeshAxis
+from pytest_fsdp_comm.comm.profile import fold, merge
+from pytest_fsdp_comm.reports.html.chart import draw
+from pytest_fsdp_comm.reports.html.listing import list_entries
+from pytest_fsdp_comm.reports.html.modules import module_table
+from pytest_fsdp_comm.reports.html.pages import MAX_PAGE, Site, page_name, status_of
+from pytest_fsdp_comm.reports.html.sides import cost_rows, rank_rows, sides_of_comm, sides_of_text
+from pytest_fsdp_comm.reports.html.timeline import MAX_ENTRIES, timeline_of
+from pytest_fsdp_comm.reports.html.values import Compared, RankTimeline, Record, Result, Run
+from pytest_fsdp_comm.snapshots.comm_text import format_profile
+from pytest_fsdp_comm.snapshots.documents import SnapshotText
+
+HOSTILE = "</script><img src=x onerror=alert(1)>&\"'{{7*7}}\N{BUG}\u2028\udc80"
+KIB = 1024
+
+
+def record_step(layers, *, steps=1, name="layers", extra=0, rank=0):
+    """What FSDP2 does in steps of so many layers, as a recording.
+
+    The root's unit is gathered throughout; each layer's in its forward, and one ahead in backward.
+    """
+    collectives, reshards = [], []
+    index = 0
+
+    def send(kind, owner, phase, nbytes, axis="dp"):
+        nonlocal index
+        collectives.append(
+            Collective(
+                index=index,
+                kind=kind,
+                op="c10d",
+                owner=owner,
+                issued_in=owner,
+                phase=phase,
+                axis=axis,
+                group_size=4,
+                dtype="float32",
+                nbytes_sent=nbytes // 4,
+                nbytes_received=nbytes,
+                source=Source.FSDP,
+                call_site="train.py:7",
+                role=Role.PARAMETERS if kind == "all_gather" else Role.GRADIENTS,
+            )
+        )
+        index += 1
+
+    def gather(action, owner, phase, nbytes):
+        nonlocal index
+        reshards.append(
+            Reshard(
+                index=index,
+                action=action,
+                module=owner,
+                issued_in=owner,
+                phase=phase,
+                nbytes=nbytes,
+            )
+        )
+        index += 1
+        if action == "unshard":
+            send("all_gather", owner, phase, nbytes)
+
+    for _ in range(steps):
+        gather("unshard", "", Phase.FORWARD, 8 * KIB)
+        for layer in range(layers):
+            owner = f"{name}.{layer}"
+            gather("unshard", owner, Phase.FORWARD, 4 * KIB)
+            send("all_reduce", owner, Phase.FORWARD, 512, axis="tp")
+            gather("reshard", owner, Phase.FORWARD, 4 * KIB)
+        for _ in range(extra):
+            send("all_reduce", None, Phase.FORWARD, 4, axis="dp")
+        gather("unshard", f"{name}.{layers - 1}", Phase.BACKWARD, 4 * KIB)
+        for layer in reversed(range(layers)):
+            owner = f"{name}.{layer}"
+            if layer:
+                gather("unshard", f"{name}.{layer - 1}", Phase.BACKWARD, 4 * KIB)
+            gather("reshard", owner, Phase.BACKWARD, 4 * KIB)
+            send("reduce_scatter", owner, Phase.BACKWARD, 4 * KIB)
+        gather("reshard", "", Phase.BACKWARD, 8 * KIB)
+    return Recording(
+        rank=rank,
+        world_size=4,
+        backend="gloo",
+        torch_version="2.13.0",
+        mesh_axes=(
+            MeshAxis(name="dp", size=4, dims=((4, 1),)),
+            MeshAxis(name="tp", size=4, dims=((4, 1),)),
+        ),
+        collectives=tuple(collectives),
+        reshards=tuple(reshards),
+        peak_gathered_nbytes=16 * KIB if layers > 1 else 12 * KIB,
+    )
+
+
+def profile_of(*recordings):
+    return merge([fold(recording) for recording in recordings])
+
+
+def compared(old, new, **changes):
+    """A comparison of one rank's recordings, all ranks alike."""
+    ranks = [replace(new, rank=rank) for rank in range(4)]
+    before = [replace(old, rank=rank) for rank in range(4)]
+    return Compared(
+        **{
+            "name": "comm",
+            "kind": "comm",
+            "verdict": "differs",
+            "file": "snapshots/test_x/test_y.ws4.comm",
+            "old": format_profile(profile_of(*before)),
+            "new": format_profile(profile_of(*ranks)),
+            "lines": (
+                "comm_mode differs from snapshots/test_x/test_y.ws4.comm",
+                "  +63 % bytes in all_gather[dp]",
+                "  likely: layers were added",
+                "  accept: pytest --snapshot-update",
+            ),
+            "headline": "2 layers more",
+            "timelines": (RankTimeline(ranks=(0, 1, 2, 3), timeline=timeline_of(new)),),
+            **changes,
+        }
+    )
+
+
+def result(*values, nodeid="tests/test_x.py::test_y[a]", outcome="failed", **changes):
+    record = Record(world_size=4, backend="gloo", compared=values)
+    return Result(nodeid=nodeid, outcome=outcome, **{"record": record, **changes})
+
+
+def read(text):
+    return SnapshotText(text, where="it").profile
+
+
+def pages_of(*results, **changes):
+    """The index, and the pages of tests by name."""
+    site = Site(Run(tests=results, **changes), read)
+    tests = dict(site.test_pages())
+    return site.index_page(), tests
+
+
+def data_of(page):
+    found = re.findall(r'<script type="application/json">(.*?)</script>', page, re.DOTALL)
+    return [json.loads(text) for text in found]
+
+
+@pytest.mark.parametrize("layers", [2, 126])
+def test_a_page_is_whole_and_small_whatever_the_size_of_the_model(layers):
+    one = compared(record_step(layers), record_step(layers, steps=2, extra=3))
+    index, tests = pages_of(result(one, problem="E  assert", message="assert"))
+    check_page(index)
+    ((name, page),) = tests.items()
+    read_page = check_page(page)
+    assert f'href="tests/{name}"' in index
+    assert "../index.html" in read_page.links
+    assert len(page.encode()) < {2: 80_000, 126: 250_000}[layers]
+    (data,) = data_of(page)
+    # Of a step: 8 of each layer, 3 of the root, and the 3 that are extra.
+    assert len(data["whats"]) == 2 * (8 * layers + 3 + 3)
+
+
+def test_what_a_test_names_breaks_out_of_nothing():
+    recording = record_step(2, name=HOSTILE)
+    # Text is written with escapes in snapshots, but as it is in timelines.
+    one = compared(recording, recording, lines=(HOSTILE, HOSTILE, f"  likely: {HOSTILE}"))
+    one = replace(one, name=HOSTILE, file=HOSTILE, headline=HOSTILE)
+    bad = result(one, nodeid=f"t.py::t[{HOSTILE}]", problem=HOSTILE, message=HOSTILE)
+    index, tests = pages_of(bad, command=HOSTILE)
+    for page in (index, *tests.values()):
+        read_page = check_page(page)
+        assert "<img" not in page
+        assert "49" not in "".join(read_page.text)
+        assert re.findall(r"<script[^>]*>", page).count("<script>") == 1
+    (data,) = data_of(next(iter(tests.values())))
+    assert any(name.startswith("</script>") for name in data["names"])
+
+
+def test_failures_come_first_and_each_result_has_a_word():
+    same = compared(record_step(2), record_step(2), verdict="same", lines=(), headline="")
+    results = (
+        result(outcome="skipped", nodeid="t.py::skipped"),
+        result(same, outcome="passed", nodeid="t.py::same"),
+        result(replace(same, verdict="updated"), outcome="passed", nodeid="t.py::written"),
+        result(outcome="error", nodeid="t.py::broke", message="ValueError: no"),
+        result(replace(same, verdict="missing"), nodeid="t.py::missing"),
+        result(compared(record_step(2), record_step(4)), nodeid="t.py::differs"),
+    )
+    index, _ = pages_of(*results, others=3)
+    found = re.findall(r'<th scope="row"><a [^>]*>(\w+)</a>', index)
+    assert found == ["differs", "missing", "broke", "written", "same", "skipped"]
+    assert "1 of 6 tests differs from its snapshots" in index
+    assert "ValueError: no" in index
+    assert "3 other tests ran" in index
+    assert status_of(results[0]).word == "skipped"
+    check_page(index)
+
+
+def test_a_long_list_is_cut_and_says_so():
+    one = result(outcome="passed")
+    index, tests = pages_of(*(replace(one, nodeid=f"t.py::test[{at}]") for at in range(1600)))
+    check_page(index)
+    assert "100 more tests are not in this list" in index
+    assert len(tests) == 1600
+
+
+def test_a_session_without_our_tests_says_so():
+    index, tests = pages_of(others=0)
+    check_page(index)
+    assert not tests
+    assert "No test ran that records or compares communication." in index
+
+
+def test_a_test_without_a_recording_says_so():
+    lost = replace(result(problem="rank 1 died", outcome="failed"), record=Record(world_size=2))
+    lost = replace(lost, record=replace(lost.record, silent_ranks=(1,)))
+    _, tests = pages_of(lost)
+    (page,) = tests.values()
+    check_page(page)
+    assert "Nothing was recorded in this test." in page
+    assert "Rank 1 ended without sending a recording, so it is missing below." in page
+    assert "rank 1 died" in page
+
+
+def test_a_timeline_keeps_the_first_entries_and_says_how_many_it_leaves_out():
+    timeline = timeline_of(record_step(126, steps=12))
+    assert len(timeline) == MAX_ENTRIES
+    assert (
+        timeline.left_out
+        == len(record_step(126, steps=12).collectives)
+        + len(record_step(126, steps=12).reshards)
+        - MAX_ENTRIES
+    )
+    ranks = tuple(
+        RankTimeline(ranks=(rank,), timeline=replace(timeline, peak=rank)) for rank in range(10)
+    )
+    one = compared(record_step(126), record_step(126, steps=2), timelines=ranks)
+    _, tests = pages_of(result(one))
+    (page,) = tests.values()
+    check_page(page)
+    assert len(page.encode()) < MAX_PAGE
+    assert page.count("<figure") == 8
+    assert "later entries are left out" in page
+    assert "The timelines of ranks 8-9 differ from these" in page
+
+
+def test_the_chart_shows_when_units_are_gathered_and_the_peak():
+    timeline = timeline_of(record_step(3))
+    chart = draw(timeline)
+    # The root throughout; forward one layer at a time; backward two at a time.
+    assert chart.lanes == 3
+    assert max(chart.held) == 16 * KIB
+    assert chart.peak_note == ""
+    assert chart.peak_place.endswith("unshard of layers.1 in backward")
+    assert chart.held[-1] == 0
+    assert [bar.name for bar in chart.bars if bar.phase == "forward"] == [
+        "(root)",
+        "layers.0",
+        "layers.1",
+        "layers.2",
+    ]
+    assert [span.phase for span in chart.spans] == ["forward", "backward"]
+    assert [(axis.name, axis.count) for axis in chart.axes] == [("dp", 10), ("tp", 3)]
+    # Strokes go up for all-gathers, down for reduce-scatters, through for all-reduces.
+    by_shape = {stroke.shape: stroke.d for axis in chart.axes for stroke in axis.strokes}
+    assert "20V3" in by_shape["gather"]
+    assert "20V37" in by_shape["scatter"]
+    assert by_shape["reduce"].count("6V34") == 3
+
+
+def test_what_was_gathered_before_the_block_counts_from_its_beginning():
+    recording = record_step(1)
+    late = replace(recording, reshards=recording.reshards[1:], peak_gathered_nbytes=20 * KIB)
+    chart = draw(timeline_of(late))
+    assert chart.held[0] == 8 * KIB
+    assert "the recorded peak is 20.0 KiB" in chart.peak_note
+
+
+def test_a_list_folds_what_repeats():
+    listing = list_entries(timeline_of(record_step(126, steps=2)))
+    assert len(listing.rows) < 40
+    assert listing.left_out == 0
+    group = [row for row in listing.rows if row.times == 126][:4]
+    assert [(row.what, row.module) for row in group] == [
+        ("unshard", "layers.{0..125}"),
+        ("all_gather", "layers.{0..125}"),
+        ("all_reduce", "layers.{0..125}"),
+        ("reshard", "layers.{0..125}"),
+    ]
+    assert (group[0].opens, group[-1].closes) == (True, True)
+    assert sum(row.times for row in listing.rows) == len(timeline_of(record_step(126, steps=2)))
+
+
+def test_modules_add_up_by_axis_and_phase():
+    table = module_table(profile_of(record_step(4)), profile_of(record_step(4, extra=2)))
+    assert table.columns == (("dp", "forward"), ("dp", "backward"), ("tp", "forward"))
+    assert table.axes == (("dp", 2), ("tp", 1))
+    rows = {row.name: row for row in table.rows}
+    assert list(rows) == ["(root)", "itself", "layers.{0..3}", "(no-module)"]
+    # 8 KiB of the root, 4 of each layer; in backward all but the last are gathered one ahead.
+    whole, layers = rows["(root)"].cells, rows["layers.{0..3}"].cells
+    assert [cell.after for cell in whole] == [24 * KIB + 8, 32 * KIB, 2 * KIB]
+    assert [cell.before for cell in whole] == [24 * KIB, 32 * KIB, 2 * KIB]
+    assert [cell.after for cell in layers] == [16 * KIB, 32 * KIB, 2 * KIB]
+    assert rows["layers.{0..3}"].count == 4
+
+
+def test_both_sides_are_marked_in_words():
+    sides = sides_of_comm(profile_of(record_step(2)), profile_of(record_step(4, extra=1)))
+    marks = {(row.mark, row.modules, row.what) for row in sides.rows}
+    assert ("new", "layers.{2..3}", "all_gather[dp]") in marks
+    assert ("same", "(root)", "all_gather[dp]") in marks
+    assert ("new", "(no-module)", "all_reduce[dp]") in marks
+    gone = sides_of_comm(profile_of(record_step(4)), profile_of(record_step(2)))
+    assert {row.mark for row in gone.differing} == {"gone"}
+    lines = sides_of_text("# a\nworld_size 2\nunit x\nend\n", "# b\nworld_size 2\nunit y\nend\n")
+    assert [(row.mark, row.before, row.after) for row in lines.rows] == [
+        ("same", "world_size 2", "world_size 2"),
+        ("changed", "unit x", "unit y"),
+    ]
+
+
+def test_costs_say_only_what_changed():
+    rows = {
+        row.label: row for row in cost_rows(profile_of(record_step(2)), profile_of(record_step(4)))
+    }
+    # Forward and backward gather each layer once, and the root once.
+    assert (rows["all_gather[dp] calls"].before, rows["all_gather[dp] calls"].after) == ("5", "9")
+    assert rows["all_gather[dp] calls"].change == "+80 %"
+    assert rows["peak gathered"].change == ""
+
+
+def test_ranks_that_differ_are_named_and_others_are_not():
+    alike = [record_step(2, rank=rank) for rank in range(4)]
+    assert rank_rows(profile_of(*alike)) == ()
+    odd = profile_of(*alike[:3], record_step(2, extra=1, rank=3))
+    (row,) = rank_rows(odd)
+    assert (row.modules, row.what, row.phase) == ("(no-module)", "all_reduce[dp]", "forward")
+    assert [ranks for ranks, _ in row.amounts] == ["rank 3"]
+
+
+def test_each_test_has_a_page_name_of_its_own_whatever_its_id():
+    ids = ["a.py::t[x/y]", "a.py::t[x-y]", "a.py::t[x y]", f"a.py::t[{'x' * 900}]", f"a::{HOSTILE}"]
+    names = [page_name(nodeid) for nodeid in ids]
+    assert len(set(names)) == len(ids)
+    assert all(re.fullmatch(r"[\w-]{1,80}\.html", name) for name in names)
+    assert names[0] == page_name(ids[0])
+
+
+def test_a_snapshot_that_cannot_be_read_leaves_the_rest_of_the_page():
+    one = compared(record_step(2), record_step(2), verdict="broken")
+    _, tests = pages_of(result(replace(one, old="no snapshot", lines=("line 1 is odd",))))
+    (page,) = tests.values()
+    check_page(page)
+    assert "not comparable" in page
+    assert "line 1 is odd" in page
+    assert "Before and after" not in page
+    assert "<figure" in page
