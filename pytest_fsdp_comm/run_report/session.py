@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import tempfile
 import time
@@ -179,8 +178,7 @@ class SessionReport:
         try:
             write_report(run, self._directory)
         except OSError as problem:
-            self._written = f"the report {shown} is not complete: {os.fspath(problem.filename)!r} "
-            self._written += f"could not be written ({problem.strerror})"
+            self._written = f"the report {shown} is not complete: {problem}"
         else:
             self._written = f"report: {shown}"
 
@@ -195,8 +193,9 @@ def _outcome(report: pytest.TestReport) -> Outcome | None:
     if report.failed:
         return "failed" if report.when == "call" else "error"
     if report.skipped:
-        return "skipped"
-    return "passed" if report.when == "call" else None
+        return "xfailed" if hasattr(report, "wasxfail") else "skipped"
+    # Not of an attempt that is followed by another, which neither passed nor failed.
+    return "passed" if report.passed and report.when == "call" else None
 
 
 def _problem(report: pytest.TestReport) -> str:

@@ -35,8 +35,6 @@ class ListRow:
     site: str
     opens: bool = False
     """Whether a group of entries that repeat together begins with it."""
-    closes: bool = False
-    """Whether one ends with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +71,6 @@ def _rows(timeline: Timeline) -> Iterator[ListRow]:
                 nbytes=timeline.nbytes[first],
                 site=timeline.site(first),
                 opens=times > 1 and offset == 0,
-                closes=times > 1 and offset == period - 1,
             )
         at += period * times
 

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
@@ -66,6 +67,8 @@ _MAX_TESTS: Final = 1_500
 """Tests of the index: 400 bytes each."""
 _MAX_TREE_ROWS: Final = 2_500
 _MAX_SLUG: Final = 60
+_MAX_HEADLINE: Final = 160
+_FILE_PART: Final = re.compile(r"\.ws\d+\.(.+)\.comm$")
 _MADE_WITH: Final = re.compile(r"#[^\n|]*\| ([^\n]*) \(not compared\)")
 _MAX_DEPTH: Final = 12
 """Levels that are indented: so many classes the style sheet has."""
@@ -76,7 +79,7 @@ class Status:
     """What came of a test, for people."""
 
     rank: int
-    """Lower comes first."""
+    """The lowest comes first, and is the worst."""
     sign: str
     word: str
     tone: str
@@ -95,12 +98,15 @@ _STATUS: Final = {
     "same": Status(rank=6, sign="=", word="as reviewed", tone="good"),
     "uncompared": Status(rank=7, sign="·", word="not compared", tone="dim"),
     "passed": Status(rank=7, sign="·", word="not compared", tone="dim"),
+    "xfailed": Status(rank=7, sign="~", word="fails as expected", tone="dim"),
     "skipped": Status(rank=8, sign="/", word="skipped", tone="dim"),
 }
 
 
 def status_of(result: Result) -> Status:
     """What to call a test: its worst comparison, or its failure for another reason."""
+    if result.outcome == "xfailed":
+        return _STATUS["xfailed"]
     found = [_STATUS[one.verdict] for one in result.record.compared]
     if result.outcome != "passed" or not found:
         found.append(_STATUS[result.outcome])
@@ -149,6 +155,7 @@ class _Section:
     """One value of a test."""
 
     id: str
+    title: str
     one: Compared
     status: Status
     texts: tuple[_Text, ...]
@@ -193,9 +200,7 @@ class Site:
     def index_page(self) -> str:
         """The list of tests, after all of `test_pages`."""
         rows = sorted(self._rows, key=lambda row: row.status.rank)
-        counts: dict[str, int] = {}
-        for row in rows:
-            counts[row.status.word] = counts.get(row.status.word, 0) + 1
+        counts = Counter(row.status for row in rows)
         return _render(
             "index.html.jinja",
             run=self._run,
@@ -228,7 +233,7 @@ class Site:
             page=page_name(result.nodeid),
             name=name or path,
             path=path,
-            headline=headlines[0] if headlines else result.message,
+            headline=_cut(headlines[0] if headlines else result.message),
             **numbers,
         )
 
@@ -257,6 +262,7 @@ class Site:
         drawn = [held for held in one.timelines if len(held.timeline)]
         section = _Section(
             id=prefix,
+            title=_title(one),
             one=one,
             status=_STATUS[one.verdict],
             texts=_texts(one.lines),
@@ -336,6 +342,18 @@ def _numbers(old: CommProfile, new: CommProfile) -> dict[str, str]:
         "peak": show_nbytes(after),
         "peak_change": show_growth(before, after) if before != after else "",
     }
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_HEADLINE else f"{text[:_MAX_HEADLINE]}..."
+
+
+def _title(one: Compared) -> str:
+    """``Communication``, with the name of its file where the test gave it one."""
+    named = _FILE_PART.search(one.file)
+    part = named[1] if named else one.name
+    what = "Sharding" if one.kind == "tree" else "Communication"
+    return what if part in {"", "comm", "tree"} else f"{what}: {part}"
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from pytest_fsdp_comm.reports.tree_rows import TreeRow
 from pytest_fsdp_comm.tree.finding import Finding
 
 Verdict = Literal["differs", "broken", "missing", "updated", "same", "uncompared"]
-Outcome = Literal["failed", "error", "passed", "skipped", "unfinished"]
+Outcome = Literal["failed", "error", "passed", "skipped", "xfailed", "unfinished"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
