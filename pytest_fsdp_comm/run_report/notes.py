@@ -24,7 +24,7 @@ from pytest_fsdp_comm.reports.html.values import (
 )
 from pytest_fsdp_comm.reports.tree_rows import summary_words, tree_rows
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
-from pytest_fsdp_comm.snapshots.explain import explain_difference
+from pytest_fsdp_comm.snapshots.explain import explain_result
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.text.paths import show_path
 from pytest_fsdp_comm.tree.model import ShardTree
@@ -190,7 +190,7 @@ def _describe_comparison(
     headline = ""
     is_difference = result.recalled_data is not None or result.exception is not None
     if verdict in {"differs", "broken"} or (verdict == "updated" and is_difference):
-        lines, headline = explain_difference(assertion, name, result)
+        lines, headline = explain_result(assertion, name, result)
     return Compared(
         name=name,
         kind="tree" if is_tree else "comm",

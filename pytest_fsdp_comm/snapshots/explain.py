@@ -5,22 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from syrupy.terminal import disable_color
 
-from pytest_fsdp_comm.comm import diff as comm_diff
-from pytest_fsdp_comm.comm.evidence import Evidence
-from pytest_fsdp_comm.comm.links import Links
-from pytest_fsdp_comm.comm.profile import CommProfile, has_further_ranks
+from pytest_fsdp_comm.comm.profile import has_further_ranks
 from pytest_fsdp_comm.errors import IncompleteRecordingError, SnapshotFormatError
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS
-from pytest_fsdp_comm.reports.comm_changes import render_comparison
 from pytest_fsdp_comm.reports.explanation import (
-    ACCEPT,
     BESIDE,
     READ,
     RECORD,
@@ -29,37 +23,29 @@ from pytest_fsdp_comm.reports.explanation import (
     show_everything,
     show_on_screen,
 )
-from pytest_fsdp_comm.reports.headline import headline, headline_of_story
-from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
-from pytest_fsdp_comm.snapshots.evidence import tree_evidence
+from pytest_fsdp_comm.snapshots.differences import (
+    Aids,
+    Changes,
+    bare_explanation,
+    evidence_of,
+    explain_difference,
+    headline_of_values,
+)
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.failed_comparison import FAILED_COMPARISON, FailedComparison
 from pytest_fsdp_comm.snapshots.files import write_atomically
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
 from pytest_fsdp_comm.text.paths import show_path
-from pytest_fsdp_comm.tree import diff as tree_diff
-from pytest_fsdp_comm.tree.facts import TreeFacts
-from pytest_fsdp_comm.tree.profile import TreeProfile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import pytest
     from syrupy.assertion import AssertionResult
 
-    from pytest_fsdp_comm.comm.diff import Change
-    from pytest_fsdp_comm.snapshots.documents import SnapshotText
+    from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText
     from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension
-    from pytest_fsdp_comm.tree.diff import TreeChange
 
-
-class _Story(str):
-    """A change of the whole, which says more than the largest of its rows."""
-
-    __slots__ = ()
-
-
-_Changes: TypeAlias = "tuple[Change, ...] | tuple[TreeChange, ...]"
 
 _DROPPED_LETTERS: Final = frozenset("xvqsl")
 _DROPPED: Final = frozenset(
@@ -94,15 +80,6 @@ _DROPPED_WITH_VALUE: Final = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Aids:
-    """What helps to explain a difference beside the two sides."""
-
-    links: Links
-    evidence: Evidence | None
-    """What the trees of the same assertion say; None if it has none."""
-
-
 def explain_comparison(config: pytest.Config, left: object, right: object) -> list[str] | None:
     """Explains a failed assertion in the domain's words, the most important line first.
 
@@ -124,9 +101,9 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
     is_broken = any(result.exception is not None for result in results)
     accept = "" if is_broken else update_command(config, item)
     accept = _with_removal(config.rootpath, results, accept)
-    aids = _Aids(
+    aids = Aids(
         links=config.stash[OPTIONS].links,
-        evidence=_evidence(result for _, result in assertion.last_results),
+        evidence=evidence_of(_compared_profiles(result for _, result in assertion.last_results)),
     )
     for result in (result for result in results if result.exception is None):
         _keep_received(assertion.extension, result)
@@ -142,13 +119,13 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
     )
     item.stash[FAILED_COMPARISON] = FailedComparison(
         first_line=shown.lines[0],
-        headline=_headline({failure.name: what for failure, what in explained}),
+        headline=headline_of_values({failure.name: what for failure, what in explained}),
         below="\n".join(shown.below),
     )
     return list(shown.lines)
 
 
-def explain_difference(
+def explain_result(
     assertion: CommSnapshot, name: str, result: AssertionResult
 ) -> tuple[tuple[str, ...], str]:
     """Explains one value of the last comparison, whatever became of the assertion.
@@ -164,29 +141,14 @@ def explain_difference(
     item = result.test_location.item
     config = item.config
     accept = "" if result.exception is not None else update_command(config, item)
-    aids = _Aids(
-        links=config.stash[OPTIONS].links,
-        evidence=_evidence(other for _, other in assertion.last_results),
+    others = (other for _, other in assertion.last_results)
+    aids = Aids(
+        links=config.stash[OPTIONS].links, evidence=evidence_of(_compared_profiles(others))
     )
     failure, what = _explain_one(
         assertion.extension, (name, result), aids, config.rootpath, accept=accept
     )
-    return failure.explanation.full, _headline({name: what})
-
-
-def _headline(explained: Mapping[str, _Changes | str]) -> str:
-    """The differences of several values in one line, then those that could not be compared."""
-    stories = [what for what in explained.values() if isinstance(what, _Story)]
-    if stories:
-        return stories[0]
-    changes = [
-        change for what in explained.values() if not isinstance(what, str) for change in what
-    ]
-    texts = {name: what for name, what in explained.items() if isinstance(what, str)}
-    if not changes and len(set(texts.values())) == 1:
-        return next(iter(texts.values()))
-    first = [headline(changes)] if changes else []
-    return "; ".join((*first, *(f"{name}: {text}" for name, text in texts.items())))
+    return failure.explanation.full, headline_of_values({name: what})
 
 
 def _is_verbose(config: pytest.Config) -> bool:
@@ -211,25 +173,21 @@ def _with_removal(rootdir: Path, failed: Sequence[AssertionResult], accept: str)
     return command if count else f"rm {' '.join(wider)} && {accept}"
 
 
-def _evidence(results: Iterable[AssertionResult]) -> Evidence | None:
-    """What the trees say that were compared in the same assertion."""
+def _compared_profiles(results: Iterable[AssertionResult]) -> Iterator[tuple[Profile, Profile]]:
     for result in results:
         old, new = result.recalled_data, result.asserted_data
         if result.exception is None and old is not None and new is not None:
-            match cast("SnapshotText", old).profile, cast("SnapshotText", new).profile:
-                case TreeProfile(common=TreeFacts() as was), TreeProfile(common=TreeFacts() as now):
-                    return tree_evidence(was, now)
-    return None
+            yield cast("SnapshotText", old).profile, cast("SnapshotText", new).profile
 
 
 def _explain_one(
     extension: CommSnapshotExtension,
     named: tuple[str, AssertionResult],
-    aids: _Aids,
+    aids: Aids,
     rootdir: Path,
     *,
     accept: str,
-) -> tuple[Failure, _Changes | str]:
+) -> tuple[Failure, Changes | str]:
     """Why one comparison failed, and its changes, or what there is instead of them."""
     name, result = named
     where = show_path(Path(result.snapshot_location), rootdir)
@@ -246,7 +204,12 @@ def _explain_one(
         return Failure(name=name, explanation=explanation), "no snapshot yet"
     old = cast("SnapshotText", result.recalled_data)
     new = cast("SnapshotText", result.asserted_data)
-    explanation, changes = _explain_difference(old, new, aids, where=where, accept=accept)
+    explanation, changes = explain_difference(
+        old.profile, new.profile, aids, where=where, accept=accept
+    )
+    if old.lines.kind != new.lines.kind:
+        why = str(old.lines.other_kind(new.lines.kind))
+        explanation = bare_explanation(new.profile, where=where, accept=accept, why=why)
     with disable_color():
         difference = tuple(extension.diff_lines(new, old))
     return Failure(name=name, explanation=explanation, difference=difference), changes
@@ -303,52 +266,6 @@ def describe_problem(error: BaseException, *, where: str) -> str:
         return f"snapshot {lines[0].removeprefix(where).lstrip(', ').partition('; expected')[0]}"
     # The first gap: the line above says the same of all of them.
     return lines[1].strip() if isinstance(error, IncompleteRecordingError) else lines[0]
-
-
-def _explain_difference(
-    old: SnapshotText, new: SnapshotText, aids: _Aids, *, where: str, accept: str
-) -> tuple[Explanation, _Changes | str]:
-    why: tuple[str, ...] = ()
-    what = "the trees of the ranks differ in another way"
-    match old.profile, new.profile:
-        case CommProfile() as was, CommProfile() as now:
-            found = comm_diff.compare(was, now, aids.links, aids.evidence)
-            explanation = render_comparison(found, snapshot=where, accept=accept, notes=now.notes)
-            told = _Story(headline_of_story(found.story)) or found.changes
-            return _within_scope(explanation, was, now), told
-        case TreeProfile() as was, TreeProfile() as now:
-            changes = tree_diff.compare(was, now).changes
-            if changes:
-                return render_tree_changes(changes, snapshot=where, accept=accept), changes
-            # The ranks differ among themselves; the lines of both texts follow below.
-        case _:
-            what = f"a snapshot of kind {old.lines.kind!r}, not {new.lines.kind!r}"
-            why = (f"  {old.lines.other_kind(new.lines.kind)}",)
-    compared = "comm_mode" if new.lines.kind == "comm" else "fsdp_tree"
-    command = (f"{ACCEPT}{accept}",) if accept else ()
-    lines = (f"{compared} differs from {where}", *why, *command)
-    explanation = Explanation(
-        short=lines, full=lines, is_cut=False, compared=compared, snapshot=where
-    )
-    return explanation, what
-
-
-def _within_scope(explanation: Explanation, was: CommProfile, now: CommProfile) -> Explanation:
-    """Says in the first line where sizes of activations are not compared."""
-    option = "activation_nbytes=False"
-    if was.sizes_activations and now.sizes_activations:
-        return explanation
-    if not (was.sizes_activations or now.sizes_activations):
-        return explanation.within(f"activation sizes not compared ({option})")
-    if now.sizes_activations:
-        return explanation.within(
-            f"which was written with {option} and is compared without",
-            f"compare as the file was written: comm_snapshot({option})",
-        )
-    return explanation.within(
-        f"which was written without {option} and is compared with it",
-        f"compare as the file was written: without {option}",
-    )
 
 
 def _keep_received(extension: CommSnapshotExtension, result: AssertionResult) -> None:

@@ -1,0 +1,152 @@
+"""What differs between two snapshots, in words: for a failed test, the command line and reviews.
+
+Knows neither pytest nor syrupy, so that a program which only reads files starts quickly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from pytest_fsdp_comm.comm import diff as comm_diff
+from pytest_fsdp_comm.comm.evidence import Evidence
+from pytest_fsdp_comm.comm.links import Links
+from pytest_fsdp_comm.comm.profile import CommProfile
+from pytest_fsdp_comm.reports.comm_changes import render_comparison
+from pytest_fsdp_comm.reports.explanation import ACCEPT, Explanation
+from pytest_fsdp_comm.reports.headline import headline, headline_of_story
+from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
+from pytest_fsdp_comm.snapshots.evidence import tree_evidence
+from pytest_fsdp_comm.tree import diff as tree_diff
+from pytest_fsdp_comm.tree.facts import TreeFacts
+from pytest_fsdp_comm.tree.profile import TreeProfile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pytest_fsdp_comm.comm.diff import Change
+    from pytest_fsdp_comm.snapshots.documents import Profile
+    from pytest_fsdp_comm.tree.diff import TreeChange
+
+Changes: TypeAlias = "tuple[Change, ...] | tuple[TreeChange, ...]"
+
+
+class StoryLine(str):
+    """A change of the whole, which says more than the largest of its rows."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aids:
+    """What helps to explain a difference beside the two sides."""
+
+    links: Links
+    """How fast axes are."""
+    evidence: Evidence | None
+    """What the trees of the same test say; None if there are none."""
+
+
+def explain_difference(
+    old: Profile, new: Profile, aids: Aids, *, where: str, accept: str = ""
+) -> tuple[Explanation, Changes | str]:
+    """Explains how two snapshots differ.
+
+    Args:
+        old: The reviewed one.
+        new: The recorded one.
+        aids: What helps to explain.
+        where: The file, as the user would type it.
+        accept: The command that accepts the change; empty if none does.
+
+    Returns:
+        The explanation; and the changes, none if nothing that is compared differs, or a text that
+        stands for them.
+    """
+    match old, new:
+        case CommProfile(), CommProfile():
+            found = comm_diff.compare(old, new, aids.links, aids.evidence)
+            explanation = render_comparison(found, snapshot=where, accept=accept, notes=new.notes)
+            told = StoryLine(headline_of_story(found.story)) or found.changes
+            return _within_scope(explanation, old, new), told
+        case TreeProfile(), TreeProfile():
+            compared = tree_diff.compare(old, new)
+            if compared.changes or compared.is_same:
+                explanation = render_tree_changes(compared.changes, snapshot=where, accept=accept)
+                return explanation, compared.changes
+            # The ranks differ among themselves; the lines of both texts say how.
+            return (
+                bare_explanation(new, where=where, accept=accept),
+                "the trees of the ranks differ in another way",
+            )
+    kinds = [kind_of(profile) for profile in (old, new)]
+    return (
+        bare_explanation(new, where=where, accept=accept),
+        f"a snapshot of kind {kinds[0]!r}, not {kinds[1]!r}",
+    )
+
+
+def kind_of(profile: Profile) -> str:
+    """``comm`` or ``tree``, as the first line of a snapshot has it."""
+    return "comm" if isinstance(profile, CommProfile) else "tree"
+
+
+def bare_explanation(new: Profile, *, where: str, accept: str, why: str = "") -> Explanation:
+    """Says that snapshots differ, and no more than one line of how."""
+    compared = "comm_mode" if isinstance(new, CommProfile) else "fsdp_tree"
+    lines = (
+        f"{compared} differs from {where}",
+        *([f"  {why}"] if why else []),
+        *([f"{ACCEPT}{accept}"] if accept else []),
+    )
+    return Explanation(short=lines, full=lines, is_cut=False, compared=compared, snapshot=where)
+
+
+def headline_of_values(explained: Mapping[str, Changes | str]) -> str:
+    """The differences of several values in one line, then those that could not be compared.
+
+    Args:
+        explained: By the values' names, what `explain_difference` returns beside the explanation.
+    """
+    stories = [what for what in explained.values() if isinstance(what, StoryLine)]
+    if stories:
+        return stories[0]
+    changes = [
+        change for what in explained.values() if not isinstance(what, str) for change in what
+    ]
+    texts = {name: what for name, what in explained.items() if isinstance(what, str)}
+    if not changes and len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    first = [headline(changes)] if changes else []
+    return "; ".join((*first, *(f"{name}: {text}" for name, text in texts.items())))
+
+
+def evidence_of(pairs: Iterable[tuple[Profile, Profile]]) -> Evidence | None:
+    """What the trees say that belong to the same comparison.
+
+    Args:
+        pairs: Old and new of each.
+    """
+    for old, new in pairs:
+        match old, new:
+            case TreeProfile(common=TreeFacts() as was), TreeProfile(common=TreeFacts() as now):
+                return tree_evidence(was, now)
+    return None
+
+
+def _within_scope(explanation: Explanation, was: CommProfile, now: CommProfile) -> Explanation:
+    """Says in the first line where sizes of activations are not compared."""
+    option = "activation_nbytes=False"
+    if was.sizes_activations and now.sizes_activations:
+        return explanation
+    if not (was.sizes_activations or now.sizes_activations):
+        return explanation.within(f"activation sizes not compared ({option})")
+    if now.sizes_activations:
+        return explanation.within(
+            f"which was written with {option} and is compared without",
+            f"compare as the file was written: comm_snapshot({option})",
+        )
+    return explanation.within(
+        f"which was written without {option} and is compared with it",
+        f"compare as the file was written: without {option}",
+    )
