@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Final
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.events import Recording
 from pytest_fsdp_comm.text.codec import dump_document, load_document
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 JSON_VERSION: Final = 1
 """Rises when an older reader would misread the document."""
 
 _KIND: Final = "recording"
+_KIND_OF_SEVERAL: Final = "recordings"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recordings:
+    """What several ranks recorded in one block."""
+
+    recordings: tuple[Recording, ...]
+    """In the order of their ranks."""
 
 
 def dump_recording(recording: Recording) -> str:
@@ -26,3 +40,35 @@ def load_recording(text: str) -> Recording:
             recording.
     """
     return load_document(Recording, _KIND, JSON_VERSION, text)
+
+
+def dump_recordings(recordings: Sequence[Recording]) -> str:
+    """Writes what several ranks recorded in one block as JSON.
+
+    Args:
+        recordings: In the order of their ranks.
+    """
+    value = _Recordings(recordings=tuple(recordings))
+    return dump_document(_KIND_OF_SEVERAL, JSON_VERSION, value)
+
+
+def load_recordings(text: str) -> tuple[Recording, ...]:
+    """Reads what `dump_recordings` or `dump_recording` wrote.
+
+    Raises:
+        CodecError: As `load_recording`.
+    """
+    if kind_of_document(text) == _KIND_OF_SEVERAL:
+        found = load_document(_Recordings, _KIND_OF_SEVERAL, JSON_VERSION, text)
+        return found.recordings
+    return (load_recording(text),)
+
+
+def kind_of_document(text: str) -> str | None:
+    """The kind that a document of ours says it is; None for any other text."""
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return None
+    kind = data.get("kind") if isinstance(data, dict) else None
+    return kind if isinstance(kind, str) else None

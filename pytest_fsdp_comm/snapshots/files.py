@@ -42,6 +42,19 @@ def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
         return None
     except OSError as error:
         raise _no_file(path, where, error.strerror or str(error)) from None
+    return decode_snapshot(raw, where=where)
+
+
+def decode_snapshot(raw: bytes, *, where: str) -> SnapshotText:
+    """Checks the content of a snapshot file of either kind.
+
+    Args:
+        raw: The content.
+        where: The file, as errors name it.
+
+    Raises:
+        SnapshotFormatError: It is broken, or too large.
+    """
     try:
         text = with_plain_ends(raw.decode("utf-8"))
     except UnicodeDecodeError as error:

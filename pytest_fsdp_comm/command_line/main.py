@@ -1,0 +1,156 @@
+"""The program ``fsdp-comm``: its arguments, its errors, its exit statuses.
+
+argparse, as git starts the program for every file that it shows: over an empty interpreter it costs
+7 ms, click 29 and typer 75 (CPU, Python 3.11), and there is nothing here that only they can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, get_args
+
+from pytest_fsdp_comm.command_line.errors import CommandError
+from pytest_fsdp_comm.command_line.project import find_project
+from pytest_fsdp_comm.command_line.terminal import Printer, When
+from pytest_fsdp_comm.errors import FsdpCommError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+SAME: Final = 0
+DIFFERENT: Final = 1
+FAILED: Final = 2
+"""As diff(1): nothing differs, something does, or it could not be found out."""
+
+_DIFF = """\
+tell how snapshots differ: what a change costs, what changed and why
+
+  fsdp-comm diff                     the last commit and the files on disk
+  fsdp-comm diff main                a revision and the files on disk
+  fsdp-comm diff main..HEAD [PATH]   two revisions; main...HEAD from where they parted
+  fsdp-comm diff HEAD~1 HEAD [PATH]  the same
+  fsdp-comm diff OLD NEW             two snapshots, recordings (.json) or directories
+
+exit status: 0 if nothing that is compared differs, 1 if something does, 2 for errors
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program.
+
+    Args:
+        arguments: Without the program's name; None for those of the process.
+
+    Returns:
+        The exit status.
+    """
+    # A file's name may be no UTF-8, and a C locale no UTF-8 at all.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]  # a text stream
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # argparse drops a "--", which tells paths from revisions.
+    end = given.index("--") if given[:1] == ["diff"] and "--" in given else len(given)
+    options = _parser().parse_args(given[:end], argparse.Namespace(paths=given[end:]))
+    run: Callable[[argparse.Namespace], int] = options.run
+    try:
+        status = run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read has read enough; Python must not complain of it again at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except KeyboardInterrupt:
+        return 130
+    except FsdpCommError as problem:
+        from pytest_fsdp_comm.command_line.documents import describe_problem  # noqa: PLC0415  # as below
+
+        print(f"fsdp-comm: {describe_problem(problem)}", file=sys.stderr)  # noqa: T201  # an error's place
+        return FAILED
+    return status
+
+
+# Each command imports what it needs when it runs.
+
+
+def _show(options: argparse.Namespace) -> int:
+    from pytest_fsdp_comm.command_line.documents import read_document  # noqa: PLC0415  # as above
+    from pytest_fsdp_comm.command_line.show import show_document  # noqa: PLC0415  # as above
+
+    links = find_project(Path.cwd()).links
+    printer = Printer("never")
+    for number, name in enumerate(options.files):
+        document = read_document(Path(name))
+        several = [*([""] if number else []), f"{name}:"] if len(options.files) > 1 else []
+        printer.lines([*several, *show_document(document, links)])
+    return SAME
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from pytest_fsdp_comm.command_line.compare import pairs_of, print_stories  # noqa: PLC0415  # as above
+
+    project = find_project(Path.cwd())
+    compared = pairs_of([*options.sides, *options.paths], Path.cwd())
+    differs = print_stories(
+        compared, project.links, Printer(options.color), with_lines=options.lines
+    )
+    for problem in compared.problems:
+        print(f"fsdp-comm: {problem}", file=sys.stderr)  # noqa: T201  # an error's place
+    return FAILED if compared.problems else DIFFERENT if differs else SAME
+
+
+def _git_diff(options: argparse.Namespace) -> int:
+    from pytest_fsdp_comm.command_line.compare import print_for_git  # noqa: PLC0415  # as above
+
+    try:
+        links = find_project(Path.cwd()).links
+    except CommandError:
+        # git must go on whatever the project's settings are.
+        from pytest_fsdp_comm.comm.links import Links  # noqa: PLC0415  # as above
+
+        links = Links()
+    print_for_git(options.arguments, links, Printer("auto"))
+    return SAME
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fsdp-comm",
+        description="Shows, compares and accepts communication snapshots of pytest-fsdp-comm.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    raw = argparse.RawDescriptionHelpFormatter
+
+    show = commands.add_parser("show", help="show a snapshot, a recording or a tree for reading")
+    show.add_argument("files", nargs="+", metavar="FILE", help=".comm, or .json as tests save it")
+    show.set_defaults(run=_show)
+
+    diff = commands.add_parser(
+        "diff",
+        help="tell how snapshots, recordings or revisions of git differ",
+        description=_DIFF,
+        formatter_class=raw,
+        usage="fsdp-comm diff [-h] [--lines] [--color WHEN] [OLD NEW | REVISION... [--] [PATH...]]",
+    )
+    diff.add_argument("--lines", action="store_true", help="also print the lines that differ")
+    diff.add_argument(
+        "--color",
+        choices=get_args(When),
+        default="auto",
+        metavar="WHEN",
+        help="auto, always, never",
+    )
+    diff.add_argument("sides", nargs="*", help=argparse.SUPPRESS)
+    diff.set_defaults(run=_diff)
+
+    git_diff = commands.add_parser(
+        "git-diff",
+        help="what git runs as diff.<driver>.command",
+        description="See docs/command-line.md for the lines that tell git of it.",
+    )
+    git_diff.add_argument("arguments", nargs="+", metavar="ARGUMENT", help="as git gives them")
+    git_diff.set_defaults(run=_git_diff)
+    return parser

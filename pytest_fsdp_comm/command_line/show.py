@@ -1,0 +1,168 @@
+"""Shows one document for reading: totals, peak, then each phase and its modules."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.comm.cost import estimate_seconds
+from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.mesh import show_mesh
+from pytest_fsdp_comm.comm.profile import CommProfile
+from pytest_fsdp_comm.command_line.documents import counted
+from pytest_fsdp_comm.reports.tree_terminal import render_tree
+from pytest_fsdp_comm.text.nbytes import show_nbytes
+from pytest_fsdp_comm.text.rank_lists import name_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from pytest_fsdp_comm.comm.links import Links
+    from pytest_fsdp_comm.comm.profile import Total
+    from pytest_fsdp_comm.command_line.documents import Document
+    from pytest_fsdp_comm.tree.profile import TreeProfile
+
+_PHASES: Final = tuple(map(str, Phase))
+_FRAME: Final = ("world_size ", "mesh ", "total ")
+_MADE: Final = re.compile(r" \| (.+?)(?: \(not compared\))?$")
+"""What a snapshot was recorded with, in its first line."""
+_ELEMENT: Final = re.compile(r"(?:float|int|uint|bfloat|complex)([0-9]+)")
+
+
+def show_document(document: Document, links: Links) -> Iterator[str]:
+    """Lines for people.
+
+    Args:
+        document: What to show.
+        links: How fast axes are, to estimate seconds.
+    """
+    if document.tree is not None:
+        yield from render_tree(document.tree).splitlines()
+    elif isinstance(document.profile, CommProfile):
+        yield from _show_comm(document, document.profile, links)
+    else:
+        yield from _show_tree(document, document.profile)
+
+
+def _head(what: str, document: Document) -> str:
+    profile = document.profile
+    recorded = profile.recorded_ranks
+    only = f", of which {name_ranks(recorded)} recorded" if recorded else ""
+    made = _MADE.search(document.text.partition("\n")[0])
+    by = f" ({made[1]})" if made else ""
+    return f"{what} of {counted(profile.world_size, 'rank')}{only}{by}"
+
+
+def _show_comm(document: Document, profile: CommProfile, links: Links) -> Iterator[str]:
+    yield _head("communication", document)
+    yield f"mesh: {show_mesh(profile.mesh_axes)}"
+    for peak in profile.peaks:
+        on = f" on {name_ranks(peak.ranks)}" if peak.ranks else ""
+        yield f"peak gathered: {_exact(peak.nbytes)}{on}"
+    if not profile.sizes_activations:
+        yield "sizes of activations: not compared"
+    totals = sorted(profile.totals(), key=lambda total: total.axis)
+    if totals:
+        yield ""
+        num_ranks = totals[0].num_ranks
+        of = "each rank" if num_ranks == 1 else f"{num_ranks} ranks together, which differ"
+        yield f"calls and bytes of {of}"
+        yield from _columns(_totals(profile, totals, links))
+    records = [line for line in document.text.splitlines() if line.partition(" ")[0] in _PHASES]
+    for phase, lines in groupby(records, key=lambda line: line.partition(" ")[0]):
+        yield ""
+        yield phase
+        yield from _columns(
+            (name, content)
+            for name, _, content in (line.split(" ", 1)[1].partition(" ") for line in lines)
+        )
+    for note in profile.notes:
+        yield f"note: {note}"
+
+
+def _totals(profile: CommProfile, totals: Sequence[Total], links: Links) -> Iterator[Sequence[str]]:
+    sizes = {axis.name: axis.size for axis in profile.mesh_axes}
+    for axis, group in groupby(totals, key=lambda total: total.axis):
+        alike = list(group)
+        link = links.of(axis)
+        seconds = [
+            estimate_seconds(
+                total.kind,
+                count=total.count,
+                nbytes=total.nbytes,
+                group_size=sizes[axis],
+                link=link,
+            )
+            for total in alike
+            if link is not None and total.num_ranks == 1 and axis in sizes
+        ]
+        known = [number for number in seconds if number is not None]
+        speed = f"about {_time(sum(known))} at {link.text}" if known and link is not None else ""
+        nbytes = sum(total.nbytes for total in alike)
+        yield (axis, f"{sum(total.count for total in alike)}", show_nbytes(nbytes), speed)
+        for total in alike:
+            yield (f"  {total.kind}", f"{total.count}", show_nbytes(total.nbytes))
+
+
+def _exact(nbytes: int) -> str:
+    # As textconv of git it must not hide a change that rounding does.
+    return f"{show_nbytes(nbytes)} ({nbytes:_} B)"
+
+
+def _time(seconds: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Lines of equal columns, numbers to the right, the last one open."""
+    table = [tuple(row) for row in rows]
+    if not table:
+        return
+    # The last cell of a row is open: no other one has to be as wide.
+    widths = [
+        max((len(row[place]) for row in table if place < len(row) - 1), default=0)
+        for place in range(max(map(len, table)))
+    ]
+    for row in table:
+        cells = [
+            cell.rjust(width) if _is_amount(cell) else cell.ljust(width)
+            for cell, width in zip(row, widths, strict=False)
+        ]
+        yield f"  {'  '.join(cells)}".rstrip()
+
+
+def _is_amount(cell: str) -> bool:
+    return bool(re.match(r"[0-9.]+( [KMGTP]?i?B)?$", cell))
+
+
+def _show_tree(document: Document, profile: TreeProfile) -> Iterator[str]:
+    yield _head("sharded model", document)
+    tree = profile.common
+    if tree is None:
+        yield f"{len(profile.trees)} different trees"
+    else:
+        yield f"mesh: {show_mesh(tree.mesh_axes)}"
+        units = sum(map(len, tree.units.values()))
+        numel = sum(math.prod(one.shape) for one in tree.parameters.values())
+        sizes = [_element_nbytes(one.dtype) for one in tree.parameters.values()]
+        in_all = sum(
+            math.prod(one.shape) * size
+            for one, size in zip(tree.parameters.values(), sizes, strict=True)
+        )
+        nbytes = f", {show_nbytes(in_all)}" if all(sizes) else ""
+        parameters = counted(len(tree.parameters), "parameter")
+        yield f"{counted(units, 'unit')}; {parameters} of {numel:_} elements{nbytes}"
+    yield ""
+    # All but the first line, what was said above, and the last line.
+    yield from (line for line in document.text.splitlines()[1:-1] if not line.startswith(_FRAME))
+
+
+def _element_nbytes(dtype: str) -> int:
+    """Bytes of one element; 0 if the name does not say."""
+    match = _ELEMENT.match(dtype)
+    return int(match[1]) // 8 if match else 0

@@ -1,0 +1,152 @@
+"""Tells how documents differ, file by file; those of one test explain each other."""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.comm.profile import CommProfile
+from pytest_fsdp_comm.command_line.documents import NOWHERE, Document, counted
+from pytest_fsdp_comm.reports.explanation import CURE
+from pytest_fsdp_comm.snapshots.differences import Aids, evidence_of, explain_difference
+from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename
+from pytest_fsdp_comm.text.nbytes import show_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pytest_fsdp_comm.comm.links import Links
+    from pytest_fsdp_comm.snapshots.documents import Profile
+    from pytest_fsdp_comm.tree.profile import TreeProfile
+
+_CONTEXT: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two sides of one file; at least one is there."""
+
+    old: Document | None
+    new: Document | None
+    old_path: str
+    new_path: str
+    """As `old_path`, unless the file was renamed, or two files were named."""
+    is_rename: bool = False
+    """Whether git found that the file was renamed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Story:
+    """How the sides of a pair differ."""
+
+    lines: tuple[str, ...]
+    """The first names the file; empty if there is nothing to tell."""
+    differs: bool
+    """Whether anything that is compared does."""
+
+
+def tell(pairs: Sequence[Pair], links: Links) -> list[Story]:
+    """Tells each pair's story.
+
+    Args:
+        pairs: Of any files; the comm and tree snapshots of one test explain each other.
+        links: How fast axes are.
+    """
+    groups: defaultdict[object, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        groups[test_of(pair)].append(pair)
+    stories: dict[int, Story] = {}
+    for group in groups.values():
+        profiles = [(pair.old.profile, pair.new.profile) for pair in group if pair.old and pair.new]
+        aids = Aids(links=links, evidence=evidence_of(profiles))
+        stories |= {id(pair): _tell(pair, aids) for pair in group}
+    return [stories[id(pair)] for pair in pairs]
+
+
+def test_of(pair: Pair) -> object:
+    """Equal for the files of one test at one world size; itself for any other file."""
+    path = PurePath(pair.new_path)
+    name = read_basename(path.stem) if path.suffix == SUFFIX else None
+    return path if name is None else (path.parent, name)
+
+
+def _tell(pair: Pair, aids: Aids) -> Story:
+    name = pair.new_path
+    if pair.old is None or pair.new is None:
+        is_new = pair.new is not None
+        document = pair.new or pair.old
+        if document is None:
+            return Story(lines=(), differs=False)
+        summary = "; ".join(summary_lines(document.profile))
+        return Story(
+            lines=(f"{name}: {'added' if is_new else 'removed'}", f"  {summary}"), differs=True
+        )
+    head = f"{pair.old_path} -> {name}" if pair.old_path != name else name
+    if pair.old.body == pair.new.body:
+        if pair.is_rename:
+            return Story(lines=(f"{head}: renamed, nothing else",), differs=True)
+        if pair.old.text == pair.new.text:
+            return Story(lines=(), differs=False)
+        what = "its first line alone, which is not compared"
+        return Story(lines=(f"{head}: {what}",), differs=False)
+    explanation, changes = explain_difference(pair.old.profile, pair.new.profile, aids, where=name)
+    body = [line for line in explanation.full[1:] if not line.startswith(CURE)]
+    if not body:
+        # An update may write in other words what compares as equal.
+        body = [f"  {changes}" if isinstance(changes, str) else "  nothing that is compared"]
+    scope = f" ({explanation.scope})" if explanation.scope else ""
+    return Story(lines=(f"{head}:{scope}", *body), differs=bool(changes) or pair.is_rename)
+
+
+def summary_lines(profile: Profile) -> Iterator[str]:
+    """A snapshot in a few statements."""
+    if not isinstance(profile, CommProfile):
+        yield from _tree_summary(profile)
+        return
+    yield counted(profile.world_size, "rank")
+    for total in profile.totals():
+        of_all = f" of {total.num_ranks} ranks together" if total.num_ranks > 1 else ""
+        nbytes = f", {show_nbytes(total.nbytes)}" if total.nbytes else ""
+        yield f"{total.count} {total.kind}[{total.axis}]{nbytes}{of_all}"
+    if profile.peaks:
+        most = max(peak.nbytes for peak in profile.peaks)
+        yield f"peak gathered {show_nbytes(most)}"
+
+
+def _tree_summary(profile: TreeProfile) -> Iterator[str]:
+    yield counted(profile.world_size, "rank")
+    tree = profile.common
+    if tree is None:
+        yield f"{len(profile.trees)} different trees"
+    else:
+        yield counted(sum(map(len, tree.units.values())), "unit")
+        yield counted(len(tree.parameters), "parameter")
+
+
+def diff_lines(pair: Pair) -> Iterator[str]:
+    """The lines that differ, as a patch that ``git apply`` understands."""
+    old, new = pair.old, pair.new
+    return unified(
+        (str(old.text) if old else "", pair.old_path if old else ""),
+        (str(new.text) if new else "", pair.new_path if new else ""),
+    )
+
+
+def unified(old: tuple[str, str], new: tuple[str, str]) -> Iterator[str]:
+    """The lines of a patch.
+
+    Args:
+        old: The text and the path; both empty if there is no file.
+        new: As `old`.
+    """
+    yield from difflib.unified_diff(
+        old[0].splitlines(),
+        new[0].splitlines(),
+        f"a/{old[1]}" if old[1] else NOWHERE,
+        f"b/{new[1]}" if new[1] else NOWHERE,
+        lineterm="",
+        n=_CONTEXT,
+    )

@@ -1,0 +1,216 @@
+"""What ``fsdp-comm diff`` tells of files and directories, and of revisions of git."""
+
+from pathlib import Path
+
+import made_up
+import pytest
+from made_up_files import TREE, recording
+
+from pytest_fsdp_comm.comm.json import dump_recording
+from pytest_fsdp_comm.snapshots.comm_text import format_profile
+
+OLD, NEW = (format_profile(made_up.profile(layers=layers)) for layers in (3, 4))
+TOLD = [
+    "  +30 % bytes in all (100.0 -> 130.0 KiB per rank and step)",
+    "  all_gather[dp] +31 % (65.0 -> 85.0 KiB), reduce_scatter[dp] +29 % (35.0 -> 45.0 KiB)",
+    "  layers: 3 -> 4 modules, each as its siblings",
+]
+
+
+def test_two_snapshots_are_told_as_a_failed_test_tells_them(write, fsdp_comm):
+    write("old.comm", OLD)
+    write("new.comm", NEW)
+    told = fsdp_comm("diff", "old.comm", "new.comm")
+    assert told.status == 1
+    assert told.lines[0] == "old.comm -> new.comm:"
+    assert told.lines[1:] == TOLD
+    assert not any("accept" in line for line in told.lines)
+    lines = fsdp_comm("diff", "old.comm", "new.comm", "--lines").lines
+    assert lines[: len(told.lines)] == told.lines
+    assert "--- a/old.comm" in lines
+    assert any(line.startswith("+forward layers.{0..3} all_gather[dp]") for line in lines)
+
+
+def test_equal_files_and_those_that_differ_in_what_is_not_compared_exit_with_0(write, fsdp_comm):
+    write("old.comm", OLD)
+    write("crlf.comm", OLD.replace("\n", "\r\n").encode())
+    write("torch.comm", OLD.replace("| torch ,", "| torch 9.9,"))
+    for other in ("old.comm", "crlf.comm"):
+        told = fsdp_comm("diff", "old.comm", other)
+        assert (told.status, told.out) == (0, "")
+    told = fsdp_comm("diff", "old.comm", "torch.comm")
+    assert told.status == 0
+    assert told.lines == ["old.comm -> torch.comm: its first line alone, which is not compared"]
+
+
+def test_a_recording_is_compared_with_a_snapshot(write, fsdp_comm):
+    write("one.json", dump_recording(recording(1)))
+    write("more.json", dump_recording(recording(1, calls=3)))
+    told = fsdp_comm("diff", "one.json", "more.json")
+    assert told.status == 1
+    # Recorded code has a place, which a snapshot has not.
+    assert any(line.endswith("at train.py:3") for line in told.lines), told.out
+
+
+def test_another_kind_of_snapshot_is_no_story(write, fsdp_comm):
+    write("a.comm", OLD)
+    write("b.comm", TREE)
+    told = fsdp_comm("diff", "a.comm", "b.comm")
+    assert told.status == 1
+    assert told.lines == ["a.comm -> b.comm:", "  a snapshot of kind 'comm', not 'tree'"]
+
+
+def test_directories_are_compared_file_by_file_and_trees_explain_what_was_sent(write, fsdp_comm):
+    frozen = TREE.replace("float32[8] dp", "float32[8] frozen dp")
+    for side, tree in (("old", TREE), ("new", frozen)):
+        write(f"{side}/test_a/test_x.ws4.tree.comm", tree)
+    write("old/gone.ws8.comm", OLD)
+    write("new/here.ws8.comm", OLD)
+    told = fsdp_comm("diff", "old", "new/")
+    assert told.status == 1
+    summary = "  8 ranks; 7 all_gather[dp], 65.0 KiB; 4 reduce_scatter[dp], 35.0 KiB"
+    assert told.lines[:2] == ["gone.ws8.comm: removed", summary]
+    assert told.lines[3:5] == ["here.ws8.comm: added", summary]
+    assert told.lines[6] == "test_a/test_x.ws4.tree.comm:"
+    assert "b.weight" in told.lines[7]
+
+
+def test_a_broken_file_among_others_is_told_and_the_rest_compared(write, fsdp_comm):
+    for side in ("old", "new"):
+        write(f"{side}/a.ws8.comm", OLD if side == "old" else NEW)
+        write(f"{side}/b.ws8.comm", OLD if side == "old" else f"<<<<<<< ours\n{NEW}")
+    told = fsdp_comm("diff", "old", "new")
+    assert told.status == 2
+    assert told.err.startswith("fsdp-comm: new/b.ws8.comm, line 1: it reads '<<<<<<< ours'")
+    assert told.lines[0] == "a.ws8.comm:"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a.comm", "d"], "d is a directory and a.comm is not; expected two of a kind"),
+        (["d", "d"], "neither d nor d holds a snapshot (*.comm)"),
+        (["main..HEAD"], "is in no working tree of git; run this command inside of a repository"),
+        ([], "is in no working tree of git"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error(write, fsdp_comm, monkeypatch, arguments, said):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", "/")
+    write("a.comm", OLD)
+    write("d/x", "")
+    told = fsdp_comm("diff", *arguments)
+    assert (told.status, told.out) == (2, "")
+    assert said in told.err
+
+
+def test_without_git_only_files_are_compared(write, fsdp_comm, monkeypatch):
+    write("a.comm", OLD)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert fsdp_comm("diff", "a.comm", "a.comm").status == 0
+    told = fsdp_comm("diff", "HEAD")
+    assert told.status == 2
+    assert "git is not installed, or not on the PATH; without it, name two files" in told.err
+
+
+def test_revisions_and_the_files_on_disk(write, fsdp_comm, git):
+    write("sub/snapshots/a.ws8.comm", OLD)
+    write("snapshots/b [x].ws8.comm", OLD)
+    git("add", ".")
+    git("commit", "-qm", "one")
+    assert fsdp_comm("diff").status == 0
+    write("sub/snapshots/a.ws8.comm", NEW)
+    head = "sub/snapshots/a.ws8.comm:"
+    for arguments in ([], ["HEAD"], ["HEAD", "sub"], ["sub/snapshots/a.ws8.comm"], ["--", "sub"]):
+        told = fsdp_comm("diff", *arguments)
+        assert (told.status, told.lines[0]) == (1, head), arguments
+    assert fsdp_comm("diff", "HEAD", "snapshots").status == 0
+    git("commit", "-qam", "two")
+    git("checkout", "-q", "-b", "topic", "HEAD~1")
+    git("mv", "snapshots/b [x].ws8.comm", "snapshots/c.ws8.comm")
+    write("snapshots/new.ws8.comm", NEW)
+    untracked = fsdp_comm("diff", "HEAD", "snapshots/new.ws8.comm")
+    assert untracked.lines[0] == "snapshots/new.ws8.comm: added"
+    git("add", ".")
+    git("rm", "-q", "--cached", "sub/snapshots/a.ws8.comm")
+    git("commit", "-qm", "three")
+    for arguments in (["HEAD~1..HEAD"], ["HEAD~1.."], ["main...topic"], ["HEAD~1", "HEAD"]):
+        told = fsdp_comm("diff", *arguments)
+        assert told.status == 1
+        assert [line for line in told.lines if line[:1] not in {"", " "}] == [
+            "snapshots/b [x].ws8.comm -> snapshots/c.ws8.comm: renamed, nothing else",
+            "snapshots/new.ws8.comm: added",
+            "sub/snapshots/a.ws8.comm: removed",
+        ], arguments
+    assert fsdp_comm("diff", "main..topic", "sub").lines[0].endswith(": removed")
+    for wrong in (["nope..HEAD"], ["HEAD...nope"], ["nope", "--"], ["nope"]):
+        told = fsdp_comm("diff", *wrong)
+        assert told.status == 2, wrong
+        assert "git knows no revision" in told.err or "nor a revision of git" in told.err
+
+
+@pytest.mark.usefixtures("git")
+def test_a_repository_without_a_commit_says_so(fsdp_comm):
+    assert "has no commit yet" in fsdp_comm("diff").err
+
+
+DRIVER = {
+    "diff.fsdp-comm.command": (
+        'f() { fsdp-comm git-diff "$@" 2>/dev/null'
+        ' || diff -u --label "a/$1" --label "b/$1" "$2" "$5" || :; }; f'
+    ),
+    "diff.fsdp-comm.textconv": 'f() { fsdp-comm show "$1" 2>/dev/null || cat "$1"; }; f',
+}
+
+
+def test_git_diff_tells_the_story_of_both_sides_and_stays_a_patch(write, git, project, fsdp_comm):
+    page = (Path(__file__).parents[3] / "docs/command-line.md").read_text()
+    for name, value in DRIVER.items():
+        # As the page says, apart from line ends.
+        assert f"git config {name} '{value}'" in " ".join(page.replace("\\\n", "").split()), name
+        git("config", name, value)
+    write(".gitattributes", "*.comm text eol=lf diff=fsdp-comm\n")
+    write("a.ws8.comm", OLD)
+    write("odd name.ws8.comm", OLD)
+    write("gone.ws4.comm", TREE)
+    git("add", ".")
+    git("commit", "-qm", "one")
+    write("a.ws8.comm", NEW)
+    (project / "gone.ws4.comm").unlink()
+    write("here.ws8.comm", NEW)
+    git("add", "-AN")
+    git("mv", "odd name.ws8.comm", "plain.ws8.comm")
+    shown = git("diff", "HEAD")
+    assert shown.splitlines()[0] == "a.ws8.comm:"
+    assert "\n  +" in shown
+    assert "here.ws8.comm: added" in shown
+    assert "gone.ws4.comm: removed" in shown
+    assert "odd name.ws8.comm -> plain.ws8.comm: renamed, nothing else" in shown
+    # Still a patch.
+    (project / "p.patch").write_text(shown)
+    git("apply", "-R", "--check", "p.patch")
+    # One side at a time for what knows no command.
+    assert "communication of 8 ranks" in git("diff", "--no-ext-diff", "HEAD", "--", "a.ws8.comm")
+    # What is no snapshot is shown as lines.
+    write("a.ws8.comm", "<<<<<<< ours\n")
+    broken = git("diff", "HEAD", "--", "a.ws8.comm")
+    assert "a.ws8.comm: no story: a.ws8.comm, line 1: it reads '<<<<<<< ours'" in broken
+    assert "+<<<<<<< ours" in broken
+    # CRLF in the working tree is what no attribute has ended yet.
+    write("a.ws8.comm", OLD.replace("\n", "\r\n").encode())
+    assert fsdp_comm("diff", "HEAD", "--", "a.ws8.comm").status == 0
+    git("commit", "-qm", "two", "-a")
+    log = ("log", "-p", "-1", "--", "here.ws8.comm")
+    assert "here.ws8.comm: added" in git("log", "--ext-diff", *log[1:])
+    assert "+communication of 8 ranks" in git(*log)
+    # Without the program, plain lines.
+    (project / "bin/fsdp-comm").unlink()
+    write("a.ws8.comm", NEW)
+    plain = git("diff")
+    assert "+forward layers.{0..3}" in plain
+    assert "\n  +" not in plain
+    assert "communication of" not in git(*log)
+
+
+def test_an_unmerged_file_is_said_to_be_unmerged(fsdp_comm):
+    told = fsdp_comm("git-diff", "a.ws8.comm")
+    assert told.lines == ["a.ws8.comm: unmerged; resolve the conflict, or take a side"]

@@ -1,0 +1,131 @@
+"""What ``fsdp-comm show`` prints of each kind of file, and of files that are broken."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import made_up
+import pytest
+from made_up_files import TREE, recording
+
+from pytest_fsdp_comm.comm.json import dump_recording, dump_recordings
+from pytest_fsdp_comm.comm.profile import GatheredPeak
+from pytest_fsdp_comm.snapshots.comm_text import format_profile
+
+
+def test_a_snapshot_shows_sums_by_axis_the_peak_and_the_modules_of_each_phase(write, fsdp_comm):
+    profile = made_up.profile(tensor_parallel=True)
+    profile = replace(profile, peaks=(GatheredPeak(nbytes=558_336),), backend="gloo")
+    write("a.ws8.comm", format_profile(replace(profile, torch_version="2.13.0")))
+    shown = fsdp_comm("show", "a.ws8.comm")
+    assert shown.status == 0
+    assert shown.lines[:3] == [
+        "communication of 8 ranks (torch 2.13.0, gloo)",
+        "mesh: dp=4 stride 2, tp=2 stride 1",
+        "peak gathered: 545.2 KiB (558_336 B)",
+    ]
+    # Each of 3 layers gathers twice and reduces once, the root gathers once and reduces once.
+    assert re.search(r"^  dp +11  100.0 KiB\n    all_gather +7 +65.0 KiB$", shown.out, re.MULTILINE)
+    assert re.search(r"^  tp +6 +6.0 KiB$", shown.out, re.MULTILINE)
+    assert "\nforward\n" in shown.out
+    assert "\nbackward\n" in shown.out
+    assert re.search(
+        r"^  layers\.\{0\.\.2\} +all_gather\[dp\] x1 of 10_240 B float32 parameters$",
+        shown.out, re.MULTILINE,
+    )  # fmt: skip
+
+
+def test_seconds_are_estimated_where_the_project_says_how_fast_axes_are(write, fsdp_comm, project):
+    write("a.ws8.comm", format_profile(made_up.profile()))
+    assert "about" not in fsdp_comm("show", "a.ws8.comm").out
+    (project / "pytest.ini").unlink()
+    links = '[tool.pytest.ini_options]\nfsdp_comm_links = ["dp: 50 GB/s 10 us"]\n'
+    write("pyproject.toml", links)
+    # 11 calls of 3 hops of 10 us, and next to nothing for 102 kB.
+    shown = fsdp_comm("show", "a.ws8.comm").out
+    assert re.search(r"^  dp +11 +100.0 KiB  about 332 us at 50 GB/s, 10 us$", shown, re.MULTILINE)
+    write("pyproject.toml", links.replace("GB/s", "knots"))
+    broken = fsdp_comm("show", "a.ws8.comm")
+    assert broken.status == 2
+    assert "pyproject.toml: fsdp_comm_links, line 1: " in broken.err
+
+
+def test_ranks_that_differ_are_summed_up_and_that_is_said(write, fsdp_comm):
+    write("two.json", dump_recordings([recording(0), recording(1, calls=2)]))
+    shown = fsdp_comm("show", "two.json")
+    assert "calls and bytes of 2 ranks together, which differ" in shown.lines
+    assert re.search(r"^  dp +3  24 B$", shown.out, re.MULTILINE)
+    assert re.search(r"x2 of 8 B float32 ranks 1$", shown.out, re.MULTILINE)
+
+
+def test_a_recording_of_one_rank_is_shown_as_such(write, fsdp_comm):
+    write("one.json", dump_recording(recording(1)))
+    first = fsdp_comm("show", "one.json").lines[0]
+    assert first == "communication of 2 ranks, of which rank 1 recorded (torch 2.13.0, gloo)"
+
+
+def test_a_tree_shows_units_and_parameters_with_their_bytes(write, fsdp_comm):
+    write("a.ws4.tree.comm", TREE)
+    lines = fsdp_comm("show", "a.ws4.tree.comm").lines
+    assert lines[:3] == [
+        "sharded model of 4 ranks (torch 2.13.0, gloo)",
+        "mesh: dp=4 stride 1",
+        # 32 elements of 2 bytes and 8 of 4.
+        "1 unit; 2 parameters of 40 elements, 96 B",
+    ]
+    assert lines[-1] == "parameter b.weight float32[8] dp=Shard(0)"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.comm", None, "there is no file a.comm"),
+        ("a.comm", b"\xff\xfe\0\0", "a.comm, line 1: it cannot be read as UTF-8 text"),
+        ("a.comm", b"# pytest-fsdp-comm 2 tree |\nworld_size x\nend\n", "a.comm, line 2: "),
+        ("a.comm", TREE.encode()[:-5], "a.comm, line 7: the file ends with 'total 1 units"),
+        ("a.json", b"[1]", "a.json: expected a recording of JSON version 1, got [1]"),
+        ("a.json", b"\xff", "a.json cannot be read: "),
+        ("a.json", None, "there is no file a.json"),
+    ],
+)
+def test_a_file_that_cannot_be_shown_is_an_error_that_says_where(
+    write, fsdp_comm, name, content, said
+):
+    if content is not None:
+        write(name, content)
+    shown = fsdp_comm("show", name)
+    assert (shown.status, shown.out) == (2, "")
+    assert shown.err.startswith(f"fsdp-comm: {said}")
+    # The remedy of a failed test makes no sense here.
+    assert "Nothing was overwritten" not in shown.err
+
+
+def test_a_directory_is_no_snapshot(fsdp_comm):
+    assert "is a directory; expected a snapshot" in fsdp_comm("show", ".").err
+
+
+def test_recordings_of_different_worlds_are_not_merged(write, fsdp_comm):
+    write("two.json", dump_recordings([recording(0), recording(0)]))
+    shown = fsdp_comm("show", "two.json")
+    assert shown.status == 2
+    assert "expected recordings of different ranks of one world, got ranks 0, 0" in shown.err
+
+
+def test_the_program_starts_without_torch_pytest_and_their_like(write, project):
+    write("a.ws4.tree.comm", TREE)
+    code = (
+        "import sys; from pytest_fsdp_comm.command_line.main import main;"
+        "main(['diff', 'a.ws4.tree.comm', 'a.ws4.tree.comm']); main(['show', 'a.ws4.tree.comm']);"
+        "heavy = {'torch', 'pytest', 'syrupy', 'jinja2', 'rich'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=project, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run(  # noqa: S602  # whoever reads has read enough
+        f"{sys.executable} -m pytest_fsdp_comm show a.ws4.tree.comm | true",
+        shell=True, cwd=project, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stderr == ""
