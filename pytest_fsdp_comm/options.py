@@ -143,8 +143,8 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--comm-artifacts",
         metavar="DIR",
-        help="keep what failed comparisons received in DIR, laid out like the snapshot "
-        "directory; copy it over to accept the change",
+        help="keep what failed comparisons received and expected, and their stories, in DIR; "
+        "`fsdp-comm accept DIR` accepts them",
     )
     group.addoption(
         "--comm-report",

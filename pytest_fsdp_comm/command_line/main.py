@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]  # a text stream
     given = list(sys.argv[1:] if arguments is None else arguments)
-    # argparse drops a "--", which tells paths from revisions.
-    end = given.index("--") if given[:1] == ["diff"] and "--" in given else len(given)
-    options = _parser().parse_args(given[:end], argparse.Namespace(paths=given[end:]))
+    # argparse drops a "--", which tells paths from revisions, and pytest's options from ours.
+    end = given.index("--") if given[:1] in (["diff"], ["audit"]) and "--" in given else len(given)
+    options = _parser().parse_args(given[:end], argparse.Namespace(rest=given[end:]))
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         status = run(options)
@@ -92,13 +92,49 @@ def _diff(options: argparse.Namespace) -> int:
     from pytest_fsdp_comm.command_line.compare import pairs_of, print_stories  # noqa: PLC0415  # as above
 
     project = find_project(Path.cwd())
-    compared = pairs_of([*options.sides, *options.paths], Path.cwd())
+    compared = pairs_of([*options.sides, *options.rest], Path.cwd())
     differs = print_stories(
         compared, project.links, Printer(options.color), with_lines=options.lines
     )
     for problem in compared.problems:
         print(f"fsdp-comm: {problem}", file=sys.stderr)  # noqa: T201  # an error's place
     return FAILED if compared.problems else DIFFERENT if differs else SAME
+
+
+def _accept(options: argparse.Namespace) -> int:
+    from pytest_fsdp_comm.command_line.accept import accept, ask_on_terminal  # noqa: PLC0415  # as above
+
+    project = find_project(Path.cwd())
+    chosen = Path.cwd() / options.snapshots if options.snapshots else project.snapshot_dir
+    if not chosen.is_dir() and options.snapshots:
+        raise CommandError(f"there is no directory {options.snapshots}; expected that of snapshots")
+    can_ask = sys.stdin.isatty() and sys.stdout.isatty()
+    done = accept(
+        Path(options.directory),
+        chosen,
+        project.links,
+        Printer("auto"),
+        ask=None if options.yes or not can_ask else ask_on_terminal,
+        is_dry=not (options.yes or can_ask),
+    )
+    rest = [
+        f"{count} {word}"
+        for count, word in ((done.skipped, "left as they are"), (done.refused, "refused"))
+        if count
+    ]
+    files = "file" if done.written == 1 else "files"
+    print(", ".join([f"{done.written} {files} accepted", *rest]))  # noqa: T201  # a program's output
+    if not (options.yes or can_ask) and done.skipped:
+        raise CommandError("there is no terminal to ask on; --yes accepts all that is shown above")
+    return DIFFERENT if rest else SAME
+
+
+def _audit(options: argparse.Namespace) -> int:
+    from pytest_fsdp_comm.command_line.audit import audit, collect  # noqa: PLC0415  # as above
+
+    lines, has_faults = audit(list(collect([*options.arguments, *options.rest[1:]], options.sizes)))
+    Printer("never").lines(lines)
+    return DIFFERENT if has_faults else SAME
 
 
 def _git_diff(options: argparse.Namespace) -> int:
@@ -145,6 +181,41 @@ def _parser() -> argparse.ArgumentParser:
     )
     diff.add_argument("sides", nargs="*", help=argparse.SUPPRESS)
     diff.set_defaults(run=_diff)
+
+    accept = commands.add_parser(
+        "accept",
+        help="take over what CI received (pytest --comm-artifacts), after showing each change",
+        description="Shows for each test what CI received instead of its snapshots, and asks. The "
+        "exit status is 1 if something is left as it is or refused, and 2 for errors.",
+    )
+    accept.add_argument("directory", metavar="DIR", help="the artifacts, unpacked")
+    accept.add_argument("--yes", action="store_true", help="accept all, without a question")
+    accept.add_argument(
+        "--snapshots",
+        metavar="DIR",
+        help="the directory of the snapshots (default: as pytest's settings have it, seen from the "
+        "working directory)",
+    )
+    accept.set_defaults(run=_accept)
+
+    audit = commands.add_parser(
+        "audit",
+        help="find snapshot files that are broken, of an old format, or of no test",
+        description="Has pytest collect the tests, runs none, and checks every snapshot file. The "
+        "exit status is 1 if a file has a fault, and 2 if pytest cannot collect.",
+    )
+    audit.add_argument(
+        "--world-size",
+        dest="sizes",
+        action="append",
+        default=[],
+        metavar="N",
+        help="a default world size that tests run with; may be given several times",
+    )
+    audit.add_argument(
+        "arguments", nargs="*", metavar="PATH", help="what pytest collects (default: all tests)"
+    )
+    audit.set_defaults(run=_audit)
 
     git_diff = commands.add_parser(
         "git-diff",

@@ -5,6 +5,7 @@ Knows neither pytest nor syrupy, so that a program which only reads files starts
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -15,6 +16,7 @@ from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
 from pytest_fsdp_comm.reports.explanation import ACCEPT, Explanation
 from pytest_fsdp_comm.reports.headline import headline, headline_of_story
+from pytest_fsdp_comm.reports.story_lines import name_owners
 from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
 from pytest_fsdp_comm.tree import diff as tree_diff
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from pytest_fsdp_comm.comm.diff import Change
+    from pytest_fsdp_comm.comm.profile import Calls, CommRow, RowKey
     from pytest_fsdp_comm.snapshots.documents import Profile
     from pytest_fsdp_comm.tree.diff import TreeChange
 
@@ -132,6 +135,32 @@ def evidence_of(pairs: Iterable[tuple[Profile, Profile]]) -> Evidence | None:
             case TreeProfile(common=TreeFacts() as was), TreeProfile(common=TreeFacts() as now):
                 return tree_evidence(was, now)
     return None
+
+
+def call_sites(old: Profile | None, new: Profile) -> list[str]:
+    """Where the modules send whose communication differs: a line for each place and collective.
+
+    Args:
+        old: The reviewed snapshot; None if there is none.
+        new: The recorded one, with call sites; a snapshot from a file has none.
+    """
+    if not isinstance(new, CommProfile):
+        return []
+    before = {_compared(row) for row in old.rows} if isinstance(old, CommProfile) else set()
+    after = {_compared(row) for row in new.rows}
+    differing = {owner for (_, owner, _), *_ in before ^ after}
+    owners: defaultdict[tuple[str, str], dict[str | None, None]] = defaultdict(dict)
+    for row in new.rows:
+        for site in row.sites if row.owner in differing else ():
+            if site.call_site:
+                owners[f"{row.phase} {row.kind}[{row.axis}]", site.call_site][row.owner] = None
+    return [
+        f"  {what} of {name_owners(names)} at {place}" for (what, place), names in owners.items()
+    ]
+
+
+def _compared(row: CommRow) -> tuple[RowKey, tuple[int, ...], tuple[Calls, ...]]:
+    return row.key, row.ranks, row.calls
 
 
 def _within_scope(explanation: Explanation, was: CommProfile, now: CommProfile) -> Explanation:

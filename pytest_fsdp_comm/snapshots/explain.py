@@ -27,13 +27,13 @@ from pytest_fsdp_comm.snapshots.differences import (
     Aids,
     Changes,
     bare_explanation,
+    call_sites,
     evidence_of,
     explain_difference,
     headline_of_values,
 )
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.failed_comparison import FAILED_COMPARISON, FailedComparison
-from pytest_fsdp_comm.snapshots.files import write_atomically
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
 from pytest_fsdp_comm.text.paths import show_path
 
@@ -201,6 +201,7 @@ def _explain_one(
         if accept:
             lines = (*lines, f"{RECORD}{accept}", READ)
         explanation = Explanation(short=lines, full=lines, is_cut=False)
+        _keep(extension, result, explanation)
         return Failure(name=name, explanation=explanation), "no snapshot yet"
     old = cast("SnapshotText", result.recalled_data)
     new = cast("SnapshotText", result.asserted_data)
@@ -210,6 +211,7 @@ def _explain_one(
     if old.lines.kind != new.lines.kind:
         why = str(old.lines.other_kind(new.lines.kind))
         explanation = bare_explanation(new.profile, where=where, accept=accept, why=why)
+    _keep(extension, result, explanation)
     with disable_color():
         difference = tuple(extension.diff_lines(new, old))
     return Failure(name=name, explanation=explanation, difference=difference), changes
@@ -268,13 +270,20 @@ def describe_problem(error: BaseException, *, where: str) -> str:
     return lines[1].strip() if isinstance(error, IncompleteRecordingError) else lines[0]
 
 
-def _keep_received(extension: CommSnapshotExtension, result: AssertionResult) -> None:
-    """With ``--comm-artifacts``: keeps what was received, to be accepted by copying it over."""
-    path = extension.received_path(result.snapshot_location)
-    if path is None or result.asserted_data is None:
+def _keep(
+    extension: CommSnapshotExtension, result: AssertionResult, explanation: Explanation
+) -> None:
+    """With ``--comm-artifacts``: keeps all that tells of the difference elsewhere."""
+    artifacts = extension.artifacts(result.snapshot_location)
+    if artifacts is None or result.asserted_data is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, str(result.asserted_data))
+    old, new = cast("SnapshotText | None", result.recalled_data), result.asserted_data
+    sites = call_sites(None if old is None else old.profile, cast("SnapshotText", new).profile)
+    artifacts.keep(
+        received=str(new),
+        expected=None if old is None else str(old),
+        story=[*explanation.full, *(["", "sent by:"] if sites else []), *sites],
+    )
 
 
 def update_command(config: pytest.Config, item: pytest.Item) -> str:

@@ -19,6 +19,7 @@ from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.noting import NOTING
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
+from pytest_fsdp_comm.snapshots.artifacts import Artifacts
 from pytest_fsdp_comm.snapshots.completeness import check_completeness
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.files import read_snapshot, write_atomically
@@ -269,12 +270,12 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         """Never, as none is discovered."""
         raise AssertionError(snapshot_location)
 
-    def received_path(self, location: str) -> Path | None:
-        """Where ``--comm-artifacts`` keeps what is to replace a snapshot file."""
-        artifacts = self._options.artifacts_dir
-        if artifacts is None:
+    def artifacts(self, location: str) -> Artifacts | None:
+        """Where ``--comm-artifacts`` keeps what a comparison with a snapshot file was about."""
+        directory = self._options.artifacts_dir
+        if directory is None:
             return None
-        return artifacts / Path(location).relative_to(self._options.snapshot_dir)
+        return Artifacts.of(directory, Path(location).relative_to(self._options.snapshot_dir))
 
     def diff_lines(self, serialized_data: Any, snapshot_data: Any) -> Iterator[str]:
         """The lines that differ, below the explanation; the first line is not compared."""
@@ -435,10 +436,9 @@ class CommSnapshot(SnapshotAssertion):
         )
         super().__eq__(compared)
         result = self.executions[self.num_executions - 1]
-        received = self.extension.received_path(location)
-        if result.success and received is not None:
-            # Of an earlier run into the same directory: copied over, it would bring that back.
-            received.unlink(missing_ok=True)
+        artifacts = self.extension.artifacts(location)
+        if result.success and artifacts is not None:
+            artifacts.forget()
         return result
 
     def __repr__(self) -> str:

@@ -220,21 +220,21 @@ def test_the_printed_command_repeats_what_the_project_s_own_options_chose(record
 def test_a_broken_file_among_several_is_told_without_a_command_that_would_fail(changed):
     place = changed.path / "snapshots/tests/test_other"
     (place / "test_step.ws2.comm").write_text("garbage\n")
-    result = changed.run("tests/test_other.py", "--comm-artifacts", "received")
+    result = changed.run("tests/test_other.py", "--comm-artifacts", "kept")
     assert result.returncode == 1
     assert "comm: snapshots/tests/test_other/test_step.ws2.comm, line 1: " in result.stdout
     assert "tree: fsdp_tree differs from" in result.stdout
     assert "accept:" not in result.stdout
     # What was equal in a later run is not there any more.
-    assert (changed.path / "received/tests/test_other/test_step.ws2.tree.comm").is_file()
+    assert (changed.path / "kept/received/tests/test_other/test_step.ws2.tree.comm").is_file()
     (changed.path / "training.py").write_text(TRAINING)
-    changed.run("tests/test_other.py", "--comm-artifacts", "received")
-    assert not list((changed.path / "received").rglob("*.comm"))
+    changed.run("tests/test_other.py", "--comm-artifacts", "kept")
+    assert not list((changed.path / "kept").rglob("*.comm"))
 
 
 def test_one_assertion_tells_and_keeps_all_its_comparisons(changed):
     before = changed.files()
-    result = changed.run("tests/test_other.py", "--comm-artifacts", "received")
+    result = changed.run("tests/test_other.py", "--comm-artifacts", "kept")
     assert result.returncode == 1
     place = "snapshots/tests/test_other/test_step.ws2"
     lines = result.stdout.splitlines()
@@ -246,9 +246,33 @@ def test_one_assertion_tells_and_keeps_all_its_comparisons(changed):
     assert "tree: {0..1}: reshard_after_forward True -> False" in shown
     assert "not compared:" not in result.stdout
     assert 'accept: pytest --snapshot-update "tests/test_other.py::test_step"' in shown
-    # Unpacked over the reviewed ones, the next run is green.
+    # Accepted elsewhere from what was kept, the next run is green.
     assert changed.files() == before
-    shutil.copytree(changed.path / "received", changed.path / "snapshots", dirs_exist_ok=True)
+    kept = {
+        str(path.relative_to(changed.path / "kept"))
+        for path in (changed.path / "kept").rglob("*")
+        if path.is_file()
+    }
+    ends = {"received": ".comm", "expected": ".comm", "stories": ".txt"}
+    assert kept == {
+        f"{folder}/tests/test_other/test_step.ws2{name}{end}"
+        for folder, end in ends.items()
+        for name in ("", ".tree")
+    }
+    story = (changed.path / "kept/stories/tests/test_other/test_step.ws2.txt").read_text()
+    assert story.startswith(
+        "comm_mode differs from snapshots/tests/test_other/test_step.ws2.comm\n"
+    )
+    assert re.search(r"(?s)sent by:\n.*all_gather\[dp\] of \{0\.\.1\} at training\.py:\d+\n", story)
+    accepted = subprocess.run(
+        [sys.executable, "-m", "pytest_fsdp_comm", "accept", "kept", "--yes"],
+        cwd=changed.path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert accepted.returncode == 0, accepted.stderr
+    assert f"{place}.comm:\n" in accepted.stdout
     assert changed_files(changed, before) == {
         "tests/test_other/test_step.ws2.comm",
         "tests/test_other/test_step.ws2.tree.comm",

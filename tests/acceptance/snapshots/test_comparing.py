@@ -692,9 +692,9 @@ def test_what_failed_comparisons_received_can_be_accepted_by_copying(recorded):
         "fully_shard(layer, mesh=mesh)",
         "fully_shard(layer, mesh=mesh, reshard_after_forward=False)",
     )
-    result = recorded.run("--comm-artifacts", "received")
+    result = recorded.run("--comm-artifacts", "kept")
     result.assert_outcomes(failed=1)
-    received = recorded.path / "received/test_it/test_step.ws2.comm"
+    received = recorded.path / "kept/received/test_it/test_step.ws2.comm"
     (recorded.path / COMM).write_text(received.read_text())
     (recorded.path / TREE).unlink()
     result = recorded.run()

@@ -1,0 +1,97 @@
+"""``fsdp-comm audit``: checks all snapshot files against what pytest collects."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.command_line.documents import counted
+from pytest_fsdp_comm.command_line.errors import CommandError
+from pytest_fsdp_comm.snapshots.audit import (
+    Collection,
+    find_faults,
+    load_collection,
+    snapshot_files,
+)
+from pytest_fsdp_comm.text.paths import show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_OUTPUT: Final = "PYTEST_FSDP_COMM_COLLECTION"
+"""As `collecting.OUTPUT`, in a module that imports pytest."""
+_COLLECTED: Final = frozenset({0, 5})
+"""pytest's exit statuses of a collection that ended well, the second one without a test."""
+_LONGEST_QUOTE: Final = 20
+
+
+def collect(arguments: Sequence[str], world_sizes: Sequence[str]) -> Iterator[Collection]:
+    """Runs pytest once for each default world size, to collect and nothing else.
+
+    Args:
+        arguments: pytest's, such as directories.
+        world_sizes: For ``--world-size``; none for the project's own default.
+
+    Raises:
+        CommandError: pytest cannot collect; the text has what it said.
+    """
+    for size in world_sizes or [""]:
+        options = [f"--world-size={size}"] if size else []
+        yield _collect_once([*options, *arguments])
+
+
+def _collect_once(arguments: Sequence[str]) -> Collection:
+    plugin = "pytest_fsdp_comm.snapshots.collecting"
+    command = ["-m", "pytest", "--collect-only", "-q", "-p", plugin, *arguments]
+    print(f"$ python {shlex.join(command)}", file=sys.stderr)  # noqa: T201  # says what runs
+    with tempfile.TemporaryDirectory(prefix="fsdp-comm-audit-") as directory:
+        output = Path(directory, "collection.json")
+        done = subprocess.run(  # noqa: S603  # the user's own pytest
+            [sys.executable, *command],
+            env={**os.environ, _OUTPUT: str(output)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
+        if done.returncode not in _COLLECTED or not output.exists():
+            said = "\n".join(done.stdout.splitlines()[-_LONGEST_QUOTE:])
+            raise CommandError(
+                "pytest cannot collect the tests, so nothing is known of their snapshots "
+                f"(exit status {done.returncode}):\n{said}"
+            )
+        return load_collection(output.read_text(encoding="utf-8"))
+
+
+def audit(collections: Sequence[Collection]) -> tuple[list[str], bool]:
+    """Checks the files.
+
+    Args:
+        collections: As `collect` makes them.
+
+    Returns:
+        Lines to print, and whether any file has a fault.
+    """
+    faults = find_faults(collections)
+    files = snapshot_files(collections[0].snapshot_dir)
+    where = show_path(collections[0].snapshot_dir)
+    lines = [f"{show_path(one.path)}: {one.fault}: {one.what}" for one in faults]
+    counts = Counter(one.fault for one in faults)
+    found = ", ".join(f"{count} {fault}" for fault, count in counts.items()) or "no faults"
+    tests = len({(test.place, test.name) for one in collections for test in one.tests})
+    lines.append(
+        f"{counted(len(files), 'snapshot file')} in {where}, {counted(tests, 'test')}: {found}"
+    )
+    if counts["variant"]:
+        lines.append(
+            "If tests also run with other --world-size values, name them: "
+            "fsdp-comm audit --world-size 2 --world-size 4"
+        )
+    return lines, bool(faults)

@@ -1,0 +1,76 @@
+"""What ``--comm-artifacts`` keeps of failed comparisons, for another machine to look at and accept.
+
+::
+
+    received/tests/test_step/test_step.ws4.comm   what was recorded
+    expected/tests/test_step/test_step.ws4.comm   what it was compared with; none for a new file
+    stories/tests/test_step/test_step.ws4.txt     how they differ, and the code that sends
+
+Each of the three is laid out like the directory of the snapshots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+from pytest_fsdp_comm.snapshots.files import write_atomically
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+RECEIVED: Final = "received"
+EXPECTED: Final = "expected"
+STORIES: Final = "stories"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifacts:
+    """The files that are kept of one comparison."""
+
+    received: Path
+    expected: Path
+    story: Path
+
+    @classmethod
+    def of(cls, directory: Path, snapshot: Path) -> Self:
+        """Where they are.
+
+        Args:
+            directory: Of all artifacts.
+            snapshot: Path of the snapshot, relative to the directory of all snapshots.
+        """
+        return cls(
+            received=directory / RECEIVED / snapshot,
+            expected=directory / EXPECTED / snapshot,
+            story=directory / STORIES / snapshot.with_suffix(".txt"),
+        )
+
+    def keep(self, *, received: str, expected: str | None, story: Sequence[str]) -> None:
+        """Writes them, in place of those of an earlier run.
+
+        Args:
+            received: What was recorded.
+            expected: The snapshot; None if there was none.
+            story: Lines.
+
+        Raises:
+            OSError: The directory cannot be written.
+        """
+        self.forget()
+        text = "\n".join(story) + "\n"
+        # The received file comes last: where it is, the others are complete.
+        for path, content in (
+            (self.story, text),
+            (self.expected, expected),
+            (self.received, received),
+        ):
+            if content is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, content)
+
+    def forget(self) -> None:
+        """Removes those of an earlier run, which would bring its state back."""
+        for path in (self.received, self.expected, self.story):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,166 @@
+"""Looks at all snapshot files of a project: which are broken, and which no collected test has.
+
+Knows neither pytest nor syrupy; what pytest collects comes from `collecting`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from pytest_fsdp_comm.errors import SnapshotFormatError
+from pytest_fsdp_comm.snapshots.files import read_snapshot
+from pytest_fsdp_comm.snapshots.lines import OldFormatError
+from pytest_fsdp_comm.snapshots.names import SUFFIX, named_module, read_basename
+from pytest_fsdp_comm.text.codec import dump_document, load_document
+from pytest_fsdp_comm.text.paths import show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_KIND: Final = "collected tests"
+_VERSION: Final = 1
+
+Fault = Literal["broken", "old format", "orphan", "variant"]
+"""What is wrong with a file: it cannot be read, is of a format that is no longer read, has no test,
+or has one that is collected at other world sizes only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectedTest:
+    """One test of a collection."""
+
+    place: str
+    """The directory of its module's snapshots, relative to that of all snapshots."""
+    name: str
+    """As `names.written_test` writes it."""
+    variant: str
+    """E.g. ``ws4``; empty if it was deselected, so that its world size is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collection:
+    """What pytest collected in one session."""
+
+    snapshot_dir: Path
+    """Absolute."""
+    anchor: Path
+    """The directory whose tree the snapshots mirror; absolute."""
+    tests: tuple[CollectedTest, ...]
+    unknown: tuple[str, ...]
+    """Places of modules whose tests are not known, as they were skipped whole."""
+    is_full: bool
+    """Whether nothing on the command line chose among the tests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faulty:
+    """A snapshot file with a fault."""
+
+    path: Path
+    fault: Fault
+    what: str
+    """What is wrong, to be read after the path."""
+
+
+def dump_collection(collection: Collection) -> str:
+    """Writes a collection for the process that asked for it."""
+    return dump_document(_KIND, _VERSION, collection)
+
+
+def load_collection(text: str) -> Collection:
+    """Reads what `dump_collection` wrote.
+
+    Raises:
+        CodecError: It is something else.
+    """
+    return load_document(Collection, _KIND, _VERSION, text)
+
+
+def snapshot_files(directory: Path) -> list[Path]:
+    """All snapshot files, in order."""
+    return sorted(path for path in directory.rglob(f"*{SUFFIX}") if not path.is_dir())
+
+
+def find_faults(collections: Sequence[Collection]) -> list[Faulty]:
+    """Checks every snapshot file.
+
+    Args:
+        collections: At least one: of the same project, with different default world sizes.
+
+    Returns:
+        In order of their paths; a file may have two faults.
+    """
+    known = _Known(collections)
+    root = collections[0].snapshot_dir
+    found = []
+    for path in snapshot_files(root):
+        found += _content_fault(path)
+        found += known.faults(path, path.relative_to(root))
+    return found
+
+
+def _content_fault(path: Path) -> list[Faulty]:
+    where = show_path(path)
+    try:
+        read_snapshot(path, where=where)
+    except OldFormatError as problem:
+        return [Faulty(path=path, fault="old format", what=_without_path(problem, where))]
+    except SnapshotFormatError as problem:
+        return [Faulty(path=path, fault="broken", what=_without_path(problem, where))]
+    return []
+
+
+def _without_path(problem: Exception, where: str) -> str:
+    text = str(problem).partition(". Nothing was overwritten")[0]
+    return text.removeprefix(where).lstrip(", ")
+
+
+class _Known:
+    """The tests of several collections, by where their snapshots are."""
+
+    def __init__(self, collections: Sequence[Collection]) -> None:
+        self._anchor = collections[0].anchor
+        self._is_full = all(collection.is_full for collection in collections)
+        self._unknown = {place for collection in collections for place in collection.unknown}
+        self._variants: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(
+            lambda: defaultdict(set)
+        )
+        for collection in collections:
+            for test in collection.tests:
+                self._variants[test.place][test.name].add(test.variant)
+
+    def faults(self, path: Path, relative: Path) -> list[Faulty]:
+        place = str(relative.parent)
+        named = read_basename(path.stem)
+        if named is None:
+            what = "its name is not that of a snapshot: <test>.ws<ranks>[.<name>].comm"
+            return [Faulty(path=path, fault="orphan", what=what)]
+        if place in self._unknown:
+            return []
+        if place not in self._variants:
+            return self._without_module(path, relative.parent)
+        name, variant = named
+        variants = self._variants[place].get(name)
+        if variants is None:
+            # With a selection on the command line, a test may only have been left out.
+            what = "no such test is collected"
+            return [Faulty(path=path, fault="orphan", what=what)] if self._is_full else []
+        if variant in variants or "" in variants:
+            return []
+        sizes = ", ".join(sorted(variants))
+        what = f"its test is collected with {sizes} only"
+        return [Faulty(path=path, fault="variant", what=what)]
+
+    def _without_module(self, path: Path, place: Path) -> list[Faulty]:
+        module = named_module(place, self._anchor)
+        shown = show_path(module, self._anchor) if module is not None else str(place)
+        if module is not None and not module.exists():
+            what = f"{shown} does not exist"
+        elif self._is_full:
+            what = f"nothing of {shown} is collected"
+        else:
+            return []
+        return [Faulty(path=path, fault="orphan", what=what)]

@@ -1,0 +1,162 @@
+"""What ``fsdp-comm accept`` writes, and what it refuses."""
+
+import made_up
+import pytest
+from made_up_files import TREE
+
+from pytest_fsdp_comm.comm.links import Links
+from pytest_fsdp_comm.command_line import accept as accepting
+from pytest_fsdp_comm.command_line.accept import accept, ask_on_terminal
+from pytest_fsdp_comm.command_line.terminal import Printer
+from pytest_fsdp_comm.snapshots.comm_text import format_profile
+
+OLD, NEW, OTHER = (format_profile(made_up.profile(layers=layers)) for layers in (3, 4, 5))
+FROZEN = TREE.replace("float32[8] dp", "float32[8] frozen dp")
+COMM, ADDED = "test_a/test_x.ws8.comm", "test_b/test_y.ws8.comm"
+FILES = {COMM: (OLD, NEW), "test_a/test_x.ws8.tree.comm": (TREE, FROZEN), ADDED: (None, NEW)}
+
+
+@pytest.fixture
+def artifacts(write, project):
+    for path, (old, new) in FILES.items():
+        write(f"ci/received/{path}", new)
+        if old is not None:
+            write(f"ci/expected/{path}", old)
+            write(f"snapshots/{path}", old)
+    return project
+
+
+def files(project):
+    root = project / "snapshots"
+    return {str(file.relative_to(root)): file.read_text() for file in root.rglob("*.comm")}
+
+
+def test_every_change_is_shown_and_with_yes_accepted(artifacts, fsdp_comm):
+    before = files(artifacts)
+    seen = fsdp_comm("accept", "ci")
+    assert seen.status == 2
+    assert "there is no terminal to ask on; --yes accepts all that is shown above" in seen.err
+    assert files(artifacts) == before
+    done = fsdp_comm("accept", "ci", "--yes")
+    assert done.status == 0
+    assert files(artifacts) == {path: new for path, (_, new) in FILES.items()}
+    assert done.lines[-1] == "3 files accepted"
+    for lines in (seen.lines, done.lines):
+        assert lines[0] == "snapshots/test_a/test_x.ws8.comm:"
+        assert lines[1].startswith("  +30 % bytes in all")
+        assert "snapshots/test_b/test_y.ws8.comm: added" in lines
+    again = fsdp_comm("accept", "ci", "--yes")
+    assert (again.status, again.lines) == (0, ["0 files accepted"])
+
+
+@pytest.mark.parametrize(
+    ("answers", "accepted"),
+    [
+        (["no", "yes"], [ADDED]),
+        (["quit"], []),
+        (["all"], [*FILES]),
+        (["yes", "quit"], [*FILES][:2]),
+    ],
+)
+def test_each_test_is_asked_for_once_with_all_of_its_files(artifacts, answers, accepted, capsys):
+    given = iter(answers)
+    done = accept(
+        artifacts / "ci",
+        artifacts / "snapshots",
+        Links(),
+        Printer("never"),
+        ask=lambda: next(given),
+        is_dry=False,
+    )
+    now = files(artifacts)
+    assert [path for path, (_, new) in FILES.items() if now.get(path) == new] == accepted
+    assert (done.written, done.skipped) == (len(accepted), len(FILES) - len(accepted))
+    assert next(given, None) is None
+    assert capsys.readouterr().out
+
+
+def test_the_question_is_asked_until_the_answer_is_one(monkeypatch):
+    given = iter(["what", "", "S"])
+    monkeypatch.setattr("builtins.input", lambda _: next(given))
+    assert ask_on_terminal() == "no"
+
+    def end(question):
+        assert question == accepting.QUESTION
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", end)
+    assert ask_on_terminal() == "quit"
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "said"),
+    [
+        (f"snapshots/{COMM}", OTHER, "is not the file that CI compared with"),
+        (f"snapshots/{COMM}", None, "which is not here"),
+        (f"snapshots/{ADDED}", OTHER, "there is a snapshots/test_b/test_y.ws8.comm now"),
+        (f"ci/received/{COMM}", NEW[:-4], "ci/received/test_a/test_x.ws8.comm, line "),
+        (f"ci/expected/{COMM}", b"\xff", "ci/expected/test_a/test_x.ws8.comm, line 1"),
+        (f"snapshots/{COMM}", f"<<<<<<< ours\n{OLD}", "a marker of a merge conflict"),
+    ],
+)
+def test_what_was_made_for_another_file_is_refused_and_the_rest_accepted(  # noqa: PLR0917  # fixtures
+    artifacts, write, fsdp_comm, path, content, said
+):
+    if content is None:
+        (artifacts / path).unlink()
+    else:
+        write(path, content)
+    before = files(artifacts)
+    done = fsdp_comm("accept", "ci", "--yes")
+    assert done.status == 1
+    assert said in done.out
+    assert done.lines[-1] == "2 files accepted, 1 refused"
+    refused = ADDED if "test_b" in path else COMM
+    assert files(artifacts).get(refused) == before.get(refused)
+
+
+def test_line_ends_and_the_first_line_make_no_other_file(artifacts, write, fsdp_comm):
+    write(
+        f"snapshots/{COMM}", OLD.replace("| torch ,", "| torch 9,").replace("\n", "\r\n").encode()
+    )
+    assert fsdp_comm("accept", "ci", "--yes").status == 0
+    assert files(artifacts)[COMM] == NEW
+
+
+def test_nothing_outside_of_the_snapshots_is_written(artifacts, write, fsdp_comm):
+    outside = artifacts / "outside"
+    outside.mkdir()
+    (artifacts / "snapshots/test_b").symlink_to(outside)
+    (artifacts / f"snapshots/{COMM}").unlink()
+    write("outside.comm", OLD)
+    (artifacts / f"snapshots/{COMM}").symlink_to(artifacts / "outside.comm")
+    done = fsdp_comm("accept", "ci", "--yes")
+    assert done.lines[-1] == "1 file accepted, 2 refused"
+    assert "only snapshots are written" in done.out
+    assert list(outside.iterdir()) == []
+    assert (artifacts / "outside.comm").read_text() == OLD
+    # What artifacts link to is not read.
+    (artifacts / f"ci/received/{COMM}").unlink()
+    (artifacts / f"ci/received/{COMM}").symlink_to(artifacts / "outside.comm")
+    assert "is no plain file; nothing was accepted" in fsdp_comm("accept", "ci", "--yes").err
+
+
+def test_the_directory_of_snapshots_is_that_of_pytest_s_settings(artifacts, write, fsdp_comm):
+    (artifacts / "snapshots").rename(artifacts / "reviewed")
+    assert "3 refused" not in fsdp_comm("accept", "ci", "--yes", "--snapshots", "reviewed").out
+    for path, (old, _) in FILES.items():
+        if old is not None:
+            write(f"reviewed/{path}", old)
+    (artifacts / f"reviewed/{ADDED}").unlink()
+    write("pytest.ini", "[pytest]\nfsdp_comm_snapshot_dir = reviewed\n")
+    assert fsdp_comm("accept", "ci", "--yes").status == 0
+    assert (artifacts / "reviewed" / COMM).read_text() == NEW
+    assert not (artifacts / "snapshots").exists()
+    wrong = fsdp_comm("accept", "ci", "--yes", "--snapshots", "nope")
+    assert "there is no directory nope" in wrong.err
+
+
+def test_a_directory_without_artifacts_is_an_error(fsdp_comm):
+    done = fsdp_comm("accept", "nope")
+    assert done.status == 2
+    assert "has no directory 'received'" in done.err

@@ -1,0 +1,122 @@
+"""What ``fsdp-comm audit`` finds, and what it leaves alone."""
+
+from pathlib import Path
+
+import made_up
+import pytest
+
+from pytest_fsdp_comm.snapshots.audit import (
+    CollectedTest,
+    Collection,
+    dump_collection,
+    find_faults,
+    load_collection,
+)
+from pytest_fsdp_comm.snapshots.comm_text import format_profile
+
+TEXT = format_profile(made_up.profile())
+OLD = "# pytest-fsdp-comm 1 comm\nend\n"
+MODULE = """
+import pytest
+
+@pytest.mark.distributed(world_size=2)
+def test_fixed(comm_snapshot): ...
+
+@pytest.mark.distributed
+def test_open(comm_snapshot): ...
+"""
+
+
+def collection(project, *tests, unknown=(), is_full=True):
+    return Collection(
+        snapshot_dir=project / "snapshots",
+        anchor=project,
+        tests=tuple(
+            CollectedTest(place=place, name=name, variant=variant) for place, name, variant in tests
+        ),
+        unknown=unknown,
+        is_full=is_full,
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "found"),
+    [
+        ("test_a/test_x.ws2.comm", TEXT, None),
+        ("test_a/test_x.ws2.tree.comm", TEXT, None),
+        ("test_a/test_x.ws4.comm", TEXT, ("variant", "its test is collected with ws2 only")),
+        ("test_a/test_y.ws4.comm", TEXT, None),
+        ("test_a/test_z.ws2.comm", TEXT, ("orphan", "no such test is collected")),
+        ("test_a/odd.comm", TEXT, ("orphan", "its name is not that of a snapshot")),
+        ("test_b/test_x.ws2.comm", TEXT, ("orphan", "nothing of test_b.py is collected")),
+        ("test_c/test_x.ws2.comm", TEXT, ("orphan", "test_c.py does not exist")),
+        ("test_gpu/test_x.ws2.comm", TEXT, None),
+        ("test_a/test_x.ws2.comm", TEXT[:-4], ("broken", "line ")),
+        ("test_a/test_x.ws2.comm", OLD, ("old format", "line 1: the snapshot has format 1")),
+        ("test_a/test_x.ws2.txt", "", None),
+    ],
+)  # fmt: skip
+def test_each_fault_has_a_file_beside_it_that_has_none(project, write, file, content, found):
+    write("test_b.py", "")
+    write(f"snapshots/{file}", content)
+    known = collection(
+        project,
+        ("test_a", "test_x", "ws2"),
+        # Deselected: at which world sizes it runs is not known.
+        ("test_a", "test_y", ""),
+        unknown=("test_gpu",),
+    )
+    known = load_collection(dump_collection(known))
+    faults = [(one.fault, one.what) for one in find_faults([known])]
+    if found is None:
+        assert faults == []
+    else:
+        assert [fault for fault, _ in faults] == [found[0]]
+        assert faults[0][1].startswith(found[1])
+
+
+def test_a_selection_says_nothing_of_what_it_left_out(project, write):
+    write("test_b.py", "")
+    write("snapshots/test_a/test_z.ws2.comm", TEXT)
+    write("snapshots/test_b/test_x.ws2.comm", TEXT)
+    write("snapshots/test_c/test_x.ws2.comm", TEXT)
+    known = collection(project, ("test_a", "test_x", "ws2"), is_full=False)
+    assert [one.what for one in find_faults([known])] == ["test_c.py does not exist"]
+
+
+def test_several_world_sizes_are_looked_at_together(project, write):
+    for size in (2, 4, 8):
+        write(f"snapshots/test_a/test_x.ws{size}.comm", TEXT)
+    known = [collection(project, ("test_a", "test_x", f"ws{size}")) for size in (2, 4)]
+    assert [one.what for one in find_faults(known)] == ["its test is collected with ws2, ws4 only"]
+
+
+def test_pytest_is_asked_what_it_collects_and_what_runs_is_said(write, fsdp_comm):
+    write("tests/test_a.py", MODULE)
+    write(
+        "tests/test_skipped.py", "import pytest\npytest.skip('no GPU', allow_module_level=True)\n"
+    )
+    write("snapshots/tests/test_a/test_fixed.ws2.comm", TEXT)
+    write("snapshots/tests/test_a/test_open.ws2.comm", TEXT)
+    write("snapshots/tests/test_a/test_open.ws4.comm", TEXT)
+    write("snapshots/tests/test_skipped/test_x.ws4.comm", TEXT)
+    done = fsdp_comm("audit", "--", "-p", "no:hypothesispytest")
+    assert done.status == 1
+    assert done.err.startswith(
+        "$ python -m pytest --collect-only -q -p pytest_fsdp_comm.snapshots."
+    )
+    assert done.lines == [
+        "snapshots/tests/test_a/test_open.ws4.comm: variant: its test is collected with ws2 only",
+        "4 snapshot files in snapshots, 2 tests: 1 variant",
+        "If tests also run with other --world-size values, name them: "
+        "fsdp-comm audit --world-size 2 --world-size 4",
+    ]
+    done = fsdp_comm("audit", "--world-size", "2", "--world-size", "4", "--", "-p", "no:randomly")
+    assert done.status == 0
+    assert done.lines == ["4 snapshot files in snapshots, 2 tests: no faults"]
+    write("tests/test_a.py", "import nothing_of_this_name\n")
+    done = fsdp_comm("audit", "tests")
+    assert (done.status, done.out) == (2, "")
+    assert "pytest cannot collect the tests" in done.err
+    assert "nothing_of_this_name" in done.err
+    assert not list(Path("snapshots").rglob("*.json"))
