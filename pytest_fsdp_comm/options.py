@@ -85,6 +85,8 @@ class SessionOptions:
     """Absolute directory for what failed comparisons received; None keeps nothing."""
     report_dir: Path | None = None
     """Absolute directory for the HTML report of the run; None writes none."""
+    summary_file: Path | None = None
+    """Absolute path of the Markdown file that tells the session's outcome; None for none."""
     findings: FindingSettings = field(default_factory=FindingSettings)
     """What counts as a finding of a sharded tree."""
     links: Links = field(default_factory=Links)
@@ -158,6 +160,12 @@ def add_options(parser: pytest.Parser) -> None:
         help="the rank in which --pdb, --trace and breakpoint() debug a distributed test "
         "(default: 0)",
     )
+    group.addoption(
+        "--comm-summary",
+        metavar="FILE",
+        help="write what differs from the snapshots, and what that costs, to FILE as Markdown (on "
+        "GitHub, the summary of the step has it without this option)",
+    )
     parser.addini("fsdp_comm_world_size", "default for --world-size", default="")
     parser.addini("fsdp_comm_backend", "default for --comm-backend", default="")
     parser.addini("fsdp_comm_timeout_s", "default for --comm-timeout, in seconds", default="")
@@ -217,6 +225,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
         raise pytest.UsageError(f"ini {problem}") from None
     artifacts = config.getoption("--comm-artifacts")
     report = config.getoption("--comm-report")
+    summary = config.getoption("--comm-summary")
     snapshot_dir = _read_snapshot_dir(config)
     shares = config.rootpath.is_relative_to(snapshot_dir.parent)
     launched = _read_launch(config)
@@ -233,6 +242,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
         # Relative to where the user typed it, as with --junitxml.
         artifacts_dir=config.invocation_params.dir / artifacts if artifacts else None,
         report_dir=config.invocation_params.dir / report if report else None,
+        summary_file=config.invocation_params.dir / summary if summary else None,
         findings=findings,
         links=links,
         unseen=_read_unseen(config),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -67,10 +68,26 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_fsdp_comm.run_report import session as run_report  # noqa: PLC0415  # where asked
 
         run_report.register(config)
+    launched = config.stash[options.OPTIONS].launched
+    is_alone = not (hasattr(config, "workerinput") or is_spawned_rank())
+    if is_alone and (launched is None or launched.is_leader):
+        _review(config)
     if is_spawned_rank():
         from pytest_fsdp_comm.ranks.rank import spawned  # noqa: PLC0415  # in such a rank only
 
         spawned.select_own_test(config)
+
+
+def _review(config: pytest.Config) -> None:
+    """Has the session's outcome told where reviewers look, if they do."""
+    in_ci = {"GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"}.intersection(os.environ)
+    if not (in_ci or config.stash[options.OPTIONS].summary_file):
+        return
+    from pytest_fsdp_comm import ci_session  # noqa: PLC0415  # in CI only
+
+    review = ci_session.read_review(config, os.environ)
+    if review is not None:
+        config.pluginmanager.register(ci_session.CiSession(config, review), "fsdp-comm-ci")
 
 
 @pytest.hookimpl(optionalhook=True)

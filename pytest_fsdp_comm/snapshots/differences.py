@@ -113,7 +113,8 @@ def headline_of_values(explained: Mapping[str, Changes | str]) -> str:
     """
     stories = [what for what in explained.values() if isinstance(what, StoryLine)]
     if stories:
-        return stories[0]
+        # execnet, which carries reports for xdist, knows no subclass of str.
+        return str(stories[0])
     changes = [
         change for what in explained.values() if not isinstance(what, str) for change in what
     ]

@@ -15,6 +15,7 @@ from pytest_fsdp_comm.errors import IncompleteRecordingError, SnapshotFormatErro
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS
 from pytest_fsdp_comm.reports.explanation import (
+    ACCEPT,
     BESIDE,
     READ,
     RECORD,
@@ -111,16 +112,18 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
         _explain_one(assertion.extension, (name, result), aids, config.rootpath, accept=accept)
         for name, result in failed
     ]
-    show = show_everything if _is_verbose(config) else show_on_screen
-    shown = show(
-        [failure for failure, _ in explained],
-        accept=accept,
-        beside=_unreached(assertion, results[0]),
-    )
+    failures, beside = [failure for failure, _ in explained], _unreached(assertion, results[0])
+    everything = show_everything(failures, accept=accept, beside=beside)
+    shown = everything
+    if not _is_verbose(config):
+        shown = show_on_screen(failures, accept=accept, beside=beside)
     item.stash[FAILED_COMPARISON] = FailedComparison(
         first_line=shown.lines[0],
         headline=headline_of_values({failure.name: what for failure, what in explained}),
         below="\n".join(shown.below),
+        story=tuple(line for line in everything.lines if not line.startswith((ACCEPT, RECORD))),
+        cost=tuple(line.strip() for one in failures for line in one.explanation.cost),
+        accept=accept,
     )
     return list(shown.lines)
 

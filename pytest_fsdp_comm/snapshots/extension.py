@@ -22,6 +22,7 @@ from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.snapshots.artifacts import Artifacts
 from pytest_fsdp_comm.snapshots.completeness import check_completeness
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
+from pytest_fsdp_comm.snapshots.failed_comparison import COMPARED
 from pytest_fsdp_comm.snapshots.files import read_snapshot, write_atomically
 from pytest_fsdp_comm.snapshots.lines import REMEDY, OldFormatError
 from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, written_module
@@ -435,6 +436,8 @@ class CommSnapshot(SnapshotAssertion):
             activation_nbytes=self._changes.activation_nbytes,
         )
         super().__eq__(compared)
+        item = self.test_location.item
+        item.stash.setdefault(COMPARED, {})[show_path(location, item.config.rootpath)] = None
         result = self.executions[self.num_executions - 1]
         artifacts = self.extension.artifacts(location)
         if result.success and artifacts is not None:

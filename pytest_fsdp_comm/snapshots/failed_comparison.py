@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
 from pytest_fsdp_comm.reports.coloring import Painter
 from pytest_fsdp_comm.reports.explanation import SECTION
+from pytest_fsdp_comm.text.codec import from_json, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,14 +28,28 @@ class FailedComparison:
     """The difference in one line."""
     below: str
     """What the section below shows; empty for none."""
+    story: tuple[str, ...]
+    """All that is known of the difference, without the command."""
+    cost: tuple[str, ...]
+    """As `Comparisons.cost`."""
+    accept: str
+    """As `Comparisons.accept`."""
 
 
 FAILED_COMPARISON: Final = pytest.StashKey[FailedComparison]()
 """In a test's stash."""
+COMPARED: Final = pytest.StashKey[dict[str, None]]()
+"""In a test's stash: the snapshot files that it compared, relative to pytest's root directory."""
 
 _HEADLINE: Final = "comm_headline"
 """The attribute of a report of a failed comparison: the headline, if the crash's message is that.
 pytest sends it along from ranks and workers."""
+
+
+_COMPARISONS: Final = "comm_comparisons"
+"""The attribute of a report of a test that compared something: `Comparisons` as JSON has it."""
+_PROPERTIES: Final = ("comm_snapshot", "comm_headline", "comm_cost")
+"""The properties of a test in JUnit XML."""
 
 
 def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
@@ -44,7 +60,9 @@ def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
     failed = item.stash.get(FAILED_COMPARISON, None)
     longrepr: Any = report.longrepr
     crash = getattr(longrepr, "reprcrash", None)
-    if failed is None or crash is None or failed.first_line not in crash.message:
+    is_told = failed is not None and crash is not None and failed.first_line in crash.message
+    _add_comparisons(item, report, failed if is_told else None)
+    if failed is None or crash is None or not is_told:
         return
     # A message of the user's own comes first. pytest leaves the class's name out, but not always.
     leads = crash.message.removeprefix("AssertionError: ").startswith("assert ")
@@ -53,6 +71,39 @@ def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
         crash.message = failed.headline
     if failed.below:
         longrepr.addsection(SECTION, failed.below)
+
+
+def _add_comparisons(
+    item: pytest.Item, report: pytest.TestReport, failed: FailedComparison | None
+) -> None:
+    if report.when != "call" or COMPARED not in item.stash:
+        return
+    compared = item.stash[COMPARED]
+    files = tuple(compared)
+    comparisons = Comparisons(
+        files=files,
+        headline=failed.headline if failed else "",
+        story=failed.story if failed else (),
+        cost=failed.cost if failed else (),
+        accept=failed.accept if failed else "",
+    )
+    vars(report)[_COMPARISONS] = to_json(comparisons)
+    properties = [
+        *(("comm_snapshot", file) for file in files),
+        *([("comm_headline", failed.headline)] if failed else []),
+        *(("comm_cost", line) for line in comparisons.cost),
+    ]
+    # The report of the teardown, made from the test, is the one that JUnit XML reads. A test that
+    # runs again may have those of the run before.
+    kept = [pair for pair in item.user_properties if pair[0] not in _PROPERTIES]
+    item.user_properties[:] = [*kept, *properties]
+    report.user_properties = list(item.user_properties)
+
+
+def comparisons_of(report: object) -> Comparisons | None:
+    """What the test of a report compared; None for nothing, or of another phase."""
+    data = getattr(report, _COMPARISONS, None)
+    return None if data is None else from_json(Comparisons, data)
 
 
 def has_headline(report: object) -> bool:

@@ -109,6 +109,22 @@ class UnusedSnapshots:
         self._unused: list[UnusedSnapshot] = []
         self._are_removed = False
 
+    @property
+    def found(self) -> Sequence[UnusedSnapshot]:
+        """The unused files, known from the end of the session on."""
+        return self._unused
+
+    @property
+    def are_removed(self) -> bool:
+        """Whether they were deleted."""
+        return self._are_removed
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether they fail a session."""
+        option = self._config.option
+        return bool(self._unused) and not (option.update_snapshots or option.warn_unused_snapshots)
+
     # Collection.
 
     # Innermost, so that it sees the list before --lf and node ids narrow it.
@@ -291,7 +307,7 @@ class UnusedSnapshots:
         if option.update_snapshots and not option.no_cleanup and not new_only:
             remove(self._options.snapshot_dir, (unused.path for unused in self._unused))
             self._are_removed = True
-        elif not (option.update_snapshots or option.warn_unused_snapshots):
+        elif self.is_failure:
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(trylast=True)

@@ -1,0 +1,207 @@
+"""Tells the outcome of a session where reviewers look: on GitHub, or in a file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+from pytest_fsdp_comm.options import MARKER_NAME, OPTIONS
+from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Outcomes, Place, UnusedFile
+from pytest_fsdp_comm.snapshots.failed_comparison import comparisons_of
+from pytest_fsdp_comm.text.paths import show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_fsdp_comm.snapshots.unused_session import UnusedSnapshots
+
+_BREAK: Final = "\n\n"
+"""Between the summaries of two sessions."""
+_TO_ITS_END: Final = frozenset(
+    {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED}
+)
+_ANNOTATES_TOO: Final = "github_actions_annotate_failures"
+"""Part of the name of a plugin that annotates every failure, with the same headline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Review:
+    """Where a session's outcome is told."""
+
+    step_summary: Path | None
+    """GitHub's file for the summary of the step, which earlier sessions may have written to."""
+    summary: Path | None
+    """Of ``--comm-summary``."""
+    annotates: bool
+    """Whether GitHub reads commands from the output."""
+    top: Path
+    """The top of the checkout, which places are relative to."""
+    link: tuple[str, str, str] | None
+    """GitHub's server, repository and commit; None if they are not known."""
+
+
+def read_review(config: pytest.Config, environment: Mapping[str, str]) -> Review | None:
+    """Where to tell the outcome of a session.
+
+    Args:
+        config: Of the session.
+        environment: Of the process.
+
+    Returns:
+        None if nowhere.
+    """
+    summary = config.stash[OPTIONS].summary_file
+    # A session that a test of another session runs is none that anybody reviews.
+    is_own = "PYTEST_CURRENT_TEST" not in environment
+    step = environment.get("GITHUB_STEP_SUMMARY", "") if is_own else ""
+    annotates = is_own and environment.get("GITHUB_ACTIONS") == "true"
+    if not (summary or step or annotates):
+        return None
+    names = ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_SHA")
+    server, repository, commit = (environment.get(name, "") for name in names)
+    plugins = config.pluginmanager.list_name_plugin()
+    has_other = any(_ANNOTATES_TOO in (name or "") for name, _ in plugins)
+    return Review(
+        step_summary=Path(step) if step else None,
+        summary=summary,
+        annotates=annotates and not has_other,
+        top=Path(environment.get("GITHUB_WORKSPACE") or config.rootpath),
+        link=(server, repository, commit) if server and repository and commit else None,
+    )
+
+
+class CiSession:
+    """Registered in the one process that tells the outcome."""
+
+    def __init__(self, config: pytest.Config, review: Review) -> None:
+        """Starts before the first test.
+
+        Args:
+            config: Of the session.
+            review: Where to tell it.
+        """
+        self._config = config
+        self._review = review
+        # By test: the last report of one that was run again counts.
+        self._failed: dict[str, FailedTest] = {}
+        self._compared: dict[str, tuple[str, ...]] = {}
+        self._problems: list[str] = []
+        self._outcomes: Outcomes | None = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Notes what a test compared, and whether it failed; in xdist's controller, too."""
+        comparisons = comparisons_of(report)
+        if comparisons is not None:
+            self._compared[report.nodeid] = comparisons.files
+        if report.when == "setup" and not report.failed:
+            self._failed.pop(report.nodeid, None)
+        is_ours = comparisons is not None or MARKER_NAME in report.keywords
+        differs = comparisons is not None and bool(comparisons.headline)
+        # Of several failures the first counts, unless a later one is a comparison, as where that
+        # failed in a subtest.
+        known = self._failed.get(report.nodeid)
+        is_first = known is None or (differs and known.comparisons is None)
+        if report.failed and is_ours and is_first:
+            self._failed[report.nodeid] = FailedTest(
+                nodeid=report.nodeid,
+                reason=comparisons.headline if differs and comparisons else _reason(report),
+                place=self._place_of(report),
+                comparisons=comparisons if differs else None,
+            )
+
+    # After the wrappers around it, which decide what is unused and whether that is a failure.
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Writes the summaries, once."""
+        self._outcomes = outcomes = self._read_outcomes(session, exitstatus)
+        from pytest_fsdp_comm.reports.ci import markdown  # noqa: PLC0415  # in CI only
+
+        review = self._review
+        link = markdown.github_link(*review.link) if review.link else markdown.no_link
+        if review.step_summary is not None and outcomes.has_news:
+            try:
+                # What earlier sessions of the step wrote counts, too.
+                held = review.step_summary.stat().st_size if review.step_summary.exists() else 0
+                room = markdown.MAX_NBYTES - held
+                text = markdown.render_summary(outcomes, link, room=room - len(_BREAK))
+                with review.step_summary.open("ab") as file:
+                    file.write((_BREAK * bool(held and text) + text).encode("utf-8", "replace"))
+            except OSError as problem:
+                self._problems.append(_cannot_write("GITHUB_STEP_SUMMARY", problem))
+        if review.summary is not None:
+            try:
+                review.summary.parent.mkdir(parents=True, exist_ok=True)
+                text = markdown.render_summary(outcomes, link)
+                review.summary.write_bytes(text.encode("utf-8", "replace"))
+            except OSError as problem:
+                self._problems.append(_cannot_write("--comm-summary", problem))
+                session.exitstatus = session.exitstatus or pytest.ExitCode.USAGE_ERROR
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Prints the annotations, which GitHub takes out of the log."""
+        for problem in self._problems:
+            terminalreporter.write_line(problem, red=True)
+        if self._review.annotates and self._outcomes is not None:
+            from pytest_fsdp_comm.reports.ci.annotations import annotate  # noqa: PLC0415  # as above
+
+            terminalreporter.ensure_newline()
+            for line in annotate(self._outcomes):
+                terminalreporter.write_line(line)
+
+    def _read_outcomes(self, session: pytest.Session, exitstatus: int) -> Outcomes:
+        unused: UnusedSnapshots | None = self._config.pluginmanager.get_plugin("fsdp-comm-unused")
+        found = unused.found if unused is not None else ()
+        why = str(session.shouldfail or session.shouldstop or "")
+        if not why and exitstatus not in _TO_ITS_END:
+            why = f"exit status {int(exitstatus)}"
+        return Outcomes(
+            compared_tests=len(self._compared),
+            compared_files=len({file for files in self._compared.values() for file in files}),
+            failed=tuple(self._failed.values()),
+            unused=tuple(
+                UnusedFile(
+                    shown=show_path(one.path, self._config.rootpath),
+                    reason=one.reason,
+                    place=self._place(one.path, 1),
+                )
+                for one in found
+            ),
+            are_removed=unused is not None and unused.are_removed,
+            fails_for_unused=unused is not None and unused.is_failure,
+            ended_early=f"The session ended early ({why}): not all tests ran." if why else "",
+        )
+
+    def _place_of(self, report: pytest.TestReport) -> Place | None:
+        """Where the assertion is that failed, or else the test."""
+        crash = getattr(report.longrepr, "reprcrash", None)
+        if crash is not None and "site-packages" not in Path(crash.path).parts:
+            place = self._place(Path(crash.path), crash.lineno)
+            if place is not None:
+                return place
+        file, line, _ = report.location
+        return self._place(self._config.rootpath / file, (line or 0) + 1)
+
+    def _place(self, path: Path, line: int) -> Place | None:
+        try:
+            relative = Path(os.path.abspath(path)).relative_to(self._review.top)  # noqa: PTH100  # links stay
+        except ValueError:
+            try:
+                relative = path.resolve().relative_to(self._review.top.resolve())
+            except ValueError:
+                return None
+        return Place(path=relative.as_posix(), line=line)
+
+
+def _reason(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else str(report.longrepr or "")
+    return next((line.strip() for line in text.splitlines() if line.strip()), "failed")
+
+
+def _cannot_write(name: str, problem: OSError) -> str:
+    return f"fsdp-comm: cannot write {name} ({problem.filename}: {problem.strerror or problem})"

@@ -1,0 +1,82 @@
+"""Workflow commands, by which GitHub shows failures at their lines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Outcomes, Place
+
+Level = Literal["error", "warning", "notice"]
+
+_MOST: Final = 9
+"""GitHub shows 10 of a level in a step: the last one says how many there are besides."""
+_MAX_MESSAGE: Final = 4_000
+_MAX_TITLE: Final = 200
+
+
+def annotate(outcomes: Outcomes) -> list[str]:
+    """The commands of a session, each a line of its standard output."""
+    level: Level = "error" if outcomes.fails_for_unused else "warning"
+    errors = [_of_test(test) for test in outcomes.failed]
+    unused = [
+        command(
+            level,
+            title="unused communication snapshot",
+            message=f"{one.shown}: {one.reason}; pytest --snapshot-update deletes it",
+            place=one.place,
+        )
+        for one in outcomes.unused
+        if not outcomes.are_removed
+    ]
+    if level == "error":
+        return _bounded("error", [*errors, *unused])
+    return [*_bounded("error", errors), *_bounded("warning", unused)]
+
+
+def _bounded(level: Level, commands: Sequence[str]) -> list[str]:
+    more = len(commands) - _MOST
+    if more <= 1:
+        return list(commands)
+    rest = command(
+        level,
+        title="communication",
+        message=f"{more} more in the log and in the summary of the step",
+        place=None,
+    )
+    return [*commands[:_MOST], rest]
+
+
+def _of_test(test: FailedTest) -> str:
+    lines = test.comparisons.story if test.comparisons else ()
+    accept = test.comparisons.accept if test.comparisons else ""
+    message = "\n".join([*(lines or [test.reason]), *([f"accept: {accept}"] if accept else [])])
+    return command(
+        "error",
+        title=f"{test.nodeid.rpartition('::')[2]}: {test.reason}",
+        message=message[:_MAX_MESSAGE],
+        place=test.place,
+    )
+
+
+def command(level: Level, *, title: str, message: str, place: Place | None) -> str:
+    """One workflow command.
+
+    Args:
+        level: How bad it is.
+        title: In one line.
+        message: May have several lines.
+        place: What it is about; None for no file.
+    """
+    where = f"file={_property(place.path)},line={place.line}," if place is not None else ""
+    return f"::{level} {where}title={_property(title[:_MAX_TITLE])}::{_data(message)}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,0 +1,181 @@
+"""A session as Markdown, for the step summary of GitHub and for a file."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Outcomes, Place
+
+Link = "Callable[[Place], str]"
+"""The address of a line; empty if there is none."""
+
+MAX_NBYTES: Final = 900_000
+"""The longest summary. GitHub drops all of one beyond 1 MiB in a step."""
+
+_MAX_CELL: Final = 400
+_MAX_STORY: Final = 20_000
+_MAX_UNUSED: Final = 50
+_MARKUP: Final = re.compile(r"[^\w\s,;/=]|_")
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def no_link(place: Place) -> str:
+    """The address of a line where it is not known."""
+    del place
+    return ""
+
+
+def github_link(server: str, repository: str, commit: str) -> Callable[[Place], str]:
+    """Addresses of lines on GitHub.
+
+    Args:
+        server: E.g. ``https://github.com``.
+        repository: ``owner/name``.
+        commit: Its hash.
+    """
+
+    def link(place: Place) -> str:
+        return f"{server}/{repository}/blob/{commit}/{quote(place.path)}#L{place.line}"
+
+    return link
+
+
+def render_summary(
+    outcomes: Outcomes, link: Callable[[Place], str], *, room: int = MAX_NBYTES
+) -> str:
+    """Writes the summary.
+
+    Args:
+        outcomes: Of the session.
+        link: The address of a line; empty if there is none.
+        room: The most bytes. What does not fit is left out, and that is said.
+
+    Returns:
+        The text; empty if there is no room for its first line.
+    """
+    budget = _Budget(room)
+    if not budget.add(_headline(outcomes) + "\n\n"):
+        return ""
+    if outcomes.ended_early:
+        budget.add(f"{plain(outcomes.ended_early)}\n\n")
+    if outcomes.failed:
+        budget.add("| test | what differs | cost |\n| --- | --- | --- |\n")
+        rows = [_row(test, link) for test in outcomes.failed]
+        budget.add_each(rows, "| {} more | | |\n")
+        budget.add("\n")
+        stories = [_story(test) for test in outcomes.failed if test.comparisons]
+        budget.add_each(stories, "{} more stories are in the log, and in the artifacts.\n\n")
+    if outcomes.unused:
+        budget.add(_unused(outcomes))
+    return budget.text
+
+
+class _Budget:
+    """Text of bounded size."""
+
+    _RESERVED: Final = 200
+    """For what says that something is left out."""
+
+    def __init__(self, room: int) -> None:
+        self.text = ""
+        self._room = room
+
+    def add(self, text: str, *, reserved: int = 0) -> bool:
+        """Adds a text if it fits; returns whether it does."""
+        size = len(text.encode("utf-8", "replace"))
+        if size + reserved > self._room:
+            return False
+        self._room -= size
+        self.text += text
+        return True
+
+    def add_each(self, texts: Sequence[str], more: str) -> None:
+        """Adds the first texts, as many as fit, and how many are left out."""
+        for place, text in enumerate(texts):
+            if not self.add(text, reserved=self._RESERVED):
+                self.add(more.format(len(texts) - place))
+                return
+
+
+def _headline(outcomes: Outcomes) -> str:
+    told = sum(test.comparisons is not None for test in outcomes.failed)
+    others = len(outcomes.failed) - told
+    compared = (
+        f"{_count(outcomes.compared_files, 'snapshot')} in "
+        f"{_count(outcomes.compared_tests, 'test')}"
+    )
+    if not outcomes.has_news:
+        return "No test compared anything with a communication snapshot."
+    if not outcomes.failed:
+        equal = "all equal" if outcomes.compared_tests else "none compared"
+        return f"Communication: {compared} compared, {equal}."
+    differ = f"differs from the reviewed snapshots in {_count(told, 'test')}" if told else ""
+    more = f"{_count(others, 'test')} failed for another reason" if others else ""
+    what = ", ".join(filter(None, (differ, more)))
+    return f"### Communication: {what}\n\n{compared} compared."
+
+
+def _count(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def _row(test: FailedTest, link: Callable[[Place], str]) -> str:
+    name = f"<code>{_cell(test.nodeid)}</code>"
+    address = link(test.place) if test.place is not None else ""
+    linked = f'<a href="{address}">{name}</a>' if address else name
+    cost = "<br>".join(_cell(line) for line in _cost(test))
+    return f"| {linked} | {_cell(test.reason)} | {cost} |\n"
+
+
+def _cost(test: FailedTest) -> Sequence[str]:
+    return test.comparisons.cost if test.comparisons else ()
+
+
+def _story(test: FailedTest) -> str:
+    comparisons = test.comparisons
+    if comparisons is None:
+        return ""
+    accept = f"\n\nTo accept it:\n\n{fenced(comparisons.accept)}" if comparisons.accept else ""
+    story = _cut("\n".join(comparisons.story), _MAX_STORY)
+    # The blank lines make Markdown of what is inside.
+    return (
+        f"<details><summary><code>{_cell(test.nodeid)}</code></summary>\n\n"
+        f"{fenced(story)}{accept}\n\n</details>\n\n"
+    )
+
+
+def _unused(outcomes: Outcomes) -> str:
+    what = "deleted" if outcomes.are_removed else "unused"
+    listed = [
+        f"- <code>{_cell(one.shown)}</code>: {_cell(one.reason)}\n"
+        for one in outcomes.unused[:_MAX_UNUSED]
+    ]
+    more = len(outcomes.unused) - len(listed)
+    listed += [f"- {more} more\n"] if more > 0 else []
+    return f"{_count(len(outcomes.unused), 'snapshot file')} {what}:\n\n{''.join(listed)}\n"
+
+
+def _cell(text: str) -> str:
+    return plain(_cut(text, _MAX_CELL))
+
+
+def plain(text: str) -> str:
+    """A text in one line that Markdown and HTML show as it is, in tables too."""
+    line = " ".join(_CONTROL.sub(" ", text).split())
+    return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", line)
+
+
+def fenced(text: str) -> str:
+    """A text as a block of code, whatever backticks it has."""
+    longest = max(map(len, re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{_CONTROL.sub(' ', text)}\n{fence}"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,0 +1,188 @@
+"""What reviewers read of a session in CI: a summary, annotations, JUnit XML."""
+
+import os
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree as ET
+
+import pytest
+
+CONFTEST = """
+import os
+import pytest
+from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.mesh import MeshAxis
+from pytest_fsdp_comm.comm.profile import Calls, CommProfile, CommRow, Site
+
+class Recorded:
+    # As comm_mode, without torch.
+    def merged_profile(self):
+        nbytes = int(os.environ["NBYTES"])
+        row = CommRow(
+            phase=Phase.FORWARD, owner="a_b", kind="all_gather", axis="dp",
+            calls=(Calls(count=1, nbytes=nbytes, dtype="float32", role="parameters"),),
+            sites=(Site(issued_in="a_b", call_site="train.py:7", dtype="float32", count=1),),
+        )
+        axis = MeshAxis(name="dp", size=2, dims=((2, 1),))
+        return CommProfile(world_size=2, mesh_axes=(axis,), rows=(row,), backend="gloo")
+
+@pytest.fixture
+def recorded():
+    return Recorded()
+"""
+MODULE = """\
+import pytest
+
+@pytest.mark.parametrize("name", ["a|b`", "<i>_x_"])
+def test_names(recorded, comm_snapshot, name):
+    assert recorded == comm_snapshot
+
+@pytest.mark.distributed(world_size=2)
+def test_ranks(recorded, comm_snapshot):
+    assert recorded == comm_snapshot
+
+@pytest.mark.distributed(world_size=2)
+def test_other(dist_info):
+    if "FAILS" in __import__("os").environ:
+        assert dist_info.rank == 0, "on one rank"
+
+def test_plain():
+    pass
+"""
+SUMMARY = "summary.md"
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """A checkout with the project in a sub-folder, and what a failed job left."""
+    top = tmp_path_factory.mktemp("checkout")
+    project = top / "packages/my model"
+    (project / "tests").mkdir(parents=True)
+    (project / "pytest.ini").write_text("[pytest]\n")
+    (project / "conftest.py").write_text(CONFTEST)
+    (project / "tests/test_step.py").write_text(MODULE)
+    run(project, "--snapshot-update", NBYTES="100", status=0)
+    (top / SUMMARY).write_text("of a step before")
+    github = {
+        "GITHUB_ACTIONS": "true",
+        "GITHUB_WORKSPACE": str(top),
+        "GITHUB_SERVER_URL": "https://github.example",
+        "GITHUB_REPOSITORY": "owner/name",
+        "GITHUB_SHA": "0123abc",
+        "GITHUB_STEP_SUMMARY": str(top / SUMMARY),
+    }
+    stale = project / "snapshots/tests/test_step/test_gone.ws1.comm"
+    stale.write_text(next(project.rglob("*.comm")).read_text())
+    arguments = ("-n2", "--junitxml=junit.xml", "--comm-summary=out/s.md")
+    out = run(project, *arguments, NBYTES="163", FAILS="1", status=1, **github)
+    stale.unlink()
+    return top, project, out, github
+
+
+def run(project, *arguments, status, **environment):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GITHUB_")}
+    # A session within a test would not tell anybody.
+    kept.pop("PYTEST_CURRENT_TEST", None)
+    kept.pop("CI", None)
+    disabled = ("asyncio", "hypothesispytest", "randomly", "rerunfailures", "timeout")
+    kept["PYTEST_ADDOPTS"] = " ".join(f"-p no:{name}" for name in disabled)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        cwd=project,
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+LINK = (
+    '<a href="https://github.example/owner/name/blob/0123abc/packages/my%20model/tests/'
+    'test_step.py#L{}"><code>tests'
+)
+
+
+def test_the_summary_of_the_step_is_written_once_below_that_of_others(repository):
+    top, _, _, _ = repository
+    text = (top / SUMMARY).read_text()
+    assert text.startswith("of a step before\n\n### Communication: ")
+    assert "in 3 tests, 1 test failed for another reason\n\n3 snapshots in 3 tests" in text
+    assert text.count("### Communication") == 1
+    assert text.count("<details>") == 3
+    # The lines of the assertions.
+    assert text.count(LINK.format(5)) == 2
+    assert text.count(LINK.format(9)) == 1
+    assert text.count(LINK.format(14)) == 1
+    assert "&#43;63 &#37; bytes" in text
+    assert "  +63 % bytes" in text
+    assert "a|b`" not in text.partition("<details>")[0]
+    assert "pytest --snapshot-update" in text
+    assert "1 snapshot file unused:" in text
+
+
+def test_elsewhere_a_file_has_the_same_as_markdown(repository):
+    top, project, _, _ = repository
+    assert (project / "out/s.md").read_text() == (top / SUMMARY).read_text().partition("\n\n")[2]
+
+
+def test_annotations_have_paths_of_the_checkout(repository):
+    _, _, out, _ = repository
+    found = re.findall(r"^::error file=(.*?),line=(\d+),title=(.*?)::", out, re.MULTILINE)
+    tests, gone = "tests/test_step.py", "snapshots/tests/test_step/test_gone.ws1.comm"
+    changed = "other sizes of parameters%3A a_b 100 -> 163 B in each gather"
+    assert sorted(found) == [
+        (f"packages/my model/{path}", line, title)
+        for path, line, title in (
+            (gone, "1", "unused communication snapshot"),
+            (tests, "14", "test_other%3A rank 1%3A AssertionError%3A on one rank"),
+            (tests, "5", f"test_names[<i>_x_]%3A {changed}"),
+            (tests, "5", f"test_names[a|b`]%3A {changed}"),
+            (tests, "9", f"test_ranks%3A {changed}"),
+        )
+    ]
+
+
+def test_junit_xml_has_headline_cost_and_file_of_each_test(repository):
+    _, project, _, _ = repository
+    properties = {
+        case.get("name"): [(one.get("name"), one.get("value")) for one in case.iter("property")]
+        for case in ET.parse(project / "junit.xml").iter("testcase")  # noqa: S314  # our own
+    }
+    place = "snapshots/tests/test_step"
+    assert properties["test_plain"] == []
+    assert properties["test_ranks"] == [
+        ("comm_snapshot", f"{place}/test_ranks.ws2.comm"),
+        ("comm_headline", "other sizes of parameters: a_b 100 -> 163 B in each gather"),
+        ("comm_cost", "+63 % bytes in all_gather[dp] (100 -> 163 B per rank and step)"),
+    ]
+    assert properties["test_names[a|b`]"][0][1] == f"{place}/test_names[a%7Cb%60].ws1.comm"
+
+
+def test_a_session_that_passes_has_a_line_and_no_annotation(repository):
+    top, project, _, github = repository
+    before = (top / SUMMARY).read_text()
+    out = run(project, "-k", "names", NBYTES="100", status=0, **github)
+    assert "::error" not in out
+    assert (top / SUMMARY).read_text() == (
+        f"{before}\n\nCommunication: 2 snapshots in 2 tests compared, all equal.\n\n"
+    )
+    # Neither without a comparison, nor within a test of another session.
+    after = (top / SUMMARY).read_text()
+    run(project, "-k", "plain", NBYTES="100", status=0, **github)
+    inner = {**github, "PYTEST_CURRENT_TEST": "test_outer.py::test_x (call)"}
+    run(project, "-k", "names", "-qq", NBYTES="163", status=1, **inner)
+    assert (top / SUMMARY).read_text() == after
+
+
+def test_a_summary_that_cannot_be_written_fails_no_test_but_is_said(repository):
+    top, project, _, github = repository
+    broken = {**github, "GITHUB_STEP_SUMMARY": str(top)}
+    arguments = ("-k", "names", f"--comm-summary={top}")
+    out = run(project, *arguments, NBYTES="100", status=4, **broken)
+    assert "fsdp-comm: cannot write GITHUB_STEP_SUMMARY" in out
+    assert "fsdp-comm: cannot write --comm-summary" in out
+    assert "2 passed" in out

@@ -1,0 +1,131 @@
+"""Summaries of sessions: what they say, that no name is markup, and that they are bounded."""
+
+import html
+import re
+
+from markdown_it import MarkdownIt
+
+from pytest_fsdp_comm.reports.ci.markdown import fenced, github_link, no_link, plain, render_summary
+from pytest_fsdp_comm.reports.ci.outcomes import (
+    Comparisons,
+    FailedTest,
+    Outcomes,
+    Place,
+    UnusedFile,
+)
+
+HOSTILE = "tests/a b.py::test_x[`|<b>_*~#@me [x](y) \\ &amp; ![](z) :tada: \x1b[31m\n|]"
+LINK = github_link("https://github.com", "o/r", "abc123")
+
+
+def failed(
+    nodeid="tests/test_a.py::test_x", story=("comm_mode differs", "  a: +1"), path="tests/test_a.py"
+):
+    comparisons = Comparisons(
+        files=("snapshots/a.comm",),
+        headline="a: +1 all_gather",
+        story=tuple(story),
+        cost=("+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB)", "peak gathered unchanged"),
+        accept='pytest --snapshot-update "tests/test_a.py::test_x"',
+    )
+    return FailedTest(
+        nodeid=nodeid,
+        reason=comparisons.headline,
+        place=Place(path=path, line=12),
+        comparisons=comparisons,
+    )
+
+
+def outcomes(*tests, **fields):
+    return Outcomes(compared_tests=9, compared_files=14, failed=tests, **fields)
+
+
+def rendered(text):
+    """As GitHub renders it, apart from what it cleans."""
+    return MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
+
+
+def shown(text):
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", rendered(text))).split())
+
+
+def test_a_session_that_passed_is_one_line():
+    assert render_summary(outcomes(), no_link).strip() == (
+        "Communication: 14 snapshots in 9 tests compared, all equal."
+    )
+    nothing = Outcomes(compared_tests=0, compared_files=0)
+    assert render_summary(nothing, no_link).startswith("No test compared anything")
+
+
+def test_a_failed_test_has_its_line_what_differs_what_it_costs_and_the_whole_story():
+    text = render_summary(outcomes(failed()), LINK)
+    assert shown(text) == (
+        "Communication: differs from the reviewed snapshots in 1 test "
+        "14 snapshots in 9 tests compared. "
+        "test what differs cost "
+        "tests/test_a.py::test_x a: +1 all_gather "
+        "+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB) peak gathered unchanged "
+        "tests/test_a.py::test_x comm_mode differs a: +1 "
+        'To accept it: pytest --snapshot-update "tests/test_a.py::test_x"'
+    )
+    address = '<a href="https://github.com/o/r/blob/abc123/tests/test_a.py#L12">'
+    assert address in rendered(text)
+    assert "<a " not in rendered(render_summary(outcomes(failed()), no_link))
+    # Spaces and the like are no part of an address.
+    odd = render_summary(outcomes(failed(path='a "b"|.py')), LINK)
+    assert "/blob/abc123/a%20%22b%22%7C.py#L12" in odd
+
+
+def test_other_failures_unused_files_and_an_early_end_are_told():
+    other = FailedTest(nodeid="t.py::test_y", reason="rank 1 died", place=None, comparisons=None)
+    unused = UnusedFile(shown="snapshots/a_b.comm", reason="its test no longer exists", place=None)
+    text = render_summary(
+        outcomes(failed(), other, unused=(unused,), ended_early="The session ended early (-x)."),
+        LINK,
+    )
+    said = shown(text)
+    assert "snapshots in 1 test, 1 test failed for another reason" in said
+    assert "The session ended early (-x)." in said
+    assert "t.py::test_y rank 1 died" in said
+    assert "1 snapshot file unused: snapshots/a_b.comm : its test no longer exists" in said
+    assert "1 snapshot file deleted:" in shown(
+        render_summary(outcomes(unused=(unused,), are_removed=True), LINK)
+    )
+
+
+def test_no_name_is_markup():
+    fence = "a ``` b"
+    text = render_summary(outcomes(failed(HOSTILE, story=[fence, HOSTILE, "</details>"])), LINK)
+    page = rendered(text)
+    assert page.count("<tr>") == 2
+    assert len(re.findall("<td", page)) == 3
+    for tag in ("<b>", "<em>", "<img", "<strong>", "<del>"):
+        assert tag not in page, tag
+    assert page.count("<a ") == 1
+    assert page.count("</details>") == 1
+    assert "\x1b" not in page
+    name = " ".join(HOSTILE.replace("\x1b", " ").split())
+    assert shown(plain(HOSTILE)) == name
+    assert name in shown(text)
+    assert rendered(fenced(fence)).count("<pre>") == 1
+
+
+def test_a_summary_stays_below_its_limit_and_says_what_is_left_out():
+    tests = [
+        failed(f"tests/test_a.py::test_{number}", story=["é" * 9_000]) for number in range(200)
+    ]
+    text = render_summary(outcomes(*tests), LINK, room=100_000)
+    assert 80_000 < len(text.encode()) <= 100_000
+    assert re.search(r"\n(\d+) more stories are in the log", text)
+    # Every test has its row all the same.
+    assert text.count("\n| <a href") == 200
+    told = text.count("<details>")
+    assert f"\n{200 - told} more stories" in text
+    assert text.count("```text") % 2 == 0
+    short = render_summary(outcomes(*tests), LINK, room=3_000)
+    assert len(short.encode()) <= 3_000
+    assert re.search(r"\n\| \d+ more \|", short)
+    assert render_summary(outcomes(*tests), LINK, room=10) == ""
+    # The largest that there may be.
+    many = [failed(f"t.py::test_{number}[{'|' * 900}]") for number in range(3_000)]
+    assert len(render_summary(outcomes(*many), LINK).encode()) < 2**20
