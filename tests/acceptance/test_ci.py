@@ -4,9 +4,14 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/ci.md").read_text()
 
 CONFTEST = """
 import os
@@ -186,3 +191,64 @@ def test_a_summary_that_cannot_be_written_fails_no_test_but_is_said(repository):
     assert "fsdp-comm: cannot write GITHUB_STEP_SUMMARY" in out
     assert "fsdp-comm: cannot write --comm-summary" in out
     assert "2 passed" in out
+
+
+def test_the_composite_action_runs_in_a_sub_folder_and_leaves_what_can_be_accepted(
+    repository, tmp_path
+):
+    top, project, _, github = repository
+    action = yaml.safe_load((ROOT / ".github/actions/communication-gate/action.yml").read_text())
+    compare, keep = action["runs"]["steps"]
+    inputs = {name: value["default"] for name, value in action["inputs"].items()}
+    # What the page sets, and more words than a shell would make of them without quotes.
+    page = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0])
+    given = page["jobs"]["communication"]["steps"][-1]
+    assert given["uses"].split("/", 2)[2].startswith(".github/actions/communication-gate@v")
+    assert given["with"].keys() <= inputs.keys()
+    inputs |= {"working-directory": "packages/my model", "python": sys.executable}
+    inputs["arguments"] = '-k "names or nothing"\n-p no:randomly --tb=line "-x"'
+    environment = {
+        name: re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda match: inputs[match[1]], value)
+        for name, value in compare["env"].items()
+    }
+    assert compare["working-directory"] == "${{ inputs.working-directory }}"
+    output = tmp_path / "output"
+    before = (top / SUMMARY).read_text()
+    kept = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    done = subprocess.run(
+        # As GitHub runs a step with `shell: bash`.
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", compare["run"]],  # noqa: S607
+        cwd=top / inputs["working-directory"],
+        env={
+            **kept,
+            **github,
+            **environment,
+            "RUNNER_TEMP": str(tmp_path),
+            "GITHUB_OUTPUT": str(output),
+            "NBYTES": "150",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed" in done.stdout
+    name, _, differences = output.read_text().strip().partition("=")
+    assert f"steps.compare.outputs.{name}" in keep["with"]["path"]
+    assert f"steps.compare.outputs.{name}" in action["outputs"]["differences"]["value"]
+    assert len(list(Path(differences, "received").rglob("*.comm"))) == 1
+    assert (top / SUMMARY).read_text().startswith(f"{before}\n\n### Communication: ")
+    accepted = subprocess.run(
+        [sys.executable, "-m", "pytest_fsdp_comm", "accept", differences, "--yes"],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert accepted.returncode == 0, accepted.stdout + accepted.stderr
+    assert accepted.stdout.endswith("1 file accepted\n")
+
+
+def test_the_page_names_the_inputs_of_the_action():
+    action = yaml.safe_load((ROOT / ".github/actions/communication-gate/action.yml").read_text())
+    assert re.findall(r"^\| `([\w-]+)` \|", PAGE, re.MULTILINE) == list(action["inputs"])
