@@ -125,6 +125,11 @@ def merge_recordings(recordings: Sequence[Recording], *, where: str) -> Profile:
     Raises:
         CommandError: They are not of different ranks of one world.
     """
+    return merge([fold(recording) for recording in check_ranks(recordings, where=where)])
+
+
+def check_ranks(recordings: Sequence[Recording], *, where: str) -> list[Recording]:
+    """Recordings of one block in the order of their ranks; arguments and errors as above."""
     ordered = sorted(recordings, key=lambda recording: recording.rank)
     ranks = [recording.rank for recording in ordered]
     sizes = {recording.world_size for recording in ordered}
@@ -133,7 +138,7 @@ def merge_recordings(recordings: Sequence[Recording], *, where: str) -> Profile:
             f"{where}: expected recordings of different ranks of one world, got ranks "
             f"{_listed(ranks)} of world sizes {_listed(sorted(sizes))}"
         )
-    return merge([fold(recording) for recording in ordered])
+    return ordered
 
 
 def _listed(numbers: Sequence[int]) -> str:

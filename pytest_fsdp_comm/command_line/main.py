@@ -137,6 +137,24 @@ def _audit(options: argparse.Namespace) -> int:
     return DIFFERENT if has_faults else SAME
 
 
+def _trace(options: argparse.Namespace) -> int:
+    from pytest_fsdp_comm.command_line.documents import check_ranks, read_recordings  # noqa: PLC0415  # as above
+    from pytest_fsdp_comm.reports.trace import dump_trace  # noqa: PLC0415  # as above
+
+    recordings = check_ranks(
+        [one for name in options.files for one in read_recordings(Path(name))],
+        where=", ".join(options.files),
+    )
+    first = Path(options.files[0])
+    output = Path(options.output) if options.output else first.with_suffix(".trace.json")
+    try:
+        output.write_text(dump_trace(recordings), encoding="utf-8")
+    except OSError as problem:
+        raise CommandError(f"cannot write {output} ({problem.strerror or problem})") from None
+    print(f"{output}: open it at https://ui.perfetto.dev")  # noqa: T201  # a program's output
+    return SAME
+
+
 def _git_diff(options: argparse.Namespace) -> int:
     from pytest_fsdp_comm.command_line.compare import print_for_git  # noqa: PLC0415  # as above
 
@@ -216,6 +234,18 @@ def _parser() -> argparse.ArgumentParser:
         "arguments", nargs="*", metavar="PATH", help="what pytest collects (default: all tests)"
     )
     audit.set_defaults(run=_audit)
+
+    trace = commands.add_parser(
+        "trace",
+        help="make a trace of recordings that Perfetto opens",
+        description="Reads what comm_mode.save(...json) wrote. A trace shows the order in which "
+        "each rank issued what it sent, and which parameters are gathered when; it has no times.",
+    )
+    trace.add_argument("files", nargs="+", metavar="RECORDING", help="of one or several ranks")
+    trace.add_argument(
+        "-o", "--output", metavar="FILE", help="default: beside the first one, with .trace.json"
+    )
+    trace.set_defaults(run=_trace)
 
     git_diff = commands.add_parser(
         "git-diff",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from pytest_fsdp_comm.comm.questions import Answer, Evidence, Question, select
-from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning
+from pytest_fsdp_comm.errors import FsdpCommError, RecordingError, UnseenCollectivesWarning
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.recording.comm_debug import CommDebugAnswers
 from pytest_fsdp_comm.recording.mesh_axes import existing_axes
@@ -264,6 +266,36 @@ class CommMode(CommDebugAnswers):
         nameless = replace(self.profile, recorded_ranks=())
         profiles = gather_alike(self._gather, "comm_mode", nameless)
         return merge(profiles, ranks=self._ranks or self.profile.recorded_ranks)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes what all ranks recorded in the last block to one file. Every rank must call it.
+
+        Args:
+            path: Ends with ``.trace.json`` for a trace that Perfetto opens, or with ``.json`` for
+                what ``fsdp-comm show``, ``diff`` and ``trace`` read. One process writes it.
+
+        Raises:
+            FsdpCommError: The path ends otherwise.
+            RecordingError: The block still runs, or none has begun.
+        """
+        name = os.fspath(path)
+        if not name.endswith(".json"):
+            raise FsdpCommError(
+                f"comm_mode.save writes .trace.json and .json files, got {name!r}; use one of "
+                "these extensions"
+            )
+        if self._running is not None:
+            raise RecordingError(
+                "comm_mode was saved while it still records, so that the rest of the block would "
+                "be missing; save it after the block"
+            )
+        recordings = gather_alike(self._gather, "comm_mode.save", self.recording)
+        if self.recording.rank == min(recording.rank for recording in recordings):
+            from pytest_fsdp_comm.comm.json import dump_recordings  # noqa: PLC0415  # one rank alone
+            from pytest_fsdp_comm.reports.trace import dump_trace  # noqa: PLC0415  # as above
+
+            write = dump_trace if name.endswith(".trace.json") else dump_recordings
+            Path(name).write_text(write(recordings), encoding="utf-8")
 
     def counts(
         self,
