@@ -143,7 +143,8 @@ _OTHER_BASE: Final = {
     (False, False): "{} is not the file that CI compared with: it has changed since, or here. "
     "Check out the commit that CI ran, or run CI on this one",
     (False, True): "there is a {} now, and CI had none to compare with. Run CI again",
-    (True, False): "CI compared with a {}, which is not here. Check out the commit that CI ran",
+    (True, False): "CI compared with a {}, which is not here. Check out the commit that CI ran, or "
+    "name the directory of the snapshots with --snapshots",
 }
 """By whether the file is missing here, and was missing in CI."""
 

@@ -16,6 +16,7 @@ from pytest_fsdp_comm.command_line.errors import CommandError
 from pytest_fsdp_comm.command_line.project import find_project
 from pytest_fsdp_comm.command_line.terminal import Printer, When
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.text.paths import show_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,10 +80,10 @@ def _show(options: argparse.Namespace) -> int:
     from pytest_fsdp_comm.command_line.documents import read_document  # noqa: PLC0415  # as above
     from pytest_fsdp_comm.command_line.show import show_document  # noqa: PLC0415  # as above
 
-    links = find_project(Path.cwd()).links
     printer = Printer("never")
     for number, name in enumerate(options.files):
         document = read_document(Path(name))
+        links = find_project(Path(name).absolute().parent).links
         several = [*([""] if number else []), f"{name}:"] if len(options.files) > 1 else []
         printer.lines([*several, *show_document(document, links)])
     return SAME
@@ -106,8 +107,12 @@ def _accept(options: argparse.Namespace) -> int:
 
     project = find_project(Path.cwd())
     chosen = Path.cwd() / options.snapshots if options.snapshots else project.snapshot_dir
-    if not chosen.is_dir() and options.snapshots:
-        raise CommandError(f"there is no directory {options.snapshots}; expected that of snapshots")
+    # From a directory above the project, new files would land in a place that nothing reads.
+    if not chosen.is_dir():
+        raise CommandError(
+            f"there is no directory {show_path(chosen)}; expected that of the snapshots: run this "
+            "in the directory of the project, or name it with --snapshots"
+        )
     can_ask = sys.stdin.isatty() and sys.stdout.isatty()
     done = accept(
         Path(options.directory),
@@ -159,7 +164,8 @@ def _git_diff(options: argparse.Namespace) -> int:
     from pytest_fsdp_comm.command_line.compare import print_for_git  # noqa: PLC0415  # as above
 
     try:
-        links = find_project(Path.cwd()).links
+        # git starts this at the top, whichever project the file is of.
+        links = find_project(Path(options.arguments[0]).absolute().parent).links
     except CommandError:
         # git must go on whatever the project's settings are.
         from pytest_fsdp_comm.comm.links import Links  # noqa: PLC0415  # as above

@@ -122,7 +122,9 @@ def test_the_summary_of_the_step_is_written_once_below_that_of_others(repository
     assert text.count(LINK.format(5)) == 2
     assert text.count(LINK.format(9)) == 1
     assert text.count(LINK.format(14)) == 1
-    assert "&#43;63 &#37; bytes" in text
+    assert (
+        " | +63 % bytes in all_gather&#91;dp&#93; (100 -&#62; 163 B per rank and step) |\n" in text
+    )
     assert "  +63 % bytes" in text
     assert "a|b`" not in text.partition("<details>")[0]
     assert "pytest --snapshot-update" in text

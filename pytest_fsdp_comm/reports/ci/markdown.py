@@ -20,7 +20,10 @@ MAX_NBYTES: Final = 900_000
 _MAX_CELL: Final = 400
 _MAX_STORY: Final = 20_000
 _MAX_UNUSED: Final = 50
-_MARKUP: Final = re.compile(r"[^\w\s,;/=]|_")
+# Links, mentions, numbers of issues, emoji and mathematics are GitHub's; in a word, "_" is none.
+_MARKUP: Final = re.compile(
+    r"[`|<>&*\[\]\\~@#$]|:(?=[\w+-]+:)|(?<![^\W_])_|_(?![^\W_])|(?<=http):|(?<=https):|(?<=www)\."
+)
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 

@@ -143,7 +143,7 @@ def test_nothing_outside_of_the_snapshots_is_written(artifacts, write, fsdp_comm
 
 def test_the_directory_of_snapshots_is_that_of_pytest_s_settings(artifacts, write, fsdp_comm):
     (artifacts / "snapshots").rename(artifacts / "reviewed")
-    assert "3 refused" not in fsdp_comm("accept", "ci", "--yes", "--snapshots", "reviewed").out
+    assert fsdp_comm("accept", "ci", "--yes", "--snapshots", "reviewed").status == 0
     for path, (old, _) in FILES.items():
         if old is not None:
             write(f"reviewed/{path}", old)
@@ -154,9 +154,14 @@ def test_the_directory_of_snapshots_is_that_of_pytest_s_settings(artifacts, writ
     assert not (artifacts / "snapshots").exists()
     wrong = fsdp_comm("accept", "ci", "--yes", "--snapshots", "nope")
     assert "there is no directory nope" in wrong.err
+    # As from a directory above the project.
+    write("pytest.ini", "[pytest]\n")
+    assert "there is no directory snapshots" in fsdp_comm("accept", "ci", "--yes").err
+    assert not (artifacts / "snapshots").exists()
 
 
-def test_a_directory_without_artifacts_is_an_error(fsdp_comm):
+def test_a_directory_without_artifacts_is_an_error(project, fsdp_comm):
+    (project / "snapshots").mkdir()
     done = fsdp_comm("accept", "nope")
     assert done.status == 2
     assert "has no directory 'received'" in done.err

@@ -1,9 +1,12 @@
 """What ``fsdp-comm show`` prints of each kind of file, and of files that are broken."""
 
+import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import made_up
 import pytest
@@ -11,6 +14,7 @@ from made_up_files import TREE, recording
 
 from pytest_fsdp_comm.comm.json import dump_recording, dump_recordings
 from pytest_fsdp_comm.comm.profile import GatheredPeak
+from pytest_fsdp_comm.command_line.main import main
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
 
@@ -110,6 +114,12 @@ def test_recordings_of_different_worlds_are_not_merged(write, fsdp_comm):
     shown = fsdp_comm("show", "two.json")
     assert shown.status == 2
     assert "expected recordings of different ranks of one world, got ranks 0, 0" in shown.err
+
+
+def test_the_console_script_is_the_program():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["fsdp-comm"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main
 
 
 def test_the_program_starts_without_torch_pytest_and_their_like(write, project):
