@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from pytest_fsdp_comm.comm.profile import has_further_ranks
 from pytest_fsdp_comm.command_line.documents import Document, describe_problem, document_of
 from pytest_fsdp_comm.command_line.errors import CommandError
 from pytest_fsdp_comm.command_line.stories import Pair, tell, test_of
@@ -132,6 +133,11 @@ def _change(artifacts: Artifacts, path: Path, snapshot_dir: Path) -> _Change | N
     ):
         raise CommandError(_OTHER_BASE[current is None, expected is None].format(show_path(target)))
     name = show_path(target)
+    if current is not None and has_further_ranks(current.profile, received.profile):
+        raise CommandError(
+            f"{name} was recorded on ranks that CI did not run, and a recording never replaces one "
+            "of further ranks. Run CI on all of them, without --comm-backend fake"
+        )
     return _Change(
         target=target,
         pair=Pair(old=current, new=received, old_path=name, new_path=name),

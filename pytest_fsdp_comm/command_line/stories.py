@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.command_line.documents import NOWHERE, Document, counted
 from pytest_fsdp_comm.reports.explanation import CURE
-from pytest_fsdp_comm.snapshots.differences import Aids, evidence_of, explain_difference
+from pytest_fsdp_comm.snapshots.differences import Aids, evidence_of, explain_profiles
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 
@@ -92,7 +92,7 @@ def _tell(pair: Pair, aids: Aids) -> Story:
             return Story(lines=(), differs=False)
         what = "its first line alone, which is not compared"
         return Story(lines=(f"{head}: {what}",), differs=False)
-    explanation, changes = explain_difference(pair.old.profile, pair.new.profile, aids, where=name)
+    explanation, changes = explain_profiles(pair.old.profile, pair.new.profile, aids, where=name)
     body = [line for line in explanation.full[1:] if not line.startswith(CURE)]
     if not body:
         # An update may write in other words what compares as equal.

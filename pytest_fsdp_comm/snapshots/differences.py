@@ -50,7 +50,7 @@ class Aids:
     """What the trees of the same test say; None if there are none."""
 
 
-def explain_difference(
+def explain_profiles(
     old: Profile, new: Profile, aids: Aids, *, where: str, accept: str = ""
 ) -> tuple[Explanation, Changes | str]:
     """Explains how two snapshots differ.
@@ -109,7 +109,7 @@ def headline_of_values(explained: Mapping[str, Changes | str]) -> str:
     """The differences of several values in one line, then those that could not be compared.
 
     Args:
-        explained: By the values' names, what `explain_difference` returns beside the explanation.
+        explained: By the values' names, what `explain_profiles` returns beside the explanation.
     """
     stories = [what for what in explained.values() if isinstance(what, StoryLine)]
     if stories:

@@ -30,7 +30,7 @@ from pytest_fsdp_comm.snapshots.differences import (
     bare_explanation,
     call_sites,
     evidence_of,
-    explain_difference,
+    explain_profiles,
     headline_of_values,
 )
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
@@ -76,7 +76,7 @@ _DROPPED_WITH_VALUE: Final = frozenset(
         *("--deselect", "--ignore", "--ignore-glob", "--last-failed-no-failures", "--lfnf"),
         *("--junitxml", "--junit-xml", "--durations", "--durations-min", "--color", "--capture"),
         *("--show-capture", "--verbosity", "--comm-artifacts", "--pdb-rank", "--rank-slots"),
-        *("--randomly-seed", "--basetemp", "--comm-report"),
+        *("--randomly-seed", "--basetemp", "--comm-report", "--comm-summary"),
     }
 )
 
@@ -112,6 +112,9 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
         _explain_one(assertion.extension, (name, result), aids, config.rootpath, accept=accept)
         for name, result in failed
     ]
+    for result, (failure, _) in zip(results, explained, strict=True):
+        if result.exception is None:
+            _keep(assertion.extension, result, failure.explanation)
     failures, beside = [failure for failure, _ in explained], _unreached(assertion, results[0])
     everything = show_everything(failures, accept=accept, beside=beside)
     shown = everything
@@ -204,17 +207,15 @@ def _explain_one(
         if accept:
             lines = (*lines, f"{RECORD}{accept}", READ)
         explanation = Explanation(short=lines, full=lines, is_cut=False)
-        _keep(extension, result, explanation)
         return Failure(name=name, explanation=explanation), "no snapshot yet"
     old = cast("SnapshotText", result.recalled_data)
     new = cast("SnapshotText", result.asserted_data)
-    explanation, changes = explain_difference(
+    explanation, changes = explain_profiles(
         old.profile, new.profile, aids, where=where, accept=accept
     )
     if old.lines.kind != new.lines.kind:
         why = str(old.lines.other_kind(new.lines.kind))
         explanation = bare_explanation(new.profile, where=where, accept=accept, why=why)
-    _keep(extension, result, explanation)
     with disable_color():
         difference = tuple(extension.diff_lines(new, old))
     return Failure(name=name, explanation=explanation, difference=difference), changes

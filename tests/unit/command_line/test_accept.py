@@ -115,6 +115,15 @@ def test_what_was_made_for_another_file_is_refused_and_the_rest_accepted(  # noq
     assert files(artifacts).get(refused) == before.get(refused)
 
 
+def test_a_recording_of_some_ranks_replaces_none_of_all(artifacts, write, fsdp_comm):
+    (artifacts / f"ci/received/{COMM}").unlink()
+    write(f"ci/received/{COMM}", NEW.replace("world_size 8\n", "world_size 8\nranks 0,3\n"))
+    done = fsdp_comm("accept", "ci", "--yes")
+    assert "was recorded on ranks that CI did not run" in done.out
+    assert done.lines[-1] == "2 files accepted, 1 refused"
+    assert files(artifacts)[COMM] == OLD
+
+
 def test_line_ends_and_the_first_line_make_no_other_file(artifacts, write, fsdp_comm):
     write(
         f"snapshots/{COMM}", OLD.replace("| torch ,", "| torch 9,").replace("\n", "\r\n").encode()

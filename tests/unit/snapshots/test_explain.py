@@ -15,7 +15,7 @@ TESTS = ("tests", "tests/test_a.py::test_one")
         ("--world-size 4 tests", "--world-size 4"),
         ("--world-size=4", "--world-size=4"),
         ("-x -vv --tb=short -k not_this --maxfail 1 -rA -n2 -n 4 --lf", ""),
-        ("-xvs --color yes --comm-artifacts out -kname", ""),
+        ("-xvs --color yes --comm-artifacts out --comm-summary s.md -kname", ""),
         ("-c o.ini --confcutdir=. -o a=b", "-c o.ini --confcutdir=. -o a=b"),
         ("--rootdir . -x", "--rootdir ."),
         ("-p no:cacheprovider -pno:xdist -p myplugin", "-p myplugin"),
