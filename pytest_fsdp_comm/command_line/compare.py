@@ -185,7 +185,7 @@ def print_stories(
     for pair, story in zip(compared.pairs, stories, strict=True):
         if story.lines:
             printer.lines([*([] if is_first else [""]), *story.lines])
-            printer.lines(diff_lines(pair) if with_lines else ())
+            printer.patch(diff_lines(pair) if with_lines else ())
             is_first = False
     return any(story.differs for story in stories)
 
@@ -214,12 +214,12 @@ def print_for_git(arguments: Sequence[str], links: Links, printer: Printer) -> N
             for file, path in zip(files, (old_path, new_path), strict=True)
         )
     except FsdpCommError as problem:
-        printer.lines([f"{new_path}: no story: {describe_problem(problem)}"])
+        printer.lines([f"no story: {describe_problem(problem)}"])
         sides = [
             ("", "") if str(file) == NOWHERE else (_lenient(file), path)
             for file, path in zip(files, (old_path, new_path), strict=True)
         ]
-        printer.lines(unified(*sides))
+        printer.patch(unified(*sides))
         return
     is_rename = old_path != new_path
     pair = Pair(old=old, new=new, old_path=old_path, new_path=new_path, is_rename=is_rename)

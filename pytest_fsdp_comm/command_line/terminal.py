@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 When = Literal["auto", "always", "never"]
 
-_CODES: Final = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
+_CODES: Final = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "cyan": 36}
+_PATCH: Final = {"-": "red", "+": "green", "@": "cyan"}
 
 
 class Printer:
@@ -31,8 +32,16 @@ class Printer:
         self._colors = is_auto if when == "auto" else when == "always"
 
     def lines(self, lines: Iterable[str]) -> None:
-        """Prints lines, each in the colour of what it says."""
+        """Prints lines of a story, each in the colour of what it says."""
         for line in lines:
-            markup = markup_of(line) if self._colors else {}
-            codes = ";".join(str(_CODES[name]) for name in markup)
-            print(f"\033[{codes}m{line}\033[0m" if codes else line)  # noqa: T201  # a program's output
+            self._line(line, markup_of(line))
+
+    def patch(self, lines: Iterable[str]) -> None:
+        """Prints lines of a patch in git's colours."""
+        for line in lines:
+            name = "bold" if line.startswith(("---", "+++")) else _PATCH.get(line[:1], "")
+            self._line(line, [name] if name else [])
+
+    def _line(self, line: str, markup: Iterable[str]) -> None:
+        codes = ";".join(str(_CODES[name]) for name in markup) if self._colors else ""
+        print(f"\033[{codes}m{line}\033[0m" if codes else line)  # noqa: T201  # a program's output

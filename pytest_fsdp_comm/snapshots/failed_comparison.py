@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
 from pytest_fsdp_comm.reports.coloring import Painter
 from pytest_fsdp_comm.reports.explanation import SECTION
 from pytest_fsdp_comm.text.codec import from_json, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,8 @@ def _add_comparisons(
 ) -> None:
     if report.when != "call" or COMPARED not in item.stash:
         return
+    from pytest_fsdp_comm.reports.ci.outcomes import Comparisons  # noqa: PLC0415  # other sessions need none
+
     compared = item.stash[COMPARED]
     files = tuple(compared)
     comparisons = Comparisons(
@@ -103,7 +106,11 @@ def _add_comparisons(
 def comparisons_of(report: object) -> Comparisons | None:
     """What the test of a report compared; None for nothing, or of another phase."""
     data = getattr(report, _COMPARISONS, None)
-    return None if data is None else from_json(Comparisons, data)
+    if data is None:
+        return None
+    from pytest_fsdp_comm.reports.ci.outcomes import Comparisons  # noqa: PLC0415  # as above
+
+    return from_json(Comparisons, data)
 
 
 def has_headline(report: object) -> bool:

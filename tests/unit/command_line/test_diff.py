@@ -1,5 +1,6 @@
 """What ``fsdp-comm diff`` tells of files and directories, and of revisions of git."""
 
+import re
 from pathlib import Path
 
 import made_up
@@ -29,6 +30,27 @@ def test_two_snapshots_are_told_as_a_failed_test_tells_them(write, fsdp_comm):
     assert lines[: len(told.lines)] == told.lines
     assert "--- a/old.comm" in lines
     assert any(line.startswith("+forward layers.{0..3} all_gather[dp]") for line in lines)
+
+
+def test_colours_are_those_of_the_story_and_of_a_patch(write, fsdp_comm):
+    write("old.comm", OLD)
+    write("new.comm", NEW)
+    plain = fsdp_comm("diff", "old.comm", "new.comm", "--lines")
+    colored = fsdp_comm("diff", "old.comm", "new.comm", "--lines", "--color", "always")
+    assert re.sub(r"\x1b\[[\d;]*m", "", colored.out) == plain.out
+    assert "\x1b" not in plain.out
+    codes = {
+        line[line.index("m") + 1 :][:3]: line[: line.index("m") + 1]
+        for line in colored.lines
+        if line.startswith("\x1b")
+    }
+    assert codes["  +"] == "\x1b[33;1m"
+    assert [codes[start] for start in ("---", "@@ ", "+fo", "-fo")] == [
+        "\x1b[1m",
+        "\x1b[36m",
+        "\x1b[32m",
+        "\x1b[31m",
+    ]
 
 
 def test_equal_files_and_those_that_differ_in_what_is_not_compared_exit_with_0(write, fsdp_comm):
@@ -193,7 +215,7 @@ def test_git_diff_tells_the_story_of_both_sides_and_stays_a_patch(write, git, pr
     # What is no snapshot is shown as lines.
     write("a.ws8.comm", "<<<<<<< ours\n")
     broken = git("diff", "HEAD", "--", "a.ws8.comm")
-    assert "a.ws8.comm: no story: a.ws8.comm, line 1: it reads '<<<<<<< ours'" in broken
+    assert "no story: a.ws8.comm, line 1: it reads '<<<<<<< ours'" in broken
     assert "+<<<<<<< ours" in broken
     # CRLF in the working tree is what no attribute has ended yet.
     write("a.ws8.comm", OLD.replace("\n", "\r\n").encode())

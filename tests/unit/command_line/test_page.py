@@ -1,0 +1,43 @@
+"""Commands on the page about the command line are commands of the program."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_comm.command_line.main import main
+
+PAGE = (Path(__file__).parents[3] / "docs/command-line.md").read_text()
+SHELL = "\n".join(re.findall(r"```shell\n(.*?)```", PAGE, re.DOTALL))
+COMMANDS = re.findall(r"^fsdp-comm (.*)$", SHELL, re.MULTILINE)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the program was asked to do, without doing it."""
+    calls = []
+    for name in ("_show", "_diff", "_accept", "_audit", "_trace"):
+        monkeypatch.setattr(
+            f"pytest_fsdp_comm.command_line.main.{name}", lambda options: calls.append(options) or 0
+        )
+    return calls
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_page_is_understood(asked, command):
+    assert main(shlex.split(command, comments=True)) == 0
+    assert len(asked) == 1
+
+
+def test_every_command_has_its_place_on_the_page(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = set(re.findall(r"^    ([a-z-]+)\b", capsys.readouterr().out, re.MULTILINE))
+    assert {"show", "diff", "accept", "audit", "trace", "git-diff"} == listed
+    for name in listed:
+        assert f"fsdp-comm {name}" in PAGE
+        # Each says how it ends and what it takes.
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0
