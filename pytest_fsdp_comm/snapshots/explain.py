@@ -106,8 +106,6 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
         links=config.stash[OPTIONS].links,
         evidence=evidence_of(_compared_profiles(result for _, result in assertion.last_results)),
     )
-    for result in (result for result in results if result.exception is None):
-        _keep_received(assertion.extension, result)
     explained = [
         _explain_one(assertion.extension, (name, result), aids, config.rootpath, accept=accept)
         for name, result in failed
