@@ -1,5 +1,7 @@
 """Tasks: `check`, `record` and `accept` are tiers of the tests (see tests/README.md)."""
 
+from pathlib import Path
+
 import nox
 
 nox.options.default_venv_backend = "none"
@@ -37,6 +39,19 @@ def frameworks(session: nox.Session) -> None:
     session.run("python", "-c", "import accelerate, peft, torchtitan.protocols.train_spec")
     page = "tests/acceptance/test_frameworks_page.py"
     session.run("pytest", "-n", "2", *(session.posargs or ("tests/frameworks", page)))
+
+
+@nox.session
+def sdist(session: nox.Session) -> None:
+    """The unit tests of the source distribution, unpacked away from this checkout."""
+    place = session.create_tmp()
+    session.run("python", "-m", "build", "--no-isolation", "--sdist", "--outdir", place, ".")
+    (archive,) = Path(place).glob("*.tar.gz")
+    session.run("tar", "xzf", str(archive), "-C", place, external=True)
+    unpacked = Path(place).resolve() / archive.name.removesuffix(".tar.gz")
+    with session.chdir(unpacked):
+        tests = ("-q", "-n", "2", "tests/unit", *session.posargs)
+        session.run("python", "-m", "pytest", *tests, env={"PYTHONPATH": str(unpacked)})
 
 
 @nox.session
