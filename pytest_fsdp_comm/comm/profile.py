@@ -593,11 +593,20 @@ def without_async(profile: CommProfile) -> CommProfile:
 
 def without_activation_sizes(profile: CommProfile) -> CommProfile:
     """A profile as if nobody knew how large the activations were."""
-    rows = tuple(
-        replace(row, calls=tuple(sorted(_without_activation_sizes(row.calls))))
-        for row in profile.rows
+    alike: dict[tuple[RowKey, tuple[Calls, ...]], list[CommRow]] = {}
+    for row in profile.rows:
+        unsized = replace(row, calls=tuple(sorted(_without_activation_sizes(row.calls))))
+        alike.setdefault((unsized.key, unsized.calls), []).append(unsized)
+    # Ranks whose rows differed in these sizes alone share a row.
+    rows = sort_rows(
+        replace(first, ranks=_united([first, *others], profile.num_ranks)) if others else first
+        for first, *others in alike.values()
     )
     return replace(profile, rows=rows, sizes_activations=False)
+
+
+def _united(rows: Iterable[CommRow], num_ranks: int) -> tuple[int, ...]:
+    return unless_all(sorted(chain.from_iterable(row.ranks for row in rows)), num_ranks)
 
 
 def _without_activation_sizes(calls: Iterable[Calls]) -> Iterable[Calls]:

@@ -13,6 +13,7 @@ from pytest_fsdp_comm.comm.profile import (
     CommRow,
     RedistributionRow,
     ReshardRow,
+    merge,
     without_activation_sizes,
 )
 
@@ -91,6 +92,17 @@ def test_one_side_without_sizes_is_one_change_and_no_size_is_another(other):
         assert (change.what, change.old_text, change.new_text) == ("activation sizes", *texts)
     fewer = replace(other, rows=(row(64, "activations", count=1),))
     assert len(compare(without_activation_sizes(OLD), fewer).changes) == 2
+
+
+def test_ranks_that_differ_only_in_sizes_share_a_line():
+    """As with experts, whose tokens each rank gets in other amounts."""
+    uneven, even = PASS["some of them larger"], OLD
+    merged = merge([uneven, even, even], ranks=(0, 1, 3))
+    assert [held.ranks for held in merged.rows] == [(0,), (1, 3)]
+    assert [held.ranks for held in without_activation_sizes(merged).rows] == [()]
+    fewer = profile(row(64, "activations", count=1))
+    merged = merge([uneven, even, fewer, even], ranks=range(4))
+    assert [held.ranks for held in without_activation_sizes(merged).rows] == [(0, 1, 3), (2,)]
 
 
 def test_totals_leave_the_bytes_out():
