@@ -42,6 +42,14 @@ def frameworks(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """The site, in build/docs; with ``-- links``, also every link that leads out of it."""
+    session.run("sphinx-build", "-W", "--keep-going", "-n", "docs", "build/docs")
+    if "links" in session.posargs:
+        session.run("sphinx-build", "-q", "-b", "linkcheck", "docs", "build/links")
+
+
+@nox.session
 def sdist(session: nox.Session) -> None:
     """The unit tests of the source distribution, unpacked away from this checkout."""
     place = session.create_tmp()

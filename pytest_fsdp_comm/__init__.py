@@ -1,7 +1,28 @@
 """Communication regression tests for PyTorch FSDP.
 
-The names below are for annotations and for tests that build or read values themselves; tests get
-them from fixtures. Importing this package imports no torch: names that need it load on first use.
+A test says on how many ranks it runs, records a block of code, and compares the recording with
+files that were reviewed::
+
+    @pytest.mark.distributed(world_size=4)
+    def test_train_step(device_mesh, comm_mode, fsdp_tree, comm_snapshot):
+        model = shard(build_model(), device_mesh())
+        with comm_mode(model):
+            loss(model(batch())).backward()
+        assert {"comm": comm_mode, "tree": fsdp_tree(model)} == comm_snapshot
+
+The fixtures, and their types for annotations:
+
+    comm_mode      CommMode        records the collectives of a block
+    fsdp_tree      TreeFactory     shows how a model is sharded
+    comm_snapshot  CommSnapshot    the reviewed files of the test
+    device_mesh    MakeDeviceMesh  makes a mesh of all ranks
+    dist_info      DistInfo        this rank, the world size, the backend and the device
+
+``pytest --markers`` explains the marker's arguments, ``pytest --help`` the options, and
+``pytest --fixtures -v`` the fixtures.
+
+The other names are for code that reads recordings, and for ``except``. Importing this package
+imports no torch: names that need it load on first use.
 """
 
 from __future__ import annotations
@@ -87,6 +108,11 @@ _LAZY = {
     "Timing": "comm.events",
     "TreeFactory": "fsdp_tree",
 }
+
+
+def __dir__() -> list[str]:
+    """The public names, also those that are not loaded yet."""
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

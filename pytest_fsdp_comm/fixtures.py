@@ -134,7 +134,11 @@ def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
 
 @pytest.fixture
 def comm_mode(request: pytest.FixtureRequest) -> CommMode:
-    """Records every collective of a block: ``with comm_mode(model):``, or ``with comm_mode:``."""  # noqa: D402  # its use, not a signature
+    """Records every collective of a block: ``with comm_mode(model):``, or ``with comm_mode:``.
+
+    Then ``assert comm_mode == comm_snapshot``, or ask: ``comm_mode.counts("all_gather",
+    phase="backward")``, ``comm_mode.nbytes(axis="tp")``, ``comm_mode.events``.
+    """  # noqa: D402  # its use, not a signature
     from pytest_fsdp_comm.recording.comm_mode import (  # noqa: PLC0415  # torch only where it is needed
         CommMode,
     )
@@ -150,7 +154,11 @@ def comm_mode(request: pytest.FixtureRequest) -> CommMode:
 
 @pytest.fixture
 def fsdp_tree(request: pytest.FixtureRequest) -> TreeFactory:
-    """Shows how a model is sharded, as a tree that can be compared with a snapshot."""
+    """Shows how a model is sharded: ``print(fsdp_tree(model))``.
+
+    ``assert not fsdp_tree(model).findings`` guards against wrapping mistakes, and
+    ``assert fsdp_tree(model) == comm_snapshot(name="tree")`` against every change.
+    """
     from pytest_fsdp_comm.fsdp_tree import (  # noqa: PLC0415  # torch only where it is needed
         TreeFactory,
     )
@@ -165,7 +173,11 @@ def fsdp_tree(request: pytest.FixtureRequest) -> TreeFactory:
 
 @pytest.fixture
 def comm_snapshot(request: pytest.FixtureRequest, snapshot: SnapshotAssertion) -> CommSnapshot:
-    """The reviewed snapshot of this test, for ``assert comm_mode == comm_snapshot``."""
+    """The reviewed snapshots of this test, which ``pytest --snapshot-update`` writes.
+
+    ``assert {"comm": comm_mode, "tree": fsdp_tree(model)} == comm_snapshot`` compares both;
+    ``comm_snapshot(name="second")`` gives the next comparison a file of its own.
+    """
     from pytest_fsdp_comm.snapshots.extension import bind_snapshot  # noqa: PLC0415  # on first use only
 
     context = _context(request)

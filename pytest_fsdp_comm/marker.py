@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 
 from pytest_fsdp_comm.options import (
+    MARKER_ARGUMENTS,
     MARKER_NAME,
     MARKER_SIGNATURE,
     MAX_PROCESSES,
@@ -31,7 +32,7 @@ from pytest_fsdp_comm.text.rank_lists import name_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_ALLOWED = ("world_size", "backend", "ranks", "scope", "timeout_s", "device")
+_ALLOWED = tuple(MARKER_ARGUMENTS)
 
 
 def marker_world_sizes(mark: pytest.Mark) -> tuple[int, ...] | None:

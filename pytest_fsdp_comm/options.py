@@ -28,6 +28,18 @@ MARKER_SIGNATURE: Final = (
     "distributed(world_size=None, *, backend=None, ranks=None, scope='test', timeout_s=None, "
     "device=None)"
 )
+MARKER_ARGUMENTS: Final = {
+    "world_size": "how many ranks: a whole number, or a list to parametrize over",
+    "backend": "'gloo', 'nccl', or 'fake', which simulates ranks in one process",
+    "ranks": "with 'fake', which ranks run, such as [0, 511] (default: 0)",
+    "scope": "'test' starts ranks for each test, 'module' keeps them for the next test of the "
+    "module with equal settings (default: 'test')",
+    "timeout_s": "seconds after which ranks that still run are shown and ended",
+    "device": "'cpu' or 'cuda', where dist_info.device and device_mesh are (default: cuda with "
+    "nccl, else cpu)",
+}
+"""The marker's arguments, each with what it does. Those without a default here default to the
+command line option, or ini value, of the same meaning."""
 WORLD_SIZE_PARAM: Final = "_fsdp_comm_world_size"
 """Name of the fixture that carries a parametrized world size."""
 
@@ -158,7 +170,7 @@ def add_options(parser: pytest.Parser) -> None:
         "--pdb-rank",
         metavar="N",
         help="the rank in which --pdb, --trace and breakpoint() debug a distributed test "
-        "(default: 0)",
+        "(default: the lowest that runs)",
     )
     group.addoption(
         "--comm-summary",
@@ -172,7 +184,8 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addini(
         "fsdp_comm_progress_s",
         "report on the terminal where the ranks of a test are if it still runs after this many "
-        "seconds, and again each time the elapsed time has doubled",
+        "seconds, and again each time the elapsed time has doubled (default: "
+        f"{DEFAULT_PROGRESS_S:.0f})",
         default="",
     )
     parser.addini(
@@ -184,19 +197,20 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addini("fsdp_comm_rank_slots", "default for --rank-slots", default="")
     parser.addini(
         "fsdp_comm_snapshot_dir",
-        "directory of the communication snapshots, relative to the root directory",
+        "directory of the communication snapshots, relative to the root directory (default: "
+        "snapshots)",
         default="snapshots",
     )
     parser.addini(
         "fsdp_comm_findings",
         "levels and thresholds of fsdp_tree's findings, one per line: 'split-tie = off', "
-        "'small_nbytes = 4096'",
+        "'small_nbytes = 4096' (default: those of docs/fsdp-tree.md)",
         type="linelist",
     )
     parser.addini(
         "fsdp_comm_links",
         "bandwidth and latency of mesh axes, one per line: 'dp: 50 GB/s 10 us', or '*' for all "
-        "others; differences are then estimated in seconds",
+        "others; differences are then estimated in seconds (default: none)",
         type="linelist",
     )
 

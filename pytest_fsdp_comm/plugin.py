@@ -56,10 +56,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the marker and parses the options."""
+    arguments = "".join(f"\n    {name}: {text}" for name, text in options.MARKER_ARGUMENTS.items())
     config.addinivalue_line(
         "markers",
-        f"{options.MARKER_SIGNATURE}: run the test on world_size ranks (an int, or a list of ints "
-        "to parametrize over) with gloo or nccl, or simulated with fake.",
+        f"{options.MARKER_SIGNATURE}: run the test on several ranks, each a process.{arguments}",
     )
     config.stash[options.OPTIONS] = options.read_session_options(config)
     if config.pluginmanager.has_plugin("syrupy"):

@@ -1,4 +1,4 @@
-"""On GPUs with NCCL; skipped without them. Not run on every change: see the README's limits."""
+"""On GPUs with NCCL; skipped without them. Not run on every change: see docs/limits.md."""
 
 import pytest
 import torch

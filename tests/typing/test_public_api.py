@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pydoc
+import re
 import subprocess
 import sys
 from typing import assert_type
@@ -63,6 +65,16 @@ def test_every_public_name_is_there() -> None:
         assert getattr(pytest_fsdp_comm, name).__name__ == name
     with pytest.raises(AttributeError, match="has no attribute 'Nonsense'"):
         _ = pytest_fsdp_comm.Nonsense
+
+
+def test_dir_and_help_have_every_public_name_and_begin_with_what_a_test_needs() -> None:
+    assert set(pytest_fsdp_comm.__all__) <= set(dir(pytest_fsdp_comm))
+    shown = re.sub(".\b", "", pydoc.render_doc(pytest_fsdp_comm))  # less the bold print
+    for name in pytest_fsdp_comm.__all__:
+        assert f"class {name}(" in shown or f"class {name}\n" in shown, name
+    first_screen = "\n".join(shown.splitlines()[:40])
+    for fixture in ("comm_mode", "fsdp_tree", "comm_snapshot", "device_mesh", "dist_info"):
+        assert f"    {fixture} " in first_screen
 
 
 def test_importing_the_package_imports_no_torch() -> None:

@@ -24,7 +24,7 @@ from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, ends process groups")
 
-README = (Path(__file__).parents[3] / "README.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "gpus-and-clusters.md").read_text()
 PRELUDE = """
 import os, pathlib, signal, sys, time, warnings
 import pytest
@@ -425,8 +425,8 @@ def test_two_agents_stop_at_the_same_test(tmp_path):
     fails = "@pytest.mark.distributed\ndef test_fails(): assert rank() == 0, 'not me'\n"
     never = "@pytest.mark.distributed\ndef test_never(): open('ran', 'w').close()\n"
     path = project(tmp_path, "@pytest.mark.distributed\ndef test_ok(): pass\n", fails, never)
-    # As the README says, with a rank on each "machine".
-    (shown,) = re.findall(r"^\$ torchrun (.*) -m pytest$", README, re.MULTILINE)
+    # As the page says, with a rank on each "machine".
+    (shown,) = re.findall(r"^\$ torchrun (.*) -m pytest$", PAGE, re.MULTILINE)
     options = shown.replace("host0:29500", f"localhost:{free_port()}").split()
     options[options.index("--nproc-per-node") + 1] = "1"
     agents = [start(path, [*TORCHRUN[:3], *options, *PYTEST, "-x"]) for _ in range(2)]

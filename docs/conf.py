@@ -1,0 +1,97 @@
+"""How Sphinx builds the site: `nox -s docs`."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version as installed_version
+from typing import TYPE_CHECKING, Any
+
+from sphinx.ext.napoleon.docstring import GoogleDocstring
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+project = "pytest-fsdp-comm"
+author = "The pytest-fsdp-comm maintainers"
+project_copyright = author
+version = release = installed_version(project)
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+exclude_patterns = ["_build"]
+
+# Links between pages lead to headings by the anchors that GitHub gives them.
+myst_heading_anchors = 4
+myst_enable_extensions = ["deflist"]
+COMING = ("ci", "command-line", "report")
+"""Pages that have a place in the navigation, and may not be written yet."""
+
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_typehints = "signature"
+python_display_short_literal_types = True
+python_use_unqualified_type_names = True
+MADE_BY_FIXTURES = ("CommSnapshot", "DistInfo", "MakeDeviceMesh", "TreeFactory")
+nitpicky = True
+# Types of torch, pytest, syrupy and Python: links to them would need the network.
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|nn|os|collections)\..*"),
+    ("py:.*", r"(DeviceMesh|TextIO|TracebackType|WrapExpectation|.*ModuleTracker)"),
+]
+
+html_theme = "furo"
+html_title = project
+html_static_path: list[str] = []
+html_theme_options = {
+    "source_repository": "https://github.com/pytest-fsdp-comm/pytest-fsdp-comm/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
+# What stands in ``console`` blocks is also copied without its prompt by hand.
+highlight_language = "text"
+
+linkcheck_anchors_ignore_for_url = [r"https://github\.com/.*"]
+linkcheck_ignore = [r"https://github\.com/pytest-fsdp-comm/.*"]
+
+
+def link_outside_the_site(_: Sphinx, __: str, source: list[str]) -> None:
+    """Has links to files of the repository that are no pages lead to the repository."""
+    repository = "https://github.com/pytest-fsdp-comm/pytest-fsdp-comm/blob/main/"
+    source[0] = re.sub(
+        r"\]\((?:\.\./)+((?:\.github|benchmarks|examples|tests|snapshots|[A-Z]+\.md)[^)]*)\)",
+        rf"]({repository}\1)",
+        source[0],
+    )
+
+
+def leave_out_coming_pages(app: Sphinx, page: str, source: list[str]) -> None:
+    """Takes the pages that are not written yet out of the navigation."""
+    if page == "index":
+        for name in set(COMING) - app.env.found_docs:
+            source[0] = source[0].replace(f"\n{name}\n", "\n")
+
+
+def read_google_style(
+    _: Sphinx, what: str, name: str, __: object, ___: object, lines: list[str]
+) -> None:
+    """Reads the sections of a docstring, as ``sphinx.ext.napoleon`` would.
+
+    That one takes the words before a colon in an attribute's docstring for its type.
+    """
+    is_value = what in {"attribute", "property"}
+    parsed = GoogleDocstring(lines, what="method" if is_value else what, name=name)
+    lines[:] = parsed.lines()
+
+
+def hide_constructor(app: Sphinx, what: str, name: str, *_: object) -> tuple[str, str] | None:  # noqa: ARG001  # as Sphinx calls it
+    """Leaves out how fixtures are made, which no test does."""
+    return ("", "") if name in {f"pytest_fsdp_comm.{made}" for made in MADE_BY_FIXTURES} else None
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Registers what this file adds to Sphinx."""
+    app.connect("source-read", leave_out_coming_pages)
+    app.connect("source-read", link_outside_the_site)
+    app.connect("autodoc-process-docstring", read_google_style)
+    app.connect("autodoc-process-signature", hide_constructor)
+    return {"parallel_read_safe": True}

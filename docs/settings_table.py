@@ -1,0 +1,94 @@
+"""Writes the table of docs/reference/options.md from the code: `python docs/settings_table.py`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from _pytest.config.argparsing import Parser
+
+from pytest_fsdp_comm import options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PAGE = Path(__file__).parent / "reference" / "options.md"
+START, END = "<!-- table -->\n\n", "\n<!-- end of table -->"
+
+VARIABLES = {
+    "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT": "set by `torchrun` and other launchers: this "
+    "process is one rank of every test, and meets the others at that address. Without a launcher, "
+    "they are set in each rank",
+    "LOCAL_RANK, LOCAL_WORLD_SIZE": "as above, of the ranks on this machine",
+    "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NTASKS_PER_NODE": "set by `srun`: read in "
+    "place of the above, if `MASTER_ADDR` and `MASTER_PORT` are set too",
+    "CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES": "the GPUs that tests may use; set in each rank to "
+    "those of its test",
+    "OMP_NUM_THREADS": "set to 1 in each rank, unless it is set",
+    "GLOO_SOCKET_IFNAME": "set in each rank to the loopback interface, or under a launcher to the "
+    "interface towards the first rank, unless it is set",
+    "CI, BUILD_NUMBER": "if one is set, a failed comparison shows everything, as with `-vv`",
+    "NO_COLOR": "if set, `fsdp_tree.show` prints no colours",
+    "TORCH_FR_BUFFER_SIZE": "torch's: how many collectives its flight recorder keeps. With 0, "
+    "recordings are not checked against it",
+    "PYTEST_FSDP_COMM_KEEP": "a directory in which ranks leave their output and state, to find out "
+    "why one misbehaved",
+}
+
+
+def table() -> str:
+    """The table, as Markdown."""
+    lines = ["| setting | default | meaning |", "| --- | --- | --- |"]
+    for names, default, meaning in [*_settings(), *_variables()]:
+        lines.append(f"| {'<br>'.join(names)} | {default} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _settings() -> Iterator[tuple[list[str], str, str]]:
+    parser = Parser(_ispytest=True)
+    options.add_options(parser)
+    group = parser.getgroup("fsdp-comm")
+    ini_values: dict[str, Any] = parser._inidict  # noqa: SLF001  # as pytest shows them in --help
+    unnamed, arguments = set(ini_values), dict(options.MARKER_ARGUMENTS)
+    for option in group.options:
+        (flag,), attributes = option.names(), option.attrs()
+        meaning, ini, default = _read(attributes["help"])
+        names = [f"`{flag} {attributes['metavar']}`"]
+        if ini:
+            unnamed.remove(ini)
+            names.append(f"ini `{ini}`")
+            argument = ini.removeprefix("fsdp_comm_")
+            if arguments.pop(argument, None):
+                names.append(f"marker `{argument}`")
+        yield names, default, meaning
+    for ini in ini_values:
+        if ini in unnamed:
+            meaning, _, default = _read(ini_values[ini][0])
+            yield [f"ini `{ini}`"], default, meaning
+    for argument, text in arguments.items():
+        meaning, _, default = _read(text)
+        yield [f"marker `{argument}`"], default, meaning
+
+
+def _read(text: str) -> tuple[str, str, str]:
+    """Takes ``(ini: ...; default: ...)`` off the end of a help text, if it is there."""
+    meaning, _, rest = text.rpartition(" (")
+    found = re.fullmatch(r"(?:ini: (\w+))?(?:; )?(?:default:? (.+))?\)", rest)
+    return (meaning, found[1] or "", found[2] or "") if found else (text, "", "")
+
+
+def _variables() -> Iterator[tuple[list[str], str, str]]:
+    for names, meaning in VARIABLES.items():
+        yield [f"variable `{name}`" for name in names.split(", ")], "", meaning
+
+
+def main() -> None:
+    """Replaces the table on the page."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(START)
+    PAGE.write_text(before + START + table() + END + rest.partition(END)[2], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

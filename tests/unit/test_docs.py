@@ -1,0 +1,100 @@
+"""Links lead somewhere, settings are those of the code, and the README fits a screen and PyPI."""
+
+import re
+import runpy
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import pytest_fsdp_comm
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text()
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "tests" / "README.md"])
+PACKAGE = ROOT / "pytest_fsdp_comm"
+
+
+def without_code(text):
+    return re.sub(r"(?ms)^ *```.*?^ *```$", "", text)
+
+
+def anchors(page):
+    """As GitHub makes them of headings, and MyST too."""
+    headings = re.findall(r"(?m)^#+ (.+)$", without_code(page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def test_each_page_has_a_place_in_the_navigation():
+    listed = set(re.findall(r"(?m)^([\w/-]+)$", (DOCS / "index.md").read_text()))
+    pages = {str(page.relative_to(DOCS).with_suffix("")) for page in DOCS.rglob("*.md")}
+    assert pages - {"index"} <= listed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_on_a_page_is_valid(page):
+    for block in re.findall(r"(?ms)^```python.*?\n(.*?)^```$", page.read_text()):
+        compile(block, str(page), "exec")
+
+
+def test_the_table_of_settings_is_that_of_the_code():
+    table = runpy.run_path(str(DOCS / "settings_table.py"))["table"]()
+    page = (DOCS / "reference" / "options.md").read_text()
+    assert table in page, "run: python docs/settings_table.py"
+
+
+def test_every_environment_variable_is_documented():
+    """Of those that are read or set; the plugin's own messages to its ranks are no setting."""
+    internal = {"PYTEST_FSDP_COMM_LAUNCH", "PYTEST_FSDP_COMM_LAUNCHED", "PYTEST_FSDP_COMM_RANK"}
+    internal |= {
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_USE_AGENT_STORE",
+    }
+    text = "".join(page.read_text() for page in DOCS.rglob("*.md"))
+    for file in PACKAGE.rglob("*.py"):
+        for name in re.findall(r'"((?:[A-Z]+_)+[A-Z]+|CI|RANK)"', file.read_text()):
+            if name not in internal and not name.startswith(("GIT_", "SEEK_", "TORCHELASTIC_")):
+                assert f"`{name}`" in text, f"{name} of {file.relative_to(ROOT)} is on no page"
+
+
+def test_the_reference_has_every_public_name():
+    page = (DOCS / "reference" / "api.md").read_text()
+    listed = re.findall(r"auto(?:class|exception):: (\w+)$", page, re.MULTILINE)
+    assert sorted(listed) == sorted(pytest_fsdp_comm.__all__)
+
+
+def test_the_readme_is_short_and_begins_with_the_problem():
+    assert len(README.split()) < 700
+    problem = without_code(README).split("\n## ")[0]
+    # One link for each claim, then the picture.
+    assert len(re.findall(r"\]\(https://github\.com/\S+\)", problem)) == 2
+    assert "![" in problem
+
+
+def test_links_of_the_readme_lead_to_the_repository_on_pypi():
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    hook = metadata["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    shown = README
+    for change in hook["substitutions"]:
+        shown = re.sub(change["pattern"], change["replacement"], shown)
+    targets = re.findall(r"\]\((.+?)\)", without_code(shown))
+    assert len(targets) > 10
+    assert [target for target in targets if not target.startswith("https://")] == []
+    source = metadata["project"]["urls"]["Source"]
+    assert f"({source}/blob/main/docs/tutorial.md)" in shown
+    assert (
+        f"({source.replace('github.com', 'raw.githubusercontent.com')}/main/docs/pictures" in shown
+    )
