@@ -42,6 +42,12 @@ def frameworks(session: nox.Session) -> None:
 
 
 @nox.session
+def typed(session: nox.Session) -> None:
+    """A user's project under pyright, strict; mypy checks it in ``check``."""
+    session.run("pyright", "--project", "tests/typing/project")
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """The site, in build/docs; with ``-- links``, also every link that leads out of it."""
     session.run("sphinx-build", "-W", "--keep-going", "-n", "docs", "build/docs")

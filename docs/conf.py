@@ -16,8 +16,9 @@ author = "The pytest-fsdp-comm maintainers"
 project_copyright = author
 version = release = installed_version(project)
 
+REPOSITORY = "https://github.com/pytest-fsdp-comm/pytest-fsdp-comm/"
+
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
-exclude_patterns = ["_build"]
 
 # Links between pages lead to headings by the anchors that GitHub gives them.
 myst_heading_anchors = 4
@@ -25,11 +26,15 @@ myst_enable_extensions = ["deflist"]
 COMING = ("ci", "command-line", "report")
 """Pages that have a place in the navigation, and may not be written yet."""
 
+# Not two dashes as one, which many options begin with.
+smartquotes_action = "qe"
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
 python_display_short_literal_types = True
 python_use_unqualified_type_names = True
-MADE_BY_FIXTURES = ("CommSnapshot", "DistInfo", "MakeDeviceMesh", "TreeFactory")
+MADE_BY_FIXTURES = ("CommMode", "CommSnapshot", "DistInfo", "MakeDeviceMesh", "TreeFactory")
+"""Classes that no test makes, so that the reference leaves out how."""
+
 nitpicky = True
 # Types of torch, pytest, syrupy and Python: links to them would need the network.
 nitpick_ignore_regex = [
@@ -41,25 +46,22 @@ html_theme = "furo"
 html_title = project
 html_static_path: list[str] = []
 html_theme_options = {
-    "source_repository": "https://github.com/pytest-fsdp-comm/pytest-fsdp-comm/",
+    "source_repository": REPOSITORY,
     "source_branch": "main",
     "source_directory": "docs/",
 }
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
-# What stands in ``console`` blocks is also copied without its prompt by hand.
-highlight_language = "text"
 
 linkcheck_anchors_ignore_for_url = [r"https://github\.com/.*"]
-linkcheck_ignore = [r"https://github\.com/pytest-fsdp-comm/.*"]
+linkcheck_ignore = [rf"{REPOSITORY}.*"]
 
 
-def link_outside_the_site(_: Sphinx, __: str, source: list[str]) -> None:
+def link_outside_the_site(app: Sphinx, page: str, source: list[str]) -> None:
     """Has links to files of the repository that are no pages lead to the repository."""
-    repository = "https://github.com/pytest-fsdp-comm/pytest-fsdp-comm/blob/main/"
     source[0] = re.sub(
         r"\]\((?:\.\./)+((?:\.github|benchmarks|examples|tests|snapshots|[A-Z]+\.md)[^)]*)\)",
-        rf"]({repository}\1)",
+        rf"]({REPOSITORY}blob/main/\1)",
         source[0],
     )
 
@@ -72,7 +74,7 @@ def leave_out_coming_pages(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def read_google_style(
-    _: Sphinx, what: str, name: str, __: object, ___: object, lines: list[str]
+    app: Sphinx, what: str, name: str, documented: object, options: object, lines: list[str]
 ) -> None:
     """Reads the sections of a docstring, as ``sphinx.ext.napoleon`` would.
 
@@ -83,8 +85,8 @@ def read_google_style(
     lines[:] = parsed.lines()
 
 
-def hide_constructor(app: Sphinx, what: str, name: str, *_: object) -> tuple[str, str] | None:  # noqa: ARG001  # as Sphinx calls it
-    """Leaves out how fixtures are made, which no test does."""
+def hide_constructor(app: Sphinx, what: str, name: str, *others: object) -> tuple[str, str] | None:
+    """Leaves out the arguments with which fixtures are made."""
     return ("", "") if name in {f"pytest_fsdp_comm.{made}" for made in MADE_BY_FIXTURES} else None
 
 
