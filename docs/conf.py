@@ -26,8 +26,7 @@ myst_enable_extensions = ["deflist"]
 COMING = ("ci", "command-line", "report")
 """Pages that have a place in the navigation, and may not be written yet."""
 
-# Not two dashes as one, which many options begin with.
-smartquotes_action = "qe"
+default_role = "code"
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
 python_display_short_literal_types = True
@@ -54,7 +53,8 @@ pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
 linkcheck_anchors_ignore_for_url = [r"https://github\.com/.*"]
-linkcheck_ignore = [rf"{REPOSITORY}.*"]
+# Publishers refuse programs.
+linkcheck_ignore = [rf"{REPOSITORY}.*", r"https://doi\.org/.*"]
 
 
 def link_outside_the_site(app: Sphinx, page: str, source: list[str]) -> None:

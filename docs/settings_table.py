@@ -41,7 +41,8 @@ def table() -> str:
     """The table, as Markdown."""
     lines = ["| setting | default | meaning |", "| --- | --- | --- |"]
     for names, default, meaning in [*_settings(), *_variables()]:
-        lines.append(f"| {'<br>'.join(names)} | {default} | {meaning} |")
+        told = re.sub(r"(?<!`)--[a-z-]+", r"`\g<0>`", meaning)
+        lines.append(f"| {'<br>'.join(names)} | {default} | {told} |")
     return "\n".join(lines) + "\n"
 
 

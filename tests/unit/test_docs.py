@@ -49,6 +49,22 @@ def test_python_on_a_page_is_valid(page):
         compile(block, str(page), "exec")
 
 
+def test_commands_on_pages_have_options_that_exist(pytestconfig):
+    known = set(re.findall(r"(--[a-z-]+|-\w)\b", pytestconfig._parser.optparser.format_help()))
+    sessions = set(re.findall(r"(?m)^def (\w+)\(session", (ROOT / "noxfile.py").read_text()))
+    named = 0
+    for page in PAGES:
+        text = page.read_text()
+        for command in re.findall(r"(?:`|^\$ |-m )(pytest -[^`\n]*)", text, re.MULTILINE):
+            named += 1
+            given = set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", command))
+            assert given - known - {"-n", "-vv"} == set(), f"{page.name}: {command}"
+        assert set(re.findall(r"\bnox -s (\w+)", text)) <= sessions, page.name
+        for script in re.findall(r"`python3? ([\w/]+\.py)", text):
+            assert (ROOT / script).exists(), f"{page.name}: {script}"
+    assert named > 10
+
+
 def test_the_table_of_settings_is_that_of_the_code():
     table = runpy.run_path(str(DOCS / "settings_table.py"))["table"]()
     page = (DOCS / "reference" / "options.md").read_text()
