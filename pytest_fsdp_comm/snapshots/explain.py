@@ -146,9 +146,7 @@ def explain_result(
     config = item.config
     accept = "" if result.exception is not None else update_command(config, item)
     others = (other for _, other in assertion.last_results)
-    aids = Aids(
-        links=config.stash[OPTIONS].links, evidence=evidence_of(_compared_profiles(others))
-    )
+    aids = Aids(links=config.stash[OPTIONS].links, evidence=evidence_of(_compared_profiles(others)))
     failure, what = _explain_one(
         assertion.extension, (name, result), aids, config.rootpath, accept=accept
     )
