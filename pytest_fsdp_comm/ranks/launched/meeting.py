@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.launched.heartbeat import Heartbeat
+from pytest_fsdp_comm.ranks.rank.network import no_network_problem
 from pytest_fsdp_comm.ranks.wire.exchange import StoreExchange
 from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank, StoreAddress
 from pytest_fsdp_comm.ranks.wire.text_store import StoreLostError, TextStore, connect_store
@@ -116,6 +117,8 @@ class Meeting:
         address = StoreAddress(
             host=launched.host, port=launched.port, prefix=f"pytest-fsdp-comm/{launched.run_id}"
         )
+        if problem := no_network_problem():
+            raise StoreLostError(problem)  # at once, not after a wait that no signal interrupts
         serves = launched.is_leader and not launched.has_store
         self._launch = TextStore(connect_store(address, timeout_s=MEET_TIMEOUT_S, serves=serves))
         if self._launch.has(_CLOSED):

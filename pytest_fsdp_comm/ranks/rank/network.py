@@ -1,4 +1,4 @@
-"""Finds the network interface through which this machine is reached by others."""
+"""Finds the network interface through which others reach this machine, and why none can."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ import contextlib
 import ipaddress
 import socket
 import struct
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Environment variable that names the interface which gloo uses."""
+
+_SIOCGIFFLAGS = 0x8913  # linux/sockios.h
+_SIOCGIFADDR = 0x8915
+_IFF_UP = 0x1  # linux/if.h
 _IF_INET6 = Path("/proc/net/if_inet6")
 
 
@@ -30,6 +40,57 @@ def interface_towards(host: str, port: int) -> str | None:
     return None
 
 
+def gloo_problem(environment: Mapping[str, str]) -> str:
+    """What of this machine's network keeps gloo from connecting, and what to do about it.
+
+    Args:
+        environment: The rank's environment variables.
+
+    Returns:
+        Empty if nothing is known to.
+    """
+    if problem := no_network_problem():
+        return problem
+    name = environment.get(INTERFACE_VARIABLE)
+    if not name:
+        return _name_problem(socket.gethostname())
+    up = ", ".join(one for one in _names() if _is_up(one))
+    if name not in _names():
+        return (
+            f"{INTERFACE_VARIABLE}={name} names no network interface of this machine; unset the "
+            f"variable, or set it to one that is up ({up})"
+        )
+    if not _is_up(name):
+        return (
+            f"network interface {name} is down, through which the ranks connect: bring it up "
+            f"(`ip link set {name} up`), or set {INTERFACE_VARIABLE} to one that is up ({up})"
+        )
+    return ""
+
+
+def no_network_problem() -> str:
+    """What to do where no network interface is up; empty if one is."""
+    names = _names() if sys.platform == "linux" else []
+    if not names or any(_is_up(name) for name in names):
+        return ""
+    return (
+        "no network interface of this machine is up, not even lo, and ranks connect over TCP: "
+        "bring lo up (`ip link set lo up`), as `docker run --network none` does too"
+    )
+
+
+def _name_problem(host: str) -> str:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return (
+            f"this machine's name, {host}, cannot be resolved, and {INTERFACE_VARIABLE} is not "
+            "set: set it to the network interface that the other machines reach, or to lo if there "
+            "is one machine only"
+        )
+    return ""
+
+
 def _interface_with(address: str) -> str | None:
     wanted = ipaddress.ip_address(address.partition("%")[0])
     if wanted.is_loopback:
@@ -46,10 +107,20 @@ def _names() -> list[str]:
 
 
 def _ipv4_address(name: str) -> ipaddress.IPv4Address | None:
+    answer = _ask(name, _SIOCGIFADDR)
+    return ipaddress.IPv4Address(answer[20:24]) if answer else None
+
+
+def _is_up(name: str) -> bool:
+    answer = _ask(name, _SIOCGIFFLAGS)
+    # A sandbox may not tell; then nothing is known to be wrong.
+    return not answer or bool(struct.unpack_from("h", answer, 16)[0] & _IFF_UP)
+
+
+def _ask(name: str, request: int) -> bytes:
+    """What the kernel says of an interface (`struct ifreq`); empty if nothing."""
     import fcntl  # noqa: PLC0415  # not on every system
 
-    request = struct.pack("256s", name.encode()[:15])
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        return ipaddress.IPv4Address(answer[20:24])
-    return None
+        return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
+    return b""

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank.gpus import visible_gpus_variable
-from pytest_fsdp_comm.ranks.rank.network import interface_towards
+from pytest_fsdp_comm.ranks.rank.network import (
+    INTERFACE_VARIABLE,
+    gloo_problem,
+    interface_towards,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,7 +77,7 @@ def set_environment(
         # many machines of a cluster give an address that only they themselves can reach.
         interface = interface_towards(local.store.host, local.store.port) if local else "lo"
         if interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault(INTERFACE_VARIABLE, interface)
     import torch  # noqa: PLC0415  # not in the pytest process
 
     torch.set_num_threads(1)
@@ -107,7 +111,7 @@ def join_group(context: RankContext) -> object:
 
     Raises:
         FsdpCommError: There is one already.
-        RuntimeError: There are fewer GPUs than ranks.
+        RuntimeError: There are fewer GPUs than ranks, or the ranks cannot connect.
     """
     __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
     import torch  # noqa: PLC0415  # not in the pytest process
@@ -144,13 +148,19 @@ def join_group(context: RankContext) -> object:
         store = dist.FileStore(  # type: ignore[attr-defined]  # not in torch's __all__, but documented
             str(_store_file(context.directory)), context.world_size
         )
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if context.backend == "nccl" else "gloo",
-        store=store,
-        rank=context.rank,
-        world_size=context.world_size,
-        timeout=dt.timedelta(seconds=timeout_s),
-    )
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if context.backend == "nccl" else "gloo",
+            store=store,
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=dt.timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        problem = gloo_problem(os.environ) if sys.platform == "linux" else ""
+        if problem:
+            raise RuntimeError(f"the ranks cannot connect: {problem}") from error
+        raise
     # Making a group is no barrier: a rank that ends right after it breaks those that still connect.
     context.exchange.meet("joined")
     return dist.group.WORLD
