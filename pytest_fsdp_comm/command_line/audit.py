@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from pytest_fsdp_comm.command_line.documents import counted
 from pytest_fsdp_comm.command_line.errors import CommandError
 from pytest_fsdp_comm.snapshots.audit import (
+    OUTPUT,
     Collection,
     find_faults,
     load_collection,
@@ -24,8 +25,6 @@ from pytest_fsdp_comm.text.paths import show_path
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_OUTPUT: Final = "PYTEST_FSDP_COMM_COLLECTION"
-"""As `collecting.OUTPUT`, in a module that imports pytest."""
 _COLLECTED: Final = frozenset({0, 5})
 """pytest's exit statuses of a collection that ended well, the second one without a test."""
 _LONGEST_QUOTE: Final = 20
@@ -54,7 +53,7 @@ def _collect_once(arguments: Sequence[str]) -> Collection:
         output = Path(directory, "collection.json")
         done = subprocess.run(  # noqa: S603  # the user's own pytest
             [sys.executable, *command],
-            env={**os.environ, _OUTPUT: str(output)},
+            env={**os.environ, OUTPUT: str(output)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             encoding="utf-8",

@@ -20,6 +20,9 @@ from pytest_fsdp_comm.text.paths import show_path
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+OUTPUT: Final = "PYTEST_FSDP_COMM_COLLECTION"
+"""The environment variable by which `collecting` learns the file to write."""
+
 _KIND: Final = "collected tests"
 _VERSION: Final = 1
 

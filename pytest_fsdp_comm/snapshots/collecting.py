@@ -13,14 +13,11 @@ import pytest
 
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS
-from pytest_fsdp_comm.snapshots.audit import CollectedTest, Collection, dump_collection
+from pytest_fsdp_comm.snapshots.audit import OUTPUT, CollectedTest, Collection, dump_collection
 from pytest_fsdp_comm.snapshots.names import written_module, written_test
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-OUTPUT: Final = "PYTEST_FSDP_COMM_COLLECTION"
-"""The environment variable that names the file to write."""
+    from collections.abc import Generator, Sequence
 
 _DESELECTED: Final = pytest.StashKey[list[pytest.Item]]()
 _SKIPPED: Final = pytest.StashKey[list[Path]]()
@@ -39,7 +36,9 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector):  # type: ignore[no-untyped-def]  # noqa: ANN201  # a generator of pytest's
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """Notes modules that are skipped whole, for want of a GPU, say."""
     report = yield
     if isinstance(collector, pytest.Module) and report.skipped:

@@ -1,0 +1,113 @@
+"""Where the outcome of a session is told, and what counts as it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_fsdp_comm.ci_session import CiSession, read_review
+from pytest_fsdp_comm.options import OPTIONS
+
+GITHUB = {
+    "GITHUB_ACTIONS": "true",
+    "GITHUB_STEP_SUMMARY": "/runner/summary",
+    "GITHUB_WORKSPACE": "/work",
+    "GITHUB_SERVER_URL": "https://github.com",
+    "GITHUB_REPOSITORY": "o/r",
+    "GITHUB_SHA": "abc",
+}
+
+
+def config(*, summary=None, plugins=()):
+    manager = SimpleNamespace(
+        list_name_plugin=lambda: [(name, None) for name in (*plugins, None)],
+        get_plugin=lambda _: None,
+    )
+    stash = {OPTIONS: SimpleNamespace(summary_file=summary)}
+    return SimpleNamespace(pluginmanager=manager, stash=stash, rootpath=Path("/work/sub"))
+
+
+def test_nothing_is_told_where_nobody_reads():
+    assert read_review(config(), {}) is None
+    # A test that runs pytest is no step of anybody's.
+    assert read_review(config(), {**GITHUB, "PYTEST_CURRENT_TEST": "t.py::x (call)"}) is None
+    assert read_review(config(), {"GITHUB_ACTIONS": "false"}) is None
+
+
+def test_github_and_a_file_are_told_independently():
+    review = read_review(config(), GITHUB)
+    assert (review.step_summary, review.summary) == (Path("/runner/summary"), None)
+    assert (review.annotates, review.top) == (True, Path("/work"))
+    assert review.link == ("https://github.com", "o/r", "abc")
+    review = read_review(config(summary=Path("s.md")), {"PYTEST_CURRENT_TEST": "x"})
+    assert (review.step_summary, review.summary) == (None, Path("s.md"))
+    assert (review.annotates, review.top, review.link) == (False, Path("/work/sub"), None)
+
+
+def test_failures_are_annotated_once():
+    other = "pytest_github_actions_annotate_failures"
+    assert not read_review(config(plugins=[other]), GITHUB).annotates
+
+
+def report(when="call", outcome="failed", *, headline=None, keywords=("distributed",), path=None):
+    crash = SimpleNamespace(path=path or "/work/sub/t.py", lineno=7, message="assert 1\nmore")
+    made = SimpleNamespace(
+        nodeid="t.py::x", when=when, outcome=outcome, failed=outcome == "failed",
+        keywords=dict.fromkeys(keywords, 1), location=("t.py", 4, "x"),
+        longrepr=SimpleNamespace(reprcrash=crash),
+    )  # fmt: skip
+    if headline is not None:
+        made.comm_comparisons = {"files": ["a.comm"], "headline": headline}
+    return made
+
+
+def told(*reports):
+    held = config()
+    session = CiSession(held, read_review(held, GITHUB))
+    for one in reports:
+        session.pytest_runtest_logreport(one)
+    state = SimpleNamespace(shouldfail="", shouldstop="")
+    return session._read_outcomes(state, pytest.ExitCode.TESTS_FAILED)
+
+
+def test_a_test_that_passes_when_it_runs_again_has_not_failed():
+    again = [report("setup", "passed"), report(headline="a: +1")]
+    assert len(told(*again).failed) == 1
+    assert (
+        told(*again, report("setup", "passed"), report(outcome="passed", headline="")).failed == ()
+    )
+
+
+def test_the_first_failure_counts_unless_a_comparison_comes_after_it():
+    (failed,) = told(report(), report("teardown")).failed
+    assert (failed.reason, failed.comparisons) == ("assert 1", None)
+    # The comparison of a subtest is known to the report of the test.
+    (failed,) = told(report(), report(headline="a: +1")).failed
+    assert failed.reason == "a: +1"
+
+
+def test_tests_that_use_nothing_of_this_are_not_told():
+    assert told(report(keywords=())).failed == ()
+    outcomes = told(report(outcome="passed", headline="", keywords=()))
+    assert (outcomes.compared_tests, outcomes.compared_files, outcomes.failed) == (1, 1, ())
+
+
+def test_a_place_outside_of_the_checkout_is_that_of_the_test():
+    (failed,) = told(report(path="/work/.venv/lib/site-packages/torch/x.py")).failed
+    assert (failed.place.path, failed.place.line) == ("sub/t.py", 5)
+    (failed,) = told(report(path="/elsewhere/x.py")).failed
+    assert failed.place.path == "sub/t.py"
+    (failed,) = told(report()).failed
+    assert (failed.place.path, failed.place.line) == ("sub/t.py", 7)
+
+
+def test_a_session_that_was_cut_short_says_so():
+    held = config()
+    session = CiSession(held, read_review(held, GITHUB))
+    stopped = SimpleNamespace(shouldfail="stopping after 1 failures", shouldstop="")
+    assert session._read_outcomes(stopped, pytest.ExitCode.TESTS_FAILED).ended_early == (
+        "The session ended early (stopping after 1 failures): not all tests ran."
+    )
+    stopped = SimpleNamespace(shouldfail="", shouldstop="")
+    ended = session._read_outcomes(stopped, pytest.ExitCode.INTERRUPTED).ended_early
+    assert "(exit status 2)" in ended
