@@ -82,7 +82,30 @@ def test_another_kind_of_snapshot_is_no_story(write, fsdp_comm):
     assert told.lines == ["a.comm -> b.comm:", "  a snapshot of kind 'comm', not 'tree'"]
 
 
-def test_directories_are_compared_file_by_file_and_trees_explain_what_was_sent(write, fsdp_comm):
+EXAMPLES = Path(__file__).parents[3] / "snapshots/examples/test_llama"
+EXAMPLE = EXAMPLES / "test_train_step[untied].ws4.comm"
+KEPT = """\
+forward model.layers.{0..3} reshard x1
+backward model.layers.{0..3} all_gather[dp] x1 of 147_968 B float32 parameters ahead 1
+backward model.layers.{0..3} unshard x1
+"""
+
+
+def test_the_tree_of_a_test_explains_what_it_sends(write, fsdp_comm):
+    comm, tree = EXAMPLE.read_text(), EXAMPLE.with_suffix(".tree.comm").read_text()
+    kept = "".join(line for line in comm.splitlines(keepends=True) if line not in KEPT)
+    kept = kept.replace("x9 1_446_144 B", "x5 854_272 B").replace("558_336", "854_272")
+    likely = "  likely: reshard_after_forward "
+    for side, sent in (("old", comm), ("new", kept)):
+        write(f"{side}/test_x.ws4.comm", sent)
+    assert f"{likely}became False" in fsdp_comm("diff", "old", "new").out
+    for side, policy in (("old", "true"), ("new", "false")):
+        text = tree.replace("reshard_after_forward=true", f"reshard_after_forward={policy}")
+        write(f"{side}/test_x.ws4.tree.comm", text)
+    assert f"{likely}True -> False, as the tree says\n" in fsdp_comm("diff", "old", "new").out
+
+
+def test_directories_are_compared_file_by_file(write, fsdp_comm):
     frozen = TREE.replace("float32[8] dp", "float32[8] frozen dp")
     for side, tree in (("old", TREE), ("new", frozen)):
         write(f"{side}/test_a/test_x.ws4.tree.comm", tree)
@@ -135,6 +158,7 @@ def test_without_git_only_files_are_compared(write, fsdp_comm, monkeypatch):
 
 
 def test_revisions_and_the_files_on_disk(write, fsdp_comm, git):
+    git("config", "diff.renames", "false")
     write("sub/snapshots/a.ws8.comm", OLD)
     write("snapshots/b [x].ws8.comm", OLD)
     git("add", ".")

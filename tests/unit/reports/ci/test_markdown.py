@@ -94,7 +94,7 @@ def test_other_failures_unused_files_and_an_early_end_are_told():
 
 
 def test_no_name_is_markup():
-    fence = "a ``` b"
+    fence = "a\n````\n<b>b</b>"
     text = render_summary(outcomes(failed(HOSTILE, story=[fence, HOSTILE, "</details>"])), LINK)
     page = rendered(text)
     assert page.count("<tr>") == 2
