@@ -10,6 +10,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {
     page.stem.replace("-", "_"): page.read_text() for page in sorted((DOCS / "how-to").glob("*.md"))
 }
+NOT_RUN = {"reading_a_hang": "it hangs on purpose, for as long as its deadline"}
 TUTORIAL = (DOCS / "tutorial.md").read_text()
 
 
@@ -33,6 +34,7 @@ def test_the_pages_show_what_happens(pytester):
         for number, code in enumerate(filter(is_complete, blocks(page, "python")))
     }
     assert len(tests) > 10
+    assert NOT_RUN.keys() == {name for name, page in PAGES.items() if "```python no-run" in page}
     training, test, *edits = blocks(TUTORIAL, "python")
     pytester.makepyfile(training=training, test_training=test, **tests)
     result = pytester.runpytest_subprocess(*arguments, "--snapshot-update").parseoutcomes()
