@@ -73,7 +73,7 @@ def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
 
 
 def leave_to_parent(config: pytest.Config) -> LogTerminal:
-    """Takes out what writes for the whole session, and torch's debug logs.
+    """Takes out what writes for the whole session or stops it, and torch's debug logs.
 
     Returns:
         What stands for the terminal now.
@@ -96,6 +96,8 @@ def leave_to_parent(config: pytest.Config) -> LogTerminal:
         # failing test's captured log.
         if name.startswith(("c10d", "torch.__trace")):
             logging.getLogger(name).setLevel(logging.WARNING)
+    # With -x, a rank that failed would end fixtures alone which other ranks keep.
+    config.option.maxfail = 0
     terminal = LogTerminal()
     manager.register(terminal, "terminalreporter")
     return terminal

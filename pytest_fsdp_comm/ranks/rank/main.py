@@ -31,11 +31,13 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.exchange import Departures, DirectoryExchange, StoreExchange
 from pytest_fsdp_comm.ranks.wire.messages import (
     RANK,
+    EndTests,
     Escape,
     RankHello,
     RankMessage,
     RunTest,
     TestEnded,
+    TestsEnded,
 )
 from pytest_fsdp_comm.text.codec import dump_tagged
 
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.wire.extension import RankExtension
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
-_Channel: TypeAlias = Channel[RankMessage, RunTest]
+_Channel: TypeAlias = Channel[RankMessage, RunTest | EndTests]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -136,17 +138,20 @@ class RankTemplate:
         departures = Departures(spec.departures_path)
         session = self._session
         rank_pid = os.getpid()
-        index: int | None = spec.item_index
+        command: RunTest | EndTests | None = RunTest(
+            item_index=spec.item_index, next_test=spec.next_test
+        )
         number = 0
-        while index is not None:
-            item = session.items[index]
+        while isinstance(command, RunTest):
+            item, next_test = session.items[command.item_index], command.next_test
+            nextitem = None if next_test.index is None else session.items[next_test.index]
             context = _context(spec, rank, number, departures)
             watchdog.begin_test()
             session.config.stash[RANK_CONTEXT] = context
-            payloads, escaped = _run_item(item, self._extensions)
+            payloads, escaped = _run_item(item, nextitem, self._extensions)
             # Again, since a plugin may have caught what should have ended a forked child before.
             end_forked_child(rank_pid, None)
-            if spec.settings.scope == "test":
+            if next_test.is_none:
                 self._plugin.run_exit_functions(item)
             ended = TestEnded(
                 last_report=self._plugin.take_held(),
@@ -159,8 +164,15 @@ class RankTemplate:
             _flush()
             channel.send(ended)
             command = channel.receive()
-            index = command.item_index if command else None
             number += 1
+        if isinstance(command, EndTests):
+            self._plugin.end_tests(item)
+            self._plugin.run_exit_functions(item)
+            save_coverage()
+            _flush()
+            channel.send(TestsEnded())
+            # Its end is the supervisor's to decide.
+            channel.receive()
 
 
 def _context(spec: RankSetSpec, rank: int, number: int, departures: Departures) -> RankContext:
@@ -197,7 +209,7 @@ def _context(spec: RankSetSpec, rank: int, number: int, departures: Departures) 
 
 
 def _run_item(
-    item: pytest.Item, extensions: Sequence[RankExtension[Any]]
+    item: pytest.Item, nextitem: pytest.Item | None, extensions: Sequence[RankExtension[Any]]
 ) -> tuple[tuple[str, ...] | None, Escape | None]:
     """Runs a test's protocol.
 
@@ -205,7 +217,7 @@ def _run_item(
         As `TestEnded.payloads` and `TestEnded.escaped`.
     """
     try:
-        item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     except BaseException as error:  # noqa: BLE001  # pytest.exit, KeyboardInterrupt, plugins' errors
         # Without payloads: the verdict is known, and the session's state is not.
         return None, Escape(text=_describe(error), at=time.time())

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from types import FrameType, SimpleNamespace
 
     from pytest_fsdp_comm.ranks.wire.channel import Channel
-    from pytest_fsdp_comm.ranks.wire.messages import RankMessage, RunTest
+    from pytest_fsdp_comm.ranks.wire.messages import EndTests, RankMessage, RunTest
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 
@@ -48,7 +48,7 @@ class RankPlugin:
     Registered there, since pluggy's registration writes to memory that each rank would copy.
     """
 
-    _channel: Channel[RankMessage, RunTest]
+    _channel: Channel[RankMessage, RunTest | EndTests]
     _pid: int
     _shares_random_states: bool
 
@@ -69,7 +69,7 @@ class RankPlugin:
 
     def bind(
         self,
-        channel: Channel[RankMessage, RunTest],
+        channel: Channel[RankMessage, RunTest | EndTests],
         spec: RankSetSpec,
         rank: int,
         *,
@@ -108,6 +108,16 @@ class RankPlugin:
         if call.excinfo is not None:
             report = item.ihook.pytest_runtest_makereport(item=item, call=call)
             item.ihook.pytest_runtest_logreport(report=report)
+
+    def end_tests(self, item: pytest.Item) -> None:
+        """Ends the fixtures that were kept for a test which does not follow.
+
+        Args:
+            item: The last test, which gets the blame.
+        """
+        # As pytest's own session does at its end.
+        self._report_failure(item, partial(item.session._setupstate.teardown_exact, None))  # noqa: SLF001
+        self._report_failure(item, partial(raise_lost_exceptions, item))
 
     def run_exit_functions(self, item: pytest.Item) -> None:
         """Runs what the rank registered with `atexit`; warns of what raised.

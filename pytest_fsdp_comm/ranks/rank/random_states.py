@@ -7,6 +7,7 @@ launched ranks share no state at all.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import random
@@ -82,4 +83,7 @@ def _joined(states: RandomStates) -> str:
 
 def _numpy_random() -> Any:
     """``numpy.random``, which numpy loads late and then seeds by chance; None without numpy."""
-    return importlib.import_module("numpy.random") if "numpy" in sys.modules else None
+    if "numpy" in sys.modules:
+        with contextlib.suppress(ImportError):
+            return importlib.import_module("numpy.random")
+    return None

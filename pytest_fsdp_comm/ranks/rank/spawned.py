@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 def select_own_test(config: pytest.Config) -> None:
     """Makes a spawned rank collect its own test only."""
     config.args[:] = [str(config.rootpath / _read_spec().nodeid)]
-    # The supervisor's deadline and verdict count; a rank stops for nothing else.
-    config.option.maxfail = 0
 
 
 def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension[Any]]) -> NoReturn:

@@ -41,7 +41,7 @@ from pytest_fsdp_comm.ranks.start.fork_safety import end_openmp_threads, unsafe_
 from pytest_fsdp_comm.ranks.start.slots import Slots
 from pytest_fsdp_comm.ranks.start.spawn import SpawnedRanks
 from pytest_fsdp_comm.ranks.wire.directories import make_session_directory, remove_directory
-from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+from pytest_fsdp_comm.ranks.wire.rank_set import NextTest, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import Loss, RankResult
 from pytest_fsdp_comm.ranks.wire.socket_paths import check_path, listen
 from pytest_fsdp_comm.text.codec import load_tagged
@@ -181,7 +181,7 @@ class RankRunner:
     ) -> None:
         """Runs one test and logs its reports, as `pytest_runtest_protocol` must."""
         hook = item.ihook
-        attempt = partial(self._attempt, item, settings)
+        attempt = partial(self._attempt, item, nextitem, settings)
         if not run_with_reruns(item, nextitem, attempt):
             hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
             for report in attempt():
@@ -192,8 +192,10 @@ class RankRunner:
         if self._was_quit:
             pytest.exit(QUIT.removeprefix("Exit: "))
 
-    def _attempt(self, item: pytest.Item, settings: DistributedSettings) -> list[pytest.TestReport]:
-        results = self._run_ranks(item, settings)
+    def _attempt(
+        self, item: pytest.Item, nextitem: pytest.Item | None, settings: DistributedSettings
+    ) -> list[pytest.TestReport]:
+        results = self._run_ranks(item, settings, self._next_test(nextitem, item, settings))
         self._was_quit = any(result.escaped == QUIT for result in results.values())
         if self._was_quit:
             # Not a failure of the test, which just ends here.
@@ -226,7 +228,8 @@ class RankRunner:
 
     def run_unreported(self, item: pytest.Item, settings: DistributedSettings) -> None:
         """Runs this process's rank of a test that another process reports."""
-        self._run_ranks(item, settings)
+        # Which test follows only the leader knows.
+        self._run_ranks(item, settings, NextTest(is_none=settings.scope == "test"))
         self._write_problems()
 
     def _write_problems(self) -> None:
@@ -239,13 +242,43 @@ class RankRunner:
         template = RankTemplate(self._session, self._extensions, random_state=self._random_state)
         return template.run_rank
 
-    def _run_ranks(self, item: pytest.Item, settings: DistributedSettings) -> dict[int, RankResult]:
+    def _next_test(
+        self, candidate: pytest.Item | None, item: pytest.Item, settings: DistributedSettings
+    ) -> NextTest:
+        """What follows a test on its ranks.
+
+        Args:
+            candidate: The session's next test.
+            item: The test.
+            settings: How it runs on ranks.
+        """
+        if settings.scope == "test":
+            return NextTest()
+        has_peers = self._peers is not None and settings.backend != "fake"
+        is_bounded = self._session.config.stash[OPTIONS].rank_slots is not None
+        if has_peers or is_bounded or gpus_of(settings):
+            # Not known: the ranks of others must follow, and who waits for slots has ranks ended
+            # that only wait, without a word.
+            return NextTest(is_none=False)
+        module, items = item.getparent(pytest.Module), self._session.items
+        while candidate is not None and candidate.getparent(pytest.Module) is module:
+            index = self._indices[candidate]
+            if SETTINGS in candidate.stash:
+                suits = candidate.stash[SETTINGS] == settings
+                return NextTest(index=index, is_none=False) if suits else NextTest()
+            # A test without ranks leaves them as they are.
+            candidate = items[index + 1] if index + 1 < len(items) else None
+        return NextTest()
+
+    def _run_ranks(
+        self, item: pytest.Item, settings: DistributedSettings, next_test: NextTest
+    ) -> dict[int, RankResult]:
         peers = self._peers if settings.backend != "fake" else None
         keeps = False
         died: ServerDiedError | None = None
         try:
             try:
-                run = self._begin(item, settings, peers)
+                run = self._begin(item, settings, peers, next_test)
                 with kept_foreground(self._terminal):
                     # From here on: waiting for slots was not the test's fault.
                     results = run(started_at=time.monotonic(), progress=progress_on_terminal(item))
@@ -280,25 +313,31 @@ class RankRunner:
         return results
 
     def _begin(
-        self, item: pytest.Item, settings: DistributedSettings, peers: Peers | None
+        self,
+        item: pytest.Item,
+        settings: DistributedSettings,
+        peers: Peers | None,
+        next_test: NextTest,
     ) -> Callable[..., dict[int, RankResult]]:
         """Gives a test to the ranks that are kept for it, or starts new ones."""
         index = self._indices[item]
         kept = self._rank_set
-        reuses_ranks = kept is not None and kept.suits(item, settings)
+        reuses_ranks = (
+            kept is not None and kept.suits(item, settings) and kept.supervision.can_run(index)
+        )
         if peers is not None:
             reuses_ranks = peers.begin(index, reuses_ranks=reuses_ranks)
         if self._unpreparable:
             raise ServerDiedError(self._unpreparable)
         if kept is not None and reuses_ranks and kept.processes.resume():
-            run = partial(kept.supervision.run_next, index)
+            run = partial(kept.supervision.run_next, index, next_test)
         else:
             # Before waiting for slots: kept ranks hold some.
             self._end_ranks(PATIENCE_S)
             server = self._base.server if self._base is not None else None
             if server is not None and server.has_died:
                 self._replace_server()
-            self._rank_set = self._start_ranks(item, index, settings, peers)
+            self._rank_set = self._start_ranks(item, index, settings, peers, next_test)
             run = partial(self._rank_set.supervision.run)
         if peers is not None:
             run = partial(run, has_failed_elsewhere=peers.has_failed_elsewhere)
@@ -322,7 +361,12 @@ class RankRunner:
         return {rank: RankResult(rank=rank, lost=lost) for rank in ranks}
 
     def _start_ranks(
-        self, item: pytest.Item, index: int, settings: DistributedSettings, peers: Peers | None
+        self,
+        item: pytest.Item,
+        index: int,
+        settings: DistributedSettings,
+        peers: Peers | None,
+        next_test: NextTest,
     ) -> RankSet:
         if self._base is None:
             raise RuntimeError("start() comes before run()")
@@ -331,6 +375,7 @@ class RankRunner:
         directory.mkdir()
         config = self._session.config
         local = peers.local_rank() if peers else None
+        server = self._base.server
         with self._base.slots.turn(ranks=len(settings.ranks), gpus=gpus_of(settings)) as grant:
             spec = RankSetSpec(
                 item_index=index,
@@ -339,6 +384,7 @@ class RankRunner:
                 directory=directory,
                 basetemp=peers.basetemp() if peers else resolve_basetemp(config),
                 echoes=_echoes(config),
+                next_test=next_test if server else NextTest(),
                 local=local,
                 terminal=self._terminal,
                 debugged_rank=_debugged_rank(config, settings),
@@ -346,7 +392,6 @@ class RankRunner:
                 gpus=grant.gpus,
             )
             listener = listen(spec.socket_path, 2 * len(spec.ranks))  # each has a watchdog
-            server = self._base.server
             processes = server.fork_ranks(spec) if server else SpawnedRanks(config, spec)
         return RankSet(
             module=item.getparent(pytest.Module),

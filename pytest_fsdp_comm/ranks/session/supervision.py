@@ -14,12 +14,14 @@ from pytest_fsdp_comm.ranks.hangs.process_state import silent_activity
 from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack
 from pytest_fsdp_comm.ranks.rank.kept_output import MOST_ON_DISK_NBYTES, OutputFile, read_kept
 from pytest_fsdp_comm.ranks.session.echo import Echo
+from pytest_fsdp_comm.ranks.start.fork_client import ServerDiedError
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import (
     SUPERVISOR,
     DebuggerEntered,
     DebuggerLeft,
     DebuggerSkipped,
+    EndTests,
     PositionAnswer,
     PositionQuestion,
     RankHello,
@@ -27,11 +29,13 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     RunTest,
     SupervisorMessage,
     TestEnded,
+    TestsEnded,
     TimerCancelled,
     TimerSet,
     WatchdogHello,
 )
 from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
+from pytest_fsdp_comm.ranks.wire.rank_set import NextTest
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, Stopped, WarningSeen
 from pytest_fsdp_comm.text.codec import CodecError
 
@@ -75,6 +79,7 @@ class _Rank:
     escaped: str | None = None
     is_done: bool = False
     can_run_another: bool = False
+    has_ended_tests: bool = False
     status: int | None = None
     ended_at: float | None = None
     stopped: Stopped | None = None
@@ -129,6 +134,7 @@ class Supervision:
         self._bounded_at: float | None = None
         self._echo = Echo(spec) if spec.echoes else None
         self._questions = 0
+        self._next_test = spec.next_test
         self.is_reusable = False
         """Whether all ranks finished the last test and wait for another."""
 
@@ -185,22 +191,26 @@ class Supervision:
         self._has_failed(has_failed_elsewhere)
         if self._echo:
             self._echo.copy()
-        results = {number: self._result(number, rank) for number, rank in self._ranks.items()}
         self.is_reusable = not self._has_failed(None) and all(
             rank.is_done and rank.can_run_another and rank.status is None
             for rank in self._ranks.values()
         )
-        return results
+        if not self.is_reusable:
+            # The fixtures that they kept end with this test, and what fails then is its failure.
+            self._end_tests()
+        return {number: self._result(number, rank) for number, rank in self._ranks.items()}
 
     def run_next(
         self,
         item_index: int,
+        next_test: NextTest,
         *,
         started_at: float,
         has_failed_elsewhere: HasFailedElsewhere | None = None,
         progress: Progress | None = None,
     ) -> dict[int, RankResult]:
         """Runs another test on the same ranks."""
+        self._next_test = next_test
         for number, rank in self._ranks.items():
             for stream in _STREAMS:
                 size = 0
@@ -212,10 +222,43 @@ class Supervision:
                 self._selector.unregister(rank.channel)
                 self._selector.register(rank.channel, selectors.EVENT_READ, self._ranks[number])
                 with contextlib.suppress(OSError):  # it has died, which will be noticed
-                    rank.channel.send(RunTest(item_index=item_index))
+                    rank.channel.send(RunTest(item_index=item_index, next_test=next_test))
         return self.run(
             started_at=started_at, has_failed_elsewhere=has_failed_elsewhere, progress=progress
         )
+
+    def can_run(self, item_index: int) -> bool:
+        """Whether the ranks expect a test, after one that they passed."""
+        expected = self._next_test
+        return not expected.is_none and expected.index in {None, item_index}
+
+    def late_failures(self) -> dict[int, PhaseReport]:
+        """What failed in ranks when fixtures ended that had been kept for another test."""
+        before = {number: len(rank.reports) for number, rank in self._ranks.items()}
+        self._end_tests()
+        return {
+            number: report
+            for number, rank in self._ranks.items()
+            for report in rank.reports[before[number] :]
+            if report.has_failed
+        }
+
+    def _end_tests(self) -> None:
+        """Has the ranks that wait for another test end what they kept for it, within a second."""
+        if self._next_test.is_none:
+            return
+        self._next_test = NextTest()
+        waiting = [rank for rank in self._ranks.values() if rank.is_done and rank.status is None]
+        for rank in waiting:
+            if rank.channel is not None:
+                with contextlib.suppress(OSError):  # it died just now
+                    rank.channel.send(EndTests())
+        until = time.monotonic() + GRACE_S
+        with contextlib.suppress(ServerDiedError):  # and with it the ranks
+            while time.monotonic() < until:
+                if all(rank.has_ended_tests or rank.status is not None for rank in waiting):
+                    break
+                self._wait(_POLL_S)
 
     def end(self, within_s: float) -> dict[int, int]:
         """Kills every process of the rank set; see `RankProcesses.end`."""
@@ -503,10 +546,8 @@ def _record(rank: _Rank, message: RankMessage) -> None:
             _record_report(rank, message)
         case WarningSeen():
             rank.warnings.append(message)
-        case TimerSet():
-            rank.timer = message
-        case TimerCancelled():
-            rank.timer = None
+        case TimerSet() | TimerCancelled():
+            rank.timer = message if isinstance(message, TimerSet) else None
         case DebuggerEntered():
             rank.is_debugging = rank.entered_debugger = True
         case DebuggerLeft():
@@ -515,6 +556,8 @@ def _record(rank: _Rank, message: RankMessage) -> None:
             rank.skipped_debuggers.append(message.site)
         case TestEnded():
             _record_end(rank, message)
+        case TestsEnded():
+            rank.has_ended_tests = True
         case RankHello() | WatchdogHello() | PositionAnswer():
             raise CodecError(f"expected what a rank reports, got {type(message).__name__}")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Generic, TypeVar, get_args
 
 from pytest_fsdp_comm.ranks.wire.positions import Position
-from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+from pytest_fsdp_comm.ranks.wire.rank_set import NextTest, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, WarningSeen
 
 _Said = TypeVar("_Said")
@@ -112,6 +112,11 @@ class TestEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TestsEnded:
+    """Answers `EndTests`, after the reports of what failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PositionAnswer:
     """A watchdog's answer to `PositionQuestion`."""
 
@@ -132,6 +137,7 @@ RankMessage = (
     | DebuggerLeft
     | DebuggerSkipped
     | TestEnded
+    | TestsEnded
     | PositionAnswer
 )
 
@@ -144,6 +150,13 @@ class RunTest:
 
     item_index: int
     """The test, by its index in the session's items."""
+    next_test: NextTest
+    """What follows it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndTests:
+    """No other test follows, though one might have: end the fixtures that were kept for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +170,7 @@ class PositionQuestion:
     takes long where many ranks share few cores."""
 
 
-SupervisorMessage = RunTest | PositionQuestion
+SupervisorMessage = RunTest | EndTests | PositionQuestion
 
 # From the pytest process to its fork server.
 
@@ -340,7 +353,7 @@ def _by_name(union: object) -> dict[str, Any]:
     return {cls.__name__: cls for cls in get_args(union)}
 
 
-RANK: Final[Role[RankMessage, RunTest]] = Role({"RunTest": RunTest})
+RANK: Final[Role[RankMessage, RunTest | EndTests]] = Role(_by_name(RunTest | EndTests))
 WATCHDOG: Final[Role[RankMessage, PositionQuestion]] = Role({"PositionQuestion": PositionQuestion})
 SUPERVISOR: Final[Role[SupervisorMessage, RankMessage]] = Role(_by_name(RankMessage))
 FORK_CLIENT: Final[Role[ServerRequest, ServerReply]] = Role(_by_name(ServerReply))

@@ -48,6 +48,17 @@ class LocalRank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NextTest:
+    """What follows a test on the same ranks."""
+
+    index: int | None = None
+    """The next test, by its index in the session's items, if it is sure to be run by these ranks
+    or by none: the fixtures that it shares with the test before stay. None ends them all."""
+    is_none: bool = True
+    """Whether no other test follows, so that the ranks do what a process does at its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetSpec:
     """How to start a rank set; each of its processes gets it."""
 
@@ -64,6 +75,8 @@ class RankSetSpec:
     echoes: tuple[str, ...]
     """The streams that are shown while the test runs: with ``-s`` what a rank prints, with
     ``--setup-show`` and the like what its pytest writes."""
+    next_test: NextTest = NextTest()
+    """What follows the first test."""
     local: LocalRank | None = None
     """The only rank that is started here; None starts all of them."""
     slots: tuple[Path, ...] = ()

@@ -49,12 +49,95 @@ def test_other_settings(dist_info):
     assert dist.get_world_size() == 3
 """
 
+FIXTURES = """
+import atexit
+import unittest
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.distributed(world_size=2, scope="module", timeout_s=60)
+
+def note(text):
+    with open(f"notes{dist.get_rank()}", "a") as file:
+        print(text, file=file)
+
+@pytest.fixture(scope="module")
+def kept(dist_info):
+    note("up")
+    yield
+    # Every rank comes here, whichever of them failed.
+    dist.barrier()
+    note("down")
+    assert dist_info.rank == 0 or "failing" not in tests, "failed at the end"
+
+tests = []
+
+@pytest.fixture
+def noted(kept, request):
+    tests.append(request.node.name.removeprefix("test_"))
+    note(tests[-1])
+
+def test_first(noted): atexit.register(note, "exit")
+
+@pytest.mark.distributed(world_size=1)
+def test_on_others(): pass
+
+def test_before(noted): pass
+
+class TestMethods(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls): note("class up")
+    @classmethod
+    def tearDownClass(cls): note("class down")
+    def test_method(self): note("method")
+    def test_next_method(self): note("next method")
+
+def test_failing(noted): assert dist.get_rank() == 0
+
+def test_after(noted): pass
+"""
+STOPPED = """
+import pytest
+
+kept_ranks = pytest.mark.distributed(world_size=2, scope="module", timeout_s=60)
+
+@pytest.fixture(scope="module")
+def kept(dist_info):
+    yield
+    assert dist_info.rank == 0, "failed too late"
+
+@kept_ranks
+def test_kept(kept): pass
+
+def test_that_stops(request): request.session.shouldstop = "enough"
+
+@kept_ranks
+def test_that_never_runs(kept): pass
+"""
+
 
 def test_ranks_live_until_a_failure_or_other_settings(pytester):
-    pytester.makepyfile(test_it=SOURCE)
+    pytester.makepyfile(test_it=SOURCE, test_its_fixtures=FIXTURES, test_stopped=STOPPED)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-v")
-    result.assert_outcomes(passed=4, failed=1)
+    # The error is that of the fixture in the test that failed.
+    result.assert_outcomes(passed=4 + 6 + 2, failed=2, errors=1)
     shown = result.stdout.str()
+    # Fixtures of wider scope live as long as the ranks of their tests, and end on all ranks.
+    notes = [
+        *("up", "first", "down", "exit"),
+        *("up", "before", "class up", "method", "next method", "class down", "failing", "down"),
+        *("up", "after", "down"),
+    ]
+    for rank in (0, 1):
+        assert (pytester.path / f"notes{rank}").read_text().splitlines() == notes
+    story = shown.partition("ERROR at teardown of test_failing")[2]
+    assert "AssertionError: failed at the end" in story
+    assert "rank 1 failed first\nrank 0 did not fail" in story
+    # Where no test is left that could fail.
+    assert (
+        "fsdp-comm: rank 1: a fixture that test_stopped.py::test_kept or a later test of its "
+        "module had set up failed at its end:\nAssertionError: failed too late"
+    ) in result.stderr.str()
     assert "printed by failing" in shown
     assert "printed by first" not in shown
     for rank in (0, 1):

@@ -22,6 +22,7 @@ from pytest_fsdp_comm.ranks.launched.quiet import hold_terminal, release_termina
 from pytest_fsdp_comm.ranks.rank.isolation import (
     _move_basetemp,
     _release_capture,
+    leave_to_parent,
     resolve_basetemp,
 )
 
@@ -99,3 +100,18 @@ def test_a_terminal_that_moved_is_named(pytester, monkeypatch):
     monkeypatch.delattr(config.get_terminal_writer(), "_file")
     with pytest.raises(UpstreamChangedError, match=r"no longer has TerminalWriter\._file,"):
         hold_terminal(config)
+
+
+def test_a_rank_does_not_stop_at_failures_nor_run_a_test_again(pytester):
+    config = pytester.parseconfigure("-x", "-p", "no:asyncio")
+    assert config.option.maxfail == 1
+    for name in ("pytest-retry", "flaky", "pytest_forked", "rerunfailures"):
+        config.pluginmanager.register(object(), f"not-{name}")
+        if not config.pluginmanager.has_plugin(name):
+            config.pluginmanager.register(object(), name)
+    leave_to_parent(config)
+    # Alone it would end fixtures that other ranks keep, or meet collectives of none.
+    assert config.option.maxfail == 0
+    for name in ("pytest-retry", "flaky", "pytest_forked", "rerunfailures"):
+        assert not config.pluginmanager.has_plugin(name)
+        assert config.pluginmanager.has_plugin(f"not-{name}")

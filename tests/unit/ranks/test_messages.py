@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+from pytest_fsdp_comm.ranks.wire.rank_set import NextTest, RankSetSpec
 from pytest_fsdp_comm.text.codec import CodecError, dump_tagged, load_tagged
 
 # What pytest itself serializes, and other values that JSON has.
@@ -149,26 +149,32 @@ def test_an_argument_that_json_lacks_costs_no_report():
     [
         (b"no json", "expected a message as JSON, but it does not parse: Expecting value"),
         (b"\xff", "expected a message as JSON, got other bytes: "),
-        (b"[1]", "message: expected one of RunTest, got None"),
-        (b"{}", "message: expected one of RunTest, got None"),
-        (b'{"type": "PositionQuestion", "number": 1}', "expected one of RunTest, got 'PositionQ"),
+        (b"[1]", "message: expected one of RunTest, EndTests, got None"),
+        (b"{}", "message: expected one of RunTest, EndTests, got None"),
+        (
+            b'{"type": "PositionQuestion", "number": 1}',
+            "expected one of RunTest, EndTests, got 'PositionQ",
+        ),
         (b'{"type": "RunTest"}', "RunTest lacks 'item_index'"),
-        (b'{"type": "RunTest", "item_index": "1"}', "RunTest.item_index: expected int, got '1'"),
+        (
+            b'{"type": "RunTest", "item_index": "1", "next_test": {}}',
+            "RunTest.item_index: expected int, got '1'",
+        ),
         (b'{"type": "RunTest", "item_index": 1, "x": 1}', "RunTest has an unknown 'x'"),
     ],
 )
 def test_what_is_no_message_is_named_and_left_out(line, complaint):
     with connected(messages.RANK) as (ours, theirs):
         theirs._connection.sendall(line + b"\n")
-        theirs.send(messages.RunTest(item_index=2))
+        theirs.send(messages.RunTest(item_index=2, next_test=NextTest()))
         with pytest.raises(CodecError) as caught:
             ours.receive()
         assert complaint in str(caught.value)
-        assert ours.receive() == messages.RunTest(item_index=2)
+        assert ours.receive() == messages.RunTest(item_index=2, next_test=NextTest())
 
 
 def test_a_message_that_comes_in_pieces_is_whole():
-    line = dump_tagged(messages.RunTest(item_index=7)).encode() + b"\n"
+    line = dump_tagged(messages.RunTest(item_index=7, next_test=NextTest())).encode() + b"\n"
     with connected(messages.RANK) as (ours, theirs):
         for index in range(len(line) - 1):
             theirs._connection.sendall(line[index : index + 1])
