@@ -29,6 +29,8 @@ VARIABLES = {
     "GLOO_SOCKET_IFNAME": "set in each rank to the loopback interface, or under a launcher to the "
     "interface towards the first rank, unless it is set",
     "CI, BUILD_NUMBER": "if one is set, a failed comparison shows everything, as with `-vv`",
+    "GITHUB_ACTIONS, GITHUB_STEP_SUMMARY, GITHUB_WORKSPACE, GITHUB_SERVER_URL, GITHUB_REPOSITORY, "
+    "GITHUB_SHA": "set by GitHub: failed comparisons are annotated, and told in the step's summary",
     "NO_COLOR": "if set, `fsdp_tree.show` prints no colours",
     "TORCH_FR_BUFFER_SIZE": "torch's: how many collectives its flight recorder keeps. With 0, "
     "recordings are not checked against it",
