@@ -205,6 +205,8 @@ def _problem(report: pytest.TestReport) -> str:
 
 def _message(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
-    text = crash.message if crash is not None else report.longreprtext.strip()
-    line = text.splitlines()[0] if text else ""
+    text = crash.message if crash is not None else report.longreprtext
+    # xdist says first which worker it was.
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("[gw")]
+    line = lines[0] if lines else ""
     return line if len(line) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]}..."

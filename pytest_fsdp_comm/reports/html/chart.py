@@ -16,7 +16,7 @@ from pytest_fsdp_comm.reports.story_lines import name_owners
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from pytest_fsdp_comm.reports.html.timeline import Timeline
 
@@ -29,6 +29,8 @@ _SHAPES: Final[dict[str, Shape]] = {
     "all_reduce": "reduce",
     "reduce": "reduce",
 }
+CHANGED: Final = "≠"
+"""What marks modules that differ from the snapshot."""
 _STROKES: Final[dict[Shape, str]] = {
     "gather": "20V3",
     "scatter": "20V37",
@@ -76,6 +78,8 @@ class Bar:
     """Its end alone, as far as it tells units apart."""
     is_narrow: bool
     """Whether there is room for the name only when magnified."""
+    sign: str
+    """What stands there until then; empty for most."""
     title: str
 
 
@@ -141,8 +145,13 @@ class _Interval:
     lane: int = 0
 
 
-def draw(timeline: Timeline) -> Chart:
-    """Draws a timeline of at least one entry."""
+def draw(timeline: Timeline, differing: Collection[str | None] = ()) -> Chart:
+    """Draws a timeline.
+
+    Args:
+        timeline: Of at least one entry.
+        differing: Modules to mark.
+    """
     count = len(timeline)
     intervals, held = _gathered(timeline)
     lanes = _pack(intervals)
@@ -165,7 +174,7 @@ def draw(timeline: Timeline) -> Chart:
         peak_is_right=peak_at > count / 2,
         peak_place=f"entry {peak_at + 1} of {count}, {_entry(timeline, peak_at)}",
         peak_note=_peak_note(timeline, top),
-        bars=tuple(_bars(intervals, count, lane_height)) if has_names else (),
+        bars=tuple(_bars(intervals, count, lane_height, differing)) if has_names else (),
         bar_paths=() if has_names else tuple(_bar_paths(intervals)),
         lanes=lanes,
         lane_height=lane_height,
@@ -276,18 +285,27 @@ def _peak_note(timeline: Timeline, top: int) -> str:
     return ""
 
 
-def _bars(intervals: Sequence[_Interval], count: int, lane_height: int) -> Iterator[Bar]:
+def _bars(
+    intervals: Sequence[_Interval],
+    count: int,
+    lane_height: int,
+    differing: Collection[str | None],
+) -> Iterator[Bar]:
     for one in intervals:
         name, width = name_owners([one.module]), max(one.end - one.start, 1)
-        end = _END.sub(r"\1", name)
+        sign = f"{CHANGED} " if one.module in differing else ""
+        room = _WIDTH * width / count
+        end = sign + _END.sub(r"\1", name)
+        is_narrow = room < _MARGIN + _CHARACTER * len(end)
         yield Bar(
             x=_percent(one.start, count),
             width=_percent(width, count),
             y=one.lane * lane_height,
             phase=one.phase,
             name=end,
-            is_narrow=_WIDTH * width / count < _MARGIN + _CHARACTER * len(end),
-            title=f"{name}, {show_nbytes(one.nbytes)}: entries {one.start + 1} to {one.end}",
+            is_narrow=is_narrow,
+            sign=sign.strip() if is_narrow and room >= 2 * _CHARACTER else "",
+            title=f"{sign}{name}, {show_nbytes(one.nbytes)}: entries {one.start + 1} to {one.end}",
         )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from pytest_fsdp_comm.reports.story_lines import name_owners
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Collection, Hashable, Iterator, Sequence
 
     from pytest_fsdp_comm.reports.html.timeline import Timeline
 
@@ -33,6 +33,8 @@ class ListRow:
     nbytes: int
     """Of each."""
     site: str
+    differs: bool
+    """Whether a module of it differs from the snapshot."""
     opens: bool = False
     """Whether a group of entries that repeat together begins with it."""
 
@@ -46,13 +48,18 @@ class Listing:
     """Rows beyond those that are shown."""
 
 
-def list_entries(timeline: Timeline) -> Listing:
-    """Folds equal stretches: layers, steps."""
-    rows = list(_rows(timeline))
+def list_entries(timeline: Timeline, differing: Collection[str | None] = ()) -> Listing:
+    """Folds equal stretches: layers, steps.
+
+    Args:
+        timeline: What is listed.
+        differing: Modules to mark.
+    """
+    rows = list(_rows(timeline, differing))
     return Listing(rows=tuple(rows[:_MAX_ROWS]), left_out=max(0, len(rows) - _MAX_ROWS))
 
 
-def _rows(timeline: Timeline) -> Iterator[ListRow]:
+def _rows(timeline: Timeline, differing: Collection[str | None]) -> Iterator[ListRow]:
     likeness = _likeness(timeline)
     at = 0
     while at < len(timeline):
@@ -70,6 +77,7 @@ def _rows(timeline: Timeline) -> Iterator[ListRow]:
                 module=name_owners(modules),
                 nbytes=timeline.nbytes[first],
                 site=timeline.site(first),
+                differs=any(module in differing for module in modules),
                 opens=times > 1 and offset == 0,
             )
         at += period * times

@@ -26,6 +26,7 @@ from pytest_fsdp_comm.reports.html.sides import (
     comparable,
     cost_ranks,
     cost_rows,
+    differing_modules,
     growth,
     peak,
     rank_rows,
@@ -46,7 +47,7 @@ from pytest_fsdp_comm.text.nbytes import show_growth, show_nbytes
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from jinja2 import Environment
 
@@ -162,6 +163,8 @@ class _Section:
     has_old: bool
     """Whether there is a snapshot to compare with."""
     figures: tuple[_Figure, ...]
+    marks_differing: bool
+    """Whether modules in the timelines are marked as differing."""
     undrawn: str
     """Ranks whose timeline is not drawn; empty if all are."""
     made_with: str
@@ -259,6 +262,9 @@ class Site:
 
     def _section(self, prefix: str, one: Compared, share: int) -> _Section:
         old, new = self._profile(one.old), self._profile(one.new)
+        differing: frozenset[str | None] = frozenset()
+        if isinstance(old, CommProfile) and isinstance(new, CommProfile):
+            differing = differing_modules(old, new)
         drawn = [held for held in one.timelines if len(held.timeline)]
         section = _Section(
             id=prefix,
@@ -268,9 +274,10 @@ class Site:
             texts=_texts(one.lines),
             has_old=old is not None,
             figures=tuple(
-                _figure(f"{prefix}-t{number}", held, share)
+                _figure(f"{prefix}-t{number}", held, share, differing)
                 for number, held in enumerate(drawn[:_MAX_CHARTS])
             ),
+            marks_differing=bool(differing),
             undrawn=_named(sorted(rank for held in drawn[_MAX_CHARTS:] for rank in held.ranks)),
             made_with=_made_with(one.new),
         )
@@ -385,14 +392,16 @@ def _texts(lines: Sequence[str]) -> tuple[_Text, ...]:
     return tuple(texts)
 
 
-def _figure(prefix: str, held: RankTimeline, share: int) -> _Figure:
+def _figure(
+    prefix: str, held: RankTimeline, share: int, differing: Collection[str | None]
+) -> _Figure:
     timeline = held.timeline.first(share)
-    chart = draw(timeline)
+    chart = draw(timeline, differing)
     return _Figure(
         id=prefix,
         ranks=name_ranks(held.ranks),
         chart=chart,
-        listing=list_entries(timeline),
+        listing=list_entries(timeline, differing),
         left_out=timeline.left_out,
         data=_data(timeline, chart),
     )

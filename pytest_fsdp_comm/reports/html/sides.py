@@ -95,6 +95,14 @@ def sides_of_comm(old: CommProfile, new: CommProfile) -> Sides:
     )
 
 
+def differing_modules(old: CommProfile, new: CommProfile) -> frozenset[str | None]:
+    """The modules that do not send and gather what the snapshot says."""
+    old, new = comparable(old, new)
+    before = _by_key((*old.rows, *old.reshards))
+    after = _by_key((*new.rows, *new.reshards))
+    return frozenset(key[1] for key in {*before, *after} if before.get(key) != after.get(key))
+
+
 def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommProfile]:
     """What a comparison looks at of both sides: see `comm.diff.compare`."""
     if new.recorded_ranks and not old.recorded_ranks:

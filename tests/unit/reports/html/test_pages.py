@@ -14,7 +14,13 @@ from pytest_fsdp_comm.reports.html.chart import draw
 from pytest_fsdp_comm.reports.html.listing import list_entries
 from pytest_fsdp_comm.reports.html.modules import module_table
 from pytest_fsdp_comm.reports.html.pages import MAX_PAGE, Site, page_name, status_of
-from pytest_fsdp_comm.reports.html.sides import cost_rows, rank_rows, sides_of_comm, sides_of_text
+from pytest_fsdp_comm.reports.html.sides import (
+    cost_rows,
+    differing_modules,
+    rank_rows,
+    sides_of_comm,
+    sides_of_text,
+)
 from pytest_fsdp_comm.reports.html.timeline import MAX_ENTRIES, timeline_of
 from pytest_fsdp_comm.reports.html.values import Compared, RankTimeline, Record, Result, Run
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
@@ -326,6 +332,18 @@ def test_both_sides_are_marked_in_words():
         ("same", "world_size 2", "world_size 2"),
         ("changed", "unit x", "unit y"),
     ]
+
+
+def test_modules_that_differ_are_marked_in_the_timeline_and_others_are_not():
+    old, new = profile_of(record_step(2)), profile_of(record_step(3))
+    assert differing_modules(old, new) == {"layers.2"}
+    assert differing_modules(new, new) == frozenset()
+    timeline = timeline_of(record_step(3))
+    names = {bar.name for bar in draw(timeline, {"layers.2"}).bars}
+    assert names == {"(root)", "layers.0", "layers.1", "\N{NOT EQUAL TO} layers.2"}
+    marked = {row.module for row in list_entries(timeline, {"layers.2"}).rows if row.differs}
+    assert all("2" in module for module in marked)
+    assert marked
 
 
 def test_costs_say_only_what_changed():
