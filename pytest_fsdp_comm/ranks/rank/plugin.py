@@ -269,8 +269,9 @@ class RankPlugin:
         location: tuple[str, int, str] | None,
     ) -> None:
         """Sends a warning."""
-        if when != "runtest":
-            # Of collection: the pytest process has it, and pytest repeats it to every new plugin.
+        if when != "runtest" or not self._logs:
+            # Of collection or, before `bind`, of tests that ran before a fork server was replaced:
+            # the pytest process has it, and pytest repeats it to every new plugin.
             return
         category = warning_message.category
         self._channel.send(
