@@ -28,6 +28,7 @@ from pytest_fsdp_comm.ranks.launched.meeting import (
 from pytest_fsdp_comm.ranks.launched.program import leave_session, runs_pytest_only
 from pytest_fsdp_comm.ranks.launched.sigterm import SIGTERM_REASON, Termination
 from pytest_fsdp_comm.ranks.rank.main import save_coverage
+from pytest_fsdp_comm.ranks.rank.network import no_network_problem
 from pytest_fsdp_comm.ranks.session.peers import SharedResults
 from pytest_fsdp_comm.ranks.wire.messages import (
     FROM_LEADER,
@@ -227,7 +228,8 @@ class Follower:
                 plan = self._await_plan(meeting, until)
             except StoreLostError as error:
                 # Rank 0 may have served it for the session before, with which it ended.
-                if launched.has_store or time.monotonic() > until:
+                is_final = launched.has_store or no_network_problem()
+                if is_final or time.monotonic() > until:
                     raise _EndedError(
                         f"cannot reach rank 0 at {launched.host}:{launched.port} (MASTER_ADDR, "
                         f"MASTER_PORT): {error}"
@@ -250,7 +252,7 @@ class Follower:
             if meeting.store.has(PLAN):
                 return meeting.receive(PLAN, {"Plan": Plan})
             now = time.monotonic()
-            what = f"rank 0 to begin pytest session {number} of this launch (it began {begun})"
+            what = f"rank 0 to begin pytest session {number} of this launch (begun so far: {begun})"
             if now > until:
                 raise _EndedError(
                     f"waited {MEET_TIMEOUT_S:g} s for {what}. Do all ranks run the same sessions, "

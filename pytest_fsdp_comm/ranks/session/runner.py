@@ -331,6 +331,9 @@ class RankRunner:
             raise ServerDiedError(self._unpreparable)
         if kept is not None and reuses_ranks and kept.processes.resume():
             run = partial(kept.supervision.run_next, index, next_test)
+        elif peers is not None and reuses_ranks:
+            # A new rank here could not join those that the other processes have kept.
+            raise ServerDiedError
         else:
             # Before waiting for slots: kept ranks hold some.
             self._end_ranks(PATIENCE_S)

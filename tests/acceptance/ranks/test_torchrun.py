@@ -295,6 +295,23 @@ def test_plain():
 """
 
 
+# Between two tests of kept ranks, in rank 0's process alone.
+SERVER_KILLED_BETWEEN = """
+@pytest.mark.distributed(scope='module', timeout_s=62)
+def test_keeps():
+    pathlib.Path(f"server{rank()}").write_text(str(os.getppid()))
+
+def test_kills_the_server():
+    server = int(pathlib.Path("server0").read_text())
+    os.kill(server, signal.SIGKILL)
+    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+
+@pytest.mark.distributed(scope='module', timeout_s=62)
+def test_lost(): dist.barrier()
+
+@pytest.mark.distributed(scope='module', timeout_s=62)
+def test_kept_anew(): dist.barrier()
+"""
 SHUFFLED = """
 import os, random
 
@@ -317,7 +334,7 @@ def faulty_source():
                 "    tensor = torch.ones(1)\n    dist.all_reduce(tensor)\n"
                 "    assert tensor.item() == 2\n"
             )
-    return [*parts, PLAIN]
+    return [*parts, PLAIN, SERVER_KILLED_BETWEEN]
 
 
 def outcomes(text, name):
@@ -348,6 +365,11 @@ def test_each_fault_is_reported_once_and_leaves_the_next_test_healthy(start_by_v
         if name != "kept":
             assert outcomes(ended.out, f"test_after_{name}") == ["passed"], name
 
+    assert outcomes(ended.out, "test_keeps") == ["passed"]
+    assert outcomes(ended.out, "test_lost") == ["failed"]
+    assert "rank 0 died with the process that it was forked from" in story(ended.out, "test_lost")
+    assert outcomes(ended.out, "test_kept_anew") == ["passed"], story(ended.out, "test_kept_anew")
+
     assert ended.status == 1
     assert ended.out.count("test session starts") == 1
     assert "ServerDiedError" not in ended.out
@@ -356,7 +378,7 @@ def test_each_fault_is_reported_once_and_leaves_the_next_test_healthy(start_by_v
     assert "UserWarning: told once" in ended.out
     assert ", 1 warning, " in ended.out
     names = [case.get("name") for case in junit_cases(path)]
-    assert len(names) == len(set(names)) == 2 * len(FAULTS)
+    assert len(names) == len(set(names)) == 2 * len(FAULTS) + SERVER_KILLED_BETWEEN.count("def ")
     assert len((path / "plain").read_text().splitlines()) == 1
     assert left_behind(path) == []
 

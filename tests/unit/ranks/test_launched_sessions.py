@@ -9,6 +9,7 @@ import pytest
 from pytest_fsdp_comm.launch_environment import LaunchedRank
 from pytest_fsdp_comm.ranks.launched import follower as follower_module
 from pytest_fsdp_comm.ranks.launched import leader as leader_module
+from pytest_fsdp_comm.ranks.launched import meeting as meeting_module
 from pytest_fsdp_comm.ranks.launched.follower import Follower, _EndedError
 from pytest_fsdp_comm.ranks.launched.leader import Leader
 from pytest_fsdp_comm.ranks.launched.meeting import PLAN, Meeting
@@ -40,10 +41,16 @@ def launched(port, request):
     )
 
 
+@pytest.fixture(autouse=True)
+def _own_sigterm():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture
 def meet(pytestconfig):
     """Connects as a rank's process does."""
-    before = signal.getsignal(signal.SIGTERM)
     meetings = []
 
     def meet(launched, rank=0, **changes):
@@ -54,7 +61,6 @@ def meet(pytestconfig):
     yield meet
     for meeting in meetings:
         meeting.close()
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -106,7 +112,7 @@ def test_a_process_that_nobody_joins_is_told(launched, meet, request, monkeypatc
     monkeypatch.setattr(follower_module, "_complain", lambda _, text: told.append(text))
     meet(launched, rank=1)
     follower = Follower(request.session, dataclasses.replace(launched, rank=1))
-    what = r"rank 0 to begin pytest session 2 of this launch \(it began 0\)"
+    what = r"rank 0 to begin pytest session 2 of this launch \(begun so far: 0\)"
     with pytest.raises(_EndedError, match=rf"waited 0\.3 s for {what}\. Do all ranks run the same"):
         follower.meet([])
     assert [text.partition(" session")[0] for text in told] == [
@@ -121,6 +127,17 @@ def test_rank_0_does_not_wait_for_who_is_further(launched, meet, request):
     with pytest.raises(pytest.UsageError, match=r"rank 0 is in pytest session 1 of this launch, r"):
         leader.meet(())
     leader.close()
+
+
+def test_nobody_waits_for_a_store_without_a_network(launched, request, monkeypatch):
+    for name in (meeting_module, follower_module):
+        monkeypatch.setattr(name, "no_network_problem", lambda: "no network")
+    changed = dataclasses.replace(launched, has_store=False)
+    with pytest.raises(pytest.UsageError, match="cannot be served: no network"):
+        Leader(request.session, changed).meet(())
+    follower = Follower(request.session, dataclasses.replace(changed, rank=1))
+    with pytest.raises(_EndedError, match=r"cannot reach rank 0 at localhost:\d+ .*: no network"):
+        follower.meet([])
 
 
 @pytest.mark.usefixtures("impatient")
