@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pytest_fsdp_comm.comm import diff as comm_diff
 from pytest_fsdp_comm.comm.evidence import Evidence
@@ -89,7 +89,7 @@ def explain_profiles(
     )
 
 
-def kind_of(profile: Profile) -> str:
+def kind_of(profile: Profile) -> Literal["comm", "tree"]:
     """``comm`` or ``tree``, as the first line of a snapshot has it."""
     return "comm" if isinstance(profile, CommProfile) else "tree"
 
