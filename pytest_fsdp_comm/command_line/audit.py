@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -46,14 +45,13 @@ def collect(arguments: Sequence[str], world_sizes: Sequence[str]) -> Iterator[Co
 
 
 def _collect_once(arguments: Sequence[str]) -> Collection:
-    plugin = "pytest_fsdp_comm.snapshots.collecting"
-    command = ["-m", "pytest", "--collect-only", "-q", "-p", plugin, *arguments]
-    print(f"$ python {shlex.join(command)}", file=sys.stderr)  # noqa: T201  # says what runs
     with tempfile.TemporaryDirectory(prefix="fsdp-comm-audit-") as directory:
         output = Path(directory, "collection.json")
+        plugin = ("-p", "pytest_fsdp_comm.snapshots.collecting", f"{OUTPUT}={output}")
+        command = ["-m", "pytest", "--collect-only", "-q", *plugin, *arguments]
+        print(f"$ python {shlex.join(command)}", file=sys.stderr)  # noqa: T201  # says what runs
         done = subprocess.run(  # noqa: S603  # the user's own pytest
             [sys.executable, *command],
-            env={**os.environ, OUTPUT: str(output)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             encoding="utf-8",

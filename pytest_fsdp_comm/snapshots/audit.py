@@ -20,8 +20,8 @@ from pytest_fsdp_comm.text.paths import show_path
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-OUTPUT: Final = "PYTEST_FSDP_COMM_COLLECTION"
-"""The environment variable by which `collecting` learns the file to write."""
+OUTPUT: Final = "--comm-collection"
+"""The option by which `collecting` learns the file to write."""
 
 _KIND: Final = "collected tests"
 _VERSION: Final = 1

@@ -5,7 +5,6 @@ It writes down what is collected, with the names that snapshots have.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +20,11 @@ if TYPE_CHECKING:
 
 _DESELECTED: Final = pytest.StashKey[list[pytest.Item]]()
 _SKIPPED: Final = pytest.StashKey[list[Path]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Registers the file to write."""
+    parser.addoption(OUTPUT, metavar="FILE", required=True, help="where the collection goes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,4 +76,4 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         unknown=tuple(place(path) for path in config.stash[_SKIPPED]),
         is_full=not (option.file_or_dir or option.ignore or option.ignore_glob),
     )
-    Path(os.environ[OUTPUT]).write_text(dump_collection(collection), encoding="utf-8")
+    Path(config.getoption(OUTPUT)).write_text(dump_collection(collection), encoding="utf-8")
