@@ -11,9 +11,6 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Outcomes, Place
 
-Link = "Callable[[Place], str]"
-"""The address of a line; empty if there is none."""
-
 MAX_NBYTES: Final = 900_000
 """The longest summary. GitHub drops all of one beyond 1 MiB in a step."""
 
@@ -72,7 +69,7 @@ def render_summary(
         budget.add_each(rows, "| {} more | | |\n")
         budget.add("\n")
         stories = [_story(test) for test in outcomes.failed if test.comparisons]
-        budget.add_each(stories, "{} more stories are in the log, and in the artifacts.\n\n")
+        budget.add_each(stories, "{} more stories are in the log.\n\n")
     if outcomes.unused:
         budget.add(_unused(outcomes))
     return budget.text
