@@ -56,6 +56,8 @@ class RankNotes:
     """Without timelines, in the order in which all ranks compare; empty but on the lowest rank."""
     timelines: tuple[Timeline | None, ...]
     """One for each value that was compared or recorded; None for a tree."""
+    left_out: int
+    """Values beyond those that are kept."""
 
 
 @dataclass(slots=True)
@@ -76,6 +78,7 @@ class Notes:
     def __init__(self) -> None:
         """Begins before the first test."""
         self._notes: list[_Note] = []
+        self._left_out = 0
         self._tree: ShardTree | None = None
         self._records: dict[str, Record] = {}
 
@@ -86,7 +89,9 @@ class Notes:
         item = assertion.test_location.item
         if not isinstance(assertion, CommSnapshot):
             raise TypeError(f"expected a CommSnapshot, got {assertion!r}")
-        for name, result in assertion.last_results[: _MAX_COMPARISONS - len(self._notes)]:
+        room = max(0, _MAX_COMPARISONS - len(self._notes))
+        self._left_out += len(assertion.last_results[room:])
+        for name, result in assertion.last_results[:room]:
             value = values[name]
             is_tree = isinstance(value, ShardTree)
             compared = None
@@ -105,7 +110,7 @@ class Notes:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
         """Forgets what a test left behind that was interrupted."""
-        self._notes, self._tree = [], None
+        self._forget()
 
     # Before fixtures end.
     @pytest.hookimpl(tryfirst=True)
@@ -135,13 +140,18 @@ class Notes:
     def rank_payload(self, item: pytest.Item) -> RankNotes:
         """What the test compared and recorded in this rank."""
         del item
-        notes, self._notes, self._tree = self._notes, [], None
+        notes, left_out = self._notes, self._left_out
+        self._forget()
         return RankNotes(
+            left_out=left_out,
             compared=tuple(note.compared for note in notes if note.compared is not None),
             timelines=tuple(
                 None if note.recording is None else timeline_of(note.recording) for note in notes
             ),
         )
+
+    def _forget(self) -> None:
+        self._notes, self._left_out, self._tree = [], 0, None
 
     # In the pytest process.
 
@@ -156,6 +166,7 @@ class Notes:
             backend=settings.backend,
             silent_ranks=tuple(rank for rank in settings.ranks if rank not in payloads),
             compared=tuple(_merged(payloads)),
+            left_out=max((notes.left_out for notes in payloads.values()), default=0),
         )
         return []
 
@@ -163,7 +174,8 @@ class Notes:
         """What is known of a test that has ended; of one without ranks, what this process noted."""
         if SETTINGS in item.stash:
             return self._records.pop(item.nodeid, Record())
-        return Record(compared=tuple(_merged({0: self.rank_payload(item)})))
+        notes = self.rank_payload(item)
+        return Record(compared=tuple(_merged({0: notes})), left_out=notes.left_out)
 
 
 def _is_lowest_rank(item: pytest.Item) -> bool:

@@ -145,6 +145,7 @@ def explain_result(
     item = result.test_location.item
     config = item.config
     accept = "" if result.exception is not None else update_command(config, item)
+    accept = _with_removal(config.rootpath, [result], accept)
     others = (other for _, other in assertion.last_results)
     aids = Aids(links=config.stash[OPTIONS].links, evidence=evidence_of(_compared_profiles(others)))
     failure, what = _explain_one(

@@ -107,7 +107,7 @@ def test_the_index_has_each_test_once_failures_first(reported, directory):
     assert list(rows)[:2] == [HOSTILE, "test_dies"]
     text = (path / directory / "index.html").read_text(encoding="utf-8")
     assert "2 other tests ran" in text
-    assert ("The session ended before its last test" in text) == (directory == "alone")
+    assert ("The session was stopped" in text) == (directory == "alone")
 
 
 @DIRECTORIES

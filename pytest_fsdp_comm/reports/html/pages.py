@@ -63,9 +63,11 @@ MAX_PAGE: Final = 1_000_000
 """Bytes of a page."""
 _ENTRIES: Final = 12_000
 """Entries of timelines on a page, shared by all of its charts."""
+_FEW_ENTRIES: Final = 1_000
+"""Where a page is too large with fewer, whole values are left out."""
 _MAX_CHARTS: Final = 8
 _MAX_TESTS: Final = 1_500
-"""Tests of the index: 400 bytes each."""
+"""Tests of the index, which take about 400 bytes each."""
 _MAX_TREE_ROWS: Final = 2_500
 _MAX_SLUG: Final = 60
 _MAX_HEADLINE: Final = 160
@@ -167,6 +169,8 @@ class _Section:
     """Whether modules in the timelines are marked as differing."""
     undrawn: str
     """Ranks whose timeline is not drawn; empty if all are."""
+    world_size: int
+    """0 if unknown."""
     made_with: str
     """torch's version and the backend; empty if unknown."""
     sides: Sides | None = None
@@ -192,10 +196,13 @@ class Site:
         self._run = run
         self._read = read
         self._rows: list[_TestRow] = []
+        # Of one test, whose texts are needed several times.
+        self._profiles: dict[str, CommProfile | TreeProfile | None] = {}
 
     def test_pages(self) -> Iterator[tuple[str, str]]:
         """The name and text of each test's page; one after the other, as a run may have many."""
         for result in self._run.tests:
+            self._profiles.clear()
             row = self._row(result)
             self._rows.append(row)
             yield row.page, self._test_page(result, row)
@@ -204,22 +211,29 @@ class Site:
         """The list of tests, after all of `test_pages`."""
         rows = sorted(self._rows, key=lambda row: row.status.rank)
         counts = Counter(row.status for row in rows)
-        return _render(
-            "index.html.jinja",
-            run=self._run,
-            title=_index_title(rows),
-            rows=rows[:_MAX_TESTS],
-            left_out=max(0, len(rows) - _MAX_TESTS),
-            counts=counts,
-        )
+        kept = _MAX_TESTS
+        while True:
+            page = _render(
+                "index.html.jinja",
+                run=self._run,
+                title=_index_title(rows),
+                rows=rows[:kept],
+                left_out=max(0, len(rows) - kept),
+                counts=counts,
+            )
+            if len(page.encode()) <= MAX_PAGE:
+                return page
+            kept //= 2
 
     def _profile(self, text: str) -> CommProfile | TreeProfile | None:
         if not text:
             return None
-        try:
-            return self._read(text)
-        except FsdpCommError:
-            return None
+        if text not in self._profiles:
+            try:
+                self._profiles[text] = self._read(text)
+            except FsdpCommError:
+                self._profiles[text] = None
+        return self._profiles[text]
 
     def _row(self, result: Result) -> _TestRow:
         path, _, name = result.nodeid.partition("::")
@@ -241,23 +255,31 @@ class Site:
         )
 
     def _test_page(self, result: Result, row: _TestRow) -> str:
-        entries = _ENTRIES
+        entries, kept = _ENTRIES, len(result.record.compared)
         while True:
+            sections = tuple(self._sections(result.record.compared[:kept], entries))
+            sizes = (section.world_size for section in sections)
             page = _render(
                 "test.html.jinja",
                 result=result,
                 row=row,
-                sections=tuple(self._sections(result, entries)),
+                sections=sections,
+                left_out=result.record.left_out + len(result.record.compared) - kept,
+                # A test may make a group itself.
+                world_size=max(sizes, default=0) or result.record.world_size,
                 silent=_named(result.record.silent_ranks),
             )
-            if len(page.encode()) <= MAX_PAGE or entries < _MAX_CHARTS:
+            if len(page.encode()) <= MAX_PAGE or (entries < _FEW_ENTRIES and kept <= 1):
                 return page
-            entries //= 2
+            if entries >= _FEW_ENTRIES:
+                entries //= 2
+            else:
+                kept //= 2
 
-    def _sections(self, result: Result, entries: int) -> Iterator[_Section]:
-        charts = sum(min(len(one.timelines), _MAX_CHARTS) for one in result.record.compared)
-        share = entries // max(charts, 1)
-        for number, one in enumerate(result.record.compared):
+    def _sections(self, compared: Sequence[Compared], entries: int) -> Iterator[_Section]:
+        charts = sum(min(len(one.timelines), _MAX_CHARTS) for one in compared)
+        share = max(1, entries // max(charts, 1))
+        for number, one in enumerate(compared):
             yield self._section(f"v{number}", one, share)
 
     def _section(self, prefix: str, one: Compared, share: int) -> _Section:
@@ -279,6 +301,7 @@ class Site:
             ),
             marks_differing=bool(differing),
             undrawn=_named(sorted(rank for held in drawn[_MAX_CHARTS:] for rank in held.ranks)),
+            world_size=new.world_size if new is not None else 0,
             made_with=_made_with(one.new),
         )
         if not isinstance(new, CommProfile):

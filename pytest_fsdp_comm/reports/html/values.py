@@ -73,6 +73,8 @@ class Record:
     """Those that ended without saying what they recorded, ascending."""
     compared: tuple[Compared, ...] = ()
     """In the order of the comparisons, then what was not compared."""
+    left_out: int = 0
+    """Later comparisons that are not kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from page_checks import check_page
 from pytest_fsdp_comm.comm.events import Collective, Phase, Recording, Reshard, Role, Source
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import fold, merge
+from pytest_fsdp_comm.reports.html import pages
 from pytest_fsdp_comm.reports.html.chart import draw
 from pytest_fsdp_comm.reports.html.listing import list_entries
 from pytest_fsdp_comm.reports.html.modules import module_table
@@ -211,11 +212,17 @@ def test_failures_come_first_and_each_result_has_a_word():
 
 
 def test_a_long_list_is_cut_and_says_so():
-    one = result(outcome="passed")
-    index, tests = pages_of(*(replace(one, nodeid=f"t.py::test[{at}]") for at in range(1600)))
+    one, long = result(outcome="passed", message="y" * 999), "x" * 2000
+    index, tests = pages_of(*(replace(one, nodeid=f"t.py::test[{at}{long}]") for at in range(1600)))
     check_page(index)
-    assert "100 more tests are not in this list" in index
+    # What fits of 1500, with so long names.
+    assert "850 more tests are not in this list" in index
     assert len(tests) == 1600
+    index, _ = pages_of(
+        *(replace(one, nodeid=f"t.py::test[{at}]", message="") for at in range(1600))
+    )
+    assert "100 more tests are not in this list" in index
+    check_page(index)
 
 
 def test_a_session_without_our_tests_says_so():
@@ -232,6 +239,7 @@ def test_a_test_without_a_recording_says_so():
     (page,) = tests.values()
     check_page(page)
     assert "Nothing was recorded in this test." in page
+    assert "later comparisons" not in page
     assert "Rank 1 ended without sending a recording, so it is missing below." in page
     assert "rank 1 died" in page
 
@@ -371,6 +379,24 @@ def test_each_test_has_a_page_name_of_its_own_whatever_its_id():
     assert len(set(names)) == len(ids)
     assert all(re.fullmatch(r"[\w-]{1,80}\.html", name) for name in names)
     assert names[0] == page_name(ids[0])
+
+
+def test_values_that_are_not_kept_are_counted():
+    one = result(compared(record_step(2), record_step(2)))
+    _, tests = pages_of(replace(one, record=replace(one.record, left_out=7)))
+    (page,) = tests.values()
+    assert "7 later comparisons are left out" in page
+
+
+def test_of_a_page_that_would_be_too_large_whole_values_are_left_out(monkeypatch):
+    one = result(*[compared(record_step(2), record_step(3))] * 12)
+    _, whole = pages_of(one)
+    monkeypatch.setattr(pages, "MAX_PAGE", 80_000)
+    _, small = pages_of(one)
+    assert len(*whole.values()) > 150_000
+    assert len(*small.values()) < 80_000
+    assert re.search("[0-9]+ later comparisons are left out", *small.values())
+    check_page(*small.values())
 
 
 def test_a_snapshot_that_cannot_be_read_leaves_the_rest_of_the_page():
