@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -95,7 +96,10 @@ def pytest_configure_node(node: WorkerController) -> None:
     """Gives an xdist worker what it shares with the others."""
     stash = node.config.stash
     if _SLOTS not in stash:
-        stash[_SLOTS] = tempfile.mkdtemp(prefix="fsdp-comm-slots-")
+        # Made by the first worker that needs it, and removed by the last one: this process may be
+        # killed.
+        name = f"fsdp-comm-slots-{secrets.token_hex(8)}"
+        stash[_SLOTS] = os.path.join(tempfile.gettempdir(), name)  # noqa: PTH118  # goes to workers
     node.workerinput[_SLOTS_INPUT] = stash[_SLOTS]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import random
@@ -18,6 +17,7 @@ from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext
 from pytest_fsdp_comm.ranks.rank.debugger import debug_elsewhere, debug_here, refuse_debuggers
 from pytest_fsdp_comm.ranks.rank.forked_children import end_forked_child
 from pytest_fsdp_comm.ranks.rank.isolation import isolate_session, leave_to_parent
+from pytest_fsdp_comm.ranks.rank.multiprocessing_end import put_files_below, run_finalizers
 from pytest_fsdp_comm.ranks.rank.plugin import RankPlugin
 from pytest_fsdp_comm.ranks.rank.process_group import (
     BEYOND_DEADLINE_S,
@@ -51,9 +51,6 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 _Channel: TypeAlias = Channel[RankMessage, RunTest | EndTests]
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class RankTemplate:
@@ -100,7 +97,6 @@ class RankTemplate:
             rank: The rank that this process is from now on.
         """
         session = self._session
-        _tie_to_parent()
         _redirect_output(spec, rank)
         # pytest enabled it for the terminal, where a rank's crash would write into the progress
         # line.
@@ -111,6 +107,7 @@ class RankTemplate:
         stacks = spec.stacks_path(rank).open("w")
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=False)
         set_environment(spec.settings, rank, spec.gpus, spec.local)
+        put_files_below(spec.directory)
         isolate_session(session.config, basetemp=spec.basetemp / f"rank{rank}")
         self._terminal.open(spec.log_path(rank, "terminal"))
         if not spec.terminal:
@@ -153,6 +150,7 @@ class RankTemplate:
             end_forked_child(rank_pid, None)
             if next_test.is_none:
                 self._plugin.run_exit_functions(item)
+                run_finalizers()
             ended = TestEnded(
                 last_report=self._plugin.take_held(),
                 payloads=payloads,
@@ -168,6 +166,7 @@ class RankTemplate:
         if isinstance(command, EndTests):
             self._plugin.end_tests(item)
             self._plugin.run_exit_functions(item)
+            run_finalizers()
             save_coverage()
             _flush()
             channel.send(TestsEnded())
@@ -227,14 +226,6 @@ def _run_item(
 def _describe(error: BaseException) -> str:
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _tie_to_parent() -> None:
-    """Makes the kernel end this process when the one that forked it ends."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:
-            os._exit(1)  # the parent died before the line above
 
 
 def _redirect_output(spec: RankSetSpec, rank: int) -> None:

@@ -36,10 +36,10 @@ from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
 from pytest_fsdp_comm.ranks.session.warnings import replay_warnings, warn_of_test
 from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, PATIENCE_S
-from pytest_fsdp_comm.ranks.start.fork_client import ForkServer, ServerDiedError
+from pytest_fsdp_comm.ranks.start.fork_client import ForkServer, ServerDiedError, fork_server
 from pytest_fsdp_comm.ranks.start.fork_safety import end_openmp_threads, unsafe_to_fork
-from pytest_fsdp_comm.ranks.start.slots import Slots
-from pytest_fsdp_comm.ranks.start.spawn import SpawnedRanks
+from pytest_fsdp_comm.ranks.start.slots import SharedDirectory, Slots
+from pytest_fsdp_comm.ranks.start.spawn import spawn_server
 from pytest_fsdp_comm.ranks.wire.directories import make_session_directory, remove_directory
 from pytest_fsdp_comm.ranks.wire.rank_set import NextTest, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import Loss, RankResult
@@ -63,8 +63,10 @@ class _Base:
     """Holds a directory for each rank set."""
     slots: Slots
     """What the ranks of all of the session's processes may use."""
-    server: ForkServer | None
-    """None where ranks are started as new processes."""
+    users: SharedDirectory | None
+    """This process's use of the slots' directory, where it is shared with other sessions."""
+    server: ForkServer
+    """What the ranks are forked from, or started by as new processes."""
 
 
 class RankRunner:
@@ -117,23 +119,29 @@ class RankRunner:
             self._unpreparable = str(error)
         # What a launcher started is its own bound, and has its GPUs by the local rank.
         is_bounded = self._peers is None
+        shared = Path(self._slots_directory) if self._slots_directory else None
+        users = SharedDirectory(shared) if shared else None
         slots = Slots(
-            Path(self._slots_directory or directory / "slots"),
+            shared or directory / "slots",
             ranks=self._session.config.stash[OPTIONS].rank_slots if is_bounded else None,
             gpus=self._gpus() if is_bounded else (),
         )
         self.fallback_reason = unsafe_to_fork()
-        if not self.fallback_reason:
+        if self.fallback_reason:
+            server = spawn_server(self._session.config, directory, shared, self._terminal)
+        else:
             end_openmp_threads()
-        server = None if self.fallback_reason else ForkServer(self._prepare_ranks, directory)
-        return _Base(directory=directory, slots=slots, server=server)
+            server = fork_server(self._prepare_ranks, directory, shared, users)
+        return _Base(directory=directory, slots=slots, users=users, server=server)
 
     def _close_base(self) -> int | None:
         """Ends the fork server; returns how, as `ForkServer.close`."""
         base, self._base = self._base, None
         if base is None:
             return None
-        status = base.server.close() if base.server is not None else None
+        if base.users is not None:
+            base.users.leave()  # the server leaves later, and so may be the last one
+        status = base.server.close()
         remove_directory(base.directory)
         return status
 
@@ -293,8 +301,8 @@ class RankRunner:
                 results = self._lose_server(settings, died, peers)
             keeps = (
                 settings.scope == "module"
-                and self._base is not None
-                and self._base.server is not None
+                # A new process collects one test.
+                and not self.fallback_reason
                 and self._rank_set is not None
                 and self._rank_set.supervision.is_reusable
             )
@@ -337,8 +345,7 @@ class RankRunner:
         else:
             # Before waiting for slots: kept ranks hold some.
             self._end_ranks(PATIENCE_S)
-            server = self._base.server if self._base is not None else None
-            if server is not None and server.has_died:
+            if self._base is not None and self._base.server.has_died:
                 self._replace_server()
             self._rank_set = self._start_ranks(item, index, settings, peers, next_test)
             run = partial(self._rank_set.supervision.run)
@@ -378,7 +385,6 @@ class RankRunner:
         directory.mkdir()
         config = self._session.config
         local = peers.local_rank() if peers else None
-        server = self._base.server
         with self._base.slots.turn(ranks=len(settings.ranks), gpus=gpus_of(settings)) as grant:
             spec = RankSetSpec(
                 item_index=index,
@@ -387,7 +393,7 @@ class RankRunner:
                 directory=directory,
                 basetemp=peers.basetemp() if peers else resolve_basetemp(config),
                 echoes=_echoes(config),
-                next_test=next_test if server else NextTest(),
+                next_test=NextTest() if self.fallback_reason else next_test,
                 local=local,
                 terminal=self._terminal,
                 debugged_rank=_debugged_rank(config, settings),
@@ -395,7 +401,7 @@ class RankRunner:
                 gpus=grant.gpus,
             )
             listener = listen(spec.socket_path, 2 * len(spec.ranks))  # each has a watchdog
-            processes = server.fork_ranks(spec) if server else SpawnedRanks(config, spec)
+            processes = self._base.server.fork_ranks(spec)
         return RankSet(
             module=item.getparent(pytest.Module),
             settings=settings,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_fsdp_comm.ranks.start.fork_server import RunRank
+    from pytest_fsdp_comm.ranks.start.slots import SharedDirectory
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 _Channel: TypeAlias = Channel[ServerRequest, ServerReply]
@@ -67,19 +68,19 @@ class ServerDiedError(Exception):
 class ForkServer:
     """The fork server, seen from the pytest process."""
 
-    def __init__(self, prepare: Callable[[], RunRank], directory: Path) -> None:
-        """Forks the server.
+    def __init__(self, start: Callable[[socket.socket, socket.socket], int]) -> None:
+        """Starts the server.
 
         Args:
-            prepare: As for `fork_server.serve`.
-            directory: Removed once the pytest process is gone.
+            start: Starts it with one end of a connection, given ours and its own, and returns its
+                process id.
         """
         ours, theirs = socket.socketpair()
-        self._pid = fork_quietly()
-        if self._pid == 0:
-            ours.close()
-            serve(Channel(theirs, FORK_SERVER), prepare, directory)
+        self._pid = start(ours, theirs)
         theirs.close()
+        # The server goes on cleaning up after this process only once that has really ended: the
+        # interpreter closes sockets before it ends, but no descriptors.
+        self._until_exit = os.dup(ours.fileno())
         self._channel = Channel(ours, FORK_CLIENT)
         self._sets = 0
         self._status: int | None = None
@@ -113,6 +114,7 @@ class ForkServer:
             Its exit status, or minus the signal that ended it; None if somebody else took it.
         """
         self._channel.close()
+        os.close(self._until_exit)
         self._reap(_CLOSED_WITHIN_S)
         self.kill()
         self._reap(HURRIED_S)
@@ -127,6 +129,33 @@ class ForkServer:
             self._is_reaped = True  # by a test that waits for any child
             return
         self._is_reaped = self._status is not None
+
+
+def fork_server(
+    prepare: Callable[[], RunRank],
+    directory: Path,
+    shared: Path | None,
+    users: SharedDirectory | None,
+) -> ForkServer:
+    """Forks the server from this process.
+
+    Args:
+        prepare: As for `fork_server.serve`.
+        directory: As for `fork_server.serve`.
+        shared: As for `fork_server.serve`.
+        users: This process's own use of that.
+    """
+
+    def start(ours: socket.socket, theirs: socket.socket) -> int:
+        pid = fork_quietly()
+        if pid == 0:
+            ours.close()
+            if users is not None:
+                users.forget()
+            serve(Channel(theirs, FORK_SERVER), prepare, directory, shared)
+        return pid
+
+    return ForkServer(start)
 
 
 class ForkedRanks:
@@ -203,7 +232,7 @@ class ForkedRanks:
             _ask(self._channel, EndSet(number=self._number, within_s=within_s))
             return self._await(SetEnded, within_s + _ANSWERED_WITHIN_S).unended
         except ServerDiedError:
-            # Its ranks died with it (`main._tie_to_parent`), but not what they had forked.
+            # Its ranks died with it (`end_with_parent`), but not what they had forked.
             kill_groups(self._pids.values())
             return {}
 

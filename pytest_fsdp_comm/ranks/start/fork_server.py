@@ -18,20 +18,22 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.start.ending import (
     HURRIED_S,
+    PATIENCE_S,
     adopt_orphans,
+    end_with_parent,
     is_gone,
     kill,
     kill_children,
     kill_groups,
 )
-from pytest_fsdp_comm.ranks.start.slots import HeldSlots
+from pytest_fsdp_comm.ranks.start.slots import HeldSlots, SharedDirectory
 from pytest_fsdp_comm.ranks.wire.directories import remove_directory
 from pytest_fsdp_comm.ranks.wire.messages import (
     EndSet,
@@ -83,7 +85,14 @@ def fork_quietly() -> int:
         return os.fork()
 
 
-def serve(channel: _Channel, prepare: Callable[[], RunRank], directory: Path) -> NoReturn:
+def serve(
+    channel: _Channel,
+    prepare: Callable[[], RunRank],
+    directory: Path,
+    shared: Path | None = None,
+    *,
+    preloaded: Sequence[str] = PRELOADED,
+) -> NoReturn:
     """Forks and reaps until the pytest process is gone, and ends this process.
 
     Args:
@@ -91,21 +100,30 @@ def serve(channel: _Channel, prepare: Callable[[], RunRank], directory: Path) ->
         prepare: Does here what every rank would do first, and returns what each does after its
             fork.
         directory: Removed in the end.
+        shared: The slots' directory, if other sessions use it too: removed by the last one.
+        preloaded: Modules that every rank would import.
     """
+    # A terminal that is closed sends SIGHUP to the session's group, and who ends a group may send
+    # SIGKILL to all of it: this process has to survive the pytest process, and clean up after it.
+    at_sighup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with contextlib.suppress(OSError):  # started as a group of its own
+        os.setpgid(0, 0)
     # Ctrl-C reaches the whole foreground group; the pytest process decides and then ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A launcher ends the whole group with SIGTERM, and then, too, the pytest process decides.
     at_sigterm = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    adopt_orphans()
+    adopts = adopt_orphans()
+    users = SharedDirectory(shared) if shared is not None else None
     server: _Server | None = None
     status = 0
     try:
-        for name in PRELOADED:
+        for name in preloaded:
             # A test that needs a missing one says so: torch.distributed.tensor.debug, for
             # example, needs numpy, which torch does not.
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        server = _Server(channel, prepare(), at_sigterm)
+        kept_signals: dict[int, Any] = {signal.SIGTERM: at_sigterm, signal.SIGHUP: at_sighup}
+        server = _Server(channel, prepare(), kept_signals, users, adopts=adopts)
         # What is here now lives as long as each rank: without this, a rank's first full collection
         # walks through it, and copies the pages of a million objects (see `gc.freeze`).
         gc.collect()
@@ -121,6 +139,8 @@ def serve(channel: _Channel, prepare: Callable[[], RunRank], directory: Path) ->
             server.kill_all()
         # Also where the pytest process was killed and could not.
         remove_directory(directory)
+        if users is not None:
+            users.leave()
         os._exit(status)
 
 
@@ -140,10 +160,22 @@ class _RankSet:
 
 
 class _Server:
-    def __init__(self, channel: _Channel, run_rank: RunRank, at_sigterm: Any) -> None:
+    def __init__(
+        self,
+        channel: _Channel,
+        run_rank: RunRank,
+        kept_signals: Mapping[int, Any],
+        users: SharedDirectory | None,
+        *,
+        adopts: bool,
+    ) -> None:
+        self._pid = os.getpid()
+        self._parent = os.getppid()
         self._channel = channel
         self._run_rank = run_rank
-        self._at_sigterm = at_sigterm
+        self._kept_signals = kept_signals
+        self._users = users
+        self._adopts = adopts
         self._sets: dict[int, _RankSet] = {}
         self._unended: list[int] = []  # killed in vain, by process id
         self._wakeup, write_end = socket.socketpair()
@@ -175,7 +207,11 @@ class _Server:
 
     def kill_all(self) -> None:
         for number in list(self._sets):
-            self._kill(number, within_s=HURRIED_S)
+            self._kill(number, within_s=self._patience_s())
+
+    def _patience_s(self) -> float:
+        """How long to wait for ends once there is no pytest process, or it waits for this one."""
+        return HURRIED_S if os.getppid() == self._parent else PATIENCE_S
 
     def _handle(self, request: ServerRequest) -> None:
         match request:
@@ -213,17 +249,21 @@ class _Server:
     def _run_forked(self, spec: RankSetSpec, rank: int) -> NoReturn:
         status = 1
         try:
+            end_with_parent(self._pid)
             os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, self._at_sigterm or signal.SIG_DFL)
+            for number, handler in self._kept_signals.items():
+                signal.signal(number, handler or signal.SIG_DFL)
             # A descriptor of the pytest process's end would keep it from seeing the server's death.
             self._channel.close()
             self._wakeup.close()
             self._write_end.close()
             for other in self._sets.values():
                 other.slots.forget()
+            if self._users is not None:
+                self._users.forget()
             self._run_rank(spec, rank)
         except BaseException:  # noqa: BLE001  # nothing may unwind into the copied pytest session
             sys.excepthook(*sys.exc_info())
@@ -248,15 +288,16 @@ class _Server:
         ended = self._sets.pop(number, None)
         if ended is None:
             return {}
-        # The groups of ranks that ended too: what a test forked must not outlive it. A rank may
-        # have left its group.
-        kill_groups(ended.groups)
+        # The ranks first, without their groups: some of what they started cleans up after them.
         kill(ended.pids.values())
         unended = self._await_ends(ended.pids, within_s)
+        if unended or not self._adopts:
+            # Of ranks that ended too: what a test started must not outlive it.
+            kill_groups(ended.groups)
         running = [pid for other in self._sets.values() for pid in other.pids.values()]
         self._unended += unended.values()
         # Each is waited for once.
-        self._unended += kill_children([*running, *self._unended], within_s=HURRIED_S)
+        self._unended += kill_children([*running, *self._unended], within_s=self._patience_s())
         ended.slots.release()
         return unended
 
@@ -268,7 +309,7 @@ class _Server:
             if not left or now > until:
                 break
             if self._channel.is_hung_up():
-                until = min(until, now + HURRIED_S)
+                until = min(until, now + self._patience_s())
             if select.select([self._wakeup], [], [], _HUNG_UP_POLL_S)[0]:
                 self._wakeup.recv(4096)
         # The signals of these may have been merged with those of others.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import time
 import urllib.parse
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _PAUSE_S = 0.02
 _TURN = "turn"
 _WANTED = "wanted"
+_USERS = "users"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,37 @@ class Grant:
     gpus: tuple[str, ...] = ()
     """The GPUs among them, by the names of the caller's visible list; empty if none were asked for,
     or more than there are."""
+
+
+class SharedDirectory:
+    """The slots' directory, where several processes share it: the last one to leave removes it.
+
+    Whoever uses it holds a lock on a file in it, which the kernel frees when the holder dies.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Makes the directory unless it is there, and uses it from now on."""
+        self._path = path
+        while True:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                self._descriptor = _opened(path / _USERS)
+                fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+                # The last user may just have removed it.
+                if os.fstat(self._descriptor).st_nlink:
+                    return
+                os.close(self._descriptor)
+
+    def leave(self) -> None:
+        """Ends the use of it, and removes it if nobody else uses it."""
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self._path, ignore_errors=True)
+        os.close(self._descriptor)
+
+    def forget(self) -> None:
+        """Closes a forked child's copy, which would count as a use by its parent."""
+        os.close(self._descriptor)
 
 
 class Slots:

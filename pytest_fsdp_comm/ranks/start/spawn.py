@@ -1,18 +1,27 @@
-"""Ranks as fresh pytest processes, where forking is unsafe: slow, but independent of the parent."""
+"""Ranks as new processes, where forking is unsafe: slow, but independent of the parent.
+
+They are started from a process of their own too, as forked ranks are: it survives the pytest
+process, adopts what ranks leave, and is small, so that it can fork.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-import signal
+import socket
 import subprocess
 import sys
-import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE, RANK_VARIABLE, SPEC_VARIABLE
 from pytest_fsdp_comm.ranks.rank.gpus import visible_gpus_variable
-from pytest_fsdp_comm.ranks.start.ending import PATIENCE_S, descendants, kill, kill_groups
-from pytest_fsdp_comm.ranks.start.slots import HeldSlots
+from pytest_fsdp_comm.ranks.start.fork_client import ForkServer
+from pytest_fsdp_comm.ranks.start.fork_server import serve
+from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.ranks.wire.messages import FORK_SERVER
+from pytest_fsdp_comm.text.codec import from_json, to_json
 
 if TYPE_CHECKING:
     import pytest
@@ -20,82 +29,103 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 
-class SpawnedRanks:
-    """One spawned rank set, seen from the pytest process; `rank.spawned` is the other half."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Program:
+    """What the process that starts ranks is given."""
 
-    def __init__(self, config: pytest.Config, spec: RankSetSpec) -> None:
-        """Starts a pytest process for each rank, with the arguments of this one."""
-        spec_file = spec.directory / "rank_set.json"
-        spec_file.write_text(spec.dump(), encoding="utf-8")
-        arguments = [str(argument) for argument in config.invocation_params.args]
-        if config.pluginmanager.has_plugin("xdist"):
-            arguments += ["-n", "0"]
-        if config.pluginmanager.has_plugin("randomly"):
-            # Each rank would choose a seed of its own.
-            arguments += [f"--randomly-seed={config.getoption('randomly_seed')}"]
-        self._held = HeldSlots(spec.slots)
-        # A rank resolves its markers by what was launched, as this process did.
-        inherited = {name: text for name, text in os.environ.items() if name != INSIDE_VARIABLE}
-        environment = {**inherited, SPEC_VARIABLE: str(spec_file)}
-        if spec.gpus:
-            # Here already: what made forking unsafe may be that collecting starts CUDA.
-            environment[visible_gpus_variable(environment)] = ",".join(spec.gpus)
-        self._processes = {}
-        for rank in spec.ranks:
-            with (
-                spec.log_path(rank, "stdout").open("ab") as stdout,
-                spec.log_path(rank, "stderr").open("ab") as stderr,
-            ):
-                self._processes[rank] = subprocess.Popen(  # noqa: S603  # pytest itself
-                    [sys.executable, "-m", "pytest", *arguments],
-                    cwd=config.invocation_params.dir,
-                    env={**environment, RANK_VARIABLE: str(rank)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=stdout,
-                    stderr=stderr,
-                    pass_fds=spec.terminal,
-                    # Not a session of its own, which could not read the terminal.
-                    process_group=0,
-                )
+    descriptor: int
+    """Of its connection to the pytest process."""
+    directory: Path
+    """As for `serve`."""
+    shared: Path | None
+    """As for `serve`."""
+    invoked_in: Path
+    """Where pytest was started."""
+    arguments: tuple[str, ...]
+    """What pytest was started with, and what its ranks need besides."""
 
-    def fileno(self) -> None:
-        """None: there is no such descriptor, and the supervisor polls."""
 
-    def exit_statuses(self) -> dict[int, int]:
-        """The ranks that ended, with exit status or minus signal number."""
-        polled = {rank: process.poll() for rank, process in self._processes.items()}
-        return {rank: status for rank, status in polled.items() if status is not None}
+def spawn_server(
+    config: pytest.Config, directory: Path, shared: Path | None, terminal: tuple[int, ...]
+) -> ForkServer:
+    """Starts the process that starts ranks, with the arguments of this one.
 
-    def pid(self, rank: int) -> int:
-        """The process that a rank is, or was."""
-        return self._processes[rank].pid
+    Args:
+        config: The session's.
+        directory: As for `fork_server.serve`.
+        shared: As for `fork_server.serve`.
+        terminal: As `RankSetSpec.terminal`.
+    """
+    arguments = [str(argument) for argument in config.invocation_params.args]
+    if config.pluginmanager.has_plugin("xdist"):
+        arguments += ["-n", "0"]
+    if config.pluginmanager.has_plugin("randomly"):
+        # Each rank would choose a seed of its own.
+        arguments += [f"--randomly-seed={config.getoption('randomly_seed')}"]
 
-    def send_signal(self, rank: int, number: int) -> None:
-        """Sends a signal to a rank, if it still lives."""
-        self._processes[rank].send_signal(number)
+    def start(_: socket.socket, theirs: socket.socket) -> int:
+        program = _Program(
+            descriptor=theirs.fileno(),
+            directory=directory,
+            shared=shared,
+            invoked_in=config.invocation_params.dir,
+            arguments=tuple(arguments),
+        )
+        process = subprocess.Popen(  # noqa: S603  # this module itself
+            [sys.executable, "-m", __name__, json.dumps(to_json(program))],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), *terminal),
+            # Not a session of its own, whose ranks could not read the terminal.
+            process_group=0,
+        )
+        # The server is waited for by its id; this object would warn that nobody has done so.
+        process.returncode = 0
+        return process.pid
 
-    def rest(self) -> None:
-        """Ends them: spawned ranks run one test."""
-        self.end(PATIENCE_S)
+    return ForkServer(start)
 
-    def resume(self) -> bool:
-        """Always false: they have ended."""
-        return False
 
-    def end(self, within_s: float) -> dict[int, int]:
-        """Kills what is left, and waits until it is gone, but not for longer."""
-        running = [process.pid for process in self._processes.values() if process.poll() is None]
-        below = [pid for rank in running for pid in descendants(rank)]
-        kill_groups(process.pid for process in self._processes.values())
-        kill([*running, *below])
-        until = time.monotonic() + within_s
-        alive = {}
-        for rank, process in self._processes.items():
-            try:
-                process.wait(max(until - time.monotonic(), 0.0))
-            except subprocess.TimeoutExpired:
-                alive[rank] = process.pid
-                # Or else it would warn later that nobody has waited for the process.
-                process.returncode = -signal.SIGKILL
-        self._held.release()
-        return alive
+def main(text: str) -> NoReturn:
+    """Starts ranks until the pytest process is gone.
+
+    Args:
+        text: The program, as JSON.
+    """
+    program = from_json(_Program, json.loads(text))
+    connection = socket.socket(fileno=program.descriptor)
+    connection.set_inheritable(False)
+
+    def run_rank(spec: RankSetSpec, rank: int) -> NoReturn:
+        _become_rank(program, spec, rank)
+
+    serve(
+        Channel(connection, FORK_SERVER),
+        lambda: run_rank,
+        program.directory,
+        program.shared,
+        preloaded=(),
+    )
+
+
+def _become_rank(program: _Program, spec: RankSetSpec, rank: int) -> NoReturn:
+    """Replaces this process by a pytest process, whose half is in `rank.spawned`."""
+    file = spec.directory / f"rank{rank}.json"
+    file.write_text(spec.dump(), encoding="utf-8")
+    for stream, descriptor in (("stdout", 1), ("stderr", 2)):
+        log = os.open(spec.log_path(rank, stream), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, descriptor)
+        os.close(log)
+    # A rank resolves its markers by what was launched, as the pytest process did.
+    environment = {name: text for name, text in os.environ.items() if name != INSIDE_VARIABLE}
+    environment |= {SPEC_VARIABLE: str(file), RANK_VARIABLE: str(rank)}
+    if spec.gpus:
+        # Here already: what made forking unsafe may be that collecting starts CUDA.
+        environment[visible_gpus_variable(environment)] = ",".join(spec.gpus)
+    os.chdir(program.invoked_in)
+    os.execve(  # noqa: S606  # pytest itself
+        sys.executable, [sys.executable, "-m", "pytest", *program.arguments], environment
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
