@@ -23,8 +23,6 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 # Links between pages lead to headings by the anchors that GitHub gives them.
 myst_heading_anchors = 4
 myst_enable_extensions = ["deflist"]
-COMING = ("ci", "command-line", "report")
-"""Pages that have a place in the navigation, and may not be written yet."""
 
 default_role = "code"
 autodoc_default_options = {"members": True, "member-order": "bysource"}
@@ -66,13 +64,6 @@ def link_outside_the_site(app: Sphinx, page: str, source: list[str]) -> None:
     )
 
 
-def leave_out_coming_pages(app: Sphinx, page: str, source: list[str]) -> None:
-    """Takes the pages that are not written yet out of the navigation."""
-    if page == "index":
-        for name in set(COMING) - app.env.found_docs:
-            source[0] = source[0].replace(f"\n{name}\n", "\n")
-
-
 def read_google_style(
     app: Sphinx, what: str, name: str, documented: object, options: object, lines: list[str]
 ) -> None:
@@ -92,7 +83,6 @@ def hide_constructor(app: Sphinx, what: str, name: str, *others: object) -> tupl
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Registers what this file adds to Sphinx."""
-    app.connect("source-read", leave_out_coming_pages)
     app.connect("source-read", link_outside_the_site)
     app.connect("autodoc-process-docstring", read_google_style)
     app.connect("autodoc-process-signature", hide_constructor)
