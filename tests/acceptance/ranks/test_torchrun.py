@@ -103,7 +103,7 @@ class Ended:
     err: str
 
 
-def end(process, timeout_s=120):
+def end(process, timeout_s=180):
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
