@@ -113,7 +113,7 @@ class RankTemplate:
         if not spec.terminal:
             refuse_debuggers(session.config)
         elif rank == spec.debugged_rank:
-            debug_here(session.config, RankTerminal(spec.terminal))
+            debug_here(session.config, RankTerminal(spec.terminal, spec.foreground))
         else:
             debug_elsewhere(session.config, self._plugin.skip_debugger)
         channel = Channel.connect(spec.socket_path, RANK)

@@ -64,17 +64,17 @@ def _pass_on(descriptor: int, group: int) -> None:
 class RankTerminal:
     """The terminal in the rank that debugs: its own while a debugger runs, else its logs."""
 
-    def __init__(self, descriptors: Sequence[int]) -> None:
+    def __init__(self, descriptors: Sequence[int], pytests_group: int) -> None:
         """Leaves the terminal alone until `enter`.
 
         Args:
             descriptors: What `copied_terminal` gave.
+            pytests_group: The process group of the pytest process that did.
         """
         self._descriptors = tuple(descriptors)
         self._logs: list[int] = []
         self._stdin: Any = None
-        # The rank's parent runs in pytest's own group.
-        self._pytests_group = os.getpgid(os.getppid())
+        self._pytests_group = pytests_group
 
     def enter(self) -> None:
         """Connects this process's standard descriptors to the terminal."""

@@ -396,6 +396,7 @@ class RankRunner:
                 next_test=NextTest() if self.fallback_reason else next_test,
                 local=local,
                 terminal=self._terminal,
+                foreground=os.getpgrp(),
                 debugged_rank=_debugged_rank(config, settings),
                 slots=grant.files,
                 gpus=grant.gpus,

@@ -83,6 +83,8 @@ class RankSetSpec:
     """Files of the slots that whoever starts the ranks holds while they live."""
     terminal: tuple[int, ...] = ()
     """Descriptors of the session's standard input, output and error; empty if it has none."""
+    foreground: int = 0
+    """The session's process group, which has the terminal while no debugger runs."""
     debugged_rank: int = 0
     """The rank that debuggers run in."""
     gpus: tuple[str, ...] = ()
