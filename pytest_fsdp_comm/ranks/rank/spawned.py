@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -46,6 +47,8 @@ def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension
     del os.environ[SPEC_VARIABLE]
     os.environ[INSIDE_VARIABLE] = "1"
     template = RankTemplate(session, extensions)
+    # As the fork server does: what is here now lives as long as the rank.
+    gc.freeze()
     template.run_rank(dataclasses.replace(spec, item_index=indices[0]), rank)
 
 
