@@ -11,11 +11,10 @@ Each of the three is laid out like the directory of the snapshots.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
-
-from pytest_fsdp_comm.snapshots.files import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,19 +57,27 @@ class Artifacts:
         Raises:
             OSError: The directory cannot be written.
         """
-        self.forget()
         text = "\n".join(story) + "\n"
         # The received file comes last: where it is, the others are complete.
-        for path, content in (
-            (self.story, text),
-            (self.expected, expected),
-            (self.received, received),
-        ):
-            if content is not None:
+        contents = ((self.story, text), (self.expected, expected), (self.received, received))
+        for path, content in contents:
+            if content is None:
+                path.unlink(missing_ok=True)
+            else:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(path, content)
+                _replace(path, content)
 
     def forget(self) -> None:
         """Removes those of an earlier run, which would bring its state back."""
         for path in (self.received, self.expected, self.story):
             path.unlink(missing_ok=True)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file whole; all ranks of a test do so at once, with the same content."""
+    unfinished = path.with_name(f".{path.name[:200]}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8", newline="\n")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
