@@ -143,19 +143,6 @@ def test_what_was_not_compared_has_a_page_too(reported, directory):
     assert "exit status 3" in died
 
 
-def test_pages_of_an_earlier_run_go_and_files_of_others_stay(reported):
-    path, _ = reported
-    pages = path / "alone" / "tests"
-    (pages / "mine.html").write_text("<p>of the user")
-    before = {page.name for page in pages.iterdir()}
-    status, out = end(path, "--comm-report", "alone", "test_it.py::test_in_this_process")
-    assert status == 0, out
-    left = {page.name for page in pages.iterdir()}
-    assert len(left) == 2
-    assert left < before
-    assert "mine.html" in left
-
-
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/nothing"])
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path, place):
     (tmp_path / "file").write_text("kept")
