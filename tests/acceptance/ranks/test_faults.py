@@ -364,7 +364,7 @@ def test_no_rank_outlives_an_interrupted_or_killed_session(tmp_path, number):
     wait_for(
         lambda: not [line for line in command_lines() if "test_endless.py" in line], timeout_s=10
     )
-    assert time.monotonic() - sent_at < 2.0
+    assert time.monotonic() - sent_at < 15.0  # not the deadline of 120 s
     if number == signal.SIGINT:
         assert session.returncode == pytest.ExitCode.INTERRUPTED
         assert "KeyboardInterrupt" in output
