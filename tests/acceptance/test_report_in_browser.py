@@ -1,14 +1,12 @@
 """The pages of a report in a browser: layout, contrast, keys, and that nothing is loaded."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 from browser import find_browser, opened_browser
+from report_values import compared, read, record_step, result
 
 from pytest_fsdp_comm.reports.html.pages import Site
+from pytest_fsdp_comm.reports.html.timeline import timeline_of
 from pytest_fsdp_comm.reports.html.values import RankTimeline, Run
-from pytest_fsdp_comm.snapshots.documents import SnapshotText
 
 pytestmark = pytest.mark.skipif(
     find_browser() is None, reason="no Chromium is installed (Debian: apt-get install chromium)"
@@ -52,37 +50,24 @@ CONTRAST = """
 """
 
 
-def load_unit_tests():
-    file = Path(__file__).parents[1] / "unit" / "reports" / "html" / "test_pages.py"
-    spec = importlib.util.spec_from_file_location("report_values", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """The index, and pages of a small and a large model."""
-    made = load_unit_tests()
-    small, large = made.record_step(2), made.record_step(126, extra=3)
+    small, large = record_step(2), record_step(126, extra=3)
     timelines = tuple(
-        RankTimeline(ranks=(rank,), timeline=made.timeline_of(made.record_step(2, extra=rank)))
+        RankTimeline(ranks=(rank,), timeline=timeline_of(record_step(2, extra=rank)))
         for rank in range(3)
     )
     results = (
-        made.result(
-            made.compared(small, made.record_step(3, extra=1), timelines=timelines),
+        result(
+            compared(small, record_step(3, extra=1), timelines=timelines),
             nodeid="tests/test_model.py::test_small[" + "very_long_name_" * 20 + "]",
             problem="E  assert " + "x" * 300,
         ),
-        made.result(
-            made.compared(made.record_step(126), large), nodeid="test_model.py::test_large"
-        ),
-        made.result(outcome="passed", nodeid="test_model.py::test_other"),
+        result(compared(record_step(126), large), nodeid="test_model.py::test_large"),
+        result(outcome="passed", nodeid="test_model.py::test_other"),
     )
-    site = Site(
-        Run(tests=results, command="pytest"), lambda text: SnapshotText(text, where="it").profile
-    )
+    site = Site(Run(tests=results, command="pytest"), read)
     directory = tmp_path_factory.mktemp("report")
     (directory / "tests").mkdir()
     files = {}
