@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, get_args
@@ -53,7 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]  # a text stream
     given = list(sys.argv[1:] if arguments is None else arguments)
     # argparse drops a "--", which tells paths from revisions, and pytest's options from ours.
-    end = given.index("--") if given[:1] in (["diff"], ["audit"]) and "--" in given else len(given)
+    end = (
+        given.index("--")
+        if given[:1] in (["diff"], ["report"], ["audit"]) and "--" in given
+        else len(given)
+    )
     options = _parser().parse_args(given[:end], argparse.Namespace(rest=given[end:]))
     run: Callable[[argparse.Namespace], int] = options.run
     try:
@@ -140,6 +145,22 @@ def _audit(options: argparse.Namespace) -> int:
     lines, has_faults = audit(list(collect([*options.arguments, *options.rest[1:]], options.sizes)))
     Printer("never").lines(lines)
     return DIFFERENT if has_faults else SAME
+
+
+def _report(options: argparse.Namespace) -> int:
+    from pytest_fsdp_comm.command_line.report import report, sides_of  # noqa: PLC0415  # as above
+
+    sides = sides_of([*options.sides, *options.rest], Path.cwd())
+    output = Path(options.output)
+    command = shlex.join(["fsdp-comm", "report", *options.sides, *options.rest])
+    try:
+        pages = report(sides, find_project(Path.cwd()).links, output, command=command)
+    except OSError as error:
+        raise CommandError(f"cannot write {output} ({error.strerror or error})") from None
+    for problem in sides.problems:
+        print(f"fsdp-comm: {problem}", file=sys.stderr)  # noqa: T201  # an error's place
+    print(f"{output / 'index.html'}: {pages} {'test' if pages == 1 else 'tests'}")  # noqa: T201  # a program's output
+    return FAILED if sides.problems else SAME
 
 
 def _trace(options: argparse.Namespace) -> int:
@@ -240,6 +261,16 @@ def _parser() -> argparse.ArgumentParser:
         "arguments", nargs="*", metavar="PATH", help="what pytest collects (default: all tests)"
     )
     audit.set_defaults(run=_audit)
+
+    report = commands.add_parser(
+        "report",
+        help="make HTML pages of what CI received, or of what diff tells",
+        description="Takes what pytest --comm-artifacts left, or what diff takes, and writes "
+        "index.html with a page for each test.",
+    )
+    report.add_argument("sides", nargs="*", metavar="DIR | OLD NEW | REVISION")
+    report.add_argument("-o", "--output", metavar="DIR", default="comm-report")
+    report.set_defaults(run=_report)
 
     trace = commands.add_parser(
         "trace",

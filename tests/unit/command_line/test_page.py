@@ -17,7 +17,7 @@ COMMANDS = re.findall(r"^fsdp-comm (.*)$", SHELL, re.MULTILINE)
 def asked(monkeypatch):
     """What the program was asked to do, without doing it."""
     calls = []
-    for name in ("_show", "_diff", "_accept", "_audit", "_trace"):
+    for name in ("_show", "_diff", "_accept", "_audit", "_report", "_trace"):
         monkeypatch.setattr(
             f"pytest_fsdp_comm.command_line.main.{name}", lambda options: calls.append(options) or 0
         )
@@ -34,7 +34,7 @@ def test_every_command_has_its_place_on_the_page(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     listed = set(re.findall(r"^    ([a-z-]+)\b", capsys.readouterr().out, re.MULTILINE))
-    assert {"show", "diff", "accept", "audit", "trace", "git-diff"} == listed
+    assert {"show", "diff", "accept", "audit", "report", "trace", "git-diff"} == listed
     for name in listed:
         assert f"fsdp-comm {name}" in PAGE
         # Each says how it ends and what it takes.

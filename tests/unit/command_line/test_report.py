@@ -1,0 +1,29 @@
+"""``fsdp-comm report`` makes pages of artifacts, and of what ``diff`` tells."""
+
+import made_up
+
+from pytest_fsdp_comm.snapshots.comm_text import format_profile
+
+OLD, NEW = (format_profile(made_up.profile(layers=layers)) for layers in (3, 4))
+
+
+def test_artifacts_become_pages_with_the_story_of_each_test(write, fsdp_comm, project):
+    write("ci/received/test_a/test_x.ws8.comm", NEW)
+    write("ci/expected/test_a/test_x.ws8.comm", OLD)
+    write("ci/received/test_a/test_new.ws8.comm", NEW)
+    made = fsdp_comm("report", "ci", "-o", "pages")
+    assert (made.status, made.lines) == (0, ["pages/index.html: 2 tests"])
+    pages = [page.read_text() for page in (project / "pages/tests").iterdir()]
+    assert len(pages) == 2
+    assert any("layers: 3 -&gt; 4 modules" in page for page in pages)
+    index = (project / "pages/index.html").read_text()
+    assert "test_x.ws8" in index
+    assert "test_new.ws8" in index
+
+
+def test_what_diff_takes_is_reported_too(write, fsdp_comm, project):
+    write("old.comm", OLD)
+    write("new.comm", NEW)
+    assert fsdp_comm("report", "old.comm", "new.comm").status == 0
+    assert (project / "comm-report/index.html").exists()
+    assert fsdp_comm("report", "nope").status == 2
