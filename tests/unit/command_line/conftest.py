@@ -66,7 +66,13 @@ def git(project, monkeypatch):
         f'#!/bin/sh\nPYTHONPATH={root} exec {sys.executable} -m pytest_fsdp_comm "$@"\n'
     )
     program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    # Not the one that is installed: a test removes the program.
+    others = [
+        directory
+        for directory in os.environ["PATH"].split(os.pathsep)
+        if not (Path(directory) / "fsdp-comm").exists()
+    ]
+    monkeypatch.setenv("PATH", os.pathsep.join([str(programs), *others]))
 
     def run(*arguments, status=0):
         done = subprocess.run(
