@@ -1,8 +1,8 @@
 """Starts pytest sessions from a process that has imported torch already.
 
 The import takes two thirds of a short session's processor time, and the acceptance tests run
-hundreds of sessions. Apart from it a session begins as by ``python -m pytest``: nothing of pytest,
-its plugins or this project is imported before. A test whose point is what a session imports, or
+hundreds of sessions. Apart from it a session begins as by ``python -m pytest``: no plugin of pytest
+and nothing of this project is imported before. A test whose point is what a session imports, or
 what a list of processes shows, is marked ``cold``.
 """
 
@@ -130,9 +130,13 @@ def become_pytest(request):
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as requests_:
+        # What sessions import later, and pytest's own modules, as ``python -m pytest`` does first.
+        import pytest  # noqa: F401  # see above
         import torch.distributed.device_mesh
         import torch.distributed.fsdp
-        import torch.distributed.tensor.parallel  # noqa: F401  # what sessions import later
+        import torch.distributed.tensor.debug
+        import torch.distributed.tensor.parallel
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401  # see above
 
         # What torch made outlives every session: no collection need look at it.
         gc.collect()

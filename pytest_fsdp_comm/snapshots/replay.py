@@ -19,7 +19,6 @@ from syrupy.location import PyTestLocation
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.snapshots.explain import describe_error
 from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension, bind_extension
 from pytest_fsdp_comm.text.paths import show_path
 
@@ -181,6 +180,8 @@ def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
         return ""
     result = assertion.executions[assertion.num_executions - 1]
     if result.exception is not None:
+        from pytest_fsdp_comm.snapshots.explain import describe_error  # noqa: PLC0415  # on failure only
+
         return describe_error(result, config.rootpath)
     where = show_path(Path(result.snapshot_location), config.rootpath)
     return (
