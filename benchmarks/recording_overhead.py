@@ -12,6 +12,7 @@ hits all of them alike.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
@@ -123,6 +124,8 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(options.steps + 2):
         for name, way in ways.items():
+            # What one way leaves behind must not be collected while another is timed.
+            gc.collect()
             dist.barrier()
             started = time.perf_counter()
             with way():

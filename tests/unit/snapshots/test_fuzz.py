@@ -5,13 +5,13 @@ import pytest
 
 
 @pytest.mark.parametrize("kind", ["comm", "tree"])
-def test_ten_thousand_mutations_are_refused_or_read_as_they_are_written(kind):
-    found = fuzzing.fuzz(kind, mutations=10_000, seed=1)
-    assert sum(found.values()) == 10_000
+def test_thousands_of_mutations_are_refused_or_read_as_they_are_written(kind):
+    found = fuzzing.fuzz(kind, mutations=4_000, seed=1)
+    assert sum(found.values()) == 4_000
     # The mutations reach both sides.
-    assert found["refused"] > 5_000
-    assert found["other"] > 100
-    assert found["same"] > 100
+    assert found["refused"] > 2_000
+    assert found["other"] > 40
+    assert found["same"] > 40
 
 
 @pytest.mark.parametrize("kind", ["comm", "tree"])
