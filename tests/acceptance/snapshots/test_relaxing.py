@@ -224,17 +224,17 @@ def test_named(comm_mode, comm_snapshot, n):
 def test_the_option_is_for_one_comparison_and_goes_with_others_on_ranks(pytester, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     project = Project(pytester, GLOO)
-    project.update("-n", "2").assert_outcomes(passed=2)
+    project.update().assert_outcomes(passed=2)
     relaxed = {
         name: "activation sizes not compared" in project.read(f"test_named[0].ws2.{name}.comm")
         for name in ("first", "second", "third", "third.again")
     }
     assert relaxed == {"first": True, "second": False, "third": True, "third.again": True}
     project.edit("BATCH = 2", "BATCH = 4")
-    result = project.run("-n", "2")
+    result = project.run()
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(["*test_named?0? - (root): all_reduce 8 -> 16 B"])
     project.edit('name="second"', 'name="second", activation_nbytes=False')
-    project.update("-n", "2").assert_outcomes(passed=2)
+    project.update().assert_outcomes(passed=2)
     project.edit("BATCH = 4", "BATCH = 8")
     project.run("-n", "2").assert_outcomes(passed=2)
