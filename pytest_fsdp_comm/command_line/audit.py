@@ -10,7 +10,6 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pytest_fsdp_comm.command_line.documents import counted
 from pytest_fsdp_comm.command_line.errors import CommandError
 from pytest_fsdp_comm.snapshots.audit import (
     OUTPUT,
@@ -19,6 +18,7 @@ from pytest_fsdp_comm.snapshots.audit import (
     load_collection,
     snapshot_files,
 )
+from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.paths import show_path
 
 if TYPE_CHECKING:

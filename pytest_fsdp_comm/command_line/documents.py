@@ -145,11 +145,6 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers)) or "none"
 
 
-def counted(count: int, word: str) -> str:
-    """``1 rank``, ``2 ranks``."""
-    return f"{count} {word}{'' if count == 1 else 's'}"
-
-
 def describe_problem(problem: FsdpCommError) -> str:
     """What is wrong with a file, without the remedy, which is for tests that fail."""
     return str(problem).partition(". Nothing was overwritten")[0]

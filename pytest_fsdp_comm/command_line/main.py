@@ -17,6 +17,7 @@ from pytest_fsdp_comm.command_line.errors import CommandError
 from pytest_fsdp_comm.command_line.project import find_project
 from pytest_fsdp_comm.command_line.terminal import Printer, When
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.paths import show_path
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def _report(options: argparse.Namespace) -> int:
         raise CommandError(f"cannot write {output} ({error.strerror or error})") from None
     for problem in sides.problems:
         print(f"fsdp-comm: {problem}", file=sys.stderr)  # noqa: T201  # an error's place
-    print(f"{output / 'index.html'}: {pages} {'test' if pages == 1 else 'tests'}")  # noqa: T201  # a program's output
+    print(f"{output / 'index.html'}: {counted(pages, 'test')}")  # noqa: T201  # a program's output
     return FAILED if sides.problems else SAME
 
 

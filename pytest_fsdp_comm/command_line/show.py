@@ -11,8 +11,8 @@ from pytest_fsdp_comm.comm.cost import estimate_seconds
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import show_mesh
 from pytest_fsdp_comm.comm.profile import CommProfile
-from pytest_fsdp_comm.command_line.documents import counted
 from pytest_fsdp_comm.reports.tree_terminal import render_tree
+from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 

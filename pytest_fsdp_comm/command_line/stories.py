@@ -9,10 +9,11 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.profile import CommProfile
-from pytest_fsdp_comm.command_line.documents import NOWHERE, Document, counted
+from pytest_fsdp_comm.command_line.documents import NOWHERE, Document
 from pytest_fsdp_comm.reports.explanation import CURE
 from pytest_fsdp_comm.snapshots.differences import Aids, evidence_of, explain_profiles
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename
+from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from pytest_fsdp_comm.recording.operations import is_unknown_kind
 from pytest_fsdp_comm.recording.owners.attribution import NodeMakers
 from pytest_fsdp_comm.recording.owners.module_names import parts_of
 from pytest_fsdp_comm.recording.recorder import Recorder
+from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class CommMode(CommDebugAnswers):
         totals = self.profile.totals()
         count = sum(total.count for total in totals)
         nbytes = show_nbytes(sum(total.nbytes for total in totals))
-        return f"<CommMode: {count} collective{'' if count == 1 else 's'}, {nbytes}>"
+        return f"<CommMode: {counted(count, 'collective')}, {nbytes}>"
 
     def __str__(self) -> str:
         """The profile of this rank as a table."""

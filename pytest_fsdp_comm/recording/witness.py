@@ -21,6 +21,7 @@ from pytest_fsdp_comm.comm.events import Gap
 from pytest_fsdp_comm.recording import flight_recorder
 from pytest_fsdp_comm.recording.flight_recorder import Flight
 from pytest_fsdp_comm.recording.operations import UNKNOWN, Message, tensors_in
+from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 
 if TYPE_CHECKING:
@@ -306,7 +307,7 @@ def _alike(dtypes: Iterable[str]) -> frozenset[str]:
 
 
 def _count(number: int) -> str:
-    return "1 collective" if number == 1 else f"{number} collectives"
+    return counted(number, "collective")
 
 
 def _listed(kinds: Counter[str]) -> str:

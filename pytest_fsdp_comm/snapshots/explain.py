@@ -98,14 +98,8 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
         return None
     results = [result for _, result in failed]
     item = results[0].test_location.item
-    # An update would refuse what could not be compared.
-    is_broken = any(result.exception is not None for result in results)
-    accept = "" if is_broken else update_command(config, item)
-    accept = _with_removal(config.rootpath, results, accept)
-    aids = Aids(
-        links=config.stash[OPTIONS].links,
-        evidence=evidence_of(_compared_profiles(result for _, result in assertion.last_results)),
-    )
+    accept = _accept_command(config, item, results)
+    aids = _aids(config, assertion)
     explained = [
         _explain_one(assertion.extension, (name, result), aids, config.rootpath, accept=accept)
         for name, result in failed
@@ -144,12 +138,12 @@ def explain_result(
     """
     item = result.test_location.item
     config = item.config
-    accept = "" if result.exception is not None else update_command(config, item)
-    accept = _with_removal(config.rootpath, [result], accept)
-    others = (other for _, other in assertion.last_results)
-    aids = Aids(links=config.stash[OPTIONS].links, evidence=evidence_of(_compared_profiles(others)))
     failure, what = _explain_one(
-        assertion.extension, (name, result), aids, config.rootpath, accept=accept
+        assertion.extension,
+        (name, result),
+        _aids(config, assertion),
+        config.rootpath,
+        accept=_accept_command(config, item, [result]),
     )
     return failure.explanation.full, headline_of_values({name: what})
 
@@ -160,12 +154,29 @@ def _is_verbose(config: pytest.Config) -> bool:
     return is_ci or config.get_verbosity(config.VERBOSITY_ASSERTIONS) > 1
 
 
+def _aids(config: pytest.Config, assertion: CommSnapshot) -> Aids:
+    """What explains any value of the last comparison: the trees in it are evidence."""
+    results = (result for _, result in assertion.last_results)
+    return Aids(
+        links=config.stash[OPTIONS].links, evidence=evidence_of(_compared_profiles(results))
+    )
+
+
+def _accept_command(
+    config: pytest.Config, item: pytest.Item, failed: Sequence[AssertionResult]
+) -> str:
+    """The command that accepts what failed; empty if an update would refuse it."""
+    if any(result.exception is not None for result in failed):
+        return ""
+    return _with_removal(config.rootpath, failed, update_command(config, item))
+
+
 def _with_removal(rootdir: Path, failed: Sequence[AssertionResult], accept: str) -> str:
     """Removes first what an update would refuse to replace: files of ranks that do not run now."""
     wider = []
     for result in failed:
         old, new = result.recalled_data, result.asserted_data
-        if not accept or old is None or new is None:
+        if old is None or new is None:
             continue
         if has_further_ranks(cast("SnapshotText", old).profile, cast("SnapshotText", new).profile):
             wider.append(shlex.quote(show_path(Path(result.snapshot_location), rootdir)))

@@ -27,6 +27,7 @@ from pytest_fsdp_comm.snapshots.unused import (
     snapshot_places,
 )
 from pytest_fsdp_comm.text.codec import dump_document, load_document
+from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.paths import show_path
 
 if TYPE_CHECKING:
@@ -316,7 +317,7 @@ class UnusedSnapshots:
         if not self._unused or hasattr(self._config, "workeroutput"):
             return
         count = len(self._unused)
-        files = f"{count} snapshot file{'' if count == 1 else 's'}"
+        files = counted(count, "snapshot file")
         terminalreporter.write_sep("-", "unused communication snapshots")
         what = "deleted" if self._are_removed else "unused"
         terminalreporter.write_line(f"{files} {what}:", yellow=True)

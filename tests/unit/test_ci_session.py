@@ -11,7 +11,7 @@ from pytest_fsdp_comm.options import OPTIONS
 GITHUB = {
     "GITHUB_ACTIONS": "true",
     "GITHUB_STEP_SUMMARY": "/runner/summary",
-    "GITHUB_WORKSPACE": "/work",
+    "GITHUB_WORKSPACE": "/checkout",
     "GITHUB_SERVER_URL": "https://github.com",
     "GITHUB_REPOSITORY": "o/r",
     "GITHUB_SHA": "abc",
@@ -24,7 +24,7 @@ def config(*, summary=None, plugins=()):
         get_plugin=lambda _: None,
     )
     stash = {OPTIONS: SimpleNamespace(summary_file=summary)}
-    return SimpleNamespace(pluginmanager=manager, stash=stash, rootpath=Path("/work/sub"))
+    return SimpleNamespace(pluginmanager=manager, stash=stash, rootpath=Path("/checkout/sub"))
 
 
 def test_nothing_is_told_where_nobody_reads():
@@ -37,11 +37,11 @@ def test_nothing_is_told_where_nobody_reads():
 def test_github_and_a_file_are_told_independently():
     review = read_review(config(), GITHUB)
     assert (review.step_summary, review.summary) == (Path("/runner/summary"), None)
-    assert (review.annotates, review.top) == (True, Path("/work"))
+    assert (review.annotates, review.top) == (True, Path("/checkout"))
     assert review.link == ("https://github.com", "o/r", "abc")
     review = read_review(config(summary=Path("s.md")), {"PYTEST_CURRENT_TEST": "x"})
     assert (review.step_summary, review.summary) == (None, Path("s.md"))
-    assert (review.annotates, review.top, review.link) == (False, Path("/work/sub"), None)
+    assert (review.annotates, review.top, review.link) == (False, Path("/checkout/sub"), None)
 
 
 def test_failures_are_annotated_once():
@@ -50,7 +50,7 @@ def test_failures_are_annotated_once():
 
 
 def report(when="call", outcome="failed", *, headline=None, keywords=("distributed",), path=None):
-    crash = SimpleNamespace(path=path or "/work/sub/t.py", lineno=7, message="assert 1\nmore")
+    crash = SimpleNamespace(path=path or "/checkout/sub/t.py", lineno=7, message="assert 1\nmore")
     made = SimpleNamespace(
         nodeid="t.py::x", when=when, outcome=outcome, failed=outcome == "failed",
         keywords=dict.fromkeys(keywords, 1), location=("t.py", 4, "x"),
@@ -93,7 +93,7 @@ def test_tests_that_use_nothing_of_this_are_not_told():
 
 
 def test_a_place_outside_of_the_checkout_is_that_of_the_test():
-    (failed,) = told(report(path="/work/.venv/lib/site-packages/torch/x.py")).failed
+    (failed,) = told(report(path="/checkout/.venv/lib/site-packages/torch/x.py")).failed
     assert (failed.place.path, failed.place.line) == ("sub/t.py", 5)
     (failed,) = told(report(path="/elsewhere/x.py")).failed
     assert failed.place.path == "sub/t.py"

@@ -149,8 +149,7 @@ class RankTemplate:
             # Again, since a plugin may have caught what should have ended a forked child before.
             end_forked_child(rank_pid, None)
             if next_test.is_none:
-                self._plugin.run_exit_functions(item)
-                run_finalizers()
+                self._end_process(item)
             ended = TestEnded(
                 last_report=self._plugin.take_held(),
                 payloads=payloads,
@@ -165,13 +164,17 @@ class RankTemplate:
             number += 1
         if isinstance(command, EndTests):
             self._plugin.end_tests(item)
-            self._plugin.run_exit_functions(item)
-            run_finalizers()
+            self._end_process(item)
             save_coverage()
             _flush()
             channel.send(TestsEnded())
             # Its end is the supervisor's to decide.
             channel.receive()
+
+    def _end_process(self, item: pytest.Item) -> None:
+        """Does what Python does as a process exits, which this one does not do by itself."""
+        self._plugin.run_exit_functions(item)
+        run_finalizers()
 
 
 def _context(spec: RankSetSpec, rank: int, number: int, departures: Departures) -> RankContext:

@@ -156,10 +156,14 @@ def asking_frame() -> FrameType | None:
     return None
 
 
+def _is_package(path: str) -> bool:
+    return any(directory in path for directory in _SITE_PACKAGES)
+
+
 @functools.cache
 def _is_asking(path: str) -> bool | None:
     """Whether code of a file asks for itself; None if it passes on what its caller asked for."""
-    is_package = any(directory in path for directory in _SITE_PACKAGES)
+    is_package = _is_package(path)
     if path.startswith((*_SKIPPED, *_THIN, "<")) or (is_package and "/numpy/" in path):
         return None
     if path.startswith(_TORCH) or (is_package and Path(path).parent.name == "transformers"):
@@ -196,7 +200,7 @@ def _kind_of_file(path: str) -> _File:
         is_asking = path == _DDP or path.startswith(_TORCH + "distributed")
         return _File.ASKING if is_asking else _File.TORCH
     # Packages are below the standard library where there is no virtual environment.
-    if any(directory in path for directory in _SITE_PACKAGES):
+    if _is_package(path):
         return _File.LIBRARY
     return _File.STDLIB if path.startswith((_STDLIB, "<")) else _File.USER
 

@@ -6,6 +6,8 @@ import re
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
+from pytest_fsdp_comm.text.counts import counted
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -106,22 +108,18 @@ def _headline(outcomes: Outcomes) -> str:
     told = sum(test.comparisons is not None for test in outcomes.failed)
     others = len(outcomes.failed) - told
     compared = (
-        f"{_count(outcomes.compared_files, 'snapshot')} in "
-        f"{_count(outcomes.compared_tests, 'test')}"
+        f"{counted(outcomes.compared_files, 'snapshot')} in "
+        f"{counted(outcomes.compared_tests, 'test')}"
     )
     if not outcomes.has_news:
         return "No test compared anything with a communication snapshot."
     if not outcomes.failed:
         equal = "all equal" if outcomes.compared_tests else "none compared"
         return f"Communication: {compared} compared, {equal}."
-    differ = f"differs from the reviewed snapshots in {_count(told, 'test')}" if told else ""
-    more = f"{_count(others, 'test')} failed for another reason" if others else ""
+    differ = f"differs from the reviewed snapshots in {counted(told, 'test')}" if told else ""
+    more = f"{counted(others, 'test')} failed for another reason" if others else ""
     what = ", ".join(filter(None, (differ, more)))
     return f"### Communication: {what}\n\n{compared} compared."
-
-
-def _count(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _row(test: FailedTest, link: Callable[[Place], str]) -> str:
@@ -157,7 +155,7 @@ def _unused(outcomes: Outcomes) -> str:
     ]
     more = len(outcomes.unused) - len(listed)
     listed += [f"- {more} more\n"] if more > 0 else []
-    return f"{_count(len(outcomes.unused), 'snapshot file')} {what}:\n\n{''.join(listed)}\n"
+    return f"{counted(len(outcomes.unused), 'snapshot file')} {what}:\n\n{''.join(listed)}\n"
 
 
 def _cell(text: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.tree.findings.costs import (
     gain_nbytes,
@@ -125,7 +126,7 @@ def mixed_frozen(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
             ]
             way = max(ways, key=lambda way: way.gain(thresholds))
             if way.gain(thresholds) > 0:
-                collectives = _counted(way.collectives, "more collective")
+                collectives = counted(way.collectives, "more collective")
                 yield Case(
                     fqns=(tree.unit_name(index),),
                     reason=(
@@ -263,7 +264,7 @@ def unit_too_small(tree: ShardTree, thresholds: Thresholds) -> Iterator[Case]:
                 fqns=(tree.unit_name(index),),
                 reason=(
                     "its all-gather costs latency, not bandwidth: without it a step has "
-                    f"{at_least}{_counted(saved, 'collective')} fewer and no more bytes; the "
+                    f"{at_least}{counted(saved, 'collective')} fewer and no more bytes; the "
                     f"largest unit gathers {show_nbytes(largest)}"
                 ),
                 nbytes=unit.nbytes_gathered,
@@ -359,7 +360,7 @@ def dim_smaller_than_axis(tree: ShardTree, thresholds: Thresholds) -> Iterator[C
         yield Case(
             fqns=tuple(map(tree.parameter_fqn, padded)),
             reason=(
-                f"the split dimension has {_counted(rows, 'element')}, fewer than the axis "
+                f"the split dimension has {counted(rows, 'element')}, fewer than the axis "
                 f"{axis_name} has ranks: some ranks keep nothing"
                 + (", and what is gathered is mostly padding" if nbytes else "")
             ),
@@ -417,7 +418,3 @@ def precision_override(tree: ShardTree, _: Thresholds) -> Iterator[Case]:
                 ),
                 nbytes=unit.nbytes_gathered,
             )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
