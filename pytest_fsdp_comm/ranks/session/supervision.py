@@ -417,12 +417,20 @@ class Supervision:
     def _stop(self, why: Stopped) -> None:
         """Notes where the ranks are that still run, then leaves them to `end`."""
         self._locate()
-        running = {number: rank for number, rank in self._ranks.items() if not rank.is_over}
-        for number, rank in running.items():
-            rank.stopped = why
+        for number, rank in self._ranks.items():
+            if rank.is_over:
+                continue
             # It may be long until `end`, where ranks of other processes are waited for: until then
             # it must neither write on nor wear out the machine.
             self._processes.send_signal(number, signal.SIGSTOP)
+            # On a busy machine it may have ended its test, or a subtest, and not been heard yet.
+            self._drain(rank)
+            if rank.is_done:
+                self._processes.send_signal(number, signal.SIGCONT)
+                rank.position = Position(site="", activity=Activity.HAS_ENDED)
+                rank.stacks = ""
+            elif rank.status is None:
+                rank.stopped = why
 
     def _locate(self) -> None:
         """Finds out where every rank is that lives, and what each waits for."""

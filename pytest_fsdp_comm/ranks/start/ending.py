@@ -112,7 +112,8 @@ def _cleans_up(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    return any(name in command for name in _CLEANERS)
+    # Of a process that has only just become another program, the kernel shows no command yet.
+    return not command or any(name in command for name in _CLEANERS)
 
 
 def is_gone(pid: int) -> bool:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -116,6 +117,17 @@ def test_a_child_that_does_not_end_is_not_waited_for():
     with pytest.raises(ChildProcessError):
         ending.await_end(child.pid, within_s=10)
     child.returncode = -signal.SIGKILL
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody adopts orphans")
+def test_a_child_that_shows_no_command_yet_is_given_time():
+    # As one that has ended and was not waited for: between two programs, a process shows none.
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not Path(f"/proc/{child.pid}/cmdline").read_bytes()
+    assert ending._cleans_up(child.pid)
+    assert not ending._cleans_up(os.getpid())
+    assert child.wait() == 0
 
 
 ADOPTING = '''

@@ -1,5 +1,7 @@
 """What a supervisor hears from ranks, and what it passes on, without any process."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -8,6 +10,7 @@ from pytest_fsdp_comm.options import DistributedSettings
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.ranks.wire.positions import Activity
 from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank, RankSetSpec, StoreAddress
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport
 from pytest_fsdp_comm.ranks.wire.socket_paths import listen
@@ -65,3 +68,41 @@ def test_a_failure_that_comes_together_with_the_end_is_passed_on(spec, outcome):
     assert heard[-1] == (outcome == "failed")
     assert [report.has_failed for report in results[1].reports] == [outcome == "failed"]
     assert supervision.is_reusable == (outcome == "passed")
+
+
+class Pausing(NoProcesses):
+    """A process that ends its test just before the signal comes that stops it."""
+
+    def __init__(self, rank):
+        self._rank = rank
+        self.signals = []
+
+    def pid(self, number):
+        assert number == 1
+        return os.getpid()
+
+    def send_signal(self, number, signal_number):
+        assert number == 1
+        self.signals.append(signal_number)
+        if signal_number == signal.SIGSTOP:
+            self._rank.send(PhaseReport(report={"outcome": "failed"}, made_at=1.0))
+            self._rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
+
+
+def test_what_a_rank_says_while_it_is_stopped_is_heard(spec, monkeypatch):
+    monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
+    listener = listen(spec.socket_path, 1)
+    rank = Channel.connect(spec.socket_path, messages.RANK)
+    rank.send(messages.RankHello(rank=1))
+    processes = Pausing(rank)
+    supervision = Supervision(spec, listener, processes)
+    try:
+        results = supervision.run(started_at=time.monotonic(), has_failed_elsewhere=lambda _: True)
+    finally:
+        supervision.end(0.0)
+        rank.close()
+    assert [report.has_failed for report in results[1].reports] == [True]
+    assert results[1].stopped is None
+    assert results[1].position.activity is Activity.HAS_ENDED
+    # It may keep fixtures for another test, which it ends itself.
+    assert processes.signals[-2:] == [signal.SIGSTOP, signal.SIGCONT]
