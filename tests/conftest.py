@@ -9,6 +9,14 @@ settings.register_profile("suite", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("suite")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _uncompiled_projects():
+    """Tests change files within a second, which the time stamps of compiled ones cannot tell."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+        yield
+
+
 @pytest.fixture
 def backend(request):
     """Parametrized by `oracle.gloo_and_fake`, which names the tests by it."""

@@ -6,6 +6,7 @@ and nothing of this project is imported before. A test whose point is what a ses
 what a list of processes shows, is marked ``cold``.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 _MOST_NBYTES = 1 << 20
@@ -125,7 +127,17 @@ def become_pytest(request):
     sys.path[:0] = [request["directory"], *filter(None, added.split(os.pathsep))]
 
     sys.argv = ["pytest", *request["arguments"]]
-    runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+    status = 0
+    try:
+        runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        status = end.code
+    # As the interpreter ends, but without taking torch's modules apart, which copies all of them.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
