@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import pytest
 
@@ -15,6 +15,8 @@ from pytest_fsdp_comm.options import OPTIONS
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from syrupy.assertion import SnapshotAssertion
     from torch.distributed.device_mesh import DeviceMesh  # noqa: TID251  # for the type only
 
@@ -22,6 +24,18 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.rank.context import RankContext
     from pytest_fsdp_comm.recording.comm_mode import CommMode
     from pytest_fsdp_comm.snapshots.extension import CommSnapshot
+
+_IMPORTED: Final = {
+    "comm_mode": ("pytest_fsdp_comm.recording.comm_mode",),
+    "fsdp_tree": ("pytest_fsdp_comm.fsdp_tree", "pytest_fsdp_comm.tree.findings.rules"),
+}
+"""What each fixture imports when a test first asks for it."""
+
+
+def imported_by(items: Iterable[pytest.Item]) -> list[str]:
+    """The modules that tests' fixtures import, beside torch's."""
+    fixtures = {name for item in items for name in getattr(item, "fixturenames", ())}
+    return [module for name, modules in _IMPORTED.items() if name in fixtures for module in modules]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.gathering import gather_alike
-from pytest_fsdp_comm.reports.html.pages import tree_page
 from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles, list_states
 from pytest_fsdp_comm.sharding.expected_units import WrapExpectation, expect_units
@@ -136,13 +135,19 @@ class TreeFactory:
         Raises:
             FsdpCommError: The path ends otherwise.
         """
-        renderers = {".html": tree_page, ".json": dump_tree}
-        render = renderers.get(Path(path).suffix)
-        if render is None:
+        suffix = Path(path).suffix
+        if suffix not in {".html", ".json"}:
             raise FsdpCommError(
                 f"fsdp_tree.save writes .html and .json files, got {os.fspath(path)!r}; use one "
                 "of these extensions"
             )
+        render = dump_tree
+        if suffix == ".html":
+            from pytest_fsdp_comm.reports.html.pages import (  # noqa: PLC0415  # few tests need it
+                tree_page,
+            )
+
+            render = tree_page
         # Where every rank writes the same file, each replaces it as a whole.
         unfinished = Path(path).with_name(f".{Path(path).name[:200]}.{os.getpid()}")
         unfinished.write_text(render(tree), encoding="utf-8")

@@ -20,6 +20,7 @@ from pytest_fsdp_comm.fixtures import (
     device_mesh,
     dist_info,
     fsdp_tree,
+    imported_by,
 )
 from pytest_fsdp_comm.launch_environment import is_spawned_rank
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
@@ -174,11 +175,14 @@ def _prepare_ranks(
     if launched:
         from pytest_fsdp_comm.ranks.launched import join as launch  # noqa: PLC0415  # as above
 
-        launch.join_session(session, extensions, launched)
+        launch.join_session(session, extensions, launched, preloaded=imported_by(ours))
     elif any(options.SETTINGS in item.stash for item in ours):
         workers_input = getattr(config, "workerinput", {})
         ranks = config.stash[RUNNER] = runner.RankRunner(
-            session, extensions, slots_directory=workers_input.get(_SLOTS_INPUT)
+            session,
+            extensions,
+            slots_directory=workers_input.get(_SLOTS_INPUT),
+            preloaded=imported_by(ours),
         )
         ranks.start()
         ranks.explain_fallback()

@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 
 def join_session(
-    session: pytest.Session, extensions: Sequence[RankExtension[Any]], launched: LaunchedRank
+    session: pytest.Session,
+    extensions: Sequence[RankExtension[Any]],
+    launched: LaunchedRank,
+    *,
+    preloaded: Sequence[str],
 ) -> None:
     """Meets the other processes; returns on rank 0 only, which then runs the session.
 
@@ -39,6 +43,7 @@ def join_session(
         session: The session, after collection.
         extensions: What other rooms add to each test's way through the ranks.
         launched: This process's rank.
+        preloaded: Modules that ranks find imported, beside torch's.
 
     Raises:
         pytest.UsageError: The processes do not fit together.
@@ -50,10 +55,13 @@ def join_session(
     _skip_what_does_not_fit(session.items, launched)
     if not launched.is_leader:
         follower = Follower(session, launched)
-        follow(session, follower, partial(RankRunner, session, extensions, follower), tests)
+        make_runner = partial(RankRunner, session, extensions, follower, preloaded=preloaded)
+        follow(session, follower, make_runner, tests)
     leader = Leader(session, launched)
     session.config.pluginmanager.register(leader, "fsdp-comm-leader")
-    runner = session.config.stash[RUNNER] = RankRunner(session, extensions, leader)
+    runner = session.config.stash[RUNNER] = RankRunner(
+        session, extensions, leader, preloaded=preloaded
+    )
     # Forks the fork server, before there is a thread.
     runner.start()
     runner.explain_fallback()

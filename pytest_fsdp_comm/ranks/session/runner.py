@@ -79,6 +79,7 @@ class RankRunner:
         peers: Peers | None = None,
         *,
         slots_directory: str | None = None,
+        preloaded: Sequence[str] = (),
     ) -> None:
         """Stores the arguments; `start` forks the server.
 
@@ -88,8 +89,10 @@ class RankRunner:
             peers: The processes that have the other ranks; None if all ranks are started here.
             slots_directory: Through which the session's processes share ranks and GPUs; None if
                 this is the only one.
+            preloaded: Modules that ranks find imported, beside torch's.
         """
         self._session = session
+        self._preloaded = preloaded
         self._extensions = extensions
         self._peers = peers
         self._slots_directory = slots_directory
@@ -131,7 +134,7 @@ class RankRunner:
             server = spawn_server(self._session.config, directory, shared, self._terminal)
         else:
             end_openmp_threads()
-            server = fork_server(self._prepare_ranks, directory, shared, users)
+            server = fork_server(self._prepare_ranks, directory, shared, users, self._preloaded)
         return _Base(directory=directory, slots=slots, users=users, server=server)
 
     def _close_base(self) -> int | None:

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, await_end, kill, kill_groups
-from pytest_fsdp_comm.ranks.start.fork_server import fork_quietly, serve
+from pytest_fsdp_comm.ranks.start.fork_server import PRELOADED, fork_quietly, serve
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import (
     FORK_CLIENT,
@@ -29,7 +29,7 @@ from pytest_fsdp_comm.ranks.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from pytest_fsdp_comm.ranks.start.fork_server import RunRank
@@ -136,6 +136,7 @@ def fork_server(
     directory: Path,
     shared: Path | None,
     users: SharedDirectory | None,
+    preloaded: Sequence[str] = (),
 ) -> ForkServer:
     """Forks the server from this process.
 
@@ -144,6 +145,7 @@ def fork_server(
         directory: As for `fork_server.serve`.
         shared: As for `fork_server.serve`.
         users: This process's own use of that.
+        preloaded: Modules that ranks find imported, beside torch's.
     """
 
     def start(ours: socket.socket, theirs: socket.socket) -> int:
@@ -152,7 +154,8 @@ def fork_server(
             ours.close()
             if users is not None:
                 users.forget()
-            serve(Channel(theirs, FORK_SERVER), prepare, directory, shared)
+            modules = (*PRELOADED, *preloaded)
+            serve(Channel(theirs, FORK_SERVER), prepare, directory, shared, preloaded=modules)
         return pid
 
     return ForkServer(start)

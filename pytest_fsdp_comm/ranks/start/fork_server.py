@@ -91,7 +91,7 @@ def serve(
     directory: Path,
     shared: Path | None = None,
     *,
-    preloaded: Sequence[str] = PRELOADED,
+    preloaded: Sequence[str],
 ) -> NoReturn:
     """Forks and reaps until the pytest process is gone, and ends this process.
 
@@ -118,9 +118,9 @@ def serve(
     status = 0
     try:
         for name in preloaded:
-            # A test that needs a missing one says so: torch.distributed.tensor.debug, for
+            # A test that needs one that fails says so: torch.distributed.tensor.debug, for
             # example, needs numpy, which torch does not.
-            with contextlib.suppress(ImportError):
+            with contextlib.suppress(Exception):
                 importlib.import_module(name)
         kept_signals: dict[int, Any] = {signal.SIGTERM: at_sigterm, signal.SIGHUP: at_sighup}
         server = _Server(channel, prepare(), kept_signals, users, adopts=adopts)

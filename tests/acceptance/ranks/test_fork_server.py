@@ -79,6 +79,36 @@ def test_ranks_run_without_numpy(pytester):
     pytester.runpytest_subprocess().assert_outcomes(passed=1)
 
 
+def test_ranks_find_imported_what_the_fixtures_of_tests_need(pytester):
+    """In each rank of each test it would take longer than a small test."""
+    pytester.makeconftest(
+        """
+        import sys
+        import pytest
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_runtest_setup(item):
+            names = ["recording.comm_mode", "fsdp_tree", "reports.html.pages"]
+            imported = [name for name in names if f"pytest_fsdp_comm.{name}" in sys.modules]
+            item.user_properties.append(("imported", imported))
+        """
+    )
+    source = """
+        import pytest
+
+        @pytest.mark.distributed(world_size=2)
+        def test_it({fixture}, request):
+            assert request.node.user_properties == [("imported", {imported})]
+    """
+    for fixture, imported in [
+        ("comm_mode", ["recording.comm_mode"]),
+        ("fsdp_tree", ["fsdp_tree"]),
+        ("tmp_path", []),
+    ]:
+        pytester.makepyfile(test_it=source.format(fixture=fixture, imported=imported))
+        pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
+
+
 def test_its_death_costs_one_test(pytester):
     pytester.makepyfile(KILLED)
     result = pytester.runpytest_subprocess("-v", timeout=100)
