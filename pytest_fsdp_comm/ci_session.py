@@ -11,7 +11,7 @@ import pytest
 
 from pytest_fsdp_comm.options import MARKER_NAME, OPTIONS
 from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Outcomes, Place, UnusedFile
-from pytest_fsdp_comm.snapshots.failed_comparison import comparisons_of
+from pytest_fsdp_comm.snapshots.failed_comparison import comparisons_of, first_line
 from pytest_fsdp_comm.text.paths import show_path
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ class CiSession:
         if report.failed and is_ours and is_first:
             self._failed[report.nodeid] = FailedTest(
                 nodeid=report.nodeid,
-                reason=comparisons.headline if differs and comparisons else _reason(report),
+                reason=comparisons.headline
+                if differs and comparisons
+                else first_line(report) or "failed",
                 place=self._place_of(report),
                 comparisons=comparisons if differs else None,
             )
@@ -195,12 +197,6 @@ class CiSession:
             except ValueError:
                 return None
         return Place(path=relative.as_posix(), line=line)
-
-
-def _reason(report: pytest.TestReport) -> str:
-    crash = getattr(report.longrepr, "reprcrash", None)
-    text = crash.message if crash is not None else str(report.longrepr or "")
-    return next((line.strip() for line in text.splitlines() if line.strip()), "failed")
 
 
 def _cannot_write(name: str, problem: OSError) -> str:

@@ -125,12 +125,26 @@ def _pairs_on_disk(names: Sequence[str], directory: Path) -> Compared:
     if not all(are_directories):
         one, other = (old, new) if are_directories[0] else (new, old)
         raise CommandError(f"{one} is a directory and {other} is not; expected two of a kind")
+    return pairs_in_directories(names, directory)
+
+
+def pairs_in_directories(names: Sequence[str], directory: Path) -> Compared:
+    """Pairs the files of two directories, of which one may be missing.
+
+    Args:
+        names: The older and the newer one.
+        directory: The working directory.
+
+    Raises:
+        CommandError: There is no snapshot in either.
+    """
+    sides = [directory / name for name in names]
     found = [
         {str(file.relative_to(side)) for file in side.rglob(f"*{SUFFIX}") if file.is_file()}
         for side in sides
     ]
     if not any(found):
-        raise CommandError(f"neither {old} nor {new} holds a snapshot (*{SUFFIX})")
+        raise CommandError(f"neither {names[0]} nor {names[1]} holds a snapshot (*{SUFFIX})")
 
     def read(path: str, place: int) -> Document | None:
         where = f"{names[place].rstrip('/')}/{path}"

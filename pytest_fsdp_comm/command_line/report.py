@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import PurePath
 from typing import TYPE_CHECKING, cast
 
-from pytest_fsdp_comm.command_line.compare import pairs_of
+from pytest_fsdp_comm.command_line.compare import pairs_in_directories, pairs_of
 from pytest_fsdp_comm.command_line.stories import tell, test_of
 from pytest_fsdp_comm.reports.html.values import Compared, Record, Result, Run
 from pytest_fsdp_comm.run_report.writing import write_report
@@ -34,10 +35,11 @@ def sides_of(arguments: Sequence[str], directory: Path) -> Sides:
         FsdpCommError: As for ``diff``.
     """
     if len(arguments) == 1 and (directory / arguments[0] / RECEIVED).is_dir():
-        kept = directory / arguments[0]
         # A first recording has nothing that it was compared with.
-        (kept / EXPECTED).mkdir(exist_ok=True)
-        return pairs_of([str(kept / EXPECTED), str(kept / RECEIVED)], directory)
+        return pairs_in_directories(
+            [os.path.join(arguments[0], side) for side in (EXPECTED, RECEIVED)],  # noqa: PTH118  # shown as given
+            directory,
+        )
     return pairs_of(arguments, directory)
 
 

@@ -15,6 +15,7 @@ from pytest_fsdp_comm.marker import uses_plugin
 from pytest_fsdp_comm.noting import NOTING
 from pytest_fsdp_comm.options import OPTIONS
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
+from pytest_fsdp_comm.snapshots.failed_comparison import first_line
 from pytest_fsdp_comm.text.codec import dump_document, load_document
 from pytest_fsdp_comm.text.paths import show_path
 
@@ -204,9 +205,5 @@ def _problem(report: pytest.TestReport) -> str:
 
 
 def _message(report: pytest.TestReport) -> str:
-    crash = getattr(report.longrepr, "reprcrash", None)
-    text = crash.message if crash is not None else report.longreprtext
-    # xdist says first which worker it was.
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("[gw")]
-    line = lines[0] if lines else ""
+    line = first_line(report)
     return line if len(line) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]}..."

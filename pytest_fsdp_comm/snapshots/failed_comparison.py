@@ -53,6 +53,15 @@ _PROPERTIES: Final = ("comm_snapshot", "comm_headline", "comm_cost")
 """The properties of a test in JUnit XML."""
 
 
+def first_line(report: pytest.TestReport) -> str:
+    """What a failure is about, in its own words; empty if it has none."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else report.longreprtext
+    # xdist says first which worker it was.
+    lines = (line.strip() for line in text.splitlines() if not line.startswith("[gw"))
+    return next(filter(None, lines), "")
+
+
 def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
     """Leads the report with the headline, where the test failed by the comparison.
 

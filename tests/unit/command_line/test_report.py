@@ -27,3 +27,11 @@ def test_what_diff_takes_is_reported_too(write, fsdp_comm, project):
     assert fsdp_comm("report", "old.comm", "new.comm").status == 0
     assert (project / "comm-report/index.html").exists()
     assert fsdp_comm("report", "nope").status == 2
+
+
+def test_artifacts_of_first_recordings_alone_are_reported_and_left_as_they_are(
+    write, fsdp_comm, project
+):
+    write("ci/received/test_a/test_new.ws8.comm", NEW)
+    assert fsdp_comm("report", "ci", "-o", "pages").lines == ["pages/index.html: 1 test"]
+    assert [path.name for path in (project / "ci").iterdir()] == ["received"]
