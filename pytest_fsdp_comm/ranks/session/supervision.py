@@ -416,15 +416,20 @@ class Supervision:
 
     def _stop(self, why: Stopped) -> None:
         """Notes where the ranks are that still run, then leaves them to `end`."""
+        running = {number: rank for number, rank in self._ranks.items() if not rank.is_over}
+        # On a busy machine they may have ended the test, or a subtest, and not been heard yet.
+        for rank in running.values():
+            self._drain(rank)
         self._locate()
-        for number, rank in self._ranks.items():
+        for number, rank in running.items():
             if rank.is_over:
                 continue
             # It may be long until `end`, where ranks of other processes are waited for: until then
             # it must neither write on nor wear out the machine.
             self._processes.send_signal(number, signal.SIGSTOP)
-            # On a busy machine it may have ended its test, or a subtest, and not been heard yet.
-            self._drain(rank)
+            if why is Stopped.AFTER_FAILURE:
+                self._drain(rank)
+            # Past the deadline it would be wrong: that it was asked may have freed it.
             if rank.is_done:
                 self._processes.send_signal(number, signal.SIGCONT)
                 rank.position = Position(site="", activity=Activity.HAS_ENDED)

@@ -12,7 +12,7 @@ from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.positions import Activity
 from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank, RankSetSpec, StoreAddress
-from pytest_fsdp_comm.ranks.wire.results import PhaseReport
+from pytest_fsdp_comm.ranks.wire.results import PhaseReport, Stopped
 from pytest_fsdp_comm.ranks.wire.socket_paths import listen
 
 
@@ -89,7 +89,21 @@ class Pausing(NoProcesses):
             self._rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
 
 
-def test_what_a_rank_says_while_it_is_stopped_is_heard(spec, monkeypatch):
+def test_a_rank_that_ends_its_test_when_it_is_stopped_at_the_deadline_has_not_ended_it(spec):
+    listener = listen(spec.socket_path, 1)
+    rank = Channel.connect(spec.socket_path, messages.RANK)
+    rank.send(messages.RankHello(rank=1))
+    supervision = Supervision(spec, listener, Pausing(rank))
+    try:
+        results = supervision.run(started_at=time.monotonic() - 19.9)
+    finally:
+        supervision.end(0.0)
+        rank.close()
+    assert results[1].stopped is Stopped.AT_DEADLINE
+    assert not supervision.is_reusable
+
+
+def test_what_a_rank_says_while_it_is_stopped_beside_a_failed_one_is_heard(spec, monkeypatch):
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
     listener = listen(spec.socket_path, 1)
     rank = Channel.connect(spec.socket_path, messages.RANK)
