@@ -1,4 +1,4 @@
-"""Starts pytest sessions from a process that has imported torch already.
+"""Starts pytest sessions, and xdist's workers of these, from a process that has imported torch.
 
 The import takes two thirds of a short session's processor time, and the acceptance tests run
 hundreds of sessions. Apart from it a session begins as by ``python -m pytest``: no plugin of pytest
@@ -7,19 +7,27 @@ what a list of processes shows, is marked ``cold``.
 """
 
 import atexit
+import contextlib
 import gc
 import json
 import os
 import runpy
 import select
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
 _MOST_NBYTES = 1 << 20
+_WORKER = """\
+#!/bin/sh
+exec {python} -IS {program} {socket} "$@"
+"""
 
 
 class WarmStarter:
@@ -28,12 +36,25 @@ class WarmStarter:
     def __init__(self):
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST_NBYTES)
-        with theirs:
+        self._directory = Path(tempfile.mkdtemp(prefix="warm-"))
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(self._directory / "socket"))
+        listener.listen()
+        self._worker = self._directory / "python"
+        self._worker.write_text(
+            _WORKER.format(
+                python=shlex.quote(sys.executable),
+                program=shlex.quote(str(Path(__file__).with_name("warm_worker.py"))),
+                socket=shlex.quote(str(self._directory / "socket")),
+            )
+        )
+        self._worker.chmod(0o700)
+        with theirs, listener:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             environment.pop("PYTHONPATH", None)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", __file__, str(theirs.fileno()), str(listener.fileno())],
+                pass_fds=[theirs.fileno(), listener.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
             )
@@ -45,6 +66,7 @@ class WarmStarter:
         os.close(unwritten)
         request = {
             "arguments": arguments,
+            "worker": str(self._worker),
             "directory": str(directory or Path.cwd()),
             "environment": environment or {**os.environ},
         }
@@ -60,6 +82,7 @@ class WarmStarter:
     def close(self):
         self._socket.close()
         self._process.wait()
+        shutil.rmtree(self._directory)
 
 
 class WarmProcess:
@@ -88,19 +111,27 @@ class WarmProcess:
         return os.read(self._status, 32)
 
 
-def serve(requests):
-    """Forks a session a request; returns in each session."""
+def serve(requests, listener):
+    """Forks a session or a worker a request; returns in each."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        data, descriptors, _, _ = socket.recv_fds(requests, _MOST_NBYTES, 4)
+        if listener in select.select([requests, listener], [], [])[0]:
+            worker, _ = listener.accept()
+            with worker:
+                data, descriptors, _, _ = socket.recv_fds(worker, _MOST_NBYTES, 4)
+        else:
+            data, descriptors, _, _ = socket.recv_fds(requests, _MOST_NBYTES, 4)
+            if not data:
+                os._exit(0)
         if not data:
-            os._exit(0)
+            continue  # killed before it asked
         keeper = os.fork()
         if keeper:
             for descriptor in descriptors:
                 os.close(descriptor)
             continue
         requests.close()
+        listener.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         *streams, status = descriptors
         session = os.fork()
@@ -112,26 +143,39 @@ def serve(requests):
             return json.loads(data)
         for stream in streams:
             os.close(stream)
+        keep(session, status)
+
+
+def keep(session, status):
+    """Tells who asked for a process how it ends, and ends it when that one is gone."""
+    with contextlib.suppress(BrokenPipeError):
         os.write(status, str(session).encode())
-        _, ended = os.waitpid(session, 0)
+    poll = select.poll()
+    poll.register(status, 0)  # an error: nobody reads any more
+    poll.register(os.pidfd_open(session), select.POLLIN)
+    if status in dict(poll.poll()):
+        os.kill(session, signal.SIGKILL)
+    _, ended = os.waitpid(session, 0)
+    with contextlib.suppress(BrokenPipeError):
         os.write(status, str(os.waitstatus_to_exitcode(ended)).encode())
-        os._exit(0)
+    os._exit(0)
 
 
-def become_pytest(request):
-    """Runs pytest as ``python -m pytest`` does in a directory with an environment."""
+def run(request):
+    """Runs what was asked for, in its directory with its environment, and ends the process."""
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
     added = os.environ.get("PYTHONPATH", "")
     sys.path[:0] = [request["directory"], *filter(None, added.split(os.pathsep))]
-
-    sys.argv = ["pytest", *request["arguments"]]
     status = 0
     try:
-        runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+        if "worker" in request:
+            become_pytest(request)
+        else:
+            become_worker(request)
     except SystemExit as end:
-        status = end.code
+        status = end.code or 0
     # As the interpreter ends, but without taking torch's modules apart, which copies all of them.
     threading._shutdown()
     atexit._run_exitfuncs()
@@ -140,8 +184,38 @@ def become_pytest(request):
     os._exit(status)
 
 
+def become_pytest(request):
+    """Runs pytest as ``python -m pytest`` does."""
+    if {"-n", "-n2"}.intersection(request["arguments"]):
+        warm_workers(request["worker"])
+    sys.argv = ["pytest", *request["arguments"]]
+    runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+
+
+def warm_workers(program):
+    """Has execnet start a program of ours instead of a new Python."""
+    import execnet
+
+    make = execnet.Group.makegateway
+
+    def makegateway(group, spec):
+        spec.python = program
+        return make(group, spec)
+
+    execnet.Group.makegateway = makegateway
+
+
+def become_worker(request):
+    """Runs what execnet starts as ``python -u -c code``."""
+    *options, code = request["python"]
+    assert options == ["-u", "-c"], options
+    sys.argv = ["-c"]
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102  # execnet's
+
+
 if __name__ == "__main__":
-    with socket.socket(fileno=int(sys.argv[1])) as requests_:
+    sockets = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
+    with sockets[0] as requests_, sockets[1] as listener_:
         # What sessions import later, and pytest's own modules, as ``python -m pytest`` does first.
         import pytest  # noqa: F401  # see above
         import torch.distributed.device_mesh
@@ -153,5 +227,7 @@ if __name__ == "__main__":
         # What torch made outlives every session: no collection need look at it.
         gc.collect()
         gc.freeze()
-        asked = serve(requests_)
-    become_pytest(asked)
+        # Looked up by the import; a session may have another.
+        tempfile.tempdir = None
+        asked = serve(requests_, listener_)
+    run(asked)
