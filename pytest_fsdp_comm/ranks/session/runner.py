@@ -206,7 +206,9 @@ class RankRunner:
     def _attempt(
         self, item: pytest.Item, nextitem: pytest.Item | None, settings: DistributedSettings
     ) -> list[pytest.TestReport]:
-        results = self._run_ranks(item, settings, self._next_test(nextitem, item, settings))
+        next_test = self._next_test(nextitem, item, settings)
+        spares = self._spares(nextitem) if next_test.is_none else 0
+        results = self._run_ranks(item, settings, next_test, spares)
         self._was_quit = any(result.escaped == QUIT for result in results.values())
         if self._was_quit:
             # Not a failure of the test, which just ends here.
@@ -240,7 +242,7 @@ class RankRunner:
     def run_unreported(self, item: pytest.Item, settings: DistributedSettings) -> None:
         """Runs this process's rank of a test that another process reports."""
         # Which test follows only the leader knows.
-        self._run_ranks(item, settings, NextTest(is_none=settings.scope == "test"))
+        self._run_ranks(item, settings, NextTest(is_none=settings.scope == "test"), spares=0)
         self._write_problems()
 
     def _write_problems(self) -> None:
@@ -281,15 +283,27 @@ class RankRunner:
             candidate = items[index + 1] if index + 1 < len(items) else None
         return NextTest()
 
+    def _spares(self, nextitem: pytest.Item | None) -> int:
+        """How many ranks the next test starts here, if it does; new processes are not shared."""
+        if nextitem is None or SETTINGS not in nextitem.stash or self.fallback_reason:
+            return 0
+        settings = nextitem.stash[SETTINGS]
+        is_local = self._peers is None or settings.backend == "fake"
+        return len(settings.ranks) if is_local else 1
+
     def _run_ranks(
-        self, item: pytest.Item, settings: DistributedSettings, next_test: NextTest
+        self,
+        item: pytest.Item,
+        settings: DistributedSettings,
+        next_test: NextTest,
+        spares: int,
     ) -> dict[int, RankResult]:
         peers = self._peers if settings.backend != "fake" else None
         keeps = False
         died: ServerDiedError | None = None
         try:
             try:
-                run = self._begin(item, settings, peers, next_test)
+                run = self._begin(item, settings, peers, next_test, spares)
                 with kept_foreground(self._terminal):
                     # From here on: waiting for slots was not the test's fault.
                     results = run(started_at=time.monotonic(), progress=progress_on_terminal(item))
@@ -329,6 +343,7 @@ class RankRunner:
         settings: DistributedSettings,
         peers: Peers | None,
         next_test: NextTest,
+        spares: int,
     ) -> Callable[..., dict[int, RankResult]]:
         """Gives a test to the ranks that are kept for it, or starts new ones."""
         index = self._indices[item]
@@ -350,7 +365,7 @@ class RankRunner:
             self._end_ranks(PATIENCE_S)
             if self._base is not None and self._base.server.has_died:
                 self._replace_server()
-            self._rank_set = self._start_ranks(item, index, settings, peers, next_test)
+            self._rank_set = self._start_ranks(item, settings, peers, next_test, spares)
             run = partial(self._rank_set.supervision.run)
         if peers is not None:
             run = partial(run, has_failed_elsewhere=peers.has_failed_elsewhere)
@@ -376,10 +391,10 @@ class RankRunner:
     def _start_ranks(
         self,
         item: pytest.Item,
-        index: int,
         settings: DistributedSettings,
         peers: Peers | None,
         next_test: NextTest,
+        spares: int,
     ) -> RankSet:
         if self._base is None:
             raise RuntimeError("start() comes before run()")
@@ -390,7 +405,7 @@ class RankRunner:
         local = peers.local_rank() if peers else None
         with self._base.slots.turn(ranks=len(settings.ranks), gpus=gpus_of(settings)) as grant:
             spec = RankSetSpec(
-                item_index=index,
+                item_index=self._indices[item],
                 nodeid=item.nodeid,
                 settings=settings,
                 directory=directory,
@@ -405,7 +420,7 @@ class RankRunner:
                 gpus=grant.gpus,
             )
             listener = listen(spec.socket_path, 2 * len(spec.ranks))  # each has a watchdog
-            processes = self._base.server.fork_ranks(spec)
+            processes = self._base.server.fork_ranks(spec, spares=spares)
         return RankSet(
             module=item.getparent(pytest.Module),
             settings=settings,

@@ -86,14 +86,18 @@ class ForkServer:
         self._status: int | None = None
         self._is_reaped = False
 
-    def fork_ranks(self, spec: RankSetSpec) -> ForkedRanks:
+    def fork_ranks(self, spec: RankSetSpec, *, spares: int = 0) -> ForkedRanks:
         """Forks one rank set.
+
+        Args:
+            spec: The rank set's.
+            spares: How many processes to fork ahead for the next one.
 
         Raises:
             ServerDiedError: The server is gone. Methods of the rank set raise it too.
         """
         self._sets += 1
-        _ask(self._channel, StartSet(number=self._sets, spec=spec))
+        _ask(self._channel, StartSet(number=self._sets, spec=spec, spares=spares))
         return ForkedRanks(self._channel, self._sets, kill=self.kill, holds_slots=bool(spec.slots))
 
     def kill(self) -> None:

@@ -19,7 +19,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from pytest_fsdp_comm.errors import FsdpCommError
@@ -33,9 +34,14 @@ from pytest_fsdp_comm.ranks.start.ending import (
     kill_children,
     kill_groups,
 )
+from pytest_fsdp_comm.ranks.start.huge_pages import collapse_memory
 from pytest_fsdp_comm.ranks.start.slots import HeldSlots, SharedDirectory
+from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.directories import remove_directory
 from pytest_fsdp_comm.ranks.wire.messages import (
+    SPARE,
+    SPARES_OWNER,
+    BecomeRank,
     EndSet,
     RankExited,
     RestSet,
@@ -49,9 +55,9 @@ from pytest_fsdp_comm.ranks.wire.messages import (
 from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from pytest_fsdp_comm.ranks.wire.channel import Channel
     from pytest_fsdp_comm.ranks.wire.messages import ServerReply, ServerRequest
 
     _Channel: TypeAlias = Channel[ServerReply, ServerRequest]
@@ -70,6 +76,8 @@ PRELOADED = (
 # How soon kept ranks give up slots that another process waits for.
 _WANTED_POLL_S = 0.05
 _HUNG_UP_POLL_S = 0.05
+# The first set may be the only one, and huge pages pay after about ten.
+_COLLAPSES_AFTER_SETS = 2
 
 RunRank = Callable[[RankSetSpec, int], NoReturn]
 """What a process does as a rank, after its fork."""
@@ -148,15 +156,26 @@ def serve(
 class _RankSet:
     """The processes of one rank set."""
 
-    pids: dict[int, int]
-    """Process ids of the ranks that are not reaped yet, by rank."""
-    groups: tuple[int, ...]
-    """The process groups of all ranks, in which others may be left."""
     slots: HeldSlots
     """Held here: freed when the last rank is reaped, and, should this process be killed, by the
     kernel, as the ranks die with it."""
+    pids: dict[int, int] = field(default_factory=dict)
+    """Process ids of the ranks that are not reaped yet, by rank."""
+    groups: tuple[int, ...] = ()
+    """The process groups of all ranks, in which others may be left."""
     is_resting: bool = False
     """Whether the ranks are only kept, and give up slots that another process waits for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spare:
+    """A process that was forked ahead, while a test ran, and waits to hear which rank it is.
+
+    As this process does not change between two forks, it is what it would be if forked later.
+    """
+
+    pid: int
+    channel: Channel[BecomeRank, BecomeRank]
 
 
 class _Server:
@@ -178,6 +197,10 @@ class _Server:
         self._adopts = adopts
         self._sets: dict[int, _RankSet] = {}
         self._unended: list[int] = []  # killed in vain, by process id
+        self._spares: list[_Spare] = []
+        self._wanted_spares = 0
+        self._set_count = 0
+        self._collapsing: Iterator[None] | None = collapse_memory()
         self._wakeup, write_end = socket.socketpair()
         self._wakeup.settimeout(0.0)
         write_end.settimeout(0.0)
@@ -188,8 +211,9 @@ class _Server:
     def run(self) -> None:
         while True:
             waiting: list[Any] = [self._channel, self._wakeup]
-            may_end = any(kept.is_resting and kept.slots.holds_any for kept in self._sets.values())
-            readable, _, _ = select.select(waiting, [], [], _WANTED_POLL_S if may_end else None)
+            readable, _, _ = select.select(waiting, [], [], self._idle_after_s())
+            if not readable:
+                self._prepare()
             if self._wakeup in readable:
                 self._wakeup.recv(4096)
                 self._reap()
@@ -205,7 +229,32 @@ class _Server:
             for number in wanted:
                 self._kill(number, within_s=HURRIED_S)
 
+    def _idle_after_s(self) -> float | None:
+        """After how long without a request there is something else to do; None if never."""
+        if len(self._spares) < self._wanted_spares or self._can_collapse():
+            return 0.0
+        may_end = any(kept.is_resting and kept.slots.holds_any for kept in self._sets.values())
+        return _WANTED_POLL_S if may_end else None
+
+    def _can_collapse(self) -> bool:
+        return self._collapsing is not None and self._set_count >= _COLLAPSES_AFTER_SETS
+
+    def _prepare(self) -> None:
+        """Does a short piece of work for later rank sets, while nobody waits."""
+        if len(self._spares) < self._wanted_spares:
+            self._fork_spare()
+        elif self._collapsing is not None and self._can_collapse():
+            try:
+                next(self._collapsing)
+            except StopIteration:
+                self._collapsing = None
+
     def kill_all(self) -> None:
+        # Here, to be gone before this process.
+        spares = {number: spare.pid for number, spare in enumerate(self._spares)}
+        kill(spares.values())
+        self._await_ends(spares, self._patience_s())
+        self._spares.clear()
         for number in list(self._sets):
             self._kill(number, within_s=self._patience_s())
 
@@ -216,7 +265,8 @@ class _Server:
     def _handle(self, request: ServerRequest) -> None:
         match request:
             case StartSet():
-                self._fork(request.number, request.spec)
+                self._start(request.number, request.spec)
+                self._wanted_spares = request.spares
             case RestSet():
                 if request.number in self._sets:
                     self._sets[request.number].is_resting = True
@@ -229,24 +279,53 @@ class _Server:
                 unended = self._kill(request.number, within_s=request.within_s)
                 self._channel.send(SetEnded(number=request.number, unended=unended))
 
-    def _fork(self, number: int, spec: RankSetSpec) -> None:
-        pids = {}
-        slots = HeldSlots(spec.slots)
+    def _start(self, number: int, spec: RankSetSpec) -> None:
+        started = _RankSet(slots=HeldSlots(spec.slots))
+        # Before any fork: a child closes its copies of all slots.
+        self._sets[number] = started
+        self._set_count += 1
+        for rank in spec.ranks:
+            started.pids[rank] = self._start_rank(spec, rank)
+        started.groups = tuple(started.pids.values())
+        self._channel.send(SetStarted(number=number, pids=dict(started.pids)))
+
+    def _start_rank(self, spec: RankSetSpec, rank: int) -> int:
+        while self._spares:
+            spare = self._spares.pop(0)
+            with contextlib.closing(spare.channel) as channel, contextlib.suppress(OSError):
+                if not is_gone(spare.pid):
+                    channel.send(BecomeRank(spec=spec, rank=rank))
+                    return spare.pid
+        return self._fork(partial(self._run_rank, spec, rank))
+
+    def _fork_spare(self) -> None:
+        ours, theirs = socket.socketpair()
+        channel = Channel(theirs, SPARE)
+
+        def wait() -> NoReturn:
+            ours.close()
+            order = channel.receive()
+            if order is None:
+                os._exit(0)
+            channel.close()
+            self._run_rank(order.spec, order.rank)
+
+        pid = self._fork(wait)
+        theirs.close()
+        self._spares.append(_Spare(pid=pid, channel=Channel(ours, SPARES_OWNER)))
+
+    def _fork(self, run: Callable[[], NoReturn]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
-        for rank in spec.ranks:
-            pid = fork_quietly()
-            if pid == 0:
-                slots.forget()
-                self._run_forked(spec, rank)
-            # Also done by the rank itself; whichever comes first, a kill of the group finds it.
-            with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)
-            pids[rank] = pid
-        self._sets[number] = _RankSet(pids=dict(pids), groups=tuple(pids.values()), slots=slots)
-        self._channel.send(SetStarted(number=number, pids=pids))
+        pid = fork_quietly()
+        if pid == 0:
+            self._run_forked(run)
+        # Also done by the child itself; whichever comes first, a kill of the group finds it.
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        return pid
 
-    def _run_forked(self, spec: RankSetSpec, rank: int) -> NoReturn:
+    def _run_forked(self, run: Callable[[], NoReturn]) -> NoReturn:
         status = 1
         try:
             end_with_parent(self._pid)
@@ -260,11 +339,13 @@ class _Server:
             self._channel.close()
             self._wakeup.close()
             self._write_end.close()
-            for other in self._sets.values():
-                other.slots.forget()
+            for spare in self._spares:
+                spare.channel.close()
+            for kept in self._sets.values():
+                kept.slots.forget()
             if self._users is not None:
                 self._users.forget()
-            self._run_rank(spec, rank)
+            run()
         except BaseException:  # noqa: BLE001  # nothing may unwind into the copied pytest session
             sys.excepthook(*sys.exc_info())
         finally:
@@ -295,6 +376,7 @@ class _Server:
             # Of ranks that ended too: what a test started must not outlive it.
             kill_groups(ended.groups)
         running = [pid for other in self._sets.values() for pid in other.pids.values()]
+        running += [spare.pid for spare in self._spares]
         self._unended += unended.values()
         # Each is waited for once.
         self._unended += kill_children([*running, *self._unended], within_s=self._patience_s())

@@ -183,6 +183,9 @@ class StartSet:
     """Names the rank set in what follows."""
     spec: RankSetSpec
     """How."""
+    spares: int = 0
+    """How many ranks the next set is going to have, as far as that is known: processes to fork
+    while this one runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +215,19 @@ class EndSet:
 
 
 ServerRequest = StartSet | RestSet | ResumeSet | EndSet
+
+# From the fork server to a process that it has forked ahead.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BecomeRank:
+    """What the process is from now on."""
+
+    spec: RankSetSpec
+    """The rank set's."""
+    rank: int
+    """The rank."""
+
 
 # From the fork server to its pytest process.
 
@@ -357,6 +373,8 @@ RANK: Final[Role[RankMessage, RunTest | EndTests]] = Role(_by_name(RunTest | End
 WATCHDOG: Final[Role[RankMessage, PositionQuestion]] = Role({"PositionQuestion": PositionQuestion})
 SUPERVISOR: Final[Role[SupervisorMessage, RankMessage]] = Role(_by_name(RankMessage))
 FORK_CLIENT: Final[Role[ServerRequest, ServerReply]] = Role(_by_name(ServerReply))
+SPARE: Final[Role[BecomeRank, BecomeRank]] = Role({"BecomeRank": BecomeRank})
+SPARES_OWNER: Final[Role[BecomeRank, BecomeRank]] = Role({})
 FORK_SERVER: Final[Role[ServerReply, ServerRequest]] = Role(_by_name(ServerRequest))
 FROM_LEADER: Final[Mapping[str, type[LeaderCommand]]] = _by_name(LeaderCommand)
 """What followers read on the store, test after test."""

@@ -1,0 +1,136 @@
+"""What the fork server prepares for the next rank set while one runs."""
+
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_fsdp_comm.options import DistributedSettings
+from pytest_fsdp_comm.ranks.start import fork_client, huge_pages
+from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+
+RANKS = 2
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """One whose ranks write which they are, and their process ids, and live on."""
+
+    def run_rank(spec, rank):
+        (spec.directory / f"rank{rank}").write_text(f"{spec.nodeid} {os.getpid()}")
+        select.select([], [], [])
+
+    monkeypatch.setattr(fork_client, "PRELOADED", ())
+    directory = tmp_path / "session"
+    directory.mkdir()
+    found = fork_client.fork_server(lambda: run_rank, directory, None, None)
+    yield found
+    everybody = children(found)
+    found.close()
+    assert all(map(is_gone, everybody))
+
+
+@pytest.fixture
+def start(server, tmp_path):
+    def start_set(name, spares):
+        directory = tmp_path / name
+        directory.mkdir()
+        spec = RankSetSpec(
+            item_index=0,
+            nodeid=name,
+            settings=DistributedSettings(
+                world_size=RANKS,
+                ranks=tuple(range(RANKS)),
+                scope="test",
+                backend="gloo",
+                device="cpu",
+                timeout_s=60,
+            ),
+            directory=directory,
+            basetemp=directory,
+            echoes=(),
+        )
+        ranks = server.fork_ranks(spec, spares=spares)
+        written = {rank: f"{name} {ranks.pid(rank)}" for rank in range(RANKS)}
+        eventually(lambda: written == {rank: read(directory / f"rank{rank}") for rank in written})
+        return ranks
+
+    return start_set
+
+
+def read(path):
+    return path.read_text() if path.exists() else ""
+
+
+def eventually(is_so):
+    until = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def children(server):
+    path = Path(f"/proc/{server._pid}/task/{server._pid}/children")
+    return {int(pid) for pid in path.read_text().split()}
+
+
+def pids(ranks):
+    return {ranks.pid(rank) for rank in range(RANKS)}
+
+
+def is_gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@linux
+def test_processes_forked_ahead_become_the_next_ranks(server, start):
+    first = start("first", spares=RANKS)
+    eventually(lambda: len(children(server)) == 2 * RANKS)
+    ahead = children(server) - pids(first)
+    # The end of a set leaves them alone.
+    assert first.end(10) == {}
+    eventually(lambda: children(server) == ahead)
+    second = start("second", spares=0)
+    assert pids(second) == ahead == children(server)
+    # Where one more is needed than was expected, or one has died, others are forked.
+    third = start("third", spares=1)
+    eventually(lambda: len(children(server)) == 2 * RANKS + 1)
+    (spare,) = children(server) - pids(second) - pids(third)
+    os.kill(spare, signal.SIGKILL)
+    eventually(lambda: " Z " in Path(f"/proc/{spare}/stat").read_text())
+    fourth = start("fourth", spares=RANKS)
+    eventually(lambda: len(children(server)) == 4 * RANKS)
+    assert spare not in children(server)
+    assert pids(second) | pids(third) | pids(fourth) < children(server)
+
+
+@linux
+def test_none_is_forked_ahead_where_no_test_is_known_to_follow(server, start):
+    first = start("first", spares=0)
+    second = start("second", spares=0)
+    second.end(10)
+    assert children(server) == pids(first)
+
+
+@linux
+def test_memory_is_moved_step_by_step_and_keeps_what_it_holds():
+    held = [bytes([number % 256]) * 4096 for number in range(2048)]
+    advised = sum(1 for _ in huge_pages.collapse_memory())
+    assert advised > 0
+    assert held == [bytes([number % 256]) * 4096 for number in range(2048)]
+
+
+def test_without_linux_nothing_is_moved(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert list(huge_pages.collapse_memory()) == []
