@@ -8,6 +8,7 @@ assertions of distributed tests wrote, where the test did not pass.
 from __future__ import annotations
 
 import ast
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -39,6 +40,9 @@ _NARROWING_SETTINGS: Final = frozenset(
     {"python_files", "python_classes", "python_functions", "testpaths", "norecursedirs"}
 )
 """Ini values that choose what is collected; on the command line they choose for this run."""
+
+_EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
+"""The module of every assertion of our snapshots."""
 
 _OUTPUT: Final = "fsdp_comm_collected"
 """Under which name a worker of xdist gives its controller a `_Session`, as JSON."""
@@ -252,17 +256,18 @@ class UnusedSnapshots:
         """Removes with ``--snapshot-update``, and otherwise fails a session that passed."""
         if self._options.launched and not self._options.launched.is_leader:
             return (yield)
-        from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # syrupy is loaded by now
-
         passed = self._passed - self._unfinished
-        own = replace(self._session, compared=tuple(replay.compared_files(self._config)))
+        own = replace(self._session, compared=self._compared())
         if hasattr(self._config, "workeroutput"):
             self._config.workeroutput[_OUTPUT] = dump_document(_KIND, _VERSION, own)
             return (yield)
         whole = _united(own, self._of_workers)
         has_lost = len(self._of_workers) < self._started_workers
         kept = [nodeid for nodeid in whole.distributed if has_lost or nodeid not in passed]
-        replay.keep_plain_snapshots(self._config, kept)
+        if kept:
+            from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # few sessions need it
+
+            replay.keep_plain_snapshots(self._config, kept)
         is_over = (
             exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}
             and not (session.shouldstop or session.shouldfail or has_lost)
@@ -273,6 +278,14 @@ class UnusedSnapshots:
             self._unused = self._find(whole, passed)
         self._decide(session)
         return (yield)
+
+    def _compared(self) -> tuple[str, ...]:
+        """The paths of the snapshot files that assertions of this process compared or wrote."""
+        if _EXTENSION not in sys.modules:
+            return ()  # whoever compares one imports it, which takes longer than a short session
+        from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # see above
+
+        return tuple(replay.compared_files(self._config))
 
     def _find(self, collected: _Session, passed: set[str]) -> list[UnusedSnapshot]:
         root = self._options.snapshot_dir

@@ -174,7 +174,16 @@ def test_no_torch_until_a_distributed_test_is_collected(project):
             assert "torch" not in sys.modules
             assert "pytest_fsdp_comm.plugin" in sys.modules
     """)
+    pytester.makeconftest("""
+        import pathlib, sys
+
+        def pytest_unconfigure():
+            late = {"torch", "pytest_fsdp_comm.snapshots.extension"}
+            pathlib.Path("imported").write_text(" ".join(late.intersection(sys.modules)))
+    """)
     pytester.runpytest_subprocess().assert_outcomes(passed=1)
+    # Nor at the end what only a snapshot needs.
+    assert (pytester.path / "imported").read_text() == ""
 
 
 def test_importing_the_package_imports_no_torch(pytester):
