@@ -39,7 +39,7 @@ from pytest_fsdp_comm.comm.events import (
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import CommProfile, fold, merge, restrict
 from pytest_fsdp_comm.gathering import gather_alike
-from pytest_fsdp_comm.ranks.wire.exchange import Departures, DirectoryExchange
+from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks
 from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _measure(case: Case, num_ranks: int, layers: int) -> tuple[list[float], floa
     ranks = tuple(range(num_ranks))
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        departures = Departures(directory / "departures")
+        departures = Marks(directory / "departures")
 
         def exchange(rank: int, ranks: tuple[int, ...]) -> DirectoryExchange:
             return DirectoryExchange(directory, rank, ranks, number=0, departures=departures)

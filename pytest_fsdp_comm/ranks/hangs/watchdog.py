@@ -5,7 +5,7 @@ from __future__ import annotations
 import _thread
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.ranks.hangs.position import read_position
 from pytest_fsdp_comm.ranks.wire.channel import Channel
@@ -14,6 +14,10 @@ from pytest_fsdp_comm.ranks.wire.positions import Position
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+# Made once in the process that ranks are forked from: it is an enumeration of 62 members.
+_ALL_SIGNALS: Final = signal.valid_signals()
 
 
 class Watchdog:
@@ -30,7 +34,7 @@ class Watchdog:
         self._channel = Channel.connect(socket_path, WATCHDOG)
         self._channel.send(WatchdogHello(rank=rank))
         # The thread inherits the mask: signals are for the main thread, whose stack is asked for.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
         try:
             # Not threading's: its start waits for the thread, which costs each rank 3 ms, and tests
             # that look at the threads would find it.

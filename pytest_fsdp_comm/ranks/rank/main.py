@@ -28,7 +28,7 @@ from pytest_fsdp_comm.ranks.rank.process_group import (
 from pytest_fsdp_comm.ranks.rank.session_end import forget_exit_functions
 from pytest_fsdp_comm.ranks.rank.terminal import RankTerminal
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.exchange import Departures, DirectoryExchange, StoreExchange
+from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks, StoreExchange
 from pytest_fsdp_comm.ranks.wire.messages import (
     RANK,
     EndTests,
@@ -109,7 +109,8 @@ class RankTemplate:
         set_environment(spec.settings, rank, spec.gpus, spec.local)
         put_files_below(spec.directory)
         isolate_session(session.config, basetemp=spec.basetemp / f"rank{rank}")
-        self._terminal.open(spec.log_path(rank, "terminal"))
+        if "terminal" in spec.echoes:
+            self._terminal.open(spec.log_path(rank, "terminal"))
         if not spec.terminal:
             refuse_debuggers(session.config)
         elif rank == spec.debugged_rank:
@@ -132,7 +133,7 @@ class RankTemplate:
 
     def _run_items(self, spec: RankSetSpec, rank: int, channel: _Channel) -> None:
         watchdog = Watchdog(spec.socket_path, rank)
-        departures = Departures(spec.departures_path)
+        departures = Marks(spec.departures_path)
         session = self._session
         rank_pid = os.getpid()
         command: RunTest | EndTests | None = RunTest(
@@ -177,7 +178,7 @@ class RankTemplate:
         run_finalizers()
 
 
-def _context(spec: RankSetSpec, rank: int, number: int, departures: Departures) -> RankContext:
+def _context(spec: RankSetSpec, rank: int, number: int, departures: Marks) -> RankContext:
     settings, local = spec.settings, spec.local
     exchange: RankExchange
     if local:

@@ -51,6 +51,7 @@ class RankPlugin:
     _channel: Channel[RankMessage, RunTest | EndTests]
     _pid: int
     _shares_random_states: bool
+    _keeps_random_states: bool
 
     def __init__(self, config: pytest.Config) -> None:
         """Redirects the output of subtests.
@@ -84,6 +85,8 @@ class RankPlugin:
             shares_random_states: Whether all ranks were forked from one process.
         """
         self._shares_random_states = shares_random_states
+        # Only another test on the same ranks begins with them again.
+        self._keeps_random_states = spec.settings.scope == "module"
         self._channel = channel
         self._pid = os.getpid()
         self._logs = [_Log(name, spec.log_path(rank, name)) for name in ("stdout", "stderr")]
@@ -149,7 +152,8 @@ class RankPlugin:
             self._group = join_group(context)
             if not self._shares_random_states:
                 equalize(context.exchange)
-            self._random_states = RandomStates.read()
+            if self._keeps_random_states:
+                self._random_states = RandomStates.read()
         elif self._random_states is not None:
             self._random_states.restore()
         align_examples(item)

@@ -43,6 +43,17 @@ def forget_exit_functions() -> None:
     atexit._clear()  # documented for tests only
     # Registered once a process, by the first finalizer.
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # see above
+    weakref.finalize._dirty = False  # type: ignore[attr-defined]  # see has_exit_functions
+
+
+def has_exit_functions() -> bool:
+    """Whether something was registered with `atexit`, or a finalizer made, since then.
+
+    To find out by running them takes 0.7 ms: it looks at each finalizer that there was before.
+    """
+    # Private: where it has moved, they are run. `finalize` sets it, to be sorted anew.
+    has_finalizers: bool = getattr(weakref.finalize, "_dirty", True)
+    return has_finalizers or atexit._ncallbacks() > 1
 
 
 def run_exit_functions() -> list[str]:
@@ -52,6 +63,8 @@ def run_exit_functions() -> list[str]:
         A traceback for each one that raised. Python prints it, and exits as if nothing had been.
     """
     problems: list[str] = []
+    if not has_exit_functions():
+        return problems
 
     def note(unraisable: sys.UnraisableHookArgs) -> None:
         problems.append(

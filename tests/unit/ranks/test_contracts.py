@@ -1,6 +1,7 @@
-"""The private names of torch that running ranks relies on: fails when one moves."""
+"""The private names of torch and Python that running ranks relies on: fails when one moves."""
 
 import inspect
+import subprocess
 import sys
 
 import pytest
@@ -31,6 +32,35 @@ def test_making_a_group_empties_the_caches_that_are_emptied_before():
     assert rules.get_torch_obj_rule_map.cache_info().currsize == 1
     empty_compiler_caches()
     assert rules.get_torch_obj_rule_map.cache_info().currsize == 0
+
+
+EXIT = """
+import atexit, weakref
+from pytest_fsdp_comm.ranks.rank import session_end
+class Owner: pass
+ran, owner = [], Owner()
+weakref.finalize(owner, ran.append, "of the parent")
+atexit.register(ran.append, "of the parent")
+session_end.forget_exit_functions()
+print(session_end.has_exit_functions())
+{register}
+print(session_end.has_exit_functions(), session_end.run_exit_functions(), ran)
+"""
+
+
+@pytest.mark.parametrize(
+    ("register", "found"),
+    [
+        ("", "False\nFalse [] []\n"),
+        ("atexit.register(ran.append, 'own')", "False\nTrue [] ['own']\n"),
+        ("weakref.finalize(Owner, ran.append, 'own')", "False\nTrue [] ['own']\n"),
+    ],
+    ids=["none", "atexit", "finalizer"],
+)
+def test_what_is_registered_for_the_exit_is_noticed(register, found):
+    code = EXIT.format(register=register)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(found)
 
 
 def test_torch_lists_all_groups_and_names_each_unit():

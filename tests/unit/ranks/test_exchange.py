@@ -7,11 +7,11 @@ import pytest
 
 from pytest_fsdp_comm.errors import RanksDivergedError
 from pytest_fsdp_comm.gathering import gather_alike
-from pytest_fsdp_comm.ranks.wire.exchange import Departures, DirectoryExchange
+from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks
 
 
 def directory_exchange(path, rank, ranks, number=0):
-    departures = Departures(path / "departures")
+    departures = Marks(path / "departures")
     return DirectoryExchange(path, rank, ranks, number=number, departures=departures)
 
 
@@ -75,6 +75,21 @@ def test_a_rank_that_left_is_named(tmp_path):
     )
     with pytest.raises(RanksDivergedError, match="rank 1 ended the test before joined"):
         here.meet("joined")
+
+
+def test_the_last_rank_at_a_point_wakes_the_others(tmp_path):
+    ranks = (0, 1, 2)
+    came, left = [], []
+
+    def meet(rank):
+        end = directory_exchange(tmp_path, rank, ranks)
+        came.append(rank)
+        end.meet("joined")
+        # Whoever goes on, all have come.
+        left.append(sorted(came))
+
+    assert in_threads(*(partial(meet, rank) for rank in ranks)) == [None] * 3
+    assert left == [[0, 1, 2]] * 3
 
 
 def test_different_things_are_not_mixed(tmp_path):
