@@ -76,8 +76,9 @@ PRELOADED = (
 # How soon kept ranks give up slots that another process waits for.
 _WANTED_POLL_S = 0.05
 _HUNG_UP_POLL_S = 0.05
-# The first set may be the only one, and huge pages pay after about ten.
-_COLLAPSES_AFTER_SETS = 2
+# Moving everything takes as long as huge pages save within about 60 ranks; a session that starts
+# fewer should not pay for it.
+_COLLAPSES_AFTER_RANKS = 32
 
 RunRank = Callable[[RankSetSpec, int], NoReturn]
 """What a process does as a rank, after its fork."""
@@ -124,7 +125,10 @@ def serve(
     users = SharedDirectory(shared) if shared is not None else None
     server: _Server | None = None
     status = 0
+    collects = gc.isenabled()
     try:
+        # Nothing of what is imported is garbage: looking for some takes a third of the time.
+        gc.disable()
         for name in preloaded:
             # A test that needs one that fails says so: torch.distributed.tensor.debug, for
             # example, needs numpy, which torch does not.
@@ -133,9 +137,12 @@ def serve(
         kept_signals: dict[int, Any] = {signal.SIGTERM: at_sigterm, signal.SIGHUP: at_sighup}
         server = _Server(channel, prepare(), kept_signals, users, adopts=adopts)
         # What is here now lives as long as each rank: without this, a rank's first full collection
-        # walks through it, and copies the pages of a million objects (see `gc.freeze`).
-        gc.collect()
+        # walks through it, and copies the pages of a million objects (see `gc.freeze`). Garbage
+        # too: freed, it would leave holes in pages, which ranks would write into and so copy, and
+        # its finalizers are the pytest process's.
         gc.freeze()
+        if collects:
+            gc.enable()
         server.run()
     except BaseException as error:  # noqa: BLE001  # nothing may unwind into the copied session
         reason = str(error) if isinstance(error, FsdpCommError) else traceback.format_exc()
@@ -199,7 +206,7 @@ class _Server:
         self._unended: list[int] = []  # killed in vain, by process id
         self._spares: list[_Spare] = []
         self._wanted_spares = 0
-        self._set_count = 0
+        self._rank_count = 0
         self._collapsing: Iterator[None] | None = collapse_memory()
         self._wakeup, write_end = socket.socketpair()
         self._wakeup.settimeout(0.0)
@@ -237,7 +244,7 @@ class _Server:
         return _WANTED_POLL_S if may_end else None
 
     def _can_collapse(self) -> bool:
-        return self._collapsing is not None and self._set_count >= _COLLAPSES_AFTER_SETS
+        return self._collapsing is not None and self._rank_count >= _COLLAPSES_AFTER_RANKS
 
     def _prepare(self) -> None:
         """Does a short piece of work for later rank sets, while nobody waits."""
@@ -283,7 +290,7 @@ class _Server:
         started = _RankSet(slots=HeldSlots(spec.slots))
         # Before any fork: a child closes its copies of all slots.
         self._sets[number] = started
-        self._set_count += 1
+        self._rank_count += len(spec.ranks)
         for rank in spec.ranks:
             started.pids[rank] = self._start_rank(spec, rank)
         started.groups = tuple(started.pids.values())
