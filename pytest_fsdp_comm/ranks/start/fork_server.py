@@ -141,6 +141,9 @@ def serve(
         # too: freed, it would leave holes in pages, which ranks would write into and so copy, and
         # its finalizers are the pytest process's.
         gc.freeze()
+        # Of nothing, which takes no time: it empties the interpreter's free lists, as each rank's
+        # first full collection would.
+        gc.collect()
         if collects:
             gc.enable()
         server.run()
