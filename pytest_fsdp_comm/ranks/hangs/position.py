@@ -137,10 +137,15 @@ def _unrecorded_call(frames: Sequence[FrameType]) -> UnrecordedCall | None:
     with contextlib.suppress(Exception):  # a name of torch has moved: the stack is shown anyway
         for frame in frames:
             name, own = frame.f_code.co_name, frame.f_locals
-            if name == "_await" and frame.f_globals.get("__name__", "").endswith("wire.exchange"):
-                return UnrecordedCall(
-                    name=_exchange(own["name"]), ranks=(own["rank"],), is_mutual=False
-                )
+            if frame.f_globals.get("__name__", "").endswith("wire.exchange"):
+                if name == "_await":
+                    return UnrecordedCall(
+                        name=_exchange(own["name"]), ranks=(own["rank"],), is_mutual=False
+                    )
+                if "missing" in own:
+                    return UnrecordedCall(
+                        name=_exchange(own["name"]), ranks=tuple(own["missing"]), is_mutual=False
+                    )
             if not _is_c10d(frame):
                 continue
             if name in _MAKING_GROUPS:

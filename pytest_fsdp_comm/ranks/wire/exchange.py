@@ -229,14 +229,17 @@ class DirectoryExchange(RankExchange):
         bell = os.open(bell_path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             arrivals.mark(self._rank, 0)
-            if all(arrivals.has_marked(rank, 0) for rank in self._ranks):
-                os.write(bell, bytes(len(self._ranks)))
-                return
-            while not select.select([bell], [], [], _LEFT_POLL_S)[0]:
-                for rank in self._ranks:
+            missing = [rank for rank in self._ranks if not arrivals.has_marked(rank, 0)]
+            if not missing:
+                # Nobody reads it: it stays readable for all.
+                os.write(bell, b"!")
+            # Read by name in `hangs.position`: whom this rank waits for.
+            while missing and not select.select([bell], [], [], _LEFT_POLL_S)[0]:
+                for rank in missing:
                     # Looked at again, since it may have come just before it left.
                     if self._has_left(rank) and not arrivals.has_marked(rank, 0):
                         raise RanksDivergedError(f"rank {rank} ended the test before {name}")
+                missing = [rank for rank in missing if not arrivals.has_marked(rank, 0)]
         finally:
             os.close(bell)
             arrivals.close()

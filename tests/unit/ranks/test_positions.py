@@ -14,6 +14,7 @@ from pytest_fsdp_comm.ranks.hangs.position import read_position
 from pytest_fsdp_comm.ranks.hangs.process_state import silent_activity
 from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack
 from pytest_fsdp_comm.ranks.rank import main
+from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks
 from pytest_fsdp_comm.ranks.wire.positions import Activity
 
 # Everything that moves frames: calls, generators, exceptions, recursion and collections. Where
@@ -62,13 +63,13 @@ def test_reading_hundreds_of_positions_beside_a_busy_thread_crashes_nothing():
     assert (done.returncode, done.stdout) == (0, "read 1\n"), done.stderr
 
 
-def read_during(block):
+def read_during(block, *, after_s=0.05):
     """The position of this thread while it runs a block, which is given an event to end by."""
     found = []
     event = threading.Event()
 
     def read():
-        time.sleep(0.05)
+        time.sleep(after_s)
         found.append(read_position(0, with_groups=False))
         event.set()
 
@@ -98,6 +99,28 @@ def test_a_position_names_what_the_user_called():
     assert position.code == "lock.acquire()"
     # Nothing that torch started: a collective in the background is not what it waits in.
     assert not position.is_waiting
+
+
+def test_who_waits_for_the_group_to_be_made_names_the_ranks_that_are_missing(tmp_path):
+    ends = [
+        DirectoryExchange(
+            tmp_path, rank, range(3), number=0, departures=Marks(tmp_path / "departures")
+        )
+        for rank in range(3)
+    ]
+
+    def meet(event):
+        late = threading.Thread(target=lambda: event.wait(5) and ends[1].meet("joined"))
+        others = [late, threading.Thread(target=lambda: ends[2].meet("joined"))]
+        for thread in others:
+            thread.start()
+        ends[0].meet("joined")
+        for thread in others:
+            thread.join()
+
+    call = read_during(meet, after_s=0.3).call
+    assert call is not None
+    assert (call.name, call.ranks) == ("the making of the process group", (1,))
 
 
 def test_what_waits_for_torch_is_told_from_what_does_not():
