@@ -365,7 +365,13 @@ class RankRunner:
             self._end_ranks(PATIENCE_S)
             if self._base is not None and self._base.server.has_died:
                 self._replace_server()
-            self._rank_set = self._start_ranks(item, settings, peers, next_test, spares)
+            try:
+                self._rank_set = self._start_ranks(item, settings, peers, next_test, spares)
+            except FileNotFoundError:
+                # A server that cannot prepare ranks says why, and removes the directory.
+                if self._base is not None:
+                    self._base.server.raise_if_failed()
+                raise
             run = partial(self._rank_set.supervision.run)
         if peers is not None:
             run = partial(run, has_failed_elsewhere=peers.has_failed_elsewhere)

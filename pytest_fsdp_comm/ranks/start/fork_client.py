@@ -100,6 +100,20 @@ class ForkServer:
         _ask(self._channel, StartSet(number=self._sets, spec=spec, spares=spares))
         return ForkedRanks(self._channel, self._sets, kill=self.kill, holds_slots=bool(spec.slots))
 
+    def raise_if_failed(self) -> None:
+        """Reads what the server said last, if it has ended.
+
+        Raises:
+            ServerDiedError: It has.
+        """
+        self._channel.settimeout(0.0)
+        with contextlib.suppress(BlockingIOError):
+            for reply in self._channel.receive_available():
+                _raise_if_dead(reply)
+        self._channel.settimeout(None)
+        if self._channel.is_closed:
+            raise ServerDiedError
+
     def kill(self) -> None:
         """Ends the server immediately, and with it the ranks."""
         if not self.has_died:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.options import DistributedSettings
 from pytest_fsdp_comm.ranks.start import fork_client, huge_pages
 from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
@@ -124,6 +125,27 @@ def test_none_is_forked_ahead_where_no_test_is_known_to_follow(server, start):
 
 
 @linux
+def test_what_a_server_said_before_it_ended_is_read_without_asking_it(server, tmp_path):
+    server.raise_if_failed()  # it lives, and has said nothing
+
+    def fail():
+        raise FsdpCommError("torch 9 no longer has name")
+
+    directory = tmp_path / "failing"
+    directory.mkdir()
+    failing = fork_client.fork_server(fail, directory, None, None)
+    # Before its end, so that who misses the directory finds the reason.
+    eventually(lambda: not directory.exists())
+    with pytest.raises(fork_client.ServerDiedError, match="torch 9 no longer has name"):
+        failing.raise_if_failed()
+    failing.close()
+    killed = fork_client.fork_server(lambda: os.kill(os.getpid(), 9), directory, None, None)
+    eventually(lambda: killed.has_died)
+    with pytest.raises(fork_client.ServerDiedError, match="has died"):
+        killed.raise_if_failed()
+    killed.close()
+
+
 def test_memory_is_moved_step_by_step_and_keeps_what_it_holds():
     held = [bytes([number % 256]) * 4096 for number in range(2048)]
     advised = sum(1 for _ in huge_pages.collapse_memory())
