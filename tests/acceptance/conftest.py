@@ -1,5 +1,6 @@
 import contextlib
 import os
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -13,6 +14,17 @@ _OFF = (
     *("allure_pytest", "benchmark", "flaky", "html", "html_fixtures", "metadata"),
     *("pytest-retry", "pytest_forked", "pytest_jsonreport"),
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _default_signals():
+    """What a background job ignores, as under ``nohup``, all that it starts would ignore too.
+
+    A handler is no program's but this one's.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture(scope="session")

@@ -56,6 +56,8 @@ def test_plain():
     pass
 """
 SUMMARY = "summary.md"
+FIRST = "first.md"
+"""The summary before other tests add to it."""
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,7 @@ def repository(tmp_path_factory):
     arguments = ("-n2", "--junitxml=junit.xml", "--comm-summary=out/s.md")
     out = run(project, *arguments, NBYTES="163", FAILS="1", status=1, **github)
     stale.unlink()
+    (top / FIRST).write_text((top / SUMMARY).read_text())
     return top, project, out, github
 
 
@@ -113,7 +116,7 @@ LINK = (
 
 def test_the_summary_of_the_step_is_written_once_below_that_of_others(repository):
     top, _, _, _ = repository
-    text = (top / SUMMARY).read_text()
+    text = (top / FIRST).read_text()
     assert text.startswith("of a step before\n\n### Communication: ")
     assert "in 3 tests, 1 test failed for another reason\n\n3 snapshots in 3 tests" in text
     assert text.count("### Communication") == 1
@@ -133,7 +136,7 @@ def test_the_summary_of_the_step_is_written_once_below_that_of_others(repository
 
 def test_elsewhere_a_file_has_the_same_as_markdown(repository):
     top, project, _, _ = repository
-    assert (project / "out/s.md").read_text() == (top / SUMMARY).read_text().partition("\n\n")[2]
+    assert (project / "out/s.md").read_text() == (top / FIRST).read_text().partition("\n\n")[2]
 
 
 def test_annotations_have_paths_of_the_checkout(repository):
