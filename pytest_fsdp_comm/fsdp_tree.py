@@ -135,19 +135,13 @@ class TreeFactory:
         Raises:
             FsdpCommError: The path ends otherwise.
         """
-        suffix = Path(path).suffix
-        if suffix not in {".html", ".json"}:
+        renderers = {".html": _page, ".json": dump_tree}
+        render = renderers.get(Path(path).suffix)
+        if render is None:
             raise FsdpCommError(
                 f"fsdp_tree.save writes .html and .json files, got {os.fspath(path)!r}; use one "
                 "of these extensions"
             )
-        render = dump_tree
-        if suffix == ".html":
-            from pytest_fsdp_comm.reports.html.pages import (  # noqa: PLC0415  # few tests need it
-                tree_page,
-            )
-
-            render = tree_page
         # Where every rank writes the same file, each replaces it as a whole.
         unfinished = Path(path).with_name(f".{Path(path).name[:200]}.{os.getpid()}")
         unfinished.write_text(render(tree), encoding="utf-8")
@@ -174,3 +168,9 @@ class TreeFactory:
             RecordingError: It is not a module, or is half built.
         """
         return list_handles(model)
+
+
+def _page(tree: ShardTree) -> str:
+    from pytest_fsdp_comm.reports.html.pages import tree_page  # noqa: PLC0415  # few tests need it
+
+    return tree_page(tree)

@@ -138,13 +138,10 @@ def _unrecorded_call(frames: Sequence[FrameType]) -> UnrecordedCall | None:
         for frame in frames:
             name, own = frame.f_code.co_name, frame.f_locals
             if frame.f_globals.get("__name__", "").endswith("wire.exchange"):
-                if name == "_await":
+                missing = (own["rank"],) if name == "_await" else own.get("missing")
+                if missing is not None:
                     return UnrecordedCall(
-                        name=_exchange(own["name"]), ranks=(own["rank"],), is_mutual=False
-                    )
-                if "missing" in own:
-                    return UnrecordedCall(
-                        name=_exchange(own["name"]), ranks=tuple(own["missing"]), is_mutual=False
+                        name=_exchange(own["name"]), ranks=tuple(missing), is_mutual=False
                     )
             if not _is_c10d(frame):
                 continue

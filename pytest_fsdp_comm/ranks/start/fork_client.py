@@ -108,8 +108,7 @@ class ForkServer:
         """
         self._channel.settimeout(0.0)
         with contextlib.suppress(BlockingIOError):
-            for reply in self._channel.receive_available():
-                _raise_if_dead(reply)
+            _read_last_words(self._channel)
         self._channel.settimeout(None)
         if self._channel.is_closed:
             raise ServerDiedError
@@ -287,10 +286,13 @@ def _ask(channel: _Channel, request: ServerRequest) -> None:
     try:
         channel.send(request)
     except OSError:
-        # Its last words may still be there.
-        for reply in channel.receive_available():
-            _raise_if_dead(reply)
+        _read_last_words(channel)
         raise ServerDiedError from None
+
+
+def _read_last_words(channel: _Channel) -> None:
+    for reply in channel.receive_available():
+        _raise_if_dead(reply)
 
 
 def _raise_if_dead(reply: ServerReply) -> None:
