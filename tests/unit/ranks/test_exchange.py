@@ -7,6 +7,7 @@ import pytest
 
 from pytest_fsdp_comm.errors import RanksDivergedError
 from pytest_fsdp_comm.gathering import gather_alike
+from pytest_fsdp_comm.ranks.wire import exchange
 from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks
 
 
@@ -77,7 +78,8 @@ def test_a_rank_that_left_is_named(tmp_path):
         here.meet("joined")
 
 
-def test_the_last_rank_at_a_point_wakes_the_others(tmp_path):
+def test_the_last_rank_at_a_point_wakes_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(exchange, "_LEFT_POLL_S", 40.0)  # none looks for the others itself
     ranks = (0, 1, 2)
     came, left = [], []
 

@@ -1,11 +1,13 @@
 """What the fork server prepares for the next rank set while one runs."""
 
+import ctypes
 import os
 import select
 import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -151,6 +153,23 @@ def test_memory_is_moved_step_by_step_and_keeps_what_it_holds():
     advised = sum(1 for _ in huge_pages.collapse_memory())
     assert advised > 0
     assert held == [bytes([number % 256]) * 4096 for number in range(2048)]
+
+
+@linux
+def test_whole_huge_pages_of_private_memory_are_moved(monkeypatch):
+    asked = []
+
+    class Advise:
+        def __call__(self, address, nbytes, advice):
+            asked.append((address, nbytes, advice))
+
+    monkeypatch.setattr(huge_pages.ctypes, "CDLL", lambda _: SimpleNamespace(madvise=Advise()))
+    held = (ctypes.c_char * (16 << 20))()
+    assert len(list(huge_pages.collapse_memory())) == len(asked)
+    # MADV_COLLAPSE is 25 in linux/mman.h.
+    assert {(address % (2 << 20), *rest) for address, *rest in asked} == {(0, 2 << 20, 25)}
+    first = ctypes.addressof(held)
+    assert sum(first <= address < first + (14 << 20) for address, _, _ in asked) == 7
 
 
 def test_without_linux_nothing_is_moved(monkeypatch):
