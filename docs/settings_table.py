@@ -28,6 +28,7 @@ VARIABLES = {
     "OMP_NUM_THREADS": "set to 1 in each rank, unless it is set",
     "GLOO_SOCKET_IFNAME": "set in each rank to the loopback interface, or under a launcher to the "
     "interface towards the first rank, unless it is set",
+    "PYTEST_ADDOPTS": "pytest's: arguments before those of the command line",
     "CI, BUILD_NUMBER": "if one is set, a failed comparison shows everything, as with `-vv`",
     "GITHUB_ACTIONS, GITHUB_STEP_SUMMARY, GITHUB_WORKSPACE, GITHUB_SERVER_URL, GITHUB_REPOSITORY, "
     "GITHUB_SHA": "set by GitHub: failed comparisons are annotated, and told in the step's summary",
@@ -57,7 +58,7 @@ def _settings() -> Iterator[tuple[list[str], str, str]]:
     for option in group.options:
         (flag,), attributes = option.names(), option.attrs()
         meaning, ini, default = _read(attributes["help"])
-        names = [f"`{flag} {attributes['metavar']}`"]
+        names = [f"`{flag}={attributes['metavar']}`"]
         if ini:
             unnamed.remove(ini)
             names.append(f"ini `{ini}`")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
 import os
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
@@ -14,9 +17,10 @@ import pytest
 from pytest_fsdp_comm.comm.links import Links, parse_links
 from pytest_fsdp_comm.launch_environment import LaunchedRank, read_launched_rank
 from pytest_fsdp_comm.tree.findings.settings import FindingSettings, parse_settings
+from pytest_fsdp_comm.upstream import look_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 Backend = Literal["gloo", "nccl", "fake"]
 Scope = Literal["test", "module"]
@@ -122,6 +126,10 @@ OPTIONS: Final = pytest.StashKey[SessionOptions]()
 """On the config's stash, from ``pytest_configure`` on."""
 
 
+PATH_OPTIONS: Final = ("--comm-artifacts", "--comm-report", "--comm-summary")
+"""The command line options that take a path."""
+
+
 class BadValueError(ValueError):
     """What is wrong with one value; the caller adds where it came from."""
 
@@ -212,6 +220,67 @@ def add_options(parser: pytest.Parser) -> None:
         "bandwidth and latency of mesh axes, one per line: 'dp: 50 GB/s 10 us', or '*' for all "
         "others; differences are then estimated in seconds (default: none)",
         type="linelist",
+    )
+
+
+def join_paths(arguments: Iterable[str]) -> list[str]:
+    """The arguments, with each of our options that takes a path and its value as one word."""
+    words = iter(arguments)
+    return [
+        f"{word}={value}" if (value := word in PATH_OPTIONS and next(words, None)) else word
+        for word in words
+    ]
+
+
+def refuse_moved_root(config: pytest.Config, parser: pytest.Parser) -> None:
+    """Checks that no path of ours has moved pytest's root directory.
+
+    pytest chooses it before it knows a plugin's options (8.4 to 9.2): a value that is a word of its
+    own, and exists, is to it a path of tests.
+
+    Args:
+        config: The session's, before any conftest is loaded.
+        parser: Of the command line, with the options of all plugins.
+
+    Raises:
+        pytest.UsageError: One has; the text says how to write it.
+    """
+    given = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
+    given += map(str, config.invocation_params.args)
+    separate = [pair for pair in itertools.pairwise(given) if pair[0] in PATH_OPTIONS]
+    if not separate:
+        return
+    known = parser.parse_known_args(given)
+    determine_setup = look_up(
+        "pytest", "_pytest.config.findpaths", "determine_setup", "the check of paths relies on"
+    )
+    overrides = "override_ini" in inspect.signature(determine_setup).parameters  # since 9.0
+
+    def choose_root(paths: list[str]) -> tuple[Path, Path | None]:
+        root, inifile, *_ = determine_setup(
+            inifile=known.inifilename,
+            args=paths,
+            rootdir_cmd_arg=known.rootdir,
+            invocation_dir=config.invocation_params.dir,
+            **({"override_ini": None} if overrides else {}),
+        )
+        return root, inifile
+
+    wanted = choose_root(known.file_or_dir)
+    values = [value for _, value in separate]
+    # What moved it may also be an option of another plugin.
+    if wanted in {choose_root([*known.file_or_dir, *values]), (config.rootpath, config.inipath)}:
+        return
+
+    def describe_root(root: Path, inifile: Path | None) -> str:
+        return f"{root} with {inifile.name}" if inifile else str(root)
+
+    raise pytest.UsageError(
+        f"{shlex.join(itertools.chain(*separate))}: pytest chooses its root directory before it "
+        f"knows a plugin's options, and took {shlex.join(values)} for a place of tests: the root "
+        f"directory became {describe_root(config.rootpath, config.inipath)} instead of "
+        f"{describe_root(*wanted)}; write "
+        f"{' '.join(f'{flag}={shlex.quote(value)}' for flag, value in separate)}"
     )
 
 

@@ -56,6 +56,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     options.add_options(parser)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser) -> None:
+    """Refuses options that made pytest look for its settings elsewhere."""
+    options.refuse_moved_root(early_config, parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the marker and parses the options."""
     arguments = "".join(f"\n    {name}: {text}" for name, text in options.MARKER_ARGUMENTS.items())

@@ -110,7 +110,7 @@ def _received(directory: Path) -> Iterator[Path]:
     received = directory / RECEIVED
     if not received.is_dir():
         raise CommandError(
-            f"{directory} has no directory {RECEIVED!r}; expected what pytest --comm-artifacts DIR "
+            f"{directory} has no directory {RECEIVED!r}; expected what pytest --comm-artifacts=DIR "
             "left, unpacked. If no comparison failed, it leaves nothing"
         )
     for file in sorted(received.rglob(f"*{SUFFIX}")):

@@ -266,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser(
         "report",
         help="make HTML pages of what CI received, or of what diff tells",
-        description="Takes what pytest --comm-artifacts left, or what diff takes, and writes "
+        description="Takes what pytest --comm-artifacts=DIR left, or what diff takes, and writes "
         "index.html with a page for each test.",
     )
     report.add_argument("sides", nargs="*", metavar="DIR | OLD NEW | REVISION")

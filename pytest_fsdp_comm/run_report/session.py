@@ -13,7 +13,7 @@ import pytest
 from pytest_fsdp_comm.launch_environment import is_spawned_rank
 from pytest_fsdp_comm.marker import uses_plugin
 from pytest_fsdp_comm.noting import NOTING
-from pytest_fsdp_comm.options import OPTIONS
+from pytest_fsdp_comm.options import OPTIONS, join_paths
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.snapshots.failed_comparison import first_line
 from pytest_fsdp_comm.text.codec import dump_document, load_document
@@ -171,7 +171,9 @@ class SessionReport:
             others=len(self._other_tests),
             is_interrupted=exitstatus == pytest.ExitCode.INTERRUPTED
             or bool(session.shouldfail or session.shouldstop),
-            command=shlex.join(("pytest", *map(str, self._config.invocation_params.args))),
+            command=shlex.join(
+                ("pytest", *join_paths(map(str, self._config.invocation_params.args)))
+            ),
             made_at=time.strftime("%Y-%m-%d %H:%M"),
         )
         index = self._directory / "index.html"

@@ -6,8 +6,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from _pytest.config.argparsing import Parser
 
 import pytest_fsdp_comm
+from pytest_fsdp_comm.options import PATH_OPTIONS, add_options
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -63,6 +65,22 @@ def test_commands_on_pages_have_options_that_exist(pytestconfig):
         for script in re.findall(r"`python3? ([\w/]+\.py)", text):
             assert (ROOT / script).exists(), f"{page.name}: {script}"
     assert named > 10
+
+
+def test_paths_of_ours_follow_an_equals_sign(pytestconfig):
+    """As words of their own they may move pytest's root directory: test_root_directory.py."""
+    parser = Parser(_ispytest=True)
+    add_options(parser)
+    group = parser.getgroup("fsdp-comm").options
+    paths = {option.names()[0] for option in group if option.attrs()["metavar"] in {"DIR", "FILE"}}
+    assert paths == set(PATH_OPTIONS)
+    shown = pytestconfig._parser.optparser.format_help()
+    workflows = (ROOT / ".github").rglob("*.yml")
+    texts = {file: file.read_text() for file in [*PAGES, *workflows, *PACKAGE.rglob("*.py")]}
+    for option in PATH_OPTIONS:
+        assert f"  {option}=" in shown
+        for file, text in texts.items():
+            assert re.findall(rf"{option}\s+[^\s|]+", text) == [], file
 
 
 def test_the_table_of_settings_is_that_of_the_code():

@@ -1,8 +1,10 @@
 """Marker, command line and ini become one value, or an error that says what to write instead."""
 
+import inspect
 from pathlib import Path
 
 import pytest
+from _pytest.config.findpaths import determine_setup
 
 from pytest_fsdp_comm.launch_environment import LaunchedRank
 from pytest_fsdp_comm.marker import marker_world_sizes, resolve
@@ -10,6 +12,7 @@ from pytest_fsdp_comm.options import (
     DistributedSettings,
     SessionOptions,
     describe,
+    join_paths,
     read_session_options,
 )
 from pytest_fsdp_comm.ranks.rank import gpus as gpus_module
@@ -37,6 +40,29 @@ def problem(*args, **kwargs):
     with pytest.raises(ValueError, match=r".") as caught:
         settle(*args, **kwargs)
     return str(caught.value)
+
+
+def test_pytest_has_the_private_name_that_the_check_of_paths_relies_on():
+    # What it does is seen in acceptance/test_root_directory.py.
+    given = {"inifile", "override_ini", "args", "rootdir_cmd_arg", "invocation_dir"}
+    assert inspect.signature(determine_setup).parameters.keys() <= given
+    assert determine_setup.__module__ == "_pytest.config.findpaths"
+
+
+@pytest.mark.parametrize(
+    ("given", "joined"),
+    [
+        ("--comm-report out -x --comm-summary s.md", "--comm-report=out -x --comm-summary=s.md"),
+        (
+            "--comm-artifacts=out --comm-timeout 3 tests",
+            "--comm-artifacts=out --comm-timeout 3 tests",
+        ),
+        # Which pytest will complain about.
+        ("tests --comm-report", "tests --comm-report"),
+    ],
+)
+def test_paths_are_joined_to_their_options(given, joined):
+    assert join_paths(given.split()) == joined.split()
 
 
 def test_two_gloo_ranks_are_the_default():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE, RANK_VARIABLE, SPEC_VARIABLE
+from pytest_fsdp_comm.options import join_paths
 from pytest_fsdp_comm.ranks.rank.gpus import visible_gpus_variable
 from pytest_fsdp_comm.ranks.start.fork_client import ForkServer
 from pytest_fsdp_comm.ranks.start.fork_server import serve
@@ -56,7 +58,9 @@ def spawn_server(
         shared: As for `fork_server.serve`.
         terminal: As `RankSetSpec.terminal`.
     """
-    arguments = [str(argument) for argument in config.invocation_params.args]
+    # By now a path may exist, which moves the root directory where it is a word of its own.
+    arguments = join_paths(map(str, config.invocation_params.args))
+    from_environment = join_paths(shlex.split(os.environ.get("PYTEST_ADDOPTS", "")))
     if config.pluginmanager.has_plugin("xdist"):
         arguments += ["-n", "0"]
     if config.pluginmanager.has_plugin("randomly"):
@@ -74,6 +78,7 @@ def spawn_server(
         process = subprocess.Popen(  # noqa: S603  # this module itself
             [sys.executable, "-m", __name__, json.dumps(to_json(program))],
             stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTEST_ADDOPTS": shlex.join(from_environment)},
             pass_fds=(theirs.fileno(), *terminal),
             # Not a session of its own, whose ranks could not read the terminal.
             process_group=0,
