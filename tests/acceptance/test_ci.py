@@ -206,7 +206,7 @@ def test_the_composite_action_runs_in_a_sub_folder_and_leaves_what_can_be_accept
     compare, keep = action["runs"]["steps"]
     inputs = {name: value["default"] for name, value in action["inputs"].items()}
     # What the page sets, and more words than a shell would make of them without quotes.
-    page = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0])
+    page = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1])
     given = page["jobs"]["communication"]["steps"][-1]
     assert given["uses"].split("/", 2)[2].startswith(".github/actions/communication-gate@v")
     assert given["with"].keys() <= inputs.keys()
