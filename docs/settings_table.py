@@ -1,4 +1,4 @@
-"""Writes the table of docs/reference/options.md from the code: `python docs/settings_table.py`."""
+"""Writes the tables of docs/reference/options.md from the code: `python docs/settings_table.py`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import syrupy
 from _pytest.config.argparsing import Parser
 
 from pytest_fsdp_comm import options
@@ -39,14 +40,49 @@ VARIABLES = {
     "why one misbehaved",
 }
 
+NO_EFFECT = "no effect"
+SYRUPY = {
+    "--snapshot-update": "records, and deletes "
+    "[unused files](../updating.md#what-an-update-removes)",
+    "--snapshot-update-new-only": "records what has no file yet, and deletes none",
+    "--snapshot-warn-unused": "lists unused files, which then fail no run",
+    "--snapshot-disable-unused": "does not look for unused files, so that an update deletes none",
+    "--snapshot-no-cleanup": "an update lists unused files, and deletes none",
+    "--snapshot-details": "an update names the files that it writes; unused files are always named",
+    "--snapshot-default-extension": NO_EFFECT,
+    "--snapshot-no-colors": f"{NO_EFFECT}: see pytest's `--color`",
+    "--snapshot-patch-pycharm-diff": NO_EFFECT,
+    "--snapshot-diff-mode": f"{NO_EFFECT}: see pytest's `-vv`",
+    "--snapshot-ignore-file-extensions": NO_EFFECT,
+    "--snapshot-dirname": f"{NO_EFFECT}: see ini `fsdp_comm_snapshot_dir`",
+    "--snapshot-declaration-order": NO_EFFECT,
+    "--snapshot-file-lock-timeout": NO_EFFECT,
+}
+"""What each option of syrupy does to communication snapshots."""
+
 
 def table() -> str:
-    """The table, as Markdown."""
-    lines = ["| setting | default | meaning |", "| --- | --- | --- |"]
+    """The tables, as Markdown."""
+    rows = [("setting", "default", "meaning"), ("---",) * 3]
     for names, default, meaning in [*_settings(), *_variables()]:
-        told = re.sub(r"(?<!`)--[a-z-]+", r"`\g<0>`", meaning)
-        lines.append(f"| {'<br>'.join(names)} | {default} | {told} |")
-    return "\n".join(lines) + "\n"
+        rows.append(("<br>".join(names), default, _with_code(meaning)))
+    ours = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    rows = [("option of syrupy", "what syrupy says", "communication snapshots"), ("---",) * 3]
+    rows += _syrupy()
+    theirs = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f"{ours}\n\n{theirs}\n"
+
+
+def _with_code(text: str) -> str:
+    return re.sub(r"(?<!`)--[a-z-]+", r"`\g<0>`", text)
+
+
+def _syrupy() -> Iterator[tuple[str, str, str]]:
+    parser = Parser(_ispytest=True)
+    syrupy.pytest_addoption(parser)
+    for option in parser.getgroup("syrupy").options:
+        (flag,) = option.names()
+        yield f"`{flag}`", _with_code(option.attrs()["help"]), SYRUPY[flag]
 
 
 def _settings() -> Iterator[tuple[list[str], str, str]]:

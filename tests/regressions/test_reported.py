@@ -7,6 +7,7 @@ failed comparison says is the point.
 import dataclasses
 import itertools
 import re
+from pathlib import Path
 
 import models
 import pytest
@@ -29,6 +30,8 @@ from pytest_fsdp_comm.comm.cost import Cost
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
 
 pytestmark = pytest.mark.distributed(world_size=2)
 
@@ -105,7 +108,7 @@ def test_reducing_gradients_for_each_micro_batch_is_explained(record, device_mes
 
 @pytest.mark.distributed(world_size=4)
 def test_reducing_replicas_for_each_micro_batch_is_explained(record, device_mesh):
-    # torchtitan 1929, VeOmni 781.
+    # cosmos-framework 161, torchtitan 1929, VeOmni 781.
     model = shard(Model(), device_mesh(replicate=2, shard=2))
 
     def train(*, sync_each):
@@ -116,11 +119,15 @@ def test_reducing_replicas_for_each_micro_batch_is_explained(record, device_mesh
     reviewed = record(model, lambda: train(sync_each=False))
     regressed = record(model, lambda: train(sync_each=True))
     assert (count(reviewed, "all_reduce"), count(regressed, "all_reduce")) == (3, 6)
+    likely = (
+        "likely: reduced in each micro-batch: call set_requires_all_reduce(False) for all "
+        "micro-batches but the last"
+    )
     assert said(reviewed, regressed) == [
         "gradients of (root), layers.{0..1} reduced 1 -> 2 times (all_reduce), gathers as before",
-        "likely: reduced in each micro-batch: call set_requires_all_reduce(False) for all "
-        "micro-batches but the last",
+        likely,
     ]
+    assert f"`{likely}`" in README.replace("\n", " ")
 
 
 def test_gathering_the_head_for_each_chunk_of_the_loss_is_explained(record, device_mesh):

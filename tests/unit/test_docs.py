@@ -119,6 +119,15 @@ def test_the_readme_is_short_and_begins_with_the_problem():
     assert "![" in problem
 
 
+def test_what_is_not_released_is_not_to_be_installed_from_pypi():
+    is_released = re.search(r"(?m)^## \[\d", (ROOT / "CHANGELOG.md").read_text()) is not None
+    workflow = ROOT / ".github/workflows/communication-gate.yml"
+    for file in [ROOT / "README.md", *DOCS.rglob("*.md"), workflow]:
+        text = file.read_text()
+        installs = re.search(r"pip install .*pytest-fsdp-comm(?!\[)", text) is not None
+        assert ("ntil the first release" in text) == (installs and not is_released), file
+
+
 def test_links_of_the_readme_lead_to_the_repository_on_pypi():
     metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())
     hook = metadata["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]

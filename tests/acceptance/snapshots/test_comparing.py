@@ -1,6 +1,8 @@
 """The life of a snapshot, with real ranks and small models, as a user sees it."""
 
 import os
+import re
+import runpy
 import stat
 from pathlib import Path
 
@@ -185,6 +187,38 @@ def test_obsolete_snapshots_are_reported_and_removed_by_an_update(recorded):
     result = recorded.run("--snapshot-warn-unused")
     assert result.ret == pytest.ExitCode.OK
     explained(result, "1 snapshot file unused:")
+
+
+def test_options_of_syrupy_have_the_effect_that_the_page_says(recorded):
+    """Those without an effect are given together; the others are in test_removal.py too."""
+    page = runpy.run_path(str(Path(__file__).parents[3] / "docs/settings_table.py"))
+    values = {
+        "--snapshot-default-extension": "=syrupy.extensions.json.JSONSnapshotExtension",
+        "--snapshot-diff-mode": "=disabled",
+        "--snapshot-ignore-file-extensions": "=comm",
+        "--snapshot-dirname": "=other",
+        "--snapshot-file-lock-timeout": "=0.001",
+    }
+    without_effect = [
+        option + values.get(option, "")
+        for option, effect in page["SYRUPY"].items()
+        if effect.startswith(page["NO_EFFECT"])
+    ]
+    recorded.edit("WIDTH = 8", "WIDTH = 16")
+    stale = recorded.path / "snapshots/test_it/test_gone.ws2.comm"
+    stale.write_text((recorded.path / COMM).read_text())
+    said = []
+    for arguments in ((), without_effect):
+        shown = recorded.run("-vv", "--color=yes", "-Wignore", *arguments).stdout.str()
+        kept = re.sub(r"(?m)^.*(accept: | in [\d.]+s|rootdir: |--basetemp).*$", "", shown)
+        said.append(kept.partition("collected 1 item")[2])
+    assert said[0] == said[1]
+    assert "differs from" in said[0]
+    assert "test_gone.ws2.comm" in said[0]
+
+    details = recorded.update("--snapshot-details").stdout.str()
+    assert f"({COMM})" in details
+    recorded.update("--snapshot-details").stdout.no_fnmatch_line(f"*({COMM})")
 
 
 def test_a_second_world_size_goes_on_with_the_reviewed_file(recorded):
