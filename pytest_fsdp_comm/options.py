@@ -247,10 +247,16 @@ def refuse_moved_root(config: pytest.Config, parser: pytest.Parser) -> None:
     """
     given = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
     given += map(str, config.invocation_params.args)
-    separate = [pair for pair in itertools.pairwise(given) if pair[0] in PATH_OPTIONS]
+    # Those have one argument a line. A worker of xdist has the environment, but maybe not the file.
+    files = [Path(word[1:]) for word in given if word.startswith("@")]
+    lines = [file.read_text(encoding="utf-8").splitlines() for file in files if file.is_file()]
+    words = itertools.chain.from_iterable(map(itertools.pairwise, [given, *lines]))
+    separate = [pair for pair in words if pair[0] in PATH_OPTIONS]
     if not separate:
         return
     known = parser.parse_known_args(given)
+    if known.help or known.version:
+        return
     determine_setup = look_up(
         "pytest", "_pytest.config.findpaths", "determine_setup", "the check of paths relies on"
     )

@@ -118,11 +118,20 @@ def test_a_path_of_ours_moves_nothing_or_is_refused(project, option, left, glue,
                 assert f"{option}={top}" in (path / left).read_text()
 
 
-def test_a_path_is_refused_from_the_environment_too(project):
+def test_a_path_is_refused_from_the_environment_and_from_a_file_too(project, tmp_path):
     path = project.parents[1]
-    done = run(project, PYTEST_ADDOPTS=f"--comm-artifacts {path}")
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert f"instead of {project} with pytest.ini; write --comm-artifacts={path}\n" in done.stderr
+    (tmp_path / "arguments").write_text(f"--comm-artifacts\n{path}\n")
+    for done in (
+        run(project, PYTEST_ADDOPTS=f"--comm-artifacts {path}"),
+        run(project, f"@{tmp_path / 'arguments'}"),
+    ):
+        assert done.returncode == pytest.ExitCode.USAGE_ERROR
+        assert (
+            f"instead of {project} with pytest.ini; write --comm-artifacts={path}\n" in done.stderr
+        )
+    done = run(project, "--help", "--comm-artifacts", path)
+    assert done.returncode == 0
+    assert "--comm-artifacts=DIR" in done.stdout
 
 
 def test_of_two_paths_both_are_named_and_so_is_the_wrong_ini_file(project, tmp_path):
