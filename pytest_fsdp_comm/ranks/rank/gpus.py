@@ -9,7 +9,9 @@ child. It notes the start in a handler that runs in forked children, so only one
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +52,48 @@ def is_driver_started(torch: Any) -> bool:
     # Builds of torch without CUDA lack the name, and need no fork.
     has_cuda = hasattr(torch._C, "_cuda_isInBadFork")  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
     return has_cuda and _answer_of_child(lambda: 0) == _UNUSABLE
+
+
+@functools.cache
+def no_gpu_error(torch: Any) -> str:
+    """What torch says to whoever uses a GPU, where the CUDA driver was started and found none.
+
+    Kept, so that forked children know it, in which torch blames the fork instead.
+
+    Args:
+        torch: The module. Its driver is started by this, if it is not yet.
+
+    Returns:
+        The error's text; empty if there are GPUs.
+    """
+    # Not device_count(), which may have it from NVML: the driver's word counts.
+    if torch._C._cuda_getDeviceCount():  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
+        return ""
+    try:
+        torch.cuda.init()
+    except Exception as error:  # noqa: BLE001  # of several types, by version and build
+        return str(error)
+    return ""
+
+
+def name_missing_gpu() -> None:
+    """Has torch say in this process and its children that there is no GPU, where it asked before.
+
+    In forked processes it would say that it cannot re-initialize CUDA (read in 2.13 and 2.15).
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda._is_in_bad_fork():  # noqa: SLF001  # as above
+        return
+    text = no_gpu_error(torch)
+    if not text:
+        return
+
+    def fail() -> None:
+        __tracebackhide__ = True
+        raise RuntimeError(text)
+
+    torch.cuda._is_in_bad_fork = lambda: False  # noqa: SLF001  # as above
+    torch._C._cuda_init = fail  # noqa: SLF001  # as above
 
 
 def _answer_of_child(ask: Callable[[], int]) -> int:

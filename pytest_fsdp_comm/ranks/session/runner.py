@@ -22,7 +22,11 @@ from pytest_fsdp_comm.ranks.rank.debugger import (
     explain_skipped_debuggers,
     point_to_debugger,
 )
-from pytest_fsdp_comm.ranks.rank.gpus import visible_gpu_count, visible_gpu_names
+from pytest_fsdp_comm.ranks.rank.gpus import (
+    name_missing_gpu,
+    visible_gpu_count,
+    visible_gpu_names,
+)
 from pytest_fsdp_comm.ranks.rank.isolation import resolve_basetemp
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate
 from pytest_fsdp_comm.ranks.rank.process_group import gpus_of
@@ -252,6 +256,7 @@ class RankRunner:
             sys.stderr.write(f"fsdp-comm: {problem}\n")
 
     def _prepare_ranks(self) -> RunRank:
+        name_missing_gpu()
         template = RankTemplate(self._session, self._extensions, random_state=self._random_state)
         return template.run_rank
 

@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import Any
 
-from pytest_fsdp_comm.ranks.rank.gpus import is_driver_started
+from pytest_fsdp_comm.ranks.rank.gpus import is_driver_started, no_gpu_error
 
 # Threads of those who run pytest itself: execnet's live in every xdist worker and hold no lock that
 # a rank needs.
@@ -32,7 +32,8 @@ def unsafe_to_fork() -> str:
         return ""
     if torch.cuda.is_initialized():
         return "CUDA was initialised during collection"
-    if is_driver_started(torch):
+    # Where it found no GPU, nothing was started: ranks that use none do not need it.
+    if is_driver_started(torch) and not no_gpu_error(torch):
         return (
             "the CUDA driver was started during collection (torch.cuda.is_available() does that, "
             "unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is set in the environment)"

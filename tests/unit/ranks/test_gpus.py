@@ -10,17 +10,21 @@ import pytest
 import torch
 
 from pytest_fsdp_comm.ranks.rank import gpus
-from pytest_fsdp_comm.ranks.rank.gpus import visible_gpu_count
+from pytest_fsdp_comm.ranks.rank.gpus import name_missing_gpu, no_gpu_error, visible_gpu_count
 from pytest_fsdp_comm.ranks.start import fork_safety
 from pytest_fsdp_comm.ranks.start.fork_safety import unsafe_to_fork
 
 STARTED = "the CUDA driver was started during collection"
 
 
+NO_GPU = "No CUDA GPUs are available"
+
+
 class Machine:
-    """Two GPUs, and who has started their driver."""
+    """GPUs, and who has started their driver."""
 
     def __init__(self):
+        self.gpus = 2
         self.has_nvml = True
         self.started_in = None
 
@@ -28,7 +32,12 @@ class Machine:
         if self.is_in_bad_fork():
             return 0
         self.started_in = os.getpid()
-        return 2
+        return self.gpus
+
+    def runtime_init(self):
+        assert not self.is_in_bad_fork()
+        assert not self.gpus, "CUDA was initialised"
+        raise RuntimeError(NO_GPU)
 
     def nvml_count(self):
         return 2 if self.has_nvml else -1
@@ -41,6 +50,8 @@ class Machine:
 def machine(monkeypatch, tmp_path):
     machine = Machine()
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", machine.runtime_count, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_init", machine.runtime_init, raising=False)
+    monkeypatch.setattr(torch.cuda, "_cudart", object())
     monkeypatch.setattr(torch._C, "_cuda_isInBadFork", machine.is_in_bad_fork, raising=False)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", machine.is_in_bad_fork)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", machine.nvml_count)
@@ -51,7 +62,9 @@ def machine(monkeypatch, tmp_path):
     # What other tests of this process left is not the point.
     monkeypatch.setattr(fork_safety.threading, "enumerate", list)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    return machine
+    no_gpu_error.cache_clear()
+    yield machine
+    no_gpu_error.cache_clear()
 
 
 @pytest.mark.usefixtures("machine")
@@ -94,6 +107,48 @@ def test_gpus_are_counted_where_the_driver_was_started(machine):
     assert visible_gpu_count() == 2
 
 
+@pytest.mark.parametrize("has_nvml", [True, False])
+def test_a_driver_that_found_no_gpu_survives_a_fork(machine, has_nvml):
+    # Such as with CUDA_VISIBLE_DEVICES="", or where NVML knows of GPUs that CUDA cannot use.
+    machine.has_nvml = has_nvml
+    machine.gpus = 0
+    assert not torch.cuda.is_available()
+    assert unsafe_to_fork() == ""
+    with pytest.raises(RuntimeError, match=NO_GPU):
+        torch.cuda.init()
+    assert unsafe_to_fork() == ""
+
+
+def test_looking_starts_no_driver_and_initialises_no_gpu(machine):
+    machine.gpus = 0
+    assert unsafe_to_fork() == ""
+    assert machine.started_in is None
+    machine.gpus = 2
+    assert torch.cuda.is_available()
+    assert unsafe_to_fork().startswith(STARTED)
+    assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "error"),
+    [(0, True, NO_GPU), (0, False, NO_GPU), (2, True, "Cannot re-initialize CUDA in forked")],
+)
+def test_a_forked_process_says_what_torch_says_without_a_fork(
+    machine, monkeypatch, gpus, asked, error
+):
+    machine.gpus = gpus
+    if asked:
+        torch.cuda.is_available()
+        unsafe_to_fork()
+        # As in a child.
+        machine.started_in = 1
+    monkeypatch.setattr(torch._C, "_cuda_init", torch._C._cuda_init)  # restores both
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", torch.cuda._is_in_bad_fork)
+    name_missing_gpu()
+    with pytest.raises(RuntimeError, match=error):
+        torch.cuda.init()
+
+
 def test_no_child_is_forked_without_cuda(monkeypatch):
     if hasattr(torch._C, "_cuda_isInBadFork"):
         pytest.skip("this build of torch has CUDA")
@@ -108,4 +163,7 @@ def test_torch_has_the_names_that_the_stubs_replace():
     assert hasattr(torch._C, "_cuda_isInBadFork") == torch.cuda._is_compiled()
     assert {"_nvml_based_avail", "_C", "_cuda_getDeviceCount"} <= {
         *torch.cuda.is_available.__code__.co_names
+    }
+    assert {"_is_in_bad_fork", "_C", "_cuda_init", "_cudart"} <= {
+        *torch.cuda._lazy_init.__code__.co_names
     }

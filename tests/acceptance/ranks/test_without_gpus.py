@@ -1,0 +1,94 @@
+"""Builds of torch for GPUs on machines without one: asking for GPUs leaves ranks forked.
+
+That is what ``pip install torch`` gives on most runners of CI. Where this suite runs on a build
+without CUDA, the sessions have a stand-in, which does what such a build does (read and tried in
+2.13.0+cu130 and 2.15.0+cu132); on a build with CUDA they have that.
+"""
+
+import pytest
+
+from pytest_fsdp_comm.ranks.rank.gpus import visible_gpu_count
+
+pytestmark = pytest.mark.skipif(visible_gpu_count() > 0, reason="needs a machine without GPUs")
+
+STAND_IN = """
+import os
+import torch
+
+if not torch.cuda._is_compiled():
+    started_in = None
+
+    def start_driver():
+        global started_in
+        started_in = started_in or os.getpid()
+
+    def is_in_bad_fork():
+        return started_in not in {None, os.getpid()}
+
+    def count():
+        start_driver()
+        return 0
+
+    def init():
+        assert not is_in_bad_fork(), "INTERNAL ASSERT FAILED"
+        start_driver()
+        raise RuntimeError("Found no NVIDIA driver on your system.")
+
+    torch._C._cuda_getDeviceCount = count
+    torch._C._cuda_isInBadFork = torch.cuda._is_in_bad_fork = is_in_bad_fork
+    torch._C._cuda_init = init
+    torch.cuda._cudart = object()  # CUDA's libraries are there
+"""
+ASKS = {
+    "is_available": "torch.cuda.is_available()",
+    "device_count": "torch.cuda.device_count()",
+    "init": "torch.cuda.init()",
+    "get_device_name": "torch.cuda.get_device_name()",
+    "manual_seed_all": "torch.cuda.manual_seed_all(3)",
+    "accelerator": "[torch.accelerator.is_available(), torch.accelerator.device_count()]",
+    "tensor": "torch.ones(1).cuda()",
+}
+TEST = """
+import os
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(): assert False
+
+@pytest.mark.distributed(world_size=2)
+def test_step(device_mesh):
+    assert "PYTEST_FSDP_COMM_RANK" not in os.environ, "spawned"
+    model = fully_shard(nn.Linear(4, 4), mesh=device_mesh())
+    model(torch.ones(2, 4)).sum().backward()
+    torch.optim.AdamW(model.parameters()).step()
+    torch.manual_seed(1)
+    with torch.random.fork_rng():
+        torch.rand(1)
+    assert not torch.cuda.is_available()
+    assert torch.cuda.device_count() == 0
+
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("use", [
+    lambda: torch.ones(1).cuda(),
+    lambda: torch.zeros(1, device="cuda"),
+    torch.cuda.current_device,
+    lambda: torch.cuda.synchronize(),
+    torch.cuda.init,
+])
+def test_using_a_gpu_names_the_missing_driver(use):
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Found no NVIDIA driver on your system"):
+            use()
+    assert not torch.cuda.is_initialized()
+"""
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_ranks_are_forked_whatever_was_asked_of_cuda(run_session, ask):
+    conftest = f"{STAND_IN}\ntry:\n    {ASKS[ask]}\nexcept RuntimeError:\n    pass\n"
+    result = run_session(TEST, conftest=conftest)
+    assert "which a fork does not survive" not in result.output
+    assert "6 passed, 1 skipped" in result.output, result.output
