@@ -1,8 +1,13 @@
 """Reads from the environment what started this process: an outside launcher, or this plugin.
 
 ``torchrun`` sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; so do many scripts.
-Under SLURM's ``srun`` the first two may be absent, and ``SLURM_PROCID`` and ``SLURM_NTASKS`` hold
-the same. How many tasks each node has SLURM writes in short: ``4(x2),2`` is 4, 4 and 2.
+Under ``mpirun`` and ``srun`` the first two may be absent, and variables of their own hold the same;
+the last two are the user's to set. How many tasks each node has SLURM writes in short: ``4(x2),2``
+is 4, 4 and 2.
+
+Only ``srun`` sets ``SLURM_STEP_NUM_TASKS``. A batch script runs once, although ``SLURM_PROCID`` is
+0 in it and ``SLURM_NTASKS`` the job's; the shell of ``salloc`` is a step of one task (read in
+``env_array_for_step`` and ``env_array_for_batch_job`` of Slurm's ``src/common/env.c``).
 """
 
 from __future__ import annotations
@@ -23,11 +28,29 @@ SPEC_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
 RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
 """Environment variable of a spawned rank: its number."""
 
-# What names the rank, the world size, and the rank on its machine.
-_VARIABLES = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
+_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_OPEN_MPI = (
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
 )
+# What names the rank, the world size, the rank on its machine, and the ranks there. mpirun comes
+# before SLURM, which may have started its daemons, as a step of one task for each machine.
+_VARIABLES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _OPEN_MPI,
+    _HYDRA,  # MPICH's and Intel's mpirun
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    _SLURM,
+)
+# How to give processes a place to meet, by the variable of their number.
+_COMMANDS = {
+    "OMPI_COMM_WORLD_RANK": "mpirun -np {size} -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500",
+    "PMI_RANK": "mpirun -np {size} -genv MASTER_ADDR $(hostname) -genv MASTER_PORT 29500",
+    "SLURM_PROCID": 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) '
+    "MASTER_PORT=29500 srun -n {size}",
+}
 # The first describes the tasks of this `srun`, the others may be those of the whole job.
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 _TASKS = re.compile(r"([1-9][0-9]*)(?:\(x([1-9][0-9]*)\))?", re.ASCII)
@@ -62,6 +85,11 @@ class LaunchedRank:
     """What started the ranks, for texts: ``torchrun``, or the names of the variables it set."""
 
     @property
+    def variables(self) -> str:
+        """What to unset where no launcher started this process."""
+        return "RANK and WORLD_SIZE" if self.launcher == "torchrun" else self.launcher
+
+    @property
     def is_leader(self) -> bool:
         """Whether this rank reports and writes for all."""
         return self.rank == 0
@@ -86,12 +114,10 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
     Raises:
         ValueError: A variable has no valid value; the text says what was expected and what came.
     """
-    names = next((n for n in _VARIABLES if n[0] in environment and n[1] in environment), None)
-    if names is None or INSIDE_VARIABLE in environment:
+    names = _find_names(environment)
+    if names is None or not _has_address(environment):
         return None
-    if not environment.get("MASTER_ADDR") or not environment.get("MASTER_PORT"):
-        return None
-    rank_name, size_name, local_name = names
+    rank_name, size_name, local_name, local_size_name = names
     world_size = _number(environment, size_name, 1, None)
     rank = _number(environment, rank_name, 0, world_size - 1)
     port = _number(environment, "MASTER_PORT", 1, _LARGEST_PORT)
@@ -105,13 +131,67 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
         local_rank=_number(environment, local_name, 0, rank) if local_name in environment else rank,
         local_world_size=_slurm_local_world_size(environment, world_size)
         if rank_name == "SLURM_PROCID"
-        else _local_world_size(environment, world_size),
+        else _local_world_size(environment, local_size_name, world_size),
         host=environment["MASTER_ADDR"],
         port=port,
         has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
         run_id=f"{environment.get('TORCHELASTIC_RUN_ID', 'run')}.{restarts}",
         launcher="torchrun" if is_torchrun else f"{rank_name} and {size_name}",
     )
+
+
+def explain_separate_processes(environment: Mapping[str, str]) -> str:
+    """Says what to do where a launcher started several processes that cannot meet.
+
+    Each would run the whole session, and write the same files.
+
+    Args:
+        environment: Such as `os.environ`.
+
+    Returns:
+        Empty if this process is one of a launch that `read_launched_rank` reads, or the only one.
+    """
+    names = _find_names(environment)
+    if names is None or names is _SLURM or _has_address(environment):
+        return ""
+    rank_name, size_name, *_ = names
+    rank, size = environment[rank_name], environment[size_name]
+    # The shell of srun --pty is the first task, and the only one that a user types in.
+    is_shell = rank == "0" and rank_name == "SLURM_PROCID" and "SLURM_PTY_PORT" in environment
+    if size == "1" or is_shell:
+        return ""
+    return (
+        f"this is process {rank} of {size} that a launcher started ({rank_name}, {size_name}), and "
+        "without MASTER_ADDR and MASTER_PORT they cannot meet: each would run all tests and write "
+        "the same files. Say where rank 0 is:\n"
+        f"    {_COMMANDS[rank_name].format(size=size)} python -m pytest\n"
+        f"or use torch's launcher:\n    torchrun --nproc-per-node {size} -m pytest\n"
+        "or start pytest once, without a launcher: it starts the ranks of its tests itself (where "
+        f"this is so, unset {rank_name})"
+    )
+
+
+def _find_names(environment: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The variables by which a launcher that started this process tells its number."""
+    if INSIDE_VARIABLE in environment:
+        return None
+    for names in _VARIABLES:
+        if names[0] not in environment or names[1] not in environment:
+            continue
+        if names is _HYDRA and names[2] not in environment:
+            # SLURM's PMI, where it has the rank on the machine.
+            continue
+        if names is _SLURM and "SLURM_JOB_ID" in environment:
+            # No step of the job: its batch script.
+            continue
+        if names[0] == "RANK" and not _has_address(environment):
+            continue
+        return names
+    return None
+
+
+def _has_address(environment: Mapping[str, str]) -> bool:
+    return bool(environment.get("MASTER_ADDR") and environment.get("MASTER_PORT"))
 
 
 def _number(environment: Mapping[str, str], name: str, smallest: int, largest: int | None) -> int:
@@ -126,8 +206,7 @@ def _number(environment: Mapping[str, str], name: str, smallest: int, largest: i
     return number
 
 
-def _local_world_size(environment: Mapping[str, str], world_size: int) -> int:
-    name = "LOCAL_WORLD_SIZE"
+def _local_world_size(environment: Mapping[str, str], name: str, world_size: int) -> int:
     return _number(environment, name, 1, world_size) if name in environment else world_size
 
 

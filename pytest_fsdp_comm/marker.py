@@ -210,15 +210,23 @@ def resolve_items(
             )
         except BadValueError as problem:
             problems[f"{item.nodeid}: @pytest.mark.{MARKER_NAME}: {problem}"] = None
-    if not problems:
-        return
+    if problems:
+        refuse(session, items, "\n".join(problems))
+
+
+def refuse(session: pytest.Session, items: list[pytest.Item], text: str) -> None:
+    """Ends a session before any test.
+
+    Raises:
+        pytest.UsageError: With the text; in an xdist worker the session is stopped with it instead.
+    """
     if hasattr(session.config, "workerinput"):
         # A UsageError in a worker reaches the controller as an internal error or a failed assertion
         # of its scheduler (xdist 3.8): no items and a reason end it in order, before any test.
         items.clear()
-        session.shouldfail = "\n".join(problems)
+        session.shouldfail = text
     else:
-        raise pytest.UsageError("\n".join(problems))
+        raise pytest.UsageError(text)
 
 
 def _labelled(name: str, parse: Callable[[Any], Any], value: Any) -> Any:

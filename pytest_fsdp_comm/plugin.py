@@ -22,7 +22,7 @@ from pytest_fsdp_comm.fixtures import (
     fsdp_tree,
     imported_by,
 )
-from pytest_fsdp_comm.launch_environment import is_spawned_rank
+from pytest_fsdp_comm.launch_environment import explain_separate_processes, is_spawned_rank
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.gpus import usable_gpu_count
 from pytest_fsdp_comm.ranks.session.runner_key import RUNNER
@@ -141,6 +141,9 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
     """Resolves every selected test's settings; bad markers stop the session before any test."""
     launched = session.config.stash[options.OPTIONS].launched
     marker.resolve_items(session, items, count_gpus=partial(usable_gpu_count, launched))
+    runs_ours = any(map(marker.uses_plugin, items)) and not session.config.option.collectonly
+    if runs_ours and not is_spawned_rank() and (text := explain_separate_processes(os.environ)):
+        marker.refuse(session, items, text)
 
 
 @pytest.hookimpl(tryfirst=True)

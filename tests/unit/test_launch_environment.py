@@ -2,7 +2,11 @@
 
 import pytest
 
-from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE, read_launched_rank
+from pytest_fsdp_comm.launch_environment import (
+    INSIDE_VARIABLE,
+    explain_separate_processes,
+    read_launched_rank,
+)
 
 MASTER = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 TORCHRUN = {
@@ -16,6 +20,21 @@ TORCHRUN = {
     **MASTER,
 }
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", **MASTER}
+# As seen under mpirun of Open MPI 4.1 and MPICH 4.0, with two machines.
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "2",
+}
+HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+# As Slurm's src/common/env.c sets them: a batch script, a step in it, the shell of salloc.
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
+STEP = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+SHELL = {**BATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
+# mpirun starts a daemon on each machine by srun.
+DAEMON = {**BATCH, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
 
 
 def test_torchrun_sets_rank_sizes_host_and_store():
@@ -83,10 +102,103 @@ def test_variables_of_torch_win_over_those_of_slurm():
     assert launched.is_leader
 
 
+@pytest.mark.parametrize("inside", [{}, DAEMON], ids=["alone", "in_slurm"])
+@pytest.mark.parametrize("variables", [OPEN_MPI, HYDRA], ids=["openmpi", "hydra"])
+def test_mpirun_sets_ranks_and_sizes(variables, inside):
+    launched = read_launched_rank({**inside, **variables, **MASTER})
+    assert (launched.rank, launched.world_size) == (2, 4)
+    assert (launched.local_rank, launched.local_world_size) == (0, 2)
+    rank, size, *_ = variables
+    assert launched.launcher == launched.variables == f"{rank} and {size}"
+    assert not launched.has_store
+
+
+def test_variables_of_torch_win_over_those_of_mpirun():
+    assert read_launched_rank({**OPEN_MPI, **HYDRA, **TORCHRUN}).rank == 9
+    # A script that sets them, but no place to meet, starts no ranks.
+    assert read_launched_rank({**OPEN_MPI, "RANK": "9", "WORLD_SIZE": "16"}) is None
+
+
+def test_a_step_of_slurm_has_its_own_number_of_tasks():
+    environment = {**STEP, **MASTER, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    launched = read_launched_rank({**environment, "SLURM_LOCALID": "1"})
+    assert (launched.rank, launched.world_size, launched.local_world_size) == (1, 2, 2)
+    # srun --mpi=pmi2: what it says of machines is in SLURM's variables alone.
+    pmi2 = {**STEP, **MASTER, "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+    launched = read_launched_rank({**pmi2, "PMI_RANK": "3", "PMI_SIZE": "4"})
+    assert (launched.rank, launched.local_rank) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "named", "command"),
+    [
+        (
+            OPEN_MPI,
+            "process 2 of 4 that a launcher started (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)",
+            "mpirun -np 4 -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500 python -m pytest",
+        ),
+        (
+            {**DAEMON, **HYDRA},
+            "process 2 of 4 that a launcher started (PMI_RANK, PMI_SIZE)",
+            "mpirun -np 4 -genv MASTER_ADDR $(hostname) -genv MASTER_PORT 29500 python -m pytest",
+        ),
+        (
+            STEP,
+            "process 0 of 4 that a launcher started (SLURM_PROCID, SLURM_STEP_NUM_TASKS)",
+            'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) '
+            "MASTER_PORT=29500 srun -n 4 python -m pytest",
+        ),
+        # Started from a shell with a terminal, whose variables srun passes on.
+        ({**STEP, "SLURM_PROCID": "1", "SLURM_PTY_PORT": "4"}, "process 1 of 4", "srun -n 4"),
+        # Of other launchers with the same interface; a script that names no place to meet.
+        ({"PMI_RANK": "0", "PMI_SIZE": "4", "RANK": "0", "WORLD_SIZE": "4"}, "process 0", "-genv"),
+        ({**OPEN_MPI, "MASTER_ADDR": "host0"}, "process 2 of 4", "-x MASTER_PORT=29500"),
+    ],
+)
+def test_processes_that_cannot_meet_are_told_how_to(environment, named, command):
+    assert read_launched_rank(environment) is None
+    text = explain_separate_processes(environment)
+    assert text.startswith("this is process ")
+    assert f"{named}" in text
+    assert "without MASTER_ADDR and MASTER_PORT they cannot meet: each would run all tests" in text
+    assert command in text
+    assert "\n    torchrun --nproc-per-node 4 -m pytest\n" in text
+
+
 @pytest.mark.parametrize(
     "environment",
     [
         {},
+        TORCHRUN,
+        {**OPEN_MPI, **MASTER},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        BATCH,
+        SHELL,
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
+        # srun -n 4 --pty bash
+        {**STEP, "SLURM_PTY_PORT": "45001"},
+        # One process, or one that has initialised MPI itself.
+        {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {**HYDRA, "PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "1"},
+        # A pytest that a test of a launched pytest runs.
+        {**OPEN_MPI, INSIDE_VARIABLE: "1"},
+        {**STEP, INSIDE_VARIABLE: "1"},
+    ],
+)
+def test_one_process_and_those_that_can_meet_are_not_explained(environment):
+    assert explain_separate_processes(environment) == ""
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        # What runs beside steps, after an address for them was exported.
+        {**BATCH, **MASTER},
+        {**SHELL, **MASTER},
+        {**OPEN_MPI, **MASTER, INSIDE_VARIABLE: "1"},
+        {**HYDRA, **MASTER, "PMI_RANK": "0", "PMI_SIZE": "1"},
         MASTER,
         {"RANK": "0", **MASTER},
         # One process starts its ranks itself.

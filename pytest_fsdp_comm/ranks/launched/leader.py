@@ -92,7 +92,7 @@ class Leader:
             raise pytest.UsageError(
                 f"the store of the launched ranks at {where} (MASTER_ADDR, MASTER_PORT) cannot be "
                 f"{'reached' if self._launched.has_store else 'served'}: {error}; is the port free "
-                "and the same for every rank? Without a launcher, unset RANK and WORLD_SIZE"
+                f"and the same for every rank? Without a launcher, unset {self._launched.variables}"
             ) from None
         has_seed = config.pluginmanager.has_plugin("randomly")
         seed = config.getoption("randomly_seed") if has_seed else None
@@ -217,7 +217,7 @@ class Leader:
                     f"{MEET_TIMEOUT_S:g} s{_which(meeting)}. According to "
                     f"{self._launched.launcher}, this process is rank 0 of "
                     f"{self._launched.world_size}: has every rank been started, with the same "
-                    "tests? If there is no launcher, unset RANK and WORLD_SIZE"
+                    f"tests? If there is no launcher, unset {self._launched.variables}"
                 )
             self._look_for_later_sessions(missing)
             if waited_s > _EXPLAIN_AFTER_S and not has_explained:

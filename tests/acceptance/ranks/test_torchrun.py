@@ -660,6 +660,74 @@ def test_launched_ranks_run_where_forking_is_unsafe(start_by_variables, tmp_path
     assert set(snapshots(path)) == {"test_it/test_step.ws2.comm", "test_it/test_step.ws2.tree.comm"}
 
 
+OPEN_MPI = {"rank": "OMPI_COMM_WORLD_RANK", "size": "OMPI_COMM_WORLD_SIZE"}
+
+
+def test_processes_of_mpirun_are_the_ranks_of_one_session(start_by_variables, tmp_path):
+    path = project(tmp_path, STEP.format(marker="", marker_name=""))
+    leader, follower = map(end, start_by_variables(path, "--snapshot-update", **OPEN_MPI))
+    assert "rank 0 of 2 started by OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE" in leader.out
+    assert "2 snapshots generated." in leader.out
+    assert (leader.status, follower) == (0, Ended(0, "", ""))
+
+
+@pytest.mark.parametrize("arguments", [(), ("-n", "1"), ("--collect-only",), ("-k", "plain")])
+def test_processes_that_cannot_meet_write_nothing(start_alone, tmp_path, arguments):
+    path = project(
+        tmp_path,
+        STEP.format(marker="", marker_name=""),
+        "@pytest.mark.distributed(3)\ndef test_other(): open('ran', 'w').close()",
+        "def test_plain(): pass",
+    )
+    variables = {OPEN_MPI["rank"]: "0", OPEN_MPI["size"]: "2"}
+    ended = end(start_alone(path, *arguments, "--snapshot-update", **variables))
+    assert not (path / "snapshots").exists()
+    assert not (path / "ran").exists()
+    if "-n" in arguments or not arguments:
+        assert ended.status in {pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERRUPTED}
+        shown = ended.out if arguments else ended.err
+        assert "process 0 of 2 that a launcher started" in shown
+        assert "mpirun -np 2 -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500" in shown
+    else:
+        # Nothing of this plugin's is run: as without it.
+        assert (ended.status, ended.err) == (0, "")
+
+
+@pytest.mark.parametrize("flavour", ["openmpi", "mpich"])
+@pytest.mark.parametrize("has_address", [True, False])
+def test_mpirun_starts_one_session_or_none(tmp_path, flavour, has_address):
+    program = shutil.which(f"mpirun.{flavour}")
+    if program is None:
+        pytest.skip(f"needs mpirun.{flavour}")
+    path = project(tmp_path, STEP.format(marker="", marker_name=""))
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())} if has_address else {}
+    options = [
+        word
+        for name, text in address.items()
+        for word in (("-x", f"{name}={text}") if flavour == "openmpi" else ("-genv", name, text))
+    ]
+    command = [
+        program,
+        "-np",
+        "2",
+        *options,
+        sys.executable,
+        *PYTEST,
+        "--snapshot-update",
+        "--color=no",
+    ]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    ended = end(start(path, command, **root))
+    if has_address:
+        assert ended.status == 0
+        assert ended.out.count("1 passed") == ended.out.count("snapshots generated.") == 1
+        assert len(snapshots(path)) == 2
+    else:
+        assert ended.status == pytest.ExitCode.USAGE_ERROR
+        assert "of 2 that a launcher started" in ended.err
+        assert not (path / "snapshots").exists()
+
+
 @pytest.mark.parametrize(
     ("variables", "arguments", "text"),
     [
