@@ -49,6 +49,10 @@ _SLOTS: Final = pytest.StashKey[str]()
 """In xdist's controller: the directory through which its workers share ranks and GPUs."""
 _SLOTS_INPUT: Final = "fsdp_comm_slots"
 """In xdist's workers: the key of that directory in ``config.workerinput``."""
+_NEEDS_FORK: Final = (
+    "distributed tests need Linux: their ranks are forked, which this system "
+    f"({sys.platform}) cannot; run pytest in WSL, a container or a virtual machine"
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -151,13 +155,25 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     """Prepares ranks before the first test can make a fork unsafe."""
     ours = [item for item in session.items if marker.uses_plugin(item)]
     launched = session.config.stash[options.OPTIONS].launched
-    if ours:
+    if ours and _can_fork():
         _prepare_ranks(session, ours, launched)
     elif launched:
         # Tests that were written for a launcher without this plugin run in every process.
         from pytest_fsdp_comm.ranks.launched import quiet  # noqa: PLC0415  # in such a process only
 
         quiet.release_terminal(session.config)
+
+
+def _can_fork() -> bool:
+    # Windows has neither fcntl nor sockets by paths, either: what starts ranks cannot be imported.
+    return hasattr(os, "fork")
+
+
+@pytest.hookimpl
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fails a distributed test where ranks cannot be forked; after marks that skip it."""
+    if options.SETTINGS in item.stash and not _can_fork():
+        pytest.fail(_NEEDS_FORK, pytrace=False)
 
 
 def _prepare_ranks(
