@@ -6,8 +6,8 @@ the last two are the user's to set. How many tasks each node has SLURM writes in
 is 4, 4 and 2.
 
 Only ``srun`` sets ``SLURM_STEP_NUM_TASKS``. A batch script runs once, although ``SLURM_PROCID`` is
-0 in it and ``SLURM_NTASKS`` the job's; the shell of ``salloc`` is a step of one task (read in
-``env_array_for_step`` and ``env_array_for_batch_job`` of Slurm's ``src/common/env.c``).
+0 in it and ``SLURM_NTASKS`` the job's; the shell of ``salloc`` is a step of one task (tried with
+Slurm 22.05, read in ``env_array_for_step`` of its ``src/common/env.c``).
 """
 
 from __future__ import annotations
@@ -46,10 +46,13 @@ _VARIABLES = (
 )
 # How to give processes a place to meet, by the variable of their number.
 _COMMANDS = {
-    "OMPI_COMM_WORLD_RANK": "mpirun -np {size} -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500",
-    "PMI_RANK": "mpirun -np {size} -genv MASTER_ADDR $(hostname) -genv MASTER_PORT 29500",
-    "SLURM_PROCID": 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) '
-    "MASTER_PORT=29500 srun -n {size}",
+    "OMPI_COMM_WORLD_RANK": "mpirun -np {size} -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500 "
+    "python -m pytest",
+    "PMI_RANK": "mpirun -np {size} -genv MASTER_ADDR $(hostname) -genv MASTER_PORT 29500 "
+    "python -m pytest",
+    # Within a task, since the machines of a job are not known before.
+    "SLURM_PROCID": "srun -n {size} bash -c 'MASTER_ADDR=$(scontrol show hostnames "
+    '"$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500 python -m pytest\'',
 }
 # The first describes the tasks of this `srun`, the others may be those of the whole job.
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
@@ -156,15 +159,16 @@ def explain_separate_processes(environment: Mapping[str, str]) -> str:
         return ""
     rank_name, size_name, *_ = names
     rank, size = environment[rank_name], environment[size_name]
-    # The shell of srun --pty is the first task, and the only one that a user types in.
+    # The shell of srun --pty is the first task, and the only one that a user types in. What is
+    # started from it, or from the shell of salloc, inherits the variable, but not the terminal.
     is_shell = rank == "0" and rank_name == "SLURM_PROCID" and "SLURM_PTY_PORT" in environment
-    if size == "1" or is_shell:
+    if size == "1" or (is_shell and _has_terminal()):
         return ""
     return (
         f"this is process {rank} of {size} that a launcher started ({rank_name}, {size_name}), and "
         "without MASTER_ADDR and MASTER_PORT they cannot meet: each would run all tests and write "
         "the same files. Say where rank 0 is:\n"
-        f"    {_COMMANDS[rank_name].format(size=size)} python -m pytest\n"
+        f"    {_COMMANDS[rank_name].format(size=size)}\n"
         f"or use torch's launcher:\n    torchrun --nproc-per-node {size} -m pytest\n"
         "or start pytest once, without a launcher: it starts the ranks of its tests itself (where "
         f"this is so, unset {rank_name})"
@@ -188,6 +192,14 @@ def _find_names(environment: Mapping[str, str]) -> tuple[str, ...] | None:
             continue
         return names
     return None
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _has_address(environment: Mapping[str, str]) -> bool:

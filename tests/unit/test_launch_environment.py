@@ -2,6 +2,7 @@
 
 import pytest
 
+from pytest_fsdp_comm import launch_environment
 from pytest_fsdp_comm.launch_environment import (
     INSIDE_VARIABLE,
     explain_separate_processes,
@@ -145,17 +146,19 @@ def test_a_step_of_slurm_has_its_own_number_of_tasks():
         (
             STEP,
             "process 0 of 4 that a launcher started (SLURM_PROCID, SLURM_STEP_NUM_TASKS)",
-            'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) '
-            "MASTER_PORT=29500 srun -n 4 python -m pytest",
+            'srun -n 4 bash -c \'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | '
+            "head -n 1) MASTER_PORT=29500 python -m pytest'",
         ),
         # Started from a shell with a terminal, whose variables srun passes on.
         ({**STEP, "SLURM_PROCID": "1", "SLURM_PTY_PORT": "4"}, "process 1 of 4", "srun -n 4"),
+        ({**STEP, "SLURM_PTY_PORT": "4"}, "process 0 of 4", "srun -n 4"),
         # Of other launchers with the same interface; a script that names no place to meet.
         ({"PMI_RANK": "0", "PMI_SIZE": "4", "RANK": "0", "WORLD_SIZE": "4"}, "process 0", "-genv"),
         ({**OPEN_MPI, "MASTER_ADDR": "host0"}, "process 2 of 4", "-x MASTER_PORT=29500"),
     ],
 )
-def test_processes_that_cannot_meet_are_told_how_to(environment, named, command):
+def test_processes_that_cannot_meet_are_told_how_to(monkeypatch, environment, named, command):
+    monkeypatch.setattr(launch_environment, "_has_terminal", lambda: False)
     assert read_launched_rank(environment) is None
     text = explain_separate_processes(environment)
     assert text.startswith("this is process ")
@@ -175,7 +178,7 @@ def test_processes_that_cannot_meet_are_told_how_to(environment, named, command)
         BATCH,
         SHELL,
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
-        # srun -n 4 --pty bash
+        # The first task of srun -n 4 --pty bash
         {**STEP, "SLURM_PTY_PORT": "45001"},
         # One process, or one that has initialised MPI itself.
         {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
@@ -186,7 +189,8 @@ def test_processes_that_cannot_meet_are_told_how_to(environment, named, command)
         {**STEP, INSIDE_VARIABLE: "1"},
     ],
 )
-def test_one_process_and_those_that_can_meet_are_not_explained(environment):
+def test_one_process_and_those_that_can_meet_are_not_explained(monkeypatch, environment):
+    monkeypatch.setattr(launch_environment, "_has_terminal", lambda: True)
     assert explain_separate_processes(environment) == ""
 
 
