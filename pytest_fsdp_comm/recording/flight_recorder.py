@@ -20,40 +20,24 @@ if TYPE_CHECKING:
 _NAMES_THREADS: Final = (2, 10)
 """The first version of the trace whose entries name the thread."""
 
-_ITEM_SIZES: Final = {
-    "Bool": 1,
-    "Byte": 1,
-    "Char": 1,
-    "Half": 2,
-    "BFloat16": 2,
-    "Int": 4,
-    "Float": 4,
-    "Long": 8,
-    "Double": 8,
+_SCALAR_TYPES: Final = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlightEntry:
-    """One collective, as the flight recorder knows it."""
-
-    group: str
-    """Name of the process group."""
-    description: str
-    """Description of the process group, e.g. ``mesh_dp``."""
-    seq: int
-    """Its number among the group's collectives, from 1; equal on all ranks of the group."""
-    kind: str
-    """What the backend ran; gloo runs a reduce-scatter as ``all_reduce``."""
-    nbytes: int
-    """Bytes of this rank's input tensors."""
-    is_done: bool
-    """Whether the backend has finished it."""
+"""ATen's names of scalar types, and torch's; the names of all others differ only in case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """One collective of a block, as the flight recorder knows it."""
+    """One collective, as the flight recorder knows it."""
 
     backend: str
     """``gloo`` or ``nccl``."""
@@ -61,16 +45,28 @@ class Flight:
     """Name of the process group; empty under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
     description: str
     """Description of the process group."""
+    seq: int
+    """Its number among the group's collectives, from 1; equal on all ranks of the group."""
     kind: str
-    """What the backend ran."""
+    """What the backend ran; gloo runs a reduce-scatter as ``all_reduce``."""
     sent: tuple[tuple[str, int], ...]
-    """Of each input tensor, the name of ATen's scalar type and the number of elements."""
+    """Of each input tensor, the name of torch's dtype and the number of elements."""
     received: tuple[tuple[str, int], ...]
     """Likewise of the output tensors."""
     thread_id: int
     """As ``threading.get_ident()``."""
     thread_name: str
     """What the operating system calls the thread."""
+    is_done: bool
+    """Whether the backend has finished it, or gloo has failed in it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's input tensors."""
+        # Of a dtype that torch does not export, nothing is known.
+        return sum(
+            count * getattr(getattr(torch, name, None), "itemsize", 0) for name, count in self.sent
+        )
 
 
 Mark: TypeAlias = dict[tuple[str, str], int]
@@ -89,7 +85,7 @@ class Flights:
     """How many entries it has, of any time: 2,000 at most, or ``TORCH_FR_BUFFER_SIZE``."""
 
 
-def flown(since_ns: int) -> list[FlightEntry]:
+def flown(since_ns: int) -> list[Flight]:
     """The collectives of this process, point-to-point calls left out, in order.
 
     Args:
@@ -105,20 +101,11 @@ def flown(since_ns: int) -> list[FlightEntry]:
     ]
 
 
-def _flown(trace: Mapping[str, Any], *, since_ns: int) -> Iterator[FlightEntry]:
+def _flown(trace: Mapping[str, Any], *, since_ns: int) -> Iterator[Flight]:
     """The collectives of a dump, whichever backend wrote it."""
     for entry in trace.get("entries", ()):
-        if entry["is_p2p"] or entry["time_created_ns"] < since_ns:
-            continue
-        yield FlightEntry(
-            group=entry["process_group"][0],
-            description=entry["process_group"][1],
-            seq=entry["collective_seq_id"],
-            kind=entry["profiling_name"].partition(":")[2],
-            nbytes=_nbytes(entry),
-            # NCCL retires an entry some time after the GPU has completed it.
-            is_done=bool(entry["retired"]) or entry["state"] == "completed",
-        )
+        if not entry["is_p2p"] and entry["time_created_ns"] >= since_ns:
+            yield _flight(entry)
 
 
 def mark() -> Mark:
@@ -184,21 +171,19 @@ def _flight(entry: dict[str, Any]) -> Flight:
         backend=backend,
         group=group,
         description=description,
+        seq=entry["collective_seq_id"],
         kind=kind,
         sent=_tensors(entry["input_sizes"], entry["input_dtypes"]),
         received=_tensors(entry["output_sizes"], entry["output_dtypes"]),
         thread_id=int(entry["thread_id"]),
         thread_name=entry.get("thread_name", ""),
+        # NCCL retires an entry some time after the GPU has completed it.
+        is_done=bool(entry["retired"]) or entry["state"] == "completed",
     )
 
 
 def _tensors(sizes: list[list[int]], dtypes: list[str]) -> tuple[tuple[str, int], ...]:
-    return tuple((dtype, math.prod(size)) for size, dtype in zip(sizes, dtypes, strict=False))
-
-
-def _nbytes(entry: dict[str, Any]) -> int:
-    total = 0
-    for size, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False):
-        # Names of ATen's scalar types; what is not listed counts nothing.
-        total += math.prod(size) * _ITEM_SIZES.get(dtype, 0)
-    return total
+    return tuple(
+        (_SCALAR_TYPES.get(dtype, dtype.lower()), math.prod(size))
+        for size, dtype in zip(sizes, dtypes, strict=False)
+    )

@@ -37,20 +37,6 @@ _FROM_ONE: Final = frozenset({"broadcast", "scatter"})
 
 _NOT_FLOWN: Final = frozenset({"send", "recv"})
 
-_SCALAR_TYPES: Final = {
-    "Float": "float32",
-    "Double": "float64",
-    "Half": "float16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "ComplexFloat": "complex64",
-    "ComplexDouble": "complex128",
-}
-"""ATen's names of scalar types, and torch's; the names of all others differ only in case."""
-
 _SENT_AS: Final = {"complex64": "float32", "complex128": "float64"}
 """gloo sends a complex number as two real ones."""
 
@@ -291,14 +277,10 @@ def _take(way: tuple[_Sent, ...], left: dict[_Sent, list[Flight]]) -> bool:
 def _sent(flight: Flight) -> _Sent:
     # A rank that only receives, as most do of a scatter, shows no input.
     tensors = flight.sent or flight.received
-    names = [_SCALAR_TYPES.get(name, name.lower()) for name, _ in tensors]
     return _Sent(
         kind=_RUN_AS.get(flight.kind, flight.kind),
-        dtypes=_alike(names),
-        nbytes=sum(
-            count * getattr(torch, name).itemsize
-            for name, (_, count) in zip(names, tensors, strict=True)
-        ),
+        dtypes=_alike(name for name, _ in tensors),
+        nbytes=sum(count * getattr(torch, name).itemsize for name, count in tensors),
     )
 
 

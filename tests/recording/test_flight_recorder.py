@@ -11,10 +11,13 @@ def entry(seq, *, backend, state, retired=False, is_p2p=False, at=100):
         "input_dtypes": ["Float"],
         "input_sizes": [[4]],
         "is_p2p": is_p2p,
+        "output_dtypes": ["Float"],
+        "output_sizes": [[4]],
         "process_group": ("0", "default_pg"),
         "profiling_name": f"{backend}:all_reduce",
         "retired": retired,
         "state": state,
+        "thread_id": "7",
         "time_created_ns": at,
     }
 

@@ -14,10 +14,13 @@ import re
 import sys
 import threading
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, shortened_code, show_stack
+from pytest_fsdp_comm.ranks.wire import channel
 from pytest_fsdp_comm.ranks.wire.positions import (
+    ROOT_ROLES,
     Activity,
     GroupPosition,
     IssuedCollective,
@@ -26,7 +29,7 @@ from pytest_fsdp_comm.ranks.wire.positions import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import CodeType, FrameType, TracebackType
 
     from pytest_fsdp_comm.recording.mesh_axes import GroupAxis
@@ -51,26 +54,39 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
         since_ns: Collectives before this time (`time.time_ns`) belong to another test.
         with_groups: Whether to read the process groups too.
     """
-    main = threading.main_thread().ident
     # Documented for debuggers.
-    frame = sys._current_frames().get(main) if main is not None else None
-    frames = list(_outwards(frame))
-    stack = of_test(_described(frame.f_code, frame.f_lineno, frame.f_lasti) for frame in frames)
+    innermost = sys._current_frames()
+    frames = list(_outwards(innermost.get(threading.main_thread().ident or 0)))
+    stack = _stack(frames)
     raised = _reported_exception(frames)
+    if raised is None and stack and stack[0].path == channel.__file__:
+        # It waits for another test. pytest keeps what a call raised until the next one begins.
+        raised = getattr(sys, "last_value", None)
     if raised is not None:
         stack = _raising_frames(raised)
     place = next((number for number, frame in enumerate(stack) if frame.is_users), None)
-    inner = stack[:place]
     return Position(
         site="" if place is None else stack[place].site,
         code="" if place is None or raised is not None else stack[place].code,
         stack=show_stack(stack),
         module=_module(frames),
-        groups=_groups(since_ns, _called(frames)) if with_groups else (),
+        groups=_groups(since_ns, frames, innermost) if with_groups else (),
         call=_unrecorded_call(frames),
-        is_waiting=any(_TORCH.search(frame.path) for frame in inner)
-        or (place is not None and _WAITING_CALL.search(stack[place].code) is not None),
+        is_waiting=_is_waiting(stack),
         activity=Activity.RUNS if raised is None else Activity.REPORTS,
+    )
+
+
+def _stack(frames: Iterable[FrameType]) -> list[StackFrame]:
+    return of_test(_described(frame.f_code, frame.f_lineno, frame.f_lasti) for frame in frames)
+
+
+def _is_waiting(stack: Sequence[StackFrame]) -> bool:
+    """Whether user code waits for torch."""
+    inner = list(itertools.takewhile(lambda frame: not frame.is_users, stack))
+    user = stack[len(inner)] if len(inner) < len(stack) else None
+    return any(_TORCH.search(frame.path) for frame in inner) or (
+        user is not None and _WAITING_CALL.search(user.code) is not None
     )
 
 
@@ -121,11 +137,6 @@ def _raising_frames(error: BaseException) -> list[StackFrame]:
         frames.append(_described(code, traceback.tb_lineno, traceback.tb_lasti))
         traceback = traceback.tb_next
     return frames[::-1]
-
-
-def _called(frames: Sequence[FrameType]) -> str:
-    """The function of torch.distributed that was called; empty if none was."""
-    return next((frame.f_code.co_name for frame in frames if _is_c10d(frame)), "")
 
 
 def _is_c10d(frame: FrameType) -> bool:
@@ -215,17 +226,50 @@ def _is_unit(thing: object) -> bool:
     return type(thing).__name__ == "FSDPParamGroup"
 
 
-def _groups(since_ns: int, called: str) -> tuple[GroupPosition, ...]:
+def _groups(
+    since_ns: int, frames: list[FrameType], innermost: Mapping[int, FrameType]
+) -> tuple[GroupPosition, ...]:
     from pytest_fsdp_comm.recording.flight_recorder import flown  # noqa: PLC0415  # loads torch
 
+    # For what others issue, autograd's C++ threads say, it is the main thread that waits.
+    waiting = {
+        thread.ident or 0: (thread, own, stack)
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread() and type(thread).__name__ != "_DummyThread"
+        if (own := [*_outwards(innermost.get(thread.ident or 0))])
+        if _is_waiting(stack := _stack(own))
+    }
+    joined = [
+        frame.f_locals.get("self")
+        for frame in frames
+        if frame.f_code is threading.Thread.join.__code__
+    ]
     issued: dict[str, list[IssuedCollective]] = {}
-    for entry in flown(since_ns) if "torch.distributed" in sys.modules else []:
-        kind = entry.kind
-        if not entry.is_done and kind == "all_reduce" and called.startswith("reduce_scatter"):
-            kind = "reduce_scatter"  # which gloo runs as an all-reduce
-        issued.setdefault(entry.group, []).append(
-            IssuedCollective(seq=entry.seq, kind=kind, nbytes=entry.nbytes, is_done=entry.is_done)
+    flights = flown(since_ns) if "torch.distributed" in sys.modules else []
+    called = {flight.thread_id: flight for flight in flights}
+    for flight in flights:
+        collective = IssuedCollective(
+            seq=flight.seq,
+            kind=flight.kind,
+            nbytes=flight.nbytes,
+            is_done=flight.is_done,
+            sent=" and ".join(f"{count:,} {dtype}" for dtype, count in _by_dtype(flight.sent)),
+            is_last=flight is flights[-1],
         )
+        if not flight.is_done:
+            thread, own, stack = waiting.get(flight.thread_id, (None, frames, []))
+            call = next((frame for frame in own if _is_c10d(frame)), None)
+            # Those before run in the background, and were other calls.
+            is_call = flight is called[flight.thread_id]
+            collective = replace(
+                collective,
+                kind=_kind(flight.kind, call),
+                root=_root(flight.kind, call) if is_call else None,
+                thread=thread.name if thread else "",
+                site=next((frame.site for frame in stack if frame.is_users), ""),
+                is_joined=thread in joined,
+            )
+        issued.setdefault(flight.group, []).append(collective)
     ranks = _ranks_of_groups()
     axes = _axes()
     made: Counter[tuple[int, ...]] = Counter()
@@ -245,6 +289,28 @@ def _groups(since_ns: int, called: str) -> tuple[GroupPosition, ...]:
         )
         for name in dict.fromkeys((*issued, *ranks))
     )
+
+
+def _by_dtype(tensors: Iterable[tuple[str, int]]) -> Iterable[tuple[str, int]]:
+    counts: Counter[str] = Counter()
+    for dtype, count in tensors:
+        counts[dtype] += count
+    return counts.items()
+
+
+def _kind(kind: str, call: FrameType | None) -> str:
+    """Tells a reduce-scatter from the all-reduce that gloo runs it as."""
+    if kind == "all_reduce" and call and call.f_code.co_name.startswith("reduce_scatter"):
+        return "reduce_scatter"
+    return kind
+
+
+def _root(kind: str, call: FrameType | None) -> int | None:
+    """The rank that a call gives to or takes from; None where it is unknown."""
+    if call and call.f_code.co_name == kind and kind in ROOT_ROLES:
+        with contextlib.suppress(Exception):  # a name of torch has moved
+            return _peer(call.f_locals, ROOT_ROLES[kind])
+    return None
 
 
 def _axes() -> dict[str, GroupAxis]:

@@ -5,25 +5,29 @@ A report is read on a screen: ranks in the same state share a line, and the rest
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.ranks.hangs.stacks import with_code
-from pytest_fsdp_comm.ranks.wire.positions import Activity, IssuedCollective
+from pytest_fsdp_comm.ranks.wire.positions import ROOT_ROLES, Activity, IssuedCollective
 from pytest_fsdp_comm.text.nbytes import show_nbytes
-from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
+from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks, write_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from pytest_fsdp_comm.ranks.wire.positions import GroupPosition, Position
+    from pytest_fsdp_comm.ranks.wire.positions import GroupPosition, Position, UnrecordedCall
 
 # Of whatever ranks do in different ways: beyond it only how many ways there are helps.
 _MOST_WAYS: Final = 4
 _MOST_STALLS: Final = 3
 _MOST_STACKS: Final = 4
+_MOST_PEERS: Final = 16
+"""Of ranks that wait for one other rank each."""
+_PEER: Final = re.compile(r"(send to|recv from) rank (\d+|r[+-]\d+)")
 
 # Whose inputs torch wants of one shape on every rank. Those of scatter, gather and all-to-all may
 # differ.
@@ -44,13 +48,16 @@ def explain_waiting(positions: Mapping[int, Position], *, blamed: Sequence[int] 
         blamed ones.
     """
     stalls = [*_stalls(positions), *_call_stalls(positions)]
-    links = _Links(stalls)
+    links = _Links(stall for stall in stalls if not stall.is_aside)
     if links.guilty & {*blamed}:
         return []
     lines = [*_cause(links, positions)]
+    stalls = [stall for stall in stalls if not stall.is_aside or not stall.missing & {*blamed}]
     # Parallel groups of a mesh, whose ranks do the same: one story.
     alike: defaultdict[str, list[_Stall]] = defaultdict(list)
-    for stall in sorted(stalls, key=lambda stall: not stall.missing & links.guilty):
+    for stall in sorted(
+        stalls, key=lambda stall: (stall.is_aside, not stall.missing & links.guilty)
+    ):
         alike[stall.what].append(stall)
     stories = list(alike.values())
     for same in stories[:_MOST_STALLS]:
@@ -62,6 +69,75 @@ def explain_waiting(positions: Mapping[int, Position], *, blamed: Sequence[int] 
             f"{name_ranks([*rest])} {wait} in {len(stories) - _MOST_STALLS} more, not shown"
         )
     return lines
+
+
+def explain_mismatch(positions: Mapping[int, Position], failed: Iterable[int]) -> str:
+    """Explains why a backend gave up, where what ranks called does not fit together.
+
+    Args:
+        positions: Where each rank is or, of one that the backend has ended, was.
+        failed: The ranks whose last collective the backend may have given up.
+
+    Returns:
+        ``rank 3 called all_reduce of 400,000 float32, ranks 0-2 of 4 float32, in #1 of world at
+        test_it.py:9 in test_it``, the rarest first; empty if nothing differs.
+    """
+    for label, _, issued in _by_group(positions):
+        last = {one.seq for rank in failed for one in issued.get(rank, {}).values() if one.is_last}
+        for seq in sorted(last):
+            own = _issued(seq, issued)
+            if _unequal(label, seq, own) or _unlike_roots(own):
+                return _mismatch(f"#{seq} of {label}", own, positions)
+    return ""
+
+
+def _mismatch(
+    what: str, own: Mapping[int, IssuedCollective], positions: Mapping[int, Position]
+) -> str:
+    kinds = {one.kind for one in own.values()}
+    called = f"called {min(kinds)}" if len(kinds) == 1 else "called"
+    # Known of some ranks only, so that it is told where it tells them apart.
+    shows_root = bool(_unlike_roots(own))
+    sent = {
+        rank: " ".join(
+            (
+                *([one.kind] if len(kinds) > 1 else []),
+                *([f"of {one.sent}"] if one.sent else []),
+                *([_rooted(one)] if shows_root and one.root is not None else []),
+            )
+        )
+        for rank, one in own.items()
+    }
+    # Of one that raised elsewhere later, or has gone on, the place is not known any more.
+    sites = {
+        rank: one.site or (positions[rank].site if positions[rank].is_waiting else "")
+        for rank, one in own.items()
+        if one.is_last
+    }
+    folded = [
+        (ranks, {sites.get(rank, "") for rank in ranks} - {""}) for ranks, _ in fold_equal(sent)
+    ]
+    places = {place for _, known in folded for place in known}
+    if len(places) == 1 and all(known for _, known in folded):
+        what = f"{what} at {min(places)}"
+    else:
+        for ranks, known in folded:
+            if len(known) == 1:
+                sent |= {rank: f"{sent[rank]} at {min(known)}" for rank in ranks}
+    return f"{_contrast(sent, called, called)}, in {what}"
+
+
+def _contrast(texts: Mapping[int, str], verb: str, verb_of_several: str) -> str:
+    """What each rank does differently: ``rank 3 <verb> this, ranks 0-2 that``, the rarest first."""
+    folded = sorted(fold_equal(texts), key=lambda fold: len(fold[0]))
+    most = _MOST_WAYS if len(folded) <= _MOST_WAYS else _MOST_WAYS - 1
+    parts = [f"{name_ranks(ranks)} {text}" for ranks, text in folded[:most]]
+    ranks, text = folded[0]
+    parts[0] = f"{name_ranks(ranks)} {verb if len(ranks) == 1 else verb_of_several} {text}"
+    rest = [rank for ranks, _ in folded[most:] for rank in ranks]
+    if rest:
+        parts.append(f"{name_ranks(rest)} in {len(folded) - most} other ways")
+    return ", ".join(parts)
 
 
 def list_stacks(stacks: Mapping[int, str], title: Callable[[Sequence[int]], str]) -> list[str]:
@@ -100,6 +176,10 @@ class _Stall:
     """What the ranks did that do not wait in it, to be read after the name of one or of several."""
     notes: tuple[str, ...] = ()
     """Why nobody need be missing."""
+    sites: Mapping[int, str] = field(default_factory=dict)
+    """Where ranks wait that do so on another thread than the main one."""
+    is_aside: bool = False
+    """Whether the main threads do something else."""
 
 
 class _Links:
@@ -191,7 +271,10 @@ def _whereabouts(ranks: Sequence[int], positions: Mapping[int, Position]) -> str
     return f", which {(one if is_one else several).replace('{at}', at)}"
 
 
-def _stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
+def _by_group(
+    positions: Mapping[int, Position],
+) -> Iterator[tuple[str, tuple[int, ...], Mapping[int, Mapping[int, IssuedCollective]]]]:
+    """Each group's label, its ranks, and what each of them issued, by its number."""
     groups: dict[tuple[str, tuple[int, ...]], dict[int, GroupPosition]] = {}
     for rank, position in positions.items():
         for group in position.groups:
@@ -200,24 +283,47 @@ def _stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
         {key: min(by_rank.values(), key=_vagueness) for key, by_rank in groups.items()}
     )
     for key, by_rank in groups.items():
-        _, members = key
-        waited_in = [
-            issued.seq
-            for rank, group in by_rank.items()
-            for issued in group.collectives
-            if not issued.is_done and _may_wait(positions[rank])
-        ]
-        if waited_in:
-            issued = {
-                rank: {issued.seq: issued for issued in group.collectives}
-                for rank, group in by_rank.items()
-            }
-            everyone = members or tuple(sorted(by_rank))
-            yield _stall(labels[key], min(waited_in), issued, everyone, positions)
+        issued = {
+            rank: {one.seq: one for one in group.collectives} for rank, group in by_rank.items()
+        }
+        yield labels[key], key[1] or tuple(sorted(by_rank)), issued
 
 
-def _may_wait(position: Position) -> bool:
-    return position.is_waiting and position.activity is Activity.RUNS and position.call is None
+def _issued(
+    seq: int, issued: Mapping[int, Mapping[int, IssuedCollective]]
+) -> dict[int, IssuedCollective]:
+    """What the ranks issued as one collective."""
+    own = {rank: by_seq[seq] for rank, by_seq in issued.items() if seq in by_seq}
+    # Once it is done, nothing tells gloo's reduce-scatter from the all-reduce that it runs it as.
+    if "reduce_scatter" in {one.kind for one in own.values()}:
+        for rank, one in own.items():
+            if one.is_done and one.kind == "all_reduce":
+                own[rank] = replace(one, kind="reduce_scatter")
+    return own
+
+
+def _stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
+    for label, members, issued in _by_group(positions):
+        for waits in (_waits_in, _waits_aside):
+            waited_in = [
+                one.seq
+                for rank, by_seq in issued.items()
+                for one in by_seq.values()
+                if waits(positions[rank], one)
+            ]
+            if waited_in:
+                yield _stall(label, min(waited_in), issued, members, positions)
+                break
+
+
+def _waits_in(position: Position, one: IssuedCollective) -> bool:
+    if one.is_done or position.activity is not Activity.RUNS:
+        return False
+    return one.is_joined if one.thread else position.is_waiting and position.call is None
+
+
+def _waits_aside(position: Position, one: IssuedCollective) -> bool:
+    return bool(one.thread) and not one.is_done and position.activity is Activity.RUNS
 
 
 def _stall(
@@ -227,16 +333,17 @@ def _stall(
     members: Sequence[int],
     positions: Mapping[int, Position],
 ) -> _Stall:
-    own = {rank: by_seq[seq] for rank, by_seq in issued.items() if seq in by_seq}
-    waiting = {
-        rank: one for rank, one in own.items() if not one.is_done and _may_wait(positions[rank])
-    }
-    notes = _differences(label, seq, own.values())
+    own = _issued(seq, issued)
+    kept = {rank: one for rank, one in own.items() if _waits_in(positions[rank], one)}
+    aside = {rank: one for rank, one in own.items() if _waits_aside(positions[rank], one)}
+    waiting = kept or aside
+    unequal = _unequal(label, seq, own)
+    notes = unequal or _unlike_roots(own)
     absent = [rank for rank in members if rank not in waiting]
     never = frozenset(rank for rank in absent if rank not in own)
     gone_on = frozenset(rank for rank in absent if rank in own and own[rank].is_done)
     absences = {
-        rank: _absences(label, seq, issued.get(rank, {}), positions[rank])
+        rank: _absences(label, seq, issued.get(rank, {}), positions[rank], is_sized=bool(unequal))
         for rank in absent
         if rank in positions and positions[rank].activity.is_known
     }
@@ -249,18 +356,35 @@ def _stall(
         missing=never or (frozenset() if notes else gone_on),
         absences=absences,
         notes=notes,
+        sites={rank: one.site for rank, one in waiting.items() if one.thread},
+        is_aside=not kept,
     )
 
 
-def _differences(label: str, seq: int, issued: Iterable[IssuedCollective]) -> tuple[str, ...]:
+def _unequal(label: str, seq: int, own: Mapping[int, IssuedCollective]) -> tuple[str, ...]:
     """Why a collective that all ranks have issued does not end."""
-    kinds = {one.kind for one in issued}
+    kinds = {one.kind for one in own.values()}
     if len(kinds) > 1:
         return (f"  these differ: #{seq} of {label} must be the same collective on every rank",)
-    sizes = {one.nbytes for one in issued}
+    sizes = {one.nbytes for one in own.values()}
     if len(sizes) > 1 and next(iter(kinds)).lstrip("_").startswith(_EQUAL_SIZES):
         return (f"  the sizes differ: #{seq} of {label} must have the same shape on every rank",)
     return ()
+
+
+def _unlike_roots(own: Mapping[int, IssuedCollective]) -> tuple[str, ...]:
+    """Likewise, of collectives of one kind."""
+    roots = {rank: one for rank, one in own.items() if one.root is not None}
+    if len({one.root for one in roots.values()}) <= 1:
+        return ()
+    kind = min(one.kind for one in roots.values())
+    differ = "destinations" if ROOT_ROLES[kind] == "dst" else "sources"
+    to = {rank: _rooted(one) for rank, one in roots.items()}
+    return (f"  the {differ} differ: {_contrast(to, f'{kind}s', kind)}",)
+
+
+def _rooted(one: IssuedCollective) -> str:
+    return f"{'to' if ROOT_ROLES[one.kind] == 'dst' else 'from'} {one.root}"
 
 
 def _call_stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
@@ -269,6 +393,7 @@ def _call_stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
         for rank, position in positions.items()
         if position.call is not None and position.activity is Activity.RUNS
     }
+    peers = _peers(calls, positions)
     for call in dict.fromkeys(calls.values()):
         inside = [rank for rank, other in calls.items() if other == call]
         missing = frozenset(call.ranks).difference(inside)
@@ -279,11 +404,30 @@ def _call_stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
             if call.is_mutual and rank in positions and positions[rank].activity.is_known
         }
         yield _Stall(
-            what=f"{call.name}{of}",
-            waiting=dict.fromkeys(inside, f"{call.name}{of}"),
+            # Sends, and receives, are told together: they may be links of a chain.
+            what=_PEER.sub(r"\1 other ranks", f"{call.name}{of}"),
+            waiting={rank: peers.get(rank, f"{call.name}{of}") for rank in inside},
             missing=missing,
             absences=absences,
         )
+
+
+def _peers(
+    calls: Mapping[int, UnrecordedCall], positions: Mapping[int, Position]
+) -> dict[int, str]:
+    """Sends and receives in words relative to the rank, where many ranks do alike."""
+    steps = {
+        rank: (match[1], int(match[2]) - rank, positions[rank].site)
+        for rank, call in calls.items()
+        if (match := _PEER.fullmatch(call.name))
+    }
+    counts = Counter(steps.values())
+    # With the one that closes a ring, more than are listed one by one.
+    return {
+        rank: f"{step[0]} rank r{step[1]:+}"
+        for rank, step in steps.items()
+        if counts[step] >= _MOST_WAYS - 1 and len(steps) >= _MOST_WAYS
+    }
 
 
 def _labels(
@@ -325,16 +469,25 @@ def _vagueness(group: GroupPosition) -> int:
 
 
 def _describe(label: str, issued: IssuedCollective, module: str) -> str:
-    serving = f" for {module}" if module else ""
-    return f"{issued.kind} #{issued.seq} of {label}{serving} ({show_nbytes(issued.nbytes)})"
+    serving = f" for {module}" if module and not issued.thread else ""
+    thread = f" in thread {issued.thread}" if issued.thread else ""
+    size = show_nbytes(issued.nbytes)
+    return f"{issued.kind} #{issued.seq} of {label}{serving} ({size}){thread}"
 
 
 def _absences(
-    label: str, seq: int, own: Mapping[int, IssuedCollective], position: Position
+    label: str,
+    seq: int,
+    own: Mapping[int, IssuedCollective],
+    position: Position,
+    *,
+    is_sized: bool,
 ) -> tuple[str, str]:
     """How ranks are past a collective that others wait in, or before it."""
     if seq in own:
         text = "finished it" if own[seq].is_done else "issued it"
+        if is_sized:
+            text += f" ({own[seq].kind}, {show_nbytes(own[seq].nbytes)})"
         return _with_place(text, text, position)
     if not own:
         return _with_place("never issued it", "never issued it", position)
@@ -363,12 +516,17 @@ def _explain_stalls(
     """Explains one stall, or those of parallel groups."""
     described = {rank: text for stall in stalls for rank, text in stall.waiting.items()}
     placed = {
-        rank: f"{text} at {positions[rank].site}" if positions[rank].site else text
-        for rank, text in described.items()
+        rank: f"{described[rank]} at {site}" if site else described[rank]
+        for stall in stalls
+        for rank in stall.waiting
+        for site in [stall.sites.get(rank, positions[rank].site)]
     }
     whats = {rank: stall.what for stall in stalls for rank in stall.waiting}
-    for ranks, text in _folded(placed, described, whats):
-        yield f"{_waits(ranks)} in {text}"
+    most = _MOST_PEERS if _PEER.match(next(iter(described.values()))) else _MOST_WAYS
+    for ranks, text in _folded(placed, described, whats, most=most):
+        each = f"each rank r of {write_ranks(ranks, separator=', ')} waits"
+        is_relative = (match := _PEER.match(text)) and match[2].startswith("r")
+        yield f"{each if is_relative else _waits(ranks)} in {text}"
     yield from dict.fromkeys(note for stall in stalls for note in stall.notes)
     # Where a rank is that waits in something else is said there.
     absences = {
@@ -390,11 +548,11 @@ def _cut(texts: tuple[str, str], end: str) -> tuple[str, str]:
     return texts[0].partition(end)[0], texts[1].partition(end)[0]
 
 
-def _folded(*texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
+def _folded(*texts: Mapping[int, str], most: int = _MOST_WAYS) -> list[tuple[list[int], str]]:
     """Ranks with equal texts together; where these are too many, by the next, vaguer texts."""
     folded: list[tuple[list[int], str]] = []
     for by_rank in texts:
         folded = fold_equal(by_rank)
-        if len(folded) <= _MOST_WAYS:
+        if len(folded) <= most:
             break
     return folded

@@ -17,6 +17,7 @@ from pytest_fsdp_comm.ranks.session.echo import Echo
 from pytest_fsdp_comm.ranks.start.fork_client import ServerDiedError
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import (
+    LAST_WORDS,
     SUPERVISOR,
     DebuggerEntered,
     DebuggerLeft,
@@ -187,8 +188,7 @@ class Supervision:
             self._wait(min(_POLL_S, max(ends_at - now, 0.001)))
             if self._bound_output():
                 break
-        # Once more: a rank may have failed and ended in one turn, and others wait for it.
-        self._has_failed(has_failed_elsewhere)
+        self._look_back(has_failed_elsewhere)
         if self._echo:
             self._echo.copy()
         self.is_reusable = not self._has_failed(None) and all(
@@ -277,6 +277,12 @@ class Supervision:
         """Whether a rank has failed; passes it on to those that others supervise, and asks them."""
         has_failed = any(rank.has_failed for rank in self._ranks.values())
         return (elsewhere is not None and elsewhere(has_failed)) or has_failed
+
+    def _look_back(self, elsewhere: HasFailedElsewhere | None) -> None:
+        """Once more: a rank may have failed and ended in one turn, and others wait for it."""
+        if self._has_failed(elsewhere) and not any(rank.stopped for rank in self._ranks.values()):
+            # Those that failed because of another rank know what they sent.
+            self._locate()
 
     def _timers(self) -> list[TimerSet]:
         ranks = self._ranks.values()
@@ -486,25 +492,31 @@ class Supervision:
         self._questions += 1
         asked = []
         for rank in ranks:
-            if rank.watchdog is not None and rank.status is None:
-                with contextlib.suppress(OSError):  # it died just now
+            if rank.watchdog is not None:
+                # A dead one may have left its last words.
+                asked.append((rank, rank.watchdog))
+                with contextlib.suppress(OSError):
                     rank.watchdog.settimeout(_SEND_S)
                     rank.watchdog.send(
                         PositionQuestion(number=self._questions, with_groups=with_groups)
                     )
-                    asked.append((rank, rank.watchdog))
         until = time.monotonic() + within_s
         for rank, watchdog in asked:
             with contextlib.suppress(OSError, CodecError):
                 while True:
-                    watchdog.settimeout(max(until - time.monotonic(), 0.001))
+                    # What a dead one has said is there; its children may keep the socket open.
+                    left_s = until - time.monotonic() if rank.status is None else 0.0
+                    watchdog.settimeout(max(left_s, 0.001))
                     answer = watchdog.receive()
                     if answer is None:
                         break
                     # An earlier question may have been answered after its time.
-                    if isinstance(answer, PositionAnswer) and answer.number == self._questions:
+                    if isinstance(answer, PositionAnswer) and answer.number in (
+                        LAST_WORDS,
+                        self._questions,
+                    ):
                         rank.position = answer.position
-                        if rank.is_over:
+                        if rank.is_done:
                             rank.position = replace(rank.position, activity=Activity.HAS_ENDED)
                         break
 

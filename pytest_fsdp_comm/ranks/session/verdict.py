@@ -6,6 +6,7 @@ only its echo ("connection closed by peer").
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 import pytest
 
-from pytest_fsdp_comm.ranks.hangs.waiting import explain_waiting, list_stacks
+from pytest_fsdp_comm.ranks.hangs.waiting import explain_mismatch, explain_waiting, list_stacks
 from pytest_fsdp_comm.ranks.rank.kept_output import MOST_ON_DISK_NBYTES
 from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, Stopped
@@ -28,6 +29,11 @@ LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
 
 # A death is noticed after the others have seen its closed connections, under load by this much.
 _REAPED_LATE_S = 0.5
+
+# What gloo and NCCL say where they give up; read in torch 2.13.
+_GAVE_UP = re.compile(r"Connection (closed|reset) by peer|/gloo/|DistBackendError")
+# What libstdc++ prints of the exception that ends a process.
+_UNCAUGHT = re.compile(r"^terminate called after .* of '(.+)'\n  what\(\):  (.+)", re.MULTILINE)
 
 _PHASES: tuple[When, ...] = ("setup", "call", "teardown")
 
@@ -289,12 +295,15 @@ def _deaths(results: Mapping[int, RankResult], reports: _Reports) -> Iterable[_F
         if result.status is None and result.escaped is None:
             continue
         when = _unfinished_phase(reports[rank])
-        was, were = "", ""
+        was, were, why = "", "", ""
         if result.escaped is not None:
             what = f"left the test with {result.escaped}"
         elif result.status is not None and result.status < 0:
             was, were = "was ", "were "
             what = f"killed by signal {-result.status} ({_signal_name(-result.status)})"
+            uncaught = _UNCAUGHT.search(result.unreported.get("stderr", ""))
+            if uncaught and result.status == -signal.SIGABRT:
+                why = f": {uncaught[1]}: {uncaught[2]}"
         else:
             what = f"ended with exit status {result.status} (os._exit, or a crash)"
         yield _Failure(
@@ -302,8 +311,8 @@ def _deaths(results: Mapping[int, RankResult], reports: _Reports) -> Iterable[_F
             when=when,
             at=None if result.ended_at is None else result.ended_at - _REAPED_LATE_S,
             report=None,
-            text=f"{was}{what} during {when}",
-            text_of_several=f"{were}{what} during {when}",
+            text=f"{was}{what} during {when}{why}",
+            text_of_several=f"{were}{what} during {when}{why}",
         )
 
 
@@ -397,14 +406,43 @@ def _failed(
     first = failures[0]
     alike = _alike(failures)
     story = _story(failures, results)
-    if first.report is None:
+    mismatch = _mismatch(failures, results)
+    # What a rank did on its own accord may have been the cause, whatever the backend said first.
+    if mismatch and not all(_gave_up(failure, results) for failure in failures):
+        mismatch, story = "", f"{mismatch}\n{story}"
+    if first.report is None or mismatch:
         what = first.text_of_several if len(alike) > 1 else first.text
-        text = "\n".join(filter(None, (f"{name_ranks(alike)} {what}", story)))
+        what = what if first.report is None else f"failed: {what}"
+        raised = str(first.report.longrepr) if first.report is not None else ""
+        lines = [mismatch, f"{name_ranks(alike)} {what}", story, raised]
+        text = "\n".join(filter(None, lines))
         failed = _new_report(phase.item, phase.when, text, phase.sections)
         return _timed(failed, phase.present)
     report = _with_story(first.report, alike, story)
     report.sections = phase.sections
     return _timed(report, phase.present)
+
+
+def _mismatch(failures: Sequence[_Failure], results: Mapping[int, RankResult]) -> str:
+    """What ranks called differently, which the backend gave up on; empty if that is not it."""
+    if not _gave_up(failures[0], results):
+        return ""
+    gave_up = {failure.rank for failure in failures if _gave_up(failure, results)}
+    own = [failure for failure in failures if failure.blame is not _Blame.DEADLINE]
+    if any(failure.report is None and failure.rank not in gave_up for failure in own):
+        return ""  # it died by itself
+    positions = {rank: result.position for rank, result in results.items() if result.position}
+    return explain_mismatch(positions, gave_up)
+
+
+def _gave_up(failure: _Failure, results: Mapping[int, RankResult]) -> bool:
+    """Whether a backend gave up, and so the rank failed."""
+    if failure.report is not None:
+        return _GAVE_UP.search(str(failure.report.longrepr)) is not None
+    # A rank that C++ ended has left its last words.
+    position = results[failure.rank].position
+    is_aborted = results[failure.rank].status == -signal.SIGABRT
+    return is_aborted and position is not None and len(position.groups) > 0
 
 
 def _with_story(report: pytest.TestReport, alike: Sequence[int], story: str) -> pytest.TestReport:

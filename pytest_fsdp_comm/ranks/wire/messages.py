@@ -116,12 +116,16 @@ class TestsEnded:
     """Answers `EndTests`, after the reports of what failed."""
 
 
+LAST_WORDS: Final = 0
+"""The number of the position that a rank gives unasked, as C++ ends it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionAnswer:
     """A watchdog's answer to `PositionQuestion`."""
 
     number: int
-    """The question's."""
+    """The question's, or `LAST_WORDS`."""
     position: Position
     """Where the rank is."""
 

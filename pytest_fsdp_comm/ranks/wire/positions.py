@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+ROOT_ROLES: Final = {"broadcast": "src", "gather": "dst", "reduce": "dst", "scatter": "src"}
+"""How torch calls the one rank that a collective gives to, or takes from."""
 
 
 class Activity(StrEnum):
@@ -42,7 +46,20 @@ class IssuedCollective:
     nbytes: int
     """Bytes of the rank's input."""
     is_done: bool
-    """Whether the rank has finished it."""
+    """Whether the rank has finished it, or gloo has failed in it."""
+    sent: str = ""
+    """The rank's input in words, such as ``4 float32``."""
+    is_last: bool = False
+    """Whether the rank has issued none after it, on any group."""
+    root: int | None = None
+    """The rank that it gathers or reduces to, or that it scatters or broadcasts from; None if
+    there is none, or it is unknown: torch keeps it only while the call lasts."""
+    thread: str = ""
+    """The name of the Python thread that waits in it; empty for the main thread."""
+    site: str = ""
+    """The innermost user code of that thread."""
+    is_joined: bool = False
+    """Whether the main thread waits for the end of that thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,6 +174,64 @@ def test_point_to_point(dist_info):
     if dist_info.rank == 1:
         dist.recv(torch.ones(1), 0)
 
+def test_destinations(dist_info):
+    dst = min(dist_info.rank, 1)
+    gathered = [torch.ones(4) for _ in range(4)] if dist_info.rank == dst else None
+    dist.gather(torch.ones(4), gathered, dst=dst)
+
+def test_sources(dist_info):
+    dist.broadcast(torch.ones(4), group_src=0 if dist_info.rank == 0 else 1)
+
+def test_background_roots(dist_info):
+    if dist_info.rank == 3:
+        time.sleep(60)
+    # On rank 0 the first broadcast is not done either, while it calls the second.
+    for src in (3, 2):
+        dist.broadcast(torch.ones(4), src, async_op=dist_info.rank == 0 and src == 3)
+
+def test_sizes(dist_info):
+    dist.all_reduce(torch.ones(8 if dist_info.rank == 3 else 4))
+
+def synchronize(group):
+    dist.all_reduce(torch.ones(4), group=group)
+
+def test_thread(dist_info):
+    group = dist.new_group()
+    if dist_info.rank == 3:
+        time.sleep(60)
+    thread = threading.Thread(target=synchronize, args=[group], name="metrics")
+    thread.start()
+    thread.join()
+
+def test_thread_beside(dist_info):
+    group = dist.new_group()
+    if dist_info.rank < 3:
+        threading.Thread(target=synchronize, args=[group], name="metrics", daemon=True).start()
+    if dist_info.rank == 2:
+        time.sleep(60)
+    dist.barrier()
+
+def test_thread_whose_work_is_waited_for(dist_info):
+    works = []
+    def issue():
+        works.append(dist.all_reduce(torch.ones(4), async_op=True))
+        time.sleep(60)
+    if dist_info.rank == 3:
+        time.sleep(60)
+    threading.Thread(target=issue, daemon=True).start()
+    while not works:
+        pass
+    works[0].wait()
+
+def test_ring(dist_info):
+    dist.recv(torch.ones(1), (dist_info.rank - 1) % 4)
+
+def test_chain(dist_info):
+    if dist_info.rank == 0:
+        time.sleep(60)
+    dist.recv(torch.ones(1), dist_info.rank - 1)
+    dist.send(torch.ones(1), dist_info.rank + 1)
+
 def test_a_failure_says_nothing_of_its_echo(dist_info):
     if dist_info.rank == 1:
         raise ValueError("early")
@@ -350,6 +408,57 @@ all wait for ranks 4-5, at test_it.py:N in test_eight: time.sleep(60)
 ranks 0-3, 6-7 wait in all_reduce #1 of dp (16 B) at test_it.py:N in test_eight
 ranks 4-5 never issued it, and are at test_it.py:N in test_eight: time.sleep(60)
 """,
+    "destinations": """\
+ranks 0-1 did not finish within 4 s, and every rank was ended.
+ranks 0-1 wait in gather #1 of world (16 B) at test_it.py:N in test_destinations
+  the destinations differ: rank 0 gathers to 0, rank 1 to 1
+ranks 2-3 finished it, and have finished the test
+""",
+    "sources": """\
+  the sources differ: rank 0 broadcasts from 0, rank""",
+    "background_roots": """\
+all wait for rank 3, at test_it.py:N in test_background_roots: time.sleep(60)
+ranks 0-2 wait in broadcast #1 of world (16 B) at test_it.py:N in test_background_roots
+rank 3 never issued it, and is at test_it.py:N in test_background_roots: time.sleep(60)
+""",
+    "sizes": """\
+rank 3 waits in all_reduce #1 of world (32 B) at test_it.py:N in test_sizes
+  the sizes differ: #1 of world must have the same shape on every rank
+ranks 0-2 finished it (all_reduce, 16 B), and have finished the test
+""",
+    "thread": """\
+all wait for rank 3, at test_it.py:N in test_thread: time.sleep(60)
+ranks 0-2 wait in all_reduce #1 of size4.stride1 (ranks 0-3) (16 B) in thread metrics at \
+test_it.py:N in synchronize
+rank 3 never issued it, and is at test_it.py:N in test_thread: time.sleep(60)
+ranks 0-2 are at (innermost frame first):
+    test_it.py:N in test_thread: thread.join()
+""",
+    # What a thread waits for keeps nobody, and its line is not the main thread's.
+    "thread_beside": """\
+all wait for rank 2, at test_it.py:N in test_thread_beside: time.sleep(60)
+ranks 0-1, 3 wait in barrier #1 of world (0 B) at test_it.py:N in test_thread_beside
+rank 2 never issued it, and is at test_it.py:N in test_thread_beside: time.sleep(60)
+ranks 0-2 wait in all_reduce #1 of size4.stride1 (ranks 0-3) (16 B) in thread metrics at \
+test_it.py:N in synchronize
+rank 3 never issued it
+""",
+    "thread_whose_work_is_waited_for": """\
+all wait for rank 3, at test_it.py:N in test_thread_whose_work_is_waited_for: time.sleep(60)
+ranks 0-2 wait in all_reduce #1 of world (16 B) at test_it.py:N in \
+test_thread_whose_work_is_waited_for
+""",
+    "ring": """\
+ranks 0-3 wait for each other
+rank 0 waits in recv from rank 3 at test_it.py:N in test_ring
+each rank r of 1-3 waits in recv from rank r-1 at test_it.py:N in test_ring
+ranks 0-3 are at""",
+    "chain": """\
+all wait for rank 0, at test_it.py:N in test_chain: time.sleep(60)
+rank 1 waits in recv from rank 0 at test_it.py:N in test_chain
+rank 2 waits in recv from rank 1 at test_it.py:N in test_chain
+rank 3 waits in recv from rank 2 at test_it.py:N in test_chain
+rank 0 is at""",
     "point_to_point": """\
 rank 1 did not finish within 4 s, and every rank was ended.
 rank 1 waits for rank 0, which has finished the test

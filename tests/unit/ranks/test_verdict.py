@@ -4,6 +4,7 @@ import pytest
 
 from pytest_fsdp_comm.ranks.hangs.stacks import parse_dump, show_stack
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
+from pytest_fsdp_comm.ranks.wire.positions import GroupPosition, IssuedCollective, Position
 from pytest_fsdp_comm.ranks.wire.results import Loss, PhaseReport, RankResult, Stopped
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
@@ -209,3 +210,104 @@ def test_a_result_moves_onto_another_clock():
     )
     assert late.ended_at == 105.0
     assert (late.rank, late.status, late.stopped) == (3, -9, Stopped.AT_DEADLINE)
+
+
+CLOSED = "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+UNCAUGHT = """\
+terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  op.preamble.length <= op.nbytes. 8 vs 4.
+Fatal Python error: Aborted
+"""
+
+
+def reduced(numel):
+    """Where a rank is that has called an all-reduce."""
+    issued = IssuedCollective(
+        seq=1,
+        kind="all_reduce",
+        nbytes=4 * numel,
+        sent=f"{numel} float32",
+        is_done=False,
+        is_last=True,
+    )
+    group = GroupPosition(
+        name="0", axis="dp", is_shape=False, ranks=(0, 1, 2), collectives=(issued,)
+    )
+    return {"position": Position(site="a.py:1 in f", groups=(group,))}
+
+
+ABORTED = {"status": -6, "ended_at": 4.3, "unreported": {"stderr": UNCAUGHT}}
+WHY = ": gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 8 vs 4."
+MISMATCH = (
+    "rank 2 called all_reduce of 8 float32, ranks 0-1 of 4 float32, in #1 of dp at a.py:1 in f"
+)
+
+
+def lines(reports):
+    return reports[1].longrepr.splitlines()
+
+
+def test_what_a_backend_gave_up_on_comes_before_the_rank_that_it_ended(merge):
+    ranks = [
+        rank(None, **ABORTED, **reduced(4)),
+        rank(FAILED, CLOSED, at=4.1, **reduced(4)),
+        rank(None, stopped=Stopped.AFTER_FAILURE, stacks="a.py:1 in f", **reduced(8)),
+    ]
+    aborted = f"rank 0 was killed by signal 6 (SIGABRT) during call{WHY}"
+    assert lines(merge(*ranks))[:3] == [MISMATCH, aborted, f"rank 1 failed later: {CLOSED}"]
+    # A failure of its own may have been the cause, or have followed.
+    ranks[1] = rank(FAILED, "assert 1 == 2", at=4.1, **reduced(4))
+    assert lines(merge(*ranks))[:3] == [aborted, MISMATCH, "rank 1 failed later: assert 1 == 2"]
+    ranks[1] = rank(FAILED, "assert 1 == 2", at=3.1, **reduced(4))
+    assert lines(merge(*ranks))[0] == "assert 1 == 2"
+    assert MISMATCH not in lines(merge(*ranks))
+
+
+def test_what_a_backend_gave_up_on_comes_before_the_first_that_raised(merge):
+    raised = f"Traceback of a rank\n{CLOSED}"
+    ranks = [
+        rank(FAILED, raised, at=2.0, **reduced(4)),
+        rank(FAILED, raised, at=1.0, **reduced(4)),
+        rank(**reduced(8)),
+    ]
+    found = merge(*ranks)
+    assert lines(found) == [
+        MISMATCH,
+        f"ranks 0-1 failed: {CLOSED}",
+        "rank 2 did not fail",
+        *raised.splitlines(),
+    ]
+    assert found[1].when == "call"
+    # Where all sent the same, the connection broke of something else.
+    ranks[2] = rank(**reduced(4))
+    assert lines(merge(*ranks))[0] == "Traceback of a rank"
+    assert not any(" called " in line for line in lines(merge(*ranks)))
+
+
+@pytest.mark.parametrize(
+    "died",
+    [
+        {"status": -9, "ended_at": 3.0},
+        {"status": 3, "ended_at": 3.0},
+        # `os.abort()`: no last words.
+        {"status": -6, "ended_at": 3.0},
+        {"escaped": "Exit: enough", "ended_at": 3.0},
+        {"lost": Loss(of_one="was lost", of_several="were lost")},
+        # Later than what others say of it.
+        {"status": -9, "ended_at": 9.0},
+    ],
+)
+def test_sizes_explain_nothing_where_a_rank_died_by_itself(merge, died):
+    failed = rank(FAILED, CLOSED, at=5.0, **reduced(4))
+    reports = merge(failed, rank(None, **died), rank(FAILED, CLOSED, at=5.0, **reduced(8)))
+    text = "\n".join(str(report.longrepr) for report in reports)
+    assert CLOSED in text
+    assert " called " not in text
+
+
+def test_only_a_process_that_aborted_is_explained_by_what_it_did_not_catch(merge):
+    printed = {"unreported": {"stderr": UNCAUGHT}, "ended_at": 1.0}
+    assert lines(merge(rank(None, status=-9, **printed)))[0] == (
+        "rank 0 was killed by signal 9 (SIGKILL) during call"
+    )
+    assert lines(merge(rank(None, status=-6, **printed)))[0].endswith(f"(SIGABRT) during call{WHY}")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_fsdp_comm.ranks.hangs.waiting import explain_waiting, list_stacks
+from pytest_fsdp_comm.ranks.hangs.waiting import explain_mismatch, explain_waiting, list_stacks
 from pytest_fsdp_comm.ranks.wire.positions import (
     Activity,
     GroupPosition,
@@ -300,3 +300,191 @@ def test_several_ranks_are_spoken_of_in_the_plural():
         waits_in,
     ]
     assert explain_waiting({0: waiting}) == ["rank 0 waits for ranks 1-2, which are dead", waits_in]
+
+
+def called(numel, kind="all_reduce", *, seq=1, root=None, is_done=False, is_last=True):
+    return IssuedCollective(
+        seq=seq,
+        kind=kind,
+        nbytes=4 * numel,
+        sent=f"{numel:,} float32" if numel else "",
+        is_done=is_done,
+        is_last=is_last,
+        root=root,
+    )
+
+
+def mismatch(*issued, failed=(0, 1, 2), **changes):
+    return explain_mismatch(
+        {rank: position(one, **changes) for rank, one in enumerate(issued) if one}, failed
+    )
+
+
+@pytest.mark.parametrize(
+    ("issued", "says"),
+    [
+        (
+            (called(400_000), called(4), called(4)),
+            "rank 0 called all_reduce of 400,000 float32, ranks 1-2 of 4 float32, in #1 of dp at "
+            "model.py:1 in forward",
+        ),
+        # gloo has failed in it, which counts as done; one rank is dead and left no words.
+        (
+            (None, called(4, is_done=True), called(8)),
+            "rank 1 called all_reduce of 4 float32, rank 2 of 8 float32, in #1 of dp at "
+            "model.py:1 in forward",
+        ),
+        (
+            (called(4), called(0, "barrier"), called(4)),
+            "rank 1 called barrier, ranks 0, 2 all_reduce of 4 float32, in #1 of dp at "
+            "model.py:1 in forward",
+        ),
+        (
+            (called(4, "gather", root=1), called(4, "gather", root=0), called(4, "gather", root=1)),
+            "rank 1 called gather of 4 float32 to 0, ranks 0, 2 of 4 float32 to 1, in #1 of dp at "
+            "model.py:1 in forward",
+        ),
+        # The root is known of those that still wait.
+        (
+            (called(4, "broadcast", root=1), called(4, "broadcast"), called(8, "broadcast")),
+            "rank 2 called broadcast of 8 float32, ranks 0-1 of 4 float32, in #1 of dp at "
+            "model.py:1 in forward",
+        ),
+        # gloo runs it as an all-reduce, and only the call that still waits tells.
+        (
+            (called(16, "reduce_scatter"), called(16, is_done=True), called(32, is_done=True)),
+            "rank 2 called reduce_scatter of 32 float32, ranks 0-1 of 16 float32, in #1 of dp at "
+            "model.py:1 in forward",
+        ),
+        ((called(4), called(4), called(4)), ""),
+        ((called(4, "scatter"), called(0, "scatter"), called(0, "scatter")), ""),
+        ((called(4, "all_to_all"), called(8, "all_to_all"), called(12, "all_to_all")), ""),
+        ((called(4, "gather", root=1), called(4, "gather"), called(4, "gather")), ""),
+        ((called(16, "reduce_scatter"), called(16, is_done=True)), ""),
+        # What came after it failed.
+        (tuple(called(numel, is_last=False) for numel in (4, 8, 4)), ""),
+    ],
+)
+def test_what_a_backend_gave_up_on_names_who_is_alone_with_it(issued, says):
+    assert mismatch(*issued) == says
+
+
+def test_only_what_a_rank_failed_in_is_compared():
+    unequal = (called(4), called(8), called(4))
+    assert mismatch(*unequal, failed=[]) == ""
+    assert mismatch(*unequal, failed=[1]) != ""
+
+
+def test_a_place_is_told_where_it_is_known():
+    one, other = position(called(4)), position(called(8), site="a.py:2 in g")
+    sent = "rank 1 called all_reduce of 8 float32 at a.py:2 in g, ranks 0, 2 of 4 float32"
+    assert explain_mismatch({0: one, 1: other, 2: one}, [0]) == (
+        f"{sent} at model.py:1 in forward, in #1 of dp"
+    )
+    # They have raised elsewhere since, or gone on to another test.
+    gone = replace(one, is_waiting=False)
+    assert explain_mismatch({0: gone, 1: other, 2: gone}, [0]) == f"{sent}, in #1 of dp"
+    threaded = replace(called(4), thread="metrics", site="t.py:3 in run")
+    assert explain_mismatch({0: position(threaded, is_waiting=False), 1: other}, [0]) == (
+        "rank 0 called all_reduce of 4 float32 at t.py:3 in run, rank 1 of 8 float32 at "
+        "a.py:2 in g, in #1 of dp"
+    )
+
+
+def test_many_sizes_are_counted():
+    group = GroupPosition(
+        name="0", axis="dp", is_shape=False, ranks=tuple(range(8)), collectives=()
+    )
+    positions = {
+        rank: Position(site="", groups=(replace(group, collectives=(called(rank + 1),)),))
+        for rank in range(8)
+    }
+    assert explain_mismatch(positions, [0]) == (
+        "rank 0 called all_reduce of 1 float32, rank 1 of 2 float32, rank 2 of 3 float32, "
+        "ranks 3-7 in 5 other ways, in #1 of dp"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("gather", "the destinations differ: rank 0 gathers to 0, ranks 1-2 to 1"),
+        ("reduce", "the destinations differ: rank 0 reduces to 0, ranks 1-2 to 1"),
+        ("scatter", "the sources differ: rank 0 scatters from 0, ranks 1-2 from 1"),
+        ("broadcast", "the sources differ: rank 0 broadcasts from 0, ranks 1-2 from 1"),
+    ],
+)
+def test_roots_that_differ_are_named(kind, says):
+    waiting = {rank: position(called(4, kind, root=min(rank, 1))) for rank in range(3)}
+    place = f"in {kind} #1 of dp (16 B) at model.py:1 in forward"
+    assert explain_waiting(waiting) == [f"ranks 0-2 wait {place}", f"  {says}"]
+    # Once a rank has finished, nobody knows.
+    gone = position(called(4, kind, is_done=True), activity=Activity.HAS_ENDED)
+    found = explain_waiting({**waiting, 2: gone})
+    assert found[1] == f"  {says.replace('ranks 1-2', 'rank 1')}"
+    found = explain_waiting({0: waiting[0], 1: gone, 2: gone})
+    assert found[0] == "rank 0 waits for ranks 1-2, which have finished the test"
+    assert not any("differ" in line for line in found)
+
+
+def test_threads_wait_beside_the_main_one():
+    one = replace(waits(1), thread="metrics", site="t.py:3 in run")
+    away = position(site="away.py:1 in f")
+    # Whatever the main thread waits in, it is not this.
+    positions = {0: position(one), 1: position(one), 2: away}
+    lines = [
+        "ranks 0-1 wait in all_gather #1 of dp (8 B) in thread metrics at t.py:3 in run",
+        "rank 2 never issued it, and is at away.py:1 in f",
+    ]
+    assert explain_waiting(positions) == lines
+    # It is an echo, too.
+    assert explain_waiting(positions, blamed=[2]) == []
+    joined = position(replace(one, is_joined=True), is_waiting=False, module="layers.3")
+    assert explain_waiting({0: joined, 1: joined, 2: away}) == [
+        "all wait for rank 2, at away.py:1 in f",
+        *lines,
+    ]
+
+
+def chain(step, *, size, first=0, verb="recv from", sites=1):
+    return {
+        rank: Position(
+            site=f"a.py:{rank % sites} in f",
+            call=UnrecordedCall(name=f"{verb} rank {peer}", ranks=(peer,), is_mutual=False),
+        )
+        for rank in range(first, size)
+        for peer in [(rank + step) % size]
+    }
+
+
+def test_a_ring_is_shown_whole():
+    at = "at a.py:0 in f"
+    assert explain_waiting(chain(-1, size=3)) == [
+        "ranks 0-2 wait for each other",
+        f"rank 0 waits in recv from rank 2 {at}",
+        f"rank 1 waits in recv from rank 0 {at}",
+        f"rank 2 waits in recv from rank 1 {at}",
+    ]
+    assert explain_waiting(chain(-1, size=64)) == [
+        "ranks 0-63 wait for each other",
+        f"rank 0 waits in recv from rank 63 {at}",
+        f"each rank r of 1-63 waits in recv from rank r-1 {at}",
+    ]
+    assert explain_waiting(chain(2, size=64, verb="send to"))[1:] == [
+        f"each rank r of 0-61 waits in send to rank r+2 {at}",
+        f"rank 62 waits in send to rank 0 {at}",
+        f"rank 63 waits in send to rank 1 {at}",
+    ]
+    # A pipeline whose first stage does something else.
+    assert explain_waiting({0: Position(site="b.py:1 in g"), **chain(-1, size=8, first=1)}) == [
+        "all wait for rank 0, at b.py:1 in g",
+        f"each rank r of 1-7 waits in recv from rank r-1 {at}",
+    ]
+
+
+def test_a_ring_without_a_rule_is_listed_up_to_a_bound():
+    found = explain_waiting(chain(-1, size=16, sites=16))
+    assert len(found) == 17
+    assert found[5] == "rank 4 waits in recv from rank 3 at a.py:4 in f"
+    found = explain_waiting(chain(-1, size=17, sites=17))
+    assert found == ["ranks 0-16 wait for each other", "ranks 0-16 wait in recv from other ranks"]

@@ -1,0 +1,176 @@
+"""Where gloo ends a rank because ranks do not fit together, the report says what does not fit.
+
+All tests run in one session, whose reports are read test by test.
+"""
+
+import re
+
+import pytest
+
+SOURCE = r"""
+import os
+import signal
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.distributed(world_size=4, timeout_s=60)
+
+def reduce(odd, numel=4, dtype=torch.float32):
+    dist.all_reduce(torch.ones(400_000 if odd else numel, dtype=dtype))
+
+def test_sizes(dist_info):
+    dist.barrier()
+    reduce(dist_info.rank == 3)
+
+@pytest.mark.distributed(world_size=2, timeout_s=60)
+@pytest.mark.parametrize("odd", [0, 1])
+class TestTwo:
+    def test_two(self, odd, dist_info):
+        reduce(dist_info.rank == odd)
+
+def test_dtypes(dist_info):
+    dist.all_reduce(torch.ones(4, dtype=torch.bfloat16 if dist_info.rank == 2 else torch.float32))
+
+def test_gathers(dist_info):
+    numel = 400_000 if dist_info.rank == 0 else 4
+    dist.all_gather([torch.ones(numel) for _ in range(4)], torch.ones(numel))
+
+def test_scatters(dist_info):
+    numel = 400_000 if dist_info.rank == 1 else 4
+    dist.reduce_scatter_tensor(torch.ones(numel), torch.ones(4 * numel))
+
+def test_subgroup(device_mesh, dist_info):
+    mesh = device_mesh(dp=2, tp=2)
+    reduced = torch.ones(400_000 if dist_info.rank == 2 else 4)
+    dist.all_reduce(reduced, group=mesh["tp"].get_group())
+
+def test_caught(dist_info):
+    try:
+        reduce(dist_info.rank == 3)
+    except RuntimeError:
+        pass
+    assert dist_info.rank > 3, "later"
+
+def test_reworded(dist_info):
+    try:
+        reduce(dist_info.rank == 3)
+    except RuntimeError as error:
+        raise LookupError("a step failed") from error
+
+def test_died(dist_info):
+    if dist_info.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    reduce(dist_info.rank == 3)
+
+def test_left(dist_info):
+    if dist_info.rank == 2:
+        os._exit(3)
+    reduce(False)
+
+def test_aborted_alone(dist_info):
+    if dist_info.rank == 2:
+        os.abort()
+    reduce(False)
+
+def test_asserted(dist_info):
+    reduce(False)
+    assert dist_info.rank != 2, "plain"
+    reduce(dist_info.rank == 3)
+
+@pytest.fixture
+def meeting():
+    yield
+    dist.barrier()
+
+def test_asserted_before_a_fixture_that_meets(meeting, dist_info):
+    assert dist_info.rank != 2, "plain"
+    reduce(False, numel=400_000)
+
+@pytest.mark.parametrize("is_earlier", [False, True])
+def test_uneven(is_earlier, dist_info):
+    # All of this works: sizes differ on purpose, or gloo does not mind.
+    sizes = [4 * (rank + 1) for rank in range(4)]
+    dist.all_gather_object([None] * 4, "x" * 10 ** dist_info.rank)
+    if is_earlier:
+        dist.broadcast(torch.ones(4 if dist_info.rank == 0 else 8), 0)
+        dist.barrier()
+    else:
+        own = sizes[dist_info.rank]
+        dist.all_to_all_single(torch.ones(sum(sizes)), torch.ones(4 * own), sizes, [own] * 4)
+    raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+"""
+
+SPEAKS = {
+    "sizes": "rank 3 called all_reduce of 400,000 float32, ranks 0-2 of 4 float32, in #2 of world "
+    "at test_it.py:N in reduce",
+    "two[0]": "rank 0 called all_reduce of 400,000 float32, rank 1 of 4 float32, in #1 of world "
+    "at test_it.py:N in reduce",
+    "two[1]": "rank 0 called all_reduce of 4 float32, rank 1 of 400,000 float32, in #1 of world "
+    "at test_it.py:N in reduce",
+    "dtypes": "rank 2 called all_reduce of 4 bfloat16, ranks 0-1, 3 of 4 float32, in #1 of world "
+    "at test_it.py:N in test_dtypes",
+    "gathers": "rank 0 called all_gather of 400,000 float32, ranks 1-3 of 4 float32, in #1 of "
+    "world at test_it.py:N in test_gathers",
+    "scatters": "rank 1 called reduce_scatter of 1,600,000 float32, ranks 0, 2-3 of 16 float32, "
+    "in #1 of world at test_it.py:N in test_scatters",
+    "subgroup": "rank 2 called all_reduce of 400,000 float32, rank 3 of 4 float32, in #1 of tp "
+    "at test_it.py:N in test_subgroup",
+    "reworded": "rank 3 called all_reduce of 400,000 float32, ranks 0-2 of 4 float32, in #1 of "
+    "world at test_it.py:N in reduce",
+}
+
+
+@pytest.fixture(scope="module")
+def reports(run_session):
+    """The failure of each test, with line numbers replaced by ``N``, and the summary's lines."""
+    failures, _, summary = run_session(SOURCE, "-q").output.partition("= short test summary info =")
+    parts = re.split(r"^_+ (?:TestTwo\.)?test_(\w+\S*) _+$", failures, flags=re.MULTILINE)
+    texts = {
+        name: re.sub(r"py:\d+", "py:N", text)
+        for name, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
+    assert len(texts) == len(re.findall("^FAILED", summary, re.MULTILINE)) == 16
+    return texts
+
+
+@pytest.mark.parametrize("test", SPEAKS)
+def test_the_rank_that_is_alone_with_its_size_comes_first(reports, test):
+    lines = reports[test].splitlines()
+    assert lines[1] == SPEAKS[test]
+    # Then what became of the ranks, with gloo's own words.
+    killed = next(line for line in lines if " killed by signal 6 (SIGABRT) during call: " in line)
+    assert "gloo::EnforceNotMet" in killed
+    assert "Received data size doesn't match expected size" in killed
+
+
+def test_a_failure_that_was_caught_is_explained_below_the_death(reports):
+    first, second, *_ = reports["caught"].splitlines()[1:]
+    assert "killed by signal 6 (SIGABRT) during call: gloo::EnforceNotMet: " in first
+    assert second == SPEAKS["sizes"].replace("#2", "#1")
+
+
+@pytest.mark.parametrize(
+    ("test", "first"),
+    [
+        ("died", "rank 2 was killed by signal 9 (SIGKILL) during call"),
+        ("left", "rank 2 ended with exit status 3 (os._exit, or a crash) during call"),
+        ("aborted_alone", "rank 2 was killed by signal 6 (SIGABRT) during call"),
+    ],
+)
+def test_a_rank_that_dies_by_itself_stays_the_headline(reports, test, first):
+    assert reports[test].splitlines()[1] == first
+    assert " called " not in reports[test]
+
+
+@pytest.mark.parametrize("test", ["asserted", "asserted_before_a_fixture_that_meets"])
+def test_an_ordinary_failure_is_not_explained_by_what_follows_from_it(reports, test):
+    assert "AssertionError: plain" in reports[test]
+    assert "rank 2 failed first" in reports[test]
+    assert " called " not in reports[test]
+
+
+@pytest.mark.parametrize("test", ["uneven[False]", "uneven[True]"])
+def test_sizes_that_may_differ_explain_nothing(reports, test):
+    assert "RuntimeError: Connection closed by peer" in reports[test]
+    assert " called " not in reports[test]
