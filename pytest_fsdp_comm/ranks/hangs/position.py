@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import CodeType, FrameType, TracebackType
 
+    from pytest_fsdp_comm.recording.flight_recorder import Flight
     from pytest_fsdp_comm.recording.mesh_axes import GroupAxis
 
 # Enough to compare ranks: the collective that one waits in, and what the others issued instead.
@@ -253,7 +254,7 @@ def _groups(
             kind=flight.kind,
             nbytes=flight.nbytes,
             is_done=flight.is_done,
-            sent=" and ".join(f"{count:,} {dtype}" for dtype, count in _by_dtype(flight.sent)),
+            sent=_sent(flight),
             is_last=flight is flights[-1],
         )
         if not flight.is_done:
@@ -291,11 +292,11 @@ def _groups(
     )
 
 
-def _by_dtype(tensors: Iterable[tuple[str, int]]) -> Iterable[tuple[str, int]]:
+def _sent(flight: Flight) -> str:
     counts: Counter[str] = Counter()
-    for dtype, count in tensors:
+    for dtype, count in flight.sent:
         counts[dtype] += count
-    return counts.items()
+    return " and ".join(f"{count:,} {dtype}" for dtype, count in counts.items())
 
 
 def _kind(kind: str, call: FrameType | None) -> str:

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 _MOST_WAYS: Final = 4
 _MOST_STALLS: Final = 3
 _MOST_STACKS: Final = 4
+# Ranks that wait for one other rank each.
 _MOST_PEERS: Final = 16
-"""Of ranks that wait for one other rank each."""
-_PEER: Final = re.compile(r"(send to|recv from) rank (\d+|r[+-]\d+)")
+_OTHERS: Final = " other ranks"
+_PEER: Final = re.compile(r"(send to|recv from) rank (\d+)")
+_RELATIVE_PEER: Final = re.compile(r"(send to|recv from) rank r[+-]")
 
 # Whose inputs torch wants of one shape on every rank. Those of scatter, gather and all-to-all may
 # differ.
@@ -61,7 +63,7 @@ def explain_waiting(positions: Mapping[int, Position], *, blamed: Sequence[int] 
         alike[stall.what].append(stall)
     stories = list(alike.values())
     for same in stories[:_MOST_STALLS]:
-        lines += _explain_stalls(same, positions, links.waiting)
+        lines += _explain_stalls(same, links.waiting)
     rest = {rank for same in stories[_MOST_STALLS:] for stall in same for rank in stall.waiting}
     if rest:
         wait = "waits" if len(rest) == 1 else "wait"
@@ -96,7 +98,7 @@ def _mismatch(
 ) -> str:
     kinds = {one.kind for one in own.values()}
     called = f"called {min(kinds)}" if len(kinds) == 1 else "called"
-    # Known of some ranks only, so that it is told where it tells them apart.
+    # Known of some ranks only: told where it tells them apart.
     shows_root = bool(_unlike_roots(own))
     sent = {
         rank: " ".join(
@@ -168,16 +170,14 @@ class _Stall:
 
     what: str
     """In words; of parallel groups the same."""
-    waiting: Mapping[int, str]
-    """The ranks that wait in it, with what each of them knows of it."""
+    waiting: Mapping[int, tuple[str, str]]
+    """The ranks that wait in it, with what each of them knows of it, and the line."""
     missing: frozenset[int]
     """The ranks that they wait for."""
     absences: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     """What the ranks did that do not wait in it, to be read after the name of one or of several."""
     notes: tuple[str, ...] = ()
     """Why nobody need be missing."""
-    sites: Mapping[int, str] = field(default_factory=dict)
-    """Where ranks wait that do so on another thread than the main one."""
     is_aside: bool = False
     """Whether the main threads do something else."""
 
@@ -350,13 +350,16 @@ def _stall(
     return _Stall(
         what=f"#{seq} of {label}",
         waiting={
-            rank: _describe(label, one, positions[rank].module) for rank, one in waiting.items()
+            rank: (
+                _describe(label, one, positions[rank].module),
+                one.site if one.thread else positions[rank].site,
+            )
+            for rank, one in waiting.items()
         },
         # Gloo may let a sender go before its receivers have all: waited for only if nobody else is.
         missing=never or (frozenset() if notes else gone_on),
         absences=absences,
         notes=notes,
-        sites={rank: one.site for rank, one in waiting.items() if one.thread},
         is_aside=not kept,
     )
 
@@ -405,8 +408,10 @@ def _call_stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
         }
         yield _Stall(
             # Sends, and receives, are told together: they may be links of a chain.
-            what=_PEER.sub(r"\1 other ranks", f"{call.name}{of}"),
-            waiting={rank: peers.get(rank, f"{call.name}{of}") for rank in inside},
+            what=_PEER.sub(rf"\1{_OTHERS}", f"{call.name}{of}"),
+            waiting={
+                rank: (peers.get(rank, f"{call.name}{of}"), positions[rank].site) for rank in inside
+            },
             missing=missing,
             absences=absences,
         )
@@ -510,23 +515,16 @@ def _with_place(of_one: str, of_several: str, position: Position) -> tuple[str, 
     return of_one, of_several
 
 
-def _explain_stalls(
-    stalls: Sequence[_Stall], positions: Mapping[int, Position], waiting: frozenset[int]
-) -> Iterator[str]:
+def _explain_stalls(stalls: Sequence[_Stall], waiting: frozenset[int]) -> Iterator[str]:
     """Explains one stall, or those of parallel groups."""
-    described = {rank: text for stall in stalls for rank, text in stall.waiting.items()}
-    placed = {
-        rank: f"{described[rank]} at {site}" if site else described[rank]
-        for stall in stalls
-        for rank in stall.waiting
-        for site in [stall.sites.get(rank, positions[rank].site)]
-    }
+    waits = {rank: wait for stall in stalls for rank, wait in stall.waiting.items()}
+    described = {rank: text for rank, (text, _) in waits.items()}
+    placed = {rank: f"{text} at {site}" if site else text for rank, (text, site) in waits.items()}
     whats = {rank: stall.what for stall in stalls for rank in stall.waiting}
-    most = _MOST_PEERS if _PEER.match(next(iter(described.values()))) else _MOST_WAYS
+    most = _MOST_PEERS if stalls[0].what.endswith(_OTHERS) else _MOST_WAYS
     for ranks, text in _folded(placed, described, whats, most=most):
         each = f"each rank r of {write_ranks(ranks, separator=', ')} waits"
-        is_relative = (match := _PEER.match(text)) and match[2].startswith("r")
-        yield f"{each if is_relative else _waits(ranks)} in {text}"
+        yield f"{each if _RELATIVE_PEER.match(text) else _waits(ranks)} in {text}"
     yield from dict.fromkeys(note for stall in stalls for note in stall.notes)
     # Where a rank is that waits in something else is said there.
     absences = {

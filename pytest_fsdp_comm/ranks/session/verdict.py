@@ -303,7 +303,8 @@ def _deaths(results: Mapping[int, RankResult], reports: _Reports) -> Iterable[_F
             what = f"killed by signal {-result.status} ({_signal_name(-result.status)})"
             uncaught = _UNCAUGHT.search(result.unreported.get("stderr", ""))
             if uncaught and result.status == -signal.SIGABRT:
-                why = f": {uncaught[1]}: {uncaught[2]}"
+                site = result.position.site if result.position else ""
+                why = f"{f' at {site}' if site else ''}: {uncaught[1]}: {uncaught[2]}"
         else:
             what = f"ended with exit status {result.status} (os._exit, or a crash)"
         yield _Failure(

@@ -58,6 +58,13 @@ def test_reworded(dist_info):
     except RuntimeError as error:
         raise LookupError("a step failed") from error
 
+def test_point_to_point(dist_info):
+    dist.barrier()
+    if dist_info.rank == 0:
+        dist.send(torch.ones(400_000), 1)
+    elif dist_info.rank == 1:
+        dist.recv(torch.ones(4), 0)
+
 def test_died(dist_info):
     if dist_info.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -130,7 +137,7 @@ def reports(run_session):
         name: re.sub(r"py:\d+", "py:N", text)
         for name, text in zip(parts[1::2], parts[2::2], strict=True)
     }
-    assert len(texts) == len(re.findall("^FAILED", summary, re.MULTILINE)) == 16
+    assert len(texts) == len(re.findall("^FAILED", summary, re.MULTILINE)) == 17
     return texts
 
 
@@ -139,15 +146,28 @@ def test_the_rank_that_is_alone_with_its_size_comes_first(reports, test):
     lines = reports[test].splitlines()
     assert lines[1] == SPEAKS[test]
     # Then what became of the ranks, with gloo's own words.
-    killed = next(line for line in lines if " killed by signal 6 (SIGABRT) during call: " in line)
+    killed = next(line for line in lines if " killed by signal 6 (SIGABRT) during call at " in line)
     assert "gloo::EnforceNotMet" in killed
     assert "Received data size doesn't match expected size" in killed
 
 
 def test_a_failure_that_was_caught_is_explained_below_the_death(reports):
     first, second, *_ = reports["caught"].splitlines()[1:]
-    assert "killed by signal 6 (SIGABRT) during call: gloo::EnforceNotMet: " in first
+    died = (
+        "killed by signal 6 (SIGABRT) during call at test_it.py:N in reduce: gloo::EnforceNotMet: "
+    )
+    assert died in first
     assert second == SPEAKS["sizes"].replace("#2", "#1")
+
+
+def test_what_the_flight_recorder_does_not_know_has_gloos_words_and_the_line(reports):
+    # What was sent before fits together.
+    first = reports["point_to_point"].splitlines()[1]
+    assert first.startswith(
+        "rank 1 was killed by signal 6 (SIGABRT) during call at test_it.py:N in "
+        "test_point_to_point: gloo::EnforceNotMet: "
+    )
+    assert " called " not in reports["point_to_point"].partition("Captured")[0]
 
 
 @pytest.mark.parametrize(
@@ -160,17 +180,17 @@ def test_a_failure_that_was_caught_is_explained_below_the_death(reports):
 )
 def test_a_rank_that_dies_by_itself_stays_the_headline(reports, test, first):
     assert reports[test].splitlines()[1] == first
-    assert " called " not in reports[test]
+    assert " called " not in reports[test].partition("Captured")[0]
 
 
 @pytest.mark.parametrize("test", ["asserted", "asserted_before_a_fixture_that_meets"])
 def test_an_ordinary_failure_is_not_explained_by_what_follows_from_it(reports, test):
     assert "AssertionError: plain" in reports[test]
     assert "rank 2 failed first" in reports[test]
-    assert " called " not in reports[test]
+    assert " called " not in reports[test].partition("Captured")[0]
 
 
 @pytest.mark.parametrize("test", ["uneven[False]", "uneven[True]"])
 def test_sizes_that_may_differ_explain_nothing(reports, test):
     assert "RuntimeError: Connection closed by peer" in reports[test]
-    assert " called " not in reports[test]
+    assert " called " not in reports[test].partition("Captured")[0]

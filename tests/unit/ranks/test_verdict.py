@@ -253,7 +253,7 @@ def test_what_a_backend_gave_up_on_comes_before_the_rank_that_it_ended(merge):
         rank(FAILED, CLOSED, at=4.1, **reduced(4)),
         rank(None, stopped=Stopped.AFTER_FAILURE, stacks="a.py:1 in f", **reduced(8)),
     ]
-    aborted = f"rank 0 was killed by signal 6 (SIGABRT) during call{WHY}"
+    aborted = f"rank 0 was killed by signal 6 (SIGABRT) during call at a.py:1 in f{WHY}"
     assert lines(merge(*ranks))[:3] == [MISMATCH, aborted, f"rank 1 failed later: {CLOSED}"]
     # A failure of its own may have been the cause, or have followed.
     ranks[1] = rank(FAILED, "assert 1 == 2", at=4.1, **reduced(4))
