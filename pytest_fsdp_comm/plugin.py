@@ -76,6 +76,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[options.OPTIONS] = options.read_session_options(config)
     if config.pluginmanager.has_plugin("syrupy"):
         config.pluginmanager.register(unused_session.UnusedSnapshots(config), "fsdp-comm-unused")
+        from pytest_fsdp_comm.snapshots import plain_snapshot  # noqa: PLC0415  # imports syrupy
+
+        plain_snapshot.refuse_recordings(config)
     if config.stash[options.OPTIONS].report_dir is not None:
         from pytest_fsdp_comm.run_report import session as run_report  # noqa: PLC0415  # where asked
 

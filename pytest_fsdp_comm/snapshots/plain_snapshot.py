@@ -1,0 +1,81 @@
+"""Keeps recordings and trees out of syrupy's own ``snapshot``.
+
+Of a recording it would keep one line, of a tree all fields of one rank, torch's version too.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+from syrupy.assertion import SnapshotAssertion
+
+from pytest_fsdp_comm.errors import FsdpCommError
+
+if TYPE_CHECKING:
+    import pytest
+
+_REFUSED: Final = {
+    ("recording.comm_mode", "CommMode"): "comm_mode",
+    ("tree.model", "ShardTree"): "fsdp_tree(model)",
+    ("fsdp_tree", "TreeFactory"): "fsdp_tree(model)",
+}
+"""The module and name of each class, and how a test writes its value."""
+
+
+def refuse_recordings(config: pytest.Config) -> None:
+    """Makes every comparison of the session with a plain ``snapshot`` look for what is refused.
+
+    syrupy's fixture may be overridden, wrapped and given any extension, so it is done where all of
+    them compare.
+    """
+    compare = SnapshotAssertion.__eq__
+
+    def refuse_or_compare(snapshot: SnapshotAssertion, other: object) -> bool:
+        __tracebackhide__ = True
+        classes = _loaded()
+        if not classes:
+            return compare(snapshot, other)
+        found: list[str] = []
+        extension, serialize = snapshot.extension, snapshot.extension.serialize
+
+        # In the midst of syrupy's comparison: so it counts the stored entry as used, and keeps it.
+        def serialize_checked(data: Any, *, matcher: Any = None, **options: Any) -> Any:
+            def check(*, data: Any, path: Any) -> Any:
+                for cls, name in classes.items():
+                    # Never isinstance(), which runs the code of proxies.
+                    if issubclass(type(data), cls):
+                        found.append(name)
+                        raise FsdpCommError(name)
+                return data if matcher is None else matcher(data=data, path=path)
+
+            # Extensions that look into nothing ask no matcher.
+            return serialize(check(data=data, path=()), matcher=check, **options)
+
+        extension.serialize = serialize_checked  # type: ignore[method-assign]  # of this one alone
+        try:
+            is_equal = compare(snapshot, other)
+        finally:
+            extension.serialize = serialize  # type: ignore[method-assign]  # as above
+        if found:
+            raise FsdpCommError(
+                f"syrupy's `snapshot` does not know what counts in {found[0]}, so nothing was "
+                "compared or written; take the fixture comm_snapshot: "
+                f"assert {found[0]} == comm_snapshot"
+            )
+        return is_equal
+
+    def restore() -> None:
+        SnapshotAssertion.__eq__ = compare  # type: ignore[method-assign]  # as it was
+
+    SnapshotAssertion.__eq__ = refuse_or_compare  # type: ignore[method-assign]  # see the docstring
+    config.add_cleanup(restore)
+
+
+def _loaded() -> dict[type, str]:
+    """The classes that this process has imported, without which there is no value of them."""
+    return {
+        getattr(sys.modules[module], name): shown
+        for (room, name), shown in _REFUSED.items()
+        if (module := f"pytest_fsdp_comm.{room}") in sys.modules
+    }
