@@ -206,9 +206,10 @@ class Timing:
 class Gap:
     """Why a recording is known not to be the whole truth, so that it must not be compared as it."""
 
-    kind: Literal["unseen", "value_dependent"]
+    kind: Literal["unseen", "value_dependent", "idle_model"]
     """``unseen``: something was sent that was not recorded, or not as it was sent.
-    ``value_dependent``: what is sent may depend on numbers that the fake group never exchanged."""
+    ``value_dependent``: what is sent may depend on numbers that the fake group never exchanged.
+    ``idle_model``: a model was given whose modules did not run, while those of another sent."""
     text: str
     """What is missing and why, or the code that reads the numbers; one line, without a full stop.
     """

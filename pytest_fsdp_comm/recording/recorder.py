@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Recording, Source, Timing
+from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Gap, Recording, Source, Timing
 from pytest_fsdp_comm.comm.mesh import merge_axes
 from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames, group_of
@@ -46,7 +46,7 @@ from pytest_fsdp_comm.recording.owners.attribution import (
 from pytest_fsdp_comm.recording.owners.ddp import ParameterOwners
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_groups
 from pytest_fsdp_comm.recording.owners.futures import following_callbacks
-from pytest_fsdp_comm.recording.owners.stack import outermost_module, scan_stack
+from pytest_fsdp_comm.recording.owners.stack import outermost_module, running_modules, scan_stack
 from pytest_fsdp_comm.recording.pending import (
     PendingCollective,
     PendingCopy,
@@ -58,11 +58,12 @@ from pytest_fsdp_comm.recording.subclasses import Dispatch, Subclasses, is_dtens
 from pytest_fsdp_comm.recording.threads import following_threads
 from pytest_fsdp_comm.recording.value_dependence import ValueReads, reads_values
 from pytest_fsdp_comm.recording.witness import Witness
+from pytest_fsdp_comm.text.counts import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from pytest_fsdp_comm.comm.events import Collective, Gap, Phase
+    from pytest_fsdp_comm.comm.events import Collective, Phase
     from pytest_fsdp_comm.recording.owners.fsdp import ReshardAction
     from pytest_fsdp_comm.recording.owners.stack import StackScan
 
@@ -129,6 +130,8 @@ class Recorder:
         self._earlier_roots = earlier_roots
         self._has_given_root = bool(models)
         self._lacks_root = not models
+        # The given models of which no module has run yet, each with the ids of its modules.
+        self._idle = [(model, set(map(id, model.modules()))) for model in models]
         # An index is taken before the call: what the call itself causes comes after it.
         self._indices = itertools.count()
         self._collectives: list[PendingCollective] = []
@@ -186,6 +189,7 @@ class Recorder:
             held.clear()
         self._units.forget()
         self._roots.clear()
+        self._idle.clear()
         if self._tracer is not None:
             self._tracer.clear()
         return block
@@ -246,7 +250,38 @@ class Recorder:
         if self._witness is None or self._is_recording:
             return (), ()
         unseen = self._witness.gaps(lambda: self._groups.known(used_groups)[0])
-        return (*unseen, *(self._reads.gaps if self._reads else ())), self._witness.notes
+        of_values = self._reads.gaps if self._reads else ()
+        return (*unseen, *of_values, *self._idle_gaps()), self._witness.notes
+
+    def _idle_gaps(self) -> Iterator[Gap]:
+        """The given models that did not run, where modules of others sent something.
+
+        Clipping, an optimizer's step or a checkpoint run no module, so they need none that ran.
+        """
+        if not self._idle:
+            return
+        given = {id(module) for root in self._roots for module in root.modules()}
+        foreign = [
+            own.acting
+            for own in (entry.attribution for entry in self._collectives)
+            if (own.acting or own.adds_gradient) and given.isdisjoint(map(id, own.acting))
+        ]
+        if not foreign:
+            return
+        # Of a gradient that is added, the module may be unknown.
+        found = next(filter(None, foreign), ())
+        example = f", such as a {type(found[0]).__name__}," if found else ""
+        for model, _ in self._idle:
+            yield Gap(
+                kind="idle_model",
+                text=f"no module of the given {type(model).__name__} ran, while those of another "
+                f"model{example} issued {counted(len(foreign), 'collective')}",
+            )
+
+    def _note_running(self, modules: Iterable[nn.Module]) -> None:
+        """Notes which of the given models run."""
+        ids = set(map(id, modules))
+        self._idle = [entry for entry in self._idle if ids.isdisjoint(entry[1])]
 
     def _learn_roots(self) -> None:
         """Finds the roots of modules whose forward did not run in the block."""
@@ -309,6 +344,8 @@ class Recorder:
         """
         if self._lacks_root:
             self._look_for_root()
+        if self._idle:
+            self._note_running(running_modules())
         known = self._known.get(id(func)) or self._classify(func)
         # Without grad mode too: an autograd.Function has made its node when its forward runs so.
         self._backward.note_operation()
@@ -483,6 +520,8 @@ class Recorder:
         if getattr(self._here, "is_followed", False):
             return attribute_on_thread(scan, namespace)
         attribution = attribute(scan, self._units, self._backward, namespace)
+        if self._idle:
+            self._note_running(attribution.acting)
         if not self._has_given_root and scan.outermost is not None:
             self._add_root(scan.outermost)
         return attribution

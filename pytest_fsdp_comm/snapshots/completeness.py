@@ -20,7 +20,11 @@ _SHOWN: Final = 4
 
 
 def check_completeness(
-    profile: CommProfile, *, unseen: UnseenLevel, allow_value_dependent: bool
+    profile: CommProfile,
+    *,
+    unseen: UnseenLevel,
+    allow_value_dependent: bool,
+    allow_idle_model: bool = False,
 ) -> None:
     """Refuses a profile with gaps that the user has not accepted.
 
@@ -28,6 +32,7 @@ def check_completeness(
         profile: Of all ranks.
         unseen: What becomes of a profile that lacks something; with ``warn``, a warning.
         allow_value_dependent: Whether it may be untrue where code depends on values.
+        allow_idle_model: Whether the model given to ``comm_mode`` may be another than what ran.
 
     Raises:
         IncompleteRecordingError: It has a gap of such a kind.
@@ -45,6 +50,16 @@ def check_completeness(
     if missing:
         text = _around(missing, "comm_mode is compared without what it lacks:")
         warnings.warn(text, UnseenCollectivesWarning, stacklevel=2)
+    idle = [gap for gap in profile.gaps if gap.kind == "idle_model"]
+    if idle and not allow_idle_model:
+        raise IncompleteRecordingError(
+            _around(
+                idle,
+                "comm_mode was given a model that did not run, so nothing was compared or written:",
+                "give it the model that runs, as it is once wrapped; if this one rightly does not "
+                "run, use comm_snapshot(allow_idle_model=True)",
+            )
+        )
     values = [gap for gap in profile.gaps if gap.kind == "value_dependent"]
     if values and not allow_value_dependent:
         raise IncompleteRecordingError(

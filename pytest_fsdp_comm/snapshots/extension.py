@@ -48,18 +48,29 @@ _RECORDING: Final = "the recording"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Changes:
+    """What a call of the assertion changes for the next comparison."""
+
+    name: str = ""
+    """The name of its file; empty for none."""
+    allow_empty: bool = False
+    """Whether the value may be one that a later change could not differ from."""
+    allow_value_dependent: bool = False
+    """Whether a recording may be untrue where code depends on values."""
+    allow_idle_model: bool = False
+    """Whether the model of a recording may be another than what ran."""
+    activation_nbytes: bool = True
+    """Whether the sizes of activations are compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Compared:
     """One comparison, as syrupy hands it to `CommSnapshotExtension.serialize`."""
 
     value: object
     location: str
     """Path of the snapshot file."""
-    allow_empty: bool
-    """Whether the value may be one that a later change could not differ from."""
-    allow_value_dependent: bool
-    """Whether a recording may be untrue where code depends on values."""
-    activation_nbytes: bool
-    """Whether the sizes of activations are compared."""
+    changes: _Changes
 
 
 class CommSnapshotExtension(SingleFileSnapshotExtension):
@@ -102,14 +113,16 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             FsdpCommError: The value is neither of ``comm_mode`` nor of ``fsdp_tree(model)``, or too
                 much to become a snapshot.
         """
-        profile = self._profile(data.value, allow_empty=data.allow_empty)
+        changes = data.changes
+        profile = self._profile(data.value, allow_empty=changes.allow_empty)
         if isinstance(profile, CommProfile):
             check_completeness(
                 profile,
                 unseen=self._options.unseen,
-                allow_value_dependent=data.allow_value_dependent,
+                allow_value_dependent=changes.allow_value_dependent,
+                allow_idle_model=changes.allow_idle_model,
             )
-            if not data.activation_nbytes:
+            if not changes.activation_nbytes:
                 profile = without_activation_sizes(profile)
         try:
             text = SnapshotText.of(profile, where=_RECORDING)
@@ -340,17 +353,6 @@ def bind_extension(
     return cast("type[CommSnapshotExtension]", partial(cls, item, gather))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Changes:
-    """What a call of the assertion changes for the next comparison."""
-
-    name: str = ""
-    """The name of its file; empty for none."""
-    allow_empty: bool = False
-    allow_value_dependent: bool = False
-    activation_nbytes: bool = True
-
-
 class CommSnapshot(SnapshotAssertion):
     """syrupy's assertion, with switches of its own, and with several values by name."""
 
@@ -368,6 +370,7 @@ class CommSnapshot(SnapshotAssertion):
         *,
         allow_empty: bool = False,
         allow_value_dependent: bool = False,
+        allow_idle_model: bool = False,
         activation_nbytes: bool = True,
         **changes: Any,
     ) -> Self:
@@ -378,6 +381,8 @@ class CommSnapshot(SnapshotAssertion):
                 parameter.
             allow_value_dependent: Accept a recording of the fake group although code that ran in it
                 reads values of tensors, which may be wrong there.
+            allow_idle_model: Accept a recording of ``comm_mode(model)`` in which no module of the
+                model ran, while those of another sent something.
             activation_nbytes: Whether to compare how large activations are. Without, the snapshot
                 says so, and their number, kind, axis and element type are compared still.
             changes: As for syrupy's ``snapshot``; ``name`` gives the assertion a file of its own.
@@ -389,6 +394,7 @@ class CommSnapshot(SnapshotAssertion):
             name=str(changes.get("name") or ""),
             allow_empty=allow_empty or self._changes.allow_empty,
             allow_value_dependent=allow_value_dependent or self._changes.allow_value_dependent,
+            allow_idle_model=allow_idle_model or self._changes.allow_idle_model,
             activation_nbytes=activation_nbytes and self._changes.activation_nbytes,
         )
         return self
@@ -430,14 +436,7 @@ class CommSnapshot(SnapshotAssertion):
         first = self._changes.name or (str(self._comparisons) if self._comparisons else "")
         self._index = PART.join(filter(None, (first, "" if key == UNNAMED else key))) or 0
         location = self.extension.get_location(test_location=self.test_location, index=self._index)
-        compared = _Compared(
-            value=value,
-            location=location,
-            allow_empty=self._changes.allow_empty,
-            allow_value_dependent=self._changes.allow_value_dependent,
-            activation_nbytes=self._changes.activation_nbytes,
-        )
-        super().__eq__(compared)
+        super().__eq__(_Compared(value=value, location=location, changes=self._changes))
         item = self.test_location.item
         item.stash.setdefault(COMPARED, {})[show_path(location, item.config.rootpath)] = None
         result = self.executions[self.num_executions - 1]

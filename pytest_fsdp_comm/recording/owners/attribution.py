@@ -46,6 +46,11 @@ class Attribution:
     """The gather of FSDP parameters that it belongs to; None if it belongs to none."""
 
     @property
+    def acting(self) -> Modules:
+        """All modules that it belongs to."""
+        return (*self.owner, *self.issued_in)
+
+    @property
     def ahead(self) -> int | None:
         """How far ahead of its use the gather was issued, once the recording has ended."""
         return None if self.gather is None else self.gather.ahead

@@ -67,5 +67,14 @@ def test_each_switch_accepts_its_own_kind_only():
         check_completeness(both, unseen="warn", allow_value_dependent=True)
 
 
+def test_an_idle_model_is_refused_until_it_is_allowed():
+    idle = Gap(kind="idle_model", text="no module of the given Sequential ran")
+    assert refusal(merged([], [idle]))[1] == f"  {idle.text} (on rank 1)"
+    assert refusal(merged([idle], [idle]), allow_value_dependent=True)[1] == f"  {idle.text}"
+    check_completeness(
+        merged([idle], [idle]), unseen="error", allow_value_dependent=False, allow_idle_model=True
+    )
+
+
 def test_a_recording_without_gaps_is_compared_in_silence():
     check_completeness(merged([], []), unseen="error", allow_value_dependent=False)
