@@ -13,6 +13,7 @@ from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.noting import NOTING
 from pytest_fsdp_comm.options import OPTIONS
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
+from pytest_fsdp_comm.text.suggestions import NamedAttributes, shows_usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,8 +40,10 @@ def imported_by(items: Iterable[pytest.Item]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistInfo:
+class DistInfo(NamedAttributes):
     """Where in its process group a test runs."""
+
+    _called = "dist_info"
 
     rank: int
     """This rank, from 0."""
@@ -105,6 +108,7 @@ class _MeshMaker:
     def __init__(self, dist_info: DistInfo) -> None:
         self._dist_info = dist_info
 
+    @shows_usage("device_mesh", usage="device_mesh(dp=2, tp=-1)")
     def __call__(self, **axes: int) -> DeviceMesh:
         from pytest_fsdp_comm.ranks.rank.process_group import has_group, make_mesh  # noqa: PLC0415  # loads torch
 

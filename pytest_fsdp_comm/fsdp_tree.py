@@ -14,6 +14,7 @@ from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles, list_states
 from pytest_fsdp_comm.sharding.expected_units import WrapExpectation, expect_units
 from pytest_fsdp_comm.snapshots.tree_text import format_profile
+from pytest_fsdp_comm.text.suggestions import NamedAttributes, shows_usage
 from pytest_fsdp_comm.tree.facts import tree_facts
 from pytest_fsdp_comm.tree.findings.settings import FindingSettings
 from pytest_fsdp_comm.tree.json import dump_tree
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.tree.model import ShardTree
 
 
-class TreeFactory:
+class TreeFactory(NamedAttributes):
     """Makes the sharded tree of a model."""
+
+    _called = "fsdp_tree"
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class TreeFactory:
         """Short, since pytest shows it beside every failure of a test that has the fixture."""
         return "<TreeFactory>"
 
+    @shows_usage("fsdp_tree")
     def __call__(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
         """How the model is sharded now. Neither runs the model nor sends anything.
 
@@ -72,6 +76,7 @@ class TreeFactory:
             self._note(tree)
         return tree
 
+    @shows_usage("fsdp_tree.of_all_ranks")
     def of_all_ranks(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
         """As a plain call, with a finding if the ranks' trees differ. Every rank must call it.
 
@@ -101,6 +106,7 @@ class TreeFactory:
         ]
         return replace(tree, findings=(*found, *tree.findings))
 
+    @shows_usage("fsdp_tree.expect")
     def expect(self, model: nn.Module | Sequence[nn.Module], policy: Any) -> WrapExpectation:
         """Compares the model's units with those that an auto-wrap policy would make.
 
@@ -113,6 +119,7 @@ class TreeFactory:
         """
         return expect_units(model, policy)
 
+    @shows_usage("fsdp_tree.show")
     def show(self, tree: ShardTree, file: TextIO | None = None) -> None:
         """Prints a tree in columns, coloured on a terminal only.
 
@@ -125,6 +132,7 @@ class TreeFactory:
         color = target.isatty() and not os.environ.get("NO_COLOR")
         target.write(render_tree(tree, color=color) + "\n")
 
+    @shows_usage("fsdp_tree.save")
     def save(self, tree: ShardTree, path: str | os.PathLike[str]) -> None:
         """Writes a tree to a file: as a page to look at, or as JSON for other tools.
 
@@ -147,6 +155,7 @@ class TreeFactory:
         unfinished.write_text(render(tree), encoding="utf-8")
         unfinished.replace(path)
 
+    @shows_usage("fsdp_tree.states")
     def states(self, model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
         """All FSDP states below the model, of FSDP1 and FSDP2, each once.
 
@@ -158,6 +167,7 @@ class TreeFactory:
         """
         return list_states(model)
 
+    @shows_usage("fsdp_tree.handles")
     def handles(self, model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
         """All flat-parameter handles (FSDP1) and parameter groups (FSDP2) below the model.
 

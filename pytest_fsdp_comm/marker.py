@@ -28,6 +28,7 @@ from pytest_fsdp_comm.options import (
     parse_world_size,
 )
 from pytest_fsdp_comm.text.rank_lists import name_ranks
+from pytest_fsdp_comm.text.suggestions import closest, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -174,17 +175,13 @@ def _marker_arguments(mark: pytest.Mark) -> Mapping[str, Any]:
 
 
 def _hint(name: str) -> str:
-    import difflib  # noqa: PLC0415  # needed only on the way to an error
-
     aliases = {
         "nprocs": "world_size",
         "n": "world_size",
         "num_ranks": "world_size",
         "timeout": "timeout_s",
     }
-    close = difflib.get_close_matches(name, _ALLOWED, n=1)
-    meant = aliases.get(name) or (close[0] if close else None)
-    return f"; did you mean {meant!r}?" if meant else ""
+    return did_you_mean(aliases.get(name) or closest(name, _ALLOWED))
 
 
 def resolve_items(

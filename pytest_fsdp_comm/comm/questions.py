@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, SupportsIndex
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, ROOT_FQN, Collective, Phase
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.text.fqn import NO_MODULE, escape, fold_fqns, matcher
+from pytest_fsdp_comm.text.suggestions import closest, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -176,12 +177,9 @@ def _check(what: str, asked: str | None, allowed: Sequence[str]) -> None:
 
 
 def _hint(asked: str, allowed: Iterable[str]) -> str:
-    import difflib  # noqa: PLC0415  # needed only on the way to an error
-
     if asked in _ELSEWHERE:
         return f"; {_ELSEWHERE[asked]}"
-    close = difflib.get_close_matches(asked, allowed, n=1)
-    return f"; did you mean {str(close[0])!r}?" if close else ""
+    return did_you_mean(closest(asked, allowed))
 
 
 def _owner_test(asked: str | None, names: Names) -> Callable[[str | None], bool]:
@@ -214,7 +212,7 @@ def _no_owner(asked: str, names: Names) -> str:
     missing = f"no module matches {asked!r}" if is_pattern else f"there is no module {asked!r}"
     patterns = fold_fqns(names.owners)
     close = _close_owner(asked, patterns if is_pattern else sorted(names.owners))
-    meant = f"; did you mean {escape(close) if not is_pattern else close!r}?" if close else ""
+    meant = did_you_mean(escape(close) if close and not is_pattern else close)
     listed = ", ".join(part for part in (_listed(patterns), NO_MODULE) if part)
     if names.has_model:
         return f"{missing} in the model that comm_mode was given; expected one of {listed}{meant}"
@@ -226,13 +224,10 @@ def _no_owner(asked: str, names: Names) -> str:
 
 def _close_owner(asked: str, known: Sequence[str]) -> str:
     """The likeliest module: first one whose name lacks outer modules, or has too many of them."""
-    import difflib  # noqa: PLC0415  # needed only on the way to an error
-
     for name in known:
         if name and (name.endswith(f".{asked}") or asked.endswith(f".{name}")):
             return name
-    close = difflib.get_close_matches(asked, known, n=1)
-    return close[0] if close else ""
+    return closest(asked, known)
 
 
 def _listed(known: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from pytest_fsdp_comm.recording.owners.module_names import parts_of
 from pytest_fsdp_comm.recording.recorder import Recorder
 from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
+from pytest_fsdp_comm.text.suggestions import NamedAttributes, shows_usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.recorder import RecordedBlock
 
 
-class CommMode(CommDebugAnswers):
+class CommMode(CommDebugAnswers, NamedAttributes):
     """Records the communication of a block of code.
 
     ``with comm_mode(model):`` names modules relative to ``model``; bare ``with comm_mode:`` names
@@ -43,6 +44,8 @@ class CommMode(CommDebugAnswers):
     which they first ran. If none ran, names are as in an earlier block, or relative to the FSDP
     root. The result stays after the block; entering again starts over.
     """
+
+    _called = "comm_mode"
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class CommMode(CommDebugAnswers):
         self._makers = NodeMakers()
         self._roots: tuple[weakref.ref[nn.Module], ...] = ()
 
+    @shows_usage("comm_mode")
     def __call__(
         self, model: nn.Module | Sequence[nn.Module], *, trace_operations: bool | None = None
     ) -> Self:
@@ -268,6 +272,7 @@ class CommMode(CommDebugAnswers):
         profiles = gather_alike(self._gather, "comm_mode", nameless)
         return merge(profiles, ranks=self._ranks or self.profile.recorded_ranks)
 
+    @shows_usage("comm_mode.save")
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes what all ranks recorded in the last block to one file. Every rank must call it.
 
@@ -298,6 +303,7 @@ class CommMode(CommDebugAnswers):
             write = dump_trace if name.endswith(".trace.json") else dump_recordings
             Path(name).write_text(write(recordings), encoding="utf-8")
 
+    @shows_usage("comm_mode.counts")
     def counts(
         self,
         kind: str | None = None,
@@ -327,6 +333,7 @@ class CommMode(CommDebugAnswers):
         matching = self._matching(question)
         return self._answer(len(matching), f"counts({question})", matching)
 
+    @shows_usage("comm_mode.nbytes")
     def nbytes(
         self,
         kind: str | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from pytest_fsdp_comm.snapshots.lines import REMEDY, OldFormatError
 from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, written_module
 from pytest_fsdp_comm.text.paths import show_path
 from pytest_fsdp_comm.text.rank_lists import name_ranks
+from pytest_fsdp_comm.text.suggestions import closest, did_you_mean, shows_usage
 from pytest_fsdp_comm.tree.facts import tree_facts
 from pytest_fsdp_comm.tree.model import ShardTree
 from pytest_fsdp_comm.tree.profile import TreeProfile, merge
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 
 UNNAMED: Final = "comm"
 """The name, in a dict of values, of the one whose file has none."""
+
+_PLAIN_ARGUMENTS: Final = frozenset(inspect.signature(SnapshotAssertion.__call__).parameters)
+"""Those that syrupy's ``snapshot`` takes."""
 
 _RECORDING: Final = "the recording"
 """What errors call a text that was just written."""
@@ -365,6 +370,7 @@ class CommSnapshot(SnapshotAssertion):
         self._index: str | int = 0
         super().__post_init__()
 
+    @shows_usage("comm_snapshot", usage='comm_snapshot(name="second", allow_empty=True)')
     def __call__(
         self,
         *,
@@ -387,6 +393,14 @@ class CommSnapshot(SnapshotAssertion):
                 says so, and their number, kind, axis and element type are compared still.
             changes: As for syrupy's ``snapshot``; ``name`` gives the assertion a file of its own.
         """
+        __tracebackhide__ = True
+        if not _PLAIN_ARGUMENTS.issuperset(changes):
+            unknown = min(changes.keys() - _PLAIN_ARGUMENTS)
+            there = ("name", *_Changes.__dataclass_fields__)
+            raise TypeError(
+                f"comm_snapshot: got an unexpected keyword argument {unknown!r}; it takes "
+                f"{', '.join(dict.fromkeys(there))}{did_you_mean(closest(unknown, there))}"
+            )
         if not isinstance(activation_nbytes, bool):
             raise TypeError(f"activation_nbytes={activation_nbytes!r}: expected True or False")
         super().__call__(**changes)

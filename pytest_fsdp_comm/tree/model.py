@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.text.fqn import natural_key
+from pytest_fsdp_comm.text.suggestions import NamedAttributes
 from pytest_fsdp_comm.tree.finding import Finding, Findings
 from pytest_fsdp_comm.tree.layout import AxisPlacement, FlatRange, local_numels
 
@@ -158,8 +159,10 @@ class ShardUnit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ShardTree:
+class ShardTree(NamedAttributes):
     """How a model is sharded, as one rank sees it."""
+
+    _called = "fsdp_tree(model)"
 
     rank: int
     """This rank, from 0; 0 without a process group. Not compared."""
