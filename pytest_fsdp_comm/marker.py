@@ -26,6 +26,7 @@ from pytest_fsdp_comm.options import (
     parse_timeout_s,
     parse_whole_number,
     parse_world_size,
+    show_problems,
 )
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.suggestions import closest, did_you_mean
@@ -208,7 +209,7 @@ def resolve_items(
         except BadValueError as problem:
             problems[f"{item.nodeid}: @pytest.mark.{MARKER_NAME}: {problem}"] = None
     if problems:
-        refuse(session, items, "\n".join(problems))
+        refuse(session, items, show_problems([*problems]))
 
 
 def refuse(session: pytest.Session, items: list[pytest.Item], text: str) -> None:

@@ -20,7 +20,7 @@ from pytest_fsdp_comm.tree.findings.settings import FindingSettings, parse_setti
 from pytest_fsdp_comm.upstream import look_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 Backend = Literal["gloo", "nccl", "fake"]
 Scope = Literal["test", "module"]
@@ -129,9 +129,30 @@ OPTIONS: Final = pytest.StashKey[SessionOptions]()
 PATH_OPTIONS: Final = ("--comm-artifacts", "--comm-report", "--comm-summary")
 """The command line options that take a path."""
 
+_MAX_PROBLEMS: Final = 20
+"""A screen."""
+
 
 class BadValueError(ValueError):
     """What is wrong with one value; the caller adds where it came from."""
+
+
+def show_problems(problems: Sequence[str]) -> str:
+    """Usage errors under one headline, each on a line; one alone needs none.
+
+    Args:
+        problems: At least one.
+    """
+    if len(problems) == 1:
+        return problems[0]
+    more = len(problems) - _MAX_PROBLEMS
+    return "\n".join(
+        (
+            f"{len(problems)} usage errors of pytest-fsdp-comm:",
+            *(f"  {problem}" for problem in problems[:_MAX_PROBLEMS]),
+            *([f"  and {more} more"] if more > 0 else []),
+        )
+    )
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -294,35 +315,37 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
     """Parses command line and ini.
 
     Raises:
-        pytest.UsageError: A value is ill-typed or out of range; the text says where it came from.
+        pytest.UsageError: Values are ill-typed or out of range; the text says where each came from.
     """
+    problems: list[str] = []
+
+    def attempt(where: str, parse: Callable[[Any], Any], given: Any, default: Any) -> Any:
+        try:
+            return parse(given)
+        except (ValueError, pytest.UsageError) as problem:
+            problems.append(f"{where}{problem}")
+            return default
 
     def read(flag: str, ini: str, parse: Callable[[str], Any], default: Any) -> Any:
-        given = config.getoption(flag)
+        given = config.getoption(flag) if flag else None
         text, where = (given, flag) if given is not None else (config.getini(ini), f"ini {ini}")
         if given is None and not text:
             return default
-        try:
-            return parse(text)
-        except BadValueError as problem:
-            raise pytest.UsageError(f"{where}: {problem}") from None
+        return attempt(f"{where}: ", parse, text, default)
 
-    try:
-        findings = parse_settings(config.getini("fsdp_comm_findings"))
-        links = parse_links(config.getini("fsdp_comm_links"))
-    except ValueError as problem:
-        raise pytest.UsageError(f"ini {problem}") from None
+    findings = attempt("ini ", parse_settings, config.getini("fsdp_comm_findings"), None)
+    links = attempt("ini ", parse_links, config.getini("fsdp_comm_links"), None)
     artifacts = config.getoption("--comm-artifacts")
     report = config.getoption("--comm-report")
     summary = config.getoption("--comm-summary")
-    snapshot_dir = _read_snapshot_dir(config)
+    snapshot_dir = attempt("", _read_snapshot_dir, config, config.rootpath)
     shares = config.rootpath.is_relative_to(snapshot_dir.parent)
-    launched = _read_launch(config)
+    launched = attempt("", _read_launch, config, None)
     world_size = read("--world-size", "fsdp_comm_world_size", parse_world_size, DEFAULT_WORLD_SIZE)
     if launched and config.getoption("--world-size") is None:
         # The ini value is the project's default; what was launched is what was asked for now.
         world_size = launched.world_size
-    return SessionOptions(
+    options = SessionOptions(
         world_size=world_size,
         backend=read("--comm-backend", "fsdp_comm_backend", parse_backend, None),
         timeout_s=read("--comm-timeout", "fsdp_comm_timeout_s", parse_timeout_s, DEFAULT_TIMEOUT_S),
@@ -334,37 +357,25 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
         summary_file=config.invocation_params.dir / summary if summary else None,
         findings=findings,
         links=links,
-        unseen=_read_unseen(config),
-        progress_s=_read_progress_s(config),
+        unseen=read("", "fsdp_comm_unseen", _parse_unseen, "error"),
+        progress_s=read("", "fsdp_comm_progress_s", parse_timeout_s, DEFAULT_PROGRESS_S),
         launched=launched,
-        pdb_rank=_read_pdb_rank(config),
+        pdb_rank=attempt("", _read_pdb_rank, config, None),
         rank_slots=read("--rank-slots", "fsdp_comm_rank_slots", parse_rank_slots, None),
     )
+    if problems:
+        raise pytest.UsageError(show_problems(problems))
+    return options
 
 
-def _read_progress_s(config: pytest.Config) -> float:
-    text = config.getini("fsdp_comm_progress_s")
-    try:
-        return parse_timeout_s(text) if text else DEFAULT_PROGRESS_S
-    except BadValueError as problem:
-        raise pytest.UsageError(f"ini fsdp_comm_progress_s: {problem}") from None
-
-
-def _read_unseen(config: pytest.Config) -> UnseenLevel:
-    text = config.getini("fsdp_comm_unseen") or "error"
-    for level in get_args(UnseenLevel):
-        if text == level:
-            return level  # type: ignore[no-any-return]  # get_args is untyped
-    raise pytest.UsageError(
-        f"ini fsdp_comm_unseen: expected one of {', '.join(get_args(UnseenLevel))}, got {text!r}"
-    )
+def _parse_unseen(text: str) -> str:
+    if text not in get_args(UnseenLevel):
+        raise BadValueError(f"expected one of {', '.join(get_args(UnseenLevel))}, got {text!r}")
+    return text
 
 
 def _read_launch(config: pytest.Config) -> LaunchedRank | None:
-    try:
-        launched = read_launched_rank(os.environ)
-    except ValueError as problem:
-        raise pytest.UsageError(str(problem)) from None
+    launched = read_launched_rank(os.environ)
     processes = config.getoption("numprocesses", default=None)
     if launched and processes:
         raise pytest.UsageError(

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from pytest_fsdp_comm import marker, options
+from pytest_fsdp_comm import marker, options, upstream
+from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.fixtures import (
     _fsdp_comm_world_size,
     comm_mode,
@@ -68,6 +69,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
 
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the marker and parses the options."""
+    _check_versions(config)
     arguments = "".join(f"\n    {name}: {text}" for name, text in options.MARKER_ARGUMENTS.items())
     config.addinivalue_line(
         "markers",
@@ -91,6 +93,18 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_fsdp_comm.ranks.rank import spawned  # noqa: PLC0415  # in such a rank only
 
         spawned.select_own_test(config)
+
+
+def _check_versions(config: pytest.Config) -> None:
+    installed = {"pytest": pytest.__version__}
+    for plugin, dist in config.pluginmanager.list_plugin_distinfo():
+        # Of syrupy alone: each version costs half a millisecond of every session.
+        if getattr(plugin, "__name__", "") == "syrupy":
+            installed["syrupy"] = dist.version
+    try:
+        upstream.check_versions(installed)
+    except UpstreamChangedError as problem:
+        raise pytest.UsageError(str(problem)) from None
 
 
 def _review(config: pytest.Config) -> None:
@@ -186,6 +200,8 @@ def _prepare_ranks(
     from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # other sessions need none of it
 
     config = session.config
+    if upstream.missing_torch():
+        return
     extensions: list[RankExtension[Any]] = [
         replay.RankSnapshots(),
         properties.SuitePropertiesOfRanks(),
@@ -215,6 +231,15 @@ def _prepare_ranks(
         ranks.start()
         ranks.explain_fallback()
     config.pluginmanager.register(_Protocol(), "fsdp-comm-protocol")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Names torch where a test needs it and it is missing, before code that fails without it."""
+    asked = {"comm_mode", "fsdp_tree"}.intersection(getattr(item, "fixturenames", ()))
+    if options.SETTINGS in item.stash or asked:
+        missing = upstream.missing_torch()
+        if missing:
+            pytest.fail(missing, pytrace=False)
 
 
 class _Protocol:

@@ -7,10 +7,16 @@ its absence becomes one of these errors.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import re
+import sys
 from importlib import metadata
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 VERSIONS_READ: Final = {
     "hypothesis": "6.170",
@@ -20,6 +26,48 @@ VERSIONS_READ: Final = {
     "torch": "2.6 to 2.15",
 }
 """The versions whose source was read for the private names that are used here."""
+
+REQUIRED: Final = {"pytest": ">=8.4", "syrupy": ">=7,<8"}
+"""As in pyproject.toml, of what a session imports before any test."""
+
+
+def check_versions(installed: Mapping[str, str]) -> None:
+    """Refuses packages that this one does not work with.
+
+    Args:
+        installed: Versions, by the names in `REQUIRED`.
+
+    Raises:
+        UpstreamChangedError: A version is another than required.
+    """
+    for name, version in installed.items():
+        required = REQUIRED[name]
+        for relation, limit in re.findall(r"(>=|<)([0-9.]+)", required):
+            if (_numbers(version) >= _numbers(limit)) is (relation == "<"):
+                raise UpstreamChangedError(
+                    f"{name} {version} is installed, but pytest-fsdp-comm needs {name}{required}: "
+                    f'{sys.executable} -m pip install "{name}{required}"'
+                )
+
+
+def _numbers(version: str) -> list[int]:
+    found = re.match(r"[0-9]+(?:\.[0-9]+)*", version)
+    return [int(number) for number in found[0].split(".")] if found else []
+
+
+def missing_torch() -> str:
+    """What to do where torch is not installed; empty where it is."""
+    try:
+        is_there = "torch" in sys.modules or importlib.util.find_spec("torch") is not None
+    except ImportError:
+        is_there = False
+    if is_there:
+        return ""
+    return (
+        f"torch is not installed for {sys.executable}, and distributed tests, comm_mode and "
+        "fsdp_tree need it: install it (https://pytorch.org/get-started/locally), or run pytest "
+        "with the Python that has it"
+    )
 
 
 def look_up(package: str, module: str, name: str, use: str) -> Any:

@@ -1,5 +1,6 @@
 """What a pytest user sees before any rank runs: errors, listings, selection."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -42,7 +43,8 @@ def test_bad_markers_stop_the_session_and_name_every_test(project):
     pytester = project(FAULTY)
     result = pytester.runpytest_subprocess()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines_random([f"ERROR: {MISSPELT}".replace("[", "[[]"), ZERO])
+    result.stderr.fnmatch_lines(["ERROR: 2 usage errors of pytest-fsdp-comm:"], consecutive=True)
+    assert f"\n  {MISSPELT}\n  {ZERO}\n" in result.stderr.str()
     assert not (pytester.path / "ran").exists()
     assert "Traceback" not in result.stdout.str() + result.stderr.str()
 
@@ -52,10 +54,38 @@ def test_bad_markers_stop_an_xdist_session_too(project):
     pytester = project(FAULTY)
     result = pytester.runpytest_subprocess("-n", "2")
     assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert "2 usage errors of pytest-fsdp-comm:" in result.stdout.str()
     assert MISSPELT in result.stdout.str()
     assert ZERO in result.stdout.str()
     assert not (pytester.path / "ran").exists()
     assert "INTERNALERROR" not in result.stdout.str()
+
+
+def test_of_many_bad_markers_the_first_are_shown_and_the_others_counted(project):
+    tests = [f"@pytest.mark.distributed({-n})\ndef test_{n:02}(): pass\n" for n in range(25)]
+    result = project("import pytest\n" + "".join(tests)).runpytest_subprocess()
+    lines = result.stderr.lines
+    assert lines[0] == "ERROR: 25 usage errors of pytest-fsdp-comm:"
+    assert lines[20].startswith("  test_it.py::test_19: @pytest.mark.distributed: world_size: exp")
+    assert lines[21] == "  and 5 more"
+
+
+def test_all_bad_options_are_shown_at_once(project):
+    pytester = project("def test_it(): pass")
+    inis = ("findings = odd", "links = odd", "unseen = no", "progress_s = -1", "rank_slots = x")
+    lines = "\n".join(f"fsdp_comm_{ini}" for ini in inis)
+    pytester.makeini(f"[pytest]\n{lines}\nfsdp_comm_snapshot_dir = __snapshots__")
+    result = pytester.runpytest_subprocess(
+        *("--world-size", "x", "--comm-backend", "x", "--comm-timeout", "x", "--pdb-rank", "x")
+    )
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    head, *told = filter(None, result.stderr.lines)
+    assert head == "ERROR: 10 usage errors of pytest-fsdp-comm:"
+    assert [line.partition(":")[0].partition(",")[0].strip() for line in told] == [
+        *("ini fsdp_comm_findings", "ini fsdp_comm_links", "ini fsdp_comm_snapshot_dir"),
+        *("--world-size", "--comm-backend", "--comm-timeout", "ini fsdp_comm_unseen"),
+        *("ini fsdp_comm_progress_s", "--pdb-rank", "ini fsdp_comm_rank_slots"),
+    ]
 
 
 def test_a_bad_marker_of_a_deselected_test_stops_nobody(project):
@@ -228,3 +258,66 @@ def test_distributed_tests_run_without_xdist(project):
         def test_distributed(dist_info): assert dist_info.world_size == 2
     """)
     pytester.runpytest_subprocess("-p", "no:xdist").assert_outcomes(passed=1)
+
+
+@pytest.mark.cold
+def test_an_unsuitable_syrupy_is_named_with_its_version(project, monkeypatch):
+    import syrupy
+
+    pytester = project("def test_plain(): pass")
+    there = pytester.mkdir("other")
+    (there / "syrupy").symlink_to(Path(syrupy.__file__).parent)
+    about = there / "syrupy-5.1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: syrupy\nVersion: 5.1.0\n")
+    (about / "entry_points.txt").write_text("[pytest11]\nsyrupy = syrupy\n")
+    monkeypatch.setenv("PYTHONPATH", str(there), prepend=os.pathsep)
+    result = pytester.runpytest_subprocess()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert result.stderr.lines[0] == (
+        "ERROR: syrupy 5.1.0 is installed, but pytest-fsdp-comm needs syrupy>=7,<8: "
+        f'{sys.executable} -m pip install "syrupy>=7,<8"'
+    )
+    pytester.runpytest_subprocess("-p", "no:syrupy").assert_outcomes(passed=1)
+
+
+@pytest.mark.cold
+def test_where_torch_is_missing_tests_that_need_it_name_it_first_and_others_run(project):
+    pytester = project("""
+        import pytest
+
+        @pytest.mark.distributed(world_size=2)
+        def test_ranks(dist_info): pass
+
+        def test_recording(comm_mode): pass
+
+        def test_tree(fsdp_tree): pass
+
+        @pytest.mark.skip
+        @pytest.mark.distributed(world_size=2)
+        def test_skipped(): pass
+
+        def test_plain(dist_info): pass
+    """)
+    pytester.makeconftest("""
+        import sys
+
+        class Blocked:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] == "torch":
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        sys.meta_path.insert(0, Blocked())
+    """)
+    for arguments in ([], ["-n2"]):
+        result = pytester.runpytest_subprocess(*arguments)
+        result.assert_outcomes(passed=1, skipped=1, errors=3)
+        _, *reports = re.split(r"\n_+ ERROR at setup of \w+ _+\n", result.stdout.str())
+        assert len(reports) == 3
+        for report in reports:
+            first = report.removeprefix("[gw0] linux").removeprefix("[gw1] linux")
+            first = first.split("\n", 1)[1] if first != report else first
+            assert first.startswith(
+                f"torch is not installed for {sys.executable}, and distributed tests, comm_mode "
+                "and fsdp_tree need it: install it ("
+            )
