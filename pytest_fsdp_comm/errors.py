@@ -9,6 +9,23 @@ _LONGEST_QUOTE: Final = 100
 _LONGEST_PART: Final = 50
 
 
+def printable(text: str, keep: str = "") -> str:
+    r"""A text that neither steers a terminal nor begins a line: ``\x1b`` in place of an escape.
+
+    Every name passes it that is not written as in a snapshot, where it comes in or where it leaves.
+
+    Args:
+        text: Whatever a user, torch or a file called something.
+        keep: The control characters that are meant: line breaks, in a text of several lines.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character in keep else ascii(character)[1:-1]
+        for character in text
+    )
+
+
 def quoted(text: str) -> str:
     """What came, in quotes, cut so that an error stays short whatever came."""
     return _quoted(text, _LONGEST_QUOTE)
@@ -27,6 +44,10 @@ def _quoted(text: str, most: int) -> str:
 
 class FsdpCommError(Exception):
     """Base of every error that this plugin raises on purpose."""
+
+    def __init__(self, text: str = "") -> None:
+        """Says what is wrong, in one or more lines."""
+        super().__init__(printable(text, "\n"))
 
 
 class EmptyRecordingError(FsdpCommError):

@@ -18,7 +18,8 @@ class MeshAxis:
 
     name: str
     """The axis of the device mesh (``"dp"``), ``"world"`` for the default group, or a description
-    by shape that is equal on every rank and in every run. Never a counter."""
+    by shape that is equal on every rank and in every run. Never a counter. What was recorded is
+    `printable`."""
     size: int
     """How many ranks take part."""
     dims: tuple[tuple[int, int], ...] = ()

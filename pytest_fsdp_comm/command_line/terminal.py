@@ -6,6 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Final, Literal
 
+from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.reports.coloring import markup_of
 
 if TYPE_CHECKING:
@@ -43,5 +44,6 @@ class Printer:
             self._line(line, [name] if name else [])
 
     def _line(self, line: str, markup: Iterable[str]) -> None:
+        line = printable(line, "\t")
         codes = ";".join(str(_CODES[name]) for name in markup) if self._colors else ""
         print(f"\033[{codes}m{line}\033[0m" if codes else line)  # noqa: T201  # a program's output

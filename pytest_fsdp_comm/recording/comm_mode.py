@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from pytest_fsdp_comm.comm.questions import Answer, Evidence, Question, select
-from pytest_fsdp_comm.errors import FsdpCommError, RecordingError, UnseenCollectivesWarning
+from pytest_fsdp_comm.errors import (
+    FsdpCommError,
+    RecordingError,
+    UnseenCollectivesWarning,
+    printable,
+)
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.recording.comm_debug import CommDebugAnswers
 from pytest_fsdp_comm.recording.mesh_axes import existing_axes
@@ -357,6 +362,9 @@ class CommMode(CommDebugAnswers, NamedAttributes):
             names = replace(names, kinds=names.kinds | {question.kind})
         if question.axis is not None and question.axis not in names.axes:
             names = names.with_axes(existing_axes(), recorded)
+        if isinstance(question.axis, str):  # as the recording has it, if it does
+            axis = printable(question.axis)
+            question = replace(question, axis=axis) if axis in names.axes else question
         return select(question, recorded, names)
 
     def _answer(self, number: int, asked: str, matching: tuple[Collective, ...]) -> int:

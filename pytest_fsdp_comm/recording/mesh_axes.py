@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of
+from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.text.rank_lists import write_ranks
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class GroupNames:
         if id(mesh) in self._meshes or not mesh.mesh_dim_names:
             return
         self._meshes[id(mesh)] = mesh
-        for dim, axis in enumerate(mesh.mesh_dim_names):
+        for dim, axis in enumerate(map(printable, mesh.mesh_dim_names)):
             try:
                 group = mesh.get_group(dim)
             except RuntimeError:  # this rank is outside the mesh
@@ -196,7 +197,7 @@ def existing_axes() -> Iterator[tuple[str, str]]:
     yield WORLD, world.group_name
     for mesh in _existing_meshes():
         for dim, name in enumerate(mesh.mesh_dim_names or ()):
-            yield name, _group_name(mesh, dim)
+            yield printable(name), _group_name(mesh, dim)
 
 
 def axes_of_groups() -> dict[str, GroupAxis]:
@@ -302,7 +303,7 @@ def _described(description: str) -> str:
     """The name in torch's description of a group; empty without one."""
     if description == "default_pg":
         return WORLD
-    return "" if description == "undefined" else description.removeprefix("mesh_")
+    return "" if description == "undefined" else printable(description.removeprefix("mesh_"))
 
 
 def _told_apart(axis: MeshAxis) -> str:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Gap, Recording, Source, Timing
 from pytest_fsdp_comm.comm.mesh import merge_axes
 from pytest_fsdp_comm.comm.questions import Names
+from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames, group_of
 from pytest_fsdp_comm.recording.module_trace import ModuleTrace, ModuleTracer, untraced
 from pytest_fsdp_comm.recording.operations import (
@@ -59,6 +60,7 @@ from pytest_fsdp_comm.recording.threads import following_threads
 from pytest_fsdp_comm.recording.value_dependence import ValueReads, reads_values
 from pytest_fsdp_comm.recording.witness import Witness
 from pytest_fsdp_comm.text.counts import counted
+from pytest_fsdp_comm.text.fqn import escape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -270,12 +272,12 @@ class Recorder:
             return
         # Of a gradient that is added, the module may be unknown.
         found = next(filter(None, foreign), ())
-        example = f", such as a {type(found[0]).__name__}," if found else ""
+        example = f", such as a {printable(type(found[0]).__name__)}," if found else ""
         for model, _ in self._idle:
             yield Gap(
                 kind="idle_model",
-                text=f"no module of the given {type(model).__name__} ran, while those of another "
-                f"model{example} issued {counted(len(foreign), 'collective')}",
+                text=f"no module of the given {printable(type(model).__name__)} ran, while those "
+                f"of another model{example} issued {counted(len(foreign), 'collective')}",
             )
 
     def _note_running(self, modules: Iterable[nn.Module]) -> None:
@@ -549,7 +551,7 @@ class Recorder:
 
     def _note_entry_state(self) -> None:
         unsharded = [
-            name or "(root)"
+            escape(name)
             for root in self._roots
             for name, module in root.named_modules()
             for group in param_groups(module)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.recording.subclasses import nbytes_held
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class RedistributionWatch:
         return RedistributionStart(
             source_placements=tuple(repr(placement) for placement in current.placements),
             target_placements=tuple(repr(placement) for placement in target.placements),
-            mesh_axes=tuple(current.mesh.mesh_dim_names or ()),
+            mesh_axes=tuple(map(printable, current.mesh.mesh_dim_names or ())),
             is_explicit=found.get("is_explicit"),
             nbytes=nbytes_held(local),
         )

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Final
 
+from pytest_fsdp_comm.errors import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -56,6 +58,12 @@ class Explanation:
     """The lines of `short` that say what the changes cost."""
     scope: str = ""
     """What is not compared, or on one side only, which the first line says; empty for most."""
+
+    def __post_init__(self) -> None:
+        """Makes every line printable, as the names in a file may not be."""
+        for name in ("short", "full", "cost"):
+            lines = tuple(map(printable, getattr(self, name)))
+            object.__setattr__(self, name, lines)
 
     def within(self, scope: str, cure: str = "") -> Explanation:
         """The same, whose first line also says what is not compared.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 import time
 from dataclasses import replace
@@ -17,7 +16,7 @@ from pytest_fsdp_comm.options import OPTIONS, join_paths
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.snapshots.failed_comparison import first_line
 from pytest_fsdp_comm.text.codec import dump_document, load_document
-from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.text.paths import shell_word, show_path
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -171,8 +170,8 @@ class SessionReport:
             others=len(self._other_tests),
             is_interrupted=exitstatus == pytest.ExitCode.INTERRUPTED
             or bool(session.shouldfail or session.shouldstop),
-            command=shlex.join(
-                ("pytest", *join_paths(map(str, self._config.invocation_params.args)))
+            command=" ".join(
+                map(shell_word, ("pytest", *join_paths(map(str, self._config.invocation_params.args))))
             ),
             made_at=time.strftime("%Y-%m-%d %H:%M"),
         )

@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,
 )
 
+from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.sharding.mesh import replicate
 from pytest_fsdp_comm.tree.layout import AxisPlacement
 
@@ -68,5 +69,5 @@ def _axis_placement(placement: Placement, axis: MeshAxis, ndim: int) -> AxisPlac
     elif isinstance(placement, Partial):
         kind, text = "partial", f"Partial({placement.reduce_op})"
     else:
-        kind, text = "other", f"{type(placement).__name__}()"
+        kind, text = "other", f"{printable(type(placement).__name__)}()"
     return AxisPlacement(axis=axis.name, size=axis.size, kind=kind, dim=dim, text=text)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
+from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.sharding.mesh import flat_shard, replicate
 from pytest_fsdp_comm.sharding.units import (
     HeldParameter,
@@ -137,7 +138,7 @@ def _overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
     ignored = tuple(policy._module_classes_to_ignore)
     by_default = tuple(MixedPrecision()._module_classes_to_ignore)
     is_chosen = isinstance(wrapper.module, ignored) and not isinstance(wrapper.module, by_default)
-    return (type(wrapper.module).__name__,) if is_chosen else ()
+    return (printable(type(wrapper.module).__name__),) if is_chosen else ()
 
 
 def _read_params(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of, merge_axes
+from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames
 from pytest_fsdp_comm.tree.layout import AxisPlacement
 
@@ -42,7 +43,7 @@ class AxisNames:
     def of_mesh(self, mesh: DeviceMesh, dim: int) -> MeshAxis:
         """The axis that a dimension of a mesh is."""
         if mesh.mesh_dim_names:
-            axis = axis_of(mesh.mesh_dim_names[dim], _ranks_along(mesh, dim))
+            axis = axis_of(printable(mesh.mesh_dim_names[dim]), _ranks_along(mesh, dim))
         else:
             axis = self._groups.axis(self._groups.note(mesh.get_group(dim)))
         self._used.add(axis)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.errors import RecordingError, printable
 from pytest_fsdp_comm.recording.owners.module_names import WRAPPER_SEGMENTS, parts_of
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, natural_key
 from pytest_fsdp_comm.tree.model import ModuleNode
@@ -126,7 +126,7 @@ def class_name(module: nn.Module) -> str:
     made = type(module)
     while _is_made(made):
         made = made.__bases__[1]
-    return made.__name__
+    return printable(made.__name__)
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -36,7 +36,7 @@ from pytest_fsdp_comm.snapshots.differences import (
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.failed_comparison import FAILED_COMPARISON, FailedComparison
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
-from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.text.paths import shell_word, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -306,7 +306,7 @@ def update_command(config: pytest.Config, item: pytest.Item) -> str:
     # A worker of xdist has its controller's command line only here.
     given = getattr(config, "workerinput", {}).get("mainargv", [""])[1:]
     given = given or list(map(str, config.invocation_params.args))
-    kept = map(shlex.quote, repeated_options(given, list(map(str, config.option.file_or_dir))))
+    kept = map(shell_word, repeated_options(given, list(map(str, config.option.file_or_dir))))
     module = os.path.relpath(item.path, config.invocation_params.dir)
     # Not to be read as an option, or as a file of arguments.
     module = f"./{module}" if module[0] in "-@" else module
@@ -350,4 +350,5 @@ def repeated_options(given: Sequence[str], selected: Sequence[str]) -> list[str]
 
 def _quoted(text: str) -> str:
     # Brackets, which most names of tests have, need no escape in double quotes.
-    return shlex.quote(text) if re.search(r'["$`\\!]', text) else f'"{text}"'
+    is_plain = text.isprintable() and not re.search(r'["$`\\!]', text)
+    return f'"{text}"' if is_plain else shell_word(text)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
+from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.suggestions import NamedAttributes
 from pytest_fsdp_comm.tree.finding import Finding, Findings
@@ -293,7 +294,8 @@ class ShardTree(NamedAttributes):
                 shown = "    " * node.depth + fqns[node.depth]
             else:
                 shown = "    " * MAX_INDENT + f"(depth {node.depth}) ...{node.name}"
-            yield f"{shown}[{node.class_name}]{_mark(units.get(index, ()))}{self._alias(node)}"
+            mark = _mark(units.get(index, ()))
+            yield printable(f"{shown}[{node.class_name}]{mark}{self._alias(node)}")
 
     def _alias(self, node: ModuleNode) -> str:
         return "" if node.alias_of is None else f" is {self.module_fqn(node.alias_of) or '(root)'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.ranks.hangs.stacks import with_code
 from pytest_fsdp_comm.ranks.wire.positions import Activity
@@ -52,8 +53,8 @@ class _TerminalLine:
         deadline = self._item.stash[SETTINGS].timeout_s
         self._reporter.ensure_newline()
         self._reporter.write_line(
-            f"fsdp-comm: {self._item.nodeid} is still running after {after_s:.0f} s (deadline "
-            f"{deadline:g} s): {where or 'no rank responds'}"
+            f"fsdp-comm: {printable(self._item.nodeid)} is still running after {after_s:.0f} s "
+            f"(deadline {deadline:g} s): {where or 'no rank responds'}"
         )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.ranks.rank.debugger import (
     QUIT,
@@ -253,7 +253,7 @@ class RankRunner:
         """Writes what no test's report can hold: which processes are left."""
         problems, self._problems = self._problems, []
         for problem in problems:
-            sys.stderr.write(f"fsdp-comm: {problem}\n")
+            sys.stderr.write(f"fsdp-comm: {printable(problem)}\n")
 
     def _prepare_ranks(self) -> RunRank:
         name_missing_gpu()

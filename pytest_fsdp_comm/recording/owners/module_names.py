@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
-from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.text.fqn import natural_key
+from pytest_fsdp_comm.errors import RecordingError, printable
+from pytest_fsdp_comm.text.fqn import escape, natural_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -92,12 +92,12 @@ def parts_of(model: object, *, asked: str, otherwise: str = "") -> list[nn.Modul
         if isinstance(part, type) and issubclass(part, nn.Module):
             raise RecordingError(
                 f"{asked}(model) expects a torch.nn.Module, or a list of them, got the class "
-                f"{part.__name__} itself; pass an instance{otherwise}"
+                f"{printable(part.__name__)} itself; pass an instance{otherwise}"
             )
         if not isinstance(part, nn.Module):
             raise RecordingError(
                 f"{asked}(model) expects a torch.nn.Module, or a list of them, got "
-                f"{type(part).__name__}; pass the model itself{otherwise}"
+                f"{printable(type(part).__name__)}; pass the model itself{otherwise}"
             )
     if not parts:
         raise RecordingError(
@@ -109,13 +109,14 @@ def parts_of(model: object, *, asked: str, otherwise: str = "") -> list[nn.Modul
         if any(part is module for module in others):
             raise RecordingError(
                 f"{asked}([...]) expects parts of one model that do not overlap, but one of them, "
-                f"a {type(part).__name__}, is given twice or lies within another; leave it out"
+                f"a {printable(type(part).__name__)}, is given twice or lies within another; "
+                "leave it out"
             )
     common = _common_parameter(parts) if len(parts) > 1 else None
     if common is not None:
         raise RecordingError(
             f"{asked}([...]) expects parts of one model, whose names differ, but two of them "
-            f"have a parameter {common}; pass torch.nn.ModuleList([...]), which names its "
+            f"have a parameter {escape(common)}; pass torch.nn.ModuleList([...]), which names its "
             "modules 0, 1 and so on"
         )
     return parts

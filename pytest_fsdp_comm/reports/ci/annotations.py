@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal
 
+from pytest_fsdp_comm.errors import printable
+from pytest_fsdp_comm.text.counts import cut
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -55,10 +58,16 @@ def _of_test(test: FailedTest) -> str:
     message = "\n".join([*(lines or [test.reason]), *([f"accept: {accept}"] if accept else [])])
     return command(
         "error",
-        title=f"{test.nodeid.rpartition('::')[2]}: {test.reason}",
-        message=message[:_MAX_MESSAGE],
+        title=f"{_name(test.nodeid)}: {test.reason}",
+        message=cut(message, _MAX_MESSAGE),
         place=test.place,
     )
+
+
+def _name(nodeid: str) -> str:
+    """The name of a test, whose parameters may have ``::`` too."""
+    head, bracket, parameters = nodeid.partition("::")[2].partition("[")
+    return f"{head.rpartition('::')[2]}{bracket}{parameters}"
 
 
 def command(level: Level, *, title: str, message: str, place: Place | None) -> str:
@@ -75,7 +84,7 @@ def command(level: Level, *, title: str, message: str, place: Place | None) -> s
 
 
 def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return printable(text, "\n").replace("%", "%25").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:

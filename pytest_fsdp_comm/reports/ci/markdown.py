@@ -6,7 +6,8 @@ import re
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
-from pytest_fsdp_comm.text.counts import counted
+from pytest_fsdp_comm.errors import printable
+from pytest_fsdp_comm.text.counts import counted, cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +24,6 @@ _MAX_UNUSED: Final = 50
 _MARKUP: Final = re.compile(
     r"[`|<>&*\[\]\\~@#$]|:(?=[\w+-]+:)|(?<![^\W_])_|_(?![^\W_])|(?<=http):|(?<=https):|(?<=www)\."
 )
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def no_link(place: Place) -> str:
@@ -139,7 +139,7 @@ def _story(test: FailedTest) -> str:
     if comparisons is None:
         return ""
     accept = f"\n\nTo accept it:\n\n{fenced(comparisons.accept)}" if comparisons.accept else ""
-    story = _cut("\n".join(comparisons.story), _MAX_STORY)
+    story = cut("\n".join(comparisons.story), _MAX_STORY)
     # The blank lines make Markdown of what is inside.
     return (
         f"<details><summary><code>{_cell(test.nodeid)}</code></summary>\n\n"
@@ -164,15 +164,16 @@ def _cell(text: str) -> str:
 
 def plain(text: str) -> str:
     """A text in one line that Markdown and HTML show as it is, in tables too."""
-    line = " ".join(_CONTROL.sub(" ", text).split())
+    line = printable(" ".join(text.split()))
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", line)
 
 
 def fenced(text: str) -> str:
     """A text as a block of code, whatever backticks it has."""
-    longest = max(map(len, re.findall(r"`+", text)), default=0)
+    shown = printable(text, "\n\t")
+    longest = max(map(len, re.findall(r"`+", shown)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{_CONTROL.sub(' ', text)}\n{fence}"
+    return f"{fence}text\n{shown}\n{fence}"
 
 
 def _cut(text: str, most: int) -> str:

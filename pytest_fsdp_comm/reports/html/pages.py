@@ -13,7 +13,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.comm.profile import CommProfile
-from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.reports.explanation import ACCEPT, CURE, LIKELY, READ, RECORD
 from pytest_fsdp_comm.reports.html.chart import Chart, draw
 from pytest_fsdp_comm.reports.html.listing import Listing, list_entries
@@ -468,6 +468,7 @@ def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("pytest_fsdp_comm.reports.html"),
         autoescape=True,
+        finalize=_printable,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -488,6 +489,12 @@ def _environment() -> Environment:
         ),
     )
     return environment
+
+
+def _printable(value: Any) -> Any:
+    # What is markup already comes from here alone.
+    is_text = isinstance(value, str) and not hasattr(value, "__html__")
+    return printable(value, "\n\t") if is_text else value
 
 
 def _asset(name: str) -> str:

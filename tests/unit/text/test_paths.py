@@ -1,8 +1,14 @@
 """Paths as people write them."""
 
+import os
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
-from pytest_fsdp_comm.text.paths import show_path
+import pytest
+
+from pytest_fsdp_comm.text.paths import shell_word, show_path
 
 
 def test_a_path_is_relative_to_what_it_lies_below(tmp_path, monkeypatch):
@@ -20,3 +26,19 @@ def test_a_path_stays_as_it_is_where_the_working_directory_is_gone(tmp_path, mon
     monkeypatch.chdir(gone)
     gone.rmdir()
     assert show_path(str(gone / "model.py")) == str(gone / "model.py")
+
+
+def test_a_path_with_control_characters_is_shown_on_one_line():
+    assert show_path("/a\x1b\n::error::x/é.py") == r"/a\x1b\n::error::x/é.py"
+
+
+@pytest.mark.parametrize("text", ["a b", "tests/é.py", "$x `y`", "a\x1b'\\\n\u202e", "\udc80 half"])
+def test_a_word_of_a_command_is_printable_and_means_the_same(text):
+    word = shell_word(text)
+    assert word.isprintable()
+    if text.isprintable():
+        assert word == shlex.quote(text)
+    bash = shutil.which("bash")
+    assert bash
+    meant = subprocess.run([bash, "-c", f"printf %s {word}"], capture_output=True, check=True)
+    assert meant.stdout == os.fsencode(text)

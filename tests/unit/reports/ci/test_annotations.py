@@ -1,6 +1,9 @@
 """Workflow commands of GitHub: their form, their escapes, and how many there are."""
 
+import dataclasses
 import re
+
+import pytest
 
 from pytest_fsdp_comm.reports.ci.annotations import annotate
 from pytest_fsdp_comm.reports.ci.outcomes import (
@@ -71,3 +74,27 @@ def test_unused_files_are_errors_where_they_fail_the_session_and_nothing_once_de
     mixed = annotate(outcomes(failed(), unused=unused))
     assert [one.split(" ")[0] for one in mixed] == ["::error", *["::warning"] * 10]
     assert annotate(outcomes(unused=unused, are_removed=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "name"),
+    [
+        ("tests/test_a.py::TestA::test_b[x::y-[z]::1]", "test_b[x::y-[z]::1]"),
+        ("tests/[odd]/test_a.py::test_b", "test_b"),
+        ("tests/test_a.py::TestA::test_b", "test_b"),
+    ],
+)
+def test_a_title_has_the_whole_name_of_a_test(nodeid, name):
+    (line,) = annotate(outcomes(dataclasses.replace(failed(), nodeid=nodeid)))
+    assert f"title={name.replace(':', '%3A')}%3A " in line
+
+
+def test_a_long_story_is_cut_and_says_how_much_more_there_is():
+    story = tuple(f"{number:_>9}" for number in range(1000))
+    test = failed()
+    comparisons = dataclasses.replace(test.comparisons, story=story, accept="")
+    (line,) = annotate(outcomes(dataclasses.replace(test, comparisons=comparisons)))
+    message = line.rpartition("::")[2].replace("%0A", "\n")
+    assert len(message) <= 4000
+    kept, _, rest = message.rpartition("\n... and ")
+    assert rest == f"{len(chr(10).join(story)) - len(kept):_} more characters"

@@ -1,0 +1,247 @@
+"""No name, whatever it holds, puts a control character or a line of its own where people read."""
+
+import os
+import re
+import subprocess
+import sys
+import unicodedata
+
+import pytest
+from markdown_it import MarkdownIt
+
+# As it stands in the source of a test: no control character is in the file itself.
+HOSTILE = r"a\x1b[31m\n::error::x\r`|<b>\u202e\u2028"
+HEAD = f"""
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+NAME = "{HOSTILE}"
+SURROGATE = NAME + "\\udc80"
+LOADER = NAME + "loader"
+"""
+SOURCE = (
+    HEAD
+    + """
+COUNT = int(os.environ["COUNT"])
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_parameter(SURROGATE, nn.Parameter(torch.ones(4, 4)))
+
+    def forward(self, x):
+        return x @ getattr(self, SURROGATE)
+
+Layer.__name__ = Layer.__qualname__ = NAME
+
+def make(mesh):
+    model = nn.Sequential()
+    for number in range(COUNT):
+        model.add_module(NAME + str(number), Layer())
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("value", [1], ids=["x::y, 100%|`<i>" + NAME])
+def test_step(value, device_mesh, comm_mode, fsdp_tree, comm_snapshot):
+    model = make(device_mesh(**{NAME: 2}))
+    group = dist.new_group([0, 1], group_desc=NAME + "group")
+    with comm_mode(model):
+        model(torch.ones(2, 4)).sum().backward()
+        for _ in range(COUNT):
+            dist.all_reduce(torch.ones(1), group=group)
+    tree = fsdp_tree(model)
+    print(comm_mode, tree, comm_mode.recording.mesh_axes)
+    fsdp_tree.show(tree)
+    fsdp_tree.save(tree, os.environ["TOP"] + "/tree.html")
+    comm_mode.save(os.environ["TOP"] + "/step.json")
+    assert {"comm": comm_mode, "tree": tree} == comm_snapshot(name=NAME)
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_axis(device_mesh, comm_mode, comm_snapshot):
+    model = make(device_mesh(**{NAME + "2" * COUNT: 2}))
+    with comm_mode(model):
+        model(torch.ones(2, 4))
+    assert comm_mode == comm_snapshot
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+@pytest.mark.parametrize("ask", ["axis", "owner", "kind", "phase"])
+def test_question(device_mesh, comm_mode, ask):
+    model = make(device_mesh(**{NAME: 2}))
+    with comm_mode(model):
+        model(torch.ones(2, 4))
+    comm_mode.counts(**{ask: SURROGATE})
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_answer(device_mesh, comm_mode):
+    model = make(device_mesh(**{NAME: 2}))
+    with comm_mode(model):
+        model(torch.ones(2, 4))
+    assert comm_mode.counts("all_gather", axis=NAME) == 77
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_findings(device_mesh, fsdp_tree):
+    model = make(device_mesh(**{NAME: 2}))
+    model.add_module(SURROGATE + "tail", Layer())
+    assert not fsdp_tree(model).findings
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_idle(device_mesh, comm_mode, comm_snapshot):
+    other, model = Layer(), make(device_mesh())
+    with comm_mode(other):
+        model(torch.ones(2, 4))
+    assert comm_mode == comm_snapshot
+
+@pytest.mark.distributed(world_size=2, timeout_s=3)
+def test_hang(dist_info):
+    group = dist.new_group([0, 1], group_desc=NAME + "group")
+    if dist_info.rank == 0:
+        dist.all_reduce(torch.ones(1), group=group)
+
+@pytest.mark.distributed(world_size=2)
+def test_loader(comm_mode, comm_snapshot):
+    go = threading.Event()
+    def work():
+        go.wait()
+        dist.all_reduce(torch.ones(1))
+    thread = threading.Thread(target=work, name=LOADER)
+    thread.start()
+    with comm_mode:
+        dist.all_reduce(torch.ones(2))
+        go.set()
+        thread.join()
+    assert comm_mode == comm_snapshot
+"""
+)
+LOCAL = "a\x1b[31m\n::error::x\u202e"
+"""A directory, by which pytest itself prints every test."""
+
+
+def control_characters(text):
+    return [
+        character
+        for character in text
+        if character not in "\n\t"
+        and unicodedata.category(character) in {"Cc", "Cf", "Cs", "Zl", "Zp"}
+    ]
+
+
+def raw(text):
+    """What leads a reader astray: control characters, and lines that begin as a name says."""
+    return control_characters(text) + re.findall(r"(?m)^[ E]*::error::x.*$", text)
+
+
+def run(tmp_path_factory, run_pytest, directory):
+    top = tmp_path_factory.mktemp("checkout")
+    tests = top / "tests" / directory
+    tests.mkdir(parents=True)
+    (tests / "test_it.py").write_text(SOURCE)
+    (top / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
+    environment = {
+        "GITHUB_ACTIONS": "true",
+        "GITHUB_WORKSPACE": str(top),
+        "GITHUB_SERVER_URL": "https://github.example",
+        "GITHUB_REPOSITORY": "owner/name",
+        "GITHUB_SHA": "0123abc",
+        "GITHUB_STEP_SUMMARY": str(top / "summary.md"),
+        "TOP": str(top),
+    }
+    run_pytest(top, "--snapshot-update", "-k", "step or axis", environment | {"COUNT": "2"})
+    output = run_pytest(
+        top,
+        *("--comm-artifacts=kept", "--comm-report=report", "--junitxml=junit.xml", "-vv"),
+        environment | {"COUNT": "3"},
+    )
+    return top, output
+
+
+@pytest.fixture(scope="module")
+def run_pytest():
+    def start(top, *arguments):
+        *arguments, environment = arguments
+        environment = {**os.environ, **environment, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+        for name in ("PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS", "CI"):
+            environment.pop(name, None)
+        process = subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+            cwd=top,
+            env=environment,
+            capture_output=True,
+            timeout=300,
+            check=False,
+        )
+        return (process.stdout + process.stderr).decode("utf-8", "surrogateescape")
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, run_pytest):
+    return run(tmp_path_factory, run_pytest, "there")
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory, run_pytest):
+    return run(tmp_path_factory, run_pytest, LOCAL)
+
+
+def test_no_name_steers_a_terminal(plain):
+    _, output = plain
+    assert "11 failed" in output
+    assert not raw(output)
+    for part in (
+        "all_reduce[a\\x1b[31m\\n::error::x\\r`|<b>\\u202e\\u2028group] 2 -> 3 (+1)",
+        "rank 0 waits in all_reduce #1 of a\\x1b[31m\\n::error::x",
+        "no module of the given a\\x1b[31m\\n::error::x",
+        "mesh axis a\\x1b[31m\\n::error::x",
+        "thread 'a\\x1b[31m\\n::error::x",
+    ):
+        assert part in output, part
+
+
+@pytest.mark.parametrize("session", ["plain", "hostile"])
+def test_no_name_reaches_a_file_as_it_is(request, session):
+    top, _ = request.getfixturevalue(session)
+    # Of a directory, pytest itself writes the name into its XML.
+    files = [top / "junit.xml"] if session == "plain" else []
+    files += [top / name for name in ("summary.md", "tree.html", "step.json")]
+    for directory in ("kept/stories", "kept/received", "report", "snapshots"):
+        found = [path for path in (top / directory).rglob("*") if path.is_file()]
+        assert found, directory
+        files += found
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        # In a page a line begins no command.
+        leaks = control_characters(text) if file.suffix == ".html" else raw(text)
+        assert not leaks, (file, leaks)
+
+
+@pytest.mark.parametrize("session", ["plain", "hostile"])
+def test_each_failed_test_is_one_annotation(request, session):
+    _, output = request.getfixturevalue(session)
+    lines = output[output.index("\n::error file=") :].splitlines()
+    commands = [line for line in lines if line.startswith("::error ")]
+    assert len(commands) == 10  # and the last says how many there are besides
+    assert not any(map(raw, commands))
+
+
+def test_annotations_have_the_whole_name_of_a_test(plain):
+    _, output = plain
+    (command,) = [
+        line for line in output.splitlines() if line.startswith("::error") and "100%25" in line
+    ]
+    assert "title=test_step[x%3A%3Ay%2C 100%25|`<i>a\\x1b[31m" in command
+
+
+def test_a_summary_shows_names_as_text(plain):
+    top, _ = plain
+    shown = MarkdownIt("gfm-like", {"linkify": False}).render((top / "summary.md").read_text())
+    assert "<b>" not in shown
+    assert "<i>" not in shown
