@@ -2,7 +2,7 @@
 
 syrupy 7.0 decides by whether text of the command line occurs in a snapshot's path, and counts what
 never ran as unused. So it sees none of our files, and leaves alone what plain ``snapshot``
-assertions of distributed tests wrote, where the test did not pass.
+assertions of distributed tests, and of those that record, wrote, where the test did not pass.
 """
 
 from __future__ import annotations
@@ -77,17 +77,15 @@ class _Session:
     modules: Mapping[str, _Module]
     """By the directory of their snapshots, relative to that of all snapshots."""
     selected_count: int
-    distributed: tuple[str, ...]
-    """Node ids of the selected tests that run on ranks."""
+    ours: tuple[str, ...]
+    """Node ids of the selected tests that run on ranks, record or show a tree."""
     is_selection: bool
     """Whether tests were deselected, or files left out without being collected."""
     compared: tuple[str, ...]
     """Paths of the snapshot files that its assertions compared or wrote."""
 
 
-_NOTHING: Final = _Session(
-    modules={}, selected_count=0, distributed=(), is_selection=False, compared=()
-)
+_NOTHING: Final = _Session(modules={}, selected_count=0, ours=(), is_selection=False, compared=())
 """Of a session that ended before all was collected."""
 
 
@@ -162,7 +160,7 @@ class UnusedSnapshots:
         self._session = _Session(
             modules=self._modules(selected, is_selection=is_selection),
             selected_count=len({item.nodeid for item in session.items}),
-            distributed=tuple(item.nodeid for item in session.items if SETTINGS in item.stash),
+            ours=tuple(item.nodeid for item in session.items if _is_ours(item)),
             is_selection=is_selection,
             compared=(),
         )
@@ -263,7 +261,7 @@ class UnusedSnapshots:
             return (yield)
         whole = _united(own, self._of_workers)
         has_lost = len(self._of_workers) < self._started_workers
-        kept = [nodeid for nodeid in whole.distributed if has_lost or nodeid not in passed]
+        kept = [nodeid for nodeid in whole.ours if has_lost or nodeid not in passed]
         if kept:
             from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # few sessions need it
 
@@ -343,6 +341,11 @@ class UnusedSnapshots:
                 f"Run the same tests with --snapshot-update to delete {it}; "
                 "--snapshot-warn-unused only warns."
             )
+
+
+def _is_ours(item: pytest.Item) -> bool:
+    fixtures = {"comm_mode", "fsdp_tree"}.intersection(getattr(item, "fixturenames", ()))
+    return SETTINGS in item.stash or bool(fixtures)
 
 
 def _united(own: _Session, of_workers: Sequence[_Session]) -> _Session:

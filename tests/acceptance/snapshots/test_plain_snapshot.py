@@ -116,12 +116,14 @@ def test_plain(comm_mode, snapshot):
     with comm_mode:
         pass
     assert {} == snapshot
+    assert "after it" == snapshot
 
 @pytest.mark.distributed(world_size=2, backend="fake")
 def test_on_ranks(comm_mode, snapshot):
     with comm_mode:
         torch.distributed.all_reduce(torch.ones(2))
     assert {} == snapshot
+    assert "after it" == snapshot
 """
 
 

@@ -139,3 +139,18 @@ def test_the_program_starts_without_torch_pytest_and_their_like(write, project):
         shell=True, cwd=project, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["show", "diff"])
+def test_names_in_a_file_put_nothing_of_their_own_on_the_terminal(write, fsdp_comm, command):
+    text = format_profile(made_up.profile(tensor_parallel=True))
+    hostile = text.replace("tp=", r"tp\x1b\x0a::error::\u202e=").replace(
+        "[tp]", r"[tp\x1b\x0a::error::\u202e]"
+    )
+    for name, content in (("a.ws8.comm", text), ("b.ws8.comm", hostile)):
+        write(name, content)
+    files = ["b.ws8.comm"] if command == "show" else ["a.ws8.comm", "b.ws8.comm"]
+    shown = fsdp_comm(command, *files)
+    assert r"tp\x1b\n::error::\u202e" in shown.out, shown
+    assert all(line.isprintable() for line in shown.out.split("\n"))
+    assert not any(line.startswith("::") for line in shown.lines)
