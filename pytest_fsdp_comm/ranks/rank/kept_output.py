@@ -1,4 +1,7 @@
-"""What is kept of what a rank prints: the first and the last part, in reports and on the disk.
+"""What is kept of a long text: the first and the last part, in reports and on the disk.
+
+What a rank prints, what its exceptions say and whatever else its reports hold is cut in the rank:
+what is left out is never sent.
 
 A rank writes straight into files, which survive whatever becomes of it. Their disk is bounded from
 outside: the supervisor makes holes where nothing is kept, so that offsets in the file stay valid
@@ -13,13 +16,15 @@ import ctypes
 import errno
 import os
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 KEPT_NBYTES: Final = 256 << 10
-"""Kept at either end of what a rank writes to a stream in a phase of a test."""
+"""Kept at either end of a text, such as what a rank writes to a stream in a phase of a test."""
 MOST_ON_DISK_NBYTES: Final = 1 << 30
 """A rank is ended if one of its files occupies more of the disk: it writes faster than holes are
 made, or its file system has none."""
@@ -29,30 +34,92 @@ _HOLE_NBYTES = 1 << 20
 _PAGE_NBYTES = 4096
 _PUNCH_HOLE = 0x02 | 0x01  # linux/falloc.h: and the size stays
 _BLOCK_NBYTES = 512  # of st_blocks, on every system
+# More than what says that something is left out.
+_LONGEST_NOTE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept of bytes that a rank wrote, and how many lie between."""
+
+    head: bytes = b""
+    """All of them, if none are left out."""
+    nbytes_left_out: int = 0
+    tail: bytes = b""
+
+    def __add__(self, later: Kept) -> Kept:
+        """What is kept of the bytes of both."""
+        middle = self.tail + later.head
+        if not self.nbytes_left_out and not later.nbytes_left_out:
+            head = tail = self.head + later.head
+            if len(head) <= 2 * KEPT_NBYTES:
+                return Kept(head)
+        else:
+            head = self.head if self.nbytes_left_out else self.head + middle
+            tail = later.tail if later.nbytes_left_out else middle
+        head, tail = head[:KEPT_NBYTES], tail[-KEPT_NBYTES:]
+        return Kept(head, self.nbytes + later.nbytes - len(head) - len(tail), tail)
+
+    def __str__(self) -> str:
+        """The text, with a line where bytes are left out that says how many."""
+        head, tail = self.head, self.tail
+        if not self.nbytes_left_out:
+            return _decoded(head)
+        if max(len(_decoded(head)), len(_decoded(tail))) > KEPT_NBYTES:
+            # A byte that is no text takes four characters.
+            head, tail = head[: KEPT_NBYTES // 4], tail[-KEPT_NBYTES // 4 :]
+        nbytes = self.nbytes - len(head) - len(tail)
+        return f"{_decoded(head)}{_left_out(nbytes, 'bytes')}{_decoded(tail)}"
+
+    @property
+    def nbytes(self) -> int:
+        """How many were written."""
+        return len(self.head) + self.nbytes_left_out + len(self.tail)
 
 
 def shortened(text: str) -> str:
-    """A text of which the middle is left out if it is long."""
-    nbytes = len(text) - 2 * KEPT_NBYTES
-    if nbytes <= 0:
+    """A text of which the middle is left out if it is long; one that was shortened stays."""
+    left_out = len(text) - 2 * KEPT_NBYTES
+    if left_out <= _LONGEST_NOTE:
         return text
-    return f"{text[:KEPT_NBYTES]}{_left_out(nbytes, 'characters')}{text[-KEPT_NBYTES:]}"
+    return f"{text[:KEPT_NBYTES]}{_left_out(left_out, 'characters')}{text[-KEPT_NBYTES:]}"
 
 
-def read_kept(descriptor: int, start: int) -> tuple[str, int]:
+def shortened_texts(data: Any) -> Any:
+    """Shortens each text in what pytest serializes; lines of source or of an error are one text."""
+    if isinstance(data, str):
+        return shortened(data)
+    if isinstance(data, dict):
+        return {
+            name: _shortened_lines(value) if name == "lines" else shortened_texts(value)
+            for name, value in data.items()
+        }
+    return [shortened_texts(value) for value in data] if isinstance(data, (list, tuple)) else data
+
+
+def _shortened_lines(lines: Sequence[str]) -> Sequence[str]:
+    if sum(map(len, lines)) <= 2 * KEPT_NBYTES:
+        return lines
+    # A traceback in Python's own style has parts that end their lines.
+    if lines[0].endswith("\n"):
+        return [shortened("".join(lines))]
+    return shortened("\n".join(lines)).split("\n")
+
+
+def read_kept(descriptor: int, start: int) -> tuple[Kept, int]:
     """Reads what is kept of a file from an offset on.
 
     Returns:
-        The text, and the offset of its end.
+        It, and the offset of its end.
     """
     end = os.fstat(descriptor).st_size
     if end <= start:
-        return "", start
+        return Kept(), start
     head_end, tail_start = _kept(descriptor, start, end)
-    head = os.pread(descriptor, head_end - start, start).decode("utf-8", "backslashreplace")
-    tail = os.pread(descriptor, end - tail_start, tail_start).decode("utf-8", "backslashreplace")
+    head = os.pread(descriptor, head_end - start, start)
+    tail = os.pread(descriptor, end - tail_start, tail_start)
     nbytes = tail_start - head_end
-    return f"{head}{_left_out(nbytes, 'bytes')}{tail}" if nbytes else f"{head}{tail}", end
+    return Kept(head, nbytes, tail) if nbytes else Kept(head + tail), end
 
 
 def _kept(descriptor: int, start: int, end: int) -> tuple[int, int]:
@@ -75,11 +142,14 @@ def _seek(descriptor: int, offset: int, how: str, otherwise: int) -> int:
         return otherwise if error.errno != errno.ENXIO else os.fstat(descriptor).st_size
 
 
-def _left_out(nbytes: int, unit: str) -> str:
-    kept = KEPT_NBYTES >> 10
+def _decoded(data: bytes) -> str:
+    return data.decode("utf-8", "backslashreplace")
+
+
+def _left_out(count: int, unit: str) -> str:
     return (
-        f"\n[... {nbytes} {unit} left out: only the first and last {kept} KiB of each stream and "
-        "phase are kept, see docs/ranks.md of pytest-fsdp-comm ...]\n"
+        f"\n[... {count:,} {unit} left out: only the first and last {KEPT_NBYTES >> 10} KiB are "
+        "kept, see docs/ranks.md of pytest-fsdp-comm ...]\n"
     )
 
 

@@ -17,6 +17,7 @@ from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext
 from pytest_fsdp_comm.ranks.rank.debugger import debug_elsewhere, debug_here, refuse_debuggers
 from pytest_fsdp_comm.ranks.rank.forked_children import end_forked_child
 from pytest_fsdp_comm.ranks.rank.isolation import isolate_session, leave_to_parent
+from pytest_fsdp_comm.ranks.rank.kept_output import shortened
 from pytest_fsdp_comm.ranks.rank.multiprocessing_end import put_files_below, run_finalizers
 from pytest_fsdp_comm.ranks.rank.plugin import RankPlugin
 from pytest_fsdp_comm.ranks.rank.process_group import (
@@ -228,7 +229,7 @@ def _run_item(
 
 
 def _describe(error: BaseException) -> str:
-    text = str(error)
+    text = shortened(str(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -16,7 +16,12 @@ from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.forked_children import end_forked_child
 from pytest_fsdp_comm.ranks.rank.hypothesis_tests import align_examples
-from pytest_fsdp_comm.ranks.rank.kept_output import read_kept, shortened
+from pytest_fsdp_comm.ranks.rank.kept_output import (
+    Kept,
+    read_kept,
+    shortened,
+    shortened_texts,
+)
 from pytest_fsdp_comm.ranks.rank.process_group import is_default_group, join_group
 from pytest_fsdp_comm.ranks.rank.random_states import RandomStates, equalize
 from pytest_fsdp_comm.ranks.rank.session_end import raise_lost_exceptions, run_exit_functions
@@ -40,6 +45,11 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.wire.channel import Channel
     from pytest_fsdp_comm.ranks.wire.messages import EndTests, RankMessage, RunTest
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+
+
+# What reports hold of any length: of an error or a skip, of output, logs and subtests. What plugins
+# add, such as images, stays whole.
+_TEXTS = ("longrepr", "sections", "wasxfail", "_subtest.context")
 
 
 class RankPlugin:
@@ -130,7 +140,7 @@ class RankPlugin:
         for text in run_exit_functions():
             self._channel.send(
                 WarningSeen(
-                    text=text,
+                    text=shortened(text),
                     category_module=pytest.__name__,
                     category_name=pytest.PytestUnraisableExceptionWarning.__name__,
                     filename=str(item.path),
@@ -280,7 +290,7 @@ class RankPlugin:
         category = warning_message.category
         self._channel.send(
             WarningSeen(
-                text=str(warning_message.message),
+                text=shortened(str(warning_message.message)),
                 category_module=category.__module__,
                 category_name=category.__qualname__,
                 filename=warning_message.filename,
@@ -307,9 +317,17 @@ def _refuse_benchmark(item: pytest.Item) -> None:
 
 def _serializable(config: pytest.Config, report: pytest.TestReport) -> dict[str, Any]:
     data: dict[str, Any] = config.hook.pytest_report_to_serializable(config=config, report=report)
-    # Also what others than the rank's files hold: captured logs, and the test's own capturing.
-    data["sections"] = [(title, shortened(text)) for title, text in data.get("sections", ())]
-    return data
+    texts = {name: shortened_texts(data[name]) for name in _TEXTS if name in data}
+    recorded = data.get("user_properties", ())
+    properties = [(name, _shortened_value(value)) for name, value in recorded]
+    return {**data, **texts, "user_properties": properties}
+
+
+def _shortened_value(value: object) -> object:
+    """A user property, which JUnit shows as a text, whatever it is."""
+    text = value if isinstance(value, str) else repr(value)
+    short = shortened(text)
+    return value if short == text else short
 
 
 class _Log:
@@ -321,24 +339,24 @@ class _Log:
         self._nbytes_read = 0
         self.nbytes_reported = 0
         """Up to the last phase that ended."""
-        # The phase's text, then that of each subtest within the one before.
-        self._texts = [""]
+        # Of the phase, then of each subtest within the one before.
+        self._outputs = [Kept()]
 
     def begin_subtest(self) -> None:
-        self._texts[-1] = shortened(self._texts[-1] + self._read_new())
-        self._texts.append("")
+        self._outputs[-1] += self._read_new()
+        self._outputs.append(Kept())
 
     def end_subtest(self) -> str:
-        return shortened(self._texts.pop() + self._read_new())
+        return str(self._outputs.pop() + self._read_new())
 
     def end_phase(self) -> str:
-        text = shortened("".join(self._texts) + self._read_new())
-        self._texts = [""]
+        output = sum([*self._outputs, self._read_new()], start=Kept())
+        self._outputs = [Kept()]
         self.nbytes_reported = self._nbytes_read
-        return text
+        return str(output)
 
-    def _read_new(self) -> str:
+    def _read_new(self) -> Kept:
         with contextlib.suppress(ValueError, OSError, AttributeError):
             getattr(sys, self.name).flush()
-        text, self._nbytes_read = read_kept(self._file.fileno(), self._nbytes_read)
-        return text
+        output, self._nbytes_read = read_kept(self._file.fileno(), self._nbytes_read)
+        return output

@@ -38,7 +38,8 @@ class Echo:
         with path.open("rb") as file:
             if path.stat().st_size - offset > KEPT_NBYTES:
                 # No limit in all, since what is shown takes no room; only on how fast it comes.
-                text, end = read_kept(file.fileno(), offset)
+                output, end = read_kept(file.fileno(), offset)
+                text = str(output)
             else:
                 file.seek(offset)
                 data = file.read()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from _pytest.junitxml import xml_key
 
+from pytest_fsdp_comm.ranks.rank.kept_output import shortened
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ class SuitePropertiesOfRanks:
     def rank_payload(self, item: pytest.Item) -> SuiteProperties:
         """What the test and its fixtures recorded."""
         recorded = _recorded(item.config)
-        payload = SuiteProperties(recorded=tuple(recorded))
+        payload = SuiteProperties(
+            recorded=tuple((name, shortened(value)) for name, value in recorded)
+        )
         recorded.clear()
         return payload
 

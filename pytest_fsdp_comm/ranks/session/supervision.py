@@ -57,6 +57,8 @@ _GROUPS_S = 8.0
 _STREAMS = ("stdout", "stderr")
 # A message fits into the socket, unless the rank does not read at all.
 _SEND_S = 1.0
+# More than a socket holds: a rank that goes on sending is not listened to for ever.
+_DRAINED_CHUNKS = 64
 _GREETING_NBYTES = 4096
 
 
@@ -90,6 +92,7 @@ class _Rank:
     entered_debugger: bool = False
     skipped_debuggers: list[str] = field(default_factory=list)
     nbytes_reported: dict[str, int] = field(default_factory=dict)
+    has_failed_phase: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -97,9 +100,8 @@ class _Rank:
 
     @property
     def has_failed(self) -> bool:
-        # After a failed subtest the test goes on.
-        failed = any(report.has_failed and not report.is_subtest for report in self.reports)
-        return failed or self.escaped is not None or (self.status is not None and not self.is_done)
+        died = self.status is not None and not self.is_done
+        return self.has_failed_phase or self.escaped is not None or died
 
 
 class Supervision:
@@ -381,12 +383,12 @@ class Supervision:
     def _drain(self, rank: _Rank) -> None:
         while rank.channel is None and self._admit():
             pass
-        while rank.channel is not None and not rank.channel.is_closed:
-            with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_DRAINED_CHUNKS):
+                if rank.channel is None or rank.channel.is_closed:
+                    break
                 rank.channel.settimeout(0.0)
                 self._read(rank)
-                continue
-            break
 
     def _admit(self) -> bool:
         """Accepts those who have called; returns whether anybody had."""
@@ -561,7 +563,7 @@ class Supervision:
             if path.exists():
                 with path.open("rb") as file:
                     start = self._unread_from(number, rank, stream)
-                    found[stream], _ = read_kept(file.fileno(), start)
+                    found[stream] = str(read_kept(file.fileno(), start)[0])
         return {stream: text for stream, text in found.items() if text}
 
 
@@ -590,6 +592,8 @@ def _record(rank: _Rank, message: RankMessage) -> None:
 def _record_report(rank: _Rank, report: PhaseReport) -> None:
     rank.is_debugging = report.precedes_debugger
     rank.reports.append(report)
+    # After a failed subtest the test goes on.
+    rank.has_failed_phase |= report.has_failed and not report.is_subtest
     rank.nbytes_reported = report.nbytes_reported
 
 

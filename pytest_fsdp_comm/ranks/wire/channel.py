@@ -35,7 +35,8 @@ class Channel(Generic[_Said, _Heard]):
         self._connection = connection
         self._role = role
         self._pid = os.getpid()
-        self._pending = b""
+        self._pending = bytearray()
+        self._searched_nbytes = 0
         self.is_closed = False
         """The other end is gone and everything it sent has been read."""
 
@@ -72,7 +73,7 @@ class Channel(Generic[_Said, _Heard]):
         Raises:
             CodecError: It is none that this end hears.
         """
-        while b"\n" not in self._pending:
+        while not self._has_message():
             self._read_chunk()
             if self.is_closed:
                 return None
@@ -89,7 +90,7 @@ class Channel(Generic[_Said, _Heard]):
 
     def take_pending(self) -> Iterator[_Heard]:
         """Takes the whole messages that were read along with an earlier one."""
-        while b"\n" in self._pending:
+        while self._has_message():
             yield self._take()
 
     def is_hung_up(self) -> bool:
@@ -117,8 +118,17 @@ class Channel(Generic[_Said, _Heard]):
         self.is_closed = not chunk
         self._pending += chunk
 
+    def _has_message(self) -> bool:
+        """Whether a whole message is pending; looks at each byte once, however long it is."""
+        end = self._pending.find(b"\n", self._searched_nbytes)
+        self._searched_nbytes = len(self._pending) if end < 0 else end
+        return end >= 0
+
     def _take(self) -> _Heard:
-        line, _, self._pending = self._pending.partition(b"\n")
+        line = self._pending[: self._searched_nbytes]
+        # Of its front, which moves nothing.
+        del self._pending[: self._searched_nbytes + 1]
+        self._searched_nbytes = 0
         try:
             text = line.decode("ascii")  # what the codec writes, surrogates included
         except UnicodeDecodeError as problem:

@@ -1,9 +1,12 @@
 """Whatever a rank prints, its report, the disk and the time that it takes stay bounded."""
 
 import re
+import signal
+import time
 import xml.etree.ElementTree as ET
 
 import pytest
+from running import start, wait_for
 
 SOURCE = """
 import logging, os, pathlib, sys, time
@@ -79,8 +82,13 @@ UNSAFE = (
     "import threading\nstop = threading.Event()\n"
     "threading.Thread(target=stop.wait, name='poller', daemon=True).start()\n"
 )
-LEFT_OUT = re.compile(r"^\[\.\.\. (\d+) (?:bytes|characters) left out: ", re.MULTILINE)
+LEFT_OUT = re.compile(r"^\[\.\.\. ([\d,]+) (?:bytes|characters) left out: ", re.MULTILINE)
 PYTEST = ("-p", "no:cacheprovider")
+
+
+def count_left_out(text):
+    (count,) = LEFT_OUT.findall(text)
+    return int(count.replace(",", ""))
 
 
 def story(output, name):
@@ -96,13 +104,13 @@ def check_endless(pytester, output):
     assert "rank 0 did not finish within" in endless
     assert "the first line\n" in endless
     assert len(endless) < 1_000_000
-    (left_out,) = LEFT_OUT.findall(endless)
-    assert int(left_out) > 10_000_000
+    left_out = count_left_out(endless)
+    assert left_out > 10_000_000
     numbers = [int(line.split()[1]) for line in re.findall(r"^x{1000} \d+$", endless, re.MULTILINE)]
     assert len(numbers) > 450
     assert numbers[0] == 1
     # The end is there, too: all but the last line, in which it was ended.
-    assert numbers[-1] * 1010 > int(left_out)
+    assert numbers[-1] * 1010 > left_out
     # The hard limit is 1 GiB.
     assert int((pytester.path / "most").read_text()) < 512 << 20
 
@@ -125,8 +133,8 @@ def test_output_is_kept_up_to_a_limit(pytester):
     assert "yyy the last word" in death
     assert len(LEFT_OUT.findall(death)) == 2
 
-    (left_out,) = LEFT_OUT.findall(story(output, "test_log"))
-    assert 3_000_000 - 524_288 < int(left_out) < 3_000_100 - 524_288
+    left_out = count_left_out(story(output, "test_log"))
+    assert 3_000_000 - 524_288 < left_out < 3_000_100 - 524_288
     phases = story(output, "test_phases")
     assert not LEFT_OUT.search(phases)
     assert [phases.count(letter * 400_000) for letter in "abc"] == [1, 1, 1]
@@ -196,3 +204,128 @@ def test_a_disk_that_cannot_be_freed_ends_the_rank(pytester):
             "rank 0 was still running and was ended at:",
         ]
     )
+
+
+LONG_TEXTS = """
+import os, sys, time, warnings
+import pytest
+
+pytestmark = pytest.mark.distributed(world_size=4, timeout_s=60)
+
+def test_raise():
+    raise ValueError("x" * 50_000_000)
+
+def test_lines():
+    raise ValueError(("y" * 79 + "\\n") * 125_000)
+
+def test_assert(dist_info):
+    values = list(range(1_000_000))
+    assert dist_info.rank != 1 or "z" * 10_000_000 == "", str(values)
+
+def test_print():
+    for _ in range(100):
+        print("w" * 999_999)
+    assert 0
+
+def test_other_words(record_property, record_testsuite_property):
+    warnings.warn("u" * 5_000_000)
+    record_property("text", "p" * 5_000_000)
+    record_property("values", list(range(1_000_000)))
+    record_property("few", [1, 2])
+    record_testsuite_property("suite", "q" * 5_000_000)
+    pytest.skip("s" * 5_000_000)
+
+def test_exit(dist_info):
+    if dist_info.rank == 3:
+        pytest.exit("e" * 5_000_000)
+
+def test_subtest(subtests):
+    print("v" * 999_999)
+    with subtests.test("much"):
+        print("v" * 999_999)
+        assert 0
+    print("v" * 99_999_999)
+
+def test_after():
+    pass
+"""
+
+
+def test_no_text_is_sent_or_kept_whole(pytester):
+    pytester.makepyfile(test_it=LONG_TEXTS)
+    subtests = ("subtest [much]", "subtest") if pytest.version_tuple >= (9,) else ()
+    arguments = () if subtests else ("--deselect", "test_it.py::test_subtest")
+    result = pytester.runpytest_subprocess(*PYTEST, "--junitxml=j.xml", *arguments, timeout=200)
+    output = result.stdout.str()
+    assert "INTERNALERROR" not in output
+    assert "did not finish within" not in output
+    result.assert_outcomes(passed=1, failed=5 + len(subtests), skipped=1, warnings=2)
+    found = {
+        name: LEFT_OUT.findall(story(output, f"test_{name}"))
+        for name in ("raise", "lines", "assert", "print", "exit", *subtests)
+    }
+    kept = 524_288
+    # What pytest shows of the function is part of the text.
+    shown = (
+        '    def test_raise():\n>       raise ValueError("x" * 50_000_000)\nE       ValueError: '
+    )
+    assert found["raise"] == [f"{len(shown) + 50_000_000 - kept:,}"]
+    shown = '    def test_lines():\n>       raise ValueError(("y" * 79 + "\\n") * 125_000)\n'
+    shown += "E       ValueError: "
+    lines = 125_000 * 79 + 124_999 * len("\nE       ")
+    assert found["lines"] == [f"{len(shown) + lines - kept:,}"]
+    (left_out,) = found["assert"]
+    values_nbytes = len(str(list(range(1_000_000))))
+    assert values_nbytes < int(left_out.replace(",", "")) + kept < values_nbytes + 2000
+    assert found["print"] == [f"{100_000_000 - kept:,}"]
+    assert found["exit"] == [f"{5_000_000 - kept:,}"]
+    if subtests:
+        assert found["subtest [much]"] == [f"{1_000_000 - kept:,}"]
+        assert found["subtest"] == [f"{101_000_000 - kept:,}"]
+    assert len(output) < 12_000_000
+    junit = pytester.path / "j.xml"
+    assert junit.stat().st_size < 12_000_000
+    root = ET.parse(junit).getroot()  # noqa: S314  # our own file
+    values = {found.get("name"): found.get("value") for found in root.iter("property")}
+    assert values["few"] == "[1, 2]"
+    assert count_left_out(values["text"]) == 5_000_000 - kept
+    assert count_left_out(values["values"]) == values_nbytes - kept
+    assert count_left_out(values["suite"]) == 5_000_000 - kept
+    (skipped,) = (case.get("message") for case in root.iter("skipped"))
+    assert count_left_out(skipped) == len("Skipped: ") + 5_000_000 - kept
+
+
+ENDLESS = """
+import pathlib
+import pytest
+
+@pytest.mark.distributed(world_size=2, timeout_s=TIMEOUT_S)
+def test_endless(subtests):
+    while True:
+        with subtests.test():
+            pathlib.Path("started").touch()
+            raise ValueError("x" * 2_000_000)
+"""
+
+
+@pytest.mark.skipif(pytest.version_tuple < (9,), reason="has no subtests")
+@pytest.mark.parametrize("ends", ["at the deadline", "by Ctrl-C"])
+def test_long_messages_without_end_keep_no_session(tmp_path, ends):
+    is_stopped = ends == "by Ctrl-C"
+    source = ENDLESS.replace("TIMEOUT_S", "1000" if is_stopped else "5")
+    (tmp_path / "test_it.py").write_text(source)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    session = start(tmp_path, "-q", "--tb=line", "test_it.py")
+    signal.signal(signal.SIGINT, before)
+    wait_for((tmp_path / "started").exists, timeout_s=60)
+    if is_stopped:
+        time.sleep(1.0)
+        session.send_signal(signal.SIGINT)
+    output, _ = session.communicate(timeout=50)
+    if is_stopped:
+        assert session.returncode == pytest.ExitCode.INTERRUPTED
+    else:
+        assert session.returncode == pytest.ExitCode.TESTS_FAILED
+        assert "ranks 0-1 did not finish within 5 s" in output
+    assert not list(tmp_path.glob("fsdp-comm*"))

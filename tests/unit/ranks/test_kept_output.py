@@ -2,12 +2,20 @@
 
 import errno
 import os
+import re
 import sys
 
 import pytest
 
 from pytest_fsdp_comm.ranks.rank import kept_output
-from pytest_fsdp_comm.ranks.rank.kept_output import KEPT_NBYTES, OutputFile, read_kept, shortened
+from pytest_fsdp_comm.ranks.rank.kept_output import (
+    KEPT_NBYTES,
+    Kept,
+    OutputFile,
+    read_kept,
+    shortened,
+    shortened_texts,
+)
 
 MIB = 1 << 20
 
@@ -25,7 +33,8 @@ def file(tmp_path):
 
 def read(path, start=0):
     with path.open("rb") as opened:
-        return read_kept(opened.fileno(), start)
+        output, end = read_kept(opened.fileno(), start)
+        return str(output), end
 
 
 def test_a_text_that_is_not_long_is_kept_whole(file):
@@ -45,10 +54,8 @@ def test_of_a_long_text_both_ends_are_kept(file):
     opened.write(text.encode())
     kept, end = read(path, 8)
     assert end == len(text)
-    told = f"\n[... {len(text) - 8 - 2 * KEPT_NBYTES} bytes left out: only the first and last "
-    told += (
-        "256 KiB of each stream and phase are kept, see docs/ranks.md of pytest-fsdp-comm ...]\n"
-    )
+    told = f"\n[... {len(text) - 8 - 2 * KEPT_NBYTES:,} bytes left out: only the first and last "
+    told += "256 KiB are kept, see docs/ranks.md of pytest-fsdp-comm ...]\n"
     assert kept == text[8:][:KEPT_NBYTES] + told + text[-KEPT_NBYTES:]
     short = shortened(text[8:])
     assert short == kept.replace("bytes left", "characters left")
@@ -113,3 +120,79 @@ def test_a_file_is_read_alike_where_the_system_finds_no_holes(file, monkeypatch,
 
         monkeypatch.setattr(os, "lseek", fail)
     assert read(path) == expected
+
+
+def left_out(text):
+    """What texts say that is left out."""
+    return re.findall(r"^\[\.\.\. ([\d,]+ \w+) left out: ", str(text), re.MULTILINE)
+
+
+def pieces(*sizes):
+    """Bytes that a rank wrote one after another, each kept on its own."""
+    return [Kept(b"%d" % number * size) + Kept() for number, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        ((2 * KEPT_NBYTES,), None),
+        ((KEPT_NBYTES, KEPT_NBYTES), None),
+        ((KEPT_NBYTES, KEPT_NBYTES, 1), "1 bytes"),
+        ((99 * MIB,), "103,284,736 bytes"),
+        ((50 * MIB, 1, 49 * MIB), "103,284,737 bytes"),
+        ((1, 50 * MIB, 1, 49 * MIB, 1), "103,284,739 bytes"),
+        ((1, 50 * MIB, 1), "51,904,514 bytes"),
+    ],
+)
+def test_what_is_left_out_of_pieces_is_counted_once(sizes, count):
+    whole = b"".join(b"%d" % number * size for number, size in enumerate(sizes))
+    for start in range(len(sizes)):
+        # In whatever order they are put together.
+        parts = pieces(*sizes)
+        parts[start : start + 2] = [sum(parts[start : start + 2], start=Kept())]
+        kept = sum(parts, start=Kept())
+        assert kept.nbytes == len(whole)
+        assert left_out(kept) == ([] if count is None else [count])
+        assert str(kept)[:KEPT_NBYTES] == whole[:KEPT_NBYTES].decode()
+        assert str(kept)[-KEPT_NBYTES:] == whole[-KEPT_NBYTES:].decode()
+        # The report of the phase holds it as it is.
+        assert shortened(str(kept)) == str(kept)
+
+
+def test_what_is_no_text_stays_bounded_and_counted():
+    kept = Kept(b"\xff" * MIB) + Kept()
+    assert left_out(kept) == [f"{MIB - KEPT_NBYTES // 2:,} bytes"]
+    assert len(str(kept)) < 2 * KEPT_NBYTES + 256
+    assert shortened(str(kept)) == str(kept)
+
+
+def test_every_text_of_a_report_is_shortened_once():
+    text = "x" * 50_000_000
+    told = [f"{50_000_000 - 2 * KEPT_NBYTES:,} characters"]
+    assert left_out(shortened(text)) == told
+    assert shortened(shortened(text)) == shortened(text)
+    report = shortened_texts(
+        {"reprcrash": {"message": text, "lineno": 3}, "chain": [({"lines": ["a", text]}, None)]}
+    )
+    assert left_out(report["reprcrash"]["message"]) == told
+    assert report["reprcrash"]["lineno"] == 3
+    lines, crash = report["chain"][0]
+    assert crash is None
+    assert left_out("\n".join(lines["lines"])) == [f"{50_000_002 - 2 * KEPT_NBYTES:,} characters"]
+    assert lines["lines"][0] == "a"
+
+
+def test_many_lines_are_one_text():
+    lines = [f"E   {number}" for number in range(1_000_000)]
+    short = shortened_texts({"lines": lines})["lines"]
+    size = len("\n".join(lines)) - 2 * KEPT_NBYTES
+    assert left_out("\n".join(short)) == [f"{size:,} characters"]
+    assert (short[0], short[-1]) == (lines[0], lines[-1])
+    native = ["Traceback:\n", *(f"{line}\n" for line in lines)]
+    short = "".join(shortened_texts({"lines": native})["lines"])
+    assert left_out(short) == [f"{len(''.join(native)) - 2 * KEPT_NBYTES:,} characters"]
+    assert short.startswith("Traceback:\nE   0\nE   1\n")
+    assert short.endswith("\nE   999999\n")
+    # An assertion's explanation of some hundred kB stays whole.
+    few = lines[:50_000]
+    assert shortened_texts({"lines": few})["lines"] == few

@@ -120,3 +120,27 @@ def test_what_a_rank_says_while_it_is_stopped_beside_a_failed_one_is_heard(spec,
     assert results[1].position.activity is Activity.HAS_ENDED
     # It may keep fixtures for another test, which it ends itself.
     assert processes.signals[-2:] == [signal.SIGSTOP, signal.SIGCONT]
+
+
+def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(spec, monkeypatch):
+    listener = listen(spec.socket_path, 1)
+    rank = Channel.connect(spec.socket_path, messages.RANK)
+    rank.send(messages.RankHello(rank=1))
+    line = b'{"type":"DebuggerSkipped","site":"here"}\n'
+    rank._connection.sendall(line)  # makes it readable, and stays there
+
+    def read_what_comes_faster_than_it_is_read(channel):
+        channel._pending += line
+
+    processes = Pausing(rank)
+    supervision = Supervision(spec, listener, processes)
+    supervision._wait(1.0)
+    supervision._wait(1.0)
+    monkeypatch.setattr(Channel, "_read_chunk", read_what_comes_faster_than_it_is_read)
+    try:
+        results = supervision.run(started_at=time.monotonic() - 19.9)
+    finally:
+        supervision.end(0.0)
+        rank.close()
+    assert results[1].stopped is Stopped.AT_DEADLINE
+    assert processes.signals[-1] == signal.SIGSTOP

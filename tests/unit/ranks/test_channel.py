@@ -1,0 +1,63 @@
+"""Messages of any size and number take time in proportion to their bytes."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from pytest_fsdp_comm.ranks.wire import messages
+from pytest_fsdp_comm.ranks.wire.channel import Channel
+
+MB = 1_000_000
+
+
+@pytest.fixture
+def channels():
+    """A rank's end, and its supervisor's."""
+    ours, theirs = socket.socketpair()
+    with (
+        contextlib.closing(Channel(ours, messages.RANK)) as rank,
+        contextlib.closing(Channel(theirs, messages.SUPERVISOR)) as supervisor,
+    ):
+        yield rank, supervisor
+
+
+def skipped(site):
+    return messages.DebuggerSkipped(site=site)
+
+
+def test_a_message_of_100_mb_is_received_in_seconds(channels):
+    rank, supervisor = channels
+    sent = [skipped("before"), skipped("x" * 100 * MB), skipped("after")]
+    sender = threading.Thread(target=lambda: [rank.send(message) for message in sent])
+    received, chunks = [], 0
+    began_at = time.process_time()
+    sender.start()
+    while len(received) < len(sent):
+        # Each call reads what is there and no more: between two, the supervisor serves others.
+        received += supervisor.receive_available()
+        chunks += 1
+    sender.join()
+    # Looking at all of it again for each chunk took 25 s for a fifth of it.
+    assert time.process_time() - began_at < 5
+    assert received == sent
+    assert chunks > 1000
+    assert supervisor.nbytes_pending == 0
+
+
+def test_messages_that_come_in_pieces_are_whole(channels):
+    rank, supervisor = channels
+    sent = [skipped(str(number)) for number in range(100)]
+    data = b"".join(b'{"type":"DebuggerSkipped","site":"%d"}\n' % number for number in range(100))
+    received = []
+    for start in range(0, len(data), 7):
+        rank._connection.sendall(data[start : start + 7])
+        received += supervisor.receive_available()
+    assert received == sent
+    for piece in (data[:50], data[50:]):
+        rank._connection.sendall(piece)
+    assert [supervisor.receive() for _ in sent] == sent
+    rank.close()
+    assert supervisor.receive() is None
