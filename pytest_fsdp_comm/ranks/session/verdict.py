@@ -37,6 +37,14 @@ _UNCAUGHT = re.compile(r"^terminate called after .* of '(.+)'\n  what\(\):  (.+)
 
 _PHASES: tuple[When, ...] = ("setup", "call", "teardown")
 
+_Outcome = tuple[str, str]
+"""What a test on one rank came to, and the reason that it gave, if any."""
+_SKIPPED = "skipped"
+# As pytest has them.
+_SKIP_PREFIX = "Skipped: "
+_XFAIL_PREFIX = "reason: "
+_MOST_REASONS = 3
+
 
 class _Blame(IntEnum):
     """Which failures lead, whenever they happened; the smallest does."""
@@ -224,7 +232,7 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], absent: Sequence[int]) -> 
     sections = _folded(
         {rank: sub.sent.report.sections for rank, sub in on_ranks.items()}, several=several
     )
-    categories = {rank: _category([sub.sent]) for rank, sub in on_ranks.items()}
+    outcomes = {rank: _outcome([sub.sent]) for rank, sub in on_ranks.items()}
     if failures and failures[0].report is not None:
         story = [*_later(failures)]
         quiet = [rank for rank, sub in on_ranks.items() if not sub.sent.report.failed]
@@ -233,9 +241,11 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], absent: Sequence[int]) -> 
         report = _with_story(failures[0].report, _alike(failures), "\n".join(story))
     else:
         report = next((report for report in everyone if report.passed), everyone[0])
-        if len(set(categories.values())) > 1:
+        if _agree(outcomes):
+            _give_reasons([report], outcomes)
+        else:
             report.outcome = "failed"
-            report.longrepr = _disagreement(categories)
+            report.longrepr = _disagreement(outcomes)
     report.sections = sections
     return _timed(report, everyone)
 
@@ -518,8 +528,11 @@ def _with_disagreement(
     sections: list[tuple[str, str]],
 ) -> list[pytest.TestReport]:
     """Adds a failure where no rank failed, but ranks came to different outcomes."""
-    outcomes = {rank: _category(phases.values()) for rank, phases in reports.items()}
-    if failures or len(set(outcomes.values())) == 1:
+    if failures:
+        return merged
+    outcomes = {rank: _outcome(phases.values()) for rank, phases in reports.items()}
+    if _agree(outcomes):
+        _give_reasons(merged, outcomes)
         return merged
     text = _disagreement(outcomes)
     others = [report for report in merged if report.when != "call"]
@@ -531,10 +544,12 @@ def _with_disagreement(
     return [*setup, failed, *[report for report in others if report.when == "teardown"]]
 
 
-def _disagreement(outcomes: Mapping[int, str]) -> str:
-    by_ranks = "; ".join(
-        f"{name_ranks(ranks)} {outcome}" for ranks, outcome in fold_equal(outcomes)
-    )
+def _disagreement(outcomes: Mapping[int, _Outcome]) -> str:
+    texts = {
+        rank: f"{kind} ({reason})" if kind.startswith(_SKIPPED) else kind
+        for rank, (kind, reason) in outcomes.items()
+    }
+    by_ranks = "; ".join(f"{name_ranks(ranks)} {text}" for ranks, text in fold_equal(texts))
     return (
         f"ranks disagree about the outcome: {by_ranks}.\n"
         "A skip or xfail depends on something that differs between ranks (rank, local files, "
@@ -542,16 +557,42 @@ def _disagreement(outcomes: Mapping[int, str]) -> str:
     )
 
 
-def _category(reports: Iterable[_RankReport]) -> str:
+def _outcome(reports: Iterable[_RankReport]) -> _Outcome:
     for report in (sent.report for sent in reports):
+        reason = getattr(report, "wasxfail", None)
+        where = " in teardown" if report.when == "teardown" else ""
+        if report.skipped and reason is None:
+            longrepr: Any = report.longrepr
+            reason = str(longrepr[2] if isinstance(longrepr, tuple) else longrepr)
+            return f"{_SKIPPED}{where}", reason.removeprefix(_SKIP_PREFIX)
+        if reason is not None:
+            how = "failed as expected (xfail)" if report.skipped else "passed unexpectedly (xpass)"
+            return f"{how}{where}", reason.removeprefix(_XFAIL_PREFIX)
+    return "passed", ""
+
+
+def _agree(outcomes: Mapping[int, _Outcome]) -> bool:
+    """Whether ranks came to the same outcome, for whatever reasons."""
+    return len({kind for kind, _ in outcomes.values()}) <= 1
+
+
+def _give_reasons(merged: Iterable[pytest.TestReport], outcomes: Mapping[int, _Outcome]) -> None:
+    """Gives what was skipped, or failed as expected, the reasons of all ranks, each once."""
+    folded = fold_equal({rank: reason for rank, (_, reason) in outcomes.items()})
+    if len(folded) == 1:
+        return
+    shown = [f"{reason} ({name_ranks(ranks)})" for ranks, reason in folded[:_MOST_REASONS]]
+    more = len(folded) - len(shown)
+    text = "; ".join([*shown, f"{more} more"] if more else shown)
+    for report in merged:
+        if hasattr(report, "wasxfail"):
+            report.wasxfail = text
+            return
         if report.skipped:
-            if hasattr(report, "wasxfail"):
-                return "failed as expected (xfail)"
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
-            return f"skipped ({str(reason).removeprefix('Skipped: ')})"
-        if report.passed and hasattr(report, "wasxfail"):
-            return "passed unexpectedly (xpass)"
-    return "passed"
+            longrepr: Any = report.longrepr
+            text = f"{_SKIP_PREFIX}{text}"
+            report.longrepr = (*longrepr[:2], text) if isinstance(longrepr, tuple) else text
+            return
 
 
 def _without_call_after_failed_setup(

@@ -67,6 +67,36 @@ FAULTS = {
         body="if rank() == 1: pytest.skip('only me')",
         says=(r"ranks disagree about the outcome: ranks 0, 2 passed; rank 1 skipped \(only me\)",),
     ),
+    "skip_all_by_text": Fault(
+        arguments="tmp_path", body="pytest.skip(f'no file in {tmp_path}')", outcome="skipped"
+    ),
+    "skip_in_setup_and_call": Fault(
+        before="@pytest.fixture\ndef early():\n    if rank() == 1: pytest.skip('from set-up')\n",
+        arguments="early",
+        body="pytest.importorskip(f'missing{rank()}')",
+        outcome="skipped",
+    ),
+    "skip_and_xfail": Fault(
+        body="(pytest.skip if rank() == 1 else pytest.xfail)('so')",
+        says=(
+            r"ranks disagree about the outcome: ranks 0, 2 failed as expected \(xfail\); "
+            r"rank 1 skipped \(so\)",
+        ),
+    ),
+    "xfail_by_text": Fault(body="pytest.xfail(f'bug {rank() % 2}')", outcome="xfail"),
+    "xfail_by_marks": Fault(
+        before="@pytest.fixture\ndef expected(request):\n"
+        "    mark = pytest.mark.xfail(reason=f'mark {rank()}', strict=rank() == 1)\n"
+        "    request.node.add_marker(mark)\n",
+        arguments="expected",
+        body="assert 0",
+        outcome="xfail",
+    ),
+    "xpass_strict_one": Fault(
+        decorators="@pytest.mark.xfail(strict=True, reason='known')",
+        body="assert rank() == 1",
+        says=(r"\[XPASS\(strict\)\] known", "rank 1 failed first", "ranks 0, 2 did not fail"),
+    ),
     "xfail": Fault(
         body="assert False", decorators="@pytest.mark.xfail(reason='known')", outcome="xfail"
     ),
@@ -381,6 +411,24 @@ def test_each_fault_has_its_outcome_and_its_explanation(session, name):
     # Only the interpreter's own dump of a crash may show the plugin's frames.
     assert "pytest_fsdp_comm/" not in story.partition("Fatal Python error")[0]
     assert "INTERNALERROR" not in session.text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        r"SKIPPED \[1\] test_faulty.py:\d+: no file in (\S+)rank0(\S+) \(rank 0\); "
+        r"no file in \1rank1\2 \(rank 1\); no file in \1rank2\2 \(rank 2\)",
+        r"SKIPPED \[1\] test_faulty.py:\d+: could not import 'missing0': .* \(rank 0\); "
+        r"from set-up \(rank 1\); could not import 'missing2': .* \(rank 2\)",
+        r"XFAIL test_faulty.py::test_xfail_by_text - bug 0 \(ranks 0, 2\); bug 1 \(rank 1\)",
+        r"XFAIL test_faulty.py::test_xfail_by_marks - mark 0 \(rank 0\); mark 1 \(rank 1\); "
+        r"mark 2 \(rank 2\)",
+        r"XFAIL test_faulty.py::test_xfail - known",
+        r"SKIPPED \[1\] test_faulty.py:\d+: not today",
+    ],
+)
+def test_the_summary_has_each_reason_once(session, line):
+    assert re.search(rf"^{line}$", session.text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", FAULTS)

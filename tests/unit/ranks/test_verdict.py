@@ -90,6 +90,32 @@ def test_a_test_is_skipped_only_if_all_ranks_skip_it(merge):
     assert outcomes(reports) == {"setup": SKIPPED, "teardown": PASSED}
 
 
+def test_ranks_that_all_skip_agree_whatever_their_reasons(merge):
+    reports = merge(*(rank(SKIPPED, f"Skipped: no /tmp/rank{number}") for number in (0, 1, 0)))
+    assert outcomes(reports) == {"setup": PASSED, "call": SKIPPED, "teardown": PASSED}
+    path, line, reason = reports[1].longrepr
+    assert (path, line) == (__file__, 1)
+    assert reason == "Skipped: no /tmp/rank0 (ranks 0, 2); no /tmp/rank1 (rank 1)"
+    reports = merge(*(rank(setup=SKIPPED, text=f"Skipped: {number}") for number in range(64)))
+    assert outcomes(reports) == {"setup": SKIPPED, "teardown": PASSED}
+    assert reports[0].longrepr[2] == "Skipped: 0 (rank 0); 1 (rank 1); 2 (rank 2); 61 more"
+
+
+def test_ranks_that_skip_in_set_up_and_in_the_call_agree(merge):
+    reports = merge(rank(SKIPPED, "Skipped: a"), rank(setup=SKIPPED, text="Skipped: b"))
+    assert outcomes(reports) == {"setup": PASSED, "call": SKIPPED, "teardown": PASSED}
+    assert reports[1].longrepr[2] == "Skipped: a (rank 0); b (rank 1)"
+
+
+def test_a_rank_that_skips_in_teardown_has_not_skipped_the_test(merge):
+    for other in (rank(SKIPPED, "same"), rank(setup=SKIPPED, text="same"), rank()):
+        reports = merge(other, rank(teardown=SKIPPED, text="same"))
+        assert outcomes(reports)["call"] == FAILED
+        assert "rank 1 skipped in teardown (same)." in reports[1].longrepr
+    reports = merge(rank(teardown=SKIPPED, text="a"), rank(teardown=SKIPPED, text="b"))
+    assert outcomes(reports) == {"setup": PASSED, "call": PASSED, "teardown": SKIPPED}
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
