@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,14 +11,44 @@ import pytest
 
 from pytest_fsdp_comm.options import DistributedSettings
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
+from pytest_fsdp_comm.ranks.start.ending import start_time
 from pytest_fsdp_comm.ranks.wire.directories import remove_directory
 from pytest_fsdp_comm.ranks.wire.rank_set import RankProcesses
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from pytest_fsdp_comm.ranks.wire.results import PhaseReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnendedRank:
+    """A rank whose process was killed, and did not go."""
+
+    name: str
+    """The rank and its test."""
+    pid: int
+    started: str
+    """As `start_time` gives it."""
+    killed_at: float
+    """`time.monotonic`."""
+
+    def is_there(self) -> bool:
+        """Whether the process still exists."""
+        return start_time(self.pid) == self.started
+
+    def describe(self, what: str) -> str:
+        """Says it, to be read by those who can find out why.
+
+        Args:
+            what: What is to be said of the rank.
+        """
+        after_s = time.monotonic() - self.killed_at
+        return (
+            f"{self.name} {what}: its process {self.pid} still exists {after_s:.0f} s after "
+            "SIGKILL.\n"
+            f"Is a driver or a file server not responding? /proc/{self.pid}/stack (readable as "
+            "root) shows what it waits for."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,37 +70,36 @@ class RankSet:
         """Whether another test runs on the same ranks as those before."""
         return self.module is item.getparent(pytest.Module) and self.settings == settings
 
-    def end(self, within_s: float) -> list[str]:
+    def end(self, within_s: float) -> tuple[list[str], list[UnendedRank]]:
         """Kills the ranks and removes what they shared.
 
         Args:
             within_s: How long to wait until they are gone.
 
         Returns:
-            A problem for each rank that is not gone in time, and for what failed in fixtures that
-            were kept for a test which did not follow.
+            A problem for what failed in fixtures that were kept for a test which did not follow,
+            and the ranks that are not gone in time.
         """
         late = self.supervision.late_failures()
+        killed_at = time.monotonic()
         unended = self.supervision.end(within_s)
         remove_directory(self.directory)
-        return [
-            *(
-                f"{name_ranks(ranks)}: a fixture that {self.nodeid} or a later test of its module "
-                f"had set up failed at its end:\n{text}"
-                for ranks, text in fold_equal(
-                    {rank: _crash_text(report) for rank, report in late.items()}
-                )
-            ),
-            *self._left(unended, within_s),
+        problems = [
+            f"{name_ranks(ranks)}: a fixture that {self.nodeid} or a later test of its module "
+            f"had set up failed at its end:\n{text}"
+            for ranks, text in fold_equal(
+                {rank: _crash_text(report) for rank, report in late.items()}
+            )
         ]
-
-    def _left(self, unended: Mapping[int, int], within_s: float) -> list[str]:
-        return [
-            f"rank {rank} of {self.nodeid} could not be killed: its process {pid} still exists "
-            f"{within_s:g} s after SIGKILL.\n"
-            f"Is a driver or a file server not responding? /proc/{pid}/stack (readable as root) "
-            "shows what it waits for. Later tests get new ranks."
-            for rank, pid in unended.items()
+        # Some may have ended just now.
+        there = {
+            rank: (pid, started) for rank, pid in unended.items() if (started := start_time(pid))
+        }
+        return problems, [
+            UnendedRank(
+                name=f"rank {rank} of {self.nodeid}", pid=pid, started=started, killed_at=killed_at
+            )
+            for rank, (pid, started) in there.items()
         ]
 
 

@@ -33,13 +33,13 @@ from pytest_fsdp_comm.ranks.rank.process_group import gpus_of
 from pytest_fsdp_comm.ranks.rank.terminal import copied_terminal, kept_foreground
 from pytest_fsdp_comm.ranks.session.progress import progress_on_terminal
 from pytest_fsdp_comm.ranks.session.properties import merge_user_properties
-from pytest_fsdp_comm.ranks.session.rank_set import RankSet
+from pytest_fsdp_comm.ranks.session.rank_set import RankSet, UnendedRank
 from pytest_fsdp_comm.ranks.session.report_plugins import show_report_plugins
 from pytest_fsdp_comm.ranks.session.reruns import explain_no_rerun, run_with_reruns
 from pytest_fsdp_comm.ranks.session.supervision import Supervision
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
 from pytest_fsdp_comm.ranks.session.warnings import replay_warnings, warn_of_test
-from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, PATIENCE_S
+from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, LAST_LOOK_S, PATIENCE_S
 from pytest_fsdp_comm.ranks.start.fork_client import ForkServer, ServerDiedError, fork_server
 from pytest_fsdp_comm.ranks.start.fork_safety import end_openmp_threads, unsafe_to_fork
 from pytest_fsdp_comm.ranks.start.slots import SharedDirectory, Slots
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.session.peers import Peers
     from pytest_fsdp_comm.ranks.start.fork_server import RunRank
     from pytest_fsdp_comm.ranks.wire.extension import RankExtension
+
+_LOOK_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,7 @@ class RankRunner:
         self._was_quit = False
         self._random_state: object = None
         self._problems: list[str] = []
+        self._unended: list[UnendedRank] = []
         self._unpreparable = ""
         self.fallback_reason = ""
         """Why ranks are started as new processes instead of forked; empty if they are forked."""
@@ -234,9 +237,11 @@ class RankRunner:
 
     def close(self) -> None:
         """Ends every process and removes what they shared."""
-        self._end_ranks(HURRIED_S)
-        self._write_problems()
+        was_interrupted = self._session.exitstatus == pytest.ExitCode.INTERRUPTED
+        self._end_ranks(HURRIED_S if was_interrupted else PATIENCE_S, is_reported=False)
         self._close_base()
+        self._problems += self._look_for_unended()
+        self._write_problems()
         for descriptor in self._terminal:
             os.close(descriptor)
         self._terminal = ()
@@ -248,6 +253,15 @@ class RankRunner:
         # Which test follows only the leader knows.
         self._run_ranks(item, settings, NextTest(is_none=settings.scope == "test"), spares=0)
         self._write_problems()
+
+    def _look_for_unended(self) -> list[str]:
+        """A problem for each rank that is there still, after all that ends ranks."""
+        until = time.monotonic() + LAST_LOOK_S
+        while left := [rank for rank in self._unended if rank.is_there()]:
+            if time.monotonic() > until:
+                break
+            time.sleep(_LOOK_PAUSE_S)
+        return [rank.describe("could not be killed") for rank in left]
 
     def _write_problems(self) -> None:
         """Writes what no test's report can hold: which processes are left."""
@@ -334,7 +348,7 @@ class RankRunner:
                 results, keeps = shared.results, shared.keeps
         except BaseException:
             # Ctrl-C, for example: no rank may outlive its test, and somebody waits.
-            self._end_ranks(HURRIED_S)
+            self._end_ranks(HURRIED_S, is_reported=False)
             raise
         if keeps and self._rank_set is not None:
             self._rank_set.processes.rest()
@@ -441,10 +455,24 @@ class RankRunner:
             processes=processes,
         )
 
-    def _end_ranks(self, within_s: float) -> None:
+    def _end_ranks(self, within_s: float, *, is_reported: bool = True) -> None:
+        """Ends the rank set.
+
+        Args:
+            within_s: How long to wait until its ranks are gone.
+            is_reported: Whether a test's report can say which are not; the end of the session is
+                told in any case.
+        """
         rank_set, self._rank_set = self._rank_set, None
         if rank_set is not None:
-            self._problems += rank_set.end(within_s)
+            problems, unended = rank_set.end(within_s)
+            self._problems += problems
+            self._unended += unended
+            if is_reported:
+                self._problems += [
+                    f"{rank.describe('has not ended')} Later tests get new ranks."
+                    for rank in unended
+                ]
 
     def _load(self, data: dict[str, Any]) -> pytest.TestReport:
         config = self._session.config

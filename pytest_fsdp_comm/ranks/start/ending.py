@@ -22,6 +22,8 @@ PATIENCE_S: Final = 10.0
 """How long killed ranks have to be gone: the kernel frees much memory slowly on a busy machine."""
 HURRIED_S: Final = 0.3
 """The same where the session was interrupted, and its user waits."""
+LAST_LOOK_S: Final = 3.0
+"""How long, at the very end of a session, those have that were not gone until then."""
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
@@ -122,6 +124,27 @@ def is_gone(pid: int) -> bool:
         return os.waitpid(pid, os.WNOHANG)[0] != 0
     except ChildProcessError:
         return True  # reaped by somebody else
+
+
+def start_time(pid: int) -> str:
+    """When a process started, which tells it from a later one of its number; empty if it has ended.
+
+    It has ended even if its parent has not waited for it yet.
+    """
+    try:
+        os.kill(pid, 0)
+        # The name before it may hold anything, parentheses and spaces included.
+        _, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")
+    except ProcessLookupError:
+        return ""
+    except FileNotFoundError:
+        return "" if sys.platform == "linux" else "unknown"
+    except PermissionError:
+        return ""  # somebody else's by now
+    fields = rest.split()  # man 5 proc, from the third on
+    state, thread_count, started = fields[0], int(fields[17]), fields[19]
+    # What the kernel does not release may be another thread than the main one.
+    return "" if state in {"Z", "X"} and thread_count <= 1 else started
 
 
 def await_end(pid: int, *, within_s: float) -> int | None:

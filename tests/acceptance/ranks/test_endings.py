@@ -1,5 +1,7 @@
 """A rank that is hard to end ends no session: every wait has its bound, and the test says so."""
 
+import contextlib
+import os
 import signal
 import time
 
@@ -122,7 +124,7 @@ ONLY_STUCK = ("-k", "test_stuck and not failing and not hanging")
 
 
 def says_unended(name):
-    return f"rank 1 of {name} could not be killed: its process * still exists 1 s after SIGKILL*"
+    return f"rank 1 of {name} has not ended: its process * still exists 1 s after SIGKILL*"
 
 
 @pytest.mark.parametrize("arguments", [(), ("-n", "1")], ids=["one", "xdist"])
@@ -139,17 +141,85 @@ def test_a_rank_that_cannot_be_ended_fails_its_test(pytester, arguments):
     texts += ["*ranks 0-1 did not finish within 3 s*", says_unended("*::test_stuck_and_hanging")]
     result.stdout.fnmatch_lines(texts)
     assert "INTERNALERROR" not in result.stdout.str()
+    # At the end of the session they were gone.
+    assert "could not be killed" not in f"{result.stdout}{result.stderr}"
     assert not [line for line in command_lines() if str(pytester.path) in line]
 
 
-def test_a_kept_rank_that_cannot_be_ended_is_told(pytester):
+# Nothing ends it: neither the fork server's end, nor that its supervisor hangs up.
+STAYING = """
+import ctypes
+libc = ctypes.CDLL(None)
+
+def become_immortal(dist_info):
+    if dist_info.rank == 1:
+        become_unkillable(dist_info)
+        libc.prctl(1, 0)
+        os._exit = lambda status: time.sleep(1000)
+
+def test_immortal(dist_info):
+    become_immortal(dist_info)
+"""
+
+
+@pytest.fixture
+def spared(pytester):
+    """The processes that pretend to be unkillable; killed in the end."""
+
+    def find():
+        return [int(path.name.removeprefix("spared")) for path in pytester.path.glob("spared*")]
+
+    yield find
+    for pid in find():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("scope", ["module", "test"])
+def test_a_rank_that_is_there_at_the_very_end_is_told(pytester, spared, scope):
     pytester.makeconftest(UNKILLABLE.format(patience_s=1.0))
+    pytester.makepyfile(test_it=STUCK.format(more=f", scope='{scope}'") + STAYING)
+    result = pytester.runpytest_subprocess(*PYTEST, "-k", "immortal or before", timeout=60)
+    is_kept = scope == "module"
+    result.assert_outcomes(passed=1 + is_kept, failed=1 - is_kept, deselected=5)
+    (pid,) = spared()
+    result.stderr.fnmatch_lines(
+        [
+            "fsdp-comm: rank 1 of test_it.py::test_* could not be killed: its process "
+            f"{pid} still exists * s after SIGKILL.",
+            f"Is a driver or a file server not responding? /proc/{pid}/stack *",
+        ]
+    )
+    os.kill(pid, 0)
+
+
+SLOW_TO_DIE = """
+import os, time
+import pytest_fsdp_comm.ranks.start.fork_server as server
+
+kill = server.kill
+
+def kill_slowly(pids):
+    pids = list(pids)
+    if os.fork() == 0:
+        time.sleep(1.5)
+        kill(pids)
+        os._exit(0)
+
+server.kill = kill_slowly
+"""
+
+
+@pytest.mark.parametrize(
+    "conftest", [SLOW_TO_DIE, UNKILLABLE.format(patience_s=1.0)], ids=["slowly", "with the server"]
+)
+def test_kept_ranks_that_die_late_are_not_told(pytester, conftest):
+    pytester.makeconftest(conftest)
     pytester.makepyfile(test_it=STUCK.format(more=", scope='module'"))
     result = pytester.runpytest_subprocess(*PYTEST, *ONLY_STUCK, timeout=60)
     result.assert_outcomes(passed=1, deselected=5)
-    result.stderr.fnmatch_lines(
-        ["fsdp-comm: rank 1 of test_it.py::test_stuck could not be killed*"]
-    )
+    assert "SIGKILL" not in f"{result.stdout}{result.stderr}"
+    assert not [line for line in command_lines() if str(pytester.path) in line]
 
 
 WAITING = """
