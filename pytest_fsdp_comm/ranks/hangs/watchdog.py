@@ -35,17 +35,18 @@ _HANDLER: Final = ctypes.CFUNCTYPE(None)
 class Watchdog:
     """Answers the supervisor's questions over a connection of its own."""
 
-    def __init__(self, socket_path: Path, rank: int) -> None:
+    def __init__(self, socket_path: Path, rank: int, *, within_s: float) -> None:
         """Connects and starts the thread.
 
         Args:
             socket_path: Where the supervisor listens.
             rank: This rank.
+            within_s: How long to try.
         """
         self._began_ns = time.time_ns()
         self._pid = os.getpid()
         self._lock = _thread.allocate_lock()
-        self._channel = Channel.connect(socket_path, WATCHDOG)
+        self._channel = Channel.connect(socket_path, WATCHDOG, within_s=within_s)
         self._channel.send(WatchdogHello(rank=rank))
         # The thread inherits the mask: signals are for the main thread, whose stack is asked for.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)

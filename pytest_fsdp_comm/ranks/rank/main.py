@@ -118,7 +118,7 @@ class RankTemplate:
             debug_here(session.config, RankTerminal(spec.terminal, spec.foreground))
         else:
             debug_elsewhere(session.config, self._plugin.skip_debugger)
-        channel = Channel.connect(spec.socket_path, RANK)
+        channel = Channel.connect(spec.socket_path, RANK, within_s=spec.settings.timeout_s)
         channel.send(RankHello(rank=rank))
         if self._random_state is not None:
             # Python seeds a forked process anew.
@@ -133,7 +133,7 @@ class RankTemplate:
         os._exit(0)
 
     def _run_items(self, spec: RankSetSpec, rank: int, channel: _Channel) -> None:
-        watchdog = Watchdog(spec.socket_path, rank)
+        watchdog = Watchdog(spec.socket_path, rank, within_s=spec.settings.timeout_s)
         departures = Marks(spec.departures_path)
         session = self._session
         rank_pid = os.getpid()

@@ -75,6 +75,10 @@ class _Base:
     """What the ranks are forked from, or started by as new processes."""
 
 
+class _NotStartedError(Exception):
+    """The system did not let ranks be started; the text says why."""
+
+
 class RankRunner:
     """Starts ranks, supervises them and reports for them; one in each pytest process."""
 
@@ -111,6 +115,7 @@ class RankRunner:
         self._random_state: object = None
         self._problems: list[str] = []
         self._unended: list[UnendedRank] = []
+        self._vanished: Path | None = None
         self._unpreparable = ""
         self.fallback_reason = ""
         """Why ranks are started as new processes instead of forked; empty if they are forked."""
@@ -123,6 +128,13 @@ class RankRunner:
 
     def _start_base(self) -> _Base:
         directory = make_session_directory()
+        try:
+            return self._start_base_in(directory)
+        except BaseException:
+            remove_directory(directory)
+            raise
+
+    def _start_base_in(self, directory: Path) -> _Base:
         try:
             check_path(directory / "1000000" / "socket")
         except FsdpCommError as error:
@@ -225,6 +237,8 @@ class RankRunner:
         debugged = _debugged_rank(item.config, settings)
         for text in explain_skipped_debuggers(results, debugged):
             warn_of_test(item, text)
+        if self._vanished is not None and any(report.failed for report in reports):
+            self._problems.append(_describe_vanished(self._vanished, "while this test ran"))
         reports = self._extended(item, results, reports)
         merge_user_properties(reports, results)
         failed = next((report for report in reports if report.failed), None)
@@ -319,14 +333,15 @@ class RankRunner:
     ) -> dict[int, RankResult]:
         peers = self._peers if settings.backend != "fake" else None
         keeps = False
-        died: ServerDiedError | None = None
+        died: ServerDiedError | _NotStartedError | None = None
+        self._vanished = None
         try:
             try:
                 run = self._begin(item, settings, peers, next_test, spares)
                 with kept_foreground(self._terminal):
                     # From here on: waiting for slots was not the test's fault.
                     results = run(started_at=time.monotonic(), progress=progress_on_terminal(item))
-            except ServerDiedError as error:
+            except (ServerDiedError, _NotStartedError) as error:
                 died = error
             if died is not None:
                 # Not within the handler: in ranks of the next server, each exception would have
@@ -334,9 +349,18 @@ class RankRunner:
                 if peers is not None:
                     # Starting a server takes a moment; the other ranks need not wait for it.
                     peers.has_failed_elsewhere(has_failed=True)
-                results = self._lose_server(settings, died, peers)
+                results = self._lose_ranks(settings, died, peers)
+            self._vanished = next(
+                (
+                    used.directory
+                    for used in (self._base, self._rank_set)
+                    if used is not None and not used.directory.is_dir()
+                ),
+                None,
+            )
             keeps = (
                 settings.scope == "module"
+                and self._vanished is None
                 # A new process collects one test.
                 and not self.fallback_reason
                 and self._rank_set is not None
@@ -368,7 +392,10 @@ class RankRunner:
         index = self._indices[item]
         kept = self._rank_set
         reuses_ranks = (
-            kept is not None and kept.suits(item, settings) and kept.supervision.can_run(index)
+            kept is not None
+            and kept.suits(item, settings)
+            and kept.supervision.can_run(index)
+            and kept.directory.is_dir()
         )
         if peers is not None:
             reuses_ranks = peers.begin(index, reuses_ranks=reuses_ranks)
@@ -386,21 +413,23 @@ class RankRunner:
                 self._replace_server()
             try:
                 self._rank_set = self._start_ranks(item, settings, peers, next_test, spares)
-            except FileNotFoundError:
-                # A server that cannot prepare ranks says why, and removes the directory.
-                if self._base is not None:
-                    self._base.server.raise_if_failed()
-                raise
+            except OSError as error:
+                raise _NotStartedError(str(error)) from None
             run = partial(self._rank_set.supervision.run)
         if peers is not None:
             run = partial(run, has_failed_elsewhere=peers.has_failed_elsewhere)
         return run
 
-    def _lose_server(
-        self, settings: DistributedSettings, error: ServerDiedError, peers: Peers | None
+    def _lose_ranks(
+        self,
+        settings: DistributedSettings,
+        error: ServerDiedError | _NotStartedError,
+        peers: Peers | None,
     ) -> dict[int, RankResult]:
         self._end_ranks(PATIENCE_S)
-        if error.reason:
+        if isinstance(error, _NotStartedError):
+            text = f"could not be started: {error}"
+        elif error.reason:
             # The next one, whose start takes seconds, would fail like it.
             self._unpreparable = error.reason
             text = f"could not be prepared: {error.reason}"
@@ -424,6 +453,7 @@ class RankRunner:
         if self._base is None:
             raise RuntimeError("start() comes before run()")
         self._set_count += 1
+        self._restore_directory(self._base, item)
         directory = self._base.directory / str(self._set_count)
         directory.mkdir()
         config = self._session.config
@@ -454,6 +484,15 @@ class RankRunner:
             supervision=Supervision(spec, listener, processes),
             processes=processes,
         )
+
+    def _restore_directory(self, base: _Base, item: pytest.Item) -> None:
+        """Makes the session's directory again if it has vanished since the last test began."""
+        if base.directory.is_dir():
+            return
+        # A server that cannot prepare ranks says why, and removes the directory.
+        base.server.raise_if_failed()
+        base.directory.mkdir(mode=0o700, parents=True)
+        warn_of_test(item, _describe_vanished(base.directory, "before this test"))
 
     def _end_ranks(self, within_s: float, *, is_reported: bool = True) -> None:
         """Ends the rank set.
@@ -508,6 +547,15 @@ class RankRunner:
                 blamed.outcome = "failed"
                 blamed.longrepr = text
         return reports
+
+
+def _describe_vanished(directory: Path, when: str) -> str:
+    return (
+        f"the directory of the session's ranks, {directory}, vanished {when}, and with it their "
+        "sockets, output and stores. Did a test empty the temporary directory "
+        "(tempfile.gettempdir()), or a cleaner of it, such as systemd-tmpfiles? The next ranks get "
+        "a new one. If it happens again, set TMPDIR to a directory that nobody empties"
+    )
 
 
 def _debugged_rank(config: pytest.Config, settings: DistributedSettings) -> int:

@@ -229,6 +229,8 @@ class _Server:
                 self._reap()
             if self._channel in readable:
                 for request in self._channel.receive_available():
+                    if self._channel.is_hung_up():
+                        return  # before ranks start that nobody waits for
                     self._handle(request)
                 if self._channel.is_closed:
                     return

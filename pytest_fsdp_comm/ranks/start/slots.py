@@ -77,11 +77,10 @@ class Slots:
         """Shares slots with the session's other processes.
 
         Args:
-            directory: What they share, and no other session; created if missing.
+            directory: What they share, and no other session; made when it is needed.
             ranks: How many ranks may live at once; None sets no limit.
             gpus: The GPUs that this process may use, by names that mean the same everywhere.
         """
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory = directory
         self._ranks = ranks
         self._gpus = tuple(gpus)
@@ -105,6 +104,8 @@ class Slots:
         if not leased and not bounded:
             yield Grant()
             return
+        # It may have vanished with others of the temporary directory.
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         rank_files = {self._directory / f"rank{n}": "" for n in range(self._ranks or 0)}
         gpu_files = {self._directory / f"gpu-{_quoted(name)}": name for name in self._gpus}
         with _locked(self._directory / _TURN), contextlib.ExitStack() as wanting:
@@ -146,7 +147,9 @@ class HeldSlots:
     @property
     def are_wanted(self) -> bool:
         """Whether another process waits for slots, and there are some here."""
-        return self.holds_any and not _is_free(self._files[0].parent / _WANTED)
+        with contextlib.suppress(FileNotFoundError):  # those who wait do so in another directory
+            return self.holds_any and not _is_free(self._files[0].parent / _WANTED)
+        return False
 
     def release(self) -> None:
         """Frees the slots, even where a process forked from this one has copied descriptors."""

@@ -41,9 +41,11 @@ class Channel(Generic[_Said, _Heard]):
         """The other end is gone and everything it sent has been read."""
 
     @classmethod
-    def connect(cls, path: Path, role: Role[_Said, _Heard]) -> Channel[_Said, _Heard]:
-        """Connects to a listening supervisor."""
-        return cls(connect(path), role)
+    def connect(
+        cls, path: Path, role: Role[_Said, _Heard], *, within_s: float = 0.0
+    ) -> Channel[_Said, _Heard]:
+        """Connects to a listening supervisor; see `socket_paths.connect`."""
+        return cls(connect(path, within_s=within_s), role)
 
     @property
     def nbytes_pending(self) -> int:

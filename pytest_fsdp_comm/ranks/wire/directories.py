@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Final
 
 KEEP_VARIABLE: Final = "PYTEST_FSDP_COMM_KEEP"
 """Environment variable with a directory in which sessions leave theirs: logs, stacks, stores."""
+
+_REMOVED_WITHIN_S = 1.0
+_PAUSE_S = 0.02
 
 
 def make_session_directory() -> Path:
@@ -22,5 +26,12 @@ def make_session_directory() -> Path:
 
 def remove_directory(directory: Path) -> None:
     """Removes a session's or a rank set's directory, unless they are kept; never raises."""
-    if not os.environ.get(KEEP_VARIABLE):
+    if os.environ.get(KEEP_VARIABLE):
+        return
+    until = time.monotonic() + _REMOVED_WITHIN_S
+    while True:
         shutil.rmtree(directory, ignore_errors=True)
+        if not directory.exists() or time.monotonic() > until:
+            return
+        # A process that was killed on a busy machine has written there meanwhile.
+        time.sleep(_PAUSE_S)

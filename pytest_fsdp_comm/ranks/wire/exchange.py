@@ -16,9 +16,10 @@ import struct
 import time
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_comm.errors import RanksDivergedError
+from pytest_fsdp_comm.errors import FsdpCommError, RanksDivergedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from pytest_fsdp_comm.ranks.wire.text_store import TextStore
@@ -221,7 +222,8 @@ class DirectoryExchange(RankExchange):
             RanksDivergedError: Another rank ended the test before it.
         """
         path = self._path(name)
-        arrivals = Marks(path)
+        with self._explaining_absence():
+            arrivals = Marks(path)
         # Whoever comes first makes it. Opened before this rank is marked, it keeps what is written.
         bell_path = path.with_name(f"{path.name}.bell")
         with contextlib.suppress(FileExistsError):
@@ -247,8 +249,20 @@ class DirectoryExchange(RankExchange):
     def _write(self, name: str, text: str) -> None:
         # The rename makes the whole text visible at once.
         unfinished = self._path(f"{name}.unfinished")
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.rename(self._path(name))
+        with self._explaining_absence():
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.rename(self._path(name))
+
+    @contextlib.contextmanager
+    def _explaining_absence(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise FsdpCommError(
+                f"rank {self._rank} cannot reach the other ranks: {self._directory}, through which "
+                "they exchange what they have, has vanished. Did a test empty the temporary "
+                "directory (tempfile.gettempdir()), or a cleaner of it?"
+            ) from None
 
     def _has(self, name: str) -> bool:
         return self._path(name).exists()

@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _LONGEST = 107 if sys.platform == "linux" else 103
 _DESCRIPTORS = Path("/proc/self/fd")
+_PAUSE_S = 0.02
 
 
 def listen(path: Path, backlog: int) -> socket.socket:
@@ -39,20 +41,33 @@ def listen(path: Path, backlog: int) -> socket.socket:
     return listener
 
 
-def connect(path: Path) -> socket.socket:
+def connect(path: Path, *, within_s: float = 0.0) -> socket.socket:
     """Connects to the socket at a path.
+
+    Args:
+        path: Where somebody listens.
+        within_s: How long to try again where nobody does, or more wait to be accepted than the
+            system allows: a busy machine may take long.
 
     Raises:
         FsdpCommError: The path is too long for this system.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with _address_of(path) as address:
-            connection.connect(address)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    until = time.monotonic() + within_s
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with _address_of(path) as address:
+                connection.connect(address)
+        except (ConnectionRefusedError, BlockingIOError):
+            connection.close()
+            if time.monotonic() >= until:
+                raise
+            time.sleep(_PAUSE_S)
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return connection
 
 
 def check_path(path: Path) -> None:

@@ -1,0 +1,52 @@
+"""What ranks shared is removed, even where one that was killed still writes."""
+
+import threading
+import time
+
+import pytest
+
+from pytest_fsdp_comm.ranks.wire import directories
+from pytest_fsdp_comm.ranks.wire.directories import make_session_directory, remove_directory
+
+
+@pytest.fixture(autouse=True)
+def _no_kept_directories(monkeypatch):
+    monkeypatch.delenv(directories.KEEP_VARIABLE, raising=False)
+
+
+def test_a_directory_that_is_still_written_to_is_removed(monkeypatch):
+    directory = make_session_directory()
+    rmtree = directories.shutil.rmtree
+    writes = iter(range(3))
+
+    def rmtree_while_another_writes(path, **options):
+        rmtree(path, **options)
+        for number in writes:
+            # As if between the removal of its files and its own.
+            path.mkdir()
+            (path / f"rank{number}.stdout").touch()
+            break
+
+    monkeypatch.setattr(directories.shutil, "rmtree", rmtree_while_another_writes)
+    remove_directory(directory)
+    assert not directory.exists()
+    assert next(writes, None) is None
+
+
+def test_a_directory_that_cannot_be_removed_is_left(monkeypatch):
+    directory = make_session_directory()
+    monkeypatch.setattr(directories.shutil, "rmtree", lambda *_, **__: None)
+    began_at = time.monotonic()
+    remove_directory(directory)
+    assert time.monotonic() - began_at < 10
+    directory.rmdir()
+
+
+def test_two_may_remove_a_directory():
+    directory = make_session_directory()
+    removing = [threading.Thread(target=remove_directory, args=(directory,)) for _ in range(2)]
+    for thread in removing:
+        thread.start()
+    for thread in removing:
+        thread.join()
+    assert not directory.exists()
