@@ -44,7 +44,11 @@ from pytest_fsdp_comm.ranks.start.fork_client import ForkServer, ServerDiedError
 from pytest_fsdp_comm.ranks.start.fork_safety import end_openmp_threads, unsafe_to_fork
 from pytest_fsdp_comm.ranks.start.slots import SharedDirectory, Slots
 from pytest_fsdp_comm.ranks.start.spawn import spawn_server
-from pytest_fsdp_comm.ranks.wire.directories import make_session_directory, remove_directory
+from pytest_fsdp_comm.ranks.wire.directories import (
+    has_vanished,
+    make_session_directory,
+    remove_directory,
+)
 from pytest_fsdp_comm.ranks.wire.rank_set import NextTest, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import Loss, RankResult
 from pytest_fsdp_comm.ranks.wire.socket_paths import check_path, listen
@@ -350,14 +354,10 @@ class RankRunner:
                     # Starting a server takes a moment; the other ranks need not wait for it.
                     peers.has_failed_elsewhere(has_failed=True)
                 results = self._lose_ranks(settings, died, peers)
-            self._vanished = next(
-                (
-                    used.directory
-                    for used in (self._base, self._rank_set)
-                    if used is not None and not used.directory.is_dir()
-                ),
-                None,
-            )
+            used = [found for found in (self._base, self._rank_set) if found is not None]
+            gone = [found.directory for found in used if has_vanished(found.directory)]
+            if gone and not self._unpreparable:  # otherwise the server has removed it
+                self._vanished = gone[0]
             keeps = (
                 settings.scope == "module"
                 and self._vanished is None
@@ -395,7 +395,7 @@ class RankRunner:
             kept is not None
             and kept.suits(item, settings)
             and kept.supervision.can_run(index)
-            and kept.directory.is_dir()
+            and not has_vanished(kept.directory)
         )
         if peers is not None:
             reuses_ranks = peers.begin(index, reuses_ranks=reuses_ranks)
@@ -414,6 +414,9 @@ class RankRunner:
             try:
                 self._rank_set = self._start_ranks(item, settings, peers, next_test, spares)
             except OSError as error:
+                # A server that cannot prepare ranks says why, and removes the directory.
+                if self._base is not None:
+                    self._base.server.raise_if_failed()
                 raise _NotStartedError(str(error)) from None
             run = partial(self._rank_set.supervision.run)
         if peers is not None:
@@ -487,10 +490,9 @@ class RankRunner:
 
     def _restore_directory(self, base: _Base, item: pytest.Item) -> None:
         """Makes the session's directory again if it has vanished since the last test began."""
-        if base.directory.is_dir():
+        if not has_vanished(base.directory):
             return
-        # A server that cannot prepare ranks says why, and removes the directory.
-        base.server.raise_if_failed()
+        base.server.raise_if_failed()  # as in `_begin`
         base.directory.mkdir(mode=0o700, parents=True)
         warn_of_test(item, _describe_vanished(base.directory, "before this test"))
 

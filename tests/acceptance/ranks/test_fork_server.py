@@ -155,6 +155,8 @@ def test_ranks_that_cannot_be_prepared_fail_each_test(pytester, arguments, error
     result.assert_outcomes(passed=1, failed=2)
     result.stdout.fnmatch_lines([f"ranks 0-1 could not be prepared: {text}"] * 2)
     assert "INTERNALERROR" not in result.stdout.str()
+    # The server has removed its directory itself.
+    assert "vanished" not in result.stdout.str()
     if "KeyError" in error:
         result.stdout.fnmatch_lines(["KeyError: 'unforeseen'"])
 

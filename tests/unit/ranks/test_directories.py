@@ -6,7 +6,11 @@ import time
 import pytest
 
 from pytest_fsdp_comm.ranks.wire import directories
-from pytest_fsdp_comm.ranks.wire.directories import make_session_directory, remove_directory
+from pytest_fsdp_comm.ranks.wire.directories import (
+    has_vanished,
+    make_session_directory,
+    remove_directory,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +54,17 @@ def test_two_may_remove_a_directory():
     for thread in removing:
         thread.join()
     assert not directory.exists()
+
+
+def test_what_cannot_be_seen_has_not_vanished(tmp_path, monkeypatch):
+    assert not has_vanished(tmp_path)
+    assert has_vanished(tmp_path / "none")
+    (tmp_path / "file").touch()
+    assert has_vanished(tmp_path / "file" / "inside")
+
+    def deny(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(tmp_path), "stat", deny)
+    assert not has_vanished(tmp_path)
+    remove_directory(tmp_path / "none")  # never raises
