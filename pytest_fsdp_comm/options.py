@@ -16,6 +16,7 @@ import pytest
 
 from pytest_fsdp_comm.comm.links import Links, parse_links
 from pytest_fsdp_comm.launch_environment import LaunchedRank, read_launched_rank
+from pytest_fsdp_comm.text.paths import anchor_of
 from pytest_fsdp_comm.tree.findings.settings import FindingSettings, parse_settings
 from pytest_fsdp_comm.upstream import look_up
 
@@ -339,7 +340,6 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
     report = config.getoption("--comm-report")
     summary = config.getoption("--comm-summary")
     snapshot_dir = attempt("", _read_snapshot_dir, config, config.rootpath)
-    shares = config.rootpath.is_relative_to(snapshot_dir.parent)
     launched = attempt("", _read_launch, config, None)
     world_size = read("--world-size", "fsdp_comm_world_size", parse_world_size, DEFAULT_WORLD_SIZE)
     if launched and config.getoption("--world-size") is None:
@@ -350,7 +350,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
         backend=read("--comm-backend", "fsdp_comm_backend", parse_backend, None),
         timeout_s=read("--comm-timeout", "fsdp_comm_timeout_s", parse_timeout_s, DEFAULT_TIMEOUT_S),
         snapshot_dir=snapshot_dir,
-        snapshot_anchor=snapshot_dir.parent if shares else config.rootpath,
+        snapshot_anchor=anchor_of(snapshot_dir, config.rootpath),
         # Relative to where the user typed it, as with --junitxml.
         artifacts_dir=config.invocation_params.dir / artifacts if artifacts else None,
         report_dir=config.invocation_params.dir / report if report else None,
@@ -387,8 +387,10 @@ def _read_launch(config: pytest.Config) -> LaunchedRank | None:
 
 
 def _read_snapshot_dir(config: pytest.Config) -> Path:
-    # Without "..", by which two names of one directory would differ.
-    directory = Path(os.path.normpath(config.rootpath / config.getini("fsdp_comm_snapshot_dir")))
+    # Without "..", by which two names of one directory would differ; a link's is its target's.
+    given = Path(config.getini("fsdp_comm_snapshot_dir"))
+    root = config.rootpath.resolve() if ".." in given.parts else config.rootpath
+    directory = Path(os.path.normpath(root / given))
     foreign = getattr(config.option, "snapshot_dirname", "")
     if foreign in directory.parts:
         raise pytest.UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import re
 from pathlib import Path
@@ -20,7 +21,8 @@ _DIGEST: Final = 16
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_\-\[\]=+,@ ]")
 _IS_VARIANT: Final = re.compile(r"ws[0-9]+")
 _VARIANT: Final = re.compile(r"\.(ws[0-9]+)(?=\.|$)")
-_ABOVE: Final = "%2E%2E"
+ABOVE: Final = "%2E%2E"
+"""What stands for ``..`` in the directory of a module."""
 
 
 def basename(test_name: str, variant: str, index: str | int) -> str:
@@ -60,6 +62,11 @@ def read_basename(name: str) -> tuple[str, str] | None:
     return None if found is None else (name[: found.start()], found[1])
 
 
+def function_of(name: str) -> str:
+    """``TestClass.test_name`` of a test as `written_test` writes it: without parameters."""
+    return name.partition("[")[0]
+
+
 def written_module(module: Path, anchor: Path) -> Path:
     """The directory of a test module's snapshots, relative to that of all snapshots.
 
@@ -68,12 +75,22 @@ def written_module(module: Path, anchor: Path) -> Path:
         anchor: Absolute path of the directory whose tree the snapshots mirror.
     """
     above = 0
-    while not module.is_relative_to(anchor):
-        anchor = anchor.parent
+    while (relative := _below(module, anchor)) is None:
+        anchor = anchor.resolve().parent
         above += 1
-    relative = module.relative_to(anchor)
     plain = relative.with_suffix("") if relative.suffix == ".py" else relative
-    return Path(*[_ABOVE] * above, plain)
+    return Path(*[ABOVE] * above, plain)
+
+
+def _below(module: Path, anchor: Path) -> Path | None:
+    if module.is_relative_to(anchor):
+        return module.relative_to(anchor)
+    # A link may have led to the project, or to its tests; links below it have names of their own.
+    real = anchor.resolve()
+    for parent in reversed(module.parents):
+        if parent.resolve().is_relative_to(real):
+            return parent.resolve().relative_to(real) / module.relative_to(parent)
+    return None
 
 
 def named_module(directory: Path, anchor: Path) -> Path | None:
@@ -83,9 +100,18 @@ def named_module(directory: Path, anchor: Path) -> Path | None:
         Its absolute path if it is a ``.py`` file below the anchor; None for any other, which looks
         like a directory.
     """
-    if _ABOVE in directory.parts or not directory.parts:
+    if ABOVE in directory.parts or not directory.parts:
         return None
     return anchor / directory.with_name(f"{directory.name}.py")
+
+
+def module_exists(directory: Path, anchor: Path) -> bool:
+    """Whether the module of snapshots may be there; arguments as for `named_module`."""
+    module = named_module(directory, anchor)
+    if module is None or (anchor / directory).is_file():
+        return True
+    # Whatever else has that name may hold the tests now: a notebook, a compiled module.
+    return any(module.parent.glob(f"{glob.escape(module.stem)}.*"))
 
 
 def _escape_segment(text: str) -> str:

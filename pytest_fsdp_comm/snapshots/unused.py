@@ -8,24 +8,31 @@ A file is unused if
 - its module no longer exists, and the run was full: it selected nothing, and its directories hold
   the place of every module that has snapshots.
 
-Everything else stays. Nothing is unused in a session that did not come to its end.
+Everything else stays. Nothing is unused in a session that did not come to its end, nor what is not
+as it was when the session began, nor what a link leads to. Where the module's source may define the
+test in a branch that this run did not take, the file stays too, and is named (see `sources`).
 """
 
 from __future__ import annotations
 
-import glob
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from pytest_fsdp_comm.snapshots.names import SUFFIX, named_module, read_basename
+from pytest_fsdp_comm.snapshots.names import SUFFIX, function_of, module_exists, read_basename
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
     from collections.abc import Set as AbstractSet
 
     TestVariant = tuple[str, str]
     """A test as `snapshot_names.written_test` writes it, and the variant that is collected."""
+
+
+Stamp: TypeAlias = tuple[int, int, int]
+"""Equal for a file that nobody wrote or replaced in between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +45,8 @@ class CollectedModule:
     """The tests that ran to their end and passed."""
     is_whole: bool
     """Every test that there is was collected and selected."""
-
-    defines: frozenset[str]
-    """The functions and classes that its source defines, collected or not."""
+    doubts: Mapping[str, str]
+    """What may define tests that were not collected, by test; empty where the source does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +56,47 @@ class UnusedSnapshot:
     path: Path
     reason: str
     """To be read after the path."""
+    doubt: str = ""
+    """What may still define its test, for which it stays; empty if nothing can."""
+
+
+def find_removable(root: Path) -> dict[Path, Stamp]:
+    """The snapshot files that may be removed, as they are now: those with one name.
+
+    By a link, in the directory and to it, another module may have the same file.
+
+    Args:
+        root: Directory of all snapshots, which may be a link itself.
+    """
+    found: dict[Path, Stamp] = {}
+    linked: set[str] = set()
+    pending = [str(root)]
+    while pending:
+        try:
+            entries = [*os.scandir(pending.pop())]
+        except OSError:
+            continue
+        for entry in entries:
+            if entry.is_symlink():
+                linked.add(os.path.realpath(entry.path))
+            elif entry.is_dir():
+                pending.append(entry.path)
+            elif entry.name.endswith(SUFFIX) and entry.is_file():
+                status = entry.stat()
+                found[Path(entry.path)] = (status.st_ino, status.st_ctime_ns, status.st_size)
+    if linked:
+        for path in [*found]:
+            real = Path(os.path.realpath(path))
+            if not linked.isdisjoint(map(str, (real, *real.parents))):
+                del found[path]
+    return found
 
 
 def find_unused(
     root: Path,
     modules: Mapping[Path, CollectedModule],
     *,
-    compared: AbstractSet[Path],
+    removable: Iterable[Path],
     full_anchor: Path | None,
 ) -> list[UnusedSnapshot]:
     """Applies the rule to the snapshot files on disk.
@@ -64,7 +104,7 @@ def find_unused(
     Args:
         root: Directory of all snapshots.
         modules: What was collected, by the directory of its snapshots relative to `root`.
-        compared: Absolute paths of the files that tests compared, or wrote.
+        removable: The files below `root` that may be removed, which no test compared or wrote.
         full_anchor: If the run was full, the directory whose tree `root` mirrors; None if not.
 
     Returns:
@@ -72,69 +112,46 @@ def find_unused(
     """
     found: list[UnusedSnapshot] = []
     variants = {variant for module in modules.values() for _, variant in module.tests}
-    for place, module in modules.items():
-        for path in _files(root / place):
-            reason = "" if path in compared else _reason(path, module, variants)
-            if reason:
-                found.append(UnusedSnapshot(path=path, reason=reason))
-    if full_anchor is not None:
-        for place in snapshot_places(root):
-            named = named_module(place, full_anchor)
-            if place in modules or named is None or _is_there(named):
-                continue
-            reason = f"{named.relative_to(full_anchor)} no longer exists"
-            found += (
-                UnusedSnapshot(path=path, reason=reason)
-                for path in _files(root / place)
-                if path not in compared
-            )
-    return sorted(found, key=lambda unused: unused.path)
+    for path in sorted(removable):
+        place = path.parent.relative_to(root)
+        module, test = modules.get(place), read_basename(path.stem)
+        if test is None:
+            continue
+        if module is not None:
+            found += _judge(path, test, module, variants)
+        elif full_anchor is not None and not module_exists(place, full_anchor):
+            reason = f"{place}.py no longer exists"
+            found.append(UnusedSnapshot(path=path, reason=reason))
+    return found
 
 
-def _reason(path: Path, module: CollectedModule, variants: AbstractSet[str]) -> str:
-    test = read_basename(path.stem)
-    if test is None:
-        return ""
+def _judge(
+    path: Path, test: TestVariant, module: CollectedModule, variants: AbstractSet[str]
+) -> Iterator[UnusedSnapshot]:
     if test in module.passed:
-        return "its test passed without comparing it"
+        yield UnusedSnapshot(path=path, reason="its test passed without comparing it")
+        return
     name, variant = test
-    if not module.is_whole or variant not in variants:
-        return ""
-    if name in {collected for collected, _ in module.tests}:
-        return ""
-    function = name.partition("[")[0]
-    siblings = {entry for entry in module.tests if entry[0].partition("[")[0] == function}
-    if siblings:
-        # A test that is skipped for want of parameters, say, has not lost those that it had.
-        return "its test no longer has these parameters" if siblings <= module.passed else ""
+    is_collected = name in {collected for collected, _ in module.tests}
+    doubt = module.doubts.get(name)
     # What an option or a hook leaves out is still there.
-    is_there = all(part in module.defines for part in function.split("."))
-    return "" if is_there else "its test no longer exists"
+    if is_collected or not module.is_whole or variant not in variants or doubt == "":
+        return
+    siblings = {entry for entry in module.tests if function_of(entry[0]) == function_of(name)}
+    # A test that is skipped for want of parameters, say, has not lost those that it had.
+    if siblings <= module.passed:
+        what = "has these parameters" if siblings else "exists"
+        yield UnusedSnapshot(path=path, reason=f"its test no longer {what}", doubt=doubt or "")
 
 
 def snapshot_places(root: Path) -> list[Path]:
     """The directories that hold snapshots, relative to that of all snapshots, in order."""
     places = {
         path.parent.relative_to(root)
-        for path in _files_below(root)
-        if read_basename(path.stem) is not None
+        for path in root.rglob(f"*{SUFFIX}")
+        if path.is_file() and read_basename(path.stem) is not None
     }
     return sorted(places)
-
-
-def _is_there(module: Path) -> bool:
-    # Whatever else has that name may hold the tests now: a notebook, a compiled module.
-    return any(module.parent.glob(f"{glob.escape(module.stem)}.*"))
-
-
-def _files_below(directory: Path) -> Iterator[Path]:
-    return (path for path in directory.rglob(f"*{SUFFIX}") if path.is_file())
-
-
-def _files(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        return []
-    return sorted(path for path in directory.glob(f"*{SUFFIX}") if path.is_file())
 
 
 def remove(root: Path, paths: Iterable[Path]) -> None:
@@ -147,6 +164,9 @@ def remove(root: Path, paths: Iterable[Path]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
         for parent in path.parents:
-            if parent == root or any(parent.iterdir()):
+            if parent == root:
                 break
-            parent.rmdir()
+            try:
+                parent.rmdir()
+            except OSError:  # not empty
+                break

@@ -7,7 +7,7 @@ assertions of distributed tests, and of those that record, wrote, where the test
 
 from __future__ import annotations
 
-import ast
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
@@ -18,11 +18,19 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
-from pytest_fsdp_comm.options import OPTIONS, SETTINGS
-from pytest_fsdp_comm.snapshots.names import written_module, written_test
+from pytest_fsdp_comm.options import OPTIONS, SETTINGS, WORLD_SIZE_PARAM
+from pytest_fsdp_comm.snapshots.names import (
+    SUFFIX,
+    function_of,
+    read_basename,
+    written_module,
+    written_test,
+)
+from pytest_fsdp_comm.snapshots.sources import read_module
 from pytest_fsdp_comm.snapshots.unused import (
     CollectedModule,
     UnusedSnapshot,
+    find_removable,
     find_unused,
     remove,
     snapshot_places,
@@ -62,12 +70,12 @@ class _Test:
 class _Module:
     """A test module that has snapshots."""
 
-    path: Path
-    """Of its source."""
     tests: tuple[_Test, ...]
     """All that it has, selected or not."""
     is_whole: bool
     """As `CollectedModule.is_whole`."""
+    doubts: Mapping[str, str]
+    """As `CollectedModule.doubts`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +117,12 @@ class UnusedSnapshots:
         self._unfinished: set[str] = set()
         self._started_workers = 0
         self._of_workers: list[_Session] = []
+        # Before others write: what they record while this session runs is not in its hands.
+        self._at_start = (
+            {} if hasattr(config, "workerinput") else find_removable(self._options.snapshot_dir)
+        )
         self._unused: list[UnusedSnapshot] = []
+        self._doubtful: list[UnusedSnapshot] = []
         self._are_removed = False
 
     @property
@@ -176,14 +189,16 @@ class UnusedSnapshots:
         modules: dict[str, _Module] = {}
         for path, collectors in collectors_of.items():
             place = str(written_module(path, self._options.snapshot_anchor))
-            if not (self._options.snapshot_dir / place).is_dir():
+            directory = self._options.snapshot_dir / place
+            if not directory.is_dir():
                 continue
             is_whole = named.selects_whole(path) and all(
                 self._is_whole(collector, selected) for collector in collectors
             )
             items = [item for collector in collectors for item in self._items(collector)]
+            # Of a module without tests, nothing could be deselected.
+            is_whole = is_whole and (bool(items) or not is_selection)
             modules[place] = _Module(
-                path=path,
                 tests=tuple(
                     _Test(
                         name=written_test(snapshot_test_name(item)),
@@ -192,10 +207,40 @@ class UnusedSnapshots:
                     )
                     for item in items
                 ),
-                # Of a module without tests, nothing could be deselected.
-                is_whole=is_whole and (bool(items) or not is_selection),
+                is_whole=is_whole,
+                doubts=self._doubts(path, directory, items) if is_whole else {},
             )
         return modules
+
+    def _doubts(
+        self, module: Path, directory: Path, items: Sequence[pytest.Item]
+    ) -> dict[str, str]:
+        """What may define each test that has files and was not collected."""
+        siblings: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+        for item in items:
+            siblings[written_test(snapshot_test_name(item))].append(item)
+        with_files = {read_basename(path.stem) for path in directory.glob(f"*{SUFFIX}")}
+        missing = {test[0] for test in with_files if test is not None} - siblings.keys()
+        if not missing:
+            return {}
+        for name in [*siblings]:
+            siblings[function_of(name)] += siblings[name]
+        source = read_module(module, self._options.snapshot_anchor)
+        doubts = {}
+        for name in missing:
+            function = function_of(name)
+            if siblings[function]:
+                calls = [getattr(item, "callspec", None) for item in siblings[function]]
+                given = {param for call in calls if call is not None for param in call.params}
+                used = {name for item in siblings[function] for name in _fixtures_of(item)}
+                doubt = source.find_parameters(
+                    function, used=used | given, given=given - {WORLD_SIZE_PARAM}
+                )
+            else:
+                doubt = source.find(function)
+            if doubt is not None:
+                doubts[name] = doubt
+        return doubts
 
     @property
     def _doctests(self) -> tuple[type, ...]:
@@ -273,7 +318,9 @@ class UnusedSnapshots:
             and len(self._finished) >= whole.selected_count
         )
         if is_over and not self._config.option.disable_unused_snapshots:
-            self._unused = self._find(whole, passed)
+            found = self._find(whole, passed)
+            self._unused = [unused for unused in found if not unused.doubt]
+            self._doubtful = [unused for unused in found if unused.doubt]
         self._decide(session)
         return (yield)
 
@@ -296,7 +343,7 @@ class UnusedSnapshots:
                     (test.name, test.variant) for test in module.tests if test.nodeid in passed
                 ),
                 is_whole=module.is_whole,
-                defines=_definitions(module.path),
+                doubts=module.doubts,
             )
             for place, module in collected.modules.items()
         }
@@ -304,28 +351,43 @@ class UnusedSnapshots:
         is_full = not collected.is_selection and _Arguments(self._config).hold_all(
             anchor / place for place in snapshot_places(root)
         )
+        now = find_removable(root)
+        compared = {os.path.realpath(path) for path in collected.compared}
         return find_unused(
             root,
             modules,
-            compared={Path(path) for path in collected.compared},
+            removable=[
+                path
+                for path, stamp in self._at_start.items()
+                if now.get(path) == stamp and os.path.realpath(path) not in compared
+            ],
             full_anchor=anchor if is_full else None,
         )
 
     def _decide(self, session: pytest.Session) -> None:
-        option = self._config.option
         if not self._unused:
             return
-        new_only = getattr(option, "update_new_snapshots_only", False)
-        if option.update_snapshots and not option.no_cleanup and not new_only:
+        if self._removes:
             remove(self._options.snapshot_dir, (unused.path for unused in self._unused))
             self._are_removed = True
         elif self.is_failure:
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
+    @property
+    def _removes(self) -> bool:
+        option = self._config.option
+        new_only = getattr(option, "update_new_snapshots_only", False)
+        return bool(option.update_snapshots and not option.no_cleanup and not new_only)
+
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Names every unused file, and says what to do."""
-        if not self._unused or hasattr(self._config, "workeroutput"):
+        if hasattr(self._config, "workeroutput"):
+            return
+        # Where nothing would be removed, the tests of another machine are no news.
+        if self._doubtful and (self._removes or self._config.option.verbose > 0):
+            self._tell_doubtful(terminalreporter)
+        if not self._unused:
             return
         count = len(self._unused)
         files = counted(count, "snapshot file")
@@ -342,6 +404,17 @@ class UnusedSnapshots:
                 "--snapshot-warn-unused only warns."
             )
 
+    def _tell_doubtful(self, terminalreporter: pytest.TerminalReporter) -> None:
+        files = counted(len(self._doubtful), "snapshot file")
+        terminalreporter.write_sep("-", "communication snapshots that stay")
+        terminalreporter.write_line(
+            f"{files} not deleted: a branch that this run did not take may define the test, by"
+        )
+        for unused in self._doubtful:
+            shown = show_path(unused.path, self._config.rootpath)
+            terminalreporter.write_line(f"  {shown}: {unused.doubt}")
+        terminalreporter.write_line("Delete by hand what belongs to tests that are gone.")
+
 
 def _is_ours(item: pytest.Item) -> bool:
     fixtures = {"comm_mode", "fsdp_tree"}.intersection(getattr(item, "fixturenames", ()))
@@ -355,14 +428,8 @@ def _united(own: _Session, of_workers: Sequence[_Session]) -> _Session:
     return replace(first, compared=compared)
 
 
-def _definitions(module: Path) -> frozenset[str]:
-    """The names of all functions and classes in a source file; none if it cannot be read."""
-    try:
-        tree = ast.parse(module.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return frozenset()
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, kinds))
+def _fixtures_of(item: pytest.Item) -> Sequence[str]:
+    return item.fixturenames if isinstance(item, pytest.Function) else ()
 
 
 class _Asked:

@@ -33,3 +33,19 @@ def shell_word(text: str) -> str:
         for character in text
     )
     return f"$'{''.join(written)}'"
+
+
+def anchor_of(snapshot_dir: Path, root: Path) -> Path:
+    """The directory whose tree the snapshots mirror.
+
+    Args:
+        snapshot_dir: Absolute directory of all snapshots.
+        root: pytest's root directory.
+
+    Returns:
+        The root directory; or, where several projects share a snapshot directory above theirs, the
+        directory that it is in.
+    """
+    above = snapshot_dir.parent
+    shares = root.is_relative_to(above) or root.resolve().is_relative_to(above)
+    return above if shares else root

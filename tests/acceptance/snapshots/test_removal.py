@@ -168,6 +168,8 @@ SYNTAX_ERROR = (SUB_B, "def test_two(", "def test_two(]")
 ONE_GONE = {f"{A}/{name}" for name in ONE}
 B = {"tests/sub/test_b/test_one.ws1", "tests/sub/test_b/test_two.ws1"}
 B_TWO_GONE = {"tests/sub/test_b/test_two.ws1"}
+NO_LARGE = (TEST_A, ', "large"', "")
+STAR_IMPORT = (TEST_A, "import pytest\n", "import pytest\nfrom os.path import *\n")
 
 CASES = {
     # Selections: nothing goes.
@@ -257,7 +259,28 @@ CASES = {
     "class gone": Case(
         edit=(TEST_A, "class TestLlama", "class Llama"), gone={f"{A}/{name}" for name in CLASSES}
     ),
-    "parameter gone": Case(edit=(TEST_A, ', "large"', ""), gone={f"{A}/test_sizes[large].ws1"}),
+    "method gone, another class has it": Case(
+        edit=(TEST_A, "class TestLlama:\n    def test_", "class TestLlama:\n    def _"),
+        gone={f"{A}/TestLlama.test_step.ws1"},
+    ),
+    "parameter gone": Case(edit=NO_LARGE, gone={f"{A}/test_sizes[large].ws1"}),
+    "parameter gone, -n 2": Case(args="-n 2", edit=NO_LARGE, gone={f"{A}/test_sizes[large].ws1"}),
+    # What a branch that was not taken may define: nothing goes.
+    "test gone, star import": Case(edit=(NO_ONE, STAR_IMPORT)),
+    "test gone, star import, -n 2": Case(args="-n 2", edit=(NO_ONE, STAR_IMPORT)),
+    "parameter gone, star import": Case(edit=(NO_LARGE, STAR_IMPORT)),
+    "parameter gone by a condition": Case(
+        edit=(TEST_A, '"large"]', '*(["large"] if pytest.__file__ == "" else [])]')
+    ),
+    "class gone by a condition": Case(
+        edit=(TEST_A, "class TestLlama:", "class TestLlama(pytest.Llama if 0 else object):"),
+    ),
+    "method gone, unknown base class": Case(
+        edit=(
+            (TEST_A, "class TestLlama:\n    def test_", "class TestLlama:\n    def _"),
+            (TEST_A, "class TestLlama:", "class TestLlama(pytest.Llama if 0 else object):"),
+        ),
+    ),
     "all tests of a module gone": Case(edit=NO_TESTS, gone=B),
     "all tests of a module gone, -k": Case(args="-k TestLlama", edit=NO_TESTS),
     # Comparisons that are gone, in tests that passed.
@@ -524,3 +547,251 @@ def test_foreign_files_stay(project):
     before = {file for file in project.path.rglob("*") if "__pycache__" not in file.parts}
     assert project.run("--snapshot-update").returncode == 0
     assert before <= set(project.path.rglob("*"))
+
+
+# Tests that only another machine has.
+
+CASES_MODULE = """
+import os
+
+class Base:
+    def test_base(self, recorded, comm_snapshot):
+        assert recorded == comm_snapshot
+
+if os.environ.get("GPU"):
+    def test_case(recorded, comm_snapshot):
+        assert recorded == comm_snapshot
+"""
+STAR = "from cases import *"
+CONDITIONAL = {
+    "star import": (f"if GPU:\n    {STAR}", "test_case", f"tests/test_c.py, line 6 ({STAR})"),
+    "base class": (
+        "import cases\nclass TestA(cases.Base if GPU else object): pass",
+        "TestA.test_base",
+        "tests/test_c.py, line 6 (base class of TestA: cases.Base if GPU else object)",
+    ),
+    "generated": (
+        "for name in ('x',) if GPU else ():\n    globals()[f'test_{name}'] = test_plain",
+        "test_x",
+        "tests/test_c.py, line 6 (globals())",
+    ),
+    "parameters": (
+        "@pytest.mark.parametrize('x', [1, 2] if GPU else [1])\n"
+        "def test_x(recorded, comm_snapshot, x):\n    assert recorded == comm_snapshot",
+        "test_x[2]",
+        "tests/test_c.py, line 5 (pytest.mark.parametrize('x', [1, 2] if GPU else [1]))",
+    ),
+    "subclass": (
+        "import cases\nif GPU:\n    class TestA(cases.Base): pass",
+        "TestA.test_base",
+        "tests/test_c.py, line 7 (base class of TestA: cases.Base)",
+    ),
+    "import": ("if GPU:\n    from cases import test_case", "test_case", ""),
+    "definition": ("if GPU:\n    test_x = test_plain", "test_x", ""),
+}
+
+
+@pytest.mark.parametrize(("source", "test", "told"), CONDITIONAL.values(), ids=list(CONDITIONAL))
+def test_what_another_branch_may_define_stays_and_is_named(
+    tmp_path, monkeypatch, source, test, told
+):
+    project = Project(tmp_path)
+    project.write("pytest.ini", "[pytest]\npythonpath = .\n")
+    project.write("cases.py", CASES_MODULE)
+    project.write("tests/conftest.py", CONFTEST)
+    plain = "def test_plain(recorded, comm_snapshot):\n    assert recorded == comm_snapshot\n"
+    head = "import os, pytest\nGPU = os.environ.get('GPU')\n"
+    project.write("tests/test_c.py", f"{head}{plain}{source}\n")
+    monkeypatch.setenv("GPU", "1")
+    assert project.run("--snapshot-update").returncode == 0
+    before = project.files()
+    assert f"tests/test_c/{test}.ws1" in before
+    monkeypatch.delenv("GPU")
+    for arguments in ((), ("-v",), ("--snapshot-update",), ("--snapshot-update", "-n", "2")):
+        result = project.run(*arguments)
+        assert result.returncode == 0, result.stdout
+        assert project.files() == before
+        # A run that removes nothing says so where it is asked for more.
+        is_told = bool(told and arguments)
+        assert ("communication snapshots that stay" in result.stdout) == is_told
+        assert (
+            "1 snapshot file not deleted: a branch that this run did not take may define the test, "
+            f"by\n  snapshots/tests/test_c/{test}.ws1.comm: {told}\n"
+            "Delete by hand what belongs to tests that are gone.\n" in result.stdout
+        ) == is_told
+    # In part, nothing is known, and nothing said.
+    result = project.run("--snapshot-update", "tests/test_c.py::test_plain")
+    assert "that stay" not in result.stdout
+    assert project.files() == before
+
+
+# One file has one name.
+
+
+def link(project, name, target):
+    path = project.path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+def two_modules(tmp_path):
+    project = Project(tmp_path / "project")
+    project.write("pytest.ini", "[pytest]\naddopts = --import-mode=importlib\n")
+    project.write("tests/conftest.py", CONFTEST)
+    for module in ("test_a", "test_b"):
+        name = module.replace("test", "test_of")
+        project.write(f"tests/{module}.py", MODULE_B.replace("test_two", name))
+    return project
+
+
+@pytest.mark.parametrize("edited", [False, True], ids=["as it was", "tests deleted"])
+def test_no_file_that_a_link_leads_to_is_removed(tmp_path, edited):
+    project = two_modules(tmp_path)
+    (project.path / "snapshots/tests/test_a").mkdir(parents=True)
+    link(project, "snapshots/tests/test_b", "test_a")
+    for module in ("test_a", "test_b"):
+        # Each alone: what the other module's tests need is in the same directory.
+        result = project.run("--snapshot-update", f"tests/{module}.py")
+        assert result.returncode == 0, result.stdout + result.stderr
+    place = "tests/test_a"
+    every = {f"{place}/{name}.ws1" for name in ("test_one", "test_of_a", "test_of_b")}
+    assert project.files() == every
+    if edited:
+        project.edit("tests/test_a.py", "def test_of_a", "def _of_a")
+        project.edit("tests/test_b.py", "def test_of_b", "def _of_b")
+    for arguments in ((), ("tests/test_b.py",), ("--snapshot-update",)):
+        result = project.run(*arguments)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "unused" not in result.stdout
+    (project.path / "tests/test_b.py").unlink()
+    assert project.run("--snapshot-update").returncode == 0
+    assert project.files() == every
+    assert (project.path / "snapshots/tests/test_b").is_symlink()
+
+
+def test_a_linked_file_and_what_it_leads_to_stay(tmp_path):
+    project = two_modules(tmp_path)
+    assert project.run("--snapshot-update").returncode == 0
+    place = project.path / "snapshots/tests"
+    (place / "test_b/test_of_b.ws1.comm").rename(place / "test_a/test_of_b.ws1.comm")
+    link(project, "snapshots/tests/test_b/test_of_b.ws1.comm", "../test_a/test_of_b.ws1.comm")
+    before = project.files()
+    for arguments in ((), ("--snapshot-update",), ("--snapshot-update", "tests/test_a.py")):
+        assert project.run(*arguments).returncode == 0
+        assert project.files() == before
+    assert (place / "test_b/test_of_b.ws1.comm").is_symlink()
+
+
+def test_a_linked_snapshot_directory_loses_what_no_test_needs_and_nothing_outside_of_it(tmp_path):
+    project = two_modules(tmp_path)
+    (tmp_path / "reviewed").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    link(project, "snapshots", "../reviewed")
+    link(Project(tmp_path), "reviewed/tests/test_b", "../../elsewhere")
+    assert project.run("--snapshot-update").returncode == 0
+    for module, name in (("test_a", "of_a"), ("test_b", "of_b")):
+        project.edit(f"tests/{module}.py", f"def test_{name}", f"def _{name}")
+    result = project.run("--snapshot-update")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "  snapshots/tests/test_a/test_of_a.ws1.comm: its test no longer" in result.stdout
+    files = [path.name for path in sorted((tmp_path / "reviewed").rglob("*.comm"))]
+    assert files == ["test_one.ws1.comm"]
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 2
+    # The directory is emptied, and the link stays.
+    (project.path / "tests/test_a.py").unlink()
+    assert project.run("--snapshot-update").returncode == 0
+    assert [path.name for path in (tmp_path / "reviewed/tests").iterdir()] == ["test_b"]
+    assert (project.path / "snapshots").is_symlink()
+
+
+def test_a_project_that_links_lead_to_has_its_own_files(tmp_path):
+    project = two_modules(tmp_path)
+    project.write(
+        "pytest.ini",
+        "[pytest]\naddopts = --import-mode=importlib\nfsdp_comm_snapshot_dir = ../reviewed\n",
+    )
+    assert project.run("--snapshot-update").returncode == 0
+    (tmp_path / "other").mkdir()
+    outside = tmp_path.with_name(f"{tmp_path.name}-link")
+    outside.symlink_to(project.path)
+    project.edit("tests/test_a.py", "def test_of_a", "def _of_a")
+    ini, root = str(project.path / "pytest.ini"), f"--rootdir={outside}"
+    for arguments in (
+        (root,),
+        (str(outside),),
+        ("-c", ini, str(outside / "tests")),
+        ("-n", "2", root),
+        ("-c", ini, str(outside / "tests/test_b.py::test_one")),
+    ):
+        result = project.run(*arguments, cwd="../other" if arguments[0] == str(outside) else ".")
+        whole = "::" not in arguments[-1]
+        assert result.returncode == whole, result.stdout
+        assert ("test_of_a.ws1.comm: its test no longer exists" in result.stdout) == whole
+        assert "there is no snapshot" not in result.stdout
+    assert project.run("--snapshot-update", "-c", ini, str(outside / "tests")).returncode == 0
+    files = {path.relative_to(tmp_path).parts[:3] for path in tmp_path.rglob("*.comm")}
+    assert files == {("reviewed", "project", "tests")}
+    assert len(list(tmp_path.rglob("*.comm"))) == 3
+    outside.unlink()
+
+
+# What others write while a session runs is theirs.
+
+SLOW = """
+import os, pathlib, time
+
+def test_slow():
+    if os.environ.get("SLOW"):
+        pathlib.Path("began").touch()
+        while not pathlib.Path("may-end").exists():
+            time.sleep(0.02)
+"""
+PARAMETERS = """
+import pytest
+
+@pytest.mark.parametrize("x", [1, 2])
+def test_x(recorded, comm_snapshot, x):
+    assert recorded == comm_snapshot
+"""
+
+
+@pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["serial", "xdist"])
+def test_an_update_keeps_what_another_session_recorded_meanwhile(tmp_path, arguments):
+    project = Project(tmp_path)
+    project.write("pytest.ini", "[pytest]\n")
+    project.write("conftest.py", CONFTEST)
+    module = SLOW + PARAMETERS
+    project.write("test_p.py", module)
+    project.write("test_gone.py", PARAMETERS)
+    assert project.run("--snapshot-update").returncode == 0
+    (tmp_path / "test_gone.py").unlink()
+    module = module.replace("[1, 2]", "[2]")
+    project.write("test_p.py", module)
+    process = subprocess.Popen(
+        [*PYTEST, "--snapshot-update", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "SLOW": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "began").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    # Parameters, a comparison, a module: recorded by another session, or checked out.
+    more = "    assert recorded == comm_snapshot(name='second')\n"
+    project.write("test_p.py", module.replace("[2]", "[2, 3]") + more)
+    result = project.run("--snapshot-update-new-only", "--snapshot-warn-unused")
+    assert result.returncode == 0, result.stdout
+    # One that was there, and that the first session would remove, is replaced.
+    replaced = tmp_path / "snapshots/test_gone/test_x[1].ws1.comm"
+    text = replaced.read_bytes()
+    replaced.unlink()
+    replaced.write_bytes(text)
+    (tmp_path / "may-end").touch()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert project.files() == {
+        *(f"test_p/test_x[{x}].ws1{name}" for x in (2, 3) for name in ("", ".second")),
+        "test_gone/test_x[1].ws1",
+    }
+    assert "2 snapshot files deleted:" in output

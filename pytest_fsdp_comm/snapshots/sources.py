@@ -1,0 +1,347 @@
+"""Whether the source of a test module can define a test that a run did not collect.
+
+A run takes one branch: a GPU is there or not, an import succeeds or not. A reviewed file may go
+only if no branch can define its test. So whatever defines names that are not written in the module
+leaves a doubt: star imports, ``exec``, ``globals()``, ``setattr``, base classes of other modules,
+decorators that may make several tests, calls that are given the module or a class. Parameters are
+known where constants list them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final, TypeGuard
+from urllib.parse import unquote
+
+from pytest_fsdp_comm.text.paths import show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from collections.abc import Set as AbstractSet
+    from pathlib import Path
+
+_BASES_WITHOUT_TESTS: Final = frozenset({"object", "TestCase", "ABC", "Generic", "Protocol"})
+# As decorators, these make no tests, and no parameters but what is written there.
+_PLAIN: Final = frozenset(
+    {"pytest", "mark", "fixture", "torch", "functools", "contextlib", "unittest", "mock"}
+    | {"dataclass", "dataclasses", "staticmethod", "classmethod", "property"}
+)
+_CHANGES: Final = frozenset({"append", "extend", "insert", "remove", "pop", "clear", "update"})
+_ITEM_HOOKS: Final = frozenset({"pytest_pycollect_makeitem", "pytest_pycollect_makemodule"})
+_PARAMETER_HOOKS: Final = frozenset({"pytest_generate_tests"})
+_SHOWN: Final = 60
+_FUNCTION: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def read_module(path: Path, root: Path) -> Source:
+    """Reads a test module, and the conftests above it.
+
+    Args:
+        path: Absolute path of the module.
+        root: The project, by which doubts name files; conftests above it are not looked for.
+    """
+    above = [directory for directory in path.parents if directory.is_relative_to(root)]
+    files = (directory / "conftest.py" for directory in above)
+    return Source(path, root, [Source(file, root) for file in files if file.is_file()])
+
+
+class Source:
+    """The source of a test module or conftest."""
+
+    def __init__(self, path: Path, root: Path, conftests: Sequence[Source] = ()) -> None:
+        """Reads and indexes it; what cannot be read may define anything.
+
+        Args:
+            path: The file.
+            root: The directory to which doubts name it relatively.
+            conftests: Of the directories that it is in.
+        """
+        self._shown = show_path(path, root)
+        self._all = (self, *conftests)
+        # By scope and name, what binds the name there in any branch.
+        self._names: dict[ast.AST, defaultdict[str, list[ast.AST]]] = {}
+        self._values: dict[ast.AST, ast.expr] = {}
+        self._makers: list[tuple[str, str]] = []
+        self._tree = ast.Module([], [])
+        try:
+            self._tree = ast.parse(path.read_bytes())
+            self._index(self._tree)
+            loaded = {one.id for one in ast.walk(self._tree) if _is_loaded(one)}
+            self._makers += self._find_makers(self._tree, loaded, is_called=False)
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            self._index(self._tree)
+            self._makers.append((f"{self._shown} cannot be read as Python", ""))
+        self._nodes = list(ast.walk(self._tree))
+
+    def _index(self, scope: ast.AST) -> None:
+        names = self._names[scope] = defaultdict(list)
+        pending = list(ast.iter_child_nodes(scope))
+        while pending:
+            node = pending.pop()
+            match node:
+                case ast.ClassDef(name=name):
+                    names[name].append(node)
+                    self._index(node)
+                    continue
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    names[name].append(node)
+                case ast.Name(name, ast.Store()):
+                    names[name].append(node)
+                case ast.Attribute(attr=name, ctx=ast.Store()):
+                    # Of whatever class it is.
+                    names[f".{name}"].append(node)
+                case ast.alias(name=name, asname=given):
+                    names[given or name.partition(".")[0]].append(node)
+                case ast.Assign([target], value) | ast.AnnAssign(target, value=ast.expr() as value):
+                    self._values[target] = value
+            pending += ast.iter_child_nodes(node)
+
+    # What defines tests.
+
+    def find(self, test: str) -> str | None:
+        """Whether any branch can define a test.
+
+        Args:
+            test: ``TestClass.test_name``, as names of files have it.
+
+        Returns:
+            Empty if a branch does; None if none can; otherwise what may define it, for a person.
+        """
+        if "~" in test:
+            return "its name is too long to be read back"
+        *classes, name = parts = unquote(test).split(".")
+        scopes, doubt = self._scopes(classes)
+        if any(self._names[scope][name] for scope in scopes):
+            return ""
+        if classes and any(names[f".{name}"] for names in self._names.values()):
+            return ""
+        made = (what for what, start in self._makers if any(p.startswith(start) for p in parts))
+        hooks = (hook for source in self._all for hook in source.hooks(_ITEM_HOOKS))
+        return next(filter(None, (doubt, *made, *hooks)), None)
+
+    def _scopes(self, classes: Sequence[str]) -> tuple[list[ast.AST], str]:
+        """All that may be the class, with its bases, and what else may be; the module for none."""
+        scopes: list[ast.AST] = [self._tree]
+        doubt = ""
+        for name in classes:
+            found = [node for scope in scopes for node in self._names[scope][name]]
+            scopes = []
+            for node in found:
+                if not isinstance(node, ast.ClassDef):
+                    doubt = doubt or self._at(self._values.get(node, node))
+                elif node not in scopes:
+                    scopes.append(node)
+                    for base in (*node.bases, *(keyword.value for keyword in node.keywords)):
+                        if isinstance(base, ast.Name) and self._names[self._tree][base.id]:
+                            found += self._names[self._tree][base.id]
+                        elif _last_name(base) not in _BASES_WITHOUT_TESTS:
+                            doubt = doubt or self._at(base, f"base class of {node.name}: ")
+        return scopes, doubt
+
+    def hooks(self, names: AbstractSet[str]) -> Iterator[str]:
+        """Where functions of these names are."""
+        for node in self._nodes:
+            if isinstance(node, _FUNCTION) and node.name in names:
+                yield f"{self._shown}, line {node.lineno} ({node.name})"
+
+    def _find_makers(
+        self, parent: ast.AST, loaded: AbstractSet[str], *, is_called: bool
+    ) -> Iterator[tuple[str, str]]:
+        """What may define names that are not written; with what these start, empty for any."""
+        for node in ast.iter_child_nodes(parent):
+            start = self._made_by(node, is_called=is_called)
+            if start is not None:
+                yield self._at(node), start
+            for decorator in getattr(node, "decorator_list", ()):
+                if not self._is_plain(decorator):
+                    yield self._at(decorator, "@"), getattr(node, "name", "")
+            # What only pytest calls, it calls when all is collected.
+            if isinstance(node, _FUNCTION) and node.name not in loaded and _is_late(node):
+                continue
+            called = is_called or isinstance(node, _FUNCTION)
+            yield from self._find_makers(node, loaded, is_called=called)
+
+    def _made_by(self, node: ast.AST, *, is_called: bool) -> str | None:
+        match node:
+            case ast.Call(ast.Name("setattr"), [_, ast.Constant(str(name)), *_]):
+                return name
+            case (
+                ast.ImportFrom(names=[ast.alias("*")])
+                | ast.Call(ast.Name("exec" | "eval" | "globals" | "locals" | "vars" | "setattr"))
+                | ast.Attribute(attr="f_globals" | "f_locals" | "__globals__" | "__dict__")
+                | ast.Attribute(ast.Name("sys"), "modules")
+            ):
+                return ""
+            case ast.Expr(ast.Call(ast.Name(name))) if not is_called:
+                # Of another module, it may write into the one that calls it.
+                return "" if self._binds(name, ast.alias) else None
+            case ast.Call(func, args) if _last_name(func) not in {"super", "getLogger"}:
+                names = [argument.id for argument in args if _is_loaded(argument)]
+                classes = (name for name in names if self._binds(name, ast.ClassDef))
+                return "" if "__name__" in names else next(classes, None)
+        return None
+
+    def _binds(self, name: str, how: type[ast.AST]) -> bool:
+        return any(isinstance(node, how) for node in self._names[self._tree][name])
+
+    # What gives parameters.
+
+    def find_parameters(
+        self, test: str, *, used: AbstractSet[str], given: AbstractSet[str]
+    ) -> str | None:
+        """Whether any branch can give a test parameters that this run did not.
+
+        Args:
+            test: As for `find`; it was collected.
+            used: The names of its fixtures and parameters.
+            given: The names of its parameters.
+
+        Returns:
+            None if none can; otherwise what may, for a person.
+        """
+        *classes, name = unquote(test).split(".")
+        scopes, doubt = self._scopes(classes)
+        found = [node for scope in scopes for node in self._names[scope][name]]
+        if doubt or len(found) != 1 or not isinstance(found[0], _FUNCTION):
+            return doubt or f"{self._shown} does not define it, or not once"
+        marks = [mark for node in (*scopes, *found) for mark in getattr(node, "decorator_list", ())]
+        for scope in {self._tree, *scopes}:
+            marks += (self._values.get(one, one) for one in self._names[scope]["pytestmark"])
+        doubts = [self._at(mark) for mark in marks if not self._is_plain(mark)]
+        listed: set[str] = set()
+        for source in self._all:
+            names, unknown = source.parameters(used)
+            listed |= names
+            doubts += unknown
+        if given - listed:
+            doubts.append(f"no list in the source gives {', '.join(sorted(given - listed))}")
+        return next(iter(doubts), None)
+
+    def parameters(self, used: AbstractSet[str]) -> tuple[set[str], list[str]]:
+        """The parameters that this file gives a test, and what may give it others.
+
+        Args:
+            used: The names of the test's fixtures and parameters.
+        """
+        doubts = [*self.hooks(_PARAMETER_HOOKS)]
+        doubts += (what for what, start in self._makers if not start)
+        listed: set[str] = set()
+        for node, names, values in self._parameter_lists():
+            if not names or names & used:
+                listed |= names
+                if not (names and all(map(self._is_constant, values))):
+                    doubts.append(self._at(node))
+        return listed, doubts
+
+    def _parameter_lists(self) -> Iterator[tuple[ast.AST, set[str], list[ast.expr | None]]]:
+        """What gives parameters: their names, empty if not known, and what their ids come from."""
+        for node in self._nodes:
+            match node:
+                case ast.Call(ast.Attribute(attr="parametrize"), args, keywords):
+                    given = {keyword.arg: keyword.value for keyword in keywords}
+                    names, values = (*args, None, None)[:2]
+                    values = given.get("argvalues", values)
+                    ids = [given[key] for key in (None, "ids") if key in given]
+                    # Functions of the values alone.
+                    ids = [one for one in ids if _last_name(one) not in {"str", "repr"}]
+                    yield node, _names_in(given.get("argnames", names)), [values, *ids]
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    for mark in node.decorator_list:
+                        if isinstance(mark, ast.Call) and _last_name(mark) == "fixture":
+                            given = {keyword.arg: keyword.value for keyword in mark.keywords}
+                            # Of two, one may be without parameters.
+                            is_one = sum(len(one[name]) for one in self._names.values()) == 1
+                            if None in given or "params" in given:
+                                named = _names_in(given["name"]) if "name" in given else {name}
+                                yield mark, named, [given.get("params") if is_one else None]
+
+    def _is_plain(self, mark: ast.AST) -> bool:
+        """Whether a decorator or mark makes no tests, nor parameters that others list."""
+        if isinstance(mark, (ast.List, ast.Tuple)):
+            return all(map(self._is_plain, mark.elts))
+        while isinstance(mark, (ast.Attribute, ast.Call)):
+            mark = mark.value if isinstance(mark, ast.Attribute) else mark.func
+        if not isinstance(mark, ast.Name) or mark.id in _PLAIN:
+            return isinstance(mark, ast.Name)
+        values = self._values_of(mark)
+        return bool(values) and all(value is not None and self._is_plain(value) for value in values)
+
+    def _values_of(self, name: ast.Name) -> list[ast.expr | None]:
+        """What a name of the module may be, bound above; None where that is not known."""
+        return [
+            self._values.get(node) if getattr(node, "lineno", 0) < name.lineno else None
+            for node in self._names[self._tree][name.id]
+        ]
+
+    def _is_constant(self, node: ast.AST | None) -> bool:
+        """Whether it is the same in every branch."""
+        parts: Sequence[ast.AST | None]
+        match node:
+            case ast.Constant() | ast.Attribute(ast.Name("torch")):
+                parts = ()  # the latter is a dtype, say
+            case ast.Name(name):
+                found = self._names[self._tree][name]
+                if len(found) != 1 or any(_changes(one, name) for one in self._nodes):
+                    return False
+                is_defined = isinstance(found[0], (*_FUNCTION, ast.ClassDef))
+                parts = () if is_defined else self._values_of(node)
+            case ast.List(parts) | ast.Tuple(parts) | ast.Set(parts):
+                pass
+            case ast.Dict(keys, values):
+                parts = (*keys, *values)
+            case ast.UnaryOp(_, operand):
+                parts = (operand,)
+            case ast.BinOp(left, _, right):
+                parts = (left, right)
+            case ast.Call(func, args, keywords) if _last_name(func) in {"param", "range"}:
+                # Marks are in no id.
+                parts = (*args, *(one.value for one in keywords if one.arg != "marks"))
+            case _:
+                return False
+        return all(map(self._is_constant, parts))
+
+    def _at(self, node: ast.AST, before: str = "") -> str:
+        text = before + " ".join(ast.unparse(node).split())
+        text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        return f"{self._shown}, line {getattr(node, 'lineno', 1)} ({text})"
+
+
+def _is_loaded(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+
+
+def _last_name(node: ast.AST) -> str:
+    match node:
+        case ast.Name(name) | ast.Attribute(attr=name):
+            return name
+        case ast.Call(func=inner) | ast.Subscript(value=inner):
+            return _last_name(inner)
+    return ""
+
+
+def _is_late(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return function.name.startswith("test") or "fixture" in map(_last_name, function.decorator_list)
+
+
+def _changes(node: ast.AST, name: str) -> bool:
+    """Whether an expression may change the value of a name in place."""
+    match node:
+        case ast.Call(ast.Attribute(ast.Name(found), attr)):
+            return found == name and attr in _CHANGES
+        case ast.Subscript(ast.Name(found), ctx=ast.Store() | ast.Del()):
+            return found == name
+        case ast.Expr(ast.Call(args=args)):
+            return any(_is_loaded(one) and one.id == name for one in args)
+    return False
+
+
+def _names_in(node: ast.AST | None) -> set[str]:
+    """The names that a constant lists: ``"a, b"`` or ``["a", "b"]``; empty if it is none."""
+    match node:
+        case ast.Constant(str(text)):
+            return {name.strip() for name in text.split(",")}
+        case ast.List(parts) | ast.Tuple(parts):
+            each = [_names_in(part) for part in parts]
+            return set().union(*each) if all(each) else set()
+    return set()
