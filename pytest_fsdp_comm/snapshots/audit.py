@@ -98,10 +98,14 @@ def find_faults(collections: Sequence[Collection]) -> list[Faulty]:
     """
     known = _Known(collections)
     root = collections[0].snapshot_dir
+    files = snapshot_files(root)
+    faults = {path: known.faults(path, path.relative_to(root)) for path in files}
+    # By a link, one file has several names: that of a test suffices.
+    needed = {path.resolve() for path in files if not faults[path]}
     found = []
-    for path in snapshot_files(root):
+    for path in files:
         found += _content_fault(path)
-        found += known.faults(path, path.relative_to(root))
+        found += faults[path] if path.resolve() not in needed else []
     return found
 
 
@@ -127,13 +131,20 @@ class _Known:
     def __init__(self, collections: Sequence[Collection]) -> None:
         self._anchor = collections[0].anchor
         self._is_full = all(collection.is_full for collection in collections)
-        self._unknown = {place for collection in collections for place in collection.unknown}
+        root = collections[0].snapshot_dir.resolve()
+
+        def real(place: str) -> str:
+            """The place without links, where they lead to another one."""
+            path = (root / place).resolve()
+            return str(path.relative_to(root)) if path.is_relative_to(root) else place
+
+        self._unknown = {real(place) for collection in collections for place in collection.unknown}
         self._variants: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(
             lambda: defaultdict(set)
         )
         for collection in collections:
             for test in collection.tests:
-                self._variants[test.place][test.name].add(test.variant)
+                self._variants[real(test.place)][test.name].add(test.variant)
 
     def faults(self, path: Path, relative: Path) -> list[Faulty]:
         place = str(relative.parent)

@@ -91,6 +91,24 @@ def test_several_world_sizes_are_looked_at_together(project, write):
     assert [one.what for one in find_faults(known)] == ["its test is collected with ws2, ws4 only"]
 
 
+def test_a_file_that_a_link_gives_another_name_has_the_tests_of_both(project, write):
+    write("snapshots/test_a/test_x.ws2.comm", TEXT)
+    write("snapshots/test_a/test_y.ws2.comm", TEXT)
+    write("snapshots/test_a/test_z.ws2.comm", TEXT)
+    write("snapshots/test_c/test_w.ws2.comm", TEXT)
+    (project / "snapshots/test_b").symlink_to("test_a")
+    (project / "snapshots/test_c/test_z.ws2.comm").symlink_to("../test_a/test_z.ws2.comm")
+    tests = [("test_a", "test_x"), ("test_b", "test_y"), ("test_c", "test_z"), ("test_c", "test_w")]
+    every = [collection(project, *((*test, "ws2") for test in tests))]
+    assert find_faults(every) == []
+    some = [collection(project, *((*test, "ws2") for test in tests[:1] + tests[3:]))]
+    assert [str(one.path.relative_to(project / "snapshots")) for one in find_faults(some)] == [
+        "test_a/test_y.ws2.comm",
+        "test_a/test_z.ws2.comm",
+        "test_c/test_z.ws2.comm",
+    ]
+
+
 def test_pytest_is_asked_what_it_collects_and_what_runs_is_said(write, fsdp_comm):
     write("tests/test_a.py", MODULE)
     write(
