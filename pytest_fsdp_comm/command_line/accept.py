@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
+from urllib.parse import unquote
 
 from pytest_fsdp_comm.comm.profile import has_further_ranks
 from pytest_fsdp_comm.command_line.documents import Document, describe_problem, document_of
@@ -14,8 +16,18 @@ from pytest_fsdp_comm.command_line.stories import Pair, tell, test_of
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.artifacts import RECEIVED, Artifacts
 from pytest_fsdp_comm.snapshots.files import read_snapshot, write_atomically
-from pytest_fsdp_comm.snapshots.names import SUFFIX
+from pytest_fsdp_comm.snapshots.names import (
+    ABOVE,
+    SUFFIX,
+    function_of,
+    module_exists,
+    named_module,
+    read_basename,
+)
+from pytest_fsdp_comm.snapshots.sources import read_module
+from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,6 +71,7 @@ def accept(  # noqa: PLR0913  # each a choice of the user's
     links: Links,
     printer: Printer,
     *,
+    anchor: Path,
     ask: Callable[[], Answer] | None,
     is_dry: bool,
 ) -> Accepted:
@@ -69,45 +82,76 @@ def accept(  # noqa: PLR0913  # each a choice of the user's
         snapshot_dir: The directory of the snapshots; absolute. Nothing outside of it is written.
         links: How fast axes are.
         printer: Where stories go.
+        anchor: The directory whose tree the snapshots mirror.
         ask: Asks for each test; None accepts all.
         is_dry: Whether to write nothing.
 
     Raises:
         CommandError: The directory holds no artifacts.
     """
-    groups: dict[object, list[_Change]] = {}
-    refused = 0
-    for path in _received(directory):
-        try:
-            change = _change(Artifacts.of(directory, path), path, snapshot_dir)
-        except FsdpCommError as problem:
-            refused += 1
-            printer.lines([f"{path}: refused", f"  {describe_problem(problem)}", ""])
-            continue
-        if change is not None:
-            groups.setdefault(test_of(change.pair), []).append(change)
+    groups, refused = _read_all(directory, snapshot_dir, anchor)
     written = skipped = 0
     answer: Answer = "yes" if ask else "all"
     for changes in groups.values():
-        for story in tell([change.pair for change in changes], links):
-            printer.lines([*story.lines])
+        stories = tell([change.pair for change in changes], links)
+        for change, story in zip(changes, stories, strict=True):
+            printer.lines([*story.lines, _effect(change, snapshot_dir)])
         if ask is not None and answer not in {"all", "quit"}:
             answer = ask()
         is_accepted = answer in {"yes", "all"} and not is_dry
         for change in changes if is_accepted else ():
-            _write(change, snapshot_dir)
-        written += len(changes) * is_accepted
+            try:
+                _write(change, snapshot_dir)
+            except CommandError as problem:
+                refused[change.target.relative_to(snapshot_dir)] = str(problem)
+            else:
+                written += 1
         skipped += len(changes) * (not is_accepted)
         printer.lines([""])
         if answer == "quit":
             skipped = sum(map(len, groups.values())) - written
             break
-    return Accepted(written=written, skipped=skipped, refused=refused)
+    # At the end, where nobody misses them.
+    for path, why in refused.items():
+        printer.lines([f"{path}: refused", f"  {why}", ""])
+    return Accepted(written=written, skipped=skipped, refused=len(refused))
+
+
+def _read_all(
+    directory: Path, snapshot_dir: Path, anchor: Path
+) -> tuple[dict[object, list[_Change]], dict[Path, str]]:
+    """The changes of each test, and why which files are refused."""
+    groups: dict[object, list[_Change]] = {}
+    refused: dict[Path, str] = {}
+    texts: dict[Path, str] = {}
+    for path in _received(directory):
+        try:
+            _check_test(path, anchor)
+            _check_no_link(directory, Artifacts.of(directory, path))
+            change = _change(Artifacts.of(directory, path), path, snapshot_dir)
+            if change is None:
+                continue
+            real = change.target.resolve()
+            if texts.setdefault(real, change.text) != change.text:
+                raise CommandError(
+                    f"another file that CI received goes to {show_path(real)} too, by a link, and "
+                    "differs from this one. Give each of the tests a file of its own"
+                )
+        except FsdpCommError as problem:
+            refused[path] = describe_problem(problem)
+            continue
+        groups.setdefault(test_of(change.pair), []).append(change)
+    return groups, refused
 
 
 def _received(directory: Path) -> Iterator[Path]:
     """The received files, relative to where they are."""
     received = directory / RECEIVED
+    if received.is_symlink():
+        raise CommandError(
+            f"{received} is a link to {received.resolve()}; expected the directory that pytest "
+            "--comm-artifacts DIR left. Nothing was accepted: name the directory that has it"
+        )
     if not received.is_dir():
         raise CommandError(
             f"{directory} has no directory {RECEIVED!r}; expected what pytest --comm-artifacts=DIR "
@@ -133,11 +177,7 @@ def _change(artifacts: Artifacts, path: Path, snapshot_dir: Path) -> _Change | N
     ):
         raise CommandError(_OTHER_BASE[current is None, expected is None].format(show_path(target)))
     name = show_path(target)
-    if current is not None and has_further_ranks(current.profile, received.profile):
-        raise CommandError(
-            f"{name} was recorded on ranks that CI did not run, and a recording never replaces one "
-            "of further ranks. Run CI on all of them, without --comm-backend fake"
-        )
+    _check_kind_and_ranks(received, current, name)
     return _Change(
         target=target,
         pair=Pair(old=current, new=received, old_path=name, new_path=name),
@@ -153,6 +193,82 @@ _OTHER_BASE: Final = {
     "name the directory of the snapshots with --snapshots",
 }
 """By whether the file is missing here, and was missing in CI."""
+
+
+def _check_test(path: Path, anchor: Path) -> None:
+    """Refuses a file whose test is not here, which no run would ever read."""
+    test = read_basename(path.stem)
+    if test is None:
+        raise CommandError(
+            f"expected the name of a snapshot, <test>.ws<ranks>[.<name>]{SUFFIX}. Accept the "
+            "directory as CI left it"
+        )
+    place = Path(*(".." if part == ABOVE else part for part in path.parent.parts))
+    module = named_module(place, anchor)
+    if module is None or not module_exists(place, anchor):
+        raise CommandError(
+            f"expected its test in {show_path(module or anchor / place)}, which does not exist. "
+            "Check out the commit that CI ran, or run this in the directory of the project"
+        )
+    function = function_of(test[0])
+    # A notebook, say, is not read.
+    if module.is_file() and read_module(module, anchor).find(function) is None:
+        raise CommandError(
+            f"expected {unquote(function)} in {show_path(module)}, which defines no test of that "
+            "name under any condition. Check out the commit that CI ran"
+        )
+
+
+def _check_kind_and_ranks(received: Document, current: Document | None, name: str) -> None:
+    """Refuses what its file cannot be about."""
+    came = received.text.lines.kind
+    kind = current.text.lines.kind if current is not None else came
+    if came != kind:
+        raise CommandError(
+            f"{name} is a {kind} snapshot, and CI received a {came} snapshot. If the test compares "
+            "another value now, record it here: pytest --snapshot-update with its name"
+        )
+    _, variant = read_basename(Path(name).stem) or ("", "")
+    world_size = int(variant.removeprefix("ws"))
+    if world_size == 1:
+        # A test without ranks may make a group itself.
+        world_size = (current or received).profile.world_size
+    if received.profile.world_size != world_size:
+        raise CommandError(
+            f"expected a recording of {counted(world_size, 'rank')}, as {name} is one, and CI "
+            f"received one of {received.profile.world_size}. Accept the directory as CI left it, "
+            "or run CI again"
+        )
+    if current is not None and has_further_ranks(current.profile, received.profile):
+        raise CommandError(
+            f"{name} was recorded on ranks that CI did not run: on {_ranks(current)}, and CI "
+            f"recorded {_ranks(received)}. A recording never replaces one of further ranks: run "
+            "CI on all of them, without --comm-backend fake"
+        )
+
+
+def _ranks(document: Document) -> str:
+    ranks = document.profile.recorded_ranks
+    return name_ranks(ranks) if ranks else f"all {document.profile.world_size} ranks"
+
+
+def _check_no_link(directory: Path, artifacts: Artifacts) -> None:
+    # Artifacts may come from a fork: what they link to is neither read nor compared with.
+    for path in (artifacts.received, artifacts.expected):
+        real = Path(os.path.realpath(path))
+        if real != directory.resolve() / path.relative_to(directory):
+            raise CommandError(
+                f"{path} is reached by a link, to {real}; expected a file that pytest "
+                "--comm-artifacts DIR left. Put the file itself there, or run CI again"
+            )
+
+
+def _effect(change: _Change, snapshot_dir: Path) -> str:
+    target, real = change.target, change.target.resolve()
+    verb = "adds" if change.pair.old is None else "overwrites"
+    is_link = real != snapshot_dir.resolve() / target.relative_to(snapshot_dir)
+    by_link = f", a link to {show_path(real)}" if is_link else ""
+    return f"  accepting {verb} {show_path(target)}{by_link}"
 
 
 def _check_inside(target: Path, snapshot_dir: Path) -> None:

@@ -18,7 +18,7 @@ from pytest_fsdp_comm.command_line.project import find_project
 from pytest_fsdp_comm.command_line.terminal import Printer, When
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.text.counts import counted
-from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.text.paths import anchor_of, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -112,7 +112,11 @@ def _accept(options: argparse.Namespace) -> int:
     from pytest_fsdp_comm.command_line.accept import accept, ask_on_terminal  # noqa: PLC0415  # as above
 
     project = find_project(Path.cwd())
-    chosen = Path.cwd() / options.snapshots if options.snapshots else project.snapshot_dir
+    chosen = project.snapshot_dir
+    root = project.root
+    if options.snapshots:
+        chosen = Path(os.path.normpath(Path.cwd() / options.snapshots))
+        root = find_project(chosen.parent).root
     # From a directory above the project, new files would land in a place that nothing reads.
     if not chosen.is_dir():
         raise CommandError(
@@ -125,6 +129,7 @@ def _accept(options: argparse.Namespace) -> int:
         chosen,
         project.links,
         Printer("auto"),
+        anchor=anchor_of(chosen, root),
         ask=None if options.yes or not can_ask else ask_on_terminal,
         is_dry=not (options.yes or can_ask),
     )

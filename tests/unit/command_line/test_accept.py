@@ -11,6 +11,8 @@ from pytest_fsdp_comm.command_line.terminal import Printer
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
 OLD, NEW, OTHER = (format_profile(made_up.profile(layers=layers)) for layers in (3, 4, 5))
+TREE4 = TREE
+TREE = TREE4.replace("world_size 4\nmesh dp=4", "world_size 8\nmesh dp=8")
 FROZEN = TREE.replace("float32[8] dp", "float32[8] frozen dp")
 COMM, ADDED = "test_a/test_x.ws8.comm", "test_b/test_y.ws8.comm"
 FILES = {COMM: (OLD, NEW), "test_a/test_x.ws8.tree.comm": (TREE, FROZEN), ADDED: (None, NEW)}
@@ -18,6 +20,8 @@ FILES = {COMM: (OLD, NEW), "test_a/test_x.ws8.tree.comm": (TREE, FROZEN), ADDED:
 
 @pytest.fixture
 def artifacts(write, project):
+    write("test_a.py", "def test_x(): ...\n")
+    write("test_b.py", "if GPU:\n    class TestY:\n        ...\nfrom cases import *\n")
     for path, (old, new) in FILES.items():
         write(f"ci/received/{path}", new)
         if old is not None:
@@ -45,6 +49,12 @@ def test_every_change_is_shown_and_with_yes_accepted(artifacts, fsdp_comm):
         assert lines[0] == "snapshots/test_a/test_x.ws8.comm:"
         assert lines[1].startswith("  +30 % bytes in all")
         assert "snapshots/test_b/test_y.ws8.comm: added" in lines
+        # Each says what it does, before it is asked for.
+        assert [line for line in lines if line.startswith("  accepting")] == [
+            "  accepting overwrites snapshots/test_a/test_x.ws8.comm",
+            "  accepting overwrites snapshots/test_a/test_x.ws8.tree.comm",
+            "  accepting adds snapshots/test_b/test_y.ws8.comm",
+        ]
     again = fsdp_comm("accept", "ci", "--yes")
     assert (again.status, again.lines) == (0, ["0 files accepted"])
 
@@ -65,6 +75,7 @@ def test_each_test_is_asked_for_once_with_all_of_its_files(artifacts, answers, a
         artifacts / "snapshots",
         Links(),
         Printer("never"),
+        anchor=artifacts,
         ask=lambda: next(given),
         is_dry=False,
     )
@@ -119,7 +130,11 @@ def test_a_recording_of_some_ranks_replaces_none_of_all(artifacts, write, fsdp_c
     (artifacts / f"ci/received/{COMM}").unlink()
     write(f"ci/received/{COMM}", NEW.replace("world_size 8\n", "world_size 8\nranks 0,3\n"))
     done = fsdp_comm("accept", "ci", "--yes")
-    assert "was recorded on ranks that CI did not run" in done.out
+    assert (
+        f"snapshots/{COMM} was recorded on ranks that CI did not run: on all 8 ranks, and CI "
+        "recorded ranks 0, 3. A recording never replaces one of further ranks: run CI on all of "
+        "them, without --comm-backend fake" in done.out
+    )
     assert done.lines[-1] == "2 files accepted, 1 refused"
     assert files(artifacts)[COMM] == OLD
 
@@ -174,3 +189,146 @@ def test_a_directory_without_artifacts_is_an_error(project, fsdp_comm):
     done = fsdp_comm("accept", "nope")
     assert done.status == 2
     assert "has no directory 'received'" in done.err
+
+
+REFUSED = {
+    "a tree for a comm file": (
+        COMM,
+        FROZEN,
+        f"snapshots/{COMM} is a comm snapshot, and CI received a tree snapshot. If the test "
+        "compares another value now, record it here: pytest --snapshot-update with its name",
+    ),
+    "a comm file for a tree": (
+        "test_a/test_x.ws8.tree.comm",
+        NEW,
+        "is a tree snapshot, and CI received a comm snapshot",
+    ),
+    "another world size": (
+        "test_a/test_x.ws4.comm",
+        NEW,
+        "expected a recording of 4 ranks, as snapshots/test_a/test_x.ws4.comm is one, and CI "
+        "received one of 8. Accept the directory as CI left it, or run CI again",
+    ),
+    "a module that is not there": (
+        "test_gone/test_x.ws8.comm",
+        NEW,
+        "expected its test in test_gone.py, which does not exist. Check out the commit that CI "
+        "ran, or run this in the directory of the project",
+    ),
+    "a module above that is not there": (
+        "%2E%2E/o/test_gone/test_x.ws8.comm",
+        NEW,
+        "o/test_gone.py",
+    ),
+    "no module": ("test_x.ws8.comm", NEW, "which does not exist"),
+    "a test that is not there": (
+        "test_a/TestZ.test_%C3%A9[1].ws8.comm",
+        NEW,
+        "expected TestZ.test_é in test_a.py, which defines no test of that name under any "
+        "condition. Check out the commit that CI ran",
+    ),
+    "no name of a snapshot": (
+        "test_a/notes.comm",
+        NEW,
+        "expected the name of a snapshot, <test>.ws<ranks>[.<name>].comm. Accept the directory",
+    ),
+}
+
+
+@pytest.mark.parametrize(("path", "text", "said"), REFUSED.values(), ids=list(REFUSED))
+def test_what_the_file_cannot_be_about_is_refused_and_the_rest_accepted(  # noqa: PLR0917  # fixtures
+    artifacts, write, fsdp_comm, path, text, said
+):
+    write(f"ci/received/{path}", text)
+    before = files(artifacts)
+    done = fsdp_comm("accept", "ci", "--yes")
+    assert said in done.out
+    assert f"{path}: refused" in done.lines
+    accepted = [name for name in FILES if name != path]
+    assert (done.status, done.lines[-1]) == (1, f"{len(accepted)} files accepted, 1 refused")
+    now = files(artifacts)
+    assert now == before | {name: FILES[name][1] for name in accepted}
+
+
+@pytest.mark.parametrize(
+    ("module", "path"),
+    [
+        ("test_c.ipynb", "test_c.ipynb/cell.ws8.comm"),
+        ("test_c.so", "test_c/test_x.ws8.comm"),
+        ("test_c.py", "test_c/TestC.test_x[1].ws8.comm"),
+        ("../over/test_c.py", "%2E%2E/over/test_c/TestC.test_x.ws8.second.comm"),
+    ],
+)
+def test_a_test_that_a_branch_may_define_is_accepted(artifacts, write, fsdp_comm, module, path):
+    write(module, "if GPU:\n    class TestC(cases.Base): ...\n")
+    write(f"ci/received/{path}", NEW)
+    assert fsdp_comm("accept", "ci", "--yes").lines[-1] == "4 files accepted"
+    assert files(artifacts)[path] == NEW
+
+
+@pytest.mark.usefixtures("artifacts")
+def test_a_test_without_ranks_may_record_a_group_of_its_own(write, fsdp_comm):
+    path = "test_a/test_x.ws1.comm"
+    write(f"ci/received/{path}", NEW)
+    assert fsdp_comm("accept", "ci", "--yes").lines[-1] == "4 files accepted"
+    write(f"ci/received/{path}", TREE4)
+    write(f"snapshots/{path}", TREE)
+    write(f"ci/expected/{path}", TREE)
+    done = fsdp_comm("accept", "ci", "--yes")
+    assert "expected a recording of 8 ranks, as snapshots/" in done.out
+
+
+def test_what_a_link_of_artifacts_leads_to_is_not_taken(artifacts, write, fsdp_comm):
+    expected = write("elsewhere.comm", OLD)
+    (artifacts / f"ci/expected/{COMM}").unlink()
+    (artifacts / f"ci/expected/{COMM}").symlink_to(expected)
+    done = fsdp_comm("accept", "ci", "--yes")
+    assert f"ci/expected/{COMM} is reached by a link, to {expected}; expected a file" in done.out
+    assert done.lines[-1] == "2 files accepted, 1 refused"
+    assert files(artifacts)[COMM] == OLD
+    (artifacts / "ci").rename(artifacts / "of-ci")
+    (artifacts / "ci").mkdir()
+    (artifacts / "ci/received").symlink_to(artifacts / "of-ci/received")
+    done = fsdp_comm("accept", "ci", "--yes")
+    assert (done.status, done.out) == (2, "")
+    assert f"ci/received is a link to {artifacts}/of-ci/received; expected the direc" in done.err
+    assert files(artifacts)[COMM] == OLD
+    # What the user names may be a link.
+    (artifacts / "ci/received").unlink()
+    (artifacts / "ci").rmdir()
+    (artifacts / "ci").symlink_to("of-ci")
+    (artifacts / f"ci/expected/{COMM}").unlink()
+    write(f"ci/expected/{COMM}", OLD)
+    assert fsdp_comm("accept", "ci", "--yes").status == 0
+
+
+def test_of_two_names_of_one_file_neither_overwrites_the_other_unseen(artifacts, write, fsdp_comm):
+    write("test_c.py", "def test_x(): ...\n")
+    (artifacts / "snapshots/test_c").symlink_to("test_a")
+    write("ci/received/test_c/test_x.ws8.comm", NEW)
+    write("ci/expected/test_c/test_x.ws8.comm", OLD)
+    done = fsdp_comm("accept", "ci")
+    effect = "  accepting overwrites snapshots/test_c/test_x.ws8.comm, a link to "
+    assert f"{effect}snapshots/{COMM}" in done.lines
+    write("ci/received/test_c/test_x.ws8.comm", OTHER)
+    done = fsdp_comm("accept", "ci", "--yes")
+    assert f"another file that CI received goes to snapshots/{COMM} too, by a link" in done.out
+    assert done.lines[-1] == "3 files accepted, 1 refused"
+    assert files(artifacts)[COMM] == NEW
+
+
+def test_a_file_that_cannot_be_written_is_named_and_the_rest_accepted(
+    artifacts, fsdp_comm, monkeypatch
+):
+    write_all = accepting.write_atomically
+
+    def write_some(path, text):
+        if path.name.endswith(".tree.comm"):
+            raise OSError(28, "No space left on device")
+        write_all(path, text)
+
+    monkeypatch.setattr(accepting, "write_atomically", write_some)
+    done = fsdp_comm("accept", "ci", "--yes")
+    assert "cannot write snapshots/test_a/test_x.ws8.tree.comm (No space left on dev" in done.out
+    assert (done.status, done.lines[-1]) == (1, "2 files accepted, 1 refused")
+    assert files(artifacts)["test_a/test_x.ws8.tree.comm"] == TREE
