@@ -10,6 +10,7 @@ known where constants list them.
 from __future__ import annotations
 
 import ast
+import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final, TypeGuard
 from urllib.parse import unquote
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
-_BASES_WITHOUT_TESTS: Final = frozenset({"object", "TestCase", "ABC", "Generic", "Protocol"})
+_BASES_WITHOUT_TESTS: Final = frozenset(
+    {"object", "TestCase", "ABC", "ABCMeta", "Generic", "Protocol"}
+)
 # As decorators, these make no tests, and no parameters but what is written there.
 _PLAIN: Final = frozenset(
     {"pytest", "mark", "fixture", "torch", "functools", "contextlib", "unittest", "mock"}
@@ -173,9 +176,12 @@ class Source:
                 | ast.Attribute(ast.Name("sys"), "modules")
             ):
                 return ""
-            case ast.Expr(ast.Call(ast.Name(name))) if not is_called:
+            case ast.Expr(ast.Call(func)) if not is_called:
                 # Of another module, it may write into the one that calls it.
-                return "" if self._binds(name, ast.alias) else None
+                first = _first(func)
+                name = first.id if isinstance(first, ast.Name) else ""
+                is_plain = name in _PLAIN or name in sys.stdlib_module_names
+                return "" if self._binds(name, ast.alias) and not is_plain else None
             case ast.Call(func, args) if _last_name(func) not in {"super", "getLogger"}:
                 names = [argument.id for argument in args if _is_loaded(argument)]
                 classes = (name for name in names if self._binds(name, ast.ClassDef))
@@ -207,7 +213,10 @@ class Source:
             return doubt or f"{self._shown} does not define it, or not once"
         marks = [mark for node in (*scopes, *found) for mark in getattr(node, "decorator_list", ())]
         for scope in {self._tree, *scopes}:
-            marks += (self._values.get(one, one) for one in self._names[scope]["pytestmark"])
+            given_here = self._names[scope]["pytestmark"]
+            # Of two, each is another branch's.
+            marks += (self._values.get(one, one) for one in given_here[:1])
+            marks += given_here[1:]
         doubts = [self._at(mark) for mark in marks if not self._is_plain(mark)]
         listed: set[str] = set()
         for source in self._all:
@@ -260,12 +269,11 @@ class Source:
         """Whether a decorator or mark makes no tests, nor parameters that others list."""
         if isinstance(mark, (ast.List, ast.Tuple)):
             return all(map(self._is_plain, mark.elts))
-        while isinstance(mark, (ast.Attribute, ast.Call)):
-            mark = mark.value if isinstance(mark, ast.Attribute) else mark.func
-        if not isinstance(mark, ast.Name) or mark.id in _PLAIN:
-            return isinstance(mark, ast.Name)
-        values = self._values_of(mark)
-        return bool(values) and all(value is not None and self._is_plain(value) for value in values)
+        first = _first(mark)
+        if not isinstance(first, ast.Name) or first.id in _PLAIN:
+            return isinstance(first, ast.Name)
+        values = self._values_of(first)
+        return len(values) == 1 and values[0] is not None and self._is_plain(values[0])
 
     def _values_of(self, name: ast.Name) -> list[ast.expr | None]:
         """What a name of the module may be, bound above; None where that is not known."""
@@ -309,6 +317,13 @@ class Source:
 
 def _is_loaded(node: ast.AST) -> TypeGuard[ast.Name]:
     return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+
+
+def _first(node: ast.AST) -> ast.AST:
+    """``a`` of ``a.b(c).d``."""
+    while isinstance(node, (ast.Attribute, ast.Call)):
+        node = node.value if isinstance(node, ast.Attribute) else node.func
+    return node
 
 
 def _last_name(node: ast.AST) -> str:

@@ -9,13 +9,15 @@ A file is unused if
   the place of every module that has snapshots.
 
 Everything else stays. Nothing is unused in a session that did not come to its end, nor what is not
-as it was when the session began, nor what a link leads to. Where the module's source may define the
-test in a branch that this run did not take, the file stays too, and is named (see `sources`).
+as it was when the session began, nor what a link leads to, nor of a module whose source changed
+since it was collected. Where that source may define the test in a branch that this run did not
+take, the file stays too, and is named (see `sources`).
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
     """A test as `snapshot_names.written_test` writes it, and the variant that is collected."""
 
 
-Stamp: TypeAlias = tuple[int, int, int]
-"""Equal for a file that nobody wrote or replaced in between."""
+Stamp: TypeAlias = tuple[int, ...]
+"""Equal for a file that nobody wrote or replaced in between; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,16 @@ class UnusedSnapshot:
     """What may still define its test, for which it stays; empty if nothing can."""
 
 
+def stamp_of(file: Path | os.DirEntry[str]) -> Stamp:
+    """What a regular file is now."""
+    try:
+        status = file.stat()
+    except OSError:
+        return ()
+    is_file = stat.S_ISREG(status.st_mode)
+    return (status.st_ino, status.st_ctime_ns, status.st_size) if is_file else ()
+
+
 def find_removable(root: Path) -> dict[Path, Stamp]:
     """The snapshot files that may be removed, as they are now: those with one name.
 
@@ -81,9 +93,8 @@ def find_removable(root: Path) -> dict[Path, Stamp]:
                 linked.add(os.path.realpath(entry.path))
             elif entry.is_dir():
                 pending.append(entry.path)
-            elif entry.name.endswith(SUFFIX) and entry.is_file():
-                status = entry.stat()
-                found[Path(entry.path)] = (status.st_ino, status.st_ctime_ns, status.st_size)
+            elif entry.name.endswith(SUFFIX) and (stamp := stamp_of(entry)):
+                found[Path(entry.path)] = stamp
     if linked:
         for path in [*found]:
             real = Path(os.path.realpath(path))

@@ -26,14 +26,15 @@ from pytest_fsdp_comm.snapshots.names import (
     written_module,
     written_test,
 )
-from pytest_fsdp_comm.snapshots.sources import read_module
 from pytest_fsdp_comm.snapshots.unused import (
     CollectedModule,
+    Stamp,
     UnusedSnapshot,
     find_removable,
     find_unused,
     remove,
     snapshot_places,
+    stamp_of,
 )
 from pytest_fsdp_comm.text.codec import dump_document, load_document
 from pytest_fsdp_comm.text.counts import counted
@@ -70,6 +71,10 @@ class _Test:
 class _Module:
     """A test module that has snapshots."""
 
+    path: Path
+    """Of its source."""
+    stamp: Stamp
+    """Of its source, before it was imported."""
     tests: tuple[_Test, ...]
     """All that it has, selected or not."""
     is_whole: bool
@@ -111,6 +116,7 @@ class UnusedSnapshots:
         # Every child of a module or class, before --lf, node ids and -k narrow the list.
         self._children: dict[pytest.Collector, list[pytest.Item | pytest.Collector]] = {}
         self._unasked: set[pytest.Collector] = set()
+        self._stamps: dict[Path, Stamp] = {}
         self._session = _NOTHING
         self._finished: set[str] = set()
         self._passed: set[str] = set()
@@ -151,6 +157,7 @@ class UnusedSnapshots:
         """Notes what a module or class holds, and whether it was collected at all."""
         if not isinstance(collector, (pytest.File, pytest.Class)):
             return (yield)
+        self._stamps.setdefault(collector.path, stamp_of(collector.path))
         # --lf answers for a file without asking it.
         asked = _Asked(collector)
         try:
@@ -199,6 +206,8 @@ class UnusedSnapshots:
             # Of a module without tests, nothing could be deselected.
             is_whole = is_whole and (bool(items) or not is_selection)
             modules[place] = _Module(
+                path=path,
+                stamp=self._stamps[path],
                 tests=tuple(
                     _Test(
                         name=written_test(snapshot_test_name(item)),
@@ -225,6 +234,8 @@ class UnusedSnapshots:
             return {}
         for name in [*siblings]:
             siblings[function_of(name)] += siblings[name]
+        from pytest_fsdp_comm.snapshots.sources import read_module  # noqa: PLC0415  # few sessions need it
+
         source = read_module(module, self._options.snapshot_anchor)
         doubts = {}
         for name in missing:
@@ -336,13 +347,21 @@ class UnusedSnapshots:
         root = self._options.snapshot_dir
         if not root.is_dir():
             return []
+        # Of a source that a checkout replaced, what ran tells nothing.
+        replaced = {
+            place
+            for place, module in collected.modules.items()
+            if module.stamp != stamp_of(module.path)
+        }
         modules = {
             Path(place): CollectedModule(
                 tests=frozenset((test.name, test.variant) for test in module.tests),
                 passed=frozenset(
-                    (test.name, test.variant) for test in module.tests if test.nodeid in passed
+                    (test.name, test.variant)
+                    for test in module.tests
+                    if test.nodeid in passed and place not in replaced
                 ),
-                is_whole=module.is_whole,
+                is_whole=module.is_whole and place not in replaced,
                 doubts=module.doubts,
             )
             for place, module in collected.modules.items()

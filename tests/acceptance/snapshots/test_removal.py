@@ -763,6 +763,7 @@ def test_an_update_keeps_what_another_session_recorded_meanwhile(tmp_path, argum
     module = SLOW + PARAMETERS
     project.write("test_p.py", module)
     project.write("test_gone.py", PARAMETERS)
+    project.write("test_q.py", PARAMETERS)
     assert project.run("--snapshot-update").returncode == 0
     (tmp_path / "test_gone.py").unlink()
     module = module.replace("[1, 2]", "[2]")
@@ -777,21 +778,29 @@ def test_an_update_keeps_what_another_session_recorded_meanwhile(tmp_path, argum
     deadline = time.monotonic() + 60
     while not (tmp_path / "began").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    # Parameters, a comparison, a module: recorded by another session, or checked out.
+    # As of another checkout: of test_p.py, the first session knows nothing any more.
     more = "    assert recorded == comm_snapshot(name='second')\n"
     project.write("test_p.py", module.replace("[2]", "[2, 3]") + more)
     result = project.run("--snapshot-update-new-only", "--snapshot-warn-unused")
     assert result.returncode == 0, result.stdout
-    # One that was there, and that the first session would remove, is replaced.
-    replaced = tmp_path / "snapshots/test_gone/test_x[1].ws1.comm"
-    text = replaced.read_bytes()
-    replaced.unlink()
-    replaced.write_bytes(text)
+    # What was not there when the session began, or is not what was there.
+    kept = tmp_path / "snapshots/test_gone/test_x[1].ws1.comm"
+    text = kept.read_bytes()
+    kept.unlink()
+    kept.write_bytes(text)
+    (tmp_path / "snapshots/test_q/test_x[1].ws1.second.comm").write_bytes(text)
     (tmp_path / "may-end").touch()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     assert project.files() == {
         *(f"test_p/test_x[{x}].ws1{name}" for x in (2, 3) for name in ("", ".second")),
+        "test_p/test_x[1].ws1",
         "test_gone/test_x[1].ws1",
+        *(f"test_q/test_x[{name}.ws1" for name in ("1]", "2]")),
+        "test_q/test_x[1].ws1.second",
     }
-    assert "2 snapshot files deleted:" in output
+    assert "1 snapshot file deleted:" in output
+    # As soon as nobody else writes, they go.
+    assert project.run("--snapshot-update").returncode == 0
+    assert "test_q/test_x[1].ws1.second" not in project.files()
+    assert "test_p/test_x[1].ws1" not in project.files()

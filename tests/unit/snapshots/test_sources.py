@@ -56,6 +56,7 @@ def test_what_a_branch_defines_by_name_is_there(module, test, source):
         ("test_x", "sys.modules[__name__].__dict__[name] = f", "line 1 (sys.modules"),
         ("test_x", "inspect.currentframe().f_globals[name] = f", "line 1 (inspect."),
         ("test_x", "from bdd import scenarios\nscenarios('features')", "line 2 (scenarios("),
+        ("test_x", "import cases\ncases.define()", "line 2 (cases.define())"),
         ("test_x", "add_tests(__name__)", "line 1 (add_tests(__name__))"),
         ("test_x_0", "from p import expand\n@expand(2)\ndef test_x(): ...", "line 2 (@expand(2))"),
         ("TestA.test_x", "class TestA(Base): ...", "line 1 (base class of TestA: Base)"),
@@ -95,7 +96,10 @@ def test_what_may_define_any_name_leaves_a_doubt(module, test, source, doubt):
         ("test_x", "gpu = pytest.mark.skipif(not GPU)\n@gpu\n@torch.no_grad()\ndef test_xs(): ..."),
         ("test_x", "setattr(torch, 'flag', 1)"),
         ("test_x", "log = logging.getLogger(__name__)\nif __name__ == '__main__':\n    main()"),
-        ("test_x", "torch.manual_seed(0)\npytest.importorskip('cuda')\ndef f(): ...\nf()"),
+        (
+            "test_x",
+            "import os.path\nos.makedirs('x')\ntorch.manual_seed(0)\ndef f(): ...\nf()",
+        ),
         ("TestA.test_x", "class TestA:\n    def test_y(self):\n        super(TestA, self).run()"),
     ],
 )
@@ -148,6 +152,16 @@ def test_parameters_of_constants_are_known(module, source):
         ("from cases import A\n" + PARAMETRIZED.format("'a', A"), "line 2 (pytest"),
         ("from cases import sizes\n@sizes\ndef test_x(a): ...", "line 2 (sizes)"),
         ("pytestmark = sizes\ndef test_x(a): ...", "line 1 (sizes)"),
+        (
+            "if GPU:\n    pytestmark = pytest.mark.parametrize('a', [1, 2])\nelse:\n"
+            "    pytestmark = pytest.mark.parametrize('a', [1])\ndef test_x(a): ...",
+            "line 2 (pytestmark)",
+        ),
+        (
+            "if GPU:\n    sizes = pytest.mark.parametrize('a', [1, 2])\nelse:\n"
+            "    sizes = pytest.mark.parametrize('a', [1])\n@sizes\ndef test_x(a): ...",
+            "line 5 (sizes)",
+        ),
         ("pytestmark = []\npytestmark += sizes\ndef test_x(a): ...", "line 2 (pytestmark)"),
         ("@pytest.fixture(params=Z)\ndef a(request): ...\ndef test_x(a): ...", "line 1 (pytest.f"),
         ("def pytest_generate_tests(metafunc): ...\ndef test_x(a): ...", "line 1 (pytest_gen"),
