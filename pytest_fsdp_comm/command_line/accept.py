@@ -213,8 +213,10 @@ def _check_test(path: Path, anchor: Path) -> None:
     function = function_of(test[0])
     # A notebook, say, is not read.
     if module.is_file() and read_module(module, anchor).find(function) is None:
+        # Of a fork, it may hold what steers a terminal.
+        shown = unquote(function) if unquote(function).isprintable() else function
         raise CommandError(
-            f"expected {unquote(function)} in {show_path(module)}, which defines no test of that "
+            f"expected {shown} in {show_path(module)}, which defines no test of that "
             "name under any condition. Check out the commit that CI ran"
         )
 

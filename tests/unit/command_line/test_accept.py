@@ -227,6 +227,11 @@ REFUSED = {
         "expected TestZ.test_é in test_a.py, which defines no test of that name under any "
         "condition. Check out the commit that CI ran",
     ),
+    "a name that steers a terminal": (
+        "test_a/test_%1B[1].ws8.comm",
+        NEW,
+        "expected test_%1B in test_a.py, which defines no test",
+    ),
     "no name of a snapshot": (
         "test_a/notes.comm",
         NEW,
