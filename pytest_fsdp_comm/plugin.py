@@ -188,8 +188,16 @@ def _can_fork() -> bool:
 
 @pytest.hookimpl
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fails a distributed test where ranks cannot be forked; after marks that skip it."""
-    if options.SETTINGS in item.stash and not _can_fork():
+    """Fails a test that cannot run where torch is missing or ranks cannot be forked.
+
+    After marks that skip it, and before code of its own, which would name what follows from that.
+    """
+    is_distributed = options.SETTINGS in item.stash
+    if is_distributed or {"comm_mode", "fsdp_tree"}.intersection(getattr(item, "fixturenames", ())):
+        missing = upstream.missing_torch()
+        if missing:
+            pytest.fail(missing, pytrace=False)
+    if is_distributed and not _can_fork():
         pytest.fail(_NEEDS_FORK, pytrace=False)
 
 
@@ -231,15 +239,6 @@ def _prepare_ranks(
         ranks.start()
         ranks.explain_fallback()
     config.pluginmanager.register(_Protocol(), "fsdp-comm-protocol")
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Names torch where a test needs it and it is missing, before code that fails without it."""
-    asked = {"comm_mode", "fsdp_tree"}.intersection(getattr(item, "fixturenames", ()))
-    if options.SETTINGS in item.stash or asked:
-        missing = upstream.missing_torch()
-        if missing:
-            pytest.fail(missing, pytrace=False)
 
 
 class _Protocol:

@@ -171,7 +171,10 @@ class SessionReport:
             is_interrupted=exitstatus == pytest.ExitCode.INTERRUPTED
             or bool(session.shouldfail or session.shouldstop),
             command=" ".join(
-                map(shell_word, ("pytest", *join_paths(map(str, self._config.invocation_params.args))))
+                map(
+                    shell_word,
+                    ("pytest", *join_paths(map(str, self._config.invocation_params.args))),
+                )
             ),
             made_at=time.strftime("%Y-%m-%d %H:%M"),
         )
