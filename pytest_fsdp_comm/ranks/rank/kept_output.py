@@ -12,6 +12,7 @@ reader at all times, and would lose its last words with that; a limit of the fil
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -176,10 +177,12 @@ class OutputFile:
         Returns:
             How many bytes of disk the file still occupies.
         """
-        try:
-            status = os.stat(self._path)  # noqa: PTH116  # 20 times a second for each file
-        except FileNotFoundError:
-            return 0
+        with contextlib.suppress(FileNotFoundError):  # it may vanish at any moment
+            return self._release(start)
+        return 0
+
+    def _release(self, start: int) -> int:
+        status = os.stat(self._path)  # noqa: PTH116  # 20 times a second for each file
         # Not up to the end: the rank may have begun another phase, whose report is still to come.
         end, self._size = min(self._size, status.st_size), status.st_size
         middle = max(start + KEPT_NBYTES, self._free_middle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -27,13 +28,14 @@ class Echo:
         """Writes the lines that are new."""
         for rank in self._spec.ranks:
             for stream in self._spec.echoes:
-                self._copy_one(rank, stream)
+                with contextlib.suppress(FileNotFoundError):  # not yet, or no longer
+                    self._copy_one(rank, stream)
         sys.stdout.flush()
 
     def _copy_one(self, rank: int, stream: str) -> None:
         path = self._spec.log_path(rank, stream)
         offset = self._offsets.get((rank, stream), 0)
-        if not path.exists() or path.stat().st_size <= offset:
+        if path.stat().st_size <= offset:
             return
         with path.open("rb") as file:
             if path.stat().st_size - offset > KEPT_NBYTES:

@@ -559,11 +559,12 @@ class Supervision:
         """What a rank printed in the phase that it did not end."""
         found = {}
         for stream in _STREAMS:
-            path = self._spec.log_path(number, stream)
-            if path.exists():
-                with path.open("rb") as file:
-                    start = self._unread_from(number, rank, stream)
-                    found[stream] = str(read_kept(file.fileno(), start)[0])
+            with (
+                contextlib.suppress(FileNotFoundError),
+                self._spec.log_path(number, stream).open("rb") as file,
+            ):
+                start = self._unread_from(number, rank, stream)
+                found[stream] = str(read_kept(file.fileno(), start)[0])
         return {stream: text for stream, text in found.items() if text}
 
 

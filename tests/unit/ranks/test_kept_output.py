@@ -94,6 +94,22 @@ def test_a_file_that_is_not_there_takes_nothing(tmp_path):
     assert OutputFile(tmp_path / "none").release(0) == 0
 
 
+def test_a_file_that_vanishes_meanwhile_takes_nothing(file, monkeypatch):
+    opened, path = file
+    output = OutputFile(path)
+    opened.write(b"x" * 8 * MIB)
+    output.release(0)
+    stat = os.stat
+
+    def stat_and_remove(name):
+        status = stat(name)
+        path.unlink()
+        return status
+
+    monkeypatch.setattr(os, "stat", stat_and_remove)
+    assert output.release(0) == 0
+
+
 def test_where_there_are_no_holes_the_file_says_what_it_takes(file, monkeypatch):
     opened, path = file
     monkeypatch.setattr(kept_output, "_FALLOCATE", None)
