@@ -150,7 +150,7 @@ def _received(directory: Path) -> Iterator[Path]:
     if received.is_symlink():
         raise CommandError(
             f"{received} is a link to {received.resolve()}; expected the directory that pytest "
-            "--comm-artifacts DIR left. Nothing was accepted: name the directory that has it"
+            "--comm-artifacts=DIR left. Nothing was accepted: name the directory that has it"
         )
     if not received.is_dir():
         raise CommandError(
@@ -261,7 +261,7 @@ def _check_no_link(directory: Path, artifacts: Artifacts) -> None:
         if real != directory.resolve() / path.relative_to(directory):
             raise CommandError(
                 f"{path} is reached by a link, to {real}; expected a file that pytest "
-                "--comm-artifacts DIR left. Put the file itself there, or run CI again"
+                "--comm-artifacts=DIR left. Put the file itself there, or run CI again"
             )
 
 
