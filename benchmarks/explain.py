@@ -22,9 +22,8 @@ from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import (
     Calls,
     CommProfile,
-    CommRow,
-    RedistributionRow,
-    ReshardRow,
+    Row,
+    Subject,
     sort_rows,
 )
 from pytest_fsdp_comm.comm.story.search import explain
@@ -44,13 +43,11 @@ def _step(
     layers: int, *, name: str = "layers", times: int = 1, batch: int = 1, recomputes: bool = False
 ) -> CommProfile:
     rows = [*_unit("", 1_000)]
-    reshards: list[ReshardRow] = []
-    moves: list[RedistributionRow] = []
     for number in range(layers):
         layer = f"{name}.{number}"
         rows += _unit(layer, 5_000)
-        reshards += [
-            ReshardRow(phase=phase, module=layer, action=action, count=1)
+        rows += [
+            _counted("reshard", phase, layer, action)
             for phase in (Phase.FORWARD, Phase.BACKWARD)
             for action in ("unshard", "reshard")
         ]
@@ -59,15 +56,11 @@ def _step(
                 kind = "all_gather" if "." not in part else "reduce_scatter"
                 rows.append(_row(phase, f"{layer}.{part}", kind, "tp", 1_024 * batch))
                 change = "(Shard(dim=1))->(Replicate())"
-                moves.append(
-                    RedistributionRow(phase=phase, owner=f"{layer}.{part}", change=change, count=1)
-                )
+                rows.append(_counted("redistribution", phase, f"{layer}.{part}", change))
     return CommProfile(
         world_size=64,
         mesh_axes=_AXES,
         rows=sort_rows(_often(row, times) for row in rows),
-        reshards=sort_rows(replace(row, count=times) for row in reshards),
-        redistributions=sort_rows(replace(row, count=times) for row in moves),
     )
 
 
@@ -76,7 +69,7 @@ def _phases(*, recomputes: bool) -> tuple[Phase, ...]:
     return (Phase.FORWARD, *more, Phase.BACKWARD)
 
 
-def _unit(owner: str, nbytes: int) -> Iterator[CommRow]:
+def _unit(owner: str, nbytes: int) -> Iterator[Row]:
     yield _row(Phase.FORWARD, owner, "all_gather", "dp", nbytes, Role.PARAMETERS)
     if owner:
         yield _row(Phase.BACKWARD, owner, "all_gather", "dp", nbytes, Role.PARAMETERS)
@@ -85,12 +78,17 @@ def _unit(owner: str, nbytes: int) -> Iterator[CommRow]:
 
 def _row(  # noqa: PLR0913, PLR0917  # what a row is
     phase: Phase, owner: str, kind: str, axis: str, nbytes: int, role: Role = Role.ACTIVATIONS
-) -> CommRow:
+) -> Row:
     calls = Calls(nbytes=nbytes, dtype="float32", role=role.value, count=1)
-    return CommRow(phase=phase, owner=owner, kind=kind, axis=axis, calls=(calls,))
+    return Row(phase=phase, owner=owner, what=kind, axis=axis, calls=(calls,))
 
 
-def _often(row: CommRow, times: int) -> CommRow:
+def _counted(subject: Subject, phase: Phase, owner: str, what: str) -> Row:
+    calls = (Calls(count=1),)
+    return Row(subject=subject, phase=phase, owner=owner, what=what, calls=calls)
+
+
+def _often(row: Row, times: int) -> Row:
     return replace(row, calls=tuple(replace(one, count=one.count * times) for one in row.calls))
 
 
@@ -118,8 +116,7 @@ def main() -> int:
         "1 % of rows at random": _noise(old, 0.01),
         "all rows at random": _noise(old, 1.0),
     }
-    count = len(old.rows) + len(old.reshards) + len(old.redistributions)
-    print(f"{layers} layers, {count} rows")
+    print(f"{layers} layers, {len(old.rows)} rows")
     is_slow = False
     for name, new in cases.items():
         started = time.process_time()

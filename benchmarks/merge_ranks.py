@@ -181,9 +181,9 @@ def _profile(case: Case, rank: int, num_ranks: int, layers: int) -> CommProfile:
     profile = _stage(stage, layers // case.stages, num_ranks, broadcasts=broadcasts)
     if not case.is_each_different:
         return profile
-    *rows, last = profile.rows
-    (calls,) = last.calls
-    return replace(profile, rows=(*rows, replace(last, calls=(replace(calls, nbytes=rank + 1),))))
+    first, *rows = profile.rows
+    (calls,) = first.calls
+    return replace(profile, rows=(replace(first, calls=(replace(calls, nbytes=rank + 1),)), *rows))
 
 
 @cache

@@ -6,11 +6,10 @@ from fractions import Fraction
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import (
+    SUBJECTS,
     Calls,
     CommProfile,
-    CommRow,
-    RedistributionRow,
-    ReshardRow,
+    Row,
     sort_rows,
 )
 
@@ -23,7 +22,11 @@ WHOLE = "(Shard(dim=1))->(Replicate())"
 
 def row(phase, owner, kind, nbytes, role="", *, axis="dp", dtype="float32", count=1, ahead=0):
     calls = Calls(nbytes=nbytes, dtype=dtype, role=role, count=count, ahead=ahead)
-    return CommRow(phase=phase, owner=owner, kind=kind, axis=axis, calls=(calls,))
+    return Row(phase=phase, owner=owner, what=kind, axis=axis, calls=(calls,))
+
+
+def counted(subject, phase, owner, what, count=1):
+    return Row(subject=subject, phase=phase, owner=owner, what=what, calls=(Calls(count=count),))
 
 
 def unit(owner, nbytes=NBYTES, *, kept=False):
@@ -34,7 +37,7 @@ def unit(owner, nbytes=NBYTES, *, kept=False):
     rows.append(row(BACKWARD, owner, "reduce_scatter", nbytes, "gradients"))
     acts = [(FORWARD, "unshard"), (BACKWARD, "reshard")]
     acts += [] if kept else [(FORWARD, "reshard"), (BACKWARD, "unshard")]
-    return rows, [ReshardRow(phase=at, module=owner, action=act, count=1) for at, act in acts]
+    return rows + [counted("reshard", at, owner, act) for at, act in acts]
 
 
 def split(owner, nbytes=1_024):
@@ -43,57 +46,39 @@ def split(owner, nbytes=1_024):
         row(FORWARD, owner, "all_gather", nbytes, "activations", axis="tp"),
         row(BACKWARD, owner, "reduce_scatter", nbytes, "activations", axis="tp"),
     ]
-    return rows, [RedistributionRow(phase=FORWARD, owner=owner, change=WHOLE, count=1)]
+    return [*rows, counted("redistribution", FORWARD, owner, WHOLE)]
 
 
 def profile(layers=3, *, tensor_parallel=False, name="layers", extra=()):
-    rows, reshards = unit("", kept=True)
-    moves = []
+    rows = unit("", kept=True)
     for number in range(layers):
-        more, acts = unit(f"{name}.{number}", 2 * NBYTES)
-        rows += more
-        reshards += acts
+        rows += unit(f"{name}.{number}", 2 * NBYTES)
         if tensor_parallel:
-            more, changes = split(f"{name}.{number}.mlp")
-            rows += more
-            moves += changes
-    for more, acts in extra:
+            rows += split(f"{name}.{number}.mlp")
+    for more in extra:
         rows += more
-        reshards += acts
-    return made(rows, reshards, moves)
+    return made(rows)
 
 
-def made(rows, reshards=(), moves=()):
+def made(rows):
     used = {one.axis for one in rows}
     return CommProfile(
         world_size=8,
         mesh_axes=tuple(axis for axis in (DP, TP) if axis.name in used),
         rows=sort_rows(rows),
-        reshards=sort_rows(reshards),
-        redistributions=sort_rows(moves),
     )
 
 
-def changed(old, change_row=lambda one: one, change_reshard=lambda one: one, move=lambda one: one):
-    """A profile with each row changed, or left out where the change gives None."""
-
-    def all_of(rows, change):
-        return [new for new in map(change, rows) if new is not None]
-
-    return made(
-        all_of(old.rows, change_row),
-        all_of(old.reshards, change_reshard),
-        all_of(old.redistributions, move),
-    )
+def changed(old, change, subjects=SUBJECTS):
+    """A profile with each row of some subjects changed, or left out where the change gives None."""
+    rows = (change(one) if one.subject in subjects else one for one in old.rows)
+    return made([one for one in rows if one is not None])
 
 
 def times(one, factor):
     """A row that happens several times as often."""
-    if isinstance(one, CommRow):
-        return replace(
-            one, calls=tuple(replace(calls, count=calls.count * factor) for calls in one.calls)
-        )
-    return replace(one, count=one.count * factor)
+    calls = tuple(replace(calls, count=calls.count * factor) for calls in one.calls)
+    return replace(one, calls=calls)
 
 
 def sized(one, factor):
@@ -112,39 +97,23 @@ def role(one):
 def more_layers(old):
     names = [one.owner for one in old.rows if one.owner and one.owner.startswith("layers.")]
     count = 1 + max(int(name.split(".")[1]) for name in names)
-
-    def grown(rows):
-        last = [one for one in rows if (owner(one) or "").startswith(f"layers.{count - 1}")]
-        new = [with_owner(one, owner(one).replace(f".{count - 1}", f".{count}")) for one in last]
-        return [*rows, *new]
-
-    return made(grown(old.rows), grown(old.reshards), grown(old.redistributions))
-
-
-def owner(one):
-    return one.module if isinstance(one, ReshardRow) else one.owner
-
-
-def with_owner(one, name):
-    return replace(one, module=name) if isinstance(one, ReshardRow) else replace(one, owner=name)
+    last = [one for one in old.rows if (one.owner or "").startswith(f"layers.{count - 1}")]
+    new = [replace(one, owner=one.owner.replace(f".{count - 1}", f".{count}")) for one in last]
+    return made([*old.rows, *new])
 
 
 def renamed(old):
-    def change(one):
-        return with_owner(one, (owner(one) or "").replace("layers.", "blocks."))
-
-    return changed(old, change, change, change)
+    return changed(
+        old, lambda one: replace(one, owner=(one.owner or "").replace("layers.", "blocks."))
+    )
 
 
 def twice(old):
-    return changed(old, *[lambda one: times(one, 2)] * 3)
+    return changed(old, lambda one: times(one, 2))
 
 
 def accumulated(old):
-    def change(one):
-        return one if isinstance(one, CommRow) and role(one) == "gradients" else times(one, 4)
-
-    return changed(old, change, change, change)
+    return changed(old, lambda one: one if role(one) == "gradients" else times(one, 4))
 
 
 def larger_batch(old):
@@ -156,19 +125,18 @@ def in_bfloat16(old):
         calls = (replace(calls, dtype="bfloat16") for calls in sized(one, Fraction(1, 2)).calls)
         return replace(one, calls=tuple(calls))
 
-    return changed(old, change)
+    return changed(old, change, ["collective"])
 
 
 def kept(old):
+    gone = {(FORWARD, "reshard"), (BACKWARD, "unshard")}
+
     def change(one):
-        is_gather = one.kind == "all_gather" and role(one) == "parameters"
-        return None if is_gather and one.phase is BACKWARD else one
+        is_gather = one.what == "all_gather" and role(one) == "parameters"
+        is_gone = is_gather and one.phase is BACKWARD
+        return None if is_gone or (one.phase, one.what) in gone else one
 
-    def act(one):
-        gone = {(FORWARD, "reshard"), (BACKWARD, "unshard")}
-        return None if (one.phase, one.action) in gone else one
-
-    return changed(old, change, act)
+    return changed(old, change)
 
 
 def reduced_often(old):
@@ -176,7 +144,7 @@ def reduced_often(old):
 
 
 def frozen(old):
-    gone = {owner(one) for one in old.rows if (one.owner or "").endswith(".1")}
+    gone = {one.owner for one in old.rows if (one.owner or "").endswith(".1")}
     return changed(old, lambda one: None if one.owner in gone and role(one) == "gradients" else one)
 
 
@@ -186,12 +154,12 @@ def recomputed(old):
         for one in old.rows
         if one.phase is FORWARD and role(one) == "activations"
     ]
-    return made([*old.rows, *again], old.reshards, old.redistributions)
+    return made([*old.rows, *again])
 
 
 def evaluated(old):
     def change(one):
-        is_kept = (owner(one) or "") == "" and (isinstance(one, ReshardRow) or role(one))
+        is_kept = one.owner == "" and (one.subject == "reshard" or role(one))
         return times(one, 2) if one.phase is FORWARD and not is_kept else one
 
-    return changed(old, change, change, change)
+    return changed(old, change)

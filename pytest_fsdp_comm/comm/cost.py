@@ -195,7 +195,7 @@ def _alike_ranks(old: CommProfile, new: CommProfile) -> dict[int, list[int]]:
     # Few lists hold the ranks of many rows, so that ranks are grouped without looking at the rows.
     lists: set[tuple[int, ...]] = set()
     for profile in (old, new):
-        lists.update(row.ranks for row in profile.rows)
+        lists.update(row.ranks for row in profile.collectives)
         lists.update(peak.ranks for peak in profile.peaks)
     signatures: defaultdict[int, list[int]] = defaultdict(list)
     for number, ranks in enumerate(lists):
@@ -211,10 +211,10 @@ def _volumes(profile: CommProfile, ranks: frozenset[int]) -> dict[int, dict[_Wha
     """The sums of some ranks, by axis and kind."""
     by_list: defaultdict[tuple[int, ...], defaultdict[_What, Volume]]
     by_list = defaultdict(lambda: defaultdict(Volume))
-    for row in profile.rows:
+    for row in profile.collectives:
         objects = sum(calls.count for calls in row.calls if calls.is_object)
         volume = Volume(count=row.count - objects, nbytes=row.nbytes, objects=objects)
-        by_list[row.ranks][row.axis, row.kind] += volume
+        by_list[row.ranks][row.axis, row.what] += volume
     found = {rank: by_list[()].copy() for rank in ranks}
     for having, volumes in by_list.items():
         for rank in ranks.intersection(having):

@@ -12,64 +12,47 @@ from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import show_mesh
 from pytest_fsdp_comm.comm.profile import (
-    Calls,
+    SUBJECTS,
     CommProfile,
+    Row,
     RowKey,
     Site,
+    Subject,
     alike_but,
     restrict,
     without_activation_sizes,
     without_async,
 )
-from pytest_fsdp_comm.comm.story.facts import Rows
 from pytest_fsdp_comm.comm.story.search import Story, explain
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from pytest_fsdp_comm.comm.evidence import Evidence
     from pytest_fsdp_comm.comm.links import Links
-    from pytest_fsdp_comm.comm.profile import Row
 
 _PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Amount:
-    """How much one row is, for some ranks."""
-
-    count: int
-    calls: tuple[Calls, ...] = ()
-    """As `Row.calls`."""
-    ranks: tuple[int, ...] = ()
-    """The ranks for which it holds; empty for all."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on one rank; 0 where only counts are compared."""
-        return sum(calls.count * calls.nbytes for calls in self.calls)
-
-
-_Amounts: TypeAlias = tuple[Amount, ...]
+Sites: TypeAlias = Mapping[tuple[str | None, RowKey], tuple[Site, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """One row that differs, for every module in which it differs in the same way."""
 
-    subject: Literal["collective", "reshard", "redistribution", "frame", "memory"]
+    subject: Subject | Literal["frame", "memory"]
     phase: Phase | None
     """None for a change of the frame (world size, recorded ranks, mesh) and of gathered bytes."""
     owners: tuple[str | None, ...] = ()
     """FQNs in natural order; None stands for no module."""
     what: str
     """E.g. ``all_gather[dp]``, ``unshard``, ``(Shard(dim=0))->(Replicate())``, ``world_size``."""
-    before: tuple[Amount, ...] = ()
-    """What the snapshot has; several where ranks differ; empty if the row is new."""
-    after: tuple[Amount, ...] = ()
-    """What was recorded; empty if the row is gone."""
+    before: tuple[Row, ...] = ()
+    """What the snapshot has of the first owner; several where ranks differ; empty if it is new."""
+    after: tuple[Row, ...] = ()
+    """What was recorded of the first owner; empty if it is gone."""
     old_text: str = ""
     """Of frame and memory."""
     new_text: str = ""
@@ -91,8 +74,8 @@ class Comparison:
     """What the story leaves over, and what is no row: frame and memory."""
     causes: tuple[Cause, ...] = ()
     """Readings of the story, those of regressions first; empty if none is known."""
-    sites: Mapping[RowKey, tuple[Site, ...]] = field(default_factory=dict)
-    """Where the recorded collectives of each row were issued."""
+    sites: Sites = field(default_factory=dict)
+    """Where the recorded collectives of each row were issued, by owner and key."""
     cost: Cost = field(default_factory=Cost)
     """What the changes cost; nothing if nothing differs."""
 
@@ -123,10 +106,8 @@ def compare(
     frames = tuple(_compare_frames(old, new))
     if old.sizes_activations != new.sizes_activations:
         old, new = without_activation_sizes(old), without_activation_sizes(new)
-    sites = {row.key: row.sites for row in reversed(new.rows)}
-    before = Rows(old.rows, old.reshards, old.redistributions)
-    after = Rows(new.rows, new.reshards, new.redistributions)
-    rows = tuple(_compare_all_rows(before, after, sites))
+    sites = {(row.owner, row.key): row.sites for row in reversed(new.rows) if row.sites}
+    rows = tuple(_compare_rows(old.rows, new.rows, sites))
     if not (frames or rows):
         return Comparison(changes=())
     cost = cost_of_change(old, new, links)
@@ -136,21 +117,13 @@ def compare(
     return Comparison(
         changes=(*frames, *rows),
         story=story,
-        left=(*frames, *_compare_all_rows(story.before, story.after, sites)),
+        left=(*frames, *_compare_rows(story.before, story.after, sites)),
         causes=find_causes(
             story, evidence, is_same_mesh=all(one.subject != "frame" for one in frames)
         ),
         sites=sites,
         cost=cost,
     )
-
-
-def _compare_all_rows(
-    old: Rows, new: Rows, sites: Mapping[RowKey, tuple[Site, ...]]
-) -> Iterable[Change]:
-    yield from _compare_rows("collective", old.collectives, new.collectives, sites)
-    yield from _compare_rows("reshard", old.reshards, new.reshards, {})
-    yield from _compare_rows("redistribution", old.redistributions, new.redistributions, {})
 
 
 def _compare_frames(old: CommProfile, new: CommProfile) -> Iterable[Change]:
@@ -178,47 +151,50 @@ def _compare_frames(old: CommProfile, new: CommProfile) -> Iterable[Change]:
             yield Change(subject=subject, phase=None, what=what, old_text=before, new_text=after)
 
 
-def _compare_rows(
-    subject: Literal["collective", "reshard", "redistribution"],
-    old: Iterable[Row],
-    new: Iterable[Row],
-    sites: Mapping[RowKey, tuple[Site, ...]],
-) -> Iterable[Change]:
-    before, after = _by_key(old), _by_key(new)
-    groups: dict[tuple[Phase, str, _Amounts, _Amounts], list[RowKey]] = {}
+def _compare_rows(old: Iterable[Row], new: Iterable[Row], sites: Sites) -> Iterable[Change]:
+    before, after = _by_place(old), _by_place(new)
+    groups: dict[tuple[object, ...], list[Change]] = {}
     # The order of the new profile, with what is gone at its place among the old.
-    for key in sorted({**after, **before}, key=lambda key: _PHASE_ORDER[key[0]]):
-        was, now = before.get(key, ()), after.get(key, ())
-        if was != now:
-            if not (was and now):
-                # Of what came or went as a whole, prefetch distances are no part of the change.
-                was, now = _without_ahead(was), _without_ahead(now)
-            phase, _, what = key
-            groups.setdefault((phase, _described(what), was, now), []).append(key)
-    for (phase, described, was, now), keys in groups.items():
-        owners = sorted((owner for _, owner, _ in keys), key=lambda name: natural_key(name or ""))
-        yield Change(
-            subject=subject,
-            phase=phase,
-            owners=tuple(owners),
-            what=described,
+    for owner, key in sorted({**after, **before}, key=lambda place: _order(place[1])):
+        was, now = before.get((owner, key), ()), after.get((owner, key), ())
+        if was == now:
+            continue
+        if not (was and now):
+            # Of what came or went as a whole, prefetch distances are no part of the change.
+            was, now = _without_ahead(was), _without_ahead(now)
+        change = Change(
+            subject=key.subject,
+            phase=key.phase,
+            owners=(owner,),
+            what=str(key),
             before=was,
             after=now,
-            sites=sites.get(keys[0], ()),
+            sites=sites.get((owner, key), ()),
         )
+        groups.setdefault((key, _amounts(was), _amounts(now)), []).append(change)
+    for alike in groups.values():
+        owners = sorted(
+            (owner for change in alike for owner in change.owners),
+            key=lambda name: natural_key(name or ""),
+        )
+        yield replace(alike[0], owners=tuple(owners))
 
 
-def _without_ahead(amounts: _Amounts) -> _Amounts:
-    return tuple(replace(amount, calls=alike_but(amount.calls, ahead=0)) for amount in amounts)
+def _order(key: RowKey) -> tuple[int, int]:
+    return SUBJECTS.index(key.subject), _PHASE_ORDER[key.phase]
 
 
-def _described(what: Sequence[str]) -> str:
-    return f"{what[0]}[{what[1]}]" if len(what) > 1 else what[0]
+def _amounts(rows: Iterable[Row]) -> tuple[object, ...]:
+    """What rows of one place say, whichever owner they have."""
+    return tuple((row.calls, row.ranks) for row in rows)
 
 
-def _by_key(rows: Iterable[Row]) -> dict[RowKey, _Amounts]:
-    found: defaultdict[RowKey, list[Amount]] = defaultdict(list)
+def _without_ahead(rows: Iterable[Row]) -> tuple[Row, ...]:
+    return tuple(replace(row, calls=alike_but(row.calls, ahead=0)) for row in rows)
+
+
+def _by_place(rows: Iterable[Row]) -> dict[tuple[str | None, RowKey], tuple[Row, ...]]:
+    found: defaultdict[tuple[str | None, RowKey], list[Row]] = defaultdict(list)
     for row in rows:
-        amount = Amount(count=row.count, calls=row.calls, ranks=row.ranks)
-        found[row.key].append(amount)
-    return {key: tuple(amounts) for key, amounts in found.items()}
+        found[row.owner, row.key].append(row)
+    return {place: tuple(held) for place, held in found.items()}

@@ -9,7 +9,18 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import Field, dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Final,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    get_args,
+)
 
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Gap, Phase, Role, Source
 from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes
@@ -21,14 +32,17 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.events import Collective, Recording
 
+Subject: TypeAlias = Literal["collective", "reshard", "redistribution"]
+"""What a row counts: collectives; the unshards or reshards of an FSDP unit; redistributions of
+DTensors. What the last two send are collectives of their own."""
+SUBJECTS: Final[tuple[Subject, ...]] = get_args(Subject)
+
 _PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
+_SUBJECT_ORDER: Final = {subject: place for place, subject in enumerate(SUBJECTS)}
 _KIND_ORDER: Final = {kind: place for place, kind in enumerate(COLLECTIVE_KINDS)}
 
 # That of the embedding, in `_MaskPartial` (torch 2.6 to 2.13): its width is no change of placement.
 _SHAPE: Final = re.compile(r"(?:, )?offset_shape=torch\.Size\(\[[^\]]*\]\)")
-
-RowKey: TypeAlias = tuple[Phase, str | None, tuple[str, ...]]
-"""Phase, owner and `Row.what`."""
 
 
 class OfRanks(Protocol):
@@ -42,35 +56,6 @@ class OfRanks(Protocol):
         """The ranks for which this holds, ascending; empty for all ranks."""
 
 
-class Row(OfRanks, Protocol):
-    """What rows of all kinds have in common: how often some ranks did something."""
-
-    @property
-    def phase(self) -> Phase:
-        """The part of the step."""
-
-    @property
-    def owner(self) -> str | None:
-        """FQN of the module that it is about; None if it is about no module."""
-
-    @property
-    def what(self) -> tuple[str, ...]:
-        """What distinguishes rows of one phase and owner."""
-
-    @property
-    def key(self) -> RowKey:
-        """What distinguishes rows, except those of ranks that differ."""
-
-    @property
-    def count(self) -> int:
-        """How often, on one rank."""
-
-    @property
-    def calls(self) -> tuple[Calls, ...]:
-        """The same by what each call was; empty where only counts are compared."""
-
-
-_Row = TypeVar("_Row", bound=Row)
 _OfRanks = TypeVar("_OfRanks", bound=OfRanks)
 
 
@@ -112,8 +97,8 @@ class Calls:
     known."""
     root_rank: int = -1
     """As `events.Collective.root_rank`; -1 where that is None."""
-    count: int
-    """How many there are."""
+    count: int = 0
+    """How many there are; 0 for what each of them is, however many there are."""
 
     def __str__(self) -> str:
         """As in a snapshot: ``x2 of 64 B float32 parameters ahead 1``."""
@@ -133,106 +118,59 @@ class Calls:
         return " ".join(words)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommRow:
-    """The collectives of one kind that serve one module in one phase over one mesh axis."""
+class RowKey(NamedTuple):
+    """What distinguishes the rows of one module, except those of ranks that differ."""
 
+    subject: Subject
+    phase: Phase
+    what: str
+    """As `Row.what`."""
+    axis: str
+    """As `Row.axis`."""
+
+    def __str__(self) -> str:
+        """What is counted, e.g. ``all_gather[dp]``, ``unshard``, ``(Shard(0))->(Replicate())``."""
+        return f"{self.what}[{self.axis}]" if self.subject == "collective" else self.what
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """How often some ranks did one thing for one module in one phase.
+
+    It is counted from a recording, written, read, merged, compared, explained and drawn as it is.
+    """
+
+    subject: Subject = "collective"
     phase: Phase
     owner: str | None
-    """FQN of the owning module; None if they serve no module."""
-    kind: str
-    """As `events.Collective.kind`."""
-    axis: str
-    """Name of the mesh axis."""
+    """FQN of the module: that of a unit for its reshards; None if it is about no module."""
+    what: str
+    """As `events.Collective.kind` or `events.Reshard.action`; or the placements of a
+    redistribution, one per mesh axis, without spaces: ``(Shard(dim=0))->(Replicate())``."""
+    axis: str = ""
+    """Name of the mesh axis of a collective; empty for other subjects."""
     calls: tuple[Calls, ...]
-    """Sorted, each kind of call once."""
+    """Sorted, each kind of call once. Those that are no collectives have a count alone."""
     ranks: tuple[int, ...] = ()
     """The ranks for which this holds, ascending; empty for all ranks."""
     sites: tuple[Site, ...] = field(default=(), compare=False)
-    """Of the lowest of these ranks; empty in a profile that was read from a snapshot."""
+    """Of the lowest of these ranks; empty where nothing is sent, and in a profile that was read
+    from a snapshot."""
+
+    @property
+    def key(self) -> RowKey:
+        """What distinguishes it from the module's other rows."""
+        return RowKey(self.subject, self.phase, self.what, self.axis)
 
     @property
     def count(self) -> int:
-        """How many a rank issued."""
+        """How often, on one rank."""
         return sum(calls.count for calls in self.calls)
 
     @property
     def nbytes(self) -> int:
-        """Sum of their message sizes on one rank, in bytes; without those of objects."""
+        """Sum of the message sizes on one rank, in bytes; without those of objects."""
         return sum(calls.count * calls.nbytes for calls in self.calls)
-
-    @property
-    def what(self) -> tuple[str, str]:
-        """Kind and axis."""
-        return (self.kind, self.axis)
-
-    @property
-    def key(self) -> RowKey:
-        """See `Row.key`."""
-        return (self.phase, self.owner, self.what)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardRow:
-    """How often one FSDP unit gathered or freed its parameters in one phase."""
-
-    phase: Phase
-    module: str | None
-    """As `events.Reshard.module`."""
-    action: str
-    """``unshard`` or ``reshard``."""
-    count: int
-    ranks: tuple[int, ...] = ()
-    """The ranks for which this holds, ascending; empty for all ranks."""
-
-    @property
-    def owner(self) -> str | None:
-        """The module, as other rows call it."""
-        return self.module
-
-    @property
-    def what(self) -> tuple[str]:
-        """The action."""
-        return (self.action,)
-
-    @property
-    def key(self) -> RowKey:
-        """See `Row.key`."""
-        return (self.phase, self.module, self.what)
-
-    @property
-    def calls(self) -> tuple[Calls, ...]:
-        """None: the all-gather that an unshard issues has them."""
-        return ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedistributionRow:
-    """How often DTensors of one module changed between two placements in one phase."""
-
-    phase: Phase
-    owner: str | None
-    """FQN of the module; None if they belong to none."""
-    change: str
-    """``(Shard(dim=0))->(Replicate())``, one placement per mesh axis, without spaces."""
-    count: int
-    ranks: tuple[int, ...] = ()
-    """The ranks for which this holds, ascending; empty for all ranks."""
-
-    @property
-    def what(self) -> tuple[str]:
-        """The change."""
-        return (self.change,)
-
-    @property
-    def key(self) -> RowKey:
-        """See `Row.key`."""
-        return (self.phase, self.owner, self.what)
-
-    @property
-    def calls(self) -> tuple[Calls, ...]:
-        """None: the collectives that it issues have them."""
-        return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,10 +203,8 @@ class CommProfile:
     """Ranks of the default group."""
     mesh_axes: tuple[MeshAxis, ...]
     """The axes over which something was sent, sorted by name."""
-    rows: tuple[CommRow, ...]
-    """In order of phase, owner and kind."""
-    reshards: tuple[ReshardRow, ...] = ()
-    redistributions: tuple[RedistributionRow, ...] = ()
+    rows: tuple[Row, ...]
+    """In the order of `sort_rows`."""
     peaks: tuple[GatheredPeak, ...] = ()
     """In the order of their lowest ranks; empty if nothing was gathered."""
     recorded_ranks: tuple[int, ...] = ()
@@ -290,7 +226,12 @@ class CommProfile:
     @property
     def is_empty(self) -> bool:
         """Whether no collective was recorded on any rank."""
-        return not self.rows
+        return not self.collectives
+
+    @property
+    def collectives(self) -> tuple[Row, ...]:
+        """The rows of what was sent."""
+        return tuple(row for row in self.rows if row.subject == "collective")
 
     @property
     def num_ranks(self) -> int:
@@ -299,7 +240,7 @@ class CommProfile:
 
     def totals(self) -> tuple[Total, ...]:
         """Counts and bytes of each kind and axis over all phases and owners, by kind."""
-        return sum_up(((row, 1, len(row.ranks)) for row in self.rows), self.num_ranks)
+        return sum_up(((row, 1, len(row.ranks)) for row in self.collectives), self.num_ranks)
 
 
 class OnRanks(Protocol):
@@ -320,7 +261,7 @@ def has_further_ranks(profile: OnRanks, other: OnRanks) -> bool:
     return not ranks.issubset(other.recorded_ranks or range(other.world_size))
 
 
-def sum_up(rows: Iterable[tuple[CommRow, int, int]], num_ranks: int) -> tuple[Total, ...]:
+def sum_up(rows: Iterable[tuple[Row, int, int]], num_ranks: int) -> tuple[Total, ...]:
     """Adds rows up.
 
     Args:
@@ -334,8 +275,9 @@ def sum_up(rows: Iterable[tuple[CommRow, int, int]], num_ranks: int) -> tuple[To
     nbytes: Counter[tuple[str, str]] = Counter()
     for row, owners, ranks in held:
         times = owners * (1 if is_common else ranks or num_ranks)
-        counts[row.what] += times * row.count
-        nbytes[row.what] += times * row.nbytes
+        what = (row.what, row.axis)
+        counts[what] += times * row.count
+        nbytes[what] += times * row.nbytes
     return tuple(
         Total(
             kind=what[0],
@@ -344,7 +286,7 @@ def sum_up(rows: Iterable[tuple[CommRow, int, int]], num_ranks: int) -> tuple[To
             nbytes=nbytes[what],
             num_ranks=1 if is_common else num_ranks,
         )
-        for what in sorted(counts, key=_kind_order)
+        for what in sorted(counts, key=lambda what: _kind_order(*what))
     )
 
 
@@ -354,9 +296,13 @@ def fold(recording: Recording) -> CommProfile:
     return CommProfile(
         world_size=recording.world_size,
         mesh_axes=recording.mesh_axes,
-        rows=sort_rows(_fold_collectives(recording)),
-        reshards=sort_rows(_fold_reshards(recording)),
-        redistributions=sort_rows(_fold_redistributions(recording)),
+        rows=sort_rows(
+            chain(
+                _fold_collectives(recording),
+                _fold_reshards(recording),
+                _fold_redistributions(recording),
+            )
+        ),
         peaks=(GatheredPeak(nbytes=peak),) if peak else (),
         recorded_ranks=() if recording.world_size == 1 else (recording.rank,),
         shows_async=recording.shows_async,
@@ -367,16 +313,16 @@ def fold(recording: Recording) -> CommProfile:
     )
 
 
-def _fold_collectives(recording: Recording) -> Iterable[CommRow]:
+def _fold_collectives(recording: Recording) -> Iterable[Row]:
     events: defaultdict[tuple[Phase, str | None, str, str], list[Collective]] = defaultdict(list)
     for event in recording.collectives:
         events[event.phase, event.owner, event.kind, event.axis].append(event)
     for (phase, owner, kind, axis), alike in events.items():
         sites = Counter((event.issued_in, event.call_site, event.dtype) for event in alike)
-        yield CommRow(
+        yield Row(
             phase=phase,
             owner=owner,
-            kind=kind,
+            what=kind,
             axis=axis,
             calls=_fold_calls(alike),
             sites=tuple(
@@ -388,55 +334,33 @@ def _fold_collectives(recording: Recording) -> Iterable[CommRow]:
 
 def _fold_calls(events: Iterable[Collective]) -> tuple[Calls, ...]:
     counts = Counter(map(_compared, events))
-    return tuple(
-        sorted(
-            Calls(
-                nbytes=nbytes,
-                dtype=dtype,
-                role=role,
-                is_object=is_object,
-                ahead=ahead,
-                is_async=is_async,
-                peer=peer,
-                root_rank=root_rank,
-                count=count,
-            )
-            for (
-                nbytes,
-                dtype,
-                role,
-                is_object,
-                ahead,
-                is_async,
-                peer,
-                root_rank,
-            ), count in counts.items()
-        )
-    )
+    return tuple(sorted(replace(alike, count=count) for alike, count in counts.items()))
 
 
-def _compared(event: Collective) -> tuple[int, str, str, bool, int, bool, int, int]:
+def _compared(event: Collective) -> Calls:
+    """All that is compared of one call."""
     is_object = event.source is Source.OBJECT
     peer, size = event.peer or 0, event.group_size
-    return (
-        0 if is_object else event.nbytes,
-        "" if is_object else event.dtype,
-        "" if event.role is None else event.role.value,
-        is_object,
-        event.ahead or 0,
-        event.is_async is True,
-        peer - size if peer > size / 2 else peer,
-        -1 if event.root_rank is None else event.root_rank,
+    return Calls(
+        nbytes=0 if is_object else event.nbytes,
+        dtype="" if is_object else event.dtype,
+        role="" if event.role is None else event.role.value,
+        is_object=is_object,
+        ahead=event.ahead or 0,
+        is_async=event.is_async is True,
+        peer=peer - size if peer > size / 2 else peer,
+        root_rank=-1 if event.root_rank is None else event.root_rank,
     )
 
 
-def _fold_reshards(recording: Recording) -> Iterable[ReshardRow]:
+def _fold_reshards(recording: Recording) -> Iterable[Row]:
     counts = Counter((event.phase, event.module, event.action) for event in recording.reshards)
     for (phase, module, action), count in counts.items():
-        yield ReshardRow(phase=phase, module=module, action=action, count=count)
+        calls = (Calls(count=count),)
+        yield Row(subject="reshard", phase=phase, owner=module, what=action, calls=calls)
 
 
-def _fold_redistributions(recording: Recording) -> Iterable[RedistributionRow]:
+def _fold_redistributions(recording: Recording) -> Iterable[Row]:
     def written(placements: Sequence[str]) -> str:
         return f"({','.join(_SHAPE.sub('', one).replace(' ', '') for one in placements)})"
 
@@ -449,7 +373,8 @@ def _fold_redistributions(recording: Recording) -> Iterable[RedistributionRow]:
         for event in recording.redistributions
     )
     for (phase, owner, change), count in counts.items():
-        yield RedistributionRow(phase=phase, owner=owner, change=change, count=count)
+        calls = (Calls(count=count),)
+        yield Row(subject="redistribution", phase=phase, owner=owner, what=change, calls=calls)
 
 
 def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> CommProfile:
@@ -472,8 +397,6 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
         first,
         mesh_axes=merge_axes(axis for profile in alike for axis in profile.mesh_axes),
         rows=_merge_rows(groups, [profile.rows for profile in alike]),
-        reshards=_merge_rows(groups, [profile.reshards for profile in alike]),
-        redistributions=_merge_rows(groups, [profile.redistributions for profile in alike]),
         peaks=_merge_alike(groups, [profile.peaks for profile in alike]),
         recorded_ranks=unless_all(ranks, first.world_size),
         notes=tuple(dict.fromkeys(note for profile in alike for note in profile.notes)),
@@ -514,7 +437,7 @@ class _Groups:
         return self._lists[key]
 
 
-def _merge_rows(groups: _Groups, rows_of: Sequence[Sequence[_Row]]) -> tuple[_Row, ...]:
+def _merge_rows(groups: _Groups, rows_of: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
     """Makes one of equal rows.
 
     Args:
@@ -522,7 +445,7 @@ def _merge_rows(groups: _Groups, rows_of: Sequence[Sequence[_Row]]) -> tuple[_Ro
         rows_of: The rows of each group.
     """
     # First by identity: profiles that differ share most of their rows.
-    shared: dict[int, tuple[_Row, list[int]]] = {}
+    shared: dict[int, tuple[Row, list[int]]] = {}
     for place, rows in enumerate(rows_of):
         for row in rows:
             held = shared.get(id(row))
@@ -530,9 +453,9 @@ def _merge_rows(groups: _Groups, rows_of: Sequence[Sequence[_Row]]) -> tuple[_Ro
                 shared[id(row)] = (row, [place])
             else:
                 held[1].append(place)
-    having: dict[tuple[RowKey, int, tuple[Calls, ...]], tuple[_Row, list[int]]] = {}
+    having: dict[tuple[RowKey, str | None, tuple[Calls, ...]], tuple[Row, list[int]]] = {}
     for row, places in shared.values():
-        having.setdefault((row.key, row.count, row.calls), (row, []))[1].extend(places)
+        having.setdefault((row.key, row.owner, row.calls), (row, []))[1].extend(places)
     return sort_rows(replace(row, ranks=groups.ranks(places)) for row, places in having.values())
 
 
@@ -564,10 +487,7 @@ def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
             if having:
                 yield replace(one, ranks=unless_all(having, len(ranks))), having
 
-    def rows_of_kept(rows: Iterable[_Row]) -> tuple[_Row, ...]:
-        return sort_rows(row for row, _ in of_kept(rows))
-
-    rows = rows_of_kept(profile.rows)
+    rows = sort_rows(row for row, _ in of_kept(profile.rows))
     used = {row.axis for row in rows}
     peaks = sorted(of_kept(profile.peaks), key=lambda held: held[1])
     return replace(
@@ -578,8 +498,6 @@ def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
             if axis.name in used and (not axis.groups or any(map(kept.intersection, axis.groups)))
         ),
         rows=rows,
-        reshards=rows_of_kept(profile.reshards),
-        redistributions=rows_of_kept(profile.redistributions),
         peaks=tuple(peak for peak, _ in peaks),
         recorded_ranks=unless_all(ranks, profile.world_size),
     )
@@ -593,10 +511,10 @@ def without_async(profile: CommProfile) -> CommProfile:
 
 def without_activation_sizes(profile: CommProfile) -> CommProfile:
     """A profile as if nobody knew how large the activations were."""
-    alike: dict[tuple[RowKey, tuple[Calls, ...]], list[CommRow]] = {}
+    alike: dict[tuple[RowKey, str | None, tuple[Calls, ...]], list[Row]] = {}
     for row in profile.rows:
         unsized = replace(row, calls=tuple(sorted(_without_activation_sizes(row.calls))))
-        alike.setdefault((unsized.key, unsized.calls), []).append(unsized)
+        alike.setdefault((unsized.key, unsized.owner, unsized.calls), []).append(unsized)
     # Ranks whose rows differed in these sizes alone share a row.
     rows = sort_rows(
         replace(first, ranks=_united([first, *others], profile.num_ranks)) if others else first
@@ -605,7 +523,7 @@ def without_activation_sizes(profile: CommProfile) -> CommProfile:
     return replace(profile, rows=rows, sizes_activations=False)
 
 
-def _united(rows: Iterable[CommRow], num_ranks: int) -> tuple[int, ...]:
+def _united(rows: Iterable[Row], num_ranks: int) -> tuple[int, ...]:
     return unless_all(sorted(chain.from_iterable(row.ranks for row in rows)), num_ranks)
 
 
@@ -627,15 +545,16 @@ def alike_but(calls: Iterable[Calls], **changes: Any) -> tuple[Calls, ...]:
     return tuple(sorted(replace(one, count=count) for one, count in counts.items()))
 
 
-def sort_rows(rows: Iterable[_Row]) -> tuple[_Row, ...]:
-    """Puts rows of one kind into the order of phase, owner and what they count."""
+def sort_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Sorts rows by subject, phase, owner, what they count, and ranks."""
     return tuple(sorted(rows, key=_order))
 
 
 def _order(row: Row) -> tuple[object, ...]:
     where = (row.owner is None, natural_key(row.owner or ""))
-    return (_PHASE_ORDER[row.phase], where, _kind_order(row.what), row.ranks)
+    subject, phase = _SUBJECT_ORDER[row.subject], _PHASE_ORDER[row.phase]
+    return (subject, phase, where, _kind_order(row.what, row.axis), row.ranks)
 
 
-def _kind_order(what: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    return _KIND_ORDER.get(what[0], len(_KIND_ORDER)), what
+def _kind_order(kind: str, axis: str) -> tuple[int, str, str]:
+    return _KIND_ORDER.get(kind, len(_KIND_ORDER)), kind, axis

@@ -22,10 +22,10 @@ from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from pytest_fsdp_comm.comm.diff import Amount, Change, Comparison
-    from pytest_fsdp_comm.comm.profile import Calls, RowKey, Site
+    from pytest_fsdp_comm.comm.diff import Change, Comparison, Sites
+    from pytest_fsdp_comm.comm.profile import Calls, Row
     from pytest_fsdp_comm.comm.story.steps import Step
 
 _MAX_CALLS: Final = 3
@@ -92,7 +92,7 @@ def _story_lines(comparison: Comparison) -> list[str]:
     return [step_line(step) + _site_of(step, comparison.sites) for step in ordered]
 
 
-def _site_of(step: Step, sites: Mapping[RowKey, Sequence[Site]]) -> str:
+def _site_of(step: Step, sites: Sites) -> str:
     """Where the first of the collectives was issued that a step adds."""
     if not isinstance(step, Replaced):
         return ""
@@ -102,7 +102,7 @@ def _site_of(step: Step, sites: Mapping[RowKey, Sequence[Site]]) -> str:
         for key, facts in step.rows[owner].items():
             if key.subject != "collective" or key.phase is Phase.BACKWARD or not facts:
                 continue
-            found = sites.get((key.phase, owner, (key.what, key.axis)), ())
+            found = sites.get((owner, key), ())
             if found and found[0].call_site:
                 return f", at {found[0].call_site}"
     return ""
@@ -151,7 +151,7 @@ def _by_rank(change: Change) -> bool:
     return any(amount.ranks for amount in (*change.before, *change.after))
 
 
-def _simple(before: Amount | None, after: Amount | None) -> str:
+def _simple(before: Row | None, after: Row | None) -> str:
     was, now = (before.count if before else 0), (after.count if after else 0)
     text = f"{was} -> {now} ({now - was:+})" if now != was else f"{was}"
     old, new = (before.nbytes if before else 0), (after.nbytes if after else 0)
@@ -163,18 +163,18 @@ def _simple(before: Amount | None, after: Amount | None) -> str:
     return ", ".join(parts)
 
 
-def _kinds(amount: Amount) -> set[Calls]:
+def _kinds(amount: Row) -> set[Calls]:
     """What the calls are, apart from how many and how large."""
     return {replace(calls, count=0, nbytes=0) for calls in amount.calls}
 
 
-def _without(amount: Amount, other: Amount) -> str:
+def _without(amount: Row, other: Row) -> str:
     left = [str(calls) for calls in amount.calls if calls not in other.calls]
     more = len(left) - _MAX_CALLS
     return ", ".join(left[:_MAX_CALLS]) + (f" and {more} more" if more > 0 else "") or "none"
 
 
-def _listed(amounts: Sequence[Amount]) -> str:
+def _listed(amounts: Sequence[Row]) -> str:
     if not amounts:
         return "0"
     return " / ".join(
@@ -182,7 +182,7 @@ def _listed(amounts: Sequence[Amount]) -> str:
     )
 
 
-def _listed_calls(amount: Amount) -> str:
+def _listed_calls(amount: Row) -> str:
     # Ranks may differ in what a sum does not show, such as their peers.
     if len(amount.calls) == 1:
         return str(amount.calls[0]).partition(" ")[2] or "no bytes"

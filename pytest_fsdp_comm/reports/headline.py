@@ -15,7 +15,7 @@ from pytest_fsdp_comm.text.rank_lists import name_ranks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_fsdp_comm.comm.diff import Amount
+    from pytest_fsdp_comm.comm.profile import Row
     from pytest_fsdp_comm.comm.story.search import Story
     from pytest_fsdp_comm.tree.diff import TreeChange
 
@@ -105,15 +105,15 @@ def _owners(owners: Sequence[str | None]) -> str:
     return f"{patterns[0]}{more}"
 
 
-def _count(amounts: Sequence[Amount]) -> int:
+def _count(amounts: Sequence[Row]) -> int:
     return sum(amount.count for amount in amounts)
 
 
-def _nbytes(amounts: Sequence[Amount]) -> int:
+def _nbytes(amounts: Sequence[Row]) -> int:
     return sum(amount.nbytes for amount in amounts)
 
 
-def _by_rank(amounts: Sequence[Amount]) -> str:
+def _by_rank(amounts: Sequence[Row]) -> str:
     counts = [
         f"{amount.count} on {name_ranks(amount.ranks)}" if amount.ranks else str(amount.count)
         for amount in amounts
@@ -131,7 +131,7 @@ def _calls(change: Change) -> str:
     return f"now {came}" if came else f"no longer {gone}" if gone else "in other calls"
 
 
-def _phrases(amounts: Sequence[Amount]) -> dict[str, None]:
+def _phrases(amounts: Sequence[Row]) -> dict[str, None]:
     """What is said of the calls, each phrase once."""
     calls = (str(one) for amount in amounts for one in amount.calls)
     return dict.fromkeys(phrase for one in calls for phrase in _PHRASE.findall(one))

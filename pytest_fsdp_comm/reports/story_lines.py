@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from fractions import Fraction
 
-    from pytest_fsdp_comm.comm.story.facts import Fact, Facts, Owner, RowKey
+    from pytest_fsdp_comm.comm.profile import RowKey
+    from pytest_fsdp_comm.comm.story.facts import Fact, Facts, Owner
     from pytest_fsdp_comm.comm.story.steps import Step
     from pytest_fsdp_comm.comm.story.timing import Shares, TimingChange
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Phase, Role
 from pytest_fsdp_comm.comm.profile import (
     Calls,
     CommProfile,
-    CommRow,
     GatheredPeak,
-    RedistributionRow,
-    ReshardRow,
     Row,
     sort_rows,
     sum_up,
@@ -23,17 +19,12 @@ from pytest_fsdp_comm.comm.profile import (
 from pytest_fsdp_comm.errors import quoted_part
 from pytest_fsdp_comm.snapshots.comm_writing import (
     ASYNC_UNKNOWN,
-    COLLECTIVES,
     PEAK,
-    REDISTRIBUTIONS,
-    RESHARDS,
     TOTAL,
     UNSIZED,
-    collective_content,
     comm_lines,
     limit_lines,
-    redistribution_content,
-    reshard_content,
+    row_content,
 )
 from pytest_fsdp_comm.snapshots.lines import NUMBER, RANKS, WorldReader, world_lines
 from pytest_fsdp_comm.snapshots.records import Record, RecordReader, fold_pieces
@@ -41,8 +32,9 @@ from pytest_fsdp_comm.text.fqn import NO_MODULE, Pattern, read_word, unescape
 from pytest_fsdp_comm.text.rank_lists import RANKS_PATTERN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
+    from pytest_fsdp_comm.comm.profile import RowKey, Subject
     from pytest_fsdp_comm.snapshots.lines import SnapshotLines
 
 _NBYTES: Final = r"(?P<nbytes>[0-9_]{1,23}) B"
@@ -69,27 +61,17 @@ _SHAPES: Final = (
 )
 _NO_NAMES: Final = Pattern(words=(NO_MODULE,), box=())
 
-_Row = TypeVar("_Row", bound=Row)
-_Row_co = TypeVar("_Row_co", bound=Row, covariant=True)
-_Make = Callable[[str | None, tuple[int, ...]], _Row]
-"""Makes the row of one module, for some ranks."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _CommRecord(Record, Generic[_Row_co]):
-    phase: Phase
-    section: int
+class _CommRecord(Record):
     row: Row
     """That of no module, for all ranks."""
-    make: _Make[_Row_co]
 
-    def rows(self, ranks: tuple[int, ...]) -> Iterator[_Row_co]:
+    def rows(self, ranks: tuple[int, ...]) -> Iterator[Row]:
         """The rows of all names, for the listed ranks."""
-        if self.names is _NO_NAMES:
-            yield self.make(None, ranks)
-            return
-        for fqn in self.names.expand():
-            yield self.make(fqn, ranks)
+        names = (None,) if self.names is _NO_NAMES else self.names.expand()
+        for fqn in names:
+            yield replace(self.row, owner=fqn, ranks=ranks)
 
 
 class CommDocument:
@@ -114,11 +96,7 @@ class CommDocument:
         first += not self._shows_async
         self._sizes_activations = body[first - 1 : first] != [UNSIZED]
         first += not self._sizes_activations
-        self._collectives: list[_CommRecord[CommRow]] = []
-        self._reshards: list[_CommRecord[ReshardRow]] = []
-        self._redistributions: list[_CommRecord[RedistributionRow]] = []
-        groups: defaultdict[tuple[Phase, int, tuple[str, ...]], list[_CommRecord[Row]]]
-        groups = defaultdict(list)
+        self._records: list[_CommRecord] = []
         self._peaks: list[tuple[int, str]] = []
         self._peak_ranks: set[int] = set()
         for number, line in enumerate(body[first - 1 :], start=first):
@@ -127,18 +105,17 @@ class CommDocument:
             if line.startswith(PEAK):
                 self._read_peak(number, line)
                 continue
-            record = self._read(number, line)
-            groups[record.phase, record.section, record.row.what].append(record)
-        self._check(groups.values())
+            self._records.append(self._read(number, line))
+        self._check()
 
     def profile(self) -> CommProfile:
         """What the document holds."""
         return CommProfile(
             world_size=self._world.size,
             mesh_axes=self._world.mesh_axes,
-            rows=self._rows(self._collectives),
-            reshards=self._rows(self._reshards),
-            redistributions=self._rows(self._redistributions),
+            rows=sort_rows(
+                row for record in self._records for row in record.rows(self._ranks(record.ranks))
+            ),
             peaks=tuple(
                 GatheredPeak(nbytes=nbytes, ranks=self._ranks(ranks))
                 for nbytes, ranks in self._peaks
@@ -148,22 +125,24 @@ class CommDocument:
             sizes_activations=self._sizes_activations,
         )
 
-    def _read(self, number: int, line: str) -> _CommRecord[Row]:
+    def _read(self, number: int, line: str) -> _CommRecord:
         match = _RECORD.fullmatch(line)
         if match is None:
             is_phase = line.partition(" ")[0] in tuple(Phase)
             raise self.lines.misread(
                 number, _SHAPES if is_phase else f"a phase first: {', '.join(Phase)}"
             )
-        read: Callable[[int, re.Match[str]], _CommRecord[Row]] = (
-            self._read_collective
-            if match["kind"]
-            else self._read_reshard
-            if match["action"]
-            else self._read_redistribution
-        )
         try:
-            record = read(number, match)
+            row, ranks = self._read_row(match), match["ranks"] or ""
+            self._ranks(ranks)
+            is_nameless = match["names"] == NO_MODULE
+            record = _CommRecord(
+                number=number,
+                names=_NO_NAMES if is_nameless else self._reader.pattern(match["names"]),
+                content=row_content(row),
+                ranks=ranks,
+                row=row,
+            )
         except ValueError as error:
             raise self.lines.refused(number, error) from None
         written = f"{match['phase']} {match['names']} {record.words}"
@@ -171,9 +150,15 @@ class CommDocument:
             raise self.lines.differs(number, written)
         return record
 
-    def _read_collective(self, number: int, match: re.Match[str]) -> _CommRecord[CommRow]:
-        phase, kind = Phase(match["phase"]), unescape(match["kind"])
-        axis = unescape(match["axis"]) if match["axis"] else ""
+    def _read_row(self, match: re.Match[str]) -> Row:
+        """Reads the row of no module, for all ranks."""
+        phase = Phase(match["phase"])
+        if match["kind"] is None:
+            subject: Subject = "reshard" if match["action"] else "redistribution"
+            what = match["action"] or read_word(match["change"])
+            count = (Calls(count=int(match["count"])),)
+            return Row(subject=subject, phase=phase, owner=None, what=what, calls=count)
+        kind = unescape(match["kind"])
         if kind not in COLLECTIVE_KINDS and not re.fullmatch(r"unknown:.+", kind):
             raise ValueError(
                 f"unknown collective {quoted_part(kind)}: expected one of "
@@ -181,79 +166,11 @@ class CommDocument:
             )
         calls = _read_calls(match["calls"], sizes_activations=self._sizes_activations)
         _check_calls(kind, calls)
-
-        def make(owner: str | None, ranks: tuple[int, ...]) -> CommRow:
-            return CommRow(
-                phase=phase,
-                owner=owner,
-                kind=kind,
-                axis=axis,
-                calls=calls,
-                ranks=ranks,
-            )
-
-        record = self._record(number, match, COLLECTIVES, make, collective_content)
-        self._collectives.append(record)
-        return record
-
-    def _read_reshard(self, number: int, match: re.Match[str]) -> _CommRecord[ReshardRow]:
-        phase, action, count = Phase(match["phase"]), match["action"], int(match["count"])
-
-        def make(module: str | None, ranks: tuple[int, ...]) -> ReshardRow:
-            return ReshardRow(phase=phase, module=module, action=action, count=count, ranks=ranks)
-
-        record = self._record(number, match, RESHARDS, make, reshard_content)
-        self._reshards.append(record)
-        return record
-
-    def _read_redistribution(
-        self, number: int, match: re.Match[str]
-    ) -> _CommRecord[RedistributionRow]:
-        phase, change, count = (
-            Phase(match["phase"]),
-            read_word(match["change"]),
-            int(match["count"]),
-        )
-
-        def make(owner: str | None, ranks: tuple[int, ...]) -> RedistributionRow:
-            return RedistributionRow(
-                phase=phase, owner=owner, change=change, count=count, ranks=ranks
-            )
-
-        record = self._record(number, match, REDISTRIBUTIONS, make, redistribution_content)
-        self._redistributions.append(record)
-        return record
-
-    def _record(
-        self,
-        number: int,
-        match: re.Match[str],
-        section: int,
-        make: _Make[_Row],
-        write: Callable[[_Row], str],
-    ) -> _CommRecord[_Row]:
-        ranks = match["ranks"] or ""
-        self._ranks(ranks)
-        row = make(None, ())
-        is_nameless = match["names"] == NO_MODULE
-        return _CommRecord(
-            number=number,
-            names=_NO_NAMES if is_nameless else self._reader.pattern(match["names"]),
-            content=write(row),
-            ranks=ranks,
-            phase=row.phase,
-            section=section,
-            row=row,
-            make=make,
-        )
+        axis = unescape(match["axis"]) if match["axis"] else ""
+        return Row(phase=phase, owner=None, what=kind, axis=axis, calls=calls)
 
     def _ranks(self, text: str) -> tuple[int, ...]:
         return self._reader.ranks(text, self._world)
-
-    def _rows(self, records: Sequence[_CommRecord[_Row]]) -> tuple[_Row, ...]:
-        return sort_rows(
-            row for record in records for row in record.rows(self._ranks(record.ranks))
-        )
 
     def _read_peak(self, number: int, line: str) -> None:
         match = _PEAK.fullmatch(line)
@@ -274,33 +191,36 @@ class CommDocument:
 
     def _check_axes(self) -> None:
         """Checks that the axes are those of the records."""
-        used = {record.row.what[1] for record in self._collectives} - {""}
+        used = {record.row.axis for record in self._records} - {""}
         for place, axis in enumerate(self._world.mesh_axes):
             if axis.name not in used:
                 first = self._world.end - len(self._world.mesh_axes)
                 raise self.lines.misread(first + place, "only axes that a record below has")
         missing = used.difference(axis.name for axis in self._world.mesh_axes)
-        for record in self._collectives:
-            if record.row.what[1] in missing:
+        for record in self._records:
+            if record.row.axis in missing:
                 raise self.lines.misread(record.number, "an axis that has a 'mesh' line above")
 
-    def _check(self, groups: Iterable[Sequence[_CommRecord[Row]]]) -> None:
+    def _check(self) -> None:
         """Checks that the lines are folded, ordered and summed up as they would be written."""
-        folded: defaultdict[tuple[Phase, int], dict[str, list[str]]] = defaultdict(dict)
-        for records in groups:
+        groups: defaultdict[RowKey, list[_CommRecord]] = defaultdict(list)
+        for record in self._records:
+            groups[record.row.key].append(record)
+        folded: defaultdict[tuple[Phase, Subject], dict[str, list[str]]] = defaultdict(dict)
+        for key, records in groups.items():
             pieces = self._reader.cut(
                 self.lines,
                 records,
                 once="each row once, with all of its ranks",
             )
-            first = records[0]
-            folded[first.phase, first.section].update(fold_pieces(records, pieces))
+            folded[key.phase, key.subject].update(fold_pieces(records, pieces))
         world = self._world
         self._check_axes()
         totals = sum_up(
             (
-                (record.make(None, ()), record.names.size, len(self._ranks(record.ranks)))
-                for record in self._collectives
+                (record.row, record.names.size, len(self._ranks(record.ranks)))
+                for record in self._records
+                if record.row.subject == "collective"
             ),
             len(world.ranks) or world.size,
         )

@@ -28,36 +28,25 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.snapshots.comm_reading import CommDocument
-from pytest_fsdp_comm.snapshots.comm_writing import (
-    COLLECTIVES,
-    REDISTRIBUTIONS,
-    RESHARDS,
-    collective_content,
-    comm_lines,
-    limit_lines,
-    redistribution_content,
-    reshard_content,
-)
+from pytest_fsdp_comm.snapshots.comm_writing import comm_lines, limit_lines, row_content
 from pytest_fsdp_comm.snapshots.lines import SnapshotLines, header, world_lines
 from pytest_fsdp_comm.snapshots.records import fold_names, with_ranks
 from pytest_fsdp_comm.text.rank_lists import write_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from pytest_fsdp_comm.comm.events import Phase
-    from pytest_fsdp_comm.comm.profile import CommProfile, Row
+    from pytest_fsdp_comm.comm.profile import CommProfile, Subject
 
 
 def format_profile(profile: CommProfile) -> str:
     """Writes a profile as a snapshot; `parse_profile` reads it."""
-    names_of: defaultdict[tuple[Phase, int], defaultdict[str, list[str | None]]] = defaultdict(
+    names_of: defaultdict[tuple[Phase, Subject], defaultdict[str, list[str | None]]] = defaultdict(
         lambda: defaultdict(list)
     )
     written = _RankTexts()
-    for section, row, content in _contents(profile):
-        words = with_ranks(content, written[row.ranks])
-        names_of[row.phase, section][words].append(row.owner)
+    for row in profile.rows:
+        words = with_ranks(row_content(row), written[row.ranks])
+        names_of[row.phase, row.subject][words].append(row.owner)
     lines = comm_lines(
         world=[
             *world_lines(profile.world_size, profile.recorded_ranks, profile.mesh_axes),
@@ -79,15 +68,6 @@ class _RankTexts(dict[tuple[int, ...], str]):
     def __missing__(self, ranks: tuple[int, ...]) -> str:
         self[ranks] = text = write_ranks(ranks)
         return text
-
-
-def _contents(profile: CommProfile) -> Iterable[tuple[int, Row, str]]:
-    for collective in profile.rows:
-        yield COLLECTIVES, collective, collective_content(collective)
-    for reshard in profile.reshards:
-        yield RESHARDS, reshard, reshard_content(reshard)
-    for redistribution in profile.redistributions:
-        yield REDISTRIBUTIONS, redistribution, redistribution_content(redistribution)
 
 
 def parse_profile(text: str, *, where: str = "snapshot") -> CommProfile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.profile import SUBJECTS
 from pytest_fsdp_comm.snapshots.lines import END
 from pytest_fsdp_comm.snapshots.records import sort_folded, with_ranks
 from pytest_fsdp_comm.text.fqn import escape, write_word
@@ -12,12 +13,7 @@ from pytest_fsdp_comm.text.fqn import escape, write_word
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from pytest_fsdp_comm.comm.profile import CommRow, RedistributionRow, ReshardRow, Total
-
-COLLECTIVES: Final = 0
-RESHARDS: Final = 1
-REDISTRIBUTIONS: Final = 2
-"""The kinds of records, in the order of their lines within a phase."""
+    from pytest_fsdp_comm.comm.profile import Row, Subject, Total
 
 ASYNC_UNKNOWN: Final = "async unknown"
 """The line of a recording in which torch did not say which calls are asynchronous."""
@@ -39,7 +35,7 @@ def limit_lines(*, shows_async: bool, sizes_activations: bool) -> list[str]:
 def comm_lines(
     *,
     world: Sequence[str],
-    records: Mapping[tuple[Phase, int], Mapping[str, Iterable[str]]],
+    records: Mapping[tuple[Phase, Subject], Mapping[str, Iterable[str]]],
     peaks: Iterable[tuple[int, str]],
     totals: Iterable[Total],
 ) -> list[str]:
@@ -47,7 +43,7 @@ def comm_lines(
 
     Args:
         world: As `lines.world_lines`, then as `limit_lines`.
-        records: Folded names of each content, by phase and kind of record.
+        records: Folded names of each content, by phase and subject.
         peaks: Bytes of each `GatheredPeak`, and its ranks as they are written.
         totals: As `CommProfile.totals`, so that a lost line is noticed.
     """
@@ -56,8 +52,8 @@ def comm_lines(
         *(
             f"{phase} {pattern} {words}"
             for phase in Phase
-            for section in (COLLECTIVES, RESHARDS, REDISTRIBUTIONS)
-            for pattern, words in sort_folded(records.get((phase, section), {}))
+            for subject in SUBJECTS
+            for pattern, words in sort_folded(records.get((phase, subject), {}))
         ),
         *(with_ranks(f"{PEAK}{nbytes:_} B", ranks) for nbytes, ranks in peaks),
         *map(_total_line, totals),
@@ -65,9 +61,14 @@ def comm_lines(
     ]
 
 
-def collective_content(row: CommRow) -> str:
-    """What a line says of a module's collectives."""
-    return f"{_kind_and_axis(row.kind, row.axis)} {', '.join(map(str, row.calls))}"
+def row_content(row: Row) -> str:
+    """What a line says of a module, without ranks."""
+    what = {
+        "collective": _kind_and_axis(row.what, row.axis),
+        "reshard": row.what,
+        "redistribution": f"redistribute {write_word(row.what)}",
+    }[row.subject]
+    return f"{what} {', '.join(map(str, row.calls))}"
 
 
 def _total_line(total: Total) -> str:
@@ -79,13 +80,3 @@ def _total_line(total: Total) -> str:
 def _kind_and_axis(kind: str, axis: str) -> str:
     # An operation that shows no group has no axis; an empty name is that of the root elsewhere.
     return f"{escape(kind)}[{escape(axis) if axis else ''}]"
-
-
-def reshard_content(row: ReshardRow) -> str:
-    """What a line says of a unit's unshards or reshards."""
-    return f"{row.action} x{row.count}"
-
-
-def redistribution_content(row: RedistributionRow) -> str:
-    """What a line says of a module's redistributions."""
-    return f"redistribute {write_word(row.change)} x{row.count}"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from pytest_fsdp_comm.comm.diff import Change
-    from pytest_fsdp_comm.comm.profile import Calls, CommRow, RowKey
+    from pytest_fsdp_comm.comm.profile import Calls, Row, RowKey
     from pytest_fsdp_comm.snapshots.documents import Profile
     from pytest_fsdp_comm.tree.diff import TreeChange
 
@@ -147,21 +147,21 @@ def call_sites(old: Profile | None, new: Profile) -> list[str]:
     """
     if not isinstance(new, CommProfile):
         return []
-    before = {_compared(row) for row in old.rows} if isinstance(old, CommProfile) else set()
-    after = {_compared(row) for row in new.rows}
-    differing = {owner for (_, owner, _), *_ in before ^ after}
+    before = {_compared(row) for row in old.collectives} if isinstance(old, CommProfile) else set()
+    after = {_compared(row) for row in new.collectives}
+    differing = {owner for owner, *_ in before ^ after}
     owners: defaultdict[tuple[str, str], dict[str | None, None]] = defaultdict(dict)
-    for row in new.rows:
+    for row in new.collectives:
         for site in row.sites if row.owner in differing else ():
             if site.call_site:
-                owners[f"{row.phase} {row.kind}[{row.axis}]", site.call_site][row.owner] = None
+                owners[f"{row.phase} {row.key}", site.call_site][row.owner] = None
     return [
         f"  {what} of {name_owners(names)} at {place}" for (what, place), names in owners.items()
     ]
 
 
-def _compared(row: CommRow) -> tuple[RowKey, tuple[int, ...], tuple[Calls, ...]]:
-    return row.key, row.ranks, row.calls
+def _compared(row: Row) -> tuple[str | None, RowKey, tuple[int, ...], tuple[Calls, ...]]:
+    return row.owner, row.key, row.ranks, row.calls
 
 
 def _within_scope(explanation: Explanation, was: CommProfile, now: CommProfile) -> Explanation:

@@ -18,14 +18,14 @@ import os
 import pytest
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import Calls, CommProfile, CommRow, Site
+from pytest_fsdp_comm.comm.profile import Calls, CommProfile, Row, Site
 
 class Recorded:
     # As comm_mode, without torch.
     def merged_profile(self):
         nbytes = int(os.environ["NBYTES"])
-        row = CommRow(
-            phase=Phase.FORWARD, owner="a_b", kind="all_gather", axis="dp",
+        row = Row(
+            phase=Phase.FORWARD, owner="a_b", what="all_gather", axis="dp",
             calls=(Calls(count=1, nbytes=nbytes, dtype="float32", role="parameters"),),
             sites=(Site(issued_in="a_b", call_site="train.py:7", dtype="float32", count=1),),
         )

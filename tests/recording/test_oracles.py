@@ -65,8 +65,8 @@ def numel(event):
 
 def rows(comm_mode):
     return {
-        (row.phase.value, row.owner, row.kind, row.axis): (row.count, row.nbytes)
-        for row in comm_mode.profile.rows
+        (row.phase.value, row.owner, row.what, row.axis): (row.count, row.nbytes)
+        for row in comm_mode.profile.collectives
     }
 
 

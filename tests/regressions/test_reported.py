@@ -64,7 +64,7 @@ def said(reviewed, regressed):
 
 
 def count(profile, kind):
-    return sum(row.count for row in profile.rows if row.kind == kind)
+    return sum(row.count for row in profile.rows if row.what == kind)
 
 
 def test_reshard_after_forward_changes_the_number_of_all_gathers(record, device_mesh):
@@ -207,9 +207,11 @@ def test_a_frozen_layer_is_still_prefetched_in_backward(record, device_mesh):
         model(torch.ones(4, WIDTH)).sum().backward()
 
     profile = record(model, without_gradient_of_the_input)
-    gathers = [row for row in profile.rows if row.owner == "layers.0" and row.phase == "backward"]
+    gathers = [
+        row for row in profile.collectives if row.owner == "layers.0" and row.phase == "backward"
+    ]
     # Its gradients are never computed, and its parameters gathered all the same.
-    assert [(row.kind, row.count) for row in gathers] == [("all_gather", 1)]
+    assert [(row.what, row.count) for row in gathers] == [("all_gather", 1)]
 
 
 def test_leaving_out_no_sync_of_fsdp1_is_explained(record):

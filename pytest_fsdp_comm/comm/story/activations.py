@@ -17,7 +17,7 @@ from pytest_fsdp_comm.comm.story.between import (
     consists_of,
     rows_written,
 )
-from pytest_fsdp_comm.comm.story.facts import RowKey, count_of, nbytes_of
+from pytest_fsdp_comm.comm.story.facts import count_of, nbytes_of
 from pytest_fsdp_comm.comm.story.steps import (
     AxisCame,
     AxisGone,
@@ -35,6 +35,7 @@ from pytest_fsdp_comm.comm.story.steps import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pytest_fsdp_comm.comm.profile import RowKey
     from pytest_fsdp_comm.comm.story.facts import Facts, Owner, State
 
 

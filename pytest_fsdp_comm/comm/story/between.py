@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pytest_fsdp_comm.comm.events import Phase, Role
-from pytest_fsdp_comm.comm.story.facts import RowKey, count_of, once
+from pytest_fsdp_comm.comm.profile import RowKey
+from pytest_fsdp_comm.comm.story.facts import count_of, once
 from pytest_fsdp_comm.comm.story.steps import is_of_gradients, is_of_parameters
 
 if TYPE_CHECKING:

@@ -32,7 +32,8 @@ from pytest_fsdp_comm.comm.story.steps import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_fsdp_comm.comm.story.facts import Content, Fact, Owner, Pool, RowKey, State
+    from pytest_fsdp_comm.comm.profile import RowKey
+    from pytest_fsdp_comm.comm.story.facts import Content, Fact, Owner, Pool, State
     from pytest_fsdp_comm.comm.story.steps import Step
 
 _NAMES: Final = 1

@@ -10,67 +10,48 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    Literal,
-    NamedTuple,
-    ParamSpec,
-    TypeAlias,
-    TypeVar,
-)
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
-from pytest_fsdp_comm.comm.profile import (
-    Calls,
-    CommRow,
-    RedistributionRow,
-    ReshardRow,
-    alike_but,
-    sort_rows,
-)
+from pytest_fsdp_comm.comm.profile import Calls, Row, RowKey, alike_but, sort_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from pytest_fsdp_comm.comm.events import Phase
     from pytest_fsdp_comm.comm.profile import CommProfile
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 Owner: TypeAlias = str | None
-Subject: TypeAlias = Literal["collective", "reshard", "redistribution"]
-
-
-class RowKey(NamedTuple):
-    """What distinguishes the rows of one owner."""
-
-    subject: Subject
-    phase: Phase
-    what: str
-    """Kind, ``unshard`` or ``reshard``, or the change of placements."""
-    axis: str
-    """Of a collective; otherwise empty."""
 
 
 class Fact(NamedTuple):
     """One kind of call of a row."""
 
     row: RowKey
-    role: str = ""
-    dtype: str = ""
-    nbytes: int = 0
-    """Of one call."""
-    is_object: bool = False
-    peer: int = 0
-    root_rank: int = -1
+    call: Calls
+    """What each of them is; its count is 0."""
     ranks: tuple[int, ...] = ()
 
     @property
-    def is_collective(self) -> bool:
-        """Whether something is sent."""
-        return self.row.subject == "collective"
+    def role(self) -> str:
+        """As `Calls.role`."""
+        return self.call.role
+
+    @property
+    def dtype(self) -> str:
+        """As `Calls.dtype`."""
+        return self.call.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of one call."""
+        return self.call.nbytes
+
+    def with_call(self, **changes: Any) -> Fact:
+        """The fact with changed fields of its call."""
+        return self._replace(call=replace(self.call, **changes))
 
 
 Facts: TypeAlias = "Mapping[Fact, int]"
@@ -143,11 +124,9 @@ class Pool:
         """The contents of a profile."""
         facts: defaultdict[Owner, Counter[Fact]] = defaultdict(Counter)
         # Rows of equal layers have equal calls, which are long to take apart.
-        known: dict[tuple[RowKey, tuple[Calls, ...], int, tuple[int, ...]], Counter[Fact]] = {}
-        for subject, row in _rows(profile):
-            what = row.what
-            key = RowKey(subject, row.phase, what[0], what[1] if len(what) > 1 else "")
-            place = (key, row.calls, row.count, row.ranks)
+        known: dict[tuple[RowKey, tuple[Calls, ...], tuple[int, ...]], Counter[Fact]] = {}
+        for row in profile.rows:
+            place = (row.key, row.calls, row.ranks)
             if place not in known:
                 known[place] = _facts_of(*place)
             facts[row.owner].update(known[place])
@@ -164,103 +143,28 @@ class Pool:
         return state
 
 
-def _rows(
-    profile: CommProfile,
-) -> Iterator[tuple[Subject, CommRow | ReshardRow | RedistributionRow]]:
-    for row in profile.rows:
-        yield "collective", row
-    for reshard in profile.reshards:
-        yield "reshard", reshard
-    for redistribution in profile.redistributions:
-        yield "redistribution", redistribution
-
-
-def _facts_of(
-    key: RowKey, calls: tuple[Calls, ...], count: int, ranks: tuple[int, ...]
-) -> Counter[Fact]:
-    if not calls:
-        return Counter({Fact(key, ranks=ranks): count})
+def _facts_of(key: RowKey, calls: tuple[Calls, ...], ranks: tuple[int, ...]) -> Counter[Fact]:
     facts: Counter[Fact] = Counter()
     for one in calls:
-        fact = Fact(
-            key,
-            role=one.role,
-            dtype=one.dtype,
-            nbytes=one.nbytes,
-            is_object=one.is_object,
-            peer=one.peer,
-            root_rank=one.root_rank,
-            ranks=ranks,
-        )
-        facts[fact] += one.count
+        call = replace(one, ahead=0, is_async=False, count=0)
+        facts[Fact(key, call, ranks)] += one.count
     return facts
 
 
-class Rows(NamedTuple):
-    """A state as rows again."""
-
-    collectives: tuple[CommRow, ...]
-    reshards: tuple[ReshardRow, ...]
-    redistributions: tuple[RedistributionRow, ...]
-
-
-def rows_of(state: State, owners: Iterable[Owner]) -> Rows:
+def rows_of(state: State, owners: Iterable[Owner]) -> tuple[Row, ...]:
     """The rows of some owners."""
-    collectives: list[CommRow] = []
-    reshards: list[ReshardRow] = []
-    redistributions: list[RedistributionRow] = []
+    rows: list[Row] = []
     for owner in owners:
         content = state.get(owner)
         for key, facts in content.rows.items() if content is not None else ():
-            by_ranks: defaultdict[tuple[int, ...], dict[Fact, int]] = defaultdict(dict)
+            by_ranks: defaultdict[tuple[int, ...], list[Calls]] = defaultdict(list)
             for fact, count in facts.items():
-                by_ranks[fact.ranks][fact] = count
-            for ranks, held in by_ranks.items():
-                if key.subject == "collective":
-                    collectives.append(
-                        CommRow(
-                            phase=key.phase,
-                            owner=owner,
-                            kind=key.what,
-                            axis=key.axis,
-                            calls=alike_but(_calls(held)),
-                            ranks=ranks,
-                        )
-                    )
-                elif key.subject == "reshard":
-                    reshards.append(
-                        ReshardRow(
-                            phase=key.phase,
-                            module=owner,
-                            action=key.what,
-                            count=sum(held.values()),
-                            ranks=ranks,
-                        )
-                    )
-                else:
-                    redistributions.append(
-                        RedistributionRow(
-                            phase=key.phase,
-                            owner=owner,
-                            change=key.what,
-                            count=sum(held.values()),
-                            ranks=ranks,
-                        )
-                    )
-    return Rows(sort_rows(collectives), sort_rows(reshards), sort_rows(redistributions))
-
-
-def _calls(facts: Facts) -> Iterator[Calls]:
-    for fact, count in facts.items():
-        yield Calls(
-            nbytes=fact.nbytes,
-            dtype=fact.dtype,
-            role=fact.role,
-            is_object=fact.is_object,
-            peer=fact.peer,
-            root_rank=fact.root_rank,
-            count=count,
-        )
+                by_ranks[fact.ranks].append(replace(fact.call, count=count))
+            rows += [
+                Row(**key._asdict(), owner=owner, calls=alike_but(calls), ranks=ranks)
+                for ranks, calls in by_ranks.items()
+            ]
+    return sort_rows(rows)
 
 
 def nbytes_of(facts: Facts) -> int:

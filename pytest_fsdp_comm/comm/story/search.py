@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
+from pytest_fsdp_comm.comm.profile import Row
 from pytest_fsdp_comm.comm.story.between import Between
 from pytest_fsdp_comm.comm.story.exactness import is_exact, rows_that_differ, rows_touched
-from pytest_fsdp_comm.comm.story.facts import Pool, Rows, State, rows_of
+from pytest_fsdp_comm.comm.story.facts import Pool, State, rows_of
 from pytest_fsdp_comm.comm.story.names import template
 from pytest_fsdp_comm.comm.story.proposals import propose
 from pytest_fsdp_comm.comm.story.steps import Renamed, Step
@@ -46,9 +47,9 @@ class Story:
     """Whether the old profile after all steps is the new one."""
     rows_explained: int
     """How many rows that differ are told by the steps."""
-    before: Rows
+    before: tuple[Row, ...]
     """What the steps leave over, as it is after them: only owners that still differ."""
-    after: Rows
+    after: tuple[Row, ...]
     """The same in the new profile."""
     timings: tuple[TimingChange, ...]
     """Of rows that both profiles have, what differs in when they are issued."""

@@ -19,7 +19,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypeAlias
 
 from pytest_fsdp_comm.comm.events import Phase, Role
-from pytest_fsdp_comm.comm.story.facts import Facts, Owner, RowKey, count_of, once
+from pytest_fsdp_comm.comm.profile import RowKey
+from pytest_fsdp_comm.comm.story.facts import Facts, Owner, count_of, once
 from pytest_fsdp_comm.comm.story.names import replace_prefix, template
 
 if TYPE_CHECKING:
@@ -353,7 +354,7 @@ class ActivationSizes(Everywhere):
         """See `Everywhere.change`."""
         if not self.is_meant(fact):
             return fact, count
-        return fact._replace(nbytes=int(fact.nbytes * self.factor)), count
+        return fact.with_call(nbytes=int(fact.nbytes * self.factor)), count
 
     def is_meant(self, fact: Fact) -> bool:
         """Whether it changes the bytes of a fact."""
@@ -390,7 +391,7 @@ class Dtype(Everywhere):
         """See `Everywhere.change`."""
         if not self.is_meant(fact):
             return fact, count
-        return fact._replace(dtype=self.new, nbytes=int(fact.nbytes * self.factor)), count
+        return fact.with_call(dtype=self.new, nbytes=int(fact.nbytes * self.factor)), count
 
     def is_meant(self, fact: Fact) -> bool:
         """Whether it changes the type of a fact, wherever it changes any."""
@@ -428,7 +429,7 @@ class AxisSizes(Everywhere):
         """See `Everywhere.change`."""
         if not self.is_meant(fact):
             return fact, count
-        return fact._replace(nbytes=int(fact.nbytes * self.factor)), count
+        return fact.with_call(nbytes=int(fact.nbytes * self.factor)), count
 
     def claims(self, owner: Owner, fact: Fact) -> bool:
         """All gradients on the axis."""
@@ -465,7 +466,7 @@ class UnitSizes(Step):
                 facts: Counter[Fact] = Counter()
                 for fact, count in content.facts.items():
                     factor = by_axis.get(fact.row.axis, 1) if is_of_parameters(fact) else 1
-                    facts[fact._replace(nbytes=int(fact.nbytes * factor))] += count
+                    facts[fact.with_call(nbytes=int(fact.nbytes * factor))] += count
                 made[key] = pool.content(facts)
             new = made[key]
             if new is not None:

@@ -19,7 +19,7 @@ from pytest_fsdp_comm.text.fqn import natural_key
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_fsdp_comm.comm.profile import CommProfile, CommRow
+    from pytest_fsdp_comm.comm.profile import CommProfile, Row
     from pytest_fsdp_comm.comm.story.steps import Step
 
 Shares: TypeAlias = tuple[tuple[int, Fraction], ...]
@@ -57,26 +57,26 @@ def find_timing_changes(
         steps: Of the story, among which axes may have other names.
     """
     axes = {step.old: step.new for step in steps if isinstance(step, AxisRenamed)}
-    rows = {(row.key, row.ranks): row for row in new.rows}
+    rows = {(row.key, row.owner, row.ranks): row for row in new.collectives}
     found: defaultdict[tuple[object, ...], list[Owner]] = defaultdict(list)
-    values: dict[tuple[object, ...], tuple[CommRow, Shares, Shares]] = {}
-    for row in old.rows:
+    values: dict[tuple[object, ...], tuple[Row, Shares, Shares]] = {}
+    for row in old.collectives:
         owner = names.get(row.owner, row.owner)
-        what = (row.kind, axes.get(row.axis, row.axis))
-        now = rows.get(((row.phase, owner, what), row.ranks))
+        key = row.key._replace(axis=axes.get(row.axis, row.axis))
+        now = rows.get((key, owner, row.ranks))
         if now is None or now.calls == row.calls:
             continue
         for subject in ("ahead", "async"):
             before, after = _shares(row, subject), _shares(now, subject)
             if before != after:
-                place = (subject, now.phase, now.kind, now.axis, before, after)
+                place = (subject, now.phase, now.what, now.axis, before, after)
                 found[place].append(owner)
                 values[place] = now, before, after
     return tuple(
         TimingChange(
             subject="ahead" if place[0] == "ahead" else "async",
             phase=row.phase,
-            kind=row.kind,
+            kind=row.what,
             axis=row.axis,
             owners=tuple(
                 sorted(
@@ -91,7 +91,7 @@ def find_timing_changes(
     )
 
 
-def _shares(row: CommRow, subject: str) -> Shares:
+def _shares(row: Row, subject: str) -> Shares:
     counts: Counter[int] = Counter()
     for one in row.calls:
         counts[one.ahead if subject == "ahead" else int(one.is_async)] += one.count

@@ -25,7 +25,7 @@ from pytest_fsdp_comm.comm.story.between import (
     total_count,
     unit_rows,
 )
-from pytest_fsdp_comm.comm.story.facts import RowKey, count_of, nbytes_of, once
+from pytest_fsdp_comm.comm.story.facts import count_of, nbytes_of, once
 from pytest_fsdp_comm.comm.story.steps import (
     BackwardCame,
     BackwardGone,
@@ -56,6 +56,7 @@ from pytest_fsdp_comm.comm.story.steps import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from pytest_fsdp_comm.comm.profile import RowKey
     from pytest_fsdp_comm.comm.story.facts import Content, Fact, Facts, Owner, State
 
 

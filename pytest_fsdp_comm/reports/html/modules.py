@@ -84,7 +84,7 @@ def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
         old: The snapshot, as `sides.comparable` leaves it; `new` if there is none.
         new: What was recorded.
     """
-    differ = any(row.ranks for profile in (old, new) for row in profile.rows)
+    differ = any(row.ranks for profile in (old, new) for row in profile.collectives)
     of_rank = ""
     if differ:
         rank = (new.recorded_ranks or (0,))[0]
@@ -92,7 +92,7 @@ def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
         old, new = restrict(old, (rank,)), restrict(new, (rank,))
     root = _Node()
     for side, profile in enumerate((old, new)):
-        for row in profile.rows:
+        for row in profile.collectives:
             column = (row.axis, row.phase.value)
             _place(root, row.owner).cells.setdefault(column, [0, 0])[side] += row.nbytes
     columns = tuple(sorted(root.total(), key=lambda column: (column[0], _PHASES[column[1]])))

@@ -6,11 +6,16 @@ from collections import defaultdict
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.profile import restrict, without_activation_sizes, without_async
+from pytest_fsdp_comm.comm.profile import (
+    SUBJECTS,
+    restrict,
+    without_activation_sizes,
+    without_async,
+)
 from pytest_fsdp_comm.reports.story_lines import name_owners
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.nbytes import show_growth, show_nbytes
@@ -37,6 +42,8 @@ NONE: Final = "none"
 
 _MAX_ROWS: Final = 300
 _PHASES: Final = {phase: place for place, phase in enumerate(Phase)}
+
+_Texts: TypeAlias = "dict[tuple[str | None, RowKey], tuple[str, ...]]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +85,7 @@ def sides_of_comm(old: CommProfile, new: CommProfile) -> Sides:
         new: What was recorded.
     """
     old, new = comparable(old, new)
-    rows = [
-        row
-        for before, after in (
-            (old.rows, new.rows),
-            (old.reshards, new.reshards),
-            (old.redistributions, new.redistributions),
-        )
-        for row in _rows(_by_key(before), _by_key(after))
-    ]
+    rows = list(_rows(_by_key(old.rows), _by_key(new.rows)))
     rows.sort(key=lambda row: (_PHASES[Phase(row.phase)], row.mark == "same"))
     # What differs is never left out for what does not.
     kept = sorted(range(len(rows)), key=lambda at: rows[at].mark == "same")[:_MAX_ROWS]
@@ -98,9 +97,12 @@ def sides_of_comm(old: CommProfile, new: CommProfile) -> Sides:
 def differing_modules(old: CommProfile, new: CommProfile) -> frozenset[str | None]:
     """The modules that do not send and gather what the snapshot says."""
     old, new = comparable(old, new)
-    before = _by_key((*old.rows, *old.reshards))
-    after = _by_key((*new.rows, *new.reshards))
-    return frozenset(key[1] for key in {*before, *after} if before.get(key) != after.get(key))
+    before, after = _by_key(old.rows), _by_key(new.rows)
+    return frozenset(
+        owner
+        for owner, key in {*before, *after}
+        if before.get((owner, key)) != after.get((owner, key)) and key.subject != "redistribution"
+    )
 
 
 def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommProfile]:
@@ -114,32 +116,29 @@ def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommPro
     return old, new
 
 
-def _by_key(rows: Iterable[Row]) -> dict[RowKey, tuple[str, ...]]:
-    found: defaultdict[RowKey, list[str]] = defaultdict(list)
+def _by_key(rows: Iterable[Row]) -> _Texts:
+    found: defaultdict[tuple[str | None, RowKey], list[str]] = defaultdict(list)
     for row in rows:
-        found[row.key].append(_amount(row))
+        found[row.owner, row.key].append(_amount(row))
     return {key: tuple(texts) for key, texts in found.items()}
 
 
-def _rows(
-    old: dict[RowKey, tuple[str, ...]], new: dict[RowKey, tuple[str, ...]]
-) -> Iterator[SideRow]:
-    alike: defaultdict[tuple[Phase, tuple[str, ...], str, str], list[str | None]]
-    alike = defaultdict(list)
-    for key in dict.fromkeys((*new, *old)):
-        phase, owner, what = key
-        before, after = (" / ".join(side.get(key, ())) for side in (old, new))
-        alike[phase, what, before, after].append(owner)
-    for (phase, what, before, after), owners in alike.items():
+def _rows(old: _Texts, new: _Texts) -> Iterator[SideRow]:
+    alike: defaultdict[tuple[RowKey, str, str], list[str | None]] = defaultdict(list)
+    # What is gone stands last among its kind.
+    for owner, key in sorted(dict.fromkeys((*new, *old)), key=lambda at: SUBJECTS.index(at[1][0])):
+        before, after = (" / ".join(side.get((owner, key), ())) for side in (old, new))
+        alike[key, before, after].append(owner)
+    for (key, before, after), owners in alike.items():
         owners.sort(key=lambda owner: (owner is None, natural_key(owner or "")))
         mark: Mark = "same"
         if before != after:
             mark = "changed" if before and after else "new" if after else "gone"
         yield SideRow(
             mark=mark,
-            phase=phase.value,
+            phase=key.phase.value,
             modules=name_owners(owners),
-            what=_operation(what),
+            what=str(key),
             before=before or NONE,
             after=after or NONE,
         )
@@ -158,20 +157,17 @@ class RankRow:
 
 def rank_rows(profile: CommProfile) -> tuple[RankRow, ...]:
     """What not every rank recorded alike; empty if all did."""
-    found: defaultdict[RowKey, list[tuple[str, str]]] = defaultdict(list)
-    rows: Iterable[Row] = (*profile.rows, *profile.reshards, *profile.redistributions)
-    for row in rows:
+    found: defaultdict[tuple[str | None, RowKey], list[tuple[str, str]]] = defaultdict(list)
+    for row in profile.rows:
         if row.ranks:
-            found[row.key].append((name_ranks(row.ranks), _calls(row)))
-    alike: defaultdict[tuple[Phase, tuple[str, ...], tuple[tuple[str, str], ...]], list[str | None]]
+            found[row.owner, row.key].append((name_ranks(row.ranks), _calls(row)))
+    alike: defaultdict[tuple[RowKey, tuple[tuple[str, str], ...]], list[str | None]]
     alike = defaultdict(list)
-    for (phase, owner, what), amounts in found.items():
-        alike[phase, what, tuple(amounts)].append(owner)
+    for (owner, key), amounts in found.items():
+        alike[key, tuple(amounts)].append(owner)
     shown = [
-        RankRow(
-            phase=phase.value, modules=name_owners(owners), what=_operation(what), amounts=amounts
-        )
-        for (phase, what, amounts), owners in alike.items()
+        RankRow(phase=key.phase.value, modules=name_owners(owners), what=str(key), amounts=amounts)
+        for (key, amounts), owners in alike.items()
     ]
     peaks = tuple(
         (name_ranks(one.ranks), show_nbytes(one.nbytes)) for one in profile.peaks if one.ranks
@@ -181,12 +177,8 @@ def rank_rows(profile: CommProfile) -> tuple[RankRow, ...]:
     return tuple(shown)
 
 
-def _operation(what: Sequence[str]) -> str:
-    return f"{what[0]}[{what[1]}]" if len(what) > 1 else what[0]
-
-
 def _calls(row: Row) -> str:
-    return ", ".join(map(show_calls, row.calls)) or f"{TIMES}{row.count}"
+    return ", ".join(map(show_calls, row.calls))
 
 
 def _amount(row: Row) -> str:

@@ -15,13 +15,13 @@ CONFTEST = """
 import pytest
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import Calls, CommProfile, CommRow
+from pytest_fsdp_comm.comm.profile import Calls, CommProfile, Row
 
 class Recorded:
     # As comm_mode, without ranks and torch: what is removed depends on neither.
     def merged_profile(self):
-        row = CommRow(
-            phase=Phase.FORWARD, owner="a", kind="all_gather", axis="dp",
+        row = Row(
+            phase=Phase.FORWARD, owner="a", what="all_gather", axis="dp",
             calls=(Calls(count=1, nbytes=4),),
         )
         axis = MeshAxis(name="dp", size=2, dims=((2, 1),))

@@ -301,15 +301,15 @@ def test_a_test_without_ranks_has_the_headline_too(pytester, monkeypatch):
         test_plain="""
         import pytest
         from pytest_fsdp_comm.comm.events import Phase
-        from pytest_fsdp_comm.comm.profile import Calls, CommProfile, CommRow
+        from pytest_fsdp_comm.comm.profile import Calls, CommProfile, Row
         from pytest_fsdp_comm.comm.mesh import MeshAxis
 
         COUNT = 1
 
         class Recorded:
             def merged_profile(self):
-                row = CommRow(
-                    phase=Phase.FORWARD, owner="layers.3", kind="all_gather", axis="dp",
+                row = Row(
+                    phase=Phase.FORWARD, owner="layers.3", what="all_gather", axis="dp",
                     calls=(Calls(count=COUNT, nbytes=8, dtype="float32"),),
                 )
                 axis = MeshAxis(name="dp", size=2, dims=((2, 1),))

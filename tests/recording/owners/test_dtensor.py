@@ -123,8 +123,8 @@ def test_each_collective_on_three_axes_names_its_own(comm_mode, device_mesh):
     witnessed(comm_mode, model, lambda: step(model))
     half = BLOCK_NBYTES // 2
     rows = {
-        (row.phase.value, row.owner, row.kind, row.axis): (row.count, row.nbytes)
-        for row in comm_mode.profile.rows
+        (row.phase.value, row.owner, row.what, row.axis): (row.count, row.nbytes)
+        for row in comm_mode.profile.collectives
     }
     expected = {
         ("forward", "", "all_gather", "shard"): (1, ROOT_NBYTES),

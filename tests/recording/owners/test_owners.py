@@ -123,7 +123,7 @@ def test_a_unit_outside_of_the_given_model_is_not_its_root(comm_mode, device_mes
         None,
         None,
     ]
-    rows = [(row.owner, row.action, row.count) for row in comm_mode.profile.reshards]
+    rows = [(row.owner, row.what, row.count) for row in comm_mode.profile.rows]
     assert (None, "reshard", 2) in rows
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from made_up import counted, times
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
@@ -10,9 +11,7 @@ from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import (
     Calls,
     CommProfile,
-    CommRow,
-    RedistributionRow,
-    ReshardRow,
+    Row,
     merge,
     without_activation_sizes,
 )
@@ -20,11 +19,11 @@ from pytest_fsdp_comm.comm.profile import (
 
 def row(nbytes, role, *, count=2, dtype="float32", kind="all_to_all", axis="ep", **changes):
     calls = (Calls(count=count, nbytes=nbytes, dtype=dtype, role=role, **changes),)
-    return CommRow(phase=Phase.FORWARD, owner="a", kind=kind, axis=axis, calls=calls)
+    return Row(phase=Phase.FORWARD, owner="a", what=kind, axis=axis, calls=calls)
 
 
 def profile(*rows, **changes):
-    axes = sorted({row.axis for row in rows})
+    axes = sorted({row.axis for row in rows} - {""})
     return CommProfile(
         world_size=4,
         mesh_axes=tuple(MeshAxis(name=name, size=4, dims=((4, 1),)) for name in axes),
@@ -33,36 +32,40 @@ def profile(*rows, **changes):
     )
 
 
-RESHARD = ReshardRow(phase=Phase.FORWARD, module="a", action="reshard", count=1)
-MOVED = RedistributionRow(phase=Phase.FORWARD, owner="a", change="(P)->(R)", count=1)
-OLD = profile(row(64, "activations"), reshards=(RESHARD,), redistributions=(MOVED,))
+RESHARD = counted("reshard", Phase.FORWARD, "a", "reshard")
+MOVED = counted("redistribution", Phase.FORWARD, "a", "(P)->(R)")
+OLD = profile(row(64, "activations"), RESHARD, MOVED)
+
+
+def sending(one):
+    """`OLD` with another row of what is sent."""
+    return replace(OLD, rows=(one, RESHARD, MOVED))
+
+
 PASS = {
-    "larger activations": replace(OLD, rows=(row(128, "activations"),)),
-    "some of them larger": replace(
-        OLD,
-        rows=(
-            replace(
-                OLD.rows[0],
-                calls=(
-                    Calls(count=1, nbytes=0, dtype="float32", role="activations"),
-                    Calls(count=1, nbytes=96, dtype="float32", role="activations"),
-                ),
+    "larger activations": sending(row(128, "activations")),
+    "some of them larger": sending(
+        replace(
+            OLD.rows[0],
+            calls=(
+                Calls(count=1, nbytes=0, dtype="float32", role="activations"),
+                Calls(count=1, nbytes=96, dtype="float32", role="activations"),
             ),
-        ),
+        )
     ),
 }
 FAIL = {
-    "a count": (OLD, replace(OLD, rows=(row(64, "activations", count=3),))),
-    "an element type": (OLD, replace(OLD, rows=(row(64, "activations", dtype="bfloat16"),))),
-    "a kind": (OLD, replace(OLD, rows=(row(64, "activations", kind="all_gather"),))),
-    "an axis": (OLD, profile(row(64, "activations", axis="tp"))),
-    "asynchronous": (OLD, replace(OLD, rows=(row(64, "activations", is_async=True),))),
-    "another role": (OLD, replace(OLD, rows=(row(64, "gradients"),))),
+    "a count": (OLD, sending(row(64, "activations", count=3))),
+    "an element type": (OLD, sending(row(64, "activations", dtype="bfloat16"))),
+    "a kind": (OLD, sending(row(64, "activations", kind="all_gather"))),
+    "an axis": (OLD, profile(row(64, "activations", axis="tp"), RESHARD, MOVED)),
+    "asynchronous": (OLD, sending(row(64, "activations", is_async=True))),
+    "another role": (OLD, sending(row(64, "gradients"))),
     "bytes of parameters": (profile(row(64, "parameters")), profile(row(128, "parameters"))),
     "bytes of gradients": (profile(row(64, "gradients")), profile(row(128, "gradients"))),
     "bytes of what is unknown": (profile(row(64, "")), profile(row(128, ""))),
-    "a reshard": (OLD, replace(OLD, reshards=())),
-    "a redistribution": (OLD, replace(OLD, redistributions=(replace(MOVED, count=2),))),
+    "a reshard": (OLD, replace(OLD, rows=(OLD.rows[0], MOVED))),
+    "a redistribution": (OLD, replace(OLD, rows=(OLD.rows[0], RESHARD, times(MOVED, 2)))),
 }
 
 
@@ -90,7 +93,7 @@ def test_one_side_without_sizes_is_one_change_and_no_size_is_another(other):
     ):
         (change,) = compare(old, new).changes
         assert (change.what, change.old_text, change.new_text) == ("activation sizes", *texts)
-    fewer = replace(other, rows=(row(64, "activations", count=1),))
+    fewer = replace(other, rows=(row(64, "activations", count=1), RESHARD, MOVED))
     assert len(compare(without_activation_sizes(OLD), fewer).changes) == 2
 
 
@@ -98,11 +101,14 @@ def test_ranks_that_differ_only_in_sizes_share_a_line():
     """As with experts, whose tokens each rank gets in other amounts."""
     uneven, even = PASS["some of them larger"], OLD
     merged = merge([uneven, even, even], ranks=(0, 1, 3))
-    assert [held.ranks for held in merged.rows] == [(0,), (1, 3)]
-    assert [held.ranks for held in without_activation_sizes(merged).rows] == [()]
-    fewer = profile(row(64, "activations", count=1))
+    assert [held.ranks for held in merged.collectives] == [(0,), (1, 3)]
+    assert [held.ranks for held in without_activation_sizes(merged).collectives] == [()]
+    fewer = sending(row(64, "activations", count=1))
     merged = merge([uneven, even, fewer, even], ranks=range(4))
-    assert [held.ranks for held in without_activation_sizes(merged).rows] == [(0, 1, 3), (2,)]
+    assert [held.ranks for held in without_activation_sizes(merged).collectives] == [
+        (0, 1, 3),
+        (2,),
+    ]
 
 
 def test_totals_leave_the_bytes_out():

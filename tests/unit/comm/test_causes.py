@@ -115,10 +115,11 @@ def test_units_that_were_gathered_in_vain_lose_no_gradients():
             old,
             lambda one: (
                 None
-                if one.owner == "layers.1" and (one.phase, one.kind) == (BACKWARD, "all_gather")
+                if one.owner == "layers.1"
+                and one.phase is BACKWARD
+                and (one.what == "all_gather" or one.subject == "reshard")
                 else one
             ),
-            lambda one: None if one.module == "layers.1" and one.phase is BACKWARD else one,
         )
 
     old = freeze(profile())

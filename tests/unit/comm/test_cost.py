@@ -14,7 +14,7 @@ from pytest_fsdp_comm.comm.cost import Cost, Volume, cost_of_change, estimate_se
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Phase
 from pytest_fsdp_comm.comm.links import parse_links
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import Calls, CommProfile, CommRow, GatheredPeak
+from pytest_fsdp_comm.comm.profile import Calls, CommProfile, GatheredPeak, Row
 
 GB = 10**9
 # 1 GB/s and 1 ms make seconds of GB and of thousands of hops.
@@ -26,8 +26,8 @@ def row(what, *nbytes, ranks=(), objects=0, owner="a"):
     kind, axis = what.rstrip("]").split("[")
     calls = [Calls(count=n, nbytes=size) for size, n in sorted(Counter(nbytes).items())]
     calls += [Calls(count=objects, is_object=True)] if objects else []
-    return CommRow(
-        phase=Phase.FORWARD, owner=owner, kind=kind, axis=axis, calls=tuple(calls), ranks=ranks
+    return Row(
+        phase=Phase.FORWARD, owner=owner, what=kind, axis=axis, calls=tuple(calls), ranks=ranks
     )
 
 
@@ -260,7 +260,7 @@ def naive(rows, rank):
                 if not calls.is_object:
                     sums["count"] += calls.count
                     sums["nbytes"] += calls.count * calls.nbytes
-                    sums[each.kind] += calls.count * calls.nbytes
+                    sums[each.what] += calls.count * calls.nbytes
     return sums
 
 

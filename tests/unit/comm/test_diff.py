@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from made_up import counted
 
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.diff import compare
@@ -12,10 +13,8 @@ from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import (
     Calls,
     CommProfile,
-    CommRow,
     GatheredPeak,
-    RedistributionRow,
-    ReshardRow,
+    Row,
     Site,
     restrict,
     sort_rows,
@@ -30,16 +29,12 @@ LAYERS = tuple(f"layers.{number}" for number in range(4))
 def row(phase, owner, kind, count=1, nbytes=KIB, *, calls=None, dtype="float32", **changes):
     """A row of calls of one size, which have some bytes together."""
     alike = Calls(count=count, nbytes=nbytes // count, dtype=dtype)
-    return CommRow(
-        phase=phase, owner=owner, kind=kind, axis="dp", calls=calls or (alike,), **changes
-    )
+    return Row(phase=phase, owner=owner, what=kind, axis="dp", calls=calls or (alike,), **changes)
 
 
-def profile(*rows, reshards=(), redistributions=(), **changes):
+def profile(*rows, **changes):
     values = {"world_size": 4, "mesh_axes": (MeshAxis(name="dp", size=4),), **changes}
-    return CommProfile(
-        rows=sort_rows(rows), reshards=reshards, redistributions=redistributions, **values
-    )
+    return CommProfile(rows=sort_rows(rows), **values)
 
 
 def step(*, forward=1, backward=1, reduces=1, owners=("", *LAYERS), nbytes=KIB, dtype="float32"):
@@ -66,8 +61,8 @@ def test_siblings_that_change_alike_are_one_change():
 
 def test_world_mesh_reshards_and_redistributions_are_compared():
     old = profile(
-        reshards=(ReshardRow(phase=FORWARD, module="a", action="reshard", count=1),),
-        redistributions=(RedistributionRow(phase=FORWARD, owner="a", change="x->y", count=1),),
+        counted("reshard", FORWARD, "a", "reshard"),
+        counted("redistribution", FORWARD, "a", "x->y"),
     )
     new = dataclasses.replace(profile(), world_size=8, mesh_axes=(MeshAxis(name="tp", size=8),))
     changes = compare(old, new).changes

@@ -132,8 +132,6 @@ def naively_merged(profiles):
         first,
         mesh_axes=merge_axes(axis for one in profiles.values() for axis in one.mesh_axes),
         rows=sort_rows(whose(lambda profile: profile.rows)),
-        reshards=sort_rows(whose(lambda profile: profile.reshards)),
-        redistributions=sort_rows(whose(lambda profile: profile.redistributions)),
         peaks=tuple(sorted(whose(lambda profile: profile.peaks), key=lambda peak: peak.ranks)),
         recorded_ranks=() if len(profiles) == WORLD else tuple(sorted(profiles)),
         notes=tuple(dict.fromkeys(note for one in profiles.values() for note in one.notes)),
@@ -244,7 +242,7 @@ def test_profiles_are_exchanged_as_they_are_and_share_equal_rows(profiles):
         gather_alike(lambda text: texts.append(text) or [text], "x", profile)
     gathered = gather_alike(lambda _: texts, "x", next(iter(profiles.values())))
     assert list(map(all_of, gathered)) == list(map(all_of, profiles.values()))
-    for kind in ("rows", "reshards", "redistributions", "mesh_axes"):
+    for kind in ("rows", "mesh_axes"):
         rows = [row for profile in gathered for row in getattr(profile, kind)]
         # By all that they hold: rows that differ in call sites alone are equal, but not the same.
         assert len(set(map(id, rows))) == len(set(map(repr, rows)))

@@ -6,7 +6,7 @@ from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.links import parse_links
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import Calls, CommProfile, CommRow, GatheredPeak
+from pytest_fsdp_comm.comm.profile import Calls, CommProfile, GatheredPeak, Row
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
 
 MIB = 1024**2
@@ -31,9 +31,7 @@ def row(kind, axis, *calls, ranks=(), objects=0):
     """Calls of one kind over one axis, as pairs of how many and how large."""
     made = [Calls(count=count, nbytes=nbytes) for count, nbytes in calls]
     made += [Calls(count=objects, is_object=True)] if objects else []
-    return CommRow(
-        phase=Phase.FORWARD, owner="a", kind=kind, axis=axis, calls=tuple(made), ranks=ranks
-    )
+    return Row(phase=Phase.FORWARD, owner="a", what=kind, axis=axis, calls=tuple(made), ranks=ranks)
 
 
 def lines(before, after, *links, peaks=(0, 0), dp=(4, 4), width=1000, **changes):

@@ -3,9 +3,9 @@
 import pytest
 from made_up import kept, profile, renamed, twice, unit
 
-from pytest_fsdp_comm.comm.diff import Amount, Change
+from pytest_fsdp_comm.comm.diff import Change
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.profile import Calls
+from pytest_fsdp_comm.comm.profile import Calls, Row
 from pytest_fsdp_comm.comm.story.search import explain
 from pytest_fsdp_comm.reports.headline import headline, headline_of_story
 from pytest_fsdp_comm.tree.diff import TreeChange
@@ -16,7 +16,11 @@ def calls(count, nbytes=1024, **what):
 
 
 def amounts(*held, ranks=()):
-    return tuple(Amount(count=one.count, calls=(one,), ranks=ranks) for one in held if one.count)
+    return tuple(row_of(one, ranks=ranks) for one in held if one.count)
+
+
+def row_of(calls, **changes):
+    return Row(phase=Phase.FORWARD, owner="a", what="all_gather", calls=(calls,), **changes)
 
 
 def change(owner, before, after, what="all_gather[dp]", phase=Phase.FORWARD):
@@ -40,8 +44,8 @@ def reshards(owner, before, after):
         phase=Phase.FORWARD,
         owners=(owner,),
         what="unshard",
-        before=(Amount(count=before),),
-        after=(Amount(count=after),),
+        before=(row_of(Calls(count=before)),),
+        after=(row_of(Calls(count=after)),),
     )
 
 

@@ -23,8 +23,8 @@ from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import (
     Calls,
     CommProfile,
-    CommRow,
     GatheredPeak,
+    Row,
     Site,
     fold,
     merge,
@@ -186,11 +186,11 @@ def row(owner, count=1, nbytes=1024, dtype="float32", **changes):
     values = {
         "phase": Phase.FORWARD,
         "owner": owner,
-        "kind": "all_gather",
+        "what": "all_gather",
         "axis": "dp",
     }
     alike = Calls(count=count, nbytes=nbytes, dtype=dtype)
-    return CommRow(**{**values, "calls": (alike,), **changes})
+    return Row(**{**values, "calls": (alike,), **changes})
 
 
 def profile_of(*rows, **changes):
@@ -214,7 +214,7 @@ PROFILE = profile_of(
     row(""),
     *(row(f"layers.{number}", nbytes=500_000) for number in range(3)),
     row("layers.10", count=2, nbytes=512, ranks=(0, 2, 3)),
-    row(None, phase=Phase.OUTSIDE, kind="unknown:odd", nbytes=0, dtype=""),
+    row(None, phase=Phase.OUTSIDE, what="unknown:odd", nbytes=0, dtype=""),
     row("", phase=Phase.BACKWARD, calls=CALLS),
     peaks=(GatheredPeak(nbytes=2048),),
 )

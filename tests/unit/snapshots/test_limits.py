@@ -292,7 +292,7 @@ def test_hundreds_of_layers_of_hundreds_of_experts_are_read(tmp_path):
     file = tmp_path / "x.comm"
     file.write_text(layers_of_experts(400, 500))
     assert read_snapshot(file, where="x") == file.read_text()
-    assert len(parse_profile(layers_of_experts(126, 64)).rows) == 2 * 126 * 64
+    assert len(parse_profile(layers_of_experts(126, 64)).collectives) == 2 * 126 * 64
 
 
 def make_socket(path):
