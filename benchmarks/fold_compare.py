@@ -17,7 +17,9 @@ from pytest_fsdp_comm.comm.events import Collective, Phase, Recording, Source
 from pytest_fsdp_comm.comm.json import dump_recording
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import fold, merge
-from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
+from pytest_fsdp_comm.snapshots.comm_reading import read_comm
+from pytest_fsdp_comm.snapshots.comm_text import format_profile
+from pytest_fsdp_comm.snapshots.lines import SnapshotLines
 
 KINDS = ("all_gather", "reduce_scatter")
 
@@ -37,7 +39,7 @@ def main() -> None:
     started = time.perf_counter()
     profile = merge([fold(recording)])
     folded = time.perf_counter()
-    old = parse_profile(format_profile(profile))
+    old = read_comm(SnapshotLines(format_profile(profile), where=""))
     written = time.perf_counter()
     comparison = compare(old, profile)
     compared = time.perf_counter()

@@ -40,7 +40,9 @@ from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import CommProfile, fold, merge, restrict
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks
-from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
+from pytest_fsdp_comm.snapshots.comm_reading import read_comm
+from pytest_fsdp_comm.snapshots.comm_text import format_profile
+from pytest_fsdp_comm.snapshots.lines import SnapshotLines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,7 +143,7 @@ def _measure(case: Case, num_ranks: int, layers: int) -> tuple[list[float], floa
         timed(lambda: gathered.extend(gather_alike(exchange(0, ranks), LABEL, own)))
         timed(lambda: merged.append(merge(gathered, ranks=ranks)))
         timed(lambda: texts.append(format_profile(merged[0])))
-        timed(lambda: merged.append(parse_profile(texts[0])))
+        timed(lambda: merged.append(read_comm(SnapshotLines(texts[0], where=""))))
         new, old = merged
         timed(lambda: _check(old, new))
         timed(lambda: restrict(old, (0,)))

@@ -15,6 +15,8 @@ import time
 from collections import Counter
 from functools import cache
 
+from texts import parse_comm, parse_tree, parse_trees
+
 from pytest_fsdp_comm.errors import SnapshotFormatError
 from pytest_fsdp_comm.snapshots import comm_text, tree_text
 from pytest_fsdp_comm.tree.profile import merge
@@ -102,7 +104,7 @@ total 9 units, 30 parameters
 end
 """,
 )
-_ONE, _OTHER = map(tree_text.parse_tree, (TREE[0], TREE[0].replace("fsdp2 root", "fsdp2")))
+_ONE, _OTHER = map(parse_tree, (TREE[0], TREE[0].replace("fsdp2 root", "fsdp2")))
 _RANKS = merge({0: _ONE, 1: _OTHER, 3: _ONE}, backend="gloo", torch_version="2.13.0")
 TREE = (*TREE, tree_text.format_profile(_RANKS))
 
@@ -223,7 +225,7 @@ def on_ends(random_: random.Random, text: str, _: str) -> str:
 MUTATIONS = (on_characters, on_pieces, on_tokens, on_numbers, on_lines, on_ends)
 
 
-READERS = {"comm": comm_text.parse_profile, "tree": tree_text.parse_profile}
+READERS = {"comm": parse_comm, "tree": parse_trees}
 WRITERS = {"comm": comm_text.format_profile, "tree": tree_text.format_profile}
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from texts import parse_comm
 from torch.profiler import ProfilerActivity, profile
 
-from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
+from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
 SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
 
@@ -260,7 +261,7 @@ def witnessed_twice(
     with comm_mode(model):
         step()
     assert comm_mode.merged_profile() == first
-    assert parse_profile(format_profile(first)) == first
+    assert parse_comm(format_profile(first)) == first
 
 
 def assert_flown(events: Iterable[Any], seen: Sequence[Flight]) -> None:

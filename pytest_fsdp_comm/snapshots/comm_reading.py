@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Phase, Role
-from pytest_fsdp_comm.comm.profile import (
-    Calls,
-    CommProfile,
-    GatheredPeak,
-    Row,
-    sort_rows,
-    sum_up,
-)
+from pytest_fsdp_comm.comm.profile import Calls, CommProfile, GatheredPeak, Row, sort_rows
 from pytest_fsdp_comm.errors import quoted_part
-from pytest_fsdp_comm.snapshots.comm_writing import (
+from pytest_fsdp_comm.snapshots.comm_text import (
     ASYNC_UNKNOWN,
     PEAK,
     TOTAL,
     UNSIZED,
     comm_lines,
-    limit_lines,
     row_content,
 )
-from pytest_fsdp_comm.snapshots.lines import NUMBER, RANKS, WorldReader, world_lines
-from pytest_fsdp_comm.snapshots.records import Record, RecordReader, fold_pieces
-from pytest_fsdp_comm.text.fqn import NO_MODULE, Pattern, read_word, unescape
+from pytest_fsdp_comm.snapshots.lines import MAX_RANKS, NUMBER, RANKS, WorldReader
+from pytest_fsdp_comm.snapshots.records import RecordReader, with_ranks
+from pytest_fsdp_comm.text.fqn import NO_MODULE, read_word, unescape
 from pytest_fsdp_comm.text.rank_lists import RANKS_PATTERN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from pytest_fsdp_comm.comm.profile import RowKey, Subject
     from pytest_fsdp_comm.snapshots.lines import SnapshotLines
@@ -59,99 +51,89 @@ _SHAPES: Final = (
     "'<phase> <module> <collective>[<axis>] x<count> of <bytes> B <dtype>', '<phase> <module> "
     "unshard x<count>' or the like"
 )
-_NO_NAMES: Final = Pattern(words=(NO_MODULE,), box=())
+
+
+def read_comm(lines: SnapshotLines) -> CommProfile:
+    """Reads the snapshot of a recording, and checks it by writing it again.
+
+    Args:
+        lines: Of the whole file.
+
+    Raises:
+        SnapshotFormatError: A line is not as `comm_text.comm_lines` writes it.
+    """
+    return _CommReader(lines).profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _CommRecord(Record):
+class _Record:
+    """A line that was read: the same row for each of some names."""
+
+    number: int
+    """The line's."""
+    names: Sequence[str | None]
+    """None stands for no module."""
     row: Row
-    """That of no module, for all ranks."""
-
-    def rows(self, ranks: tuple[int, ...]) -> Iterator[Row]:
-        """The rows of all names, for the listed ranks."""
-        names = (None,) if self.names is _NO_NAMES else self.names.expand()
-        for fqn in names:
-            yield replace(self.row, owner=fqn, ranks=ranks)
+    """That of no module."""
+    ranks: str
+    """As they are written; empty for all ranks."""
 
 
-class CommDocument:
-    """The snapshot of a recording, checked."""
-
+class _CommReader:
     def __init__(self, lines: SnapshotLines) -> None:
-        """Reads and checks the lines, and builds nothing.
-
-        Args:
-            lines: Of the whole file.
-
-        Raises:
-            SnapshotFormatError: A line is not as `comm_lines` writes it.
-        """
-        self.lines = lines
+        self._lines = lines
         self._reader = RecordReader()
-        world = WorldReader(lines)
-        self._world = world
+        self._world = world = WorldReader(lines)
         body = lines.lines[:-1]
         first = world.end
-        self._shows_async = body[first - 1 : first] != [ASYNC_UNKNOWN]
-        first += not self._shows_async
+        shows_async = body[first - 1 : first] != [ASYNC_UNKNOWN]
+        first += not shows_async
         self._sizes_activations = body[first - 1 : first] != [UNSIZED]
         first += not self._sizes_activations
-        self._records: list[_CommRecord] = []
-        self._peaks: list[tuple[int, str]] = []
+        self._peaks: list[GatheredPeak] = []
         self._peak_ranks: set[int] = set()
+        records: list[_Record] = []
         for number, line in enumerate(body[first - 1 :], start=first):
             if line.startswith(TOTAL):
                 break
             if line.startswith(PEAK):
                 self._read_peak(number, line)
-                continue
-            self._records.append(self._read(number, line))
-        self._check()
-
-    def profile(self) -> CommProfile:
-        """What the document holds."""
-        return CommProfile(
-            world_size=self._world.size,
-            mesh_axes=self._world.mesh_axes,
+            else:
+                records.append(self._read(number, line))
+        self._check_once(records)
+        self._check_axes(records)
+        self.profile = CommProfile(
+            world_size=world.size,
+            mesh_axes=world.mesh_axes,
             rows=sort_rows(
-                row for record in self._records for row in record.rows(self._ranks(record.ranks))
+                replace(record.row, owner=name) for record in records for name in record.names
             ),
-            peaks=tuple(
-                GatheredPeak(nbytes=nbytes, ranks=self._ranks(ranks))
-                for nbytes, ranks in self._peaks
-            ),
-            recorded_ranks=self._world.ranks,
-            shows_async=self._shows_async,
+            peaks=tuple(self._peaks),
+            recorded_ranks=world.ranks,
+            shows_async=shows_async,
             sizes_activations=self._sizes_activations,
         )
+        lines.compare(comm_lines(self.profile))
 
-    def _read(self, number: int, line: str) -> _CommRecord:
+    def _read(self, number: int, line: str) -> _Record:
         match = _RECORD.fullmatch(line)
         if match is None:
             is_phase = line.partition(" ")[0] in tuple(Phase)
-            raise self.lines.misread(
+            raise self._lines.misread(
                 number, _SHAPES if is_phase else f"a phase first: {', '.join(Phase)}"
             )
+        pattern, ranks = match["names"], match["ranks"] or ""
         try:
-            row, ranks = self._read_row(match), match["ranks"] or ""
-            self._ranks(ranks)
-            is_nameless = match["names"] == NO_MODULE
-            record = _CommRecord(
-                number=number,
-                names=_NO_NAMES if is_nameless else self._reader.pattern(match["names"]),
-                content=row_content(row),
-                ranks=ranks,
-                row=row,
-            )
+            row = replace(self._read_row(match), ranks=self._reader.ranks(ranks, self._world))
+            names = (None,) if pattern == NO_MODULE else self._reader.names(pattern)
         except ValueError as error:
-            raise self.lines.refused(number, error) from None
-        written = f"{match['phase']} {match['names']} {record.words}"
+            raise self._lines.refused(number, error) from None
+        written = f"{row.phase} {pattern} {with_ranks(row_content(row), ranks)}"
         if written != line:
-            raise self.lines.differs(number, written)
-        return record
+            raise self._lines.differs(number, written)
+        return _Record(number=number, names=names, row=row, ranks=ranks)
 
     def _read_row(self, match: re.Match[str]) -> Row:
-        """Reads the row of no module, for all ranks."""
         phase = Phase(match["phase"])
         if match["kind"] is None:
             subject: Subject = "reshard" if match["action"] else "redistribution"
@@ -169,74 +151,57 @@ class CommDocument:
         axis = unescape(match["axis"]) if match["axis"] else ""
         return Row(phase=phase, owner=None, what=kind, axis=axis, calls=calls)
 
-    def _ranks(self, text: str) -> tuple[int, ...]:
-        return self._reader.ranks(text, self._world)
-
     def _read_peak(self, number: int, line: str) -> None:
         match = _PEAK.fullmatch(line)
         if match is None:
-            raise self.lines.misread(number, f"'{PEAK}<bytes> B'")
-        text = match["ranks"] or ""
+            raise self._lines.misread(number, f"'{PEAK}<bytes> B'")
         try:
-            ranks = self._ranks(text)
+            ranks = self._reader.ranks(match["ranks"] or "", self._world)
         except ValueError as error:
-            raise self.lines.refused(number, error) from None
-        before = self._ranks(self._peaks[-1][1]) if self._peaks else ()
+            raise self._lines.refused(number, error) from None
+        before = self._peaks[-1].ranks if self._peaks else ()
         is_next = not self._peaks or (before and ranks > before)
         nbytes = _read_nbytes(match)
         if not nbytes or not is_next or not self._peak_ranks.isdisjoint(ranks):
-            raise self.lines.misread(number, "each rank once, in order, and no peak of 0 bytes")
-        self._peaks.append((nbytes, text))
+            raise self._lines.misread(number, "each rank once, in order, and no peak of 0 bytes")
+        self._peaks.append(GatheredPeak(nbytes=nbytes, ranks=ranks))
         self._peak_ranks.update(ranks)
 
-    def _check_axes(self) -> None:
-        """Checks that the axes are those of the records."""
-        used = {record.row.axis for record in self._records} - {""}
-        for place, axis in enumerate(self._world.mesh_axes):
-            if axis.name not in used:
-                first = self._world.end - len(self._world.mesh_axes)
-                raise self.lines.misread(first + place, "only axes that a record below has")
-        missing = used.difference(axis.name for axis in self._world.mesh_axes)
-        for record in self._records:
-            if record.row.axis in missing:
-                raise self.lines.misread(record.number, "an axis that has a 'mesh' line above")
+    def _check_once(self, records: Iterable[_Record]) -> None:
+        """Checks that no two records have one row on one rank, nor the same on several lists."""
+        classes_of = self._reader.classes_of_ranks()
+        # The classes of ranks that have a row; none of them stands for all ranks.
+        seen: dict[tuple[RowKey, str | None], frozenset[int]] = {}
+        contents: set[tuple[RowKey, str | None, tuple[Calls, ...]]] = set()
+        steps = 0
+        for record in records:
+            key, calls, classes = record.row.key, record.row.calls, classes_of[record.ranks]
+            steps += len(record.names) * (1 + len(classes))
+            if steps > MAX_RANKS:
+                raise self._lines.misread(record.number, "lines whose ranks overlap in fewer ways")
+            for name in record.names:
+                held = seen.get((key, name))
+                if held is not None and (
+                    not (held and classes)
+                    or not classes.isdisjoint(held)
+                    or (key, name, calls) in contents
+                ):
+                    raise self._lines.misread(record.number, "each row once, with all of its ranks")
+                seen[key, name] = held | classes if held else classes
+                if classes:
+                    contents.add((key, name, calls))
 
-    def _check(self) -> None:
-        """Checks that the lines are folded, ordered and summed up as they would be written."""
-        groups: defaultdict[RowKey, list[_CommRecord]] = defaultdict(list)
-        for record in self._records:
-            groups[record.row.key].append(record)
-        folded: defaultdict[tuple[Phase, Subject], dict[str, list[str]]] = defaultdict(dict)
-        for key, records in groups.items():
-            pieces = self._reader.cut(
-                self.lines,
-                records,
-                once="each row once, with all of its ranks",
-            )
-            folded[key.phase, key.subject].update(fold_pieces(records, pieces))
-        world = self._world
-        self._check_axes()
-        totals = sum_up(
-            (
-                (record.row, record.names.size, len(self._ranks(record.ranks)))
-                for record in self._records
-                if record.row.subject == "collective"
-            ),
-            len(world.ranks) or world.size,
-        )
-        self.lines.compare(
-            comm_lines(
-                world=[
-                    *world_lines(world.size, world.ranks, world.mesh_axes),
-                    *limit_lines(
-                        shows_async=self._shows_async, sizes_activations=self._sizes_activations
-                    ),
-                ],
-                records=folded,
-                peaks=self._peaks,
-                totals=totals,
-            )
-        )
+    def _check_axes(self, records: Sequence[_Record]) -> None:
+        """Checks that the axes are those of the records."""
+        axes = [axis.name for axis in self._world.mesh_axes]
+        used = {record.row.axis for record in records}
+        for place, axis in enumerate(axes):
+            if axis not in used:
+                first = self._world.end - len(axes)
+                raise self._lines.misread(first + place, "only axes that a record below has")
+        for record in records:
+            if record.row.axis not in {"", *axes}:
+                raise self._lines.misread(record.number, "an axis that has a 'mesh' line above")
 
 
 def _read_calls(text: str, *, sizes_activations: bool) -> tuple[Calls, ...]:

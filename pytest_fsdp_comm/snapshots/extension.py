@@ -131,6 +131,8 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
                 profile = without_activation_sizes(profile)
         try:
             text = SnapshotText.of(profile, where=_RECORDING)
+            if self._updates:
+                _parsed(text)  # what is written has to be readable
         except SnapshotFormatError as problem:
             raise FsdpCommError(
                 f"{str(problem).removesuffix(REMEDY)}It is too large for a snapshot: compare "
@@ -185,14 +187,16 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         # The first line names versions: a change of it alone is no difference.
         if _body(serialized_data) == _body(old):
             return True
+        # Whatever follows, a file that is broken is neither overwritten nor compared.
+        reviewed = old.profile
         is_partial = len(self._ranks) not in {0, self._world_size}
         # An update writes what differs in any way.
         if self._updates and not is_partial:
             return False
         new = _recorded(serialized_data)
-        is_same = not _differ(old.profile, new)
-        if self._updates and not is_same and has_further_ranks(old.profile, new):
-            self._refuse_partial(old.profile, old.lines.where)
+        is_same = not _differ(reviewed, new)
+        if self._updates and not is_same and has_further_ranks(reviewed, new):
+            self._refuse_partial(reviewed, old.lines.where)
         return is_same
 
     def _refuse_partial(self, old: Profile, where: str) -> NoReturn:
@@ -209,15 +213,16 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def read_snapshot_data_from_location(
         self, *, snapshot_location: str, snapshot_name: str, session_id: str
     ) -> SnapshotText | None:
-        """Reads a file of either kind and checks all of it.
+        """Reads a file of either kind; `matches` checks its records, unless it is equal.
 
         Raises:
             SnapshotFormatError: It is broken; when updating, too, so that nothing is lost silently.
                 Of an old format, only when not updating.
         """
         del snapshot_name, session_id
+        path = Path(snapshot_location)
         try:
-            return read_snapshot(Path(snapshot_location), where=self._shown(snapshot_location))
+            return read_snapshot(path, where=self._shown(snapshot_location), checks_records=False)
         except OldFormatError:
             if self._updates:
                 return None
@@ -300,9 +305,11 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
 
 
 def _recorded(text: str) -> Profile:
-    if isinstance(text, SnapshotText):
-        return text.profile
-    return SnapshotText(text, where=_RECORDING).profile
+    return text.profile if isinstance(text, SnapshotText) else _parsed(text)
+
+
+def _parsed(text: str) -> Profile:
+    return SnapshotText(str(text), where=_RECORDING).profile
 
 
 def _differ(old: Profile, new: Profile) -> bool:

@@ -23,12 +23,14 @@ _FILE_TYPES: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
 )
 
 
-def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
-    """Reads a snapshot of either kind and checks all of it.
+def read_snapshot(path: Path, *, where: str, checks_records: bool = True) -> SnapshotText | None:
+    """Reads a snapshot of either kind and checks it.
 
     Args:
         path: The file, or a link to it.
         where: The file, as errors name it.
+        checks_records: Whether to check all of it, and not its frame alone: a text that is equal to
+            one that was just written needs no more.
 
     Returns:
         Its text, with LF at the ends of its lines; None if there is no file.
@@ -42,15 +44,16 @@ def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
         return None
     except OSError as error:
         raise _no_file(path, where, error.strerror or str(error)) from None
-    return decode_snapshot(raw, where=where)
+    return decode_snapshot(raw, where=where, checks_records=checks_records)
 
 
-def decode_snapshot(raw: bytes, *, where: str) -> SnapshotText:
+def decode_snapshot(raw: bytes, *, where: str, checks_records: bool = True) -> SnapshotText:
     """Checks the content of a snapshot file of either kind.
 
     Args:
         raw: The content.
         where: The file, as errors name it.
+        checks_records: As for `read_snapshot`.
 
     Raises:
         SnapshotFormatError: It is broken, or too large.
@@ -63,7 +66,10 @@ def decode_snapshot(raw: bytes, *, where: str) -> SnapshotText:
             f"{where}, line {line}: it cannot be read as UTF-8 text ({error.reason}); expected a "
             f"snapshot. {REMEDY}"
         ) from None
-    return SnapshotText(text, where=where)
+    snapshot = SnapshotText(text, where=where)
+    if checks_records:
+        _ = snapshot.profile
+    return snapshot
 
 
 def _read_regular(path: Path, where: str) -> bytes:

@@ -2,15 +2,15 @@
 
 A snapshot is read strictly: a reader accepts, line by line, only what the writer writes, so that
 each fault has a line and an error, and no two texts mean the same. Only line ends may be CRLF, and
-what the first line says after its kind is free.
+what the first line says after its kind is free. It reads, builds, writes again and compares.
 
-What a file may hold is limited, so that a broken one costs less than a second and 200 MB, wherever
-it is broken. Nothing is built before all of it is checked, and names are never listed for that:
+What a file may hold is limited, so that a broken one costs seconds and 200 MB at most, wherever it
+is broken:
 
 - `MAX_BYTES` and `MAX_LINES`, far more than anybody reviews;
 - `text.fqn.MAX_NAMES` names in all lines together, of `records.MAX_NAME_TEXT` characters as they
   are written and of `records.MAX_NUMBERS` numbers each;
-- as many ranks in all lists together, and in the groups of all axes;
+- `MAX_RANKS` ranks in all lists together, and as many in the groups of all axes;
 - `MAX_WORLD_SIZE` ranks in the world; numbers of at most 18 digits.
 """
 
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of, merge_axes
 from pytest_fsdp_comm.errors import SnapshotFormatError, quoted, quoted_part
-from pytest_fsdp_comm.text.fqn import MAX_NAMES, escape, unescape
+from pytest_fsdp_comm.text.fqn import escape, unescape
 from pytest_fsdp_comm.text.rank_lists import read_ranks, write_ranks
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ MAX_BYTES: Final = 4 << 20
 MAX_LINES: Final = 10_000
 """The longest snapshot: half of what GitHub shows of one file's changes. A step of 126 layers of
 128 experts has 60 lines, as layers that are alike share theirs."""
+MAX_RANKS: Final = 1_000_000
+"""The most ranks in all lists together, and in the groups of all axes."""
 MAX_WORLD_SIZE: Final = 131_072
 """As `pytest_fsdp_comm.options.MAX_SIMULATED`."""
 
@@ -327,7 +329,7 @@ class WorldReader:
 
     def _read_mesh(self) -> tuple[MeshAxis, ...]:
         axes: list[MeshAxis] = []
-        room = MAX_NAMES
+        room = MAX_RANKS
         while self._line.startswith(MESH):
             written = self._line.removeprefix(MESH)
             escaped, _, layout = written.rpartition("=")
@@ -374,7 +376,7 @@ class WorldReader:
         """An axis whose groups lie irregularly; None if one does not, or has another size."""
         if len(texts) * size > room:
             raise ValueError(
-                f"too many ranks: expected at most {MAX_NAMES} in the groups of all axes together"
+                f"too many ranks: expected at most {MAX_RANKS} in the groups of all axes together"
             )
         groups = []
         for text in texts:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from texts import parse_comm, parse_trees
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -138,9 +139,9 @@ def both_sides(old: Side, new: Side):
     texts = {}
     for stem, side in (("old", old), ("new", new)):
         texts[f"{stem}.comm"] = comm_text.format_profile(side.comm)
-        assert comm_text.parse_profile(texts[f"{stem}.comm"]) == side.comm
+        assert parse_comm(texts[f"{stem}.comm"]) == side.comm
         texts[f"{stem}.tree.comm"] = tree_text.format_profile(side.tree)
-        assert tree_text.parse_profile(texts[f"{stem}.tree.comm"]) == side.tree
+        assert parse_trees(texts[f"{stem}.tree.comm"]) == side.tree
     return texts
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import Block, TokenModel
+from texts import format_tree, parse_tree
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,7 +29,6 @@ from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.recording.comm_mode import CommMode
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles
-from pytest_fsdp_comm.snapshots.tree_text import format_tree, parse_tree
 from pytest_fsdp_comm.tree.facts import tree_facts
 from pytest_fsdp_comm.tree.json import dump_tree, load_tree
 from pytest_fsdp_comm.tree.model import Precision

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from texts import format_tree, parse_tree
 from torch import nn
 
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_states
-from pytest_fsdp_comm.snapshots.tree_text import format_tree, parse_tree
 from pytest_fsdp_comm.tree.facts import tree_facts
 
 COUNT = 30_000

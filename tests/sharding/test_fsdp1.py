@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block, UnevenModel
+from texts import format_tree
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy, fully_shard
@@ -21,7 +22,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles, list_states
-from pytest_fsdp_comm.snapshots.tree_text import format_tree
 from pytest_fsdp_comm.tree.model import Precision
 
 CPU = torch.device("cpu")

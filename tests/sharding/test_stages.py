@@ -3,6 +3,7 @@
 import pytest
 import torch.distributed as dist
 from models import WIDTH, Block
+from texts import parse_trees
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -11,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pytest_fsdp_comm import RecordingError
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
 from pytest_fsdp_comm.sharding.capture import capture_tree
-from pytest_fsdp_comm.snapshots.tree_text import format_profile, parse_profile
+from pytest_fsdp_comm.snapshots.tree_text import format_profile
 from pytest_fsdp_comm.tree.facts import tree_facts
 from pytest_fsdp_comm.tree.json import dump_tree, load_tree
 from pytest_fsdp_comm.tree.profile import fold, merge, ranks_of_stages
@@ -90,7 +91,7 @@ def test_every_form_shows_all_parts(stages, capsys, tmp_path):
     assert page.count("(root)") >= 2
     assert load_tree(dump_tree(tree)) == tree
     text = format_profile(fold(tree))
-    assert parse_profile(text) == fold(tree)
+    assert parse_trees(text) == fold(tree)
     assert text.count("(root)") == 2
 
 
@@ -210,7 +211,7 @@ def test_ranks_of_a_pipeline_merge_and_say_who_has_which_stage():
     text = format_profile(merge({0: first, 1: first, 2: second, 3: second}))
     assert "ranks 0-1\n" in text
     assert "ranks 2-3\n" in text
-    assert parse_profile(text).restricted([2]).common == second
+    assert parse_trees(text).restricted([2]).common == second
 
 
 def test_only_ranks_of_one_stage_are_compared():

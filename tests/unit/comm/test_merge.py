@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from texts import parse_comm
 
 from pytest_fsdp_comm import gathering
 from pytest_fsdp_comm.comm.diff import compare
@@ -28,7 +29,7 @@ from pytest_fsdp_comm.comm.profile import (
     sort_rows,
 )
 from pytest_fsdp_comm.gathering import gather_alike
-from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
+from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
 WORLD = 6
 RANKS = st.sets(st.integers(0, WORLD - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
@@ -167,7 +168,7 @@ def test_a_part_of_a_profile_is_what_its_ranks_recorded(profiles, ranks):
     whole = merge(list(profiles.values()))
     part = naively_merged({rank: profiles[rank] for rank in ranks})
     assert restrict(whole, ranks) == part
-    assert restrict(parse_profile(format_profile(whole)), ranks) == part
+    assert restrict(parse_comm(format_profile(whole)), ranks) == part
     assert not compare(whole, part).changes
 
 

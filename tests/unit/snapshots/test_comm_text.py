@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from texts import parse_comm
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import (
@@ -32,7 +33,7 @@ from pytest_fsdp_comm.comm.profile import (
     without_activation_sizes,
 )
 from pytest_fsdp_comm.errors import FsdpCommError, SnapshotFormatError
-from pytest_fsdp_comm.snapshots.comm_text import format_profile, parse_profile
+from pytest_fsdp_comm.snapshots.comm_text import format_profile
 from pytest_fsdp_comm.snapshots.lines import OldFormatError
 from pytest_fsdp_comm.text.codec import from_json, to_json
 
@@ -153,9 +154,9 @@ def test_a_profile_survives_json_and_text(recording):
     loaded = from_json(CommProfile, json.loads(json.dumps(to_json(profile))))
     assert loaded == profile
     assert [row.sites for row in loaded.rows] == [row.sites for row in profile.rows]
-    assert parse_profile(format_profile(profile)) == profile
+    assert parse_comm(format_profile(profile)) == profile
     relaxed = without_activation_sizes(profile)
-    assert parse_profile(format_profile(relaxed)) == relaxed
+    assert parse_comm(format_profile(relaxed)) == relaxed
 
 
 # Of a world of four; also such as the fake backend records, which leave some out.
@@ -170,8 +171,8 @@ def test_a_profile_of_different_ranks_survives_text(data, ranks):
     )
     assert profile.recorded_ranks == (() if len(ranks) == profile.world_size else ranks)
     text = format_profile(profile)
-    found = parse_profile(text)
-    assert found == parse_profile(text.replace("\n", "\r\n")) == profile
+    found = parse_comm(text)
+    assert found == parse_comm(text.replace("\n", "\r\n")) == profile
     assert format_profile(found).partition("\n")[2] == text.partition("\n")[2]
     assert compare(found, profile).changes == ()
 
@@ -179,7 +180,7 @@ def test_a_profile_of_different_ranks_survives_text(data, ranks):
 @given(recordings(rank=0), recordings(rank=1), recordings(rank=2))
 def test_a_profile_of_ranks_with_nothing_in_common_survives_text(first, second, third):
     profile = merge([fold(recording) for recording in (first, second, third)])
-    assert parse_profile(format_profile(profile)) == profile
+    assert parse_comm(format_profile(profile)) == profile
 
 
 def row(owner, count=1, nbytes=1024, dtype="float32", **changes):
@@ -237,7 +238,7 @@ end
 
 def test_the_text_reads_back_as_the_profile():
     assert format_profile(PROFILE) == TEXT
-    assert parse_profile(TEXT) == PROFILE
+    assert parse_comm(TEXT) == PROFILE
 
 
 ACTIVATIONS = (
@@ -265,7 +266,7 @@ end
 
 def test_activations_without_sizes_have_one_text():
     assert format_profile(RELAXED) == RELAXED_TEXT
-    assert parse_profile(RELAXED_TEXT) == RELAXED
+    assert parse_comm(RELAXED_TEXT) == RELAXED
     assert without_activation_sizes(RELAXED) == RELAXED
 
 
@@ -291,7 +292,7 @@ def test_sizes_that_do_not_fit_the_header_are_refused(old, new, complaint):
     text = RELAXED_TEXT.replace(old, new)
     assert text != RELAXED_TEXT
     with pytest.raises(SnapshotFormatError) as caught:
-        parse_profile(text, where="f.comm")
+        parse_comm(text, where="f.comm")
     assert complaint in str(caught.value)
 
 
@@ -313,7 +314,7 @@ def test_ranks_that_differ_in_a_mesh_have_short_lines():
         "forward norm all_gather[dp] x1 of 1_024 B float32 ranks 1-4095:7/8",
         "forward norm all_gather[dp] x2 of 1_024 B float32 ranks 0-4088/8",
     ]
-    assert parse_profile(text) == profile
+    assert parse_comm(text) == profile
 
 
 def test_a_long_name_moves_no_other_line():
@@ -369,14 +370,14 @@ def test_a_long_name_moves_no_other_line():
 )  # fmt: skip
 def test_what_is_broken_is_refused(text, complaint):
     with pytest.raises(SnapshotFormatError) as caught:
-        parse_profile(text, where="f.comm")
+        parse_comm(text, where="f.comm")
     assert complaint in str(caught.value)
     assert "git checkout" in str(caught.value)
 
 
 def test_an_older_format_names_the_update():
     with pytest.raises(OldFormatError) as caught:
-        parse_profile(TEXT.replace("2 comm", "1 comm"), where="f.comm")
+        parse_comm(TEXT.replace("2 comm", "1 comm"), where="f.comm")
     assert str(caught.value) == (
         "f.comm, line 1: the snapshot has format 1, this pytest-fsdp-comm reads format 2, which "
         "holds more; record it again with --snapshot-update, and review it as a new file"
