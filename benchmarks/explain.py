@@ -17,15 +17,10 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import (
-    Calls,
-    CommProfile,
-    Row,
-    Subject,
-    sort_rows,
-)
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, Subject, sort_rows
 from pytest_fsdp_comm.comm.story.search import explain
 
 if TYPE_CHECKING:

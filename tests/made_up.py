@@ -3,15 +3,10 @@
 from dataclasses import replace
 from fractions import Fraction
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import (
-    SUBJECTS,
-    Calls,
-    CommProfile,
-    Row,
-    sort_rows,
-)
+from pytest_fsdp_comm.comm.profile import SUBJECTS, CommProfile, Row, sort_rows
 
 FORWARD, BACKWARD, RECOMPUTE = Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE
 DP = MeshAxis(name="dp", size=4, dims=((4, 2),))

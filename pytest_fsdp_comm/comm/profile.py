@@ -22,9 +22,10 @@ from typing import (
     get_args,
 )
 
-from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Gap, Phase, Role, Source
+from pytest_fsdp_comm.comm.calls import Calls
+from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Gap, Phase, Role
 from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes
-from pytest_fsdp_comm.text.fqn import natural_key, write_word
+from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import unless_all
 
 if TYPE_CHECKING:
@@ -71,51 +72,6 @@ class Site:
     """Element type of the tensors; empty for a barrier."""
     count: int
     """How many of the row's collectives."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Calls:
-    """Calls that are alike in all that is compared, on one rank."""
-
-    nbytes: int = 0
-    """Message size of each, in bytes; 0 for objects."""
-    dtype: str = ""
-    """As `events.Collective.dtype`; empty for objects."""
-    role: str = ""
-    """As `events.Collective.role`; empty where that is None."""
-    is_object: bool = False
-    """Whether they carry pickled objects, whose size depends on values and paths."""
-    is_unsized: bool = False
-    """Whether they carry activations whose size is not compared; `nbytes` is 0."""
-    ahead: int = 0
-    """As `events.Collective.ahead`; 0 where that is None."""
-    is_async: bool = False
-    """Whether the caller has to wait for each; False where torch does not say."""
-    peer: int = 0
-    """The distance to the other rank of a send or a receive within the group, the shorter way
-    around: 1 for the next rank, -1 for the one before. 0 for other kinds, and where none is
-    known."""
-    root_rank: int = -1
-    """As `events.Collective.root_rank`; -1 where that is None."""
-    count: int = 0
-    """How many there are; 0 for what each of them is, however many there are."""
-
-    def __str__(self) -> str:
-        """As in a snapshot: ``x2 of 64 B float32 parameters ahead 1``."""
-        words = [f"x{self.count}"]
-        if self.is_object:
-            words.append("of objects")
-        elif self.is_unsized:
-            words += [f"of {write_word(self.dtype)}"] if self.dtype else []
-        elif self.nbytes or self.dtype:
-            words.append(f"of {self.nbytes:_} B")
-            words += [write_word(self.dtype)] if self.dtype else []
-        words += [self.role] if self.role else []
-        words += [f"ahead {self.ahead}"] if self.ahead else []
-        words += ["async"] if self.is_async else []
-        words += [f"peer {self.peer:+}"] if self.peer else []
-        words += [f"root {self.root_rank}"] if self.root_rank >= 0 else []
-        return " ".join(words)
 
 
 class RowKey(NamedTuple):
@@ -333,24 +289,8 @@ def _fold_collectives(recording: Recording) -> Iterable[Row]:
 
 
 def _fold_calls(events: Iterable[Collective]) -> tuple[Calls, ...]:
-    counts = Counter(map(_compared, events))
+    counts = Counter(map(Calls.of, events))
     return tuple(sorted(replace(alike, count=count) for alike, count in counts.items()))
-
-
-def _compared(event: Collective) -> Calls:
-    """All that is compared of one call."""
-    is_object = event.source is Source.OBJECT
-    peer, size = event.peer or 0, event.group_size
-    return Calls(
-        nbytes=0 if is_object else event.nbytes,
-        dtype="" if is_object else event.dtype,
-        role="" if event.role is None else event.role.value,
-        is_object=is_object,
-        ahead=event.ahead or 0,
-        is_async=event.is_async is True,
-        peer=peer - size if peer > size / 2 else peer,
-        root_rank=-1 if event.root_rank is None else event.root_rank,
-    )
 
 
 def _fold_reshards(recording: Recording) -> Iterable[Row]:

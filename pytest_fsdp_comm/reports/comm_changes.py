@@ -24,8 +24,9 @@ from pytest_fsdp_comm.text.rank_lists import name_ranks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_fsdp_comm.comm.calls import Calls
     from pytest_fsdp_comm.comm.diff import Change, Comparison, Sites
-    from pytest_fsdp_comm.comm.profile import Calls, Row
+    from pytest_fsdp_comm.comm.profile import Row
     from pytest_fsdp_comm.comm.story.steps import Step
 
 _MAX_CALLS: Final = 3

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from pytest_fsdp_comm.comm.calls import CALL_WORDS, Calls
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Phase, Role
-from pytest_fsdp_comm.comm.profile import Calls, CommProfile, GatheredPeak, Row, sort_rows
+from pytest_fsdp_comm.comm.profile import CommProfile, GatheredPeak, Row, sort_rows
 from pytest_fsdp_comm.errors import quoted_part
 from pytest_fsdp_comm.snapshots.comm_text import (
     ASYNC_UNKNOWN,
@@ -38,13 +39,14 @@ _RECORD: Final = re.compile(
     rf"(?: {RANKS}(?P<ranks>{RANKS_PATTERN}))?"
 )
 _ROLES: Final = "|".join(Role)
-_NO_DTYPE: Final = rf"(?:ahead|async|peer|root|{_ROLES})(?![^ ,])"
+_NO_DTYPE: Final = rf"(?:{'|'.join(word.name for word in CALL_WORDS.values())}|{_ROLES})(?![^ ,])"
 _CALLS: Final = re.compile(
     rf"x(?P<count>{NUMBER})"
     rf"(?: of(?: (?P<objects>objects)| {_NBYTES})?(?: (?!{_NO_DTYPE})(?P<dtype>[^ ,]+))?)?"
     rf"(?: (?P<role>{_ROLES}))?"
-    r"(?: ahead (?P<ahead>[1-9][0-9]{0,5}))?(?P<is_async> async)?"
-    r"(?: peer (?P<peer>[+-][1-9][0-9]{0,5}))?(?: root (?P<root>0|[1-9][0-9]{0,5}))?"
+    + "".join(
+        f"(?: {word.pattern.replace('(', f'(?P<{name}>', 1)})?" for name, word in CALL_WORDS.items()
+    )
 )
 _PEAK: Final = re.compile(rf"{PEAK}{_NBYTES}(?: {RANKS}(?P<ranks>{RANKS_PATTERN}))?")
 _SHAPES: Final = (
@@ -226,11 +228,12 @@ def _read_calls(text: str, *, sizes_activations: bool) -> tuple[Calls, ...]:
                 role=match["role"] or "",
                 is_object=match["objects"] is not None,
                 is_unsized=is_unsized,
-                ahead=int(match["ahead"] or 0),
-                is_async=match["is_async"] is not None,
-                peer=int(match["peer"] or 0),
-                root_rank=int(match["root"] or -1),
                 count=int(match["count"]),
+                **{
+                    name: word.read(match[name])
+                    for name, word in CALL_WORDS.items()
+                    if match[name] is not None
+                },
             )
         )
     kinds = [replace(one, count=0) for one in calls]
@@ -246,13 +249,12 @@ def _check_calls(kind: str, calls: Iterable[Calls]) -> None:
     if kind not in COLLECTIVE_KINDS:
         return
     for one in calls:
-        for word, is_there, kinds in (
-            ("ahead", one.ahead, {"all_gather"}),
-            ("peer", one.peer, {"send", "recv"}),
-            ("root", one.root_rank >= 0, {"broadcast", "scatter", "reduce", "gather"}),
-        ):
-            if is_there and kind not in kinds:
-                raise ValueError(f"{kind} has {word!r}: expected it of {', '.join(sorted(kinds))}")
+        for name, _ in one.told():
+            word = CALL_WORDS[name]
+            if word.kinds and kind not in word.kinds:
+                raise ValueError(
+                    f"{kind} has {word.name!r}: expected it of {', '.join(sorted(word.kinds))}"
+                )
 
 
 def _read_nbytes(match: re.Match[str]) -> int:

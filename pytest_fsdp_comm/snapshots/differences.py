@@ -26,8 +26,9 @@ from pytest_fsdp_comm.tree.profile import TreeProfile
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from pytest_fsdp_comm.comm.calls import Calls
     from pytest_fsdp_comm.comm.diff import Change
-    from pytest_fsdp_comm.comm.profile import Calls, Row, RowKey
+    from pytest_fsdp_comm.comm.profile import Row, RowKey
     from pytest_fsdp_comm.snapshots.documents import Profile
     from pytest_fsdp_comm.tree.diff import TreeChange
 

@@ -18,7 +18,8 @@ import os
 import pytest
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import Calls, CommProfile, Row, Site
+from pytest_fsdp_comm.comm.calls import Calls
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, Site
 
 class Recorded:
     # As comm_mode, without torch.

@@ -13,7 +13,8 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
-from pytest_fsdp_comm.comm.profile import Calls, Row, RowKey, alike_but, sort_rows
+from pytest_fsdp_comm.comm.calls import UNTIMED, Calls
+from pytest_fsdp_comm.comm.profile import Row, RowKey, alike_but, sort_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -146,7 +147,7 @@ class Pool:
 def _facts_of(key: RowKey, calls: tuple[Calls, ...], ranks: tuple[int, ...]) -> Counter[Fact]:
     facts: Counter[Fact] = Counter()
     for one in calls:
-        call = replace(one, ahead=0, is_async=False, count=0)
+        call = replace(one, **UNTIMED, count=0)
         facts[Fact(key, call, ranks)] += one.count
     return facts
 

@@ -24,8 +24,9 @@ from pytest_fsdp_comm.text.rank_lists import name_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from pytest_fsdp_comm.comm.calls import Calls
     from pytest_fsdp_comm.comm.cost import Volume
-    from pytest_fsdp_comm.comm.profile import Calls, CommProfile, Row, RowKey
+    from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey
 
 Mark = Literal["same", "changed", "new", "gone"]
 MARKS: Final[dict[Mark, tuple[str, str]]] = {

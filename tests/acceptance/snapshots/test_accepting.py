@@ -29,7 +29,8 @@ import pytest
 import training
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import Calls, CommProfile, Row
+from pytest_fsdp_comm.comm.calls import Calls
+from pytest_fsdp_comm.comm.profile import CommProfile, Row
 
 class Recorded:
     # As comm_mode, without torch: what a command names depends on neither model nor ranks.

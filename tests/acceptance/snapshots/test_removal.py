@@ -15,7 +15,8 @@ CONFTEST = """
 import pytest
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import Calls, CommProfile, Row
+from pytest_fsdp_comm.comm.calls import Calls
+from pytest_fsdp_comm.comm.profile import CommProfile, Row
 
 class Recorded:
     # As comm_mode, without ranks and torch: what is removed depends on neither.

@@ -301,7 +301,8 @@ def test_a_test_without_ranks_has_the_headline_too(pytester, monkeypatch):
         test_plain="""
         import pytest
         from pytest_fsdp_comm.comm.events import Phase
-        from pytest_fsdp_comm.comm.profile import Calls, CommProfile, Row
+        from pytest_fsdp_comm.comm.calls import Calls
+        from pytest_fsdp_comm.comm.profile import CommProfile, Row
         from pytest_fsdp_comm.comm.mesh import MeshAxis
 
         COUNT = 1

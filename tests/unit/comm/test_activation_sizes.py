@@ -5,16 +5,11 @@ from dataclasses import replace
 import pytest
 from made_up import counted, times
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import (
-    Calls,
-    CommProfile,
-    Row,
-    merge,
-    without_activation_sizes,
-)
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, merge, without_activation_sizes
 
 
 def row(nbytes, role, *, count=2, dtype="float32", kind="all_to_all", axis="ep", **changes):

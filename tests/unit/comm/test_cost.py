@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.cost import Cost, Volume, cost_of_change, estimate_seconds
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Phase
 from pytest_fsdp_comm.comm.links import parse_links
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import Calls, CommProfile, GatheredPeak, Row
+from pytest_fsdp_comm.comm.profile import CommProfile, GatheredPeak, Row
 
 GB = 10**9
 # 1 GB/s and 1 ms make seconds of GB and of thousands of hops.

@@ -5,20 +5,13 @@ import dataclasses
 import pytest
 from made_up import counted
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.links import parse_links
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import (
-    Calls,
-    CommProfile,
-    GatheredPeak,
-    Row,
-    Site,
-    restrict,
-    sort_rows,
-)
+from pytest_fsdp_comm.comm.profile import CommProfile, GatheredPeak, Row, Site, restrict, sort_rows
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
 
 KIB = 1024

@@ -2,11 +2,12 @@
 
 import pytest
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.links import parse_links
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import Calls, CommProfile, GatheredPeak, Row
+from pytest_fsdp_comm.comm.profile import CommProfile, GatheredPeak, Row
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
 
 MIB = 1024**2

@@ -3,9 +3,10 @@
 import pytest
 from made_up import kept, profile, renamed, twice, unit
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import Change
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.profile import Calls, Row
+from pytest_fsdp_comm.comm.profile import Row
 from pytest_fsdp_comm.comm.story.search import explain
 from pytest_fsdp_comm.reports.headline import headline, headline_of_story
 from pytest_fsdp_comm.tree.diff import TreeChange

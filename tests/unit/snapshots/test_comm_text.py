@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from texts import parse_comm
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import (
     Collective,
@@ -22,7 +23,6 @@ from pytest_fsdp_comm.comm.events import (
 from pytest_fsdp_comm.comm.json import dump_recording, load_recording
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import (
-    Calls,
     CommProfile,
     GatheredPeak,
     Row,
