@@ -4,8 +4,8 @@ A snapshot is read strictly: a reader accepts, line by line, only what the write
 each fault has a line and an error, and no two texts mean the same. Only line ends may be CRLF, and
 what the first line says after its kind is free. It reads, builds, writes again and compares.
 
-What a file may hold is limited, so that a broken one costs seconds and 200 MB at most, wherever it
-is broken:
+What a file may hold is limited, so that a broken one costs two seconds and 200 MB at most,
+wherever it is broken:
 
 - `MAX_BYTES` and `MAX_LINES`, far more than anybody reviews;
 - `text.fqn.MAX_NAMES` names in all lines together, of `records.MAX_NAME_TEXT` characters as they
