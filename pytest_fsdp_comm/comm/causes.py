@@ -7,6 +7,7 @@ docs/causes.md has for each what would refute it, and ``tests/regressions`` its 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import singledispatch
@@ -33,7 +34,11 @@ class Cause:
 
 
 def find_causes(
-    story: Story, evidence: Evidence | None = None, *, is_same_mesh: bool = True
+    story: Story,
+    evidence: Evidence | None = None,
+    *,
+    is_same_mesh: bool = True,
+    torch_versions: tuple[str, str] = ("", ""),
 ) -> tuple[Cause, ...]:
     """Names the probable causes of a story, those of regressions first.
 
@@ -41,6 +46,7 @@ def find_causes(
         story: What differs.
         is_same_mesh: Whether the world and its axes are as before.
         evidence: What the trees of the same test say; None if they were not compared.
+        torch_versions: Of the snapshot and of the recording; empty where they are not known.
     """
     root = _root_not_sharded(story)
     explained = root.steps if root is not None else ()
@@ -51,12 +57,40 @@ def find_causes(
         is_in_doubt = isinstance(step, steps.RecomputeCame) and not story.is_exact
         if step not in explained and not is_of_mesh and not is_in_doubt:
             known = None if evidence is None else _reading_with(evidence, step)
+            known = known or _reading_of_torch(torch_versions, step)
             texts = _readings(step) if known is None else filter(None, [known])
             found += [Cause(text=text, steps=(step,)) for text in texts]
     if story.is_exact and not story.steps:
         found += [Cause(text=text) for change in story.timings for text in _of_timing(change)]
     unique = {cause.text: cause for cause in found}
     return tuple(sorted(unique.values(), key=lambda cause: not _is_of_regression(cause)))
+
+
+_REDUCES_IN_FLOAT32: Final = (2, 15)
+"""The first torch whose FSDP2 reduces in float32 where ``reduce_dtype`` is unset; 2.13 reduces in
+``param_dtype``, as FSDP1 does in all of them. Recorded with torch 2.13.0 and 2.15.0."""
+
+
+def _reading_of_torch(versions: tuple[str, str], step: Step) -> str | None:
+    """What a change of torch's own says of a step; None if it says nothing of it."""
+    was, now = (tuple(map(int, _VERSION.findall(version)[:2])) for version in versions)
+    if not (was and now) or (was < _REDUCES_IN_FLOAT32) == (now < _REDUCES_IN_FLOAT32):
+        return None
+    low, high = ("old", "new") if was < now else ("new", "old")
+    if (
+        isinstance(step, steps.Dtype)
+        and {role for role, _ in step.parts} == {Role.GRADIENTS}
+        and getattr(step, high) == "float32"
+        and getattr(step, low) in {"bfloat16", "float16"}
+    ):
+        return (
+            "torch 2.15 and newer reduce in float32 where reduce_dtype of MixedPrecisionPolicy is "
+            "unset, older ones in param_dtype: set it to keep the bytes"
+        )
+    return None
+
+
+_VERSION: Final = re.compile(r"[0-9]+")
 
 
 def _reading_with(evidence: Evidence, step: Step) -> str | None:

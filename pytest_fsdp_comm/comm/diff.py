@@ -119,7 +119,10 @@ def compare(
         story=story,
         left=(*frames, *_compare_rows(story.before, story.after, sites)),
         causes=find_causes(
-            story, evidence, is_same_mesh=all(one.subject != "frame" for one in frames)
+            story,
+            evidence,
+            is_same_mesh=all(one.subject != "frame" for one in frames),
+            torch_versions=(old.torch_version, new.torch_version),
         ),
         sites=sites,
         cost=cost,

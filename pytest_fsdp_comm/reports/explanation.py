@@ -57,7 +57,8 @@ class Explanation:
     cost: tuple[str, ...] = ()
     """The lines of `short` that say what the changes cost."""
     scope: str = ""
-    """What is not compared, or on one side only, which the first line says; empty for most."""
+    """What the first line says of the comparison as a whole: what is not compared, or on one side
+    only, and that another torch recorded the snapshot; empty for most."""
 
     def __post_init__(self) -> None:
         """Makes every line printable, as the names in a file may not be."""
@@ -66,7 +67,7 @@ class Explanation:
             object.__setattr__(self, name, lines)
 
     def within(self, scope: str, cure: str = "") -> Explanation:
-        """The same, whose first line also says what is not compared.
+        """The same, whose first line also says something of the comparison as a whole.
 
         Args:
             scope: To be read after the snapshot's path.
@@ -79,7 +80,8 @@ class Explanation:
             body = tuple(line for line in lines[1:] if line not in commands)
             return (f"{lines[0]}, {scope}", *body, *cures, *commands)
 
-        return replace(self, short=scoped(self.short), full=scoped(self.full), scope=scope)
+        scopes = ", ".join(filter(None, (self.scope, scope)))
+        return replace(self, short=scoped(self.short), full=scoped(self.full), scope=scopes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,6 +114,7 @@ class _CommReader:
             recorded_ranks=world.ranks,
             shows_async=shows_async,
             sizes_activations=self._sizes_activations,
+            torch_version=lines.torch_version,
         )
         lines.compare(comm_lines(self.profile))
 

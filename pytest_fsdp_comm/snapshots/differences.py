@@ -72,12 +72,12 @@ def explain_profiles(
             found = comm_diff.compare(old, new, aids.links, aids.evidence)
             explanation = render_comparison(found, snapshot=where, accept=accept, notes=new.notes)
             told = StoryLine(headline_of_story(found.story)) or found.changes
-            return _within_scope(explanation, old, new), told
+            return _with_versions(_within_scope(explanation, old, new), old, new), told
         case TreeProfile(), TreeProfile():
             compared = tree_diff.compare(old, new)
             if compared.changes or compared.is_same:
                 explanation = render_tree_changes(compared.changes, snapshot=where, accept=accept)
-                return explanation, compared.changes
+                return _with_versions(explanation, old, new), compared.changes
             # The ranks differ among themselves; the lines of both texts say how.
             return (
                 bare_explanation(new, where=where, accept=accept),
@@ -163,6 +163,14 @@ def call_sites(old: Profile | None, new: Profile) -> list[str]:
 
 def _compared(row: Row) -> tuple[str | None, RowKey, tuple[int, ...], tuple[Calls, ...]]:
     return row.owner, row.key, row.ranks, row.calls
+
+
+def _with_versions(explanation: Explanation, old: Profile, new: Profile) -> Explanation:
+    """Says in the first line if another torch recorded the snapshot."""
+    was, now = (one.torch_version.partition("+")[0] for one in (old, new))
+    if not was or not now or was == now:
+        return explanation
+    return explanation.within(f"recorded with torch {was}, this is {now}")
 
 
 def _within_scope(explanation: Explanation, was: CommProfile, now: CommProfile) -> Explanation:

@@ -57,7 +57,8 @@ _LOST_LINE: Final = "; the totals do not match the records: a line was lost or e
 _SHOWN: Final = 60
 """Of what two long lines have in common, half of this length is shown."""
 
-_HEADER: Final = re.compile(r"# pytest-fsdp-comm ([1-9][0-9]{0,8}) (comm|tree)(?: \|.*)?")
+_HEADER: Final = re.compile(r"# pytest-fsdp-comm ([1-9][0-9]{0,8}) (comm|tree)(?: \|(.*))?")
+_TORCH: Final = re.compile(r" torch ([0-9][0-9A-Za-z.+-]{0,39}),")
 _CONFLICT: Final = re.compile(r"^(?:<{7}|\|{7}|={7}|>{7})", re.MULTILINE)
 _CONTROL: Final = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ufeff]")
 _NUMBER: Final = re.compile(NUMBER)
@@ -129,6 +130,8 @@ class SnapshotLines:
             raise too_large(where, f"{lines} lines and {len(text)} characters")
         self._check_characters(text)
         self.lines = text.split("\n")
+        self.torch_version = ""
+        """That of the recording, as ``torch.__version__``; empty where the first line has none."""
         self.kind = self._read_first(self.lines[0])
         """``comm`` or ``tree``."""
         if kind not in {None, self.kind}:
@@ -183,6 +186,8 @@ class SnapshotLines:
                 f"reads format {FORMAT_VERSION}; upgrade pytest-fsdp-comm, or restore the "
                 "file with `git checkout` if the newer format was a mistake"
             )
+        version = _TORCH.match(match[3] or "")
+        self.torch_version = version[1] if version else ""
         return match[2]
 
     def problem(self, number: int, came: str, expected: str) -> SnapshotFormatError:

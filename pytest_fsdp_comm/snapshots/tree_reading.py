@@ -64,6 +64,7 @@ def read_tree(lines: SnapshotLines) -> TreeProfile:
     return TreeProfile(
         trees={ranks: tree.facts for ranks, tree in trees.items()},
         recorded_ranks=unless_all(recorded, world_size),
+        torch_version=lines.torch_version,
     )
 
 

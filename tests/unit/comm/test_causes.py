@@ -1,9 +1,20 @@
 """Causes with the trees of the same test as evidence: exact where they speak, silent otherwise."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
-from made_up import BACKWARD, changed, frozen, in_bfloat16, kept, profile, reduced_often
+from made_up import (
+    BACKWARD,
+    changed,
+    frozen,
+    in_bfloat16,
+    kept,
+    profile,
+    reduced_often,
+    role,
+    sized,
+)
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.reports.story_lines import step_line
@@ -127,3 +138,49 @@ def test_units_that_were_gathered_in_vain_lose_no_gradients():
     (step,) = comparison.story.steps
     assert step_line(step) == "layers.1 not gathered in backward any more"
     assert comparison.causes == ()
+
+
+def in_dtype(old, dtype, *, roles, version=""):
+    """With calls of some roles in another element type, recorded with a version of torch."""
+
+    def change(one):
+        if role(one) not in roles:
+            return one
+        factor = Fraction(1, 2) if dtype == "bfloat16" else 2
+        calls = (replace(calls, dtype=dtype) for calls in sized(one, factor).calls)
+        return replace(one, calls=tuple(calls))
+
+    return replace(changed(old, change, ["collective"]), torch_version=version)
+
+
+HALF = in_dtype(profile(), "bfloat16", roles=("parameters", "gradients"), version="2.13.0+cpu")
+FULL = in_dtype(HALF, "float32", roles=("gradients",), version="2.15.0+cu130")
+OF_TORCH = "torch 2.15 and newer reduce in float32"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_torchs"),
+    [
+        (HALF, FULL, True),
+        (FULL, HALF, True),
+        # The same change is the user's where both versions reduce alike.
+        (HALF, replace(FULL, torch_version="2.14.1"), False),
+        (replace(HALF, torch_version="2.15.0"), FULL, False),
+        (replace(HALF, torch_version=""), FULL, False),
+        # Parameters too, or in the other direction: torch changed nothing of that.
+        (HALF, in_dtype(FULL, "float32", roles=("parameters",), version="2.15.0"), False),
+        (FULL, replace(HALF, torch_version="2.16.0"), False),
+        (replace(FULL, torch_version="2.13.0"), replace(HALF, torch_version="2.15.0"), False),
+    ],
+)
+def test_gradients_that_a_newer_torch_reduces_in_float32_are_torchs_change(old, new, is_torchs):
+    causes = [cause.text for cause in compare(old, new).causes]
+    assert any(text.startswith(OF_TORCH) for text in causes) is is_torchs
+    assert bool(causes)
+
+
+def test_what_the_tree_says_of_a_type_comes_before_what_torch_changed():
+    policy = replace(tree().units[1][""], precision=Precision(reduce_dtype="float32"))
+    new_tree = replace(tree(), units={1: dict.fromkeys(tree().units[1], policy)})
+    causes = compare(HALF, FULL, evidence=tree_evidence(tree(), new_tree)).causes
+    assert [cause.text for cause in causes] == ["MixedPrecisionPolicy, as the tree says"]

@@ -1,7 +1,13 @@
-"""Which arguments of a run its accept command repeats."""
+"""Which arguments of a run its accept command repeats, and what a failure's first line says."""
+
+from dataclasses import replace
 
 import pytest
+from made_up import profile, twice
 
+from pytest_fsdp_comm.comm.links import Links
+from pytest_fsdp_comm.snapshots.differences import Aids, explain_profiles
+from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.explain import repeated_options
 
 TESTS = ("tests", "tests/test_a.py::test_one")
@@ -31,3 +37,25 @@ def test_what_chooses_and_reports_is_left_out(given, kept):
     # argparse takes the first of two equal words for the value of an option.
     selected = selected[-1:] if "--where" in arguments else selected
     assert repeated_options(arguments, selected) == kept.split()
+
+
+@pytest.mark.parametrize(
+    ("recorded", "now", "said"),
+    [
+        ("2.13.0+cpu", "2.15.0+cu130", ", recorded with torch 2.13.0, this is 2.15.0"),
+        ("2.13.0", "2.13.0", ""),
+        # Builds of one version do not differ in what they send.
+        ("2.13.0+cpu", "2.13.0+cu130", ""),
+        ("", "2.13.0", ""),
+    ],
+)
+def test_another_torch_is_told_in_the_first_line(recorded, now, said):
+    old = SnapshotText.of(replace(profile(), torch_version=recorded), where="old")
+    new = replace(twice(profile()), torch_version=now)
+    aids = Aids(links=Links(), evidence=None)
+    # The version comes out of the file, whose first line is free otherwise.
+    reviewed = SnapshotText(str(old), where="old").profile
+    explanation, _ = explain_profiles(reviewed, new, aids, where="old.comm")
+    assert explanation.short[0] == explanation.full[0] == f"comm_mode differs from old.comm{said}"
+    free = str(old).replace(" | torch", " | a note of ours: torch")
+    assert SnapshotText(free, where="old").profile.torch_version == ""
