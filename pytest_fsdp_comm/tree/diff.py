@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections import defaultdict
+from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from pytest_fsdp_comm.comm.mesh import show_mesh
+from pytest_fsdp_comm.comm.mesh import merge_axes, show_mesh
 from pytest_fsdp_comm.text.fqn import expand, fold_fqns, natural_key
-from pytest_fsdp_comm.text.rank_lists import write_ranks
+from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -41,8 +43,8 @@ class TreeComparison:
 
     is_same: bool
     changes: tuple[TreeChange, ...]
-    """Empty if nothing differs, and where ranks differ among themselves: no list of changes holds
-    for all of them."""
+    """Empty if nothing differs. Where ranks differ among themselves, each says which ranks have it.
+    """
 
 
 _NO_ROOT: Final = (
@@ -72,7 +74,45 @@ def compare(old: TreeProfile, new: TreeProfile) -> TreeComparison:
         if old.common != new.common:
             changes = (*changes, *compare_trees(old.common, new.common))
         return TreeComparison(is_same=not changes, changes=changes)
-    return TreeComparison(is_same=not changes and old.trees == new.trees, changes=changes)
+    is_same = not changes and old.trees == new.trees
+    if not is_same:
+        changes = (*changes, *_changes_by_rank(old, new))
+    return TreeComparison(is_same=is_same, changes=changes)
+
+
+def _changes_by_rank(old: TreeProfile, new: TreeProfile) -> Iterator[TreeChange]:
+    """The changes of the trees of all ranks that both have, each with the ranks that have it."""
+    if old.world_size != new.world_size:
+        yield TreeChange(subject="world_size", what=f"{old.world_size} -> {new.world_size}")
+        return
+    # Each rank knows its own groups of a mesh that lies irregularly.
+    meshes = [
+        show_mesh(merge_axes(chain.from_iterable(tree.mesh_axes for tree in at.trees.values())))
+        for at in (old, new)
+    ]
+    if meshes[0] != meshes[1]:
+        yield TreeChange(subject="mesh", what=f"{meshes[0]} -> {meshes[1]}")
+    ranks_of: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    before, after = ({rank: id(tree) for rank, tree in _by_rank(at)} for at in (old, new))
+    for rank in sorted(before.keys() & after.keys()):
+        ranks_of[before[rank], after[rank]].append(rank)
+    trees = {
+        id(tree): replace(tree, mesh_axes=()) for at in (old, new) for tree in at.trees.values()
+    }
+    found: defaultdict[TreeChange, list[int]] = defaultdict(list)
+    for (was, now), ranks in ranks_of.items():
+        for change in compare_trees(trees[was], trees[now]):
+            found[change] += ranks
+    for change, ranks in found.items():
+        is_everywhere = len(ranks) == len(before.keys() & after.keys())
+        where = "" if is_everywhere else f", on {name_ranks(sorted(ranks))}"
+        yield replace(change, what=f"{change.what}{where}")
+
+
+def _by_rank(profile: TreeProfile) -> Iterator[tuple[int, TreeFacts]]:
+    everyone = profile.recorded_ranks or range(profile.world_size)
+    for ranks, tree in profile.trees.items():
+        yield from ((rank, tree) for rank in ranks or everyone)
 
 
 def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:

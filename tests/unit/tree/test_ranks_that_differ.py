@@ -1,0 +1,81 @@
+"""What differs between the trees of ranks that differ among themselves."""
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_fsdp_comm.comm.mesh import MeshAxis
+from pytest_fsdp_comm.tree.diff import compare
+from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
+from pytest_fsdp_comm.tree.profile import merge
+
+MESH = (MeshAxis(name="dp", size=2, dims=((2, 1),)),)
+
+
+def tree(*layers, axes=MESH, policy=True, dtype="float32"):
+    names = [f"layers.{number}" for number in layers]
+    return TreeFacts(
+        world_size=4,
+        mesh_axes=axes,
+        units={1: {name: UnitFacts(kind="fsdp2", reshard_after_forward=policy) for name in names}},
+        parameters={f"{name}.weight": ParameterFacts(shape=(4,), dtype=dtype) for name in names},
+    )
+
+
+def profile(*trees):
+    return merge(dict(enumerate(trees)))
+
+
+def irregular(*groups):
+    """A mesh of which each rank knows the group that it is in."""
+
+    def axes(rank):
+        group = next(group for group in groups if rank in group)
+        return (MeshAxis(name="ep", size=2, groups=(group,)),)
+
+    return [tree(0, axes=axes(rank)) for rank in range(4)]
+
+
+FIRST, SECOND = tree(0), tree(1)
+STAGES = (FIRST, FIRST, SECOND, SECOND)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (STAGES, STAGES, []),
+        # The same axis over other ranks, which no tree of one rank shows.
+        (
+            irregular((0, 1), (2, 3)),
+            irregular((0, 3), (1, 2)),
+            ["mesh: ep=2 ranks 0-1 | 2-3 -> ep=2 ranks 0,3 | 1-2"],
+        ),
+        (
+            STAGES,
+            (FIRST, FIRST, tree(1, policy=False), tree(1, policy=False)),
+            ["layers.1: reshard_after_forward True -> False, on ranks 2-3"],
+        ),
+        # What all ranks have says nothing of ranks.
+        (
+            (FIRST, FIRST, replace(FIRST, units={}), FIRST),
+            (tree(0, dtype="bfloat16"),) * 2
+            + (replace(tree(0, dtype="bfloat16"), units={}), tree(0, dtype="bfloat16")),
+            ["layers.0.weight: dtype float32 -> bfloat16"],
+        ),
+        # Ranks that were alike and are no longer.
+        (
+            (FIRST,) * 4,
+            (FIRST, FIRST, FIRST, tree(0, policy=False)),
+            ["layers.0: reshard_after_forward True -> False, on rank 3"],
+        ),
+        (
+            STAGES,
+            [replace(one, world_size=8) for one in STAGES * 2],
+            ["world_size: 4 -> 8"],
+        ),
+    ],
+)
+def test_each_change_says_which_ranks_have_it(old, new, told):
+    found = compare(profile(*old), profile(*new))
+    assert [str(change) for change in found.changes] == told
+    assert found.is_same is not bool(told)
