@@ -118,7 +118,7 @@ def _policy_with(evidence: Evidence, owners: set[str]) -> str | None:
     changes = {evidence.policies.get(owner) for owner in owners}
     change = changes.pop() if len(changes) == 1 else None
     if change is not None:
-        return f"reshard_after_forward {change[0]} -> {change[1]}, as the tree says"
+        return f"{change}, as the tree says"
     if owners <= evidence.new_roots:
         return "became roots, as the tree says: is fully_shard on the module above missing?"
     return None

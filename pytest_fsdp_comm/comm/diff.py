@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 from pytest_fsdp_comm.comm.causes import Cause, find_causes
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.mesh import show_mesh
+from pytest_fsdp_comm.comm.mesh import MeshAxis, show_mesh
 from pytest_fsdp_comm.comm.profile import (
     SUBJECTS,
     CommProfile,
@@ -28,7 +28,7 @@ from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pytest_fsdp_comm.comm.evidence import Evidence
     from pytest_fsdp_comm.comm.links import Links
@@ -146,12 +146,24 @@ def _compare_frames(old: CommProfile, new: CommProfile) -> Iterable[Change]:
         ("frame", "world_size", str(old.world_size), str(new.world_size)),
         ("frame", "activation sizes", sizes(old), sizes(new)),
         ("frame", "recorded ranks", ranks(old), ranks(new)),
-        ("frame", "mesh", show_mesh(old.mesh_axes), show_mesh(new.mesh_axes)),
+        ("frame", "mesh", *_meshes(old.mesh_axes, new.mesh_axes)),
         ("memory", "peak gathered", peak(old) or "0 B", peak(new) or "0 B"),
     )
     for subject, what, before, after in pairs:
         if before != after:
             yield Change(subject=subject, phase=None, what=what, old_text=before, new_text=after)
+
+
+def _meshes(old: Sequence[MeshAxis], new: Sequence[MeshAxis]) -> tuple[str, str]:
+    """Both meshes; equal if all that one lacks is an axis over which nothing is sent any more."""
+    before, after = ({axis.name for axis in axes} for axes in (old, new))
+    shared = before & after
+    is_same = [axis for axis in old if axis.name in shared] == [
+        axis for axis in new if axis.name in shared
+    ]
+    if is_same and shared and (before <= after or after <= before):
+        return "", ""
+    return show_mesh(old), show_mesh(new)
 
 
 def _compare_rows(old: Iterable[Row], new: Iterable[Row], sites: Sites) -> Iterable[Change]:

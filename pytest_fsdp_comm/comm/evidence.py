@@ -18,8 +18,8 @@ class Evidence:
     """Those of which some parameters are frozen now, and others trainable."""
     thawed: frozenset[str] = frozenset()
     """Those of which some parameters are trainable now that were frozen."""
-    policies: Mapping[str, tuple[str, str]]
-    """``reshard_after_forward`` before and after, of those with another."""
+    policies: Mapping[str, str]
+    """As `tree.facts.policy_change` words it, of those with another policy after forward."""
     new_roots: frozenset[str] = frozenset()
     """Those that became roots."""
     is_other_dtype: bool = False

@@ -104,7 +104,8 @@ def _(step: steps.Counts) -> str:
             )
             return f"{what} {times}, reductions of gradients {often}"
         case steps.Scope.FORWARD:
-            return f"all counts of forward {times}, of backward x1"
+            kept = f"; {name_owners(step.kept)} kept, and gathered as before" if step.kept else ""
+            return f"counts of forward {times}, of backward x1{kept}"
         case steps.Scope.ACTIVATIONS:
             return f"activations sent {step.factor} times as often"
         case steps.Scope.OPTIMIZER:
@@ -212,15 +213,17 @@ def _(step: steps.ReducedTimes) -> str:
 
 @step_line.register
 def _(step: steps.ReductionGone) -> str:
-    return (
-        f"gradients of {name_owners(step.owners)} no longer reduced ({_kinds(step.was)}), gathers "
-        "as before"
-    )
+    what = f"gradients of {name_owners(step.owners)}"
+    if not step.is_all:
+        return f"{what} no longer reduced by {_kinds(step.was)} too, all else as before"
+    return f"{what} no longer reduced ({_kinds(step.was)}), gathers as before"
 
 
 @step_line.register
 def _(step: steps.ReductionCame) -> str:
     what = f"gradients of {name_owners(step.owners)}"
+    if not step.is_all:
+        return f"{what} reduced by {_kinds(step.rows)} too now, all else as before"
     return f"{what} reduced now ({_kinds(step.rows)}), gathers as before"
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.comm.evidence import Evidence
+from pytest_fsdp_comm.tree.facts import policy_change
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,9 +37,10 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
             unit for unit, pairs in held.items() if any(_froze(now, was) for was, now in pairs)
         ),
         policies={
-            unit: (str(before[unit].reshard_after_forward), str(after[unit].reshard_after_forward))
+            unit: policy
             for unit in units
-            if before[unit].reshard_after_forward != after[unit].reshard_after_forward
+            for policy in [policy_change(before[unit], after[unit])]
+            if policy
         },
         new_roots=frozenset(
             unit for unit in units if after[unit].is_root and not before[unit].is_root

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from pytest_fsdp_comm.comm.mesh import merge_axes, show_mesh
 from pytest_fsdp_comm.text.fqn import expand, fold_fqns, natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
+from pytest_fsdp_comm.tree.facts import policy_change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -195,8 +196,9 @@ def _unit_changes(old: UnitFacts | None, new: UnitFacts | None) -> Iterator[str]
         yield "becomes a root" if new.is_root else "is no longer a root"
     if (old.shard_axis, old.replicate_axis) != (new.shard_axis, new.replicate_axis):
         yield f"{_axes(old)} -> {_axes(new)}"
-    if old.reshard_after_forward != new.reshard_after_forward:
-        yield f"reshard_after_forward {old.reshard_after_forward} -> {new.reshard_after_forward}"
+    policy = policy_change(old, new)
+    if policy:
+        yield policy
     yield from _precision_changes(old.precision, new.precision)
     if old.offload != new.offload:
         yield "shards move to host memory" if new.offload else "shards move to the device"

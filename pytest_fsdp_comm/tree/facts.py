@@ -37,6 +37,26 @@ class UnitFacts:
     """FSDP1's policies: ``BACKWARD_PRE``, ``FORWARD``."""
 
 
+def policy_change(old: UnitFacts, new: UnitFacts) -> str:
+    """What became of a unit's policy after forward, as its author set it; empty if nothing did.
+
+    Of FSDP1, that is the sharding strategy.
+    """
+    if old.reshard_after_forward == new.reshard_after_forward:
+        return ""
+    if "fsdp1" not in {old.kind, new.kind}:
+        return f"reshard_after_forward {old.reshard_after_forward} -> {new.reshard_after_forward}"
+    return f"sharding_strategy {_strategy(old)} -> {_strategy(new)}"
+
+
+def _strategy(unit: UnitFacts) -> str:
+    if unit.reshard_after_forward is None:
+        return "NO_SHARD"
+    if unit.replicate_axis is not None:
+        return "HYBRID_SHARD" if unit.reshard_after_forward else "_HYBRID_SHARD_ZERO2"
+    return "FULL_SHARD" if unit.reshard_after_forward else "SHARD_GRAD_OP"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterFacts:
     """How one original parameter is distributed."""

@@ -25,6 +25,7 @@ from pytest_fsdp_comm.comm.story.steps import (
     Scope,
     Step,
     in_scope,
+    is_kept,
     is_of_gradients,
 )
 
@@ -265,7 +266,13 @@ def _counts(between: Between) -> Iterator[Step]:
                 for fact, count in content.facts.items()
                 if in_scope(scope, fact, content)
             ):
-                yield Counts(scope=scope, factor=ratio, has_activations=sends)
+                kept = tuple(owner for owner, content in between.state.items() if is_kept(content))
+                yield Counts(
+                    scope=scope,
+                    factor=ratio,
+                    has_activations=sends,
+                    kept=kept if scope is Scope.FORWARD else (),
+                )
                 if scope in {Scope.UNREDUCED, Scope.UNREDUCED_OUTSIDE}:
                     for reductions in _ratios_of_reductions(between):
                         yield Counts(

@@ -303,6 +303,8 @@ class Counts(Everywhere):
     """Whether any of it is activations: without them, only gathers tell of forwards."""
     reductions: Fraction = Fraction(1)
     """How often gradients are reduced, where the scope leaves them out."""
+    kept: tuple[Owner, ...] = ()
+    """Units that a scope of forward leaves out, since they are kept after it for the next one."""
 
     @property
     def words(self) -> float:

@@ -80,7 +80,7 @@ PLANTED = {
             "forward collectives of layers.{0..2}.mlp repeated by recomputation in backward: "
             "3 calls, 3.0 KiB in all",
         ),
-        (evaluated, "all counts of forward x2, of backward x1"),
+        (evaluated, "counts of forward x2, of backward x1; (root) kept, and gathered as before"),
     ],
 )
 def test_a_change_of_the_whole_is_one_line(change, line):
