@@ -63,7 +63,7 @@ def find_causes(
     if story.is_exact and not story.steps:
         found += [Cause(text=text) for change in story.timings for text in _of_timing(change)]
     unique = {cause.text: cause for cause in found}
-    return tuple(sorted(unique.values(), key=lambda cause: not _is_of_regression(cause)))
+    return tuple(sorted(unique.values(), key=lambda cause: not is_of_regression(cause)))
 
 
 _REDUCES_IN_FLOAT32: Final = (2, 15)
@@ -144,7 +144,8 @@ def _reductions_with(evidence: Evidence, step: steps.Replaced, owners: set[str])
     return None
 
 
-def _is_of_regression(cause: Cause) -> bool:
+def is_of_regression(cause: Cause) -> bool:
+    """Whether a cause is one that nobody wants."""
     return any(type(step) in _REGRESSIONS for step in cause.steps)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from pytest_fsdp_comm.comm.causes import Cause, find_causes
+from pytest_fsdp_comm.comm.causes import Cause, find_causes, is_of_regression
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import MeshAxis, show_mesh
@@ -24,6 +24,7 @@ from pytest_fsdp_comm.comm.profile import (
     without_async,
 )
 from pytest_fsdp_comm.comm.story.search import Story, explain
+from pytest_fsdp_comm.comm.story.steps import Redistributed, Step
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
 
@@ -78,6 +79,26 @@ class Comparison:
     """Where the recorded collectives of each row were issued, by owner and key."""
     cost: Cost = field(default_factory=Cost)
     """What the changes cost; nothing if nothing differs."""
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps of the story as they are told: those of regressions first."""
+        if self.story is None:
+            return ()
+        # By identity: what a step writes is not hashable.
+        regressions = {
+            id(step) for cause in self.causes if is_of_regression(cause) for step in cause.steps
+        }
+        # What is redistributed in forward has its counterpart in backward.
+        return tuple(
+            sorted(
+                self.story.steps,
+                key=lambda step: (
+                    id(step) not in regressions,
+                    isinstance(step, Redistributed) and step.phase is Phase.BACKWARD,
+                ),
+            )
+        )
 
 
 def compare(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.story.steps import Redistributed, Replaced, SplitOff
+from pytest_fsdp_comm.comm.story.steps import Replaced, SplitOff
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
 from pytest_fsdp_comm.reports.explanation import (
     LEFT_OUT,
@@ -22,7 +22,7 @@ from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pytest_fsdp_comm.comm.calls import Calls
     from pytest_fsdp_comm.comm.diff import Change, Comparison, Sites
@@ -78,19 +78,19 @@ def render_comparison(
         compared="comm_mode",
         snapshot=snapshot,
         cost=tuple(cost[:shown]),
+        told=tuple(_told(comparison)),
     )
 
 
 def _story_lines(comparison: Comparison) -> list[str]:
-    story = comparison.story
-    if story is None:
-        return []
-    # What is redistributed in forward has its counterpart in backward.
-    ordered = sorted(
-        story.steps,
-        key=lambda step: isinstance(step, Redistributed) and step.phase is Phase.BACKWARD,
-    )
-    return [step_line(step) + _site_of(step, comparison.sites) for step in ordered]
+    return [step_line(step) + _site_of(step, comparison.sites) for step in comparison.steps]
+
+
+def _told(comparison: Comparison) -> Iterator[str]:
+    """The steps of the story, each with its causes."""
+    for step in comparison.steps:
+        causes = [cause.text for cause in comparison.causes if step in cause.steps]
+        yield "; likely: ".join((step_line(step), *causes))
 
 
 def _site_of(step: Step, sites: Sites) -> str:

@@ -56,6 +56,8 @@ class Explanation:
     """The file that it differs from, as the user would type it; empty as above."""
     cost: tuple[str, ...] = ()
     """The lines of `short` that say what the changes cost."""
+    told: tuple[str, ...] = ()
+    """Each change of the whole in one line with its probable cause, those of regressions first."""
     scope: str = ""
     """What the first line says of the comparison as a whole: what is not compared, or on one side
     only, and that another torch recorded the snapshot; empty for most."""

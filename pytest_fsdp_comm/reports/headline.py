@@ -15,8 +15,8 @@ from pytest_fsdp_comm.text.rank_lists import name_ranks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_fsdp_comm.comm.diff import Comparison
     from pytest_fsdp_comm.comm.profile import Row
-    from pytest_fsdp_comm.comm.story.search import Story
     from pytest_fsdp_comm.tree.diff import TreeChange
 
 _PHRASE: Final = re.compile(r"(?:ahead|peer|root) \S+|\S+")
@@ -45,16 +45,12 @@ def headline(changes: Sequence[Change | TreeChange]) -> str:
     return f"{lines[0]}, {len(lines) - 1} more" if len(lines) > 1 else lines[0]
 
 
-def headline_of_story(story: Story | None) -> str:
-    """A change of the whole in one line; empty if single modules changed, or more than it tells.
-
-    Args:
-        story: Of a comparison; None if it has none.
-    """
-    if story is None or not story.is_exact or not story.steps:
+def headline_of_story(comparison: Comparison) -> str:
+    """What the story tells first, in one line; empty if it tells one module, or not all."""
+    if not comparison.steps or comparison.story is None or not comparison.story.is_exact:
         return ""
-    first, *others = story.steps
-    if isinstance(first, Replaced):
+    first, *others = comparison.steps
+    if isinstance(first, Replaced) and not others:
         return ""
     return f"{step_line(first)}, {len(others)} more" if others else step_line(first)
 

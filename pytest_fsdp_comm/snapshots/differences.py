@@ -71,7 +71,7 @@ def explain_profiles(
         case CommProfile(), CommProfile():
             found = comm_diff.compare(old, new, aids.links, aids.evidence)
             explanation = render_comparison(found, snapshot=where, accept=accept, notes=new.notes)
-            told = StoryLine(headline_of_story(found.story)) or found.changes
+            told = StoryLine(headline_of_story(found)) or found.changes
             return _with_versions(_within_scope(explanation, old, new), old, new), told
         case TreeProfile(), TreeProfile():
             compared = tree_diff.compare(old, new)

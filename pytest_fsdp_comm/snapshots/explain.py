@@ -117,6 +117,7 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
         headline=headline_of_values({failure.name: what for failure, what in explained}),
         below="\n".join(shown.below),
         story=tuple(line for line in everything.lines if not line.startswith((ACCEPT, RECORD))),
+        told=tuple(line for one in failures for line in one.explanation.told),
         cost=tuple(line.strip() for one in failures for line in one.explanation.cost),
         accept=accept,
     )
@@ -134,7 +135,8 @@ def explain_result(
         result: Of `assertion.last_results`; its value differs, or could not be compared.
 
     Returns:
-        All lines of the explanation, and the difference in a few words.
+        All lines of the explanation, and the difference in a few words: where several things
+        changed, in a line for each.
     """
     item = result.test_location.item
     config = item.config
@@ -145,7 +147,8 @@ def explain_result(
         config.rootpath,
         accept=_accept_command(config, item, [result]),
     )
-    return failure.explanation.full, headline_of_values({name: what})
+    told = "\n".join(failure.explanation.told)
+    return failure.explanation.full, told or headline_of_values({name: what})
 
 
 def _is_verbose(config: pytest.Config) -> bool:

@@ -31,6 +31,8 @@ class FailedComparison:
     """What the section below shows; empty for none."""
     story: tuple[str, ...]
     """All that is known of the difference, without the command."""
+    told: tuple[str, ...]
+    """As `Comparisons.told`."""
     cost: tuple[str, ...]
     """As `Comparisons.cost`."""
     accept: str
@@ -49,7 +51,7 @@ pytest sends it along from ranks and workers."""
 
 _COMPARISONS: Final = "comm_comparisons"
 """The attribute of a report of a test that compared something: `Comparisons` as JSON has it."""
-_PROPERTIES: Final = ("comm_snapshot", "comm_headline", "comm_cost")
+_PROPERTIES: Final = ("comm_snapshot", "comm_headline", "comm_change", "comm_cost")
 """The properties of a test in JUnit XML."""
 
 
@@ -96,6 +98,7 @@ def _add_comparisons(
         files=files,
         headline=failed.headline if failed else "",
         story=failed.story if failed else (),
+        told=failed.told if failed else (),
         cost=failed.cost if failed else (),
         accept=failed.accept if failed else "",
     )
@@ -103,6 +106,7 @@ def _add_comparisons(
     properties = [
         *(("comm_snapshot", file) for file in files),
         *([("comm_headline", failed.headline)] if failed else []),
+        *(("comm_change", line) for line in comparisons.told if line != comparisons.headline),
         *(("comm_cost", line) for line in comparisons.cost),
     ]
     # The report of the teardown, made from the test, is the one that JUnit XML reads. A test that

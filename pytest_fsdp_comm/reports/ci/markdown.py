@@ -127,7 +127,10 @@ def _row(test: FailedTest, link: Callable[[Place], str]) -> str:
     address = link(test.place) if test.place is not None else ""
     linked = f'<a href="{address}">{name}</a>' if address else name
     cost = "<br>".join(_cell(line) for line in _cost(test))
-    return f"| {linked} | {_cell(test.reason)} | {cost} |\n"
+    # The headline has the first of several changes alone.
+    told = test.comparisons.told if test.comparisons else ()
+    what = "<br>".join(_cell(line) for line in told) or _cell(test.reason)
+    return f"| {linked} | {what} | {cost} |\n"
 
 
 def _cost(test: FailedTest) -> Sequence[str]:

@@ -15,6 +15,9 @@ class Comparisons:
     """The difference in one line; empty if nothing differs."""
     story: tuple[str, ...] = ()
     """All of it, without the command that accepts it; empty as above."""
+    told: tuple[str, ...] = ()
+    """Each change of the whole in one line with its probable cause, those of regressions first;
+    empty if only single modules changed."""
     cost: tuple[str, ...] = ()
     """What the difference costs, the whole first; empty if that is unchanged or not known."""
     accept: str = ""

@@ -3,7 +3,12 @@
 import math
 
 import pytest
+from made_up import in_bfloat16, profile, reduced_often
 
+from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.reports.ci.markdown import no_link, render_summary
+from pytest_fsdp_comm.reports.ci.outcomes import Comparisons, FailedTest, Outcomes
+from pytest_fsdp_comm.reports.comm_changes import render_comparison
 from pytest_fsdp_comm.reports.explanation import (
     Explanation,
     Failure,
@@ -11,6 +16,7 @@ from pytest_fsdp_comm.reports.explanation import (
     show_everything,
     show_on_screen,
 )
+from pytest_fsdp_comm.reports.headline import headline_of_story
 
 ACCEPT = "pytest --snapshot-update x"
 COMMAND = f"  accept: {ACCEPT}"
@@ -272,3 +278,30 @@ def test_what_a_change_costs_comes_first_whatever_the_order_of_the_values():
     ]
     _, *lines = combine(failures, accept="")
     assert lines == ["  comm: +1 % bytes", "  comm: two", "  before: one"]
+
+
+def test_a_regression_is_told_before_what_hides_it_and_each_change_has_its_cause():
+    """Other element types, which are the larger change, beside gradients reduced too often."""
+    old = profile()
+    comparison = compare(old, reduced_often(in_bfloat16(old)))
+    explained = render_comparison(comparison, snapshot="x", accept="")
+    reduced = "gradients of (root), layers.{0..2} reduced 1 -> 4 times (reduce_scatter)"
+    assert headline_of_story(comparison) == f"{reduced}, gathers as before, 1 more"
+    assert [line.partition("; likely: ")[0] for line in explained.told] == [
+        f"{reduced}, gathers as before",
+        "parameters[dp], gradients[dp] float32 -> bfloat16, x1/2 bytes",
+    ]
+    causes = [line.partition("; likely: ")[2] for line in explained.told]
+    assert causes[0].startswith("reduced in each micro-batch: call set_requires_gradient_sync")
+    assert causes[1] == "MixedPrecisionPolicy, or the model's own dtype"
+    # The same order on the terminal.
+    told = [line.strip() for line in explained.full if "reduced 1" in line or "bfloat16" in line]
+    assert told[0].startswith(reduced)
+    # And a line for each in the summary's table.
+    failed = Comparisons(files=("x",), headline=headline_of_story(comparison), told=explained.told)
+    test = FailedTest(nodeid="test_a", reason=failed.headline, place=None, comparisons=failed)
+    summary = render_summary(Outcomes(compared_tests=1, compared_files=1, failed=(test,)), no_link)
+    (row,) = (line for line in summary.splitlines() if line.startswith("| <code>test"))
+    what = row.split(" | ")[1].split("<br>")
+    assert len(what) == 2
+    assert all("likely: " in line for line in what)

@@ -4,10 +4,9 @@ import pytest
 from made_up import kept, profile, renamed, twice, unit
 
 from pytest_fsdp_comm.comm.calls import Calls
-from pytest_fsdp_comm.comm.diff import Change
+from pytest_fsdp_comm.comm.diff import Change, Comparison, compare
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.profile import Row
-from pytest_fsdp_comm.comm.story.search import explain
 from pytest_fsdp_comm.reports.headline import headline, headline_of_story
 from pytest_fsdp_comm.tree.diff import TreeChange
 
@@ -135,11 +134,11 @@ def test_the_headline_is(changes, text):
 
 def test_a_change_of_the_whole_is_its_own_headline():
     old = profile()
-    assert headline_of_story(explain(old, profile(5))) == (
+    assert headline_of_story(compare(old, profile(5))) == (
         "layers: 3 -> 5 modules, each as its siblings"
     )
-    assert headline_of_story(explain(old, renamed(twice(old)))) == "layers is blocks now, 1 more"
+    assert headline_of_story(compare(old, renamed(twice(old)))) == "layers is blocks now, 1 more"
     # Of single modules, the largest change says more.
     for new in (kept(old), profile(extra=[unit("head", 64)])):
-        assert not headline_of_story(explain(old, new))
-    assert not headline_of_story(None)
+        assert not headline_of_story(compare(old, new))
+    assert not headline_of_story(Comparison(changes=()))
