@@ -285,7 +285,8 @@ class RankRunner:
         """Writes what no test's report can hold: which processes are left."""
         problems, self._problems = self._problems, []
         for problem in problems:
-            sys.stderr.write(f"fsdp-comm: {printable(problem)}\n")
+            shown = printable(problem, "\n")
+            sys.stderr.write(f"fsdp-comm: {shown}\n")
 
     def _prepare_ranks(self) -> RunRank:
         name_missing_gpu()

@@ -131,7 +131,11 @@ def test_the_file_says_what_is_not_compared_and_a_doubled_batch_passes(recorded)
 
 # Old and new text of the source, and the headline.
 STILL = {
-    "a count": ('False, "tp"', 'True, "tp"', "counts of forward x2, of backward x1, 1 more"),
+    "a count": (
+        'False, "tp"',
+        'True, "tp"',
+        "counts of forward x2, of backward x1; (root) kept, and gathered as before, 1 more",
+    ),
     "an axis": ('False, "tp"', 'False, "dp"', "(root): +1 all_gather[[]tp], 8 more"),
 }  # fmt: skip
 
