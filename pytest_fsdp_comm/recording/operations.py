@@ -7,7 +7,7 @@ the operation below it is still ``c10d._allgather_base_``. Read in torch 2.6, 2.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -76,8 +76,7 @@ class Operation:
     empty if there is none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Message(NamedTuple):
     """What this rank sends and receives at once: fields of `comm.events.Collective`."""
 
     kind: str

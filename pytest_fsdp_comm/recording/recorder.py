@@ -9,15 +9,25 @@ import time
 import weakref
 from dataclasses import dataclass
 from enum import Enum, auto
-from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Gap, Recording, Source, Timing
+from pytest_fsdp_comm.comm.events import (
+    COLLECTIVE_KINDS,
+    Collective,
+    Gap,
+    HostDeviceCopy,
+    Recording,
+    Redistribution,
+    Reshard,
+    Source,
+    Timing,
+)
 from pytest_fsdp_comm.comm.mesh import merge_axes
 from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.errors import printable
@@ -48,12 +58,7 @@ from pytest_fsdp_comm.recording.owners.ddp import ParameterOwners
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_groups
 from pytest_fsdp_comm.recording.owners.futures import following_callbacks
 from pytest_fsdp_comm.recording.owners.stack import outermost_module, running_modules, scan_stack
-from pytest_fsdp_comm.recording.pending import (
-    PendingCollective,
-    PendingCopy,
-    PendingRedistribution,
-    PendingReshard,
-)
+from pytest_fsdp_comm.recording.pending import Event, Pending
 from pytest_fsdp_comm.recording.redistributions import RedistributionWatch
 from pytest_fsdp_comm.recording.subclasses import Dispatch, Subclasses, is_dtensor_class
 from pytest_fsdp_comm.recording.threads import following_threads
@@ -65,16 +70,12 @@ from pytest_fsdp_comm.text.fqn import escape
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from pytest_fsdp_comm.comm.events import Collective, Phase
+    from pytest_fsdp_comm.comm.events import Phase
     from pytest_fsdp_comm.recording.owners.fsdp import ReshardAction
     from pytest_fsdp_comm.recording.owners.stack import StackScan
 
     _Run = Callable[[Any, Sequence[Any], dict[str, Any], "_ModeBelow | None"], Any]
     _Trace = Callable[[Any, Sequence[Any]], None]
-
-_Pending = TypeVar(
-    "_Pending", PendingCollective, PendingCopy, PendingRedistribution, PendingReshard
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +137,10 @@ class Recorder:
         self._idle = [(model, set(map(id, model.modules()))) for model in models]
         # An index is taken before the call: what the call itself causes comes after it.
         self._indices = itertools.count()
-        self._collectives: list[PendingCollective] = []
-        self._reshards: list[PendingReshard] = []
-        self._redistributions: list[PendingRedistribution] = []
-        self._copies: list[PendingCopy] = []
+        self._collectives: list[Pending[Collective]] = []
+        self._reshards: list[Pending[Reshard]] = []
+        self._redistributions: list[Pending[Redistribution]] = []
+        self._copies: list[Pending[HostDeviceCopy]] = []
         self._groups = GroupNames()
         self._backward = BackwardMap(makers, ParameterOwners(self._roots))
         self._units = UnitWatch(
@@ -217,9 +218,14 @@ class Recorder:
             self._learn_roots()
         names = OwnerNames(self._roots, are_parts=self._has_given_root)
         self._groups.learn_parameters(self._roots)
-        pending = _in_order(self._collectives)
-        axes = self._groups.axes(entry.group for entry in pending if entry.group is not None)
-        collectives = tuple(entry.named(names, axes) for entry in pending)
+        axes = self._groups.axes(
+            entry.group for entry in _in_order(self._collectives) if entry.group is not None
+        )
+
+        def named(pending: Iterable[Pending[Event]]) -> tuple[Event, ...]:
+            return tuple(entry.named(names, axes) for entry in _in_order(pending))
+
+        collectives = named(self._collectives)
         gaps, notes = self._gaps(axes)
         recording = Recording(
             rank=self._rank,
@@ -229,9 +235,9 @@ class Recorder:
             mesh_axes=merge_axes(axes.values()),
             shows_async=shows_async(),
             collectives=collectives,
-            reshards=tuple(entry.named(names) for entry in _in_order(self._reshards)),
-            redistributions=tuple(entry.named(names) for entry in _in_order(self._redistributions)),
-            copies=tuple(entry.named(names) for entry in _in_order(self._copies)),
+            reshards=named(self._reshards),
+            redistributions=named(self._redistributions),
+            copies=named(self._copies),
             timings=tuple(Timing(category=name, seconds=s) for name, s in self._seconds.items()),
             notes=(*self._notes, *notes, *(gap.text for gap in gaps)),
             peak_gathered_nbytes=self._units.peak_gathered_nbytes(self._roots),
@@ -288,8 +294,8 @@ class Recorder:
     def _learn_roots(self) -> None:
         """Finds the roots of modules whose forward did not run in the block."""
         known = {id(module) for root in self._roots for module in root.modules()}
-        acts = [(entry.index, entry.attribution) for entry in self._collectives]
-        acts += [(entry.index, entry.attribution) for entry in self._reshards]
+        acts = [(entry.event.index, entry.attribution) for entry in self._collectives]
+        acts += [(entry.event.index, entry.attribution) for entry in self._reshards]
         for _, attribution in sorted(acts, key=itemgetter(0)):
             for module in (*attribution.owner, *attribution.issued_in):
                 root = None if id(module) in known else self._root_above(module)
@@ -417,13 +423,21 @@ class Recorder:
             if not self._is_recording:  # the block ended while a callback's collective ran
                 return result
             self._collectives.extend(
-                PendingCollective(
-                    index=next(self._indices) if number else index,
-                    op=f"{func.namespace}.{func.overloadpacket.__name__}",
+                Pending(
+                    event=Collective(
+                        index=next(self._indices) if number else index,
+                        op=f"{func.namespace}.{func.overloadpacket.__name__}",
+                        owner=None,
+                        issued_in=None,
+                        phase=attribution.phase,
+                        axis="",
+                        group_size=0,
+                        source=attribution.source,
+                        call_site=scan.call_site,
+                        **message._asdict(),
+                    ),
                     attribution=attribution,
                     group=None if group is None else self._groups.note(group),
-                    message=message,
-                    call_site=scan.call_site,
                 )
                 for number, message in enumerate(sent)
             )
@@ -434,11 +448,16 @@ class Recorder:
         start = self._redistribution_watch.note_collective(scan.redistribution)
         if start is not None:
             self._redistributions.append(
-                PendingRedistribution(
-                    index=next(self._indices),
+                Pending(
+                    event=Redistribution(
+                        index=next(self._indices),
+                        owner=None,
+                        issued_in=None,
+                        phase=attribution.phase,
+                        call_site=scan.call_site,
+                        **start._asdict(),
+                    ),
                     attribution=attribution,
-                    start=start,
-                    call_site=scan.call_site,
                 )
             )
         return result
@@ -453,12 +472,16 @@ class Recorder:
         result = func(*args, **kwargs)
         self._add_seconds(direction, time.perf_counter() - started)
         self._copies.append(
-            PendingCopy(
-                index=index,
-                direction=direction,
+            Pending(
+                event=HostDeviceCopy(
+                    index=index,
+                    direction=direction,
+                    owner=None,
+                    phase=attribution.phase,
+                    nbytes=sum(tensor.nbytes for tensor in tensors_in(result)),
+                    call_site=scan.call_site,
+                ),
                 attribution=attribution,
-                nbytes=sum(tensor.nbytes for tensor in tensors_in(result)),
-                call_site=scan.call_site,
             )
         )
         return result
@@ -474,9 +497,15 @@ class Recorder:
         if action == "reshard":
             self._add_seconds("resharding", seconds)
         self._reshards.append(
-            PendingReshard(
-                index=next(self._indices),
-                action=action,
+            Pending(
+                event=Reshard(
+                    index=next(self._indices),
+                    action=action,
+                    module=None,
+                    issued_in=None,
+                    phase=issued.phase,
+                    nbytes=nbytes,
+                ),
                 attribution=Attribution(
                     owner=modules,
                     issued_in=issued.issued_in,
@@ -484,7 +513,6 @@ class Recorder:
                     source=Source.FSDP,
                     gather=issued.gather,
                 ),
-                nbytes=nbytes,
             )
         )
 
@@ -584,9 +612,9 @@ class Recorder:
         return found
 
 
-def _in_order(pending: Iterable[_Pending]) -> list[_Pending]:
+def _in_order(pending: Iterable[Pending[Event]]) -> list[Pending[Event]]:
     """By index: an event is held when its call returns, after what the call itself caused."""
-    return sorted(pending, key=attrgetter("index"))
+    return sorted(pending, key=lambda entry: entry.event.index)
 
 
 def _is_watched() -> bool:

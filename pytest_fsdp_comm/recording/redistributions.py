@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import printable
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedistributionStart:
+class RedistributionStart(NamedTuple):
     """A redistribution at its first collective: fields of `comm.events.Redistribution`."""
 
     source_placements: tuple[str, ...]
