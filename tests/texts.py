@@ -28,5 +28,5 @@ def format_tree(tree):
 def _parsed(text, where, kind):
     snapshot = SnapshotText(text, where=where)
     if snapshot.lines.kind != kind:
-        raise snapshot.lines.other_kind(kind)
+        raise snapshot.lines.other_kind_error(kind)
     return snapshot.profile

@@ -153,15 +153,15 @@ _REGRESSIONS: Final = (
     steps.ReducedTimes,
     steps.Called,
     steps.SplitOff,
-    steps.UnitGone,
+    steps.UnitRemoved,
     steps.Redistributed,
-    steps.MadeWhole,
+    steps.GatheredInFull,
 )
 
 
 def _root_not_sharded(story: Story) -> Cause | None:
     """The root's unit is gone, and those below it behave as roots."""
-    gone = [step for step in story.steps if type(step) is steps.UnitGone]
+    gone = [step for step in story.steps if type(step) is steps.UnitRemoved]
     kept = [step for step in story.steps if isinstance(step, steps.Kept)]
     if not (gone and kept and gone[0].owners == (ROOT_FQN,)):
         return None
@@ -185,7 +185,7 @@ _ALWAYS: Final[Mapping[type[Step], str]] = {
     ),
     steps.GatheredElsewhere: "reshard_after_forward became an int, another one, or True",
     steps.ActivationSizes: "another batch or sequence, or another width",
-    steps.MadeWhole: "full_tensor() or redistribute(), or a DTensor that is printed or logged",
+    steps.GatheredInFull: "full_tensor() or redistribute(), or a DTensor that is printed or logged",
 }
 
 

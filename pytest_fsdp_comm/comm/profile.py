@@ -26,7 +26,7 @@ from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Gap, Phase, Role
 from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes
 from pytest_fsdp_comm.text.fqn import natural_key
-from pytest_fsdp_comm.text.rank_lists import unless_all
+from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -338,7 +338,7 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
         mesh_axes=merge_axes(axis for profile in alike for axis in profile.mesh_axes),
         rows=_merge_rows(groups, [profile.rows for profile in alike]),
         peaks=_merge_alike(groups, [profile.peaks for profile in alike]),
-        recorded_ranks=unless_all(ranks, first.world_size),
+        recorded_ranks=ranks_or_empty_if_all(ranks, first.world_size),
         notes=tuple(dict.fromkeys(note for profile in alike for note in profile.notes)),
         gaps=_merge_alike(groups, [profile.gaps for profile in alike]),
     )
@@ -373,7 +373,7 @@ class _Groups:
         key = tuple(sorted(places))
         if key not in self._lists:
             listed = sorted(chain.from_iterable(self._ranks[place] for place in key))
-            self._lists[key] = unless_all(listed, self._num_ranks)
+            self._lists[key] = ranks_or_empty_if_all(listed, self._num_ranks)
         return self._lists[key]
 
 
@@ -425,7 +425,7 @@ def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
                 lists[one.ranks] = tuple(rank for rank in one.ranks if rank in kept)
             having = lists[one.ranks]
             if having:
-                yield replace(one, ranks=unless_all(having, len(ranks))), having
+                yield replace(one, ranks=ranks_or_empty_if_all(having, len(ranks))), having
 
     rows = sort_rows(row for row, _ in of_kept(profile.rows))
     used = {row.axis for row in rows}
@@ -439,7 +439,7 @@ def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
         ),
         rows=rows,
         peaks=tuple(peak for peak, _ in peaks),
-        recorded_ranks=unless_all(ranks, profile.world_size),
+        recorded_ranks=ranks_or_empty_if_all(ranks, profile.world_size),
     )
 
 
@@ -464,7 +464,7 @@ def without_activation_sizes(profile: CommProfile) -> CommProfile:
 
 
 def _united(rows: Iterable[Row], num_ranks: int) -> tuple[int, ...]:
-    return unless_all(sorted(chain.from_iterable(row.ranks for row in rows)), num_ranks)
+    return ranks_or_empty_if_all(sorted(chain.from_iterable(row.ranks for row in rows)), num_ranks)
 
 
 def _without_activation_sizes(calls: Iterable[Calls]) -> Iterable[Calls]:

@@ -179,7 +179,7 @@ class Recorder:
             ):
                 yield
         finally:
-            self._witness.last_call()
+            self._witness.note_running_threads()
             with self._lock:
                 self._is_recording = False
             self._witness.end()

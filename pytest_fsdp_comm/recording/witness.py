@@ -154,7 +154,7 @@ class Witness:
         """Notes that the current thread is recorded from now on."""
         self._threads.add(threading.get_ident())
 
-    def last_call(self) -> None:
+    def note_running_threads(self) -> None:
         """Notes which other threads still run, as the block is about to end.
 
         What they have issued by then may return later, and what they issue later is not recorded.

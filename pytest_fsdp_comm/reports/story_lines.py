@@ -381,13 +381,13 @@ def _phases(step: steps.PhaseGone) -> str:
 
 
 @step_line.register
-def _(step: steps.UnitGone) -> str:
+def _(step: steps.UnitRemoved) -> str:
     where = name_owners(step.owners)
     return f"{where} no longer gathered nor reduced, other units gathered as before"
 
 
 @step_line.register
-def _(step: steps.UnitCame) -> str:
+def _(step: steps.UnitAdded) -> str:
     gathers = _sent(step.rows, _is_gather)
     return f"{name_owners(step.owners)} gathered now, other units as before{_more(gathers)}"
 
@@ -406,9 +406,9 @@ def _(step: steps.Redistributed) -> str:
 
 
 @step_line.register
-def _(step: steps.MadeWhole) -> str:
+def _(step: steps.GatheredInFull) -> str:
     more = _minus(_sent(step.rows, lambda _: True), _sent(step.was, lambda _: True))
-    return f"DTensors made whole outside of the step: {_calls(more)} more"
+    return f"DTensors gathered in full outside of the step: {_calls(more)} more"
 
 
 @step_line.register

@@ -122,7 +122,7 @@ class _CommReader:
         match = _RECORD.fullmatch(line)
         if match is None:
             is_phase = line.partition(" ")[0] in tuple(Phase)
-            raise self._lines.misread(
+            raise self._lines.misread_error(
                 number, _SHAPES if is_phase else f"a phase first: {', '.join(Phase)}"
             )
         pattern, ranks = match["names"], match["ranks"] or ""
@@ -130,10 +130,10 @@ class _CommReader:
             row = replace(self._read_row(match), ranks=self._reader.ranks(ranks, self._world))
             names = (None,) if pattern == NO_MODULE else self._reader.names(pattern)
         except ValueError as error:
-            raise self._lines.refused(number, error) from None
+            raise self._lines.refused_error(number, error) from None
         written = f"{row.phase} {pattern} {with_ranks(row_content(row), ranks)}"
         if written != line:
-            raise self._lines.differs(number, written)
+            raise self._lines.differs_error(number, written)
         return _Record(number=number, names=names, row=row, ranks=ranks)
 
     def _read_row(self, match: re.Match[str]) -> Row:
@@ -157,16 +157,18 @@ class _CommReader:
     def _read_peak(self, number: int, line: str) -> None:
         match = _PEAK.fullmatch(line)
         if match is None:
-            raise self._lines.misread(number, f"'{PEAK}<bytes> B'")
+            raise self._lines.misread_error(number, f"'{PEAK}<bytes> B'")
         try:
             ranks = self._reader.ranks(match["ranks"] or "", self._world)
         except ValueError as error:
-            raise self._lines.refused(number, error) from None
+            raise self._lines.refused_error(number, error) from None
         before = self._peaks[-1].ranks if self._peaks else ()
         is_next = not self._peaks or (before and ranks > before)
         nbytes = _read_nbytes(match)
         if not nbytes or not is_next or not self._peak_ranks.isdisjoint(ranks):
-            raise self._lines.misread(number, "each rank once, in order, and no peak of 0 bytes")
+            raise self._lines.misread_error(
+                number, "each rank once, in order, and no peak of 0 bytes"
+            )
         self._peaks.append(GatheredPeak(nbytes=nbytes, ranks=ranks))
         self._peak_ranks.update(ranks)
 
@@ -181,7 +183,9 @@ class _CommReader:
             key, calls, classes = record.row.key, record.row.calls, classes_of[record.ranks]
             steps += len(record.names) * (1 + len(classes))
             if steps > MAX_RANKS:
-                raise self._lines.misread(record.number, "lines whose ranks overlap in fewer ways")
+                raise self._lines.misread_error(
+                    record.number, "lines whose ranks overlap in fewer ways"
+                )
             for name in record.names:
                 held = seen.get((key, name))
                 if held is not None and (
@@ -189,7 +193,9 @@ class _CommReader:
                     or not classes.isdisjoint(held)
                     or (key, name, calls) in contents
                 ):
-                    raise self._lines.misread(record.number, "each row once, with all of its ranks")
+                    raise self._lines.misread_error(
+                        record.number, "each row once, with all of its ranks"
+                    )
                 seen[key, name] = held | classes if held else classes
                 if classes:
                     contents.add((key, name, calls))
@@ -201,10 +207,12 @@ class _CommReader:
         for place, axis in enumerate(axes):
             if axis not in used:
                 first = self._world.end - len(axes)
-                raise self._lines.misread(first + place, "only axes that a record below has")
+                raise self._lines.misread_error(first + place, "only axes that a record below has")
         for record in records:
             if record.row.axis not in {"", *axes}:
-                raise self._lines.misread(record.number, "an axis that has a 'mesh' line above")
+                raise self._lines.misread_error(
+                    record.number, "an axis that has a 'mesh' line above"
+                )
 
 
 def _read_calls(text: str, *, sizes_activations: bool) -> tuple[Calls, ...]:

@@ -225,7 +225,7 @@ def _explain_one(
         old.profile, new.profile, aids, where=where, accept=accept
     )
     if old.lines.kind != new.lines.kind:
-        why = str(old.lines.other_kind(new.lines.kind))
+        why = str(old.lines.other_kind_error(new.lines.kind))
         explanation = bare_explanation(new.profile, where=where, accept=accept, why=why)
     with disable_color():
         difference = tuple(extension.diff_lines(new, old))

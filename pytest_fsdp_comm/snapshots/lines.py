@@ -135,7 +135,7 @@ class SnapshotLines:
         self.kind = self._read_first(self.lines[0])
         """``comm`` or ``tree``."""
         if kind not in {None, self.kind}:
-            raise self.other_kind(kind)
+            raise self.other_kind_error(kind)
         if self.lines[-2:] != [END, ""]:
             last = len(self.lines) - (self.lines[-1] == "" and len(self.lines) > 1)
             raise self.problem(
@@ -173,7 +173,7 @@ class SnapshotLines:
     def _read_first(self, line: str) -> str:
         match = _HEADER.fullmatch(line)
         if match is None:
-            raise self.misread(1, "'# pytest-fsdp-comm <version> comm' or '... tree'", line)
+            raise self.misread_error(1, "'# pytest-fsdp-comm <version> comm' or '... tree'", line)
         if int(match[1]) < FORMAT_VERSION:
             raise OldFormatError(
                 f"{self.where}, line 1: the snapshot has format {match[1]}, this pytest-fsdp-comm "
@@ -196,22 +196,24 @@ class SnapshotLines:
             f"{self.where}, line {self.before + number}: {came}; expected {expected}. {REMEDY}"
         )
 
-    def other_kind(self, kind: str | None) -> SnapshotFormatError:
+    def other_kind_error(self, kind: str | None) -> SnapshotFormatError:
         """The error of a snapshot where one of another kind is needed."""
         return self.problem(1, f"it is a snapshot of kind {self.kind!r}", f"one of kind {kind!r}")
 
-    def misread(self, number: int, expected: str, came: str | None = None) -> SnapshotFormatError:
+    def misread_error(
+        self, number: int, expected: str, came: str | None = None
+    ) -> SnapshotFormatError:
         """The error of a line that reads otherwise than expected."""
         came = self.lines[number - 1] if came is None else came
         return self.problem(number, f"it reads {quoted(came)}", expected)
 
-    def refused(self, number: int, error: ValueError) -> SnapshotFormatError:
+    def refused_error(self, number: int, error: ValueError) -> SnapshotFormatError:
         """The error of a line of which something was refused: ``<what came>: expected <what>``."""
         came, _, expected = str(error).partition(": expected ")
         line = quoted(self.lines[number - 1])
         return self.problem(number, f"it reads {line}: {came}", expected)
 
-    def differs(self, number: int, written: str, why: str = "") -> SnapshotFormatError:
+    def differs_error(self, number: int, written: str, why: str = "") -> SnapshotFormatError:
         """The error of a line that the writer would write otherwise."""
         read = self.lines[number - 1] if number <= len(self.lines) else ""
         pairs = enumerate(zip_longest(read, written))
@@ -242,7 +244,7 @@ class SnapshotLines:
             return
         number, read, line = differing
         is_total = "total" in (read.partition(" ")[0], line.partition(" ")[0])
-        raise self.differs(number, line, _LOST_LINE if is_total else "")
+        raise self.differs_error(number, line, _LOST_LINE if is_total else "")
 
 
 def too_large(where: str, size: str) -> SnapshotFormatError:
@@ -317,7 +319,7 @@ class WorldReader:
             self.mesh_axes = self._read_mesh()
             """Sorted by name."""
         except ValueError as error:
-            raise lines.refused(self.end, error) from None
+            raise lines.refused_error(self.end, error) from None
 
     @property
     def _line(self) -> str:
@@ -327,7 +329,7 @@ class WorldReader:
         line = self._lines.lines[1]
         word, _, rest = line.partition(" ")
         if word != "world_size" or not _NUMBER.fullmatch(rest) or int(rest) > MAX_WORLD_SIZE:
-            raise self._lines.misread(
+            raise self._lines.misread_error(
                 2, f"'world_size <N>' with a number from 1 to {MAX_WORLD_SIZE}"
             )
         return int(rest)

@@ -17,7 +17,7 @@ from pytest_fsdp_comm.snapshots.tree_text import (
     unit_content,
 )
 from pytest_fsdp_comm.text.fqn import unescape
-from pytest_fsdp_comm.text.rank_lists import unless_all
+from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all
 from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
 from pytest_fsdp_comm.tree.model import Precision, UnitKind
 from pytest_fsdp_comm.tree.profile import TreeProfile
@@ -63,7 +63,7 @@ def read_tree(lines: SnapshotLines) -> TreeProfile:
     world_size = next(iter(trees.values())).world.size
     return TreeProfile(
         trees={ranks: tree.facts for ranks, tree in trees.items()},
-        recorded_ranks=unless_all(recorded, world_size),
+        recorded_ranks=ranks_or_empty_if_all(recorded, world_size),
         torch_version=lines.torch_version,
     )
 
@@ -75,7 +75,7 @@ def _read_trees(lines: SnapshotLines) -> dict[tuple[int, ...], _TreeReader]:
         return {(): _TreeReader(lines, reader)}
     starts = [at for at, line in enumerate(lines.lines, 1) if line.startswith(RANKS)]
     if len(starts) == 1:
-        raise lines.misread(2, "a line 'ranks <N>,...' above each of several trees")
+        raise lines.misread_error(2, "a line 'ranks <N>,...' above each of several trees")
     trees: dict[tuple[int, ...], _TreeReader] = {}
     bodies: dict[tuple[str, ...], int] = {}
     seen: set[int] = set()
@@ -86,11 +86,13 @@ def _read_trees(lines: SnapshotLines) -> dict[tuple[int, ...], _TreeReader]:
         try:
             ranks = reader.ranks(lines.lines[start - 1].removeprefix(RANKS), tree.world)
         except ValueError as error:
-            raise lines.refused(start, error) from None
+            raise lines.refused_error(start, error) from None
         if not seen.isdisjoint(ranks) or ranks <= before:
-            raise lines.misread(start, "each rank once, trees in the order of their first ranks")
+            raise lines.misread_error(
+                start, "each rank once, trees in the order of their first ranks"
+            )
         if bodies.setdefault(tuple(section.lines[1:]), start) != start:
-            raise lines.misread(start, "each tree once, with all of its ranks")
+            raise lines.misread_error(start, "each tree once, with all of its ranks")
         trees[ranks] = tree
         seen.update(ranks)
         before = ranks
@@ -101,9 +103,9 @@ def _indented(lines: SnapshotLines, start: int, end: int) -> SnapshotLines:
     """The lines of one tree, below its ranks."""
     for number in range(start + 1, end):
         if not lines.lines[number - 1].startswith(INDENT):
-            raise lines.misread(number, "two spaces first, below the ranks of a tree")
+            raise lines.misread_error(number, "two spaces first, below the ranks of a tree")
     if lines.lines[end - 2] != INDENT + END:
-        raise lines.misread(end - 1, f"{INDENT + END!r} as the last line of a tree")
+        raise lines.misread_error(end - 1, f"{INDENT + END!r} as the last line of a tree")
     return lines.section(start + 1, end - 1)
 
 
@@ -113,7 +115,7 @@ class _TreeReader:
     def __init__(self, lines: SnapshotLines, reader: RecordReader) -> None:
         self.world = WorldReader(lines)
         if self.world.ranks and lines.before:
-            raise lines.misread(3, "no further list of ranks in one tree of several")
+            raise lines.misread_error(3, "no further list of ranks in one tree of several")
         units: defaultdict[int, dict[str, UnitFacts]] = defaultdict(dict)
         parameters: dict[str, ParameterFacts] = {}
         self.facts = TreeFacts(
@@ -127,7 +129,7 @@ class _TreeReader:
             if word == "total":
                 break
             if word not in {"unit", "parameter"} or not words or not words[0]:
-                raise lines.misread(number, "'unit ...', 'parameter ...' or 'total ...'")
+                raise lines.misread_error(number, "'unit ...', 'parameter ...' or 'total ...'")
             try:
                 if word == "unit":
                     group, unit = _read_unit(words[1:] or [""])
@@ -137,12 +139,12 @@ class _TreeReader:
                     content = parameter_content(parameter)
                 names = reader.names(words[0])
             except ValueError as error:
-                raise lines.refused(number, error) from None
+                raise lines.refused_error(number, error) from None
             if content != " ".join(words[1:]):
-                raise lines.differs(number, f"{word} {words[0]} {content}")
+                raise lines.differs_error(number, f"{word} {words[0]} {content}")
             known: dict[str, Any] = units[group] if word == "unit" else parameters
             if not known.keys().isdisjoint(names):
-                raise lines.misread(number, f"each {word} once")
+                raise lines.misread_error(number, f"each {word} once")
             known.update(dict.fromkeys(names, unit if word == "unit" else parameter))
         lines.compare(tree_lines(self.facts, self.world.ranks))
 

@@ -119,7 +119,7 @@ def _read_entry(entry: str, world_size: int) -> list[int]:
     return [rank for start in starts for rank in range(start, start + length)]
 
 
-def unless_all(ranks: Sequence[int], count: int) -> tuple[int, ...]:
+def ranks_or_empty_if_all(ranks: Sequence[int], count: int) -> tuple[int, ...]:
     """Ranks as values hold them: none for all of ``count`` ranks."""
     return () if len(ranks) == count else tuple(ranks)
 

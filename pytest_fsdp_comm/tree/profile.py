@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_comm.text.rank_lists import unless_all
+from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all
 from pytest_fsdp_comm.tree.facts import TreeFacts, tree_facts
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ class TreeProfile:
         return replace(
             self,
             trees={
-                unless_all(held, len(ranks)): facts
+                ranks_or_empty_if_all(held, len(ranks)): facts
                 for held, facts in sorted(trees, key=lambda tree: tree[0])
                 if held
             },
-            recorded_ranks=unless_all(ranks, self.world_size),
+            recorded_ranks=ranks_or_empty_if_all(ranks, self.world_size),
         )
 
 
@@ -89,8 +89,8 @@ def merge(
     for rank, facts in trees.items():
         groups.setdefault(contents[id(facts)], (facts, []))[1].append(rank)
     return TreeProfile(
-        trees={unless_all(ranks, len(trees)): facts for facts, ranks in groups.values()},
-        recorded_ranks=unless_all(tuple(trees), next(iter(trees.values())).world_size),
+        trees={ranks_or_empty_if_all(ranks, len(trees)): facts for facts, ranks in groups.values()},
+        recorded_ranks=ranks_or_empty_if_all(tuple(trees), next(iter(trees.values())).world_size),
         backend=backend,
         torch_version=torch_version,
     )

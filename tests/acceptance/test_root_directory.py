@@ -26,14 +26,14 @@ def test_step(comm_snapshot):
     assert training.Recorded() == comm_snapshot
 """
 TRAINING = """
-import made_up
-import made_up_files
+import sample_profiles
+import sample_files
 
 class Recorded:
-    recording = made_up_files.recording()
+    recording = sample_files.recording()
 
     def merged_profile(self):
-        return made_up.profile({layers})
+        return sample_profiles.profile({layers})
 """
 STARTED_THREAD = (
     "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"

@@ -21,7 +21,7 @@ from pytest_fsdp_comm.comm.story.facts import count_of, nbytes_of
 from pytest_fsdp_comm.comm.story.steps import (
     AxisCame,
     AxisGone,
-    MadeWhole,
+    GatheredInFull,
     PhaseCame,
     PhaseGone,
     RecomputeCame,
@@ -47,7 +47,7 @@ def propose_of_phases(between: Between) -> Iterator[Step]:
         _sequence_parallel,
         _phases,
         _redistributed,
-        _made_whole,
+        _gathered_in_full,
     ):
         yield from propose(between)
 
@@ -188,7 +188,7 @@ def _redistributed(between: Between) -> Iterator[Step]:
             continue
         is_whole = "Shard" not in key.what.partition("->")[2]
         if owner is None and key.phase is Phase.OUTSIDE and is_whole and after:
-            continue  # see `_made_whole`
+            continue  # see `_gathered_in_full`
         held = after or before
         sent = rows_written(between, owner, _rows_beside(between, owner, key.phase))
         # Each redistribution issues one collective, which came or went with it.
@@ -213,7 +213,7 @@ def _rows_beside(between: Between, owner: Owner, phase: Phase) -> set[RowKey]:
     }
 
 
-def _made_whole(between: Between) -> Iterator[Step]:
+def _gathered_in_full(between: Between) -> Iterator[Step]:
     """DTensors that are gathered for no module outside of the step."""
     old, new = between.state.get(None), between.target.get(None)
     if new is None:
@@ -232,7 +232,7 @@ def _made_whole(between: Between) -> Iterator[Step]:
         and all("Shard" not in key.what.partition("->")[2] for key in moves)
         and all(old is None or _is_less(old.row(key), new.row(key)) for key in keys)
     ):
-        yield MadeWhole(rows={None: {key: new.row(key) for key in keys}})
+        yield GatheredInFull(rows={None: {key: new.row(key) for key in keys}})
 
 
 def _is_less(before: Facts, after: Facts) -> bool:

@@ -24,8 +24,8 @@ from pytest_fsdp_comm.comm.story.steps import (
     Regrouped,
     Scope,
     SplitOff,
-    UnitCame,
-    UnitGone,
+    UnitAdded,
+    UnitRemoved,
     UnitSizes,
 )
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _NAMES: Final = 1
 """Up to which order steps change names, and with them every row."""
-_OF_UNITS: Final = (Called, UnitGone, UnitCame, UnitSizes, SplitOff, Regrouped)
+_OF_UNITS: Final = (Called, UnitRemoved, UnitAdded, UnitSizes, SplitOff, Regrouped)
 
 
 def is_exact(states: Sequence[State], steps: Sequence[Step], target: State, pool: Pool) -> bool:
@@ -101,7 +101,7 @@ def _contradicts(step: Step, other: Step) -> bool:
     """Whether a step says that something is as before which another one changes."""
     if step is other:
         return False
-    if isinstance(step, (UnitGone, UnitCame)):
+    if isinstance(step, (UnitRemoved, UnitAdded)):
         return isinstance(other, _OF_UNITS)
     if isinstance(step, Counts):
         is_policy = isinstance(other, (Kept, Freed)) and step.scope is Scope.FORWARD

@@ -25,10 +25,10 @@ def propose(between: Between, least: int) -> Iterator[Step]:
     """
     yield from propose_anywhere(between, least)
     for step in (*propose_of_phases(between), *propose_of_units(between)):
-        yield replace(step, was=_stood(between, step)) if isinstance(step, Replaced) else step
+        yield replace(step, was=_rows_before(between, step)) if isinstance(step, Replaced) else step
 
 
-def _stood(between: Between, step: Replaced) -> Rows:
+def _rows_before(between: Between, step: Replaced) -> Rows:
     return {
         owner: {key: content.row(key) for key in rows}
         for owner, rows in step.rows.items()

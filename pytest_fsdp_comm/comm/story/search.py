@@ -67,8 +67,8 @@ class _Path:
         return self.states[-1]
 
     @property
-    def words(self) -> float:
-        return sum(step.words for step in self.steps)
+    def description_cost(self) -> float:
+        return sum(step.description_cost for step in self.steps)
 
     @cached_property
     def key(self) -> frozenset[tuple[Owner, int]]:
@@ -115,7 +115,7 @@ class _Search:
 
     def is_better(self, path: _Path, known: _Path) -> bool:
         """Whether a path to the same state is to be preferred: one that may be told."""
-        if path.cost == path.words and known.cost == known.words:
+        if path.cost == path.description_cost and known.cost == known.description_cost:
             ranks = [(not self.is_exact(one), one.cost) for one in (path, known)]
             return ranks[0] < ranks[1]
         return path.cost < known.cost
@@ -127,7 +127,7 @@ class _Search:
             if step.order < least or step in path.steps:
                 continue
             state = step.apply(path.state, self.pool)
-            cost = path.words + step.words + self.lines_left(state)
+            cost = path.description_cost + step.description_cost + self.lines_left(state)
             if cost < path.cost:
                 yield _Path(states=(*path.states, state), steps=(*path.steps, step), cost=cost)
 
@@ -157,12 +157,12 @@ def explain(old: CommProfile, new: CommProfile) -> Story:
                     found[longer.key] = longer
         frontier = sorted(found.values(), key=lambda path: path.cost)[:BEAM]
         done += frontier
-        whole = [path.cost for path in frontier if path.cost == path.words]
+        whole = [path.cost for path in frontier if path.cost == path.description_cost]
         if whole and min(whole) < least:
             exact = [path.cost for path in frontier if search.is_exact(path)]
             least = min([least, *exact])
         # One more step has to be worth its words.
-        frontier = [path for path in frontier if path.words + LEAST_WORDS < least]
+        frontier = [path for path in frontier if path.description_cost + LEAST_WORDS < least]
         if not frontier:
             break
     for path in sorted(done, key=lambda path: path.cost):

@@ -43,7 +43,7 @@ class Step:
     """What of a row it writes; two steps must not write the same of one row."""
 
     @property
-    def words(self) -> float:
+    def description_cost(self) -> float:
         """What telling it costs, in lines: 4 is a line of a collective that is left over."""
         raise NotImplementedError
 
@@ -56,7 +56,7 @@ class Step:
         raise NotImplementedError
 
 
-class Everywhere(Step):
+class GlobalStep(Step):
     """A step that changes facts alike in all modules."""
 
     def apply(self, state: State, pool: Pool) -> State:
@@ -89,7 +89,7 @@ class Everywhere(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AxisRenamed(Everywhere):
+class AxisRenamed(GlobalStep):
     """All that went over one mesh axis goes over another one, which is new."""
 
     order = 0
@@ -100,12 +100,12 @@ class AxisRenamed(Everywhere):
     """Whether both lie alike among the ranks: then it is a name that changed."""
 
     @property
-    def words(self) -> float:
-        """See `Step.words`."""
+    def description_cost(self) -> float:
+        """See `Step.description_cost`."""
         return 2.0
 
     def change(self, fact: Fact, count: int, content: Content) -> tuple[Fact, int]:
-        """See `Everywhere.change`."""
+        """See `GlobalStep.change`."""
         if fact.row.axis != self.old:
             return fact, count
         return fact._replace(row=fact.row._replace(axis=self.new)), count
@@ -130,8 +130,8 @@ class Renamed(Step):
     """Nothing is below it, so that another module with equal rows looks the same."""
 
     @property
-    def words(self) -> float:
-        """See `Step.words`."""
+    def description_cost(self) -> float:
+        """See `Step.description_cost`."""
         return 2.0
 
     def apply(self, state: State, pool: Pool) -> State:
@@ -172,8 +172,8 @@ class Layers(Step):
     """Whether its modules are gathered; otherwise modules that send nothing are not seen."""
 
     @property
-    def words(self) -> float:
-        """See `Step.words`."""
+    def description_cost(self) -> float:
+        """See `Step.description_cost`."""
         return 1.5
 
     def apply(self, state: State, pool: Pool) -> State:
@@ -292,7 +292,7 @@ def is_kept(content: Content | None) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts(Everywhere):
+class Counts(GlobalStep):
     """Everything in a scope happens n times as often."""
 
     order = 3
@@ -307,13 +307,13 @@ class Counts(Everywhere):
     """Units that a scope of forward leaves out, since they are kept after it for the next one."""
 
     @property
-    def words(self) -> float:
-        """See `Step.words`."""
+    def description_cost(self) -> float:
+        """See `Step.description_cost`."""
         whole = self.factor.numerator == 1 or self.factor.denominator == 1
         return (2.0 if whole else 3.0) + (0.0 if self.scope is Scope.EVERYTHING else 0.5)
 
     def change(self, fact: Fact, count: int, content: Content) -> tuple[Fact, int]:
-        """See `Everywhere.change`."""
+        """See `GlobalStep.change`."""
         if in_scope(self.scope, fact, content):
             return fact, int(count * self.factor)
         if self.reductions != 1 and fact.row.phase in PASSES and is_of_gradients(fact, content):
@@ -337,7 +337,7 @@ class Counts(Everywhere):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActivationSizes(Everywhere):
+class ActivationSizes(GlobalStep):
     """All activations have k times the bytes."""
 
     order = 3
@@ -347,13 +347,13 @@ class ActivationSizes(Everywhere):
     """What is sent for no module outside of forward and backward too, such as a parallel loss."""
 
     @property
-    def words(self) -> float:
-        """See `Step.words`."""
+    def description_cost(self) -> float:
+        """See `Step.description_cost`."""
         whole = self.factor.numerator == 1 or self.factor.denominator == 1
         return 2.0 if whole else 2.5
 
     def change(self, fact: Fact, count: int, content: Content) -> tuple[Fact, int]:
-        """See `Everywhere.change`."""
+        """See `GlobalStep.change`."""
         if not self.is_meant(fact):
             return fact, count
         return fact.with_call(nbytes=int(fact.nbytes * self.factor)), count
@@ -370,7 +370,7 @@ class ActivationSizes(Everywhere):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dtype(Everywhere):
+class Dtype(GlobalStep):
     """Everything of some roles on some axes has another element type, and bytes that follow it."""
 
     order = 3
@@ -385,12 +385,12 @@ class Dtype(Everywhere):
     """Whose; empty for all."""
 
     @property
-    def words(self) -> float:
-        """See `Step.words`."""
+    def description_cost(self) -> float:
+        """See `Step.description_cost`."""
         return 2.0 + 0.5 * len({template(owner or "") for owner in self.owners})
 
     def change(self, fact: Fact, count: int, content: Content) -> tuple[Fact, int]:
-        """See `Everywhere.change`."""
+        """See `GlobalStep.change`."""
         if not self.is_meant(fact):
             return fact, count
         return fact.with_call(dtype=self.new, nbytes=int(fact.nbytes * self.factor)), count
@@ -400,7 +400,7 @@ class Dtype(Everywhere):
         return (fact.role, fact.row.axis) in self.parts and fact.dtype == self.old
 
     def includes(self, owner: Owner) -> bool:
-        """See `Everywhere.includes`."""
+        """See `GlobalStep.includes`."""
         return not self.owners or owner in self.owners
 
     def claims(self, owner: Owner, fact: Fact) -> bool:
@@ -410,7 +410,7 @@ class Dtype(Everywhere):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AxisSizes(Everywhere):
+class AxisSizes(GlobalStep):
     """All gradients on an axis have k times the bytes, as with another mesh."""
 
     order = 3
@@ -419,8 +419,8 @@ class AxisSizes(Everywhere):
     factor: Fraction
 
     @property
-    def words(self) -> float:
-        """See `Step.words`."""
+    def description_cost(self) -> float:
+        """See `Step.description_cost`."""
         return 2.5
 
     def is_meant(self, fact: Fact) -> bool:
@@ -428,7 +428,7 @@ class AxisSizes(Everywhere):
         return fact.role == Role.GRADIENTS and fact.row.axis == self.axis
 
     def change(self, fact: Fact, count: int, content: Content) -> tuple[Fact, int]:
-        """See `Everywhere.change`."""
+        """See `GlobalStep.change`."""
         if not self.is_meant(fact):
             return fact, count
         return fact.with_call(nbytes=int(fact.nbytes * self.factor)), count
@@ -450,8 +450,8 @@ class UnitSizes(Step):
     """Of one gather of each, before and after; 0 if there are several sizes."""
 
     @property
-    def words(self) -> float:
-        """See `Step.words`."""
+    def description_cost(self) -> float:
+        """See `Step.description_cost`."""
         kinds = {(template(owner), *by.items()) for owner, by in self.factors.items()}
         return 2.0 + 0.5 * (len(kinds) - 1)
 
@@ -502,8 +502,8 @@ class Replaced(Step):
         return tuple(self.rows)
 
     @property
-    def words(self) -> float:
-        """See `Step.words`."""
+    def description_cost(self) -> float:
+        """See `Step.description_cost`."""
         kinds = {(template(owner or ""), *rows) for owner, rows in self.rows.items()}
         return 2.0 + 0.5 * (len(kinds) - 1)
 
@@ -749,16 +749,16 @@ class Regrouped(Replaced):
     new: tuple[str, ...]
 
     @property
-    def words(self) -> float:
+    def description_cost(self) -> float:
         """More than those of other names."""
-        return super().words + 0.5
+        return super().description_cost + 0.5
 
     def claims(self, owner: Owner, fact: Fact) -> bool:
         """All that these units send of parameters."""
         return owner in self.rows and (is_of_parameters(fact) or _is_of_unit(fact))
 
 
-class UnitGone(Replaced):
+class UnitRemoved(Replaced):
     """Units are neither gathered nor reduced any more, and no other unit has their bytes."""
 
     def claims(self, owner: Owner, fact: Fact) -> bool:
@@ -767,12 +767,12 @@ class UnitGone(Replaced):
         return is_gather or super().claims(owner, fact)
 
     @property
-    def words(self) -> float:
+    def description_cost(self) -> float:
         """More than those of steps that know where the bytes went."""
-        return super().words + 0.5
+        return super().description_cost + 0.5
 
 
-class UnitCame(UnitGone):
+class UnitAdded(UnitRemoved):
     """Units are gathered and reduced that were not there, with bytes that no other unit had."""
 
 
@@ -785,7 +785,7 @@ class Redistributed(Replaced):
     came: bool
 
 
-class MadeWhole(Replaced):
+class GatheredInFull(Replaced):
     """DTensors are gathered whole outside of the step, for no module."""
 
 

@@ -46,8 +46,8 @@ from pytest_fsdp_comm.comm.story.steps import (
     Sharded,
     SplitOff,
     Step,
-    UnitCame,
-    UnitGone,
+    UnitAdded,
+    UnitRemoved,
     UnitSizes,
     is_kept,
     is_of_parameters,
@@ -412,8 +412,8 @@ def _called(between: Between) -> Iterator[Step]:
 
 def _units(between: Between) -> Iterator[Step]:
     for kind, (having, without) in (
-        (UnitGone, (between.state, between.target)),
-        (UnitCame, (between.target, between.state)),
+        (UnitRemoved, (between.state, between.target)),
+        (UnitAdded, (between.target, between.state)),
     ):
         # Bytes that another unit has less, or more, are in that unit.
         if any(

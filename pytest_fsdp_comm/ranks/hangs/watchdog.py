@@ -19,7 +19,7 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     LAST_WORDS,
     WATCHDOG,
     PositionAnswer,
-    WatchdogHello,
+    WatchdogHandshake,
 )
 from pytest_fsdp_comm.ranks.wire.positions import Position
 
@@ -47,7 +47,7 @@ class Watchdog:
         self._pid = os.getpid()
         self._lock = _thread.allocate_lock()
         self._channel = Channel.connect(socket_path, WATCHDOG, within_s=within_s)
-        self._channel.send(WatchdogHello(rank=rank))
+        self._channel.send(WatchdogHandshake(rank=rank))
         # The thread inherits the mask: signals are for the main thread, whose stack is asked for.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
         try:

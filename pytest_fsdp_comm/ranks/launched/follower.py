@@ -20,10 +20,10 @@ from pytest_fsdp_comm.ranks.launched.meeting import (
     MEET_TIMEOUT_S,
     PLAN,
     Meeting,
-    farewell,
     fits,
-    hello,
+    handshake,
     polls,
+    sign_off,
 )
 from pytest_fsdp_comm.ranks.launched.program import leave_session, runs_pytest_only
 from pytest_fsdp_comm.ranks.launched.sigterm import SIGTERM_REASON, Termination
@@ -34,7 +34,7 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     FROM_LEADER,
     BeginTest,
     EndSession,
-    FollowerHello,
+    FollowerHandshake,
     FollowerResult,
     Plan,
     PlannedTest,
@@ -124,7 +124,7 @@ class Follower:
         items[:] = [items[place] for place in order]
         return ""
 
-    def say_hello(self, problem: str) -> None:
+    def shake_hands(self, problem: str) -> None:
         """Answers the leader, which from now on expects signs of life.
 
         Args:
@@ -133,7 +133,8 @@ class Follower:
         meeting = self._require_joined().meeting
         meeting.begin_heartbeat()
         meeting.send(
-            hello(self._launched.rank), FollowerHello(host=socket.gethostname(), problem=problem)
+            handshake(self._launched.rank),
+            FollowerHandshake(host=socket.gethostname(), problem=problem),
         )
 
     def await_command(self) -> BeginTest | EndSession:
@@ -197,7 +198,7 @@ class Follower:
             self._joined = None
             meeting.termination.ignore()
             with suppress(StoreLostError):
-                meeting.store.put(farewell(self._launched.rank), "")
+                meeting.store.put(sign_off(self._launched.rank), "")
             meeting.close()
 
     def _require_joined(self) -> _Joined:
@@ -314,7 +315,7 @@ def follow(
         if not problem:
             # Forks the fork server, before there is a thread.
             runner.start()
-        follower.say_hello(problem)
+        follower.shake_hands(problem)
         while isinstance(command := follower.await_command(), BeginTest):
             item = session.items[command.item_index]
             runner.run_unreported(item, item.stash[SETTINGS])

@@ -15,10 +15,10 @@ from pytest_fsdp_comm.ranks.launched.meeting import (
     MEET_TIMEOUT_S,
     PLAN,
     Meeting,
-    farewell,
     fits,
-    hello,
+    handshake,
     polls,
+    sign_off,
 )
 from pytest_fsdp_comm.ranks.launched.sigterm import SIGTERM_REASON, Termination
 from pytest_fsdp_comm.ranks.rank.isolation import resolve_basetemp
@@ -26,7 +26,7 @@ from pytest_fsdp_comm.ranks.session.peers import SharedResults
 from pytest_fsdp_comm.ranks.wire.messages import (
     BeginTest,
     EndSession,
-    FollowerHello,
+    FollowerHandshake,
     FollowerResult,
     Plan,
     Verdict,
@@ -99,7 +99,7 @@ class Leader:
         plan = Plan(tests=tests, basetemp=self.basetemp(), randomly_seed=seed)
         self._meeting.begin_heartbeat()
         self._meeting.send(PLAN, plan)
-        self._await_hellos()
+        self._await_handshakes()
         self._pulses = {rank: Pulse(self._meeting.store, rank) for rank in self._others}
         self._introduce()
 
@@ -181,7 +181,7 @@ class Leader:
                 meeting.announce_close()
             meeting.send(meeting.next_names.command, EndSession(status=status))
             if not self._launched.has_store:
-                self._await_farewells(meeting)
+                self._await_sign_offs(meeting)
         meeting.close()
 
     @pytest.hookimpl(tryfirst=True)
@@ -195,15 +195,17 @@ class Leader:
             raise RuntimeError("meet() comes first")
         return self._meeting
 
-    def _await_hellos(self) -> None:
+    def _await_handshakes(self) -> None:
         meeting = self._require_meeting()
         started_at = time.monotonic()
         has_explained = False
         problems: dict[int, str] = {}
         for _ in polls():
             for rank in self._others:
-                if rank not in self._hosts and meeting.store.has(hello(rank)):
-                    said = meeting.receive(hello(rank), {"FollowerHello": FollowerHello})
+                if rank not in self._hosts and meeting.store.has(handshake(rank)):
+                    said = meeting.receive(
+                        handshake(rank), {"FollowerHandshake": FollowerHandshake}
+                    )
                     self._hosts[rank] = said.host
                     if said.problem:
                         problems[rank] = f"(on {said.host}) {said.problem}"
@@ -317,12 +319,12 @@ class Leader:
         else:
             meeting.termination.defers = False
 
-    def _await_farewells(self, meeting: Meeting) -> None:
+    def _await_sign_offs(self, meeting: Meeting) -> None:
         """Waits for those that still read from the store, which ends with this process."""
         until = time.monotonic() + _FAREWELL_S
         waiting = set(self._hosts) - self._lost.keys()
         for _ in polls():
-            waiting = {rank for rank in waiting if not meeting.store.has(farewell(rank))}
+            waiting = {rank for rank in waiting if not meeting.store.has(sign_off(rank))}
             if not waiting or time.monotonic() > until:
                 return
 

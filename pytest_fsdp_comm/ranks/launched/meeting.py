@@ -74,14 +74,14 @@ PLAN = "plan"
 """The name of the leader's `Plan`."""
 
 
-def hello(rank: int) -> str:
-    """The name of a rank's `FollowerHello`."""
-    return f"hello/{rank}"
+def handshake(rank: int) -> str:
+    """The name of a rank's `FollowerHandshake`."""
+    return f"handshake/{rank}"
 
 
-def farewell(rank: int) -> str:
+def sign_off(rank: int) -> str:
     """The name that is present once a rank's process will not read again."""
-    return f"farewell/{rank}"
+    return f"sign_off/{rank}"
 
 
 _CLOSED = "closed"

@@ -34,7 +34,7 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     RANK,
     EndTests,
     Escape,
-    RankHello,
+    RankHandshake,
     RankMessage,
     RunTest,
     TestEnded,
@@ -119,7 +119,7 @@ class RankTemplate:
         else:
             debug_elsewhere(session.config, self._plugin.skip_debugger)
         channel = Channel.connect(spec.socket_path, RANK, within_s=spec.settings.timeout_s)
-        channel.send(RankHello(rank=rank))
+        channel.send(RankHandshake(rank=rank))
         if self._random_state is not None:
             # Python seeds a forked process anew.
             random.setstate(cast("tuple[Any, ...]", self._random_state))

@@ -25,7 +25,7 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     EndTests,
     PositionAnswer,
     PositionQuestion,
-    RankHello,
+    RankHandshake,
     RankMessage,
     RunTest,
     SupervisorMessage,
@@ -33,7 +33,7 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     TestsEnded,
     TimerCancelled,
     TimerSet,
-    WatchdogHello,
+    WatchdogHandshake,
 )
 from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
 from pytest_fsdp_comm.ranks.wire.rank_set import NextTest
@@ -358,21 +358,21 @@ class Supervision:
 
     def _greet(self, channel: _Channel) -> None:
         """Reads who has called, once that has come; anything but a greeting is a stranger's."""
-        hello: RankMessage | None = None
+        handshake: RankMessage | None = None
         with contextlib.suppress(CodecError, OSError):
-            hello = next(channel.receive_available(), None)
+            handshake = next(channel.receive_available(), None)
             if (
-                hello is None
+                handshake is None
                 and not channel.is_closed
                 and channel.nbytes_pending < _GREETING_NBYTES
             ):
                 return
         self._selector.unregister(channel)
-        match hello:
-            case WatchdogHello() if hello.rank in self._ranks:
-                self._ranks[hello.rank].watchdog = channel
-            case RankHello() if hello.rank in self._ranks:
-                rank = self._ranks[hello.rank]
+        match handshake:
+            case WatchdogHandshake() if handshake.rank in self._ranks:
+                self._ranks[handshake.rank].watchdog = channel
+            case RankHandshake() if handshake.rank in self._ranks:
+                rank = self._ranks[handshake.rank]
                 rank.channel = channel
                 self._selector.register(channel, selectors.EVENT_READ, rank)
                 # What came in one piece with the greeting makes no descriptor readable again.
@@ -586,7 +586,7 @@ def _record(rank: _Rank, message: RankMessage) -> None:
             _record_end(rank, message)
         case TestsEnded():
             rank.has_ended_tests = True
-        case RankHello() | WatchdogHello() | PositionAnswer():
+        case RankHandshake() | WatchdogHandshake() | PositionAnswer():
             raise CodecError(f"expected what a rank reports, got {type(message).__name__}")
 
 

@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.ranks.wire.messages import Role
 
-_Said = TypeVar("_Said")
-_Heard = TypeVar("_Heard")
+_Sent = TypeVar("_Sent")
+_Received = TypeVar("_Received")
 
 # Small enough to come from the heap: larger buffers are mapped, and unmapped, for each message.
 _CHUNK_NBYTES = 1 << 16
 
 
-class Channel(Generic[_Said, _Heard]):
+class Channel(Generic[_Sent, _Received]):
     """One end of a connection."""
 
-    def __init__(self, connection: socket.socket, role: Role[_Said, _Heard]) -> None:
+    def __init__(self, connection: socket.socket, role: Role[_Sent, _Received]) -> None:
         """Uses a connected socket from now on.
 
         Args:
@@ -42,8 +42,8 @@ class Channel(Generic[_Said, _Heard]):
 
     @classmethod
     def connect(
-        cls, path: Path, role: Role[_Said, _Heard], *, within_s: float = 0.0
-    ) -> Channel[_Said, _Heard]:
+        cls, path: Path, role: Role[_Sent, _Received], *, within_s: float = 0.0
+    ) -> Channel[_Sent, _Received]:
         """Connects to a listening supervisor; see `socket_paths.connect`."""
         return cls(connect(path, within_s=within_s), role)
 
@@ -56,7 +56,7 @@ class Channel(Generic[_Said, _Heard]):
         """The socket's descriptor, for selectors."""
         return self._connection.fileno()
 
-    def send(self, message: _Said) -> None:
+    def send(self, message: _Sent) -> None:
         """Sends one message; blocks while the other end is busy.
 
         What JSON cannot carry travels as its ``repr``: a strange user property must not cost the
@@ -66,7 +66,7 @@ class Channel(Generic[_Said, _Heard]):
             return
         self._connection.sendall(f"{dump_tagged(message)}\n".encode("ascii"))
 
-    def receive(self) -> _Heard | None:
+    def receive(self) -> _Received | None:
         """Waits for one message.
 
         Returns:
@@ -81,7 +81,7 @@ class Channel(Generic[_Said, _Heard]):
                 return None
         return self._take()
 
-    def receive_available(self) -> Iterator[_Heard]:
+    def receive_available(self) -> Iterator[_Received]:
         """Reads what is there, after a selector found it readable; never waits twice.
 
         Raises:
@@ -90,7 +90,7 @@ class Channel(Generic[_Said, _Heard]):
         self._read_chunk()
         return self.take_pending()
 
-    def take_pending(self) -> Iterator[_Heard]:
+    def take_pending(self) -> Iterator[_Received]:
         """Takes the whole messages that were read along with an earlier one."""
         while self._has_message():
             yield self._take()
@@ -126,7 +126,7 @@ class Channel(Generic[_Said, _Heard]):
         self._searched_nbytes = len(self._pending) if end < 0 else end
         return end >= 0
 
-    def _take(self) -> _Heard:
+    def _take(self) -> _Received:
         line = self._pending[: self._searched_nbytes]
         # Of its front, which moves nothing.
         del self._pending[: self._searched_nbytes + 1]

@@ -15,15 +15,15 @@ from pytest_fsdp_comm.ranks.wire.positions import Position
 from pytest_fsdp_comm.ranks.wire.rank_set import NextTest, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, WarningSeen
 
-_Said = TypeVar("_Said")
-_Heard = TypeVar("_Heard")
+_Sent = TypeVar("_Sent")
+_Received = TypeVar("_Received")
 
 
 @dataclass(frozen=True, slots=True)
-class Role(Generic[_Said, _Heard]):
+class Role(Generic[_Sent, _Received]):
     """One end of a conversation."""
 
-    heard: Mapping[str, type[_Heard]]
+    heard: Mapping[str, type[_Received]]
     """The messages that this end hears, by name."""
 
 
@@ -31,7 +31,7 @@ class Role(Generic[_Said, _Heard]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankHello:
+class RankHandshake:
     """First on a rank's connection."""
 
     rank: int
@@ -39,7 +39,7 @@ class RankHello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WatchdogHello:
+class WatchdogHandshake:
     """First on the connection of a rank's watchdog."""
 
     rank: int
@@ -131,8 +131,8 @@ class PositionAnswer:
 
 
 RankMessage = (
-    RankHello
-    | WatchdogHello
+    RankHandshake
+    | WatchdogHandshake
     | PhaseReport
     | WarningSeen
     | TimerSet
@@ -314,7 +314,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FollowerHello:
+class FollowerHandshake:
     """A follower's answer to `Plan`."""
 
     host: str
@@ -366,7 +366,7 @@ class Verdict:
     """Whether all ranks are kept for another test."""
 
 
-StoreMessage = Plan | FollowerHello | BeginTest | EndSession | FollowerResult | Verdict
+StoreMessage = Plan | FollowerHandshake | BeginTest | EndSession | FollowerResult | Verdict
 
 
 def _by_name(union: object) -> dict[str, Any]:

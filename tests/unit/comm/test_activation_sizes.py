@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from made_up import counted, times
+from sample_profiles import counted, times
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import compare

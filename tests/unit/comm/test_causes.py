@@ -4,7 +4,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from made_up import (
+from sample_profiles import (
     BACKWARD,
     changed,
     frozen,

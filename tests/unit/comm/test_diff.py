@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from made_up import counted
+from sample_profiles import counted
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change

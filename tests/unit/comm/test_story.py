@@ -5,7 +5,7 @@ import random
 from fractions import Fraction
 
 import pytest
-from made_up import (
+from sample_profiles import (
     NBYTES,
     accumulated,
     changed,
@@ -191,7 +191,7 @@ def test_a_unit_that_came_has_bytes_that_no_other_unit_lost():
     ]
     # The same beside a unit that shrank by other bytes: two changes, neither of which is told so.
     shrunk = changed(new, lambda one: sized(one, Fraction(1, 2)) if one.owner == "" else one)
-    assert not any(isinstance(step, steps.UnitCame) for step in explain(old, shrunk).steps)
+    assert not any(isinstance(step, steps.UnitAdded) for step in explain(old, shrunk).steps)
 
 
 def test_a_count_that_does_not_divide_refutes_a_fraction():

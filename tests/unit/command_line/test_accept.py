@@ -1,8 +1,8 @@
 """What ``fsdp-comm accept`` writes, and what it refuses."""
 
-import made_up
 import pytest
-from made_up_files import TREE
+import sample_profiles
+from sample_files import TREE
 
 from pytest_fsdp_comm.comm.links import Links
 from pytest_fsdp_comm.command_line import accept as accepting
@@ -10,7 +10,7 @@ from pytest_fsdp_comm.command_line.accept import accept, ask_on_terminal
 from pytest_fsdp_comm.command_line.terminal import Printer
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
-OLD, NEW, OTHER = (format_profile(made_up.profile(layers=layers)) for layers in (3, 4, 5))
+OLD, NEW, OTHER = (format_profile(sample_profiles.profile(layers=layers)) for layers in (3, 4, 5))
 TREE4 = TREE
 TREE = TREE4.replace("world_size 4\nmesh dp=4", "world_size 8\nmesh dp=8")
 FROZEN = TREE.replace("float32[8] dp", "float32[8] frozen dp")

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-import made_up
 import pytest
+import sample_profiles
 
 from pytest_fsdp_comm.snapshots.audit import (
     CollectedTest,
@@ -14,7 +14,7 @@ from pytest_fsdp_comm.snapshots.audit import (
 )
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
-TEXT = format_profile(made_up.profile())
+TEXT = format_profile(sample_profiles.profile())
 OLD = "# pytest-fsdp-comm 1 comm\nend\n"
 MODULE = """
 import pytest
@@ -109,7 +109,7 @@ def test_a_file_that_a_link_gives_another_name_has_the_tests_of_both(project, wr
     ]
 
 
-def test_pytest_is_asked_what_it_collects_and_what_runs_is_said(write, fsdp_comm):
+def test_audit_collects_via_pytest(write, fsdp_comm):
     write("tests/test_a.py", MODULE)
     write(
         "tests/test_skipped.py", "import pytest\npytest.skip('no GPU', allow_module_level=True)\n"

@@ -3,14 +3,14 @@
 import re
 from pathlib import Path
 
-import made_up
 import pytest
-from made_up_files import TREE, recording
+import sample_profiles
+from sample_files import TREE, recording
 
 from pytest_fsdp_comm.comm.json import dump_recording
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
-OLD, NEW = (format_profile(made_up.profile(layers=layers)) for layers in (3, 4))
+OLD, NEW = (format_profile(sample_profiles.profile(layers=layers)) for layers in (3, 4))
 TOLD = [
     "  +30 % bytes in all (100.0 -> 130.0 KiB per rank and step)",
     "  all_gather[dp] +31 % (65.0 -> 85.0 KiB), reduce_scatter[dp] +29 % (35.0 -> 45.0 KiB)",

@@ -1,10 +1,10 @@
 """``fsdp-comm report`` makes pages of artifacts, and of what ``diff`` tells."""
 
-import made_up
+import sample_profiles
 
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
-OLD, NEW = (format_profile(made_up.profile(layers=layers)) for layers in (3, 4))
+OLD, NEW = (format_profile(sample_profiles.profile(layers=layers)) for layers in (3, 4))
 
 
 def test_artifacts_become_pages_with_the_story_of_each_test(write, fsdp_comm, project):

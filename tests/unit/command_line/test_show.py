@@ -8,9 +8,9 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-import made_up
 import pytest
-from made_up_files import TREE, recording
+import sample_profiles
+from sample_files import TREE, recording
 
 from pytest_fsdp_comm.comm.json import dump_recording, dump_recordings
 from pytest_fsdp_comm.comm.profile import GatheredPeak
@@ -19,7 +19,7 @@ from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
 
 def test_a_snapshot_shows_sums_by_axis_the_peak_and_the_modules_of_each_phase(write, fsdp_comm):
-    profile = made_up.profile(tensor_parallel=True)
+    profile = sample_profiles.profile(tensor_parallel=True)
     profile = replace(profile, peaks=(GatheredPeak(nbytes=558_336),), backend="gloo")
     write("a.ws8.comm", format_profile(replace(profile, torch_version="2.13.0")))
     shown = fsdp_comm("show", "a.ws8.comm")
@@ -41,7 +41,7 @@ def test_a_snapshot_shows_sums_by_axis_the_peak_and_the_modules_of_each_phase(wr
 
 
 def test_seconds_are_estimated_where_the_project_says_how_fast_axes_are(write, fsdp_comm, project):
-    write("a.ws8.comm", format_profile(made_up.profile()))
+    write("a.ws8.comm", format_profile(sample_profiles.profile()))
     assert "about" not in fsdp_comm("show", "a.ws8.comm").out
     (project / "pytest.ini").unlink()
     links = '[tool.pytest.ini_options]\nfsdp_comm_links = ["dp: 50 GB/s 10 us"]\n'
@@ -143,7 +143,7 @@ def test_the_program_starts_without_torch_pytest_and_their_like(write, project):
 
 @pytest.mark.parametrize("command", ["show", "diff"])
 def test_names_in_a_file_put_nothing_of_their_own_on_the_terminal(write, fsdp_comm, command):
-    text = format_profile(made_up.profile(tensor_parallel=True))
+    text = format_profile(sample_profiles.profile(tensor_parallel=True))
     hostile = text.replace("tp=", r"tp\x1b\x0a::error::\u202e=").replace(
         "[tp]", r"[tp\x1b\x0a::error::\u202e]"
     )

@@ -2,7 +2,7 @@
 
 import json
 
-from made_up_files import recording
+from sample_files import recording
 
 from pytest_fsdp_comm.comm.json import dump_recording, dump_recordings
 

@@ -49,7 +49,7 @@ def spec(tmp_path):
 def test_a_failure_that_comes_together_with_the_end_is_passed_on(spec, outcome):
     supervision = Supervision(spec, listen(spec.socket_path, 1), NoProcesses())
     rank = Channel.connect(spec.socket_path, messages.RANK)
-    rank.send(messages.RankHello(rank=1))
+    rank.send(messages.RankHandshake(rank=1))
     rank.send(PhaseReport(report={"outcome": outcome}, made_at=1.0))
     rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
     heard = []
@@ -92,7 +92,7 @@ class Pausing(NoProcesses):
 def test_a_rank_that_ends_its_test_when_it_is_stopped_at_the_deadline_has_not_ended_it(spec):
     listener = listen(spec.socket_path, 1)
     rank = Channel.connect(spec.socket_path, messages.RANK)
-    rank.send(messages.RankHello(rank=1))
+    rank.send(messages.RankHandshake(rank=1))
     supervision = Supervision(spec, listener, Pausing(rank))
     try:
         results = supervision.run(started_at=time.monotonic() - 19.9)
@@ -107,7 +107,7 @@ def test_what_a_rank_says_while_it_is_stopped_beside_a_failed_one_is_heard(spec,
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
     listener = listen(spec.socket_path, 1)
     rank = Channel.connect(spec.socket_path, messages.RANK)
-    rank.send(messages.RankHello(rank=1))
+    rank.send(messages.RankHandshake(rank=1))
     processes = Pausing(rank)
     supervision = Supervision(spec, listener, processes)
     try:
@@ -125,7 +125,7 @@ def test_what_a_rank_says_while_it_is_stopped_beside_a_failed_one_is_heard(spec,
 def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(spec, monkeypatch):
     listener = listen(spec.socket_path, 1)
     rank = Channel.connect(spec.socket_path, messages.RANK)
-    rank.send(messages.RankHello(rank=1))
+    rank.send(messages.RankHandshake(rank=1))
     line = b'{"type":"DebuggerSkipped","site":"here"}\n'
     rank._connection.sendall(line)  # makes it readable, and stays there
 

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from made_up import in_bfloat16, profile, reduced_often
+from sample_profiles import in_bfloat16, profile, reduced_often
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.reports.ci.markdown import no_link, render_summary

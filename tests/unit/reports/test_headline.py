@@ -1,7 +1,7 @@
 """The one line that pytest's summary cuts at its end."""
 
 import pytest
-from made_up import kept, profile, renamed, twice, unit
+from sample_profiles import kept, profile, renamed, twice, unit
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import Change, Comparison, compare

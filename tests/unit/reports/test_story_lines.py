@@ -6,7 +6,7 @@ from pytest_fsdp_comm.comm.story import steps
 from pytest_fsdp_comm.reports.story_lines import step_line
 
 # What no story is made of itself.
-BASES = {steps.Step, steps.Everywhere, steps.Replaced, steps.Reduced}
+BASES = {steps.Step, steps.GlobalStep, steps.Replaced, steps.Reduced}
 KINDS = [
     kind
     for kind in vars(steps).values()

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
-from made_up_files import recording
+from sample_files import recording
 
 from pytest_fsdp_comm.comm.events import (
     HostDeviceCopy,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from made_up import profile, twice
+from sample_profiles import profile, twice
 
 from pytest_fsdp_comm.comm.links import Links
 from pytest_fsdp_comm.snapshots.differences import Aids, explain_profiles
