@@ -71,6 +71,7 @@ _MAX_TESTS: Final = 1_500
 _MAX_TREE_ROWS: Final = 2_500
 _MAX_SLUG: Final = 60
 _MAX_HEADLINE: Final = 160
+_MAX_HEADLINES: Final = 6
 _FILE_PART: Final = re.compile(r"\.ws\d+\.(.+)\.comm$")
 _MADE_WITH: Final = re.compile(r"#[^\n|]*\| ([^\n]*) \(not compared\)")
 _MAX_DEPTH: Final = 12
@@ -375,7 +376,11 @@ def _numbers(old: CommProfile, new: CommProfile) -> dict[str, str]:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_HEADLINE else f"{text[:_MAX_HEADLINE]}..."
+    """The first lines of a headline, each as long as is read in a table."""
+    first = text.splitlines()[:_MAX_HEADLINES]
+    return "\n".join(
+        line if len(line) <= _MAX_HEADLINE else f"{line[:_MAX_HEADLINE]}..." for line in first
+    )
 
 
 def _title(one: Compared) -> str:
