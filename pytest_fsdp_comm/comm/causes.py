@@ -146,7 +146,7 @@ def _reductions_with(evidence: Evidence, step: steps.Replaced, owners: set[str])
 
 def is_of_regression(cause: Cause) -> bool:
     """Whether a cause is one that nobody wants."""
-    return any(type(step) in _REGRESSIONS for step in cause.steps)
+    return cause.text == _UNCLIPPED or any(type(step) in _REGRESSIONS for step in cause.steps)
 
 
 _REGRESSIONS: Final = (
@@ -259,6 +259,19 @@ def _(step: steps.RecomputeCame) -> Iterator[str]:
         yield f"activation checkpointing was switched {'on' if came else 'off'}"
     else:
         yield f"{'more' if came else 'less'} is recomputed: other modules, or other checkpointing"
+
+
+_UNCLIPPED: Final = (
+    "norms of gradients are no longer computed: is clip_grad_norm_ still called in each step?"
+)
+
+
+@_readings.register
+def _(step: steps.PhaseGone) -> Iterator[str]:
+    # DTensor's placement of a norm before it is reduced (read in torch 2.6 to 2.15).
+    if any("(_NormPartial" in key.what for rows in step.rows.values() for key in rows):
+        came = type(step) is steps.PhaseCame
+        yield "norms of gradients are computed, as clip_grad_norm_ does" if came else _UNCLIPPED
 
 
 @_readings.register

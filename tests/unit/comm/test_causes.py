@@ -7,16 +7,20 @@ import pytest
 from sample_profiles import (
     BACKWARD,
     changed,
+    counted,
     frozen,
     in_bfloat16,
     kept,
+    made,
     profile,
     reduced_often,
     role,
+    row,
     sized,
 )
 
 from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.reports.story_lines import step_line
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
 from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
@@ -184,3 +188,29 @@ def test_what_the_tree_says_of_a_type_comes_before_what_torch_changed():
     new_tree = replace(tree(), units={1: dict.fromkeys(tree().units[1], policy)})
     causes = compare(HALF, FULL, evidence=tree_evidence(tree(), new_tree)).causes
     assert [cause.text for cause in causes] == ["MixedPrecisionPolicy, as the tree says"]
+
+
+def clipped(old, change="(_NormPartial(2.0))->(Replicate())"):
+    """With a norm of the gradients in the optimizer's phase."""
+    rows = [
+        row(Phase.OPTIMIZER, None, "all_reduce", 4),
+        counted("redistribution", Phase.OPTIMIZER, None, change),
+    ]
+    return made([*old.rows, *rows])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "beginnings"),
+    [
+        (clipped(profile()), profile(), ["norms of gradients are no longer computed"]),
+        (profile(), clipped(profile()), ["norms of gradients are computed, as clip_grad_norm_"]),
+        # An optimizer that gathers for another reason clips nothing.
+        (clipped(profile(), "(Partial(sum))->(Replicate())"), profile(), []),
+    ],
+)
+def test_clipping_that_is_gone_is_told_first(old, new, beginnings):
+    causes = [cause.text for cause in compare(old, new).causes]
+    assert len(causes) == len(beginnings)
+    assert all(text.startswith(begin) for text, begin in zip(causes, beginnings, strict=True))
+    both = compare(clipped(in_bfloat16(profile())), profile())
+    assert both.causes[0].text.startswith("norms of gradients are no longer computed")
