@@ -631,6 +631,9 @@ class SplitOff(Replaced):
 
     units: Mapping[str, tuple[str, ...]]
     """Of each unit above, those that were a part of it."""
+    others: int
+    """How often other units are gathered in forward, at most; 0 if there are none. Not those that
+    are kept after forward: they are gathered once for all micro-batches."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -653,9 +656,8 @@ def gathers_in_forward(step: Replaced, owners: Iterable[str]) -> frozenset[int]:
 
 
 def is_called_more_often(step: SplitOff) -> bool:
-    """Whether what was split off is gathered more often in forward than the unit above."""
-    parts, wholes = gathers_in_forward(step, step.modules), gathers_in_forward(step, step.units)
-    return bool(parts) and max(parts) > max(wholes, default=1)
+    """Whether what was split off is gathered more often in forward than any other unit."""
+    return 0 < step.others < max(gathers_in_forward(step, step.modules), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -294,7 +294,13 @@ def _split(between: Between) -> Iterator[Step]:
                 }
                 rows[owner] = rows_written(between, owner, keys)
         if units:
-            yield kind(rows=rows, units=units)
+            parts = {module for modules in units.values() for module in modules}
+            others = (
+                total_count(gathers_of(content, Phase.FORWARD))
+                for owner, content in small.items()
+                if owner not in parts and not is_kept(content)
+            )
+            yield kind(rows=rows, units=units, others=max(others, default=0))
 
 
 def _regrouped(between: Between) -> Iterator[Step]:

@@ -177,6 +177,24 @@ def test_a_head_that_is_split_off_and_called_for_each_chunk_is_told_as_both():
     assert [cause.text[:30] for cause in comparison.causes] == ["called several times in one fo"]
 
 
+@pytest.mark.parametrize("layers", [2, 0])
+def test_a_unit_that_is_split_off_under_accumulation_is_called_as_often_as_the_others(layers):
+    """The root is kept from one micro-batch to the next, so that it alone is gathered once."""
+    units = [one for n in range(layers) for one in unit(f"layers.{n}", NBYTES)]
+
+    def four_micro_batches(rows):
+        is_kept = [one.owner == "" and one.what == "all_gather" for one in rows]
+        return [one if kept else times(one, 4) for one, kept in zip(rows, is_kept, strict=True)]
+
+    old = made(four_micro_batches([*unit("", NBYTES, kept=True), *units]))
+    rest = unit("", NBYTES - 1_024, kept=True)
+    new = made(four_micro_batches([*rest, *units, *unit("embed", 1_024)]))
+    comparison = compare(old, new)
+    (step,) = comparison.story.steps
+    assert step_line(step).startswith("embed split off (root): ")
+    assert comparison.causes == ()
+
+
 def test_a_removed_and_an_added_module_of_equal_rows_is_told_as_either():
     old, new = (profile(extra=[unit(name, 512)]) for name in ("adapter", "head"))
     assert [step_line(step) for step in explain(old, new).steps] == [
