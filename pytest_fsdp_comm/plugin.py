@@ -306,6 +306,10 @@ def pytest_runtest_makereport(
         from pytest_fsdp_comm.reports.findings import explain_findings  # noqa: PLC0415  # on failure only
 
         explain_findings(error)
+    if failed_comparison.UNEXPLAINED in item.stash and call.when == "call":
+        from pytest_fsdp_comm.snapshots.explain import explain_bare_failure  # noqa: PLC0415  # on failure only
+
+        explain_bare_failure(item, error)
     report = yield
     failed_comparison.add_to_report(item, report)
     return report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
@@ -34,7 +35,11 @@ from pytest_fsdp_comm.snapshots.differences import (
     headline_of_values,
 )
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
-from pytest_fsdp_comm.snapshots.failed_comparison import FAILED_COMPARISON, FailedComparison
+from pytest_fsdp_comm.snapshots.failed_comparison import (
+    FAILED_COMPARISON,
+    UNEXPLAINED,
+    FailedComparison,
+)
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
 from pytest_fsdp_comm.text.paths import shell_word, show_path
 
@@ -98,6 +103,8 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
         return None
     results = [result for _, result in failed]
     item = results[0].test_location.item
+    if UNEXPLAINED in item.stash:
+        del item.stash[UNEXPLAINED]
     accept = _accept_command(config, item, results)
     aids = _aids(config, assertion)
     explained = [
@@ -122,6 +129,24 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
         accept=accept,
     )
     return list(shown.lines)
+
+
+def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None:
+    """Explains a failed comparison whose assertion pytest did not rewrite.
+
+    As in a module that is neither a test module nor registered for it, with ``--assert=plain``, or
+    where the result was kept in a variable. Any message of its own is about something else.
+
+    Args:
+        item: The test.
+        error: What it raised.
+    """
+    if not isinstance(error, AssertionError) or str(error) not in {"", "assert False"}:
+        return
+    assertion = item.stash.get(UNEXPLAINED, None)
+    lines = explain_comparison(item.config, None, assertion)
+    if lines is not None:
+        item.stash[FAILED_COMPARISON] = replace(item.stash[FAILED_COMPARISON], lines=tuple(lines))
 
 
 def explain_result(

@@ -22,7 +22,7 @@ from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.snapshots.artifacts import Artifacts
 from pytest_fsdp_comm.snapshots.completeness import check_completeness
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
-from pytest_fsdp_comm.snapshots.failed_comparison import COMPARED
+from pytest_fsdp_comm.snapshots.failed_comparison import COMPARED, UNEXPLAINED
 from pytest_fsdp_comm.snapshots.files import read_snapshot, write_atomically
 from pytest_fsdp_comm.snapshots.lines import REMEDY, OldFormatError
 from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, written_module
@@ -448,7 +448,10 @@ class CommSnapshot(SnapshotAssertion):
             noting = self.test_location.item.config.stash.get(NOTING, None)
             if noting is not None:
                 noting.note_comparison(self, values)
-            return all(result.success for _, result in self.last_results)
+            is_same = all(result.success for _, result in self.last_results)
+            if not is_same:
+                self.test_location.item.stash[UNEXPLAINED] = self
+            return is_same
         finally:
             self._comparisons += 1
             self._changes = _Changes()

@@ -37,10 +37,14 @@ class FailedComparison:
     """As `Comparisons.cost`."""
     accept: str
     """As `Comparisons.accept`."""
+    lines: tuple[str, ...] = ()
+    """The explanation, where pytest does not show it; empty where it does."""
 
 
 FAILED_COMPARISON: Final = pytest.StashKey[FailedComparison]()
 """In a test's stash."""
+UNEXPLAINED: Final = pytest.StashKey[object]()
+"""In a test's stash: the assertion whose last comparison failed, until that is explained."""
 COMPARED: Final = pytest.StashKey[dict[str, None]]()
 """In a test's stash: the snapshot files that it compared, relative to pytest's root directory."""
 
@@ -72,17 +76,24 @@ def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
     failed = item.stash.get(FAILED_COMPARISON, None)
     longrepr: Any = report.longrepr
     crash = getattr(longrepr, "reprcrash", None)
-    is_told = failed is not None and crash is not None and failed.first_line in crash.message
+    is_told = (
+        failed is not None
+        and crash is not None
+        and (bool(failed.lines) or failed.first_line in crash.message)
+    )
     _add_comparisons(item, report, failed if is_told else None)
     if failed is None or crash is None or not is_told:
         return
     # A message of the user's own comes first. pytest leaves the class's name out, but not always.
-    leads = crash.message.removeprefix("AssertionError: ").startswith("assert ")
+    leads = bool(failed.lines) or crash.message.removeprefix("AssertionError: ").startswith(
+        "assert "
+    )
     vars(report)[_HEADLINE] = failed.headline if leads else ""
     if leads:
         crash.message = failed.headline
-    if failed.below:
-        longrepr.addsection(SECTION, failed.below)
+    below = "\n".join((*failed.lines, *filter(None, [failed.below])))
+    if below:
+        longrepr.addsection(SECTION, below)
 
 
 def _add_comparisons(

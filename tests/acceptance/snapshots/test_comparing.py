@@ -812,3 +812,66 @@ def test_the_command_of_a_partial_run_is_one_that_works(project):
         "accept: rm snapshots/test_it/test_it.ws2.comm && pytest --snapshot-update "
         '"test_it.py::test_it"',
     )
+
+
+@pytest.mark.parametrize("mark", ["xfail", "xfail(strict=True)", "xfail(raises=AssertionError)"])
+def test_a_comparison_that_is_expected_to_fail_fails_as_expected(project, mark):
+    project.update()
+    project.edit("WIDTH = 8", "WIDTH = 16")
+    project.edit("@pytest.mark.distributed", f"@pytest.mark.{mark}\n@pytest.mark.distributed")
+    result = project.run("-rx")
+    result.assert_outcomes(xfailed=1)
+    assert "went on" not in result.stdout.str()
+
+
+HELPER = """
+def check(value, snapshot):
+    assert value == snapshot
+"""
+
+
+@pytest.mark.parametrize("way", ["helper", "plain", "variable"])
+def test_a_comparison_whose_assertion_pytest_does_not_rewrite_is_explained_all_the_same(
+    project, way
+):
+    """In a module that is no test module and no conftest, say."""
+    project.pytester.makepyfile(helper=HELPER)
+    old = "    assert comm_mode == comm_snapshot\n"
+    project.edit("import pytest\n", "import pytest\nimport helper\n")
+    if way == "helper":
+        project.edit(old, "    helper.check(comm_mode, comm_snapshot)\n")
+    elif way == "variable":
+        project.edit(old, "    is_same = comm_mode == comm_snapshot\n    assert is_same\n")
+    arguments = ["--assert=plain"] if way == "plain" else []
+    project.update(*arguments)
+    project.edit("WIDTH = 8", "WIDTH = 16")
+    result = project.run("--comm-artifacts=art", "--comm-summary=s.md", *arguments)
+    result.stdout.fnmatch_lines(
+        [
+            f"*comm_mode differs from {COMM}",
+            "*other sizes of parameters: {0..1} 256 B -> 1.0 KiB in each gather",
+            "*accept: pytest --snapshot-update *test_it.py::test_step*",
+            "FAILED test_it.py::test_step - other sizes of parameters: *",
+        ]
+    )
+    assert (project.path / "art" / "received").is_dir()
+    assert "another reason" not in (project.path / "s.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "is_same = comm_mode == comm_snapshot; assert 1 == 2",
+        "is_same = comm_mode == comm_snapshot; assert False, 'mine'",
+        "assert comm_mode == comm_snapshot; assert not comm_mode",
+    ],
+)
+def test_another_failure_is_not_explained_by_a_comparison(project, after):
+    old = "    assert comm_mode == comm_snapshot\n"
+    project.update()
+    if "is_same" in after:
+        project.edit("WIDTH = 8", "WIDTH = 16")
+    project.edit(old, f"    {after}\n")
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    assert "differs from" not in result.stdout.str()
