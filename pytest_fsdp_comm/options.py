@@ -345,6 +345,10 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
     if launched and config.getoption("--world-size") is None:
         # The ini value is the project's default; what was launched is what was asked for now.
         world_size = launched.world_size
+    if artifacts:
+        attempt(
+            "--comm-artifacts: ", _check_artifacts, config.invocation_params.dir / artifacts, None
+        )
     options = SessionOptions(
         world_size=world_size,
         backend=read("--comm-backend", "fsdp_comm_backend", parse_backend, None),
@@ -366,6 +370,16 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
     if problems:
         raise pytest.UsageError(show_problems(problems))
     return options
+
+
+def _check_artifacts(directory: Path) -> None:
+    """Refuses a directory that cannot be made, before what differs would be lost for it."""
+    found = next(path for path in (directory, *directory.parents) if path.exists())
+    if not found.is_dir():
+        raise BadValueError(
+            f"expected a directory for what failed comparisons received, but {found} is a file; "
+            "choose a directory that can be made and written"
+        )
 
 
 def _parse_unseen(text: str) -> str:

@@ -46,11 +46,14 @@ def headline(changes: Sequence[Change | TreeChange]) -> str:
 
 
 def headline_of_story(comparison: Comparison) -> str:
-    """What the story tells first, in one line; empty if it tells one module, or not all."""
+    """What the story tells first, in one line; empty if that is of single modules, or not all.
+
+    Of single modules, the largest of their changes says as much in fewer words.
+    """
     if not comparison.steps or comparison.story is None or not comparison.story.is_exact:
         return ""
     first, *others = comparison.steps
-    if isinstance(first, Replaced) and not others:
+    if isinstance(first, Replaced):
         return ""
     return f"{step_line(first)}, {len(others)} more" if others else step_line(first)
 

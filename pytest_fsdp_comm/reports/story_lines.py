@@ -408,7 +408,7 @@ def _(step: steps.Redistributed) -> str:
 @step_line.register
 def _(step: steps.GatheredInFull) -> str:
     more = _minus(_sent(step.rows, lambda _: True), _sent(step.was, lambda _: True))
-    return f"DTensors gathered in full outside of the step: {_calls(more)} more"
+    return f"DTensors gathered in full outside of forward and backward: {_calls(more)} more"
 
 
 @step_line.register

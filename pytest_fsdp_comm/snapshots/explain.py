@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
+import pytest
 from syrupy.terminal import disable_color
 
 from pytest_fsdp_comm.comm.profile import has_further_ranks
@@ -46,7 +48,6 @@ from pytest_fsdp_comm.text.paths import shell_word, show_path
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    import pytest
     from syrupy.assertion import AssertionResult
 
     from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText
@@ -123,10 +124,11 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
         first_line=shown.lines[0],
         headline=headline_of_values({failure.name: what for failure, what in explained}),
         below="\n".join(shown.below),
-        story=tuple(line for line in everything.lines if not line.startswith((ACCEPT, RECORD))),
+        story=tuple(line for line in everything.lines if not line.startswith(ACCEPT)),
         told=tuple(line for one in failures for line in one.explanation.told),
         cost=tuple(line.strip() for one in failures for line in one.explanation.cost),
-        accept=accept,
+        # Where there is no snapshot yet, the story has the command.
+        accept="" if any(line.startswith(RECORD) for line in everything.lines) else accept,
     )
     return list(shown.lines)
 
@@ -319,11 +321,20 @@ def _keep(
         return
     old, new = cast("SnapshotText | None", result.recalled_data), result.asserted_data
     sites = call_sites(None if old is None else old.profile, cast("SnapshotText", new).profile)
-    artifacts.keep(
-        received=str(new),
-        expected=None if old is None else str(old),
-        story=[*explanation.full, *(["", "sent by:"] if sites else []), *sites],
-    )
+    try:
+        artifacts.keep(
+            received=str(new),
+            expected=None if old is None else str(old),
+            story=[*explanation.full, *(["", "sent by:"] if sites else []), *sites],
+        )
+    except OSError as problem:
+        # What differs is shown all the same.
+        warnings.warn(
+            f"--comm-artifacts: cannot write {show_path(artifacts.received)} "
+            f"({problem.strerror or problem}), so that it cannot be accepted from there",
+            pytest.PytestWarning,
+            stacklevel=1,
+        )
 
 
 def update_command(config: pytest.Config, item: pytest.Item) -> str:

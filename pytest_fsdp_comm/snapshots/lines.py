@@ -154,7 +154,9 @@ class SnapshotLines:
                 f"{self.where}, line {number}: it reads {quoted(line)}, a marker of a merge "
                 "conflict; expected one side of the conflict. Nothing was overwritten: take either "
                 f"side with `git checkout --ours {self.where}` or `git checkout --theirs "
-                f"{self.where}`, then run the test; --snapshot-update if the change is intended"
+                f"{self.where}` (if the markers were committed, from the commit that had it right: "
+                f"`git checkout COMMIT -- {self.where}`), then run the test; --snapshot-update if "
+                "the change is intended"
             )
         control = _CONTROL.search(text)
         if control is not None:

@@ -311,7 +311,7 @@ def test_gathering_a_parameter_to_log_it_is_explained(record, device_mesh):
     reviewed = record(model, lambda: train(logged=False))
     regressed = record(model, lambda: train(logged=True))
     assert said(reviewed, regressed) == [
-        "DTensors gathered in full outside of the step: 1 call of 256 B more, at "
+        "DTensors gathered in full outside of forward and backward: 1 call of 256 B more, at "
         "tests/regressions/test_reported.py:N",
         "likely: full_tensor() or redistribute(), or a DTensor that is printed or logged",
     ]

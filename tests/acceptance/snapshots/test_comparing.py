@@ -875,3 +875,39 @@ def test_another_failure_is_not_explained_by_a_comparison(project, after):
     result = project.run()
     result.assert_outcomes(failed=1)
     assert "differs from" not in result.stdout.str()
+
+
+def test_artifacts_that_cannot_be_kept_cost_no_story(project):
+    project.update()
+    project.edit("WIDTH = 8", "WIDTH = 16")
+    (project.path / "file").touch()
+    result = project.run("--comm-artifacts=file/inside")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        [
+            "ERROR: --comm-artifacts: expected a directory for what failed comparisons received, "
+            "but */file is a file; choose a directory that can be made and written"
+        ]
+    )
+    # One that is in the way later on.
+    (project.path / "art").mkdir()
+    (project.path / "art" / "received").touch()
+    result = project.run("--comm-artifacts=art")
+    result.assert_outcomes(failed=1, warnings=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*other sizes of parameters: {0..1} 256 B -> 1.0 KiB in each gather*",
+            "*PytestWarning: --comm-artifacts: cannot write art/received/test_it/test_step.ws2*"
+            " (Not a directory), so that it cannot be accepted from there",
+            "FAILED test_it.py::test_step - other sizes of parameters: *",
+        ],
+        consecutive=False,
+    )
+
+
+def test_a_missing_snapshot_is_told_in_ci_with_the_command_that_records_it(project):
+    result = project.run("--comm-summary=s.md")
+    result.assert_outcomes(failed=1)
+    summary = (project.path / "s.md").read_text()
+    assert "  record it: pytest --snapshot-update" in summary
+    assert "To accept it" not in summary

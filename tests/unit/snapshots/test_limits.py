@@ -105,8 +105,9 @@ def test_a_conflict_says_how_to_take_a_side():
     assert refused("tree", TREE.replace("mesh", "=======\nmesh")) == (
         "a/b.comm, line 3: it reads '=======', a marker of a merge conflict; expected one side "
         "of the conflict. Nothing was overwritten: take either side with `git checkout --ours "
-        "a/b.comm` or `git checkout --theirs a/b.comm`, then run the test; --snapshot-update if "
-        "the change is intended"
+        "a/b.comm` or `git checkout --theirs a/b.comm` (if the markers were committed, from the "
+        "commit that had it right: `git checkout COMMIT -- a/b.comm`), then run the test; "
+        "--snapshot-update if the change is intended"
     )
 
 
