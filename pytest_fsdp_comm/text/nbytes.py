@@ -51,7 +51,7 @@ def show_growth(old: float, new: float) -> str:
         return f"x{ratio:.1f}" if ratio < 100 else f"x{ratio:.0f}"  # noqa: PLR2004  # three digits
     percent = (ratio - 1) * 100
     if abs(percent) < 0.1:  # noqa: PLR2004  # the last digit that is shown
-        return f"under 0.1 % {'more' if percent > 0 else 'fewer'}"
+        return f"<0.1 % {'more' if percent > 0 else 'fewer'}"
     # What is left of something is not nothing.
     if new and percent < -99:  # noqa: PLR2004  # rounds to -100
         return f"{max(percent, -99.9):.1f} %"

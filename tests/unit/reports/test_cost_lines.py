@@ -135,7 +135,7 @@ def test_what_grows_alike_is_one_line():
 
 def test_sides_that_round_alike_show_exact_bytes():
     assert lines([gather((1, MIB))], [gather((1, MIB + 1))]) == [
-        "under 0.1 % more bytes in all_gather[dp] (1_048_576 -> 1_048_577 B per rank and step)"
+        "<0.1 % more bytes in all_gather[dp] (1_048_576 -> 1_048_577 B per rank and step)"
     ]
 
 
