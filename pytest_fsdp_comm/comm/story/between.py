@@ -32,6 +32,7 @@ class Between:
         self,
         state: State,
         target: State,
+        origin: State,
         axes: tuple[tuple[MeshAxis, ...], tuple[MeshAxis, ...]],
     ) -> None:
         """Compares the states, by identity of contents.
@@ -39,10 +40,12 @@ class Between:
         Args:
             state: What is known to be so far.
             target: What is to be reached.
+            origin: What the first step began with.
             axes: Of the old and the new profile.
         """
         self.state = state
         self.target = target
+        self.origin = origin
         self.axes = axes
         self.owners = [
             owner

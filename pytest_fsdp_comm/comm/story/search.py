@@ -122,7 +122,7 @@ class _Search:
 
     def longer(self, path: _Path) -> Iterator[_Path]:
         least = path.steps[-1].order if path.steps else 0
-        for step in propose(Between(path.state, self.target, self.axes), least):
+        for step in propose(Between(path.state, self.target, self.old, self.axes), least):
             # Each set of steps is tried in one order.
             if step.order < least or step in path.steps:
                 continue

@@ -632,8 +632,8 @@ class SplitOff(Replaced):
     units: Mapping[str, tuple[str, ...]]
     """Of each unit above, those that were a part of it."""
     others: int
-    """How often other units are gathered in forward, at most; 0 if there are none. Not those that
-    are kept after forward: they are gathered once for all micro-batches."""
+    """How often other units are gathered in forward, on either side, at most; 0 if there are none.
+    Not those that are kept after forward: they are gathered once for all micro-batches."""
 
     @property
     def modules(self) -> tuple[str, ...]:

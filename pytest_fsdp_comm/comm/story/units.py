@@ -297,7 +297,8 @@ def _split(between: Between) -> Iterator[Step]:
             parts = {module for modules in units.values() for module in modules}
             others = (
                 total_count(gathers_of(content, Phase.FORWARD))
-                for owner, content in small.items()
+                for state in (between.origin, between.target)
+                for owner, content in state.items()
                 if owner not in parts and not is_kept(content)
             )
             yield kind(rows=rows, units=units, others=max(others, default=0))
