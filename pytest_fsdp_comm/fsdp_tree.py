@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from os import getpid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -151,7 +152,7 @@ class TreeFactory(NamedAttributes):
                 "of these extensions"
             )
         # Where every rank writes the same file, each replaces it as a whole.
-        unfinished = Path(path).with_name(f".{Path(path).name[:200]}.{os.getpid()}")
+        unfinished = Path(path).with_name(f".{Path(path).name[:200]}.{getpid()}")
         unfinished.write_text(render(tree), encoding="utf-8")
         unfinished.replace(path)
 

@@ -11,8 +11,8 @@ Each of the three is laid out like the directory of the snapshots.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
+from os import getpid
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
@@ -75,7 +75,7 @@ class Artifacts:
 
 def _replace(path: Path, text: str) -> None:
     """Writes a file whole; all ranks of a test do so at once, with the same content."""
-    unfinished = path.with_name(f".{path.name[:200]}.{os.getpid()}")
+    unfinished = path.with_name(f".{path.name[:200]}.{getpid()}")
     try:
         unfinished.write_text(text, encoding="utf-8", newline="\n")
         unfinished.replace(path)

@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import time
+from os import getpid
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.ranks.hangs.position import read_position
@@ -44,7 +45,7 @@ class Watchdog:
             within_s: How long to try.
         """
         self._began_ns = time.time_ns()
-        self._pid = os.getpid()
+        self._pid = getpid()
         self._lock = _thread.allocate_lock()
         self._channel = Channel.connect(socket_path, WATCHDOG, within_s=within_s)
         self._channel.send(WatchdogHandshake(rank=rank))
@@ -89,7 +90,7 @@ class Watchdog:
 
         The main thread has released the GIL in the collective that it waits in.
         """
-        if os.getpid() == self._pid:
+        if getpid() == self._pid:
             with contextlib.suppress(OSError):
                 self._say_position(LAST_WORDS, with_groups=True)
         self._terminate()  # names the exception on stderr, and does not return

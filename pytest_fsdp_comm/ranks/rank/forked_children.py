@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import traceback
+from os import getpid
 
 
 def end_forked_child(rank_pid: int, error: BaseException | None) -> None:
@@ -17,7 +18,7 @@ def end_forked_child(rank_pid: int, error: BaseException | None) -> None:
         rank_pid: The rank's process.
         error: What the test raised in the child; None if it returned there.
     """
-    if os.getpid() == rank_pid:
+    if getpid() == rank_pid:
         return
     status = 0
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):

@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import time
+from os import getpid
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 from pytest_fsdp_comm.options import SETTINGS
@@ -136,7 +137,7 @@ class RankTemplate:
         watchdog = Watchdog(spec.socket_path, rank, within_s=spec.settings.timeout_s)
         departures = Marks(spec.departures_path)
         session = self._session
-        rank_pid = os.getpid()
+        rank_pid = getpid()
         command: RunTest | EndTests | None = RunTest(
             item_index=spec.item_index, next_test=spec.next_test
         )

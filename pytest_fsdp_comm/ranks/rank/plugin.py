@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from functools import partial
 from operator import methodcaller
+from os import getpid
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -98,7 +98,7 @@ class RankPlugin:
         # Only another test on the same ranks begins with them again.
         self._keeps_random_states = spec.settings.scope == "module"
         self._channel = channel
-        self._pid = os.getpid()
+        self._pid = getpid()
         self._logs = [_Log(name, spec.log_path(rank, name)) for name in ("stdout", "stderr")]
 
     # Innermost: within the filters for this test's warnings.

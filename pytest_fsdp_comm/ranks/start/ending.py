@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from os import getpid
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -95,7 +96,7 @@ def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return set()  # as after nearly every test
-        left = set(_children(os.getpid())) - spared
+        left = set(_children(getpid())) - spared
         if not left:
             break
         cleaning = {pid for pid in left if _cleans_up(pid)}

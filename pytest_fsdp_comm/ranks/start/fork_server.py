@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from os import getpid
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from pytest_fsdp_comm.errors import FsdpCommError
@@ -198,7 +199,7 @@ class _Server:
         *,
         adopts: bool,
     ) -> None:
-        self._pid = os.getpid()
+        self._pid = getpid()
         self._parent = os.getppid()
         self._channel = channel
         self._run_rank = run_rank

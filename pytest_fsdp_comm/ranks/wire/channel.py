@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
+from os import getpid
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pytest_fsdp_comm.ranks.wire.socket_paths import connect
@@ -34,7 +34,7 @@ class Channel(Generic[_Sent, _Received]):
         """
         self._connection = connection
         self._role = role
-        self._pid = os.getpid()
+        self._pid = getpid()
         self._pending = bytearray()
         self._searched_nbytes = 0
         self.is_closed = False
@@ -62,7 +62,7 @@ class Channel(Generic[_Sent, _Received]):
         What JSON cannot carry travels as its ``repr``: a strange user property must not cost the
         whole report. Nothing is sent by a process that was forked from the channel's own.
         """
-        if os.getpid() != self._pid:
+        if getpid() != self._pid:
             return
         self._connection.sendall(f"{dump_tagged(message)}\n".encode("ascii"))
 

@@ -14,6 +14,7 @@ import os
 import select
 import struct
 import time
+from os import getpid
 from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.errors import FsdpCommError, RanksDivergedError
@@ -47,7 +48,7 @@ class RankExchange(abc.ABC):
         self._rank = rank
         self._ranks = ranks
         self._rounds = 0
-        self._pid = os.getpid()
+        self._pid = getpid()
 
     def __call__(self, text: str) -> list[str]:
         """Gives this rank's text and waits for those of the others.
@@ -59,7 +60,7 @@ class RankExchange(abc.ABC):
             RanksDivergedError: Another rank ended the test without coming here as often, or this is
                 not the rank, but a process that it forked.
         """
-        if os.getpid() != self._pid:
+        if getpid() != self._pid:
             raise RanksDivergedError(
                 f"a process that rank {self._rank} forked compares comm_mode or fsdp_tree; only "
                 "the rank itself can: end the forked process with os._exit before the comparison"
@@ -117,7 +118,7 @@ class RankExchange(abc.ABC):
 
     def leave(self) -> None:
         """Announces that this rank makes no more comparisons; does nothing in a forked process."""
-        if os.getpid() == self._pid:
+        if getpid() == self._pid:
             self._leave()
 
     @abc.abstractmethod
