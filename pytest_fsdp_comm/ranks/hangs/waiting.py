@@ -402,7 +402,7 @@ def _call_stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
         missing = frozenset(call.ranks).difference(inside)
         of = f" of {name_ranks(call.ranks)}" if call.is_mutual and call.ranks else ""
         absences = {
-            rank: _with_place("is not in it", "are not in it", positions[rank])
+            rank: _with_place("has not called it", "have not called it", positions[rank])
             for rank in sorted(missing)
             if call.is_mutual and rank in positions and positions[rank].activity.is_known
         }

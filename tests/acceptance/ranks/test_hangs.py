@@ -349,14 +349,14 @@ rank 1 waits in all_reduce #1 of world (16 B) at test_it.py:N in test_new_group
 ranks 0, 3 never issued it, and have finished the test
 rank 2 never issued it
 rank 2 waits in new_group of ranks 0-2 at test_it.py:N in test_new_group
-rank 0 is not in it, and has finished the test
-rank 1 is not in it
+rank 0 has not called it, and has finished the test
+rank 1 has not called it
 """,
     "monitored": """\
 ranks 0-1, 3 did not finish within 4 s, and every rank was ended.
 all wait for rank 2, which has finished the test
 ranks 0-1, 3 wait in monitored_barrier of ranks 0-3 at test_it.py:N in test_monitored
-rank 2 is not in it, and has finished the test
+rank 2 has not called it, and has finished the test
 """,
     "stopped": """\
 all wait for rank 1, which is stopped (by SIGSTOP, Ctrl-Z or a debugger)

@@ -225,7 +225,7 @@ def test_calls_that_are_no_collectives_keep_ranks_too():
     assert explain_waiting({0: making, 1: gone, 2: gone}) == [
         "rank 0 waits for rank 1, which has finished the test",
         "rank 0 waits in new_group of ranks 0-1 at a.py:1 in f",
-        "rank 1 is not in it, and has finished the test",
+        "rank 1 has not called it, and has finished the test",
     ]
     receives = UnrecordedCall(name="recv from rank 1", ranks=(1,), is_mutual=False)
     receives = Position(site="a.py:2 in f", call=receives)
