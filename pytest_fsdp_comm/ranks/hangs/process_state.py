@@ -11,6 +11,9 @@ from pytest_fsdp_comm.ranks.wire.positions import Activity
 # Each read of a disk is such a wait; one that lasts is meant.
 _STUCK_AFTER_S: Final = 0.5
 _PAUSE_S: Final = 0.02
+_FLAGS: Final = 6
+# linux/sched.h
+_PF_EXITING: Final = 0x4
 
 
 def silent_activity(pid: int) -> Activity:
@@ -23,11 +26,23 @@ def silent_activity(pid: int) -> Activity:
     return Activity.STOPPED if letter in ("T", "t") else Activity.SILENT
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, and has not begun to exit; False where the kernel does not say."""
+    # Set before the process's connections are closed, at which others may fail.
+    fields = _stat(pid).split()
+    return len(fields) > _FLAGS and fields[0] not in "ZX" and not int(fields[_FLAGS]) & _PF_EXITING
+
+
 def _state(pid: int) -> str:
-    """The process's state as one letter (man 5 proc); empty where there is none."""
+    """The process's state as one letter; empty where there is none."""
+    return _stat(pid)[:1]
+
+
+def _stat(pid: int) -> str:
+    """The fields of man 5 proc from the third on; empty where there are none."""
     try:
         # The name before it may hold anything, parentheses and spaces included.
         _, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")
     except OSError:
         return ""
-    return rest[:1]
+    return rest

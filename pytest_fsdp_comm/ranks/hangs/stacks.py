@@ -81,10 +81,10 @@ def with_code(site: str, code: str) -> str:
     return f"{site}: {code}" if site and code else site
 
 
-def shortened_code(text: str) -> str:
-    """An expression in one line that fits beside its place."""
+def shortened_code(text: str, most: int = _LONGEST_CODE) -> str:
+    """An expression, or another text, in one line that fits beside its place."""
     line = " ".join(text.split())
-    return line if len(line) <= _LONGEST_CODE else f"{line[: _LONGEST_CODE - 3]}..."
+    return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:

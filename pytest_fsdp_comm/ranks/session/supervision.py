@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from pytest_fsdp_comm.ranks.hangs.process_state import silent_activity
+from pytest_fsdp_comm.ranks.hangs.process_state import is_alive, silent_activity
 from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack
 from pytest_fsdp_comm.ranks.rank.kept_output import MOST_ON_DISK_NBYTES, OutputFile, read_kept
 from pytest_fsdp_comm.ranks.session.echo import Echo
@@ -85,6 +85,7 @@ class _Rank:
     has_ended_tests: bool = False
     status: int | None = None
     ended_at: float | None = None
+    seen_alive_at: float | None = None
     stopped: Stopped | None = None
     stacks: str = ""
     timer: TimerSet | None = None
@@ -175,6 +176,7 @@ class Supervision:
             has_failed = self._has_failed(has_failed_elsewhere)
             if first_failure is None and has_failed:
                 first_failure = now
+                self._note_survivors()
             if first_failure is not None and now > first_failure + GRACE_S:
                 self._stop(Stopped.AFTER_FAILURE)
                 break
@@ -348,6 +350,13 @@ class Supervision:
                 self._drain(rank)
                 rank.status = status
                 rank.ended_at = time.time()
+
+    def _note_survivors(self) -> None:
+        """Notes which ranks outlive a failure: if they die later, that is not its cause."""
+        for number, rank in self._ranks.items():
+            looked_at = time.time()
+            if not rank.is_over and is_alive(self._processes.pid(number)):
+                rank.seen_alive_at = looked_at
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # the caller has hung up
@@ -541,6 +550,7 @@ class Supervision:
             skipped_debuggers=tuple(rank.skipped_debuggers),
             status=None if rank.is_done else rank.status,
             ended_at=rank.ended_at,
+            seen_alive_at=rank.seen_alive_at,
             stopped=rank.stopped,
             timeout_s=min(
                 (

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import pytest
 
+from pytest_fsdp_comm.errors import printable
+from pytest_fsdp_comm.ranks.hangs.stacks import shortened_code
 from pytest_fsdp_comm.ranks.hangs.waiting import explain_mismatch, explain_waiting, list_stacks
 from pytest_fsdp_comm.ranks.rank.kept_output import MOST_ON_DISK_NBYTES
 from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
@@ -44,6 +46,7 @@ _SKIPPED = "skipped"
 _SKIP_PREFIX = "Skipped: "
 _XFAIL_PREFIX = "reason: "
 _MOST_REASONS = 3
+_LONGEST_REASON = 200
 
 
 class _Blame(IntEnum):
@@ -98,11 +101,13 @@ def merge_reports(
     """
     loaded = {rank: _sorted_reports(result, load) for rank, result in results.items()}
     reports = {rank: phases for rank, (phases, _) in loaded.items()}
+    failed_reports = [*_failed_reports(reports)]
     subtests = _merged_subtests({rank: own for rank, (_, own) in loaded.items()})
     failures = sorted(
         [
-            *_failed_reports(reports),
-            *_deaths(results, reports),
+            # Before what came at the same time.
+            *_deaths(results, reports, failed_reports),
+            *failed_reports,
             *_timeouts(results, reports, timeout_s),
             *_too_much_output(results, reports),
         ],
@@ -119,7 +124,7 @@ def merge_reports(
         phase = _Phase(item=item, when=when, present=present, sections=sections_of[when])
         blamed = late if when == "teardown" else main
         if blamed and blamed[0].when == when:
-            merged.append(_failed(phase, blamed, results))
+            merged.append(_failed(phase, blamed, results, reports))
         elif present:
             merged.append(_unfailed(phase))
     phases = _without_call_after_failed_setup(
@@ -235,10 +240,12 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], absent: Sequence[int]) -> 
     outcomes = {rank: _outcome([sub.sent]) for rank, sub in on_ranks.items()}
     if failures and failures[0].report is not None:
         story = [*_later(failures)]
-        quiet = [rank for rank, sub in on_ranks.items() if not sub.sent.report.failed]
-        story += [f"{name_ranks(quiet)} did not fail"] if quiet else []
+        quiet = {r: [sub.sent] for r, sub in on_ranks.items() if not sub.sent.report.failed}
+        story += _unfailed_ranks(quiet, skipped="skipped this subtest")
         story += [f"{name_ranks(absent)} did not run this subtest"] if absent else []
-        report = _with_story(failures[0].report, _alike(failures), "\n".join(story))
+        report = _with_story(
+            failures[0].report, _alike(failures), "\n".join(story), rank_count=len(on_ranks)
+        )
     else:
         report = next((report for report in everyone if report.passed), everyone[0])
         if _agree(outcomes):
@@ -288,7 +295,9 @@ def _crash_line(report: pytest.TestReport) -> str:
     return text.strip().splitlines()[-1] if text.strip() else "failed"
 
 
-def _deaths(results: Mapping[int, RankResult], reports: _Reports) -> Iterable[_Failure]:
+def _deaths(
+    results: Mapping[int, RankResult], reports: _Reports, failed: Sequence[_Failure]
+) -> Iterable[_Failure]:
     for rank, result in results.items():
         if result.lost is not None:
             # Its phase is unknown.
@@ -320,11 +329,23 @@ def _deaths(results: Mapping[int, RankResult], reports: _Reports) -> Iterable[_F
         yield _Failure(
             rank=rank,
             when=when,
-            at=None if result.ended_at is None else result.ended_at - _REAPED_LATE_S,
+            at=_died_at(result, failed),
             report=None,
             text=f"{was}{what} during {when}{why}",
             text_of_several=f"{were}{what} during {when}{why}",
         )
+
+
+def _died_at(result: RankResult, failed: Iterable[_Failure]) -> float | None:
+    """When a rank died at the earliest, as far as that is known."""
+    if result.ended_at is None:
+        return None
+    earliest = result.ended_at - _REAPED_LATE_S
+    if result.escaped is None:
+        return max(earliest, result.seen_alive_at or earliest)
+    # The rank tells the time itself, but may have closed connections as it unwound until then.
+    echoes = [one.at for one in failed if one.at is not None and _GAVE_UP.search(_longrepr(one))]
+    return min((at for at in echoes if at >= earliest), default=result.ended_at)
 
 
 def _signal_name(number: int) -> str:
@@ -356,7 +377,9 @@ def _timeouts(
     finished = [rank for rank in results if rank not in late]
     if finished:
         lines.append(f"{name_ranks(finished)} had finished.")
-    lines[1:1] = _waiting(results, blamed=())
+    unlike = {rank: reports[rank].values() for rank in finished}
+    unlike = {rank: own for rank, own in unlike.items() if _outcome(own)[0] != "passed"}
+    lines[1:1] = [*_waiting(results, blamed=()), *_unfailed_ranks(unlike)]
     text = "\n".join(lines)
     for rank in late:
         yield _Failure(
@@ -411,12 +434,15 @@ def _waiting(results: Mapping[int, RankResult], *, blamed: Sequence[int]) -> lis
 
 
 def _failed(
-    phase: _Phase, failures: Sequence[_Failure], results: Mapping[int, RankResult]
+    phase: _Phase,
+    failures: Sequence[_Failure],
+    results: Mapping[int, RankResult],
+    reports: _Reports,
 ) -> pytest.TestReport:
     """The report of a failed phase: the first failure, then what the other ranks did."""
     first = failures[0]
     alike = _alike(failures)
-    story = _story(failures, results)
+    story = _story(failures, results, reports)
     mismatch = _mismatch(failures, results)
     # What a rank did on its own accord may have been the cause, whatever the backend said first.
     if mismatch and not all(_gave_up(failure, results) for failure in failures):
@@ -429,7 +455,7 @@ def _failed(
         text = "\n".join(filter(None, lines))
         failed = _new_report(phase.item, phase.when, text, phase.sections)
         return _timed(failed, phase.present)
-    report = _with_story(first.report, alike, story)
+    report = _with_story(first.report, alike, story, rank_count=len(results))
     report.sections = phase.sections
     return _timed(report, phase.present)
 
@@ -449,18 +475,25 @@ def _mismatch(failures: Sequence[_Failure], results: Mapping[int, RankResult]) -
 def _gave_up(failure: _Failure, results: Mapping[int, RankResult]) -> bool:
     """Whether a backend gave up, and so the rank failed."""
     if failure.report is not None:
-        return _GAVE_UP.search(str(failure.report.longrepr)) is not None
+        return _GAVE_UP.search(_longrepr(failure)) is not None
     # A rank that C++ ended has left its last words.
     position = results[failure.rank].position
     is_aborted = results[failure.rank].status == -signal.SIGABRT
     return is_aborted and position is not None and len(position.groups) > 0
 
 
-def _with_story(report: pytest.TestReport, alike: Sequence[int], story: str) -> pytest.TestReport:
+def _longrepr(failure: _Failure) -> str:
+    return "" if failure.report is None else str(failure.report.longrepr)
+
+
+def _with_story(
+    report: pytest.TestReport, alike: Sequence[int], story: str, *, rank_count: int
+) -> pytest.TestReport:
     """Adds to a rank's failure which ranks failed like it, and what the others did."""
-    if not story:
+    if not story and len(alike) == rank_count:
         return report
-    story = f"{name_ranks(alike)} failed{' first' if len(alike) == 1 else ''}\n{story}"
+    is_first = story and len(alike) == 1
+    story = f"{name_ranks(alike)} failed{' first' if is_first else ''}\n{story}".rstrip()
     longrepr: Any = report.longrepr
     if hasattr(longrepr, "addsection"):
         longrepr.addsection("ranks", story)
@@ -476,7 +509,9 @@ def _alike(failures: Sequence[_Failure]) -> list[int]:
     return [failure.rank for failure in failures if failure.text == failures[0].text]
 
 
-def _story(failures: Sequence[_Failure], results: Mapping[int, RankResult]) -> str:
+def _story(
+    failures: Sequence[_Failure], results: Mapping[int, RankResult], reports: _Reports
+) -> str:
     """What the ranks did that did not fail like the first; empty if there are none."""
     first = failures[0]
     alike = _alike(failures)
@@ -491,9 +526,14 @@ def _story(failures: Sequence[_Failure], results: Mapping[int, RankResult]) -> s
     )
     lines += _waiting(results, blamed=[*alike, *others]) if stopped else []
     mentioned = {*alike, *others, *stopped}
-    quiet = [rank for rank in results if rank not in mentioned]
-    if quiet and first.blame is not _Blame.DEADLINE:
-        lines.append(f"{name_ranks(quiet)} did not fail")
+    quiet = {
+        rank: phases.values()
+        for rank, phases in reports.items()
+        # That one died before this phase is told there.
+        if rank not in mentioned and (first.when in phases or not _has_died(results[rank]))
+    }
+    if first.blame is not _Blame.DEADLINE:
+        lines += _unfailed_ranks(quiet)
     return "\n".join(lines)
 
 
@@ -507,6 +547,30 @@ def _later(failures: Sequence[_Failure]) -> Iterable[str]:
     }
     for ranks, text in fold_equal(others):
         yield f"{name_ranks(ranks)} {text.splitlines()[0]}"
+
+
+def _has_died(result: RankResult) -> bool:
+    return (result.status, result.escaped, result.lost) != (None, None, None)
+
+
+def _unfailed_ranks(
+    reports: Mapping[int, Iterable[_RankReport]],
+    passed: str = "did not fail",
+    skipped: str = "skipped the test",
+) -> list[str]:
+    """What the ranks came to that did not fail."""
+    outcomes = {rank: _outcome(own) for rank, own in reports.items()}
+    words = {"passed": passed, _SKIPPED: skipped}
+    texts = kinds = {rank: words.get(kind, kind) for rank, (kind, _) in outcomes.items()}
+    if len({*outcomes.values()}) <= _MOST_REASONS:
+        reasons = {rank: printable(reason, "\n") for rank, (_, reason) in outcomes.items()}
+        texts = {
+            rank: f"{kinds[rank]}: {shortened_code(reason, _LONGEST_REASON)}"
+            if reason
+            else kinds[rank]
+            for rank, reason in reasons.items()
+        }
+    return [f"{name_ranks(ranks)} {text}" for ranks, text in fold_equal(texts)]
 
 
 def _was(ranks: Sequence[int]) -> str:

@@ -109,6 +109,9 @@ class RankResult:
     finished the test."""
     ended_at: float | None = None
     """`time.time` of an end before the end of the test; None if it finished the test."""
+    seen_alive_at: float | None = None
+    """`time.time` at which its process still lived, after another rank had failed; None if nobody
+    looked, or it did not."""
     stopped: Stopped | None = None
     """Why the supervisor ended it; None if it did not."""
     timeout_s: float | None = None
@@ -129,4 +132,5 @@ class RankResult:
             self,
             reports=tuple(report.shifted(offset_s) for report in self.reports),
             ended_at=None if self.ended_at is None else self.ended_at + offset_s,
+            seen_alive_at=None if self.seen_alive_at is None else self.seen_alive_at + offset_s,
         )

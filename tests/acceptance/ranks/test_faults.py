@@ -95,7 +95,10 @@ FAULTS = {
     "xpass_strict_one": Fault(
         decorators="@pytest.mark.xfail(strict=True, reason='known')",
         body="assert rank() == 1",
-        says=(r"\[XPASS\(strict\)\] known", "rank 1 failed first", "ranks 0, 2 did not fail"),
+        says=(
+            r"\[XPASS\(strict\)\] known",
+            r"rank 1 failed first\nranks 0, 2 failed as expected \(xfail\): known\n",
+        ),
     ),
     "xfail": Fault(
         body="assert False", decorators="@pytest.mark.xfail(reason='known')", outcome="xfail"
@@ -104,6 +107,14 @@ FAULTS = {
         body="assert rank() != 0",
         decorators="@pytest.mark.xfail(strict=False, reason='known')",
         says=("ranks disagree", r"rank 0 failed as expected \(xfail\)", r"\(xpass\)"),
+    ),
+    "xfail_and_death": Fault(
+        decorators="@pytest.mark.xfail(reason='known')",
+        body="if rank() == 1: os._exit(3)\n    assert 0",
+        says=(
+            "rank 1 ended with exit status 3",
+            r"\nranks 0, 2 failed as expected \(xfail\): known\n",
+        ),
     ),
     "sys_exit": Fault(
         body="if rank() == 1: sys.exit(4)\n    dist.barrier()",
@@ -155,6 +166,33 @@ FAULTS = {
         body="print('said in the call')",
         outcome="error",
         says=("rank 0 ended with exit status 1 .* during teardown",),
+    ),
+    "teardown_error_after_a_death": Fault(
+        before="@pytest.fixture\ndef later():\n    yield\n    assert rank() != 0, 'late trouble'\n",
+        arguments="later",
+        body="if rank() == 1: os._exit(3)",
+        outcome="error",
+        says=("late trouble", r"rank 0 failed first\nrank 2 did not fail\n"),
+    ),
+    "skip_that_others_wait_for": Fault(
+        body="if rank() == 1: pytest.skip('only \\x1b 1')\n    dist.barrier()",
+        timeout_s=2,
+        says=(
+            "all wait for rank 1, which has finished",
+            r"\nrank 1 skipped the test: only \\x1b 1",
+        ),
+    ),
+    "skip_before_the_group": Fault(
+        decorators="@pytest.mark.skipif('rank() == 1', reason='only others')",
+        body="pass",
+        outcome="error",
+        timeout_s=2,
+        says=("ranks 0, 2 did not finish within 2 s", "\nrank 1 skipped the test: only others"),
+    ),
+    "xfail_that_others_wait_for": Fault(
+        body="if rank() == 1: pytest.xfail('known')\n    dist.barrier()",
+        timeout_s=2,
+        says=(r"\nrank 1 failed as expected \(xfail\): known",),
     ),
     "hang_in_python": Fault(
         body="if rank() == 1: time.sleep(1000)",
@@ -271,6 +309,11 @@ FAULTS = {
         body="record_property('odd', object())", arguments="record_property", outcome="passed"
     ),
     "group_destroyed": Fault(body="dist.destroy_process_group()", outcome="passed"),
+    "getpid_replaced": Fault(
+        arguments="monkeypatch",
+        body="monkeypatch.setattr(os, 'getpid', lambda: 1234)\n    dist.barrier()",
+        outcome="passed",
+    ),
     "child_left_behind": Fault(
         body="subprocess.Popen(['sleep', '4242'])",
         decorators="@pytest.mark.filterwarnings('ignore')",
@@ -282,6 +325,20 @@ FAULTS = {
         says=("rank 1 left the test with KeyboardInterrupt",),
     ),
 }
+
+# What ends a rank after another has failed: the failure stays the headline.
+LATER = {
+    "exit": ("os._exit(3)", "later: ended with exit status 3"),
+    "kill": ("os.kill(os.getpid(), signal.SIGKILL)", "later: was killed by signal 9"),
+    "pytest_exit": ("pytest.exit('enough')", "later: left the test with Exit: enough"),
+    "interrupt": ("raise KeyboardInterrupt", "later: left the test with KeyboardInterrupt"),
+}
+for ending, (statement, says) in LATER.items():
+    FAULTS[f"assertion_before_{ending}"] = Fault(
+        body="dist.barrier()\n    assert rank() != 0, 'ordinary'\n    time.sleep(0.4)\n"
+        f"    if rank() == 1: {statement}",
+        says=("AssertionError: ordinary", rf"rank 0 failed first\nrank 1 {says}"),
+    )
 
 # What one rank does in a fixture, and what the user reads of it.
 ENDINGS = {

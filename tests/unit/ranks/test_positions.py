@@ -11,7 +11,7 @@ import time
 import pytest
 
 from pytest_fsdp_comm.ranks.hangs.position import read_position
-from pytest_fsdp_comm.ranks.hangs.process_state import silent_activity
+from pytest_fsdp_comm.ranks.hangs.process_state import is_alive, silent_activity
 from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack
 from pytest_fsdp_comm.ranks.rank import main
 from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks
@@ -200,5 +200,10 @@ def test_a_stopped_process_is_stopped_and_a_sleeping_one_is_not():
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         assert silent_activity(process.pid) is Activity.STOPPED
+        assert is_alive(process.pid)
         process.kill()
+        # Dead before its parent has waited for it.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not is_alive(process.pid)
+    assert not is_alive(process.pid)
     assert silent_activity(process.pid) is Activity.SILENT

@@ -139,6 +139,52 @@ def test_a_dead_rank_leads_and_says_how_it_died(merge, changes, text):
     assert ("Captured stdout call (rank 0)", "last words\n") in reports[1].sections
 
 
+@pytest.mark.parametrize(
+    ("death", "says"),
+    [
+        ({"status": 3, "seen_alive_at": 4.1}, "ended with exit status 3 (os._exit, or a crash)"),
+        ({"status": -9, "seen_alive_at": 4.1}, "was killed by signal 9 (SIGKILL)"),
+        ({"escaped": "KeyboardInterrupt"}, "left the test with KeyboardInterrupt"),
+    ],
+)
+def test_a_failure_leads_that_a_rank_outlived(merge, death, says):
+    dead = rank(None, ended_at=4.4, **death)
+    assert lines(merge(rank(FAILED, "assert 0", at=4.0), dead)) == [
+        "assert 0",
+        "rank 0 failed first",
+        f"rank 1 later: {says} during call",
+    ]
+    # What the others say of the death comes after it, and it after the failure.
+    echo = rank(FAILED, "Connection closed by peer", at=4.3)
+    found = lines(merge(rank(FAILED, "assert 0", at=4.0), dead, echo))
+    assert found[1] == "rank 0 failed first"
+    assert lines(merge(rank(FAILED, "assert 0", at=4.5), dead, echo))[0].endswith("during call")
+
+
+def test_a_rank_that_died_before_the_teardown_is_not_mentioned_there(merge):
+    dead = rank(None, status=3, ended_at=1.0)
+    late = rank(teardown=FAILED, text="late")
+    assert (
+        merge(late, dead, rank())[-1].longrepr == "late\nrank 0 failed first\nrank 2 did not fail"
+    )
+    # Nobody else came to it.
+    assert merge(late, dead)[-1].longrepr == "late\nrank 0 failed"
+    # One that died in it did.
+    dead = (rank()[0][:2], {"status": 3, "ended_at": 2.0})
+    assert "rank 1 later: ended with exit status 3" in merge(late, dead)[-1].longrepr
+
+
+def test_what_a_rank_came_to_that_did_not_fail_is_told(merge):
+    found = lines(merge(rank(FAILED, "x"), rank(SKIPPED, "Skipped: on\x1b\n" + "y" * 300), rank()))
+    assert found[2:] == [f"rank 1 skipped the test: on\\x1b {'y' * 190}...", "rank 2 did not fail"]
+    many = [rank(SKIPPED, f"Skipped: {number}") for number in range(5)]
+    assert lines(merge(rank(FAILED, "x"), *many))[2:] == ["ranks 1-5 skipped the test"]
+    late = rank(None, stopped=Stopped.AT_DEADLINE)
+    assert lines(merge(late, rank(setup=SKIPPED, text="Skipped: only 0"), rank()))[1] == (
+        "rank 1 skipped the test: only 0"
+    )
+
+
 def test_a_deadline_shows_where_each_rank_is(merge):
     late = {"stopped": Stopped.AT_DEADLINE}
     reports = merge(
@@ -226,6 +272,7 @@ def test_a_result_moves_onto_another_clock():
         ),
         status=-9,
         ended_at=5.0,
+        seen_alive_at=4.5,
         stopped=Stopped.AT_DEADLINE,
     )
     assert result.shifted(0.0) == result
@@ -235,6 +282,7 @@ def test_a_result_moves_onto_another_clock():
         PhaseReport(report={"when": "call", "start": None}, made_at=104.0),
     )
     assert late.ended_at == 105.0
+    assert late.seen_alive_at == 104.5
     assert (late.rank, late.status, late.stopped) == (3, -9, Stopped.AT_DEADLINE)
 
 
