@@ -102,7 +102,14 @@ def merge_reports(
     loaded = {rank: _sorted_reports(result, load) for rank, result in results.items()}
     reports = {rank: phases for rank, (phases, _) in loaded.items()}
     failed_reports = [*_failed_reports(reports)]
-    subtests = _merged_subtests({rank: own for rank, (_, own) in loaded.items()})
+    subtests = _merged_subtests(
+        {rank: own for rank, (_, own) in loaded.items()},
+        {
+            rank: _unfinished_phase(reports[rank])
+            for rank, result in results.items()
+            if result.stopped is not None or _has_died(result)
+        },
+    )
     failures = sorted(
         [
             # Before what came at the same time.
@@ -207,9 +214,12 @@ def _loaded(sent: PhaseReport, load: LoadReport) -> pytest.TestReport:
 
 
 def _merged_subtests(
-    subtests: Mapping[int, Sequence[_Subtest]],
+    subtests: Mapping[int, Sequence[_Subtest]], died_in: Mapping[int, When]
 ) -> dict[When, list[pytest.TestReport]]:
-    """One report for each subtest that a rank ran, in order, by the phase that it ran in."""
+    """One report for each subtest that a rank ran, in order, by the phase that it ran in.
+
+    None of one that did not fail, if a rank died, or was ended, before its end.
+    """
     by_key: dict[tuple[str, int], dict[int, _Subtest]] = {}
     for rank, own in subtests.items():
         for subtest in own:
@@ -218,12 +228,18 @@ def _merged_subtests(
     for on_ranks in sorted(
         by_key.values(), key=lambda subs: min(sub.sent.made_at for sub in subs.values())
     ):
-        report = _merged_subtest(on_ranks, [rank for rank in subtests if rank not in on_ranks])
-        merged[min((sub.when for sub in on_ranks.values()), key=_PHASES.index)].append(report)
+        when = min((sub.when for sub in on_ranks.values()), key=_PHASES.index)
+        absent = {rank: died_in.get(rank) == when for rank in subtests if rank not in on_ranks}
+        report = _merged_subtest(on_ranks, absent)
+        if report.failed or not any(absent.values()):
+            merged[when].append(report)
     return merged
 
 
-def _merged_subtest(on_ranks: Mapping[int, _Subtest], absent: Sequence[int]) -> pytest.TestReport:
+def _merged_subtest(
+    on_ranks: Mapping[int, _Subtest], absent: Mapping[int, bool]
+) -> pytest.TestReport:
+    """One report of what ranks did; of the absent it is known whether they may have begun."""
     failures = sorted(
         [
             failure
@@ -242,7 +258,9 @@ def _merged_subtest(on_ranks: Mapping[int, _Subtest], absent: Sequence[int]) -> 
         story = [*_later(failures)]
         quiet = {r: [sub.sent] for r, sub in on_ranks.items() if not sub.sent.report.failed}
         story += _unfailed_ranks(quiet, skipped="skipped this subtest")
-        story += [f"{name_ranks(absent)} did not run this subtest"] if absent else []
+        verbs = {rank: "end" if has_begun else "run" for rank, has_begun in absent.items()}
+        for ranks, verb in fold_equal(verbs):
+            story.append(f"{name_ranks(ranks)} did not {verb} this subtest")
         report = _with_story(
             failures[0].report, _alike(failures), "\n".join(story), rank_count=len(on_ranks)
         )

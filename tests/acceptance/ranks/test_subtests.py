@@ -171,6 +171,13 @@ def test_dies_in_a_subtest(subtests, dist_info):
             import os, signal
             os.kill(os.getpid(), signal.SIGSEGV)
         assert False, "after a failure"
+
+def test_dies_alone_in_a_subtest(subtests, dist_info):
+    for name in ("before", "within", "after"):
+        with subtests.test(name):
+            if dist_info.rank == 1 and name == "within":
+                import os
+                os._exit(3)
 """
 
 
@@ -185,7 +192,7 @@ def story(result, title):
 def test_ranks_that_differ_are_named(pytester):
     pytester.makepyfile(test_it=DIFFERENT)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-v", timeout=100)
-    assert result.parseoutcomes() == {"failed": 8, "passed": 2, "subtests": 4}
+    assert result.parseoutcomes() == {"failed": 9, "passed": 2, "subtests": 5}
 
     failed = story(result, "test_one_rank_fails [layer] (i=1)")
     assert "AssertionError: rank one is out" in failed
@@ -207,6 +214,12 @@ def test_ranks_that_differ_are_named(pytester):
     assert "last words" in death
     assert "between" in death
     assert "Fatal Python error: Segmentation fault" in death
+    second = story(result, "test_dies_in_a_subtest [second]")
+    assert "ranks 1-2 failed\nrank 0 did not end this subtest" in second
+    # Whether the others passed what the dead rank did not end says nothing.
+    assert "SUBPASSED[before]" in result.stdout.str()
+    assert "SUBPASSED[within]" not in result.stdout.str()
+    assert "SUBPASSED[after]" not in result.stdout.str()
 
 
 EXTRA = """
