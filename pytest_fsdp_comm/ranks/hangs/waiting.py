@@ -304,16 +304,17 @@ def _issued(
 
 def _stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
     for label, members, issued in _by_group(positions):
+        told: set[int] = set()
         for waits in (_waits_in, _waits_aside):
-            waited_in = [
+            waited_in = {
                 one.seq
                 for rank, by_seq in issued.items()
                 for one in by_seq.values()
                 if waits(positions[rank], one)
-            ]
-            if waited_in:
-                yield _stall(label, min(waited_in), issued, members, positions)
-                break
+            }
+            if waited_in - told:
+                yield _stall(label, min(waited_in - told), issued, members, positions)
+            told |= waited_in
 
 
 def _waits_in(position: Position, one: IssuedCollective) -> bool:
@@ -490,7 +491,8 @@ def _absences(
 ) -> tuple[str, str]:
     """How ranks are past a collective that others wait in, or before it."""
     if seq in own:
-        text = "finished it" if own[seq].is_done else "issued it"
+        thread = f" in thread {own[seq].thread}" if own[seq].thread else ""
+        text = "finished it" if own[seq].is_done else f"issued it{thread}"
         if is_sized:
             text += f" ({own[seq].kind}, {show_nbytes(own[seq].nbytes)})"
         return _with_place(text, text, position)

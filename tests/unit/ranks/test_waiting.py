@@ -446,6 +446,24 @@ def test_threads_wait_beside_the_main_one():
     ]
 
 
+def test_a_thread_is_named_that_waits_in_the_group_of_the_main_one():
+    one = replace(waits(1), thread="metrics", site="t.py:3 in run")
+    both, away = position(one, waits(2)), position(site="away.py:1 in f")
+    assert explain_waiting({0: both, 1: both, 2: away}) == [
+        "all wait for rank 2, at away.py:1 in f",
+        "ranks 0-1 wait in all_gather #2 of dp (8 B) at model.py:1 in forward",
+        "rank 2 never issued it, and is at away.py:1 in f",
+        "ranks 0-1 wait in all_gather #1 of dp (8 B) in thread metrics at t.py:3 in run",
+        "rank 2 never issued it, and is at away.py:1 in f",
+    ]
+    # On one rank a thread came first, where the others' main threads are.
+    found = explain_waiting(
+        {0: position(replace(one, kind="reduce"), waits(2)), 1: position(waits(1))}
+    )
+    assert "  these differ: #1 of dp must be the same collective on every rank" in found
+    assert "rank 0 issued it in thread metrics (reduce, 8 B)" in "\n".join(found)
+
+
 def chain(step, *, size, first=0, verb="recv from", sites=1):
     return {
         rank: Position(
