@@ -120,6 +120,7 @@ def test_loader(comm_mode, comm_snapshot):
     assert comm_mode == comm_snapshot
 """
 )
+PLUGINS = ("-p", "no:cacheprovider", "-p", "no:randomly")
 LOCAL = "a\x1b[31m\n::error::x\u202e"
 """A directory, by which pytest itself prints every test."""
 
@@ -170,7 +171,8 @@ def run_pytest():
         for name in ("PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS", "CI"):
             environment.pop(name, None)
         process = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+            # In this order: GitHub gets the annotations of the first nine.
+            [sys.executable, "-m", "pytest", *PLUGINS, *arguments],
             cwd=top,
             env=environment,
             capture_output=True,
