@@ -266,13 +266,10 @@ def _counts(between: Between) -> Iterator[Step]:
                 for fact, count in content.facts.items()
                 if in_scope(scope, fact, content)
             ):
-                kept = tuple(owner for owner, content in between.state.items() if is_kept(content))
-                yield Counts(
-                    scope=scope,
-                    factor=ratio,
-                    has_activations=sends,
-                    kept=kept if scope is Scope.FORWARD else (),
-                )
+                # Other scopes leave no unit out.
+                units = between.state.items() if scope is Scope.FORWARD else ()
+                kept = (owner for owner, content in units if is_kept(content))
+                yield Counts(scope=scope, factor=ratio, has_activations=sends, kept=tuple(kept))
                 if scope in {Scope.UNREDUCED, Scope.UNREDUCED_OUTSIDE}:
                     for reductions in _ratios_of_reductions(between):
                         yield Counts(
