@@ -3,7 +3,8 @@
     python benchmarks/fold_compare.py [--events 100000]
 
 Also shows the ratio to one pass of ``collections.Counter`` over the events, which is the least that
-counting them can take, and to writing them as JSON.
+counting them can take, and to writing them as JSON. Then what a passing comparison of 126 layers of
+64 experts costs, in CPU seconds: its texts are equal, so neither is read.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import argparse
 import time
 from collections import Counter
 
+from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import compare
-from pytest_fsdp_comm.comm.events import Collective, Phase, Recording, Source
+from pytest_fsdp_comm.comm.events import Collective, Phase, Recording, Role, Source
 from pytest_fsdp_comm.comm.json import dump_recording
 from pytest_fsdp_comm.comm.mesh import MeshAxis
-from pytest_fsdp_comm.comm.profile import fold, merge
+from pytest_fsdp_comm.comm.profile import CommProfile, Row, fold, merge, sort_rows
 from pytest_fsdp_comm.snapshots.comm_reading import read_comm
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
+from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.lines import SnapshotLines
 
 KINDS = ("all_gather", "reduce_scatter")
@@ -57,6 +60,46 @@ def main() -> None:
             f"{name:18} {seconds:7.3f} s {seconds / counted:7.2f} x Counter "
             f"{seconds / as_json:6.2f} x JSON"
         )
+    _pass(_profile_of_experts())
+
+
+def _pass(profile: CommProfile) -> None:
+    stored = format_profile(profile)
+    started = time.process_time()
+    new = SnapshotText.of(profile, where="recorded")
+    written = time.process_time()
+    assert SnapshotText(stored, where="stored") == new
+    compared = time.process_time()
+    assert SnapshotText(stored, where="stored").profile == profile
+    print(f"{len(profile.rows)} rows of experts in {stored.count(chr(10))} lines")
+    for name, seconds in (
+        ("write", written - started),
+        ("compare", compared - written),
+        ("read, not needed", time.process_time() - compared),
+    ):
+        print(f"{name:18} {seconds:9.5f} CPU s")
+
+
+def _profile_of_experts() -> CommProfile:
+    def row(phase: Phase, owner: str, kind: str, role: Role) -> Row:
+        calls = Calls(nbytes=1_024, dtype="bfloat16", role=role.value, count=1)
+        return Row(phase=phase, owner=owner, what=kind, axis="dp", calls=(calls,))
+
+    owners = [f"layers.{layer}" for layer in range(126)]
+    owners += [f"{layer}.experts.{expert}" for layer in owners for expert in range(64)]
+    return CommProfile(
+        world_size=8,
+        mesh_axes=(MeshAxis(name="dp", size=8, dims=((8, 1),)),),
+        rows=sort_rows(
+            row(phase, owner, kind, role)
+            for owner in owners
+            for phase, kind, role in (
+                (Phase.FORWARD, "all_gather", Role.PARAMETERS),
+                (Phase.BACKWARD, "all_gather", Role.PARAMETERS),
+                (Phase.BACKWARD, "reduce_scatter", Role.GRADIENTS),
+            )
+        ),
+    )
 
 
 def _recording(count: int) -> Recording:
@@ -66,7 +109,7 @@ def _recording(count: int) -> Recording:
         world_size=4096,
         backend="fake",
         torch_version="2.13.0",
-        mesh_axes=(MeshAxis(name="dp", size=4096),),
+        mesh_axes=(MeshAxis(name="dp", size=4096, dims=((4096, 1),)),),
         collectives=tuple(
             Collective(
                 index=index,
