@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _IMPORTED: Final = {
     "comm_mode": ("pytest_fsdp_comm.recording.comm_mode",),
-    "fsdp_tree": ("pytest_fsdp_comm.fsdp_tree", "pytest_fsdp_comm.tree.findings.rules"),
+    "fsdp_tree": ("pytest_fsdp_comm.fsdp_tree",),
 }
 """What each fixture imports when a test first asks for it."""
 

@@ -17,6 +17,7 @@ from pytest_fsdp_comm.sharding.expected_units import WrapExpectation, expect_uni
 from pytest_fsdp_comm.snapshots.tree_text import format_profile
 from pytest_fsdp_comm.text.suggestions import NamedAttributes, shows_usage
 from pytest_fsdp_comm.tree.facts import tree_facts
+from pytest_fsdp_comm.tree.findings.rules import compares_ranks, find_between_ranks
 from pytest_fsdp_comm.tree.findings.settings import FindingSettings
 from pytest_fsdp_comm.tree.json import dump_tree
 from pytest_fsdp_comm.tree.profile import TreeProfile, ranks_of_stages
@@ -90,7 +91,7 @@ class TreeFactory(NamedAttributes):
             RecordingError: It is not a module, or is half built.
         """
         tree = self(model)
-        if not self._findings.compares_ranks:
+        if not compares_ranks(self._findings):
             return tree
         trees = gather_alike(self._gather, "fsdp_tree.of_all_ranks", tree_facts(tree))
         by_rank = dict(zip(self._ranks or range(len(trees)), trees, strict=True))
@@ -103,7 +104,7 @@ class TreeFactory(NamedAttributes):
         found = [
             finding
             for ranks in ranks_of_stages(by_rank)
-            for finding in self._findings.findings_of_ranks({rank: texts[rank] for rank in ranks})
+            for finding in find_between_ranks({rank: texts[rank] for rank in ranks}, self._findings)
         ]
         return replace(tree, findings=(*found, *tree.findings))
 

@@ -24,6 +24,7 @@ from pytest_fsdp_comm.sharding.mesh import AxisNames
 from pytest_fsdp_comm.sharding.units import HeldParameter, shown_dtype
 from pytest_fsdp_comm.sharding.walk import visit_modules
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, natural_key
+from pytest_fsdp_comm.tree.findings.rules import find
 from pytest_fsdp_comm.tree.findings.settings import FindingSettings
 from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
 
@@ -70,7 +71,7 @@ def capture_tree(
         units=tuple(_settle_units(units, by_slot)),
         notes=tuple(_notes(parameters)),
     )
-    return replace(tree, findings=(findings or FindingSettings()).findings(tree))
+    return replace(tree, findings=find(tree, findings or FindingSettings()))
 
 
 def list_states(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import _wrap_utils, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_states
-from pytest_fsdp_comm.tree.findings.settings import FindingSettings
-from pytest_fsdp_comm.tree.findings.thresholds import Thresholds
+from pytest_fsdp_comm.tree.findings.settings import FindingSettings, Thresholds
 
 # torch 2.7 warns of its own flat parameters when they are collected, in whatever test comes next.
 pytestmark = pytest.mark.filterwarnings("ignore:Deallocating Tensor that still has live")

@@ -2,53 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import chain
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.tree.finding import Finding, Level
-from pytest_fsdp_comm.tree.findings.thresholds import Thresholds
 
-_Subject = TypeVar("_Subject")
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One thing that breaks a rule: what differs between its findings."""
+class Case(NamedTuple):
+    """One thing that breaks a rule: what differs between the rule's findings."""
 
     fqns: tuple[str, ...]
-    """Of the modules or parameters concerned, in any order."""
+    """The modules or parameters concerned, in any order."""
     reason: str
     """As in `Finding`."""
     nbytes: int | None = None
     """As in `Finding`."""
-    cure: str | None = None
-    """What to write instead here; None for the rule's cure."""
+    cure: str = ""
+    """What to write instead here; empty for the rule's cure."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule(Generic[_Subject]):
+class Rule(NamedTuple):
     """A sort of finding."""
 
     code: str
     """A short name, such as ``no-root-unit``."""
     level: Level
-    """Unless the project says otherwise. Errors make training wrong or defeat FSDP; warnings cost
-    time or memory."""
+    """The default. Errors make training wrong or defeat FSDP; warnings cost time or memory."""
     cure: str
     """What to write instead."""
-    cases: Callable[[_Subject, Thresholds], Iterator[Case]]
+    cases: Callable[[Any], Iterator[Case]]
+    """Yields what breaks the rule: in a `Wrapping`, or in texts of ranks."""
 
-    def findings(
-        self, subject: _Subject, thresholds: Thresholds, level: Level
-    ) -> Iterator[Finding]:
-        """What the rule finds, at a level; cases that differ in nothing but names are one."""
+    def findings(self, subject: object, level: Level) -> Iterator[Finding]:
+        """Yields a finding for each group of cases that differ in nothing but names."""
         alike: dict[tuple[str, str, int | None], list[Case]] = {}
-        for case in self.cases(subject, thresholds):
-            cure = self.cure if case.cure is None else case.cure
-            alike.setdefault((case.reason, cure, case.nbytes), []).append(case)
+        for case in self.cases(subject):
+            key = (case.reason, case.cure or self.cure, case.nbytes)
+            alike.setdefault(key, []).append(case)
         for (reason, cure, nbytes), cases in alike.items():
             fqns = chain.from_iterable(case.fqns for case in cases)
             yield Finding(
@@ -64,6 +58,6 @@ class Rule(Generic[_Subject]):
 
 def rule(
     code: str, level: Level, *, cure: str
-) -> Callable[[Callable[[_Subject, Thresholds], Iterator[Case]]], Rule[_Subject]]:
+) -> Callable[[Callable[[Any], Iterator[Case]]], Rule]:
     """Makes a `Rule` of a function that yields its cases."""
-    return lambda cases: Rule(code=code, level=level, cure=cure, cases=cases)
+    return lambda cases: Rule(code, level, cure, cases)

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
-
-from pytest_fsdp_comm.tree.findings.thresholds import Thresholds
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pytest_fsdp_comm.tree.finding import Finding
-    from pytest_fsdp_comm.tree.findings.rule import Rule
-    from pytest_fsdp_comm.tree.model import ShardTree
-
-# The rules are imported where they are needed: every pytest session reads these settings.
-
 RuleLevel = Literal["error", "warning", "off"]
 
-_Subject = TypeVar("_Subject")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """From which size on something is a finding."""
+
+    small_nbytes: int = 1 << 20
+    """What a collective costs, in bytes: its latency times the bandwidth of the link.
+
+    A unit that gathers less, and less than a sixteenth of the largest unit, is too small; a change
+    that adds collectives pays if it saves more bytes than this for each. 1 MiB by our choice, not
+    by a measurement: 20 us at 50 GB/s. Measure with nccl-tests on your machines, and set it.
+    """
+    large_nbytes: int = 4 << 30
+    """A unit that gathers more is too large: 4 GiB by our choice, since prefetching holds two
+    units at once."""
+    replicated_nbytes: int = 16 << 20
+    """A parameter that every rank holds whole is large from here on."""
+    padding_share: float = 0.1
+    """Padding of more than this share of a unit's all-gather is a finding."""
+    padding_nbytes: int = 64 << 10
+    """Padding of fewer bytes is none, whatever its share: 64 KiB by our choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,39 +39,8 @@ class FindingSettings:
     """What counts as a finding."""
 
     levels: Mapping[str, RuleLevel] = field(default_factory=dict)
-    """Code -> level, of those whose level is not their rule's own."""
+    """Code -> level, where that is not the rule's own."""
     thresholds: Thresholds = field(default_factory=Thresholds)
-
-    def findings(self, tree: ShardTree) -> tuple[Finding, ...]:
-        """The wrapping mistakes of a tree, errors first."""
-        from pytest_fsdp_comm.tree.findings.rules import TREE_RULES  # noqa: PLC0415  # see above
-
-        found = [finding for rule in TREE_RULES for finding in self._apply(rule, tree)]
-        return tuple(sorted(found, key=lambda finding: finding.level != "error"))
-
-    @property
-    def compares_ranks(self) -> bool:
-        """Whether the project wants the trees of the ranks compared."""
-        from pytest_fsdp_comm.tree.findings.mistakes import ranks_differ  # noqa: PLC0415  # see above
-
-        return self._level(ranks_differ) != "off"
-
-    def findings_of_ranks(self, texts: Mapping[int, str]) -> tuple[Finding, ...]:
-        """Compares the trees of all ranks.
-
-        Args:
-            texts: What `pytest_fsdp_comm.snapshots.tree_text.format_tree` writes, by rank.
-        """
-        from pytest_fsdp_comm.tree.findings.mistakes import ranks_differ  # noqa: PLC0415  # see above
-
-        return self._apply(ranks_differ, texts)
-
-    def _level(self, rule: Rule[_Subject]) -> RuleLevel:
-        return self.levels.get(rule.code, rule.level)
-
-    def _apply(self, rule: Rule[_Subject], subject: _Subject) -> tuple[Finding, ...]:
-        level = self._level(rule)
-        return () if level == "off" else tuple(rule.findings(subject, self.thresholds, level))
 
 
 def parse_settings(lines: Iterable[str]) -> FindingSettings:
@@ -75,7 +56,7 @@ def parse_settings(lines: Iterable[str]) -> FindingSettings:
     given = [line for line in map(str.strip, lines) if line]
     if not given:
         return FindingSettings()
-    from pytest_fsdp_comm.tree.findings.rules import RULES  # noqa: PLC0415  # see above
+    from pytest_fsdp_comm.tree.findings.rules import RULES  # noqa: PLC0415  # few sessions need them
 
     codes = [rule.code for rule in RULES]
     levels: dict[str, RuleLevel] = {}
@@ -84,7 +65,7 @@ def parse_settings(lines: Iterable[str]) -> FindingSettings:
         name, equals, value = (word.strip() for word in line.partition("="))
         if equals and name in thresholds:
             thresholds[name] = _threshold(name, value)
-        elif equals and (name in codes or name == "all"):
+        elif equals and name in (*codes, "all"):
             if value not in get_args(RuleLevel):
                 raise ValueError(
                     f"fsdp_comm_findings: {name}: expected one of {', '.join(get_args(RuleLevel))},"

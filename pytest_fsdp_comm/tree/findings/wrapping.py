@@ -1,0 +1,210 @@
+"""One rank's tree as rules look at it: what encloses what, what runs when, what a step costs."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_fsdp_comm.tree.findings.settings import Thresholds
+    from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
+
+GATHERING: Final = ("fsdp2", "fsdp1")
+"""Kinds of units that shard their parameters and gather them."""
+
+_SMALL_SHARE: Final = 16
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """A tree and the thresholds it is judged by; what several rules need is worked out once."""
+
+    tree: ShardTree
+    thresholds: Thresholds
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """For each module, the index of the first one after it that is not inside it."""
+        modules = self.tree.modules
+        ends = list(range(1, len(modules) + 1))
+        # Children come after their parents, and the last of them ends where its parent does.
+        for index in reversed(range(len(modules))):
+            parent = modules[index].parent
+            if parent is not None:
+                ends[parent] = max(ends[parent], ends[index])
+        return ends
+
+    @cached_property
+    def parts(self) -> list[int]:
+        """For each module, the root that it is or is below: its part of the model."""
+        parts: list[int] = []
+        for index, node in enumerate(self.tree.modules):
+            parts.append(index if node.parent is None else parts[node.parent])
+        return parts
+
+    @cached_property
+    def units_of(self) -> dict[int, tuple[ShardUnit, ...]]:
+        """As `ShardTree.units_of`."""
+        return self.tree.units_of()
+
+    @cached_property
+    def largest_gather(self) -> int:
+        """Bytes of the largest all-gather; 0 without units."""
+        return max((unit.nbytes_gathered for unit in self.tree.units), default=0)
+
+    @cached_property
+    def stacks(self) -> tuple[tuple[int, ...], ...]:
+        """Numbered siblings of one class that hold a parameter: blocks, not alike by chance."""
+        holding: set[int] = set()
+        for parameter in self.tree.parameters:
+            # Only as far as no other parameter went: a model may be 100,000 modules deep.
+            for module in self.around(parameter.module):
+                if module in holding:
+                    break
+                holding.add(module)
+        siblings: defaultdict[tuple[int | None, str], list[int]] = defaultdict(list)
+        for index, node in enumerate(self.tree.modules):
+            if node.name.isdecimal() and node.alias_of is None and index in holding:
+                siblings[node.parent, node.class_name].append(index)
+        return tuple(map(tuple, siblings.values()))
+
+    @cached_property
+    def unmanaged(self) -> list[int]:
+        """The trainable parameters that nothing reduces, although units gather others."""
+        if not any(unit.kind in GATHERING for unit in self.tree.units):
+            return []
+        return [
+            index
+            for index, parameter in enumerate(self.tree.parameters)
+            if parameter.unit is None and not parameter.placements and parameter.trainable
+        ]
+
+    def sharded_units(self) -> Iterator[tuple[int, ShardUnit]]:
+        """Yields the units that gather parameters, with their indices."""
+        for index, unit in enumerate(self.tree.units):
+            if unit.kind in GATHERING and unit.shard_axis is not None and unit.parameters:
+                yield index, unit
+
+    def parameters(self, unit: ShardUnit) -> list[ParameterNode]:
+        """The parameters of a unit, in the order of the collective."""
+        return [self.tree.parameters[index] for index in unit.parameters]
+
+    def is_trainable(self, unit: ShardUnit) -> bool:
+        """Whether any parameter of a unit is."""
+        return any(parameter.trainable for parameter in self.parameters(unit))
+
+    def around(self, module: int) -> Iterator[int]:
+        """Yields a module and those that enclose it, nearest first."""
+        at: int | None = module
+        while at is not None:
+            yield at
+            at = self.tree.modules[at].parent
+
+    def above(self, unit: ShardUnit) -> Iterator[int]:
+        """Yields the modules that enclose a unit's first, nearest first."""
+        return islice(self.around(unit.modules[0]), 1, None)
+
+    def enclosing_unit(self, unit: ShardUnit) -> ShardUnit | None:
+        """The unit that would manage a unit's parameters if that were none.
+
+        None if nothing is around it, or if that has several units, one a mesh.
+        """
+        units = next((self.units_of[at] for at in self.above(unit) if at in self.units_of), ())
+        return units[0] if len(units) == 1 else None
+
+    def end(self, unit: ShardUnit) -> int:
+        """The index of the first module after a unit's last that is not inside it."""
+        return max(self.ends[at] for at in unit.modules)
+
+    def in_order_of_forward(self) -> list[tuple[int, ShardUnit]]:
+        """The units with parameters, with their indices, as their forwards end.
+
+        Taking modules to run in the order of their registration.
+        """
+
+        def end_of_forward(entry: tuple[int, ShardUnit]) -> tuple[int, int]:
+            # What ends together is nested, and the inner one ends first.
+            return self.end(entry[1]), -entry[1].modules[0]
+
+        units = [(index, unit) for index, unit in enumerate(self.tree.units) if unit.parameters]
+        return sorted(units, key=end_of_forward)
+
+    def separable(self, unit: ShardUnit, *, trainable: bool) -> dict[int, list[ParameterNode]]:
+        """Modules below a unit's that could be units of its trainable, or frozen, parameters.
+
+        Args:
+            unit: Of one module.
+            trainable: Which parameters.
+
+        Returns:
+            The fewest modules, each with its parameters. Left out are parameters whose module holds
+            some of the other sort too.
+        """
+        held: defaultdict[int, set[bool]] = defaultdict(set)
+        for parameter in self.parameters(unit):
+            for module in self.around(parameter.module):
+                held[module].add(parameter.trainable)
+        found: defaultdict[int, list[ParameterNode]] = defaultdict(list)
+        for parameter in self.parameters(unit):
+            pure = [
+                module
+                for module in self.around(parameter.module)
+                if module > unit.modules[0]
+                and held[module] == {trainable}
+                and self.tree.modules[module].has_forward
+            ]
+            if pure:
+                found[pure[-1]].append(parameter)
+        return found
+
+    # Note [What a collective costs]: its latency, however little it carries, which is as much as
+    # the bytes that the link carries in that time. `Thresholds.small_nbytes` is this number of
+    # bytes. So a change pays if it saves more bytes than the collectives that it adds would cost,
+    # and a unit is too small if it gathers fewer bytes; but beside small units none is too small.
+
+    def is_too_small(self, nbytes: int) -> bool:
+        """Whether a unit that gathers so much costs latency (Note [What a collective costs])."""
+        is_small = nbytes < self.thresholds.small_nbytes
+        return is_small and is_negligible(nbytes, self.largest_gather)
+
+    def gain(self, saved_nbytes: int, collectives: int) -> int:
+        """Bytes saved in a step, less what the collectives that this adds cost."""
+        return saved_nbytes - collectives * self.thresholds.small_nbytes
+
+
+def is_negligible(nbytes: int, among: int) -> bool:
+    """Whether something is less than a sixteenth of the largest beside it."""
+    return nbytes * _SMALL_SHARE < among
+
+
+def gathers(unit: ShardUnit) -> int:
+    """How often a step gathers a unit: in forward, and again in backward if freed between."""
+    return 2 if unit.reshard_after_forward and unit.unshard_in_backward else 1
+
+
+def reductions(unit: ShardUnit) -> int:
+    """How many collectives reduce a unit's gradients: one more where copies of it exist."""
+    return 1 if unit.replicate_axis is None else 2
+
+
+def gathered_itemsize(parameter: ParameterNode, unit: ShardUnit) -> int:
+    """Bytes of each element that gathering a parameter sends."""
+    return _itemsize(unit.precision.param_dtype or parameter.dtype)
+
+
+def reduced_nbytes(parameter: ParameterNode, unit: ShardUnit) -> int:
+    """Bytes that reducing a parameter's gradient sends, padding not counted."""
+    precision = unit.precision
+    dtype = precision.reduce_dtype or precision.param_dtype or parameter.dtype
+    return parameter.numel * _itemsize(dtype)
+
+
+def _itemsize(dtype: str) -> int:
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits else 1
