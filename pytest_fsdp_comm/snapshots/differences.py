@@ -74,15 +74,9 @@ def explain_profiles(
             told = StoryLine(headline_of_story(found)) or found.changes
             return _with_versions(_within_scope(explanation, old, new), old, new), told
         case TreeProfile(), TreeProfile():
-            compared = tree_diff.compare(old, new)
-            if compared.changes or compared.is_same:
-                explanation = render_tree_changes(compared.changes, snapshot=where, accept=accept)
-                return _with_versions(explanation, old, new), compared.changes
-            # The ranks differ among themselves; the lines of both texts say how.
-            return (
-                bare_explanation(new, where=where, accept=accept),
-                "the trees of the ranks differ in another way",
-            )
+            changes = tree_diff.compare(old, new)
+            explanation = render_tree_changes(changes, snapshot=where, accept=accept)
+            return _with_versions(explanation, old, new), changes
     kinds = [kind_of(profile) for profile in (old, new)]
     return (
         bare_explanation(new, where=where, accept=accept),

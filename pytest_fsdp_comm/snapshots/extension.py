@@ -321,7 +321,7 @@ def _differ(old: Profile, new: Profile) -> bool:
         case CommProfile(), CommProfile():
             return bool(comm_diff.compare(old, new).changes)
         case TreeProfile(), TreeProfile():
-            return not tree_diff.compare(old, new).is_same
+            return bool(tree_diff.compare(old, new))
     return True
 
 

@@ -15,8 +15,8 @@ from pytest_fsdp_comm.tree.facts import policy_change
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from pytest_fsdp_comm.comm.mesh import MeshAxis
     from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
-    from pytest_fsdp_comm.tree.model import Precision
     from pytest_fsdp_comm.tree.profile import TreeProfile
 
 
@@ -38,24 +38,15 @@ class TreeChange:
         return f"{self.subject}: {self.what}{cause}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreeComparison:
-    """All that differs between a snapshot and what was captured."""
-
-    is_same: bool
-    changes: tuple[TreeChange, ...]
-    """Empty if nothing differs. Where ranks differ among themselves, each says which ranks have it.
-    """
-
-
 _NO_ROOT: Final = (
     "fully_shard on the root is missing, so each of these becomes a root and keeps its parameters "
     "after forward"
 )
+_NEW_ROOT: Final = "becomes a root"
 _Fact = TypeVar("_Fact")
 
 
-def compare(old: TreeProfile, new: TreeProfile) -> TreeComparison:
+def compare(old: TreeProfile, new: TreeProfile) -> tuple[TreeChange, ...]:
     """Compares a snapshot with what was captured.
 
     Where the snapshot has all ranks, but only some were recorded now (the fake backend), only these
@@ -64,49 +55,51 @@ def compare(old: TreeProfile, new: TreeProfile) -> TreeComparison:
     Args:
         old: The snapshot.
         new: What was captured.
+
+    Returns:
+        All that differs; empty if nothing does. Where ranks differ among themselves, each change
+        says which ranks have it.
     """
     if new.recorded_ranks and not old.recorded_ranks:
         old = old.restricted(new.recorded_ranks)
-    changes: tuple[TreeChange, ...] = ()
+    changes: list[TreeChange] = []
     if old.recorded_ranks != new.recorded_ranks:
         ranks = [write_ranks(at.recorded_ranks) or "all" for at in (old, new)]
-        changes = (TreeChange(subject="ranks", what=f"recorded {ranks[0]} -> {ranks[1]}"),)
+        changes.append(TreeChange(subject="ranks", what=f"recorded {ranks[0]} -> {ranks[1]}"))
     if old.common is not None and new.common is not None:
-        if old.common != new.common:
-            changes = (*changes, *compare_trees(old.common, new.common))
-        return TreeComparison(is_same=not changes, changes=changes)
-    is_same = not changes and old.trees == new.trees
-    if not is_same:
-        changes = (*changes, *_changes_by_rank(old, new))
-    return TreeComparison(is_same=is_same, changes=changes)
+        changes += compare_trees(old.common, new.common)
+    elif old.world_size != new.world_size:
+        changes += _world_changes(old.world_size, new.world_size)
+    else:
+        changes += _changes_by_rank(old, new)
+    return tuple(changes)
 
 
 def _changes_by_rank(old: TreeProfile, new: TreeProfile) -> Iterator[TreeChange]:
-    """The changes of the trees of all ranks that both have, each with the ranks that have it."""
-    if old.world_size != new.world_size:
-        yield TreeChange(subject="world_size", what=f"{old.world_size} -> {new.world_size}")
-        return
+    """Yields the changes of the ranks that both have, each with the ranks that have it."""
     # Each rank knows its own groups of a mesh that lies irregularly.
     meshes = [
-        show_mesh(merge_axes(chain.from_iterable(tree.mesh_axes for tree in at.trees.values())))
+        merge_axes(chain.from_iterable(tree.mesh_axes for tree in at.trees.values()))
         for at in (old, new)
     ]
-    if meshes[0] != meshes[1]:
-        yield TreeChange(subject="mesh", what=f"{meshes[0]} -> {meshes[1]}")
-    ranks_of: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    mesh_changes = list(_mesh_changes(*meshes))
+    yield from mesh_changes
     before, after = ({rank: id(tree) for rank, tree in _by_rank(at)} for at in (old, new))
+    trees = {
+        id(tree): replace(tree, mesh_axes=()) if mesh_changes else tree
+        for at in (old, new)
+        for tree in at.trees.values()
+    }
+    ranks_of: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in sorted(before.keys() & after.keys()):
         ranks_of[before[rank], after[rank]].append(rank)
-    trees = {
-        id(tree): replace(tree, mesh_axes=()) for at in (old, new) for tree in at.trees.values()
-    }
     found: defaultdict[TreeChange, list[int]] = defaultdict(list)
     for (was, now), ranks in ranks_of.items():
         for change in compare_trees(trees[was], trees[now]):
             found[change] += ranks
     for change, ranks in found.items():
         is_everywhere = len(ranks) == len(before.keys() & after.keys())
-        where = "" if is_everywhere else f", on {name_ranks(sorted(ranks))}"
+        where = "" if is_everywhere else f", on {name_ranks(ranks)}"
         yield replace(change, what=f"{change.what}{where}")
 
 
@@ -114,6 +107,16 @@ def _by_rank(profile: TreeProfile) -> Iterator[tuple[int, TreeFacts]]:
     everyone = profile.recorded_ranks or range(profile.world_size)
     for ranks, tree in profile.trees.items():
         yield from ((rank, tree) for rank in ranks or everyone)
+
+
+def _world_changes(old: int, new: int) -> Iterator[TreeChange]:
+    if old != new:
+        yield TreeChange(subject="world_size", what=f"{old} -> {new}")
+
+
+def _mesh_changes(old: tuple[MeshAxis, ...], new: tuple[MeshAxis, ...]) -> Iterator[TreeChange]:
+    if old != new:
+        yield TreeChange(subject="mesh", what=f"{show_mesh(old)} -> {show_mesh(new)}")
 
 
 def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
@@ -127,24 +130,17 @@ def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
         The changes: of the world and its mesh, then of units, then of parameters, each in natural
         order. Empty if the trees are equal.
     """
-    changes: list[TreeChange] = []
-    if old.world_size != new.world_size:
-        changes.append(
-            TreeChange(subject="world_size", what=f"{old.world_size} -> {new.world_size}")
-        )
-    if old.mesh_axes != new.mesh_axes:
-        meshes = [show_mesh(tree.mesh_axes) for tree in (old, new)]
-        changes.append(TreeChange(subject="mesh", what=f"{meshes[0]} -> {meshes[1]}"))
     units = _units_by_label(old), _units_by_label(new)
-    lost_root = "" in units[0] and "" not in units[1]
-    changes += _folded(
-        _differences(*units, _unit_changes),
-        likely=lambda what: _NO_ROOT if lost_root and what.startswith("becomes a root") else "",
+    likely = _NO_ROOT if "" in units[0] and "" not in units[1] else ""
+    return (
+        *_world_changes(old.world_size, new.world_size),
+        *_mesh_changes(old.mesh_axes, new.mesh_axes),
+        *(
+            replace(change, likely=likely) if change.what == _NEW_ROOT else change
+            for change in _differences(*units, _unit_changes)
+        ),
+        *_differences(old.parameters, new.parameters, _parameter_changes),
     )
-    changes += _folded(
-        _differences(old.parameters, new.parameters, _parameter_changes), likely=lambda _: ""
-    )
-    return tuple(changes)
 
 
 def _units_by_label(tree: TreeFacts) -> dict[str, UnitFacts]:
@@ -159,60 +155,50 @@ def _differences(
     old: Mapping[str, _Fact],
     new: Mapping[str, _Fact],
     describe: Callable[[_Fact | None, _Fact | None], Iterator[str]],
-) -> dict[str, tuple[str, ...]]:
-    found = {}
+) -> Iterator[TreeChange]:
+    """Yields what changed of facts by name, names with equal changes folded into one."""
+    names_of: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in dict.fromkeys((*old, *new)):
         before, after = old.get(name), new.get(name)
         if before != after:
-            found[name] = tuple(describe(before, after))
-    return found
-
-
-def _folded(
-    found: dict[str, tuple[str, ...]], *, likely: Callable[[str], str]
-) -> Iterator[TreeChange]:
-    names_of: dict[tuple[str, ...], list[str]] = {}
-    for name, whats in found.items():
-        names_of.setdefault(whats, []).append(name)
+            names_of[tuple(describe(before, after))].append(name)
     lines = [(pattern, whats) for whats, names in names_of.items() for pattern in fold_fqns(names)]
     for pattern, whats in sorted(lines, key=lambda line: natural_key(expand(line[0])[0])):
         for what in whats:
-            yield TreeChange(subject=pattern, what=what, likely=likely(what))
+            yield TreeChange(subject=pattern, what=what)
 
 
 def _unit_changes(old: UnitFacts | None, new: UnitFacts | None) -> Iterator[str]:
     if old is None or new is None:
-        given = new or old
-        kind = given.kind if given is not None else ""
-        yield (
-            f"becomes a unit of its own ({kind})"
-            if old is None
-            else f"is no longer a unit ({kind})"
-        )
+        if new is not None:
+            yield f"becomes a unit of its own ({new.kind})"
+        if old is not None:
+            yield f"is no longer a unit ({old.kind})"
         return
     if old.kind != new.kind:
         yield f"sharded by {old.kind} -> {new.kind}"
     if old.is_root != new.is_root:
-        yield "becomes a root" if new.is_root else "is no longer a root"
-    if (old.shard_axis, old.replicate_axis) != (new.shard_axis, new.replicate_axis):
+        yield _NEW_ROOT if new.is_root else "is no longer a root"
+    if _axes(old) != _axes(new):
         yield f"{_axes(old)} -> {_axes(new)}"
-    policy = policy_change(old, new)
-    if policy:
+    if policy := policy_change(old, new):
         yield policy
-    yield from _precision_changes(old.precision, new.precision)
+    yield from _value_changes(old.precision, new.precision)
     if old.offload != new.offload:
         yield "shards move to host memory" if new.offload else "shards move to the device"
-    for name in ("forward_prefetch", "backward_prefetch", "prefetch"):
+    yield from _value_changes(old, new, "forward_prefetch", "backward_prefetch", "prefetch")
+
+
+def _value_changes(old: object, new: object, *names: str) -> Iterator[str]:
+    """Yields how the named fields of two dataclasses differ, or all of their fields."""
+    for name in names or [entry.name for entry in fields(old)]:  # type: ignore[arg-type]  # see above
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
-            yield f"{name} {', '.join(before) or 'none'} -> {', '.join(after) or 'none'}"
+            yield f"{name} {_shown(before)} -> {_shown(after)}"
 
 
-def _precision_changes(old: Precision, new: Precision) -> Iterator[str]:
-    for entry in fields(old):
-        before, after = getattr(old, entry.name), getattr(new, entry.name)
-        if before != after:
-            yield f"{entry.name} {before} -> {after}"
+def _shown(value: object) -> str:
+    return (", ".join(value) or "none") if isinstance(value, tuple) else str(value)
 
 
 def _axes(unit: UnitFacts) -> str:
@@ -223,26 +209,24 @@ def _axes(unit: UnitFacts) -> str:
 
 def _parameter_changes(old: ParameterFacts | None, new: ParameterFacts | None) -> Iterator[str]:
     if old is None or new is None:
-        yield f"added, {_placement(new)}" if new is not None else f"removed, was {_placement(old)}"
+        if new is not None:
+            yield f"added, {_placement(new)}"
+        if old is not None:
+            yield f"removed, was {_placement(old)}"
         return
     if old.placements != new.placements:
         yield f"{_placement(old)} -> {_placement(new)}"
     if old.shape != new.shape:
-        yield f"shape {_shape(old)} -> {_shape(new)}"
-    if old.dtype != new.dtype:
-        yield f"dtype {old.dtype} -> {new.dtype}"
+        yield f"shape {[*old.shape]} -> {[*new.shape]}"
+    yield from _value_changes(old, new, "dtype")
     if old.trainable != new.trainable:
         yield "frozen -> trainable" if new.trainable else "trainable -> frozen"
     if old.managed != new.managed:
         yield "now managed by a unit" if new.managed else "no longer managed by a unit"
     if old.tied != new.tied:
-        yield f"tied with {', '.join(old.tied) or 'none'} -> {', '.join(new.tied) or 'none'}"
+        yield f"tied with {_shown(old.tied)} -> {_shown(new.tied)}"
 
 
-def _placement(parameter: ParameterFacts | None) -> str:
-    placements = () if parameter is None else parameter.placements
-    return ", ".join(f"{text} over {axis}" for axis, text in placements) or "a plain tensor"
-
-
-def _shape(parameter: ParameterFacts) -> str:
-    return f"[{', '.join(map(str, parameter.shape))}]"
+def _placement(parameter: ParameterFacts) -> str:
+    placements = [f"{text} over {axis}" for axis, text in parameter.placements]
+    return ", ".join(placements) or "a plain tensor"

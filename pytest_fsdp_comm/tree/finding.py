@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from pytest_fsdp_comm.text.fqn import fold_fqns
 from pytest_fsdp_comm.text.nbytes import show_nbytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Level = Literal["error", "warning"]
 
@@ -57,13 +54,10 @@ class Finding:
 
     def __str__(self) -> str:
         """Level, code, cost and modules; below them reason and cure, in lines of 66 characters."""
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
         cost = f" ({self.cost})" if self.cost else ""
-        yield from _wrapped(f"{self.level} {self.code}{cost}: {self.where}", indent="")
-        yield from _wrapped(self.reason, indent="  ")
-        yield from _wrapped(f"cure: {self.cure}", indent="  ")
+        title = f"{self.level} {self.code}{cost}: {self.where}"
+        below = (self.reason, f"cure: {self.cure}")
+        return "\n".join([_wrap(title, indent=""), *(_wrap(text, indent="  ") for text in below)])
 
 
 class Findings(tuple[Finding, ...]):
@@ -91,8 +85,8 @@ class Findings(tuple[Finding, ...]):
         return "\n".join(map(str, self))
 
 
-def _wrapped(text: str, *, indent: str) -> list[str]:
-    return textwrap.wrap(
+def _wrap(text: str, *, indent: str) -> str:
+    return textwrap.fill(
         text,
         _WIDTH,
         initial_indent=indent,

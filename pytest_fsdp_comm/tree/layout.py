@@ -43,33 +43,6 @@ class FlatRange:
     """Elements of each rank's shard of the flat parameter, padding included."""
 
 
-def shard_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """Splits a dimension as ``torch.chunk`` does, with empty parts where torch returns fewer."""
-    chunk = math.ceil(size / parts)
-    return tuple(max(0, min(chunk, size - chunk * part)) for part in range(parts))
-
-
-def local_shape(
-    shape: Sequence[int], placements: Sequence[AxisPlacement], coordinate: Sequence[int]
-) -> tuple[int, ...]:
-    """The shape that the rank at one mesh coordinate keeps, without padding.
-
-    Args:
-        shape: Global shape.
-        placements: One for each axis of the mesh.
-        coordinate: The rank's place along each axis.
-    """
-    sizes = list(shape)
-    axes = list(zip(placements, coordinate, strict=True))
-    # A strided shard splits what the axes to its right have left of the tensor.
-    order = [axis for axis in axes if axis[0].kind != "strided_shard"]
-    order += [axis for axis in reversed(axes) if axis[0].kind == "strided_shard"]
-    for placement, place in order:
-        if placement.dim is not None:
-            sizes[placement.dim] = shard_sizes(sizes[placement.dim], placement.size)[place]
-    return tuple(sizes)
-
-
 def local_numels(
     shape: Sequence[int], placements: Sequence[AxisPlacement], flat: FlatRange | None
 ) -> tuple[int, ...]:
@@ -79,22 +52,29 @@ def local_numels(
         One number for each mesh coordinate, the last axis running fastest; a single one without a
         mesh.
     """
-    axes = [range(placement.size) for placement in placements]
+    coordinates = product(*(range(placement.size) for placement in placements))
     if flat is None:
-        return tuple(
-            math.prod(local_shape(shape, placements, coordinate)) for coordinate in product(*axes)
-        )
-    kept = [
-        _overlap(flat, math.prod(shape), part)
-        for placement in placements
-        if placement.kind == "flat_shard"
-        for part in range(placement.size)
-    ]
-    sharded = [place for place, entry in enumerate(placements) if entry.kind == "flat_shard"]
-    return tuple(kept[coordinate[sharded[0]]] for coordinate in product(*axes))
+        return tuple(_local_numel(shape, placements, place) for place in coordinates)
+    end = flat.start + math.prod(shape)
+    axis = [placement.kind for placement in placements].index("flat_shard")
+    shards = [(place[axis] * flat.shard_numel, flat.shard_numel) for place in coordinates]
+    return tuple(
+        max(0, min(end, first + numel) - max(flat.start, first)) for first, numel in shards
+    )
 
 
-def _overlap(flat: FlatRange, numel: int, part: int) -> int:
-    first = max(flat.start, part * flat.shard_numel)
-    end = min(flat.start + numel, (part + 1) * flat.shard_numel)
-    return max(0, end - first)
+def _local_numel(
+    shape: Sequence[int], placements: Sequence[AxisPlacement], coordinate: Sequence[int]
+) -> int:
+    sizes = list(shape)
+    axes = list(zip(placements, coordinate, strict=True))
+    # A strided shard splits what the axes to its right have left of the tensor.
+    order = [axis for axis in axes if axis[0].kind != "strided_shard"]
+    order += [axis for axis in reversed(axes) if axis[0].kind == "strided_shard"]
+    for placement, place in order:
+        if placement.dim is not None:
+            # As torch.chunk splits, with empty parts where it returns fewer.
+            size = sizes[placement.dim]
+            chunk = math.ceil(size / placement.size)
+            sizes[placement.dim] = max(0, min(chunk, size - chunk * place))
+    return math.prod(sizes)

@@ -188,7 +188,7 @@ class ShardTree(NamedAttributes):
     """What a reader must know of the circumstances, e.g. that the model is on the meta device."""
 
     def __post_init__(self) -> None:
-        """Makes `findings` a `Findings`, whatever tuple it was given as."""
+        """Makes `findings` a `Findings`."""
         object.__setattr__(self, "findings", Findings(self.findings))
 
     @property
@@ -209,13 +209,6 @@ class ShardTree(NamedAttributes):
             names.append(node.name)
             node = self.modules[node.parent]
         return ".".join(reversed(names))
-
-    def root_above(self, module: int) -> int:
-        """The index of the root that a module is below, or is."""
-        parent = self.modules[module].parent
-        while parent is not None:
-            module, parent = parent, self.modules[parent].parent
-        return module
 
     def parameter_fqn(self, index: int) -> str:
         """The FQN of a parameter, where it is registered first in natural order."""
@@ -259,15 +252,11 @@ class ShardTree(NamedAttributes):
         for unit in self.units:
             members = {at: found.setdefault(self.module_fqn(at), []) for at in unit.modules}
             for index in unit.parameters:
-                owner = self._enclosing(self.parameters[index].module, members)
-                members[owner].append(self.parameter_fqn(index))
+                at: int | None = self.parameters[index].module
+                while at is not None and at not in members:
+                    at = self.modules[at].parent
+                members[unit.modules[0] if at is None else at].append(self.parameter_fqn(index))
         return {module: tuple(fqns) for module, fqns in found.items()}
-
-    def _enclosing(self, module: int, candidates: dict[int, list[str]]) -> int:
-        at: int | None = module
-        while at is not None and at not in candidates:
-            at = self.modules[at].parent
-        return next(iter(candidates)) if at is None else at
 
     def __str__(self) -> str:
         """The modules as torch's sharded module tree writes them, then the findings.
@@ -285,7 +274,7 @@ class ShardTree(NamedAttributes):
         )
 
     def _outline(self) -> Iterator[str]:
-        units = self.units_of()
+        units_of = self.units_of()
         fqns: list[str] = []
         for index, node in enumerate(self.modules):
             if node.depth <= MAX_INDENT:
@@ -294,14 +283,10 @@ class ShardTree(NamedAttributes):
                 shown = "    " * node.depth + fqns[node.depth]
             else:
                 shown = "    " * MAX_INDENT + f"(depth {node.depth}) ...{node.name}"
-            mark = _mark(units.get(index, ()))
-            yield printable(f"{shown}[{node.class_name}]{mark}{self._alias(node)}")
-
-    def _alias(self, node: ModuleNode) -> str:
-        return "" if node.alias_of is None else f" is {self.module_fqn(node.alias_of) or '(root)'}"
-
-
-def _mark(units: tuple[ShardUnit, ...]) -> str:
-    if any(unit.is_fully_sharded for unit in units):
-        return " FULLY SHARDED"
-    return " REPLICATED" if units else ""
+            shown += f"[{node.class_name}]"
+            if units := units_of.get(index):
+                is_sharded = any(unit.is_fully_sharded for unit in units)
+                shown += " FULLY SHARDED" if is_sharded else " REPLICATED"
+            if node.alias_of is not None:
+                shown += f" is {self.module_fqn(node.alias_of) or '(root)'}"
+            yield printable(shown)

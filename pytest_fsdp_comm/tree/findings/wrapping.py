@@ -9,11 +9,13 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from pytest_fsdp_comm.tree.findings.settings import Thresholds
+from pytest_fsdp_comm.tree.model import ShardTree
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_fsdp_comm.tree.findings.settings import Thresholds
-    from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
+    from pytest_fsdp_comm.tree.model import ParameterNode, ShardUnit
 
 GATHERING: Final = ("fsdp2", "fsdp1")
 """Kinds of units that shard their parameters and gather them."""
