@@ -8,25 +8,27 @@ union of dataclasses, such as the messages of a channel.
 
 from __future__ import annotations
 
+import builtins
+import collections.abc
 import json
 import math
 import types
 import typing
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from contextlib import suppress
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from pathlib import PurePath
-from typing import Any, Final, Literal, TypeVar, Union, cast
+from typing import Any, Final, TypeVar, cast
 
 from pytest_fsdp_comm.errors import FsdpCommError
 
 _Value = TypeVar("_Value")
-_Encoder = Callable[[Any], Any]
-_Decoder = Callable[[Any, str], Any]
+_Reader = Callable[[Any, str], Any]
 
 _TAG: Final = "type"
-_PLAIN: Final = frozenset({str, int, float, bool, type(None)})
+_PLAIN: Final = frozenset({str, int, bool, types.NoneType})
 _MOST_SHOWN: Final = 60
 
 
@@ -42,7 +44,15 @@ def to_json(value: Any) -> Any:
             other class becomes its ``repr``, and so does a number that JSON has not: what a plugin
             hangs onto a report must not cost the whole report.
     """
-    return _encoder(cast("Hashable", type(value)))(value)
+    cls = type(value)
+    if cls in _PLAIN:
+        return value
+    if (names := _field_names(cast("Hashable", cls))) is not None:
+        return {name: to_json(getattr(value, name)) for name in names}
+    for classes, write in _WRITERS:
+        if isinstance(value, classes):
+            return write(value)
+    return repr(value)
 
 
 def from_json(cls: type[_Value], data: Any, *, where: str = "") -> _Value:
@@ -57,7 +67,7 @@ def from_json(cls: type[_Value], data: Any, *, where: str = "") -> _Value:
     Raises:
         CodecError: The data is not of the class: says which field, what was expected, what came.
     """
-    return cast("_Value", _decoder(cast("Hashable", cls))(data, where or cls.__name__))
+    return cast("_Value", _reader(cast("Hashable", cls))(data, where or cls.__name__))
 
 
 def dump_tagged(value: Any) -> str:
@@ -75,7 +85,7 @@ def load_tagged(classes: Mapping[str, type[_Value]], text: str) -> _Value:
     Raises:
         CodecError: It is none of them.
     """
-    data = _read(text, "a message")
+    data = _parse(text, "a message")
     name = data.pop(_TAG, None) if isinstance(data, dict) else None
     if not isinstance(name, str) or name not in classes:
         raise _unexpected("message", f"one of {', '.join(classes)}", name)
@@ -93,7 +103,7 @@ def load_document(cls: type[_Value], kind: str, version: int, text: str) -> _Val
     Raises:
         CodecError: The text is not JSON, of another kind or version, or not of the class.
     """
-    data = _read(text, f"a {kind}")
+    data = _parse(text, f"a {kind}")
     got = (data.get("kind"), data.get("version")) if isinstance(data, dict) else data
     if got != (kind, version):
         raise CodecError(
@@ -107,7 +117,7 @@ def _write(data: Any) -> str:
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 
-def _read(text: str, what: str) -> Any:
+def _parse(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as problem:
@@ -115,203 +125,147 @@ def _read(text: str, what: str) -> Any:
 
 
 @cache
-def _encoder(cls: type) -> _Encoder:
-    if cls in _PLAIN:
-        return _finite if cls is float else _same
-    if is_dataclass(cls):
-        names = tuple(field.name for field in fields(cls))
-        return lambda value: {name: to_json(getattr(value, name)) for name in names}
-    for bases, encode in _ENCODERS:
-        if issubclass(cls, bases):
-            return encode
-    return repr
+def _field_names(cls: Hashable) -> tuple[str, ...] | None:
+    """The names of a dataclass's fields; None for any other class."""
+    return tuple(entry.name for entry in fields(cls)) if is_dataclass(cls) else None
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _finite(value: float) -> float | str:
-    return value if math.isfinite(value) else repr(value)
+_WRITERS: Final[tuple[tuple[Any, Callable[[Any], Any]], ...]] = (
+    (Enum, lambda value: to_json(value.value)),
+    ((tuple, list, set, frozenset), lambda value: [to_json(entry) for entry in value]),
+    (Mapping, lambda value: {_key(key): to_json(entry) for key, entry in value.items()}),
+    # Also subclasses of what JSON has, such as numpy's float64.
+    ((str, PurePath), str),
+    (int, int),
+    (float, lambda value: float(value) if math.isfinite(value) else repr(float(value))),
+)
 
 
 def _key(key: Any) -> str:
     return key if isinstance(key, str) else str(to_json(key))
 
 
-_ENCODERS: Final[tuple[tuple[tuple[type, ...], _Encoder], ...]] = (
-    ((tuple, list, set, frozenset), lambda value: [to_json(entry) for entry in value]),
-    ((Mapping,), lambda value: {_key(key): to_json(entry) for key, entry in value.items()}),
-    ((Enum,), lambda value: to_json(value.value)),
-    ((PurePath,), str),
-    # Subclasses of what JSON has, such as numpy's float64.
-    ((int,), int),
-    ((float,), lambda value: _finite(float(value))),
-    ((str,), str),
-)
-
-
 @cache
-def _decoder(annotation: Any) -> _Decoder:
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation is Any:
-        return lambda data, _: data
-    if origin is Literal:
-        return _one_of(arguments)
-    if origin in {Union, types.UnionType}:
-        return _union(arguments)
-    if origin is tuple:
-        return _tuple(arguments)
-    if origin in {dict, Mapping}:
-        return _dict(*arguments)
-    return _decoder_of_class(annotation)
+def _reader(kind: Any) -> _Reader:
+    """What reads values of an annotation: called with the data and what to call it in an error."""
+    arguments = typing.get_args(kind)
+    reader: _Reader
+    match typing.get_origin(kind) or kind:
+        case typing.Any:
+            reader = _same
+        case typing.Literal:
+            reader = partial(_read_choice, arguments)
+        case typing.Union | types.UnionType:
+            readers = [_reader(one) for one in arguments if one is not types.NoneType]
+            reader = partial(_read_union, readers, len(readers) < len(arguments))
+        case builtins.tuple:
+            readers = [_reader(one) for one in arguments if one is not Ellipsis]
+            reader = partial(_read_tuple, readers, Ellipsis in arguments)
+        case builtins.dict | collections.abc.Mapping:
+            # JSON has texts as keys only.
+            read_key = _read_whole_number if arguments[0] is int else _reader(arguments[0])
+            reader = partial(_read_mapping, read_key, _reader(arguments[1]))
+        case type() as cls if is_dataclass(cls):
+            reader = partial(_read_dataclass, cls)
+        case type() as cls if issubclass(cls, Enum):
+            reader = partial(_read_enum, cls)
+        case type() as cls if issubclass(cls, PurePath):
+            reader = partial(_read_path, cls)
+        case type() as cls if cls in _PLAIN or cls is float:
+            reader = partial(_read_plain, cls)
+        case _:
+            raise TypeError(f"{kind!r} has no JSON form")
+    return reader
 
 
-def _decoder_of_class(cls: Any) -> _Decoder:
-    if is_dataclass(cls):
-        return _dataclass(cast("type", cls))
-    if not isinstance(cls, type):
-        raise TypeError(f"{cls!r} has no JSON form")
-    if issubclass(cls, Enum):
-        return _enum(cls)
-    if issubclass(cls, PurePath):
-        text = _plain(str, "a path")
-        return lambda data, where: cls(text(data, where))
-    if cls in _PLAIN:
-        return _number if cls is float else _plain(cls, cls.__name__)
-    raise TypeError(f"{cls!r} has no JSON form")
-
-
-def _plain(cls: type, name: str) -> _Decoder:
-    def decode(data: Any, where: str) -> Any:
-        if type(data) is not cls:
-            raise _unexpected(where, name, data)
-        return data
-
-    return decode
-
-
-def _number(data: Any, where: str) -> float:
-    if type(data) in {int, float}:
-        return float(data)
-    if data in {"inf", "-inf", "nan"}:
-        return float(data)
-    raise _unexpected(where, "float", data)
-
-
-def _one_of(values: tuple[Any, ...]) -> _Decoder:
-    def decode(data: Any, where: str) -> Any:
-        for value in values:
-            if type(data) is type(value) and data == value:
-                return value
-        raise _unexpected(where, f"one of {', '.join(map(repr, values))}", data)
-
-    return decode
-
-
-def _enum(cls: type[Enum]) -> _Decoder:
-    def decode(data: Any, where: str) -> Any:
-        try:
-            return cls(data)
-        except ValueError:
-            names = ", ".join(repr(member.value) for member in cls)
-            raise _unexpected(where, f"one of {names}", data) from None
-
-    return decode
-
-
-def _union(arguments: tuple[Any, ...]) -> _Decoder:
-    """The first of the alternatives that the data fits; None is tried first."""
-    others = [_decoder(argument) for argument in arguments if argument is not type(None)]
-    is_optional = len(others) < len(arguments)
-
-    def decode(data: Any, where: str) -> Any:
-        if data is None and is_optional:
-            return None
-        for decoder in others[:-1]:
-            try:
-                return decoder(data, where)
-            except CodecError:
-                continue
-        return others[-1](data, where)
-
-    return decode
-
-
-def _tuple(arguments: tuple[Any, ...]) -> _Decoder:
-    if arguments[-1] is Ellipsis:
-        entry = _decoder(arguments[0])
-
-        def decode_all(data: Any, where: str) -> Any:
-            values = _list(data, where)
-            return tuple(entry(value, f"{where}[{index}]") for index, value in enumerate(values))
-
-        return decode_all
-    decoders = [_decoder(argument) for argument in arguments]
-
-    def decode_each(data: Any, where: str) -> Any:
-        values = _list(data, where)
-        if len(values) != len(decoders):
-            raise _unexpected(where, f"{len(decoders)} entries", data)
-        return tuple(
-            decoder(value, f"{where}[{index}]")
-            for index, (decoder, value) in enumerate(zip(decoders, values, strict=True))
-        )
-
-    return decode_each
-
-
-def _list(data: Any, where: str) -> list[Any]:
-    if not isinstance(data, list):
-        raise _unexpected(where, "a list", data)
+def _same(data: Any, _: str) -> Any:
     return data
 
 
-def _dict(key_type: Any, value_type: Any) -> _Decoder:
-    key_of, value_of = _decoder(key_type), _decoder(value_type)
-
-    def decode(data: Any, where: str) -> Any:
-        if not isinstance(data, dict):
-            raise _unexpected(where, "an object", data)
-        # JSON knows keys of one type only.
-        keys = {key: int(key) if key_type is int and _is_int(key) else key for key in data}
-        return {
-            key_of(keys[key], where): value_of(value, f"{where}.{key}")
-            for key, value in data.items()
-        }
-
-    return decode
+def _read_plain(cls: Any, data: Any, where: str) -> Any:
+    if type(data) is cls:
+        return data
+    if cls is float and (type(data) is int or data in ("inf", "-inf", "nan")):
+        return float(data)
+    raise _unexpected(where, cls.__name__, data)
 
 
-def _is_int(text: str) -> bool:
-    return text.removeprefix("-").isdecimal()
+def _read_whole_number(key: str, where: str) -> int:
+    is_number = key.removeprefix("-").isdecimal()
+    return cast("int", _read_plain(int, int(key) if is_number else key, where))
 
 
-def _dataclass(cls: type) -> _Decoder:
-    annotations = typing.get_type_hints(cls)
-    known: dict[str, Field[Any]] = {field.name: field for field in fields(cls)}
-    decoders: dict[str, _Decoder] = {}
-    needed = {
-        name
-        for name, field in known.items()
-        if field.default is MISSING and field.default_factory is MISSING
+def _read_path(cls: type[PurePath], data: Any, where: str) -> PurePath:
+    if type(data) is not str:
+        raise _unexpected(where, "a path", data)
+    return cls(data)
+
+
+def _read_choice(values: tuple[Any, ...], data: Any, where: str) -> Any:
+    # Not `in`: 1 equals True.
+    if not any(type(data) is type(value) and data == value for value in values):
+        raise _unexpected(where, f"one of {', '.join(map(repr, values))}", data)
+    return data
+
+
+def _read_enum(cls: type[Enum], data: Any, where: str) -> Any:
+    try:
+        return cls(data)
+    except ValueError:
+        values = ", ".join(repr(member.value) for member in cls)
+        raise _unexpected(where, f"one of {values}", data) from None
+
+
+def _read_union(readers: list[_Reader], is_optional: bool, data: Any, where: str) -> Any:
+    """Reads the first of the alternatives that the data fits; None is tried first."""
+    if data is None and is_optional:
+        return None
+    for read in readers[:-1]:
+        with suppress(CodecError):
+            return read(data, where)
+    return readers[-1](data, where)
+
+
+def _read_tuple(readers: list[_Reader], is_any_length: bool, data: Any, where: str) -> Any:
+    if not isinstance(data, list):
+        raise _unexpected(where, "a list", data)
+    if is_any_length:
+        readers = readers * len(data)
+    if len(data) != len(readers):
+        raise _unexpected(where, f"{len(readers)} entries", data)
+    pairs = enumerate(zip(readers, data, strict=True))
+    return tuple(read(value, f"{where}[{index}]") for index, (read, value) in pairs)
+
+
+def _read_mapping(read_key: _Reader, read_value: _Reader, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise _unexpected(where, "an object", data)
+    return {
+        read_key(key, where): read_value(value, f"{where}.{key}") for key, value in data.items()
     }
 
-    def decode(data: Any, where: str) -> Any:
-        if not isinstance(data, dict):
-            raise _unexpected(where, f"an object with the fields of {cls.__name__}", data)
-        if not decoders:
-            # Not before: a class may hold values of its own kind.
-            decoders.update({name: _decoder(annotations[name]) for name in known})
-        wrong = sorted(data.keys() - known.keys()) or sorted(needed - data.keys())
-        if wrong:
-            lacks = "lacks" if wrong[0] in needed - data.keys() else "has an unknown"
-            raise CodecError(f"{where} {lacks} {wrong[0]!r}")
-        return cls(
-            **{name: decoders[name](value, f"{where}.{name}") for name, value in data.items()}
-        )
 
-    return decode
+@cache
+def _readers_of_fields(cls: Any) -> tuple[dict[str, _Reader], set[str]]:
+    """What reads each field of a dataclass, and the fields that have no default."""
+    kinds = typing.get_type_hints(cls)
+    needed = {
+        entry.name
+        for entry in fields(cls)
+        if entry.default is MISSING and entry.default_factory is MISSING
+    }
+    return {entry.name: _reader(kinds[entry.name]) for entry in fields(cls)}, needed
+
+
+def _read_dataclass(cls: type, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise _unexpected(where, f"an object with the fields of {cls.__name__}", data)
+    readers, needed = _readers_of_fields(cls)
+    if unknown := sorted(data.keys() - readers.keys()):
+        raise CodecError(f"{where} has an unknown {unknown[0]!r}")
+    if missing := sorted(needed - data.keys()):
+        raise CodecError(f"{where} lacks {missing[0]!r}")
+    return cls(**{name: readers[name](value, f"{where}.{name}") for name, value in data.items()})
 
 
 def _unexpected(where: str, expected: str, got: Any) -> CodecError:
