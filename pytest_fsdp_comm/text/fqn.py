@@ -8,6 +8,7 @@ A *pattern* is the text of one or more FQNs: ``layers.{0..3,7}.mlp.weight`` stan
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -33,16 +34,12 @@ _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))
 _DIGITS: Final = re.compile(r"([0-9]+)")
 # `+` joins the modules of one FSDP unit in `events`, so a number may stand beside it too.
 _SEPARATOR: Final = re.compile(r"([.+])")
-_SEPARATORS: Final = (".", "+")
 # At most nine digits: such a number is exact everywhere, and no model has more siblings.
 _FOLDABLE: Final = re.compile(r"0|[1-9][0-9]{0,8}")
-_NUMBERS: Final = re.compile(r"\{([0-9]+)[^{}]*\}")
 # Within braces a dot separates nothing.
 _TOKEN: Final = re.compile(r"\{[^{}]*\}|[.+]|[^.+{}]+")
 _RANGE: Final = re.compile(rf"({_FOLDABLE.pattern})(?:\.\.({_FOLDABLE.pattern}))?")
 _BRACES: Final = re.compile(r"(\{[^{}]*\})")
-_ANY: Final = r"[^.+]+"
-
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.+-]+")
 
 _NaturalPart: TypeAlias = tuple[bool, int, str]
@@ -97,22 +94,32 @@ def read_word(text: str) -> str:
         ValueError: It has an escape that `escape` never writes. The caller checks the rest by
             writing the word again.
     """
-    return _ESCAPE.sub(lambda match: _unescape(match, text), text)
+
+    def unescaped(match: re.Match[str]) -> str:
+        digits = match[1] or match[2] or match[3]
+        if digits is None or int(digits, 16) > sys.maxunicode:
+            raise ValueError(
+                f"bad escape at column {match.start() + 1} of {quoted_part(text)}: expected \\xHH, "
+                "\\uHHHH or \\UHHHHHHHH with lower-case hexadecimal digits"
+            )
+        return chr(int(digits, 16))
+
+    return _ESCAPE.sub(unescaped, text)
 
 
 def _escape_word(text: str, reserved: Container[str] = _RESERVED) -> str:
     if _PLAIN.fullmatch(text):
         return text
-    return "".join(_escape_character(character, reserved) for character in text)
-
-
-def _escape_character(character: str, reserved: Container[str]) -> str:
-    if character.isprintable() and character != " " and character not in reserved:
-        return character
-    code = ord(character)
-    if code <= 0xFF:  # noqa: PLR2004  # two hexadecimal digits reach this far
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"  # noqa: PLR2004  # four digits
+    return "".join(
+        character
+        if character.isprintable() and character != " " and character not in reserved
+        else next(
+            f"\\{letter}{ord(character):0{width}x}"
+            for letter, width in (("x", 2), ("u", 4), ("U", 8))
+            if ord(character) < 16**width
+        )
+        for character in text
+    )
 
 
 def unescape(text: str) -> str:
@@ -129,22 +136,12 @@ def unescape(text: str) -> str:
 def _unescape_word(text: str) -> str:
     if not text or _PLAIN.fullmatch(text):
         return text
-    name = _ESCAPE.sub(lambda match: _unescape(match, text), text)
+    name = read_word(text)
     if _escape_word(name) != text:
         raise ValueError(
             f"bad name {quoted_part(text)}: expected {quoted_part(_escape_word(name))}"
         )
     return name
-
-
-def _unescape(match: re.Match[str], text: str) -> str:
-    digits = match[1] or match[2] or match[3]
-    if digits is None or int(digits, 16) > 0x10FFFF:  # noqa: PLR2004  # the last code point
-        raise ValueError(
-            f"bad escape at column {match.start() + 1} of {quoted_part(text)}: expected \\xHH, "
-            "\\uHHHH or \\UHHHHHHHH with lower-case hexadecimal digits"
-        )
-    return chr(int(digits, 16))
 
 
 def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
@@ -165,14 +162,11 @@ def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
         words, numbers = _split_numbers(fqn)
         by_words.setdefault(words, []).append(numbers)
     folded = [
-        (natural_key(join_words(words, [str(values[0]) for values in box])), words, box)
+        (natural_key(_join(words, [str(values[0]) for values in box])), _write(words, box))
         for words, points in by_words.items()
-        for box in fold_points(points)
+        for box in _fold_points(points)
     ]
-    return tuple(
-        escape(words[0]) if not box else _pattern(words, box)
-        for _, words, box in sorted(folded, key=lambda entry: entry[0])
-    )
+    return tuple(pattern for _, pattern in sorted(folded, key=lambda entry: entry[0]))
 
 
 def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -188,7 +182,7 @@ def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return tuple(words), tuple(numbers)
 
 
-def fold_points(points: Sequence[tuple[int, ...]]) -> list[Box]:
+def _fold_points(points: Sequence[tuple[int, ...]]) -> list[Box]:
     """Partitions points into boxes, innermost numbers first."""
     boxes: list[Box] = [tuple((number,) for number in point) for point in points]
     for axis in reversed(range(len(points[0]))):
@@ -202,20 +196,18 @@ def fold_points(points: Sequence[tuple[int, ...]]) -> list[Box]:
     return boxes
 
 
-def join_words(words: Sequence[str], numbers: Sequence[str]) -> str:
-    """Puts numbers between words."""
-    return words[0] + "".join(
-        number + word for number, word in zip(numbers, words[1:], strict=True)
-    )
+def _join(words: Sequence[str], numbers: Sequence[str]) -> str:
+    return words[0] + "".join(map("".join, zip(numbers, words[1:], strict=True)))
 
 
-def _pattern(words: Sequence[str], box: Box) -> str:
-    escaped = [_escape_word(word) for word in words]
-    return join_words(escaped, [write_ranges(runs_of(values)) for values in box])
+def _write(words: Sequence[str], box: Box) -> str:
+    if not box:
+        return escape(words[0])
+    numbers = [_write_ranges(runs_of(values)) for values in box]
+    return _join([_escape_word(word) for word in words], numbers)
 
 
-def write_ranges(ranges: Ranges) -> str:
-    """The numbers at one position of a pattern: ``{0..3,7}``, or ``7`` if it is one."""
+def _write_ranges(ranges: Ranges) -> str:
     written = ",".join(str(a) if a == b else f"{a}..{b}" for a, b in ranges)
     return written if written.isdigit() else f"{{{written}}}"
 
@@ -234,24 +226,17 @@ class Pattern:
         """How many FQNs it stands for, but not more than one above `MAX_NAMES`."""
         size = 1
         for ranges in self.box:
-            size = min(size * count_numbers(ranges), MAX_NAMES + 1)
+            count = sum(last - first + 1 for first, last in ranges)
+            size = min(size * count, MAX_NAMES + 1)
         return size
 
     def expand(self) -> tuple[str, ...]:
         """Its FQNs, the last number running fastest."""
-        words = self._names()
-        axes = ([str(n) for a, b in ranges for n in range(a, b + 1)] for ranges in self.box)
-        return tuple(join_words(words, numbers) for numbers in product(*axes))
-
-    def _names(self) -> list[str]:
         if self.words == (ROOT_TEXT,):
-            return [""]
-        return [_unescape_word(word) for word in self.words]
-
-
-def count_numbers(ranges: Ranges) -> int:
-    """How many numbers some runs have."""
-    return sum(last - first + 1 for first, last in ranges)
+            return ("",)
+        words = [*map(_unescape_word, self.words)]
+        axes = ([str(n) for a, b in ranges for n in range(a, b + 1)] for ranges in self.box)
+        return tuple(_join(words, numbers) for numbers in product(*axes))
 
 
 def expand(pattern: str) -> tuple[str, ...]:
@@ -277,8 +262,14 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     """
     if pattern == ROOT_TEXT:
         return lambda fqn: not fqn
-    written, ranges = _split_pattern(pattern)
-    words = (_ANY.join(map(_literally, part.split("*"))) for part in written)
+    parts = _BRACES.split(pattern)
+    _check_braces("".join(parts[::2]), pattern)
+    ranges = [_read_ranges(part, pattern) for part in parts[1::2]]
+    # An asterisk of a name is written with an escape, which no snapshot needs.
+    words = (
+        "[^.+]+".join(re.escape(read_word(literal)) for literal in word.split("*"))
+        for word in parts[::2]
+    )
     shape = re.compile(f"({_FOLDABLE.pattern})".join(words), re.DOTALL)
 
     def matches(fqn: str) -> bool:
@@ -291,25 +282,18 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     return matches
 
 
-def _literally(written: str) -> str:
-    # An asterisk of a name is written with an escape, which no snapshot needs.
-    return re.escape(_ESCAPE.sub(lambda match: _unescape(match, written), written))
-
-
-def _split_pattern(pattern: str) -> tuple[list[str], list[Ranges]]:
-    """The text before, between and after the braces, still escaped, and what is in them."""
-    parts = _BRACES.split(pattern)
-    for brace in "{}":
-        if any(brace in part for part in parts[::2]):
-            raise ValueError(
-                f"unpaired {brace!r} in {quoted_part(pattern)}: expected e.g. layers.{{0..3}}"
-            )
-    return parts[::2], [_read_ranges(part, pattern) for part in parts[1::2]]
+def _check_braces(between: str, pattern: str) -> None:
+    """Refuses a brace that is left between those that belong together."""
+    brace = next((character for character in between if character in "{}"), "")
+    if brace:
+        raise ValueError(
+            f"unpaired {brace!r} in {quoted_part(pattern)}: expected e.g. layers.{{0..3}}"
+        )
 
 
 def first_name(pattern: str) -> str:
     """The first of the FQNs that a pattern stands for, which must be one."""
-    return unescape(_NUMBERS.sub(r"\1", pattern))
+    return unescape(re.sub(r"\{([0-9]+)[^{}]*\}", r"\1", pattern))
 
 
 def read_pattern(text: str) -> Pattern:
@@ -319,17 +303,12 @@ def read_pattern(text: str) -> Pattern:
         ValueError: The text is no pattern that `fold_fqns` writes; it says where and what was
             expected.
     """
+    _check_braces(_TOKEN.sub("", text), text)
     tokens = _TOKEN.findall(text)
-    if sum(map(len, tokens)) < len(text):
-        # Each brace that is left over stands alone.
-        brace = _TOKEN.sub("", text)[0]
-        raise ValueError(
-            f"unpaired {brace!r} in {quoted_part(text)}: expected e.g. layers.{{0..3}}"
-        )
     parts: list[list[str]] = [[]]
     box: list[Ranges] = []
     for before, token, after in zip(("", *tokens), tokens, (*tokens[1:], ""), strict=False):
-        if token[0] == "{" and (before or ".") in _SEPARATORS and (after or ".") in _SEPARATORS:
+        if token[0] == "{" and {before, after} <= {"", ".", "+"}:
             box.append(_read_ranges(token, text))
             parts.append([])
         elif _FOLDABLE.fullmatch(token):
@@ -338,10 +317,8 @@ def read_pattern(text: str) -> Pattern:
         else:
             parts[-1].append(token)
     pattern = Pattern(words=tuple(map("".join, parts)), box=tuple(box))
-    for word in pattern.words if box else ():
-        _unescape_word(word)
-    if not box:
-        unescape(text)
+    for word in pattern.words:
+        _unescape_word(word) if box else unescape(word)
     if pattern.size > MAX_NAMES:
         raise ValueError(
             f"{quoted_part(text)} stands for too many names: expected at most {MAX_NAMES}"
@@ -355,7 +332,7 @@ def _read_ranges(token: str, pattern: str) -> Ranges:
     in_order = all(first <= last for first, last in ranges) and all(
         before[1] + 1 < after[0] for before, after in pairwise(ranges)
     )
-    if not all(matches) or not in_order or write_ranges(ranges) != token:
+    if not all(matches) or not in_order or _write_ranges(ranges) != token:
         raise ValueError(
             f"bad numbers {quoted_part(token)[1:-1]} in {quoted_part(pattern)}: expected "
             "ascending numbers and ranges such as {0..3,7}"
