@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, get_args
 
 import pytest
 
@@ -23,18 +24,29 @@ from pytest_fsdp_comm.options import (
     Scope,
     SessionOptions,
     parse_backend,
+    parse_choice,
     parse_timeout_s,
-    parse_whole_number,
     parse_world_size,
     show_problems,
 )
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.suggestions import closest, did_you_mean
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_ALLOWED = tuple(MARKER_ARGUMENTS)
+_PARSERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "world_size": parse_world_size,
+    "backend": parse_backend,
+    "scope": partial(parse_choice, allowed=get_args(Scope)),
+    "timeout_s": parse_timeout_s,
+    "device": partial(parse_choice, allowed=get_args(Device)),
+}
+"""What an argument of the marker may be, by name; ``ranks`` depend on the others."""
+_ALIASES: Final = {
+    "nprocs": "world_size",
+    "n": "world_size",
+    "num_ranks": "world_size",
+    "timeout": "timeout_s",
+}
+"""What other tools call the arguments."""
 
 
 def marker_world_sizes(mark: pytest.Mark) -> tuple[int, ...] | None:
@@ -72,30 +84,17 @@ def resolve(
         ValueError: An argument is unknown, ill-typed or out of range. The text does not name the
             test: the caller knows it.
     """
-    given = _marker_arguments(mark)
-    asked = given["world_size"]
-    if isinstance(asked, (list, tuple)):
-        if not asked:
-            raise BadValueError("world_size=[] lists no world size; expected e.g. [2, 4]")
-        for size in asked:
-            _labelled("world_size", parse_world_size, size)
-        if len(set(asked)) < len(asked):
-            raise BadValueError(f"world_size={asked!r} lists a world size twice")
-        asked = parametrized
-    world_size = (
-        options.world_size if asked is None else _labelled("world_size", parse_world_size, asked)
-    )
-    device = _one_of("device", given["device"], (*get_args(Device), None))
-    backend = (
-        options.backend or _default_backend(device, world_size, count_gpus)
-        if given["backend"] is None
-        else _labelled("backend", parse_backend, given["backend"])
-    )
+    given = _parse_arguments(mark)
+    world_size = given["world_size"] or parametrized or options.world_size
+    device = given["device"]
+    backend = given["backend"] or options.backend
     if device == "cuda" and backend == "fake":
         raise BadValueError(
             "device='cuda' with the fake backend, whose ranks are simulated on the CPU; drop "
             "device='cuda', or run the test on GPUs with backend='nccl'"
         )
+    if backend is None:
+        backend = "nccl" if device != "cpu" and count_gpus() >= world_size else "gloo"
     if device == "cuda" and backend == "gloo" and count_gpus() == 0:
         raise BadValueError(
             "device='cuda', but no GPU is visible; drop it, or guard the test with "
@@ -106,25 +105,20 @@ def resolve(
             "the session's backend is nccl, but no GPU is visible; drop --comm-backend nccl (ini "
             "fsdp_comm_backend) to use gloo, or run on a machine with a GPU for each rank"
         )
-    is_launched = options.launched is not None and options.launched.world_size == world_size
     ranks = _ranks(given["ranks"], world_size, backend)
-    if not is_launched:
-        _check_process_count(world_size, backend)
-        _check_slots(len(ranks), options.rank_slots)
+    if options.launched is None or options.launched.world_size != world_size:
+        _check_room(world_size, backend, len(ranks), options.rank_slots)
     if options.pdb_rank is not None and options.pdb_rank not in ranks:
         raise BadValueError(
             f"--pdb-rank {options.pdb_rank} is not a rank of this test, which runs on "
             f"{name_ranks(ranks)}: choose one of these, or select other tests"
         )
-    timeout = given["timeout_s"]
     return DistributedSettings(
         world_size=world_size,
         backend=backend,
         ranks=ranks,
-        scope=_one_of("scope", given["scope"] or "test", get_args(Scope)),
-        timeout_s=options.timeout_s
-        if timeout is None
-        else _labelled("timeout_s", parse_timeout_s, timeout),
+        scope=given["scope"] or "test",
+        timeout_s=given["timeout_s"] or options.timeout_s,
         device=device,
     )
 
@@ -156,33 +150,45 @@ def snapshot_test_name(item: pytest.Item) -> str:
     return ".".join((*classes, name))
 
 
-def _marker_arguments(mark: pytest.Mark) -> Mapping[str, Any]:
+def _parse_arguments(mark: pytest.Mark) -> dict[str, Any]:
+    """The marker's arguments by name, parsed; None where it gives none.
+
+    A list of world sizes is checked, and given as None: each item has its own.
+    """
     if len(mark.args) > 1:
         raise BadValueError(
             f"takes one positional argument (world_size), got {len(mark.args)}: "
             f"{', '.join(map(repr, mark.args))}; write {MARKER_SIGNATURE}"
         )
     for name in mark.kwargs:
-        if name not in _ALLOWED:
+        if name not in MARKER_ARGUMENTS:
+            meant = _ALIASES.get(name) or closest(name, MARKER_ARGUMENTS)
             raise BadValueError(
-                f"unknown argument {name!r}; allowed are {', '.join(_ALLOWED)}{_hint(name)}"
+                f"unknown argument {name!r}; allowed are {', '.join(MARKER_ARGUMENTS)}"
+                f"{did_you_mean(meant)}"
             )
     if mark.args and "world_size" in mark.kwargs:
         raise BadValueError("world_size is given twice, by position and by name")
-    named = dict(mark.kwargs)
+    named = {**dict.fromkeys(MARKER_ARGUMENTS), **mark.kwargs}
     if mark.args:
         named["world_size"] = mark.args[0]
-    return {name: named.get(name) for name in _ALLOWED}
+    sizes = named["world_size"]
+    if isinstance(sizes, (list, tuple)):
+        if not sizes:
+            raise BadValueError("world_size=[] lists no world size; expected e.g. [2, 4]")
+        for size in sizes:
+            _parse("world_size", size)
+        if len(set(sizes)) < len(sizes):
+            raise BadValueError(f"world_size={sizes!r} lists a world size twice")
+        named["world_size"] = None
+    return {name: None if given is None else _parse(name, given) for name, given in named.items()}
 
 
-def _hint(name: str) -> str:
-    aliases = {
-        "nprocs": "world_size",
-        "n": "world_size",
-        "num_ranks": "world_size",
-        "timeout": "timeout_s",
-    }
-    return did_you_mean(aliases.get(name) or closest(name, _ALLOWED))
+def _parse(name: str, given: object) -> Any:
+    try:
+        return _PARSERS[name](given) if name in _PARSERS else given
+    except BadValueError as problem:
+        raise BadValueError(f"{name}: {problem}") from None
 
 
 def resolve_items(
@@ -227,43 +233,20 @@ def refuse(session: pytest.Session, items: list[pytest.Item], text: str) -> None
         raise pytest.UsageError(text)
 
 
-def _labelled(name: str, parse: Callable[[Any], Any], value: Any) -> Any:
-    try:
-        return parse(value)
-    except BadValueError as problem:
-        raise BadValueError(f"{name}: {problem}") from None
-
-
-def _check_process_count(world_size: int, backend: Backend) -> None:
+def _check_room(world_size: int, backend: Backend, num_running: int, slots: int | None) -> None:
+    """Refuses more ranks than this machine, or the session, starts."""
     if backend != "fake" and world_size > MAX_PROCESSES:
         raise BadValueError(
             f"world_size: {world_size} ranks are too many processes for one machine (at most "
             f"{MAX_PROCESSES} with {backend}); simulate them in one process with backend='fake' "
             "or --comm-backend fake"
         )
-
-
-def _check_slots(count: int, slots: int | None) -> None:
-    if slots is not None and count > slots:
+    if slots is not None and num_running > slots:
         raise BadValueError(
-            f"{count} ranks do not fit into the {slots} that --rank-slots (ini "
-            f"fsdp_comm_rank_slots) allows at once; allow at least {count}, lower the world "
+            f"{num_running} ranks do not fit into the {slots} that --rank-slots (ini "
+            f"fsdp_comm_rank_slots) allows at once; allow at least {num_running}, lower the world "
             "size, or simulate it in one process with backend='fake'"
         )
-
-
-def _default_backend(
-    device: Device | None, world_size: int, count_gpus: Callable[[], int]
-) -> Backend:
-    return "nccl" if device != "cpu" and count_gpus() >= world_size else "gloo"
-
-
-def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> Any:
-    if value not in allowed:
-        raise BadValueError(
-            f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}"
-        )
-    return value
 
 
 def _ranks(given: object, world_size: int, backend: Backend) -> tuple[int, ...]:
@@ -277,8 +260,7 @@ def _ranks(given: object, world_size: int, backend: Backend) -> tuple[int, ...]:
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise BadValueError(f"ranks: expected a list of ranks such as (0, 3), got {given!r}")
     for rank in given:
-        number = parse_whole_number(rank)
-        if isinstance(rank, str) or number is None or not 0 <= number < world_size:
+        if type(rank) is not int or not 0 <= rank < world_size:
             raise BadValueError(
                 f"ranks: expected whole numbers from 0 to {world_size - 1}, got {rank!r}"
             )

@@ -1,4 +1,4 @@
-"""Command line, ini and marker, parsed once into frozen values; every usage error lives here."""
+"""Command line, ini and marker: each setting declared once, parsed once into frozen values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import math
 import os
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 import pytest
 
@@ -44,7 +45,7 @@ MARKER_ARGUMENTS: Final = {
     "nccl, else cpu)",
 }
 """The marker's arguments, each with what it does. Those without a default here default to the
-command line option, or ini value, of the same meaning."""
+field of `SessionOptions` of the same name."""
 WORLD_SIZE_PARAM: Final = "_fsdp_comm_world_size"
 """Name of the fixture that carries a parametrized world size."""
 
@@ -53,10 +54,220 @@ MAX_PROCESSES: Final = 256
 2.13, CPU) outgrow a machine, and a simulation shows the same."""
 MAX_SIMULATED: Final = 131_072
 """Largest world size with ``fake``: 16 times the largest mesh that the recorder was measured on."""
+_MAX_PROBLEMS: Final = 20
+"""A screen."""
 
-DEFAULT_WORLD_SIZE: Final = 2
-DEFAULT_TIMEOUT_S: Final = 120.0
-DEFAULT_PROGRESS_S: Final = 30.0
+
+class BadValueError(ValueError):
+    """What is wrong with one value; the caller adds where it came from."""
+
+
+def parse_whole_number(value: object, *, expected: str, least: int, most: float = math.inf) -> int:
+    """Parses an int, or a decimal text; bools are refused.
+
+    Raises:
+        BadValueError: It is something else, or out of range.
+    """
+    number = value
+    if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]+\s*", value):
+        number = int(value)
+    if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= most:
+        raise BadValueError(f"expected {expected}, got {value!r}")
+    return number
+
+
+parse_world_size = partial(
+    parse_whole_number,
+    expected=f"a whole number of ranks from 1 to {MAX_PROCESSES} (to {MAX_SIMULATED} with the fake "
+    "backend)",
+    least=1,
+    most=MAX_SIMULATED,
+)
+
+
+def parse_timeout_s(value: object) -> float:
+    """Parses a deadline in seconds, greater than 0 and finite.
+
+    Raises:
+        BadValueError: It is something else.
+    """
+    try:
+        seconds = float(value)  # type: ignore[arg-type]  # what float() rejects is reported below
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if isinstance(value, bool) or not 0 < seconds < math.inf:
+        raise BadValueError(f"expected a positive number of seconds, got {value!r}")
+    return seconds
+
+
+def parse_choice(value: Any, *, allowed: Sequence[Any]) -> Any:
+    """Returns a value that is one of a few.
+
+    Raises:
+        BadValueError: It is none of them.
+    """
+    if value not in allowed:
+        raise BadValueError(f"expected one of {', '.join(map(str, allowed))}, got {value!r}")
+    return value
+
+
+parse_backend = partial(parse_choice, allowed=get_args(Backend))
+
+
+def _parse_artifacts_dir(directory: Path) -> Path:
+    """Refuses a directory that cannot be made, before what differs would be lost for it."""
+    found = next(path for path in (directory, *directory.parents) if path.exists())
+    if not found.is_dir():
+        raise BadValueError(
+            f"expected a directory for what failed comparisons received, but {found} is a file; "
+            "choose a directory that can be made and written"
+        )
+    return directory
+
+
+class Setting(NamedTuple):
+    """How users set a field of `SessionOptions`."""
+
+    flag: str
+    """The option of the command line, which wins over the ini value; empty if there is none."""
+    metavar: str
+    """How the option calls its value; ``DIR`` and ``FILE`` are paths."""
+    ini: str
+    """The name in the ini file; empty if there is none."""
+    has_lines: bool
+    """Whether the ini value is a list of lines."""
+    parse: Callable[[Any], Any]
+    """Makes the value of a text, lines, or an absolute path; raises ValueError."""
+    text: str
+    """What it does, for ``--help`` and docs/reference/options.md."""
+    default_text: str
+    """Empty if the default is not worth a word."""
+
+
+def _setting(
+    spelled: str,
+    parse: Callable[[Any], Any],
+    text: str,
+    default: Any = None,
+    default_text: str = "",
+) -> Any:
+    """Declares a field that users spell ``--flag=METAVAR``, ``ini_name``, ``ini_name=LINES``."""
+    spellings = {
+        name[:2] == "--": (name, value) for name, value in re.findall(r"([\w-]+)=?(\S*)", spelled)
+    }
+    flag, metavar = spellings.get(True, ("", ""))
+    ini, kind = spellings.get(False, ("", ""))
+    if default is not None and not default_text:
+        default_text = f"{default:.0f}" if isinstance(default, float) else str(default)
+    setting = Setting(flag, metavar, ini, kind == "LINES", parse, text, default_text)
+    return field(default=default, metadata={"setting": setting})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """What command line and ini set, before any marker is looked at."""
+
+    snapshot_anchor: Path
+    """Absolute directory whose tree `snapshot_dir` mirrors: pytest's root directory, or, where
+    several projects share a snapshot directory above theirs, the directory that it is in."""
+    launched: LaunchedRank | None = None
+    """This process's rank, if torchrun or the like started it; None if it starts the ranks of its
+    tests itself."""
+    world_size: int = _setting(
+        "--world-size=N fsdp_comm_world_size",
+        parse_world_size,
+        "ranks for distributed tests whose marker names no world size",
+        2,
+    )
+    backend: Backend | None = _setting(
+        "--comm-backend=NAME fsdp_comm_backend",
+        parse_backend,
+        "backend for tests whose marker names none: gloo, nccl or fake (simulated in one process)",
+        default_text="nccl with enough GPUs, else gloo",
+    )
+    timeout_s: float = _setting(
+        "--comm-timeout=SECONDS fsdp_comm_timeout_s",
+        parse_timeout_s,
+        "deadline of a distributed test whose marker names none",
+        120.0,
+    )
+    rank_slots: int | None = _setting(
+        "--rank-slots=N fsdp_comm_rank_slots",
+        partial(parse_whole_number, expected="a whole number of ranks, at least 1", least=1),
+        "run at most N ranks at once across all xdist workers: a test waits until there is room "
+        "for its ranks",
+        default_text="no limit",
+    )
+    artifacts_dir: Path | None = _setting(
+        "--comm-artifacts=DIR",
+        _parse_artifacts_dir,
+        "keep what failed comparisons received and expected, and their stories, in DIR; `fsdp-comm "
+        "accept DIR` accepts them",
+    )
+    report_dir: Path | None = _setting(
+        "--comm-report=DIR",
+        Path,
+        "write an HTML report of the run to DIR/index.html: what each test sent, gathered and "
+        "sharded, and how that differs from its snapshots",
+    )
+    pdb_rank: int | None = _setting(
+        "--pdb-rank=N",
+        partial(parse_whole_number, expected="a rank, 0 or greater", least=0),
+        "the rank in which --pdb, --trace and breakpoint() debug a distributed test",
+        default_text="the lowest that runs",
+    )
+    summary_file: Path | None = _setting(
+        "--comm-summary=FILE",
+        Path,
+        "write what differs from the snapshots, and what that costs, to FILE as Markdown (on "
+        "GitHub, the summary of the step has it without this option)",
+    )
+    progress_s: float = _setting(
+        "fsdp_comm_progress_s",
+        parse_timeout_s,
+        "report on the terminal where the ranks of a test are if it still runs after this many "
+        "seconds, and again each time the elapsed time has doubled",
+        30.0,
+    )
+    unseen: UnseenLevel = _setting(
+        "fsdp_comm_unseen",
+        partial(parse_choice, allowed=get_args(UnseenLevel)),
+        "error: a recording that lacks something which was sent is compared with no snapshot; "
+        "warn: it is, with a warning",
+        "error",
+    )
+    snapshot_dir: Path = _setting(
+        "fsdp_comm_snapshot_dir",
+        Path,
+        "directory of the communication snapshots, relative to the root directory",
+        Path("snapshots"),
+    )
+    findings: FindingSettings = _setting(
+        "fsdp_comm_findings=LINES",
+        parse_settings,
+        "levels and thresholds of fsdp_tree's findings, one per line: 'split-tie = off', "
+        "'small_nbytes = 4096'",
+        FindingSettings(),
+        "those of docs/fsdp-tree.md",
+    )
+    links: Links = _setting(
+        "fsdp_comm_links=LINES",
+        parse_links,
+        "bandwidth and latency of mesh axes, one per line: 'dp: 50 GB/s 10 us', or '*' for all "
+        "others; differences are then estimated in seconds",
+        Links(),
+        "none",
+    )
+
+
+_DECLARED: Final[dict[str, Setting]] = {
+    entry.name: entry.metadata["setting"] for entry in fields(SessionOptions) if entry.metadata
+}
+"""By field."""
+PATH_OPTIONS: Final = tuple(
+    setting.flag for setting in _DECLARED.values() if setting.metavar in {"DIR", "FILE"}
+)
+"""The command line options that take a path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,63 +294,14 @@ class DistributedSettings:
         return f"ws{self.world_size}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOptions:
-    """What command line and ini set, before any marker is looked at."""
-
-    world_size: int
-    """World size of tests whose marker names none."""
-    backend: Backend | None
-    """Backend of tests whose marker names none; None chooses by the GPUs that are visible."""
-    timeout_s: float
-    """Deadline of tests whose marker names none, in seconds."""
-    snapshot_dir: Path
-    """Absolute directory of the snapshot files."""
-    snapshot_anchor: Path
-    """Absolute directory whose tree `snapshot_dir` mirrors: pytest's root directory, or, where
-    several projects share a snapshot directory above theirs, the directory that it is in."""
-    artifacts_dir: Path | None
-    """Absolute directory for what failed comparisons received; None keeps nothing."""
-    report_dir: Path | None = None
-    """Absolute directory for the HTML report of the run; None writes none."""
-    summary_file: Path | None = None
-    """Absolute path of the Markdown file that tells the session's outcome; None for none."""
-    findings: FindingSettings = field(default_factory=FindingSettings)
-    """What counts as a finding of a sharded tree."""
-    links: Links = field(default_factory=Links)
-    """How fast axes are, for the estimated seconds of a difference."""
-    unseen: UnseenLevel = "error"
-    """What becomes of a comparison with a recording that lacks something which was sent."""
-    progress_s: float = DEFAULT_PROGRESS_S
-    """Seconds after which a test that still runs is shown on the terminal."""
-    launched: LaunchedRank | None = None
-    """This process's rank, if torchrun or the like started it; None if it starts the ranks of its
-    tests itself."""
-    pdb_rank: int | None = None
-    """The rank that debuggers run in; None chooses the lowest of each test."""
-    rank_slots: int | None = None
-    """Ranks that may live at once in all processes of the session; None sets no limit."""
-
-
 SETTINGS: Final = pytest.StashKey[DistributedSettings]()
 """On an item's stash: present exactly if the test is distributed."""
 OPTIONS: Final = pytest.StashKey[SessionOptions]()
 """On the config's stash, from ``pytest_configure`` on."""
 
 
-PATH_OPTIONS: Final = ("--comm-artifacts", "--comm-report", "--comm-summary")
-"""The command line options that take a path."""
-
-_MAX_PROBLEMS: Final = 20
-"""A screen."""
-
-
-class BadValueError(ValueError):
-    """What is wrong with one value; the caller adds where it came from."""
-
-
 def show_problems(problems: Sequence[str]) -> str:
-    """Usage errors under one headline, each on a line; one alone needs none.
+    """Puts usage errors under one headline, each on a line; one alone needs none.
 
     Args:
         problems: At least one.
@@ -158,91 +320,17 @@ def show_problems(problems: Sequence[str]) -> str:
 
 def add_options(parser: pytest.Parser) -> None:
     """Registers the command line options and ini values."""
-    # No defaults here: a default on the command line would hide the ini value.
     group = parser.getgroup("fsdp-comm", "communication regression tests (pytest-fsdp-comm)")
-    group.addoption(
-        "--world-size",
-        metavar="N",
-        help="ranks for distributed tests whose marker names no world size "
-        f"(ini: fsdp_comm_world_size; default {DEFAULT_WORLD_SIZE})",
-    )
-    group.addoption(
-        "--comm-backend",
-        metavar="NAME",
-        help="backend for tests whose marker names none: gloo, nccl or fake (simulated in one "
-        "process) (ini: fsdp_comm_backend; default: nccl with enough GPUs, else gloo)",
-    )
-    group.addoption(
-        "--comm-timeout",
-        metavar="SECONDS",
-        help="deadline of a distributed test whose marker names none "
-        f"(ini: fsdp_comm_timeout_s; default {DEFAULT_TIMEOUT_S:.0f})",
-    )
-    group.addoption(
-        "--rank-slots",
-        metavar="N",
-        help="run at most N ranks at once across all xdist workers: a test waits until there is "
-        "room for its ranks (ini: fsdp_comm_rank_slots; default: no limit)",
-    )
-    group.addoption(
-        "--comm-artifacts",
-        metavar="DIR",
-        help="keep what failed comparisons received and expected, and their stories, in DIR; "
-        "`fsdp-comm accept DIR` accepts them",
-    )
-    group.addoption(
-        "--comm-report",
-        metavar="DIR",
-        help="write an HTML report of the run to DIR/index.html: what each test sent, gathered and "
-        "sharded, and how that differs from its snapshots",
-    )
-    group.addoption(
-        "--pdb-rank",
-        metavar="N",
-        help="the rank in which --pdb, --trace and breakpoint() debug a distributed test "
-        "(default: the lowest that runs)",
-    )
-    group.addoption(
-        "--comm-summary",
-        metavar="FILE",
-        help="write what differs from the snapshots, and what that costs, to FILE as Markdown (on "
-        "GitHub, the summary of the step has it without this option)",
-    )
-    parser.addini("fsdp_comm_world_size", "default for --world-size", default="")
-    parser.addini("fsdp_comm_backend", "default for --comm-backend", default="")
-    parser.addini("fsdp_comm_timeout_s", "default for --comm-timeout, in seconds", default="")
-    parser.addini(
-        "fsdp_comm_progress_s",
-        "report on the terminal where the ranks of a test are if it still runs after this many "
-        "seconds, and again each time the elapsed time has doubled (default: "
-        f"{DEFAULT_PROGRESS_S:.0f})",
-        default="",
-    )
-    parser.addini(
-        "fsdp_comm_unseen",
-        "error: a recording that lacks something which was sent is compared with no snapshot; "
-        "warn: it is, with a warning (default: error)",
-        default="",
-    )
-    parser.addini("fsdp_comm_rank_slots", "default for --rank-slots", default="")
-    parser.addini(
-        "fsdp_comm_snapshot_dir",
-        "directory of the communication snapshots, relative to the root directory (default: "
-        "snapshots)",
-        default="snapshots",
-    )
-    parser.addini(
-        "fsdp_comm_findings",
-        "levels and thresholds of fsdp_tree's findings, one per line: 'split-tie = off', "
-        "'small_nbytes = 4096' (default: those of docs/fsdp-tree.md)",
-        type="linelist",
-    )
-    parser.addini(
-        "fsdp_comm_links",
-        "bandwidth and latency of mesh axes, one per line: 'dp: 50 GB/s 10 us', or '*' for all "
-        "others; differences are then estimated in seconds (default: none)",
-        type="linelist",
-    )
+    for flag, metavar, ini, has_lines, _, text, default in _DECLARED.values():
+        known = [f"ini: {ini}"] if flag and ini else []
+        known += [f"default: {default}"] if default else []
+        described = f"{text} ({'; '.join(known)})" if known else text
+        if flag:
+            # No default here: it would hide the ini value.
+            group.addoption(flag, metavar=metavar, help=described)
+        if ini:
+            kind: Literal["linelist", "string"] = "linelist" if has_lines else "string"
+            parser.addini(ini, f"default for {flag}" if flag else described, type=kind)
 
 
 def join_paths(arguments: Iterable[str]) -> list[str]:
@@ -320,72 +408,43 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
     """
     problems: list[str] = []
 
-    def attempt(where: str, parse: Callable[[Any], Any], given: Any, default: Any) -> Any:
+    def attempt(where: str, parse: Callable[[Any], Any], given: Any) -> Any:
         try:
             return parse(given)
         except (ValueError, pytest.UsageError) as problem:
             problems.append(f"{where}{problem}")
-            return default
+            return None
 
-    def read(flag: str, ini: str, parse: Callable[[str], Any], default: Any) -> Any:
-        given = config.getoption(flag) if flag else None
-        text, where = (given, flag) if given is not None else (config.getini(ini), f"ini {ini}")
-        if given is None and not text:
-            return default
-        return attempt(f"{where}: ", parse, text, default)
-
-    findings = attempt("ini ", parse_settings, config.getini("fsdp_comm_findings"), None)
-    links = attempt("ini ", parse_links, config.getini("fsdp_comm_links"), None)
-    artifacts = config.getoption("--comm-artifacts")
-    report = config.getoption("--comm-report")
-    summary = config.getoption("--comm-summary")
-    snapshot_dir = attempt("", _read_snapshot_dir, config, config.rootpath)
-    launched = attempt("", _read_launch, config, None)
-    world_size = read("--world-size", "fsdp_comm_world_size", parse_world_size, DEFAULT_WORLD_SIZE)
+    values: dict[str, Any] = {}
+    for name, setting in _DECLARED.items():
+        where, given = _given(config, setting)
+        if given is not None:
+            values[name] = attempt(where, setting.parse, given)
+    launched = attempt("", _read_launch, config)
     if launched and config.getoption("--world-size") is None:
         # The ini value is the project's default; what was launched is what was asked for now.
-        world_size = launched.world_size
-    if artifacts:
-        attempt(
-            "--comm-artifacts: ", _check_artifacts, config.invocation_params.dir / artifacts, None
-        )
-    options = SessionOptions(
-        world_size=world_size,
-        backend=read("--comm-backend", "fsdp_comm_backend", parse_backend, None),
-        timeout_s=read("--comm-timeout", "fsdp_comm_timeout_s", parse_timeout_s, DEFAULT_TIMEOUT_S),
-        snapshot_dir=snapshot_dir,
-        snapshot_anchor=anchor_of(snapshot_dir, config.rootpath),
-        # Relative to where the user typed it, as with --junitxml.
-        artifacts_dir=config.invocation_params.dir / artifacts if artifacts else None,
-        report_dir=config.invocation_params.dir / report if report else None,
-        summary_file=config.invocation_params.dir / summary if summary else None,
-        findings=findings,
-        links=links,
-        unseen=read("", "fsdp_comm_unseen", _parse_unseen, "error"),
-        progress_s=read("", "fsdp_comm_progress_s", parse_timeout_s, DEFAULT_PROGRESS_S),
-        launched=launched,
-        pdb_rank=attempt("", _read_pdb_rank, config, None),
-        rank_slots=read("--rank-slots", "fsdp_comm_rank_slots", parse_rank_slots, None),
-    )
+        values["world_size"] = launched.world_size
+    if values.get("pdb_rank") is not None and config.getoption("dist", "no") != "no":
+        # As xdist words it for --pdb.
+        problems.append("--pdb-rank is incompatible with distributing tests; try using -n0 or -nno")
+    directory = attempt("", _read_snapshot_dir, config)
     if problems:
         raise pytest.UsageError(show_problems(problems))
-    return options
+    values |= {"snapshot_dir": directory, "launched": launched}
+    return SessionOptions(snapshot_anchor=anchor_of(directory, config.rootpath), **values)
 
 
-def _check_artifacts(directory: Path) -> None:
-    """Refuses a directory that cannot be made, before what differs would be lost for it."""
-    found = next(path for path in (directory, *directory.parents) if path.exists())
-    if not found.is_dir():
-        raise BadValueError(
-            f"expected a directory for what failed comparisons received, but {found} is a file; "
-            "choose a directory that can be made and written"
-        )
-
-
-def _parse_unseen(text: str) -> str:
-    if text not in get_args(UnseenLevel):
-        raise BadValueError(f"expected one of {', '.join(get_args(UnseenLevel))}, got {text!r}")
-    return text
+def _given(config: pytest.Config, setting: Setting) -> tuple[str, Any]:
+    """Finds where a setting is given, to begin an error with, and its text; None if nowhere."""
+    given = config.getoption(setting.flag) if setting.flag else None
+    if setting.flag in PATH_OPTIONS:
+        # Relative to where the user typed it, as with --junitxml.
+        given = config.invocation_params.dir / given if given else None
+    if given is not None or not setting.ini:
+        return f"{setting.flag}: ", given
+    # What parses lines says itself which is wrong.
+    where = "ini " if setting.has_lines else f"ini {setting.ini}: "
+    return where, config.getini(setting.ini) or None
 
 
 def _read_launch(config: pytest.Config) -> LaunchedRank | None:
@@ -402,7 +461,7 @@ def _read_launch(config: pytest.Config) -> LaunchedRank | None:
 
 def _read_snapshot_dir(config: pytest.Config) -> Path:
     # Without "..", by which two names of one directory would differ; a link's is its target's.
-    given = Path(config.getini("fsdp_comm_snapshot_dir"))
+    given = Path(config.getini("fsdp_comm_snapshot_dir") or "snapshots")
     root = config.rootpath.resolve() if ".." in given.parts else config.rootpath
     directory = Path(os.path.normpath(root / given))
     foreign = getattr(config.option, "snapshot_dirname", "")
@@ -415,90 +474,12 @@ def _read_snapshot_dir(config: pytest.Config) -> Path:
     return directory
 
 
-def _read_pdb_rank(config: pytest.Config) -> int | None:
-    given = config.getoption("--pdb-rank")
-    if given is None:
-        return None
-    number = parse_whole_number(given)
-    if number is None or number < 0:
-        raise pytest.UsageError(f"--pdb-rank: expected a rank, 0 or greater, got {given!r}")
-    if config.getoption("dist", "no") != "no":
-        # As xdist words it for --pdb.
-        raise pytest.UsageError(
-            "--pdb-rank is incompatible with distributing tests; try using -n0 or -nno"
-        )
-    return number
-
-
 def describe(options: SessionOptions) -> str:
-    """The line of the report header."""
+    """Returns the line of the report header."""
     backend = options.backend or "nccl with enough GPUs, else gloo"
-    launched = options.launched
-    rank = ""
-    if launched:
-        rank = f", rank {launched.rank} of {launched.world_size} started by {launched.launcher}"
-    slots = "" if options.rank_slots is None else f", at most {options.rank_slots} ranks at once"
-    return f"fsdp-comm: world size {options.world_size}, backend {backend}{rank}{slots}"
-
-
-def parse_world_size(value: object) -> int:
-    """A number of ranks, given as an int or in decimal.
-
-    Raises:
-        BadValueError: It is something else; the text says what was expected and what came.
-    """
-    number = parse_whole_number(value)
-    if number is None or number < 1 or number > MAX_SIMULATED:
-        raise BadValueError(
-            f"expected a whole number of ranks from 1 to {MAX_PROCESSES} "
-            f"(to {MAX_SIMULATED} with the fake backend), got {value!r}"
-        )
-    return number
-
-
-def parse_whole_number(value: object) -> int | None:
-    """An int, or a decimal text, as an int; None for anything else, bools included."""
-    if isinstance(value, str):
-        return int(value) if re.fullmatch(r"\s*-?[0-9]+\s*", value) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def parse_rank_slots(value: object) -> int:
-    """How many ranks may live at once, in decimal.
-
-    Raises:
-        BadValueError: It is something else; the text says what was expected and what came.
-    """
-    number = parse_whole_number(value)
-    if number is None or number < 1:
-        raise BadValueError(f"expected a whole number of ranks, at least 1, got {value!r}")
-    return number
-
-
-def parse_backend(value: object) -> Backend:
-    """The name of a backend.
-
-    Raises:
-        BadValueError: It is something else; the text says what was expected and what came.
-    """
-    for name in get_args(Backend):
-        if value == name:
-            return name  # type: ignore[no-any-return]  # get_args is untyped
-    raise BadValueError(
-        f"unknown backend {value!r}; expected one of {', '.join(get_args(Backend))}"
-    )
-
-
-def parse_timeout_s(value: object) -> float:
-    """A deadline in seconds, greater than 0 and finite.
-
-    Raises:
-        BadValueError: It is something else; the text says what was expected and what came.
-    """
-    try:
-        seconds = float(value)  # type: ignore[arg-type]  # what float() rejects is reported below
-    except (TypeError, ValueError):
-        seconds = math.nan
-    if isinstance(value, bool) or not seconds > 0 or math.isinf(seconds):
-        raise BadValueError(f"expected a positive number of seconds, got {value!r}")
-    return seconds
+    text = f"fsdp-comm: world size {options.world_size}, backend {backend}"
+    if launched := options.launched:
+        text += f", rank {launched.rank} of {launched.world_size} started by {launched.launcher}"
+    if options.rank_slots is not None:
+        text += f", at most {options.rank_slots} ranks at once"
+    return text

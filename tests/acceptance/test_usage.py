@@ -82,9 +82,9 @@ def test_all_bad_options_are_shown_at_once(project):
     head, *told = filter(None, result.stderr.lines)
     assert head == "ERROR: 10 usage errors of pytest-fsdp-comm:"
     assert [line.partition(":")[0].partition(",")[0].strip() for line in told] == [
+        *("--world-size", "--comm-backend", "--comm-timeout", "ini fsdp_comm_rank_slots"),
+        *("--pdb-rank", "ini fsdp_comm_progress_s", "ini fsdp_comm_unseen"),
         *("ini fsdp_comm_findings", "ini fsdp_comm_links", "ini fsdp_comm_snapshot_dir"),
-        *("--world-size", "--comm-backend", "--comm-timeout", "ini fsdp_comm_unseen"),
-        *("ini fsdp_comm_progress_s", "--pdb-rank", "ini fsdp_comm_rank_slots"),
     ]
 
 
@@ -105,7 +105,7 @@ def test_a_bad_marker_of_a_deselected_test_stops_nobody(project):
         ),
         (
             ["--comm-backend", "mpi"],
-            "--comm-backend: unknown backend 'mpi'; expected one of gloo, nccl, fake",
+            "--comm-backend: expected one of gloo, nccl, fake, got 'mpi'",
         ),
         (
             ["--comm-timeout", "0"],
