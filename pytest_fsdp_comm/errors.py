@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-_LONGEST_QUOTE: Final = 100
-"""An error quotes 200 characters at most: two lines, or a line and two of its parts."""
-_LONGEST_PART: Final = 50
-
 
 def printable(text: str, keep: str = "") -> str:
     r"""A text that neither steers a terminal nor begins a line: ``\x1b`` in place of an escape.
@@ -27,13 +21,13 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def quoted(text: str) -> str:
-    """What came, in quotes, cut so that an error stays short whatever came."""
-    return _quoted(text, _LONGEST_QUOTE)
+    """Quotes what came, cut so that an error stays short: at most 100 characters."""
+    return _quoted(text, 100)
 
 
 def quoted_part(text: str) -> str:
-    """As `quoted`, of a part of a line that may be quoted too."""
-    return _quoted(text, _LONGEST_PART)
+    """As `quoted`, of a part of a line that may be quoted too: at most 50 characters."""
+    return _quoted(text, 50)
 
 
 def _quoted(text: str, most: int) -> str:

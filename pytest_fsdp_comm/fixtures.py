@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.noting import NOTING
+from pytest_fsdp_comm.observers import OBSERVER
 from pytest_fsdp_comm.options import OPTIONS
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.text.suggestions import NamedAttributes, shows_usage
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 
 _IMPORTED: Final = {
-    "comm_mode": ("pytest_fsdp_comm.recording.comm_mode",),
-    "fsdp_tree": ("pytest_fsdp_comm.fsdp_tree",),
+    "comm_mode": "pytest_fsdp_comm.recording.comm_mode",
+    "fsdp_tree": "pytest_fsdp_comm.fsdp_tree",
 }
-"""What each fixture imports when a test first asks for it."""
+"""What each fixture imports when a test first requests it."""
 
 
 def imported_by(items: Iterable[pytest.Item]) -> list[str]:
     """The modules that tests' fixtures import, beside torch's."""
     fixtures = {name for item in items for name in getattr(item, "fixturenames", ())}
-    return [module for name, modules in _IMPORTED.items() if name in fixtures for module in modules]
+    return [module for name, module in _IMPORTED.items() if name in fixtures]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +57,14 @@ class DistInfo(NamedAttributes):
     """Where this rank's tensors belong: ``cpu`` or ``cuda:N``."""
 
 
-class MakeDeviceMesh(Protocol):
-    """What the fixture ``device_mesh`` gives."""
+class MakeDeviceMesh:
+    """Makes meshes of the ranks of one test: the value of the fixture ``device_mesh``."""
 
+    def __init__(self, dist_info: DistInfo) -> None:
+        """Keeps where the test runs."""
+        self._dist_info = dist_info
+
+    @shows_usage("device_mesh", usage="device_mesh(dp=2, tp=-1)")
     def __call__(self, **axes: int) -> DeviceMesh:
         """Makes a mesh of all ranks with named axes, e.g. ``device_mesh(dp=2, tp=2)``.
 
@@ -70,7 +75,24 @@ class MakeDeviceMesh(Protocol):
         Raises:
             FsdpCommError: The product of the sizes is not the world size.
         """
-        ...
+        from pytest_fsdp_comm.ranks.rank.process_group import has_group, make_mesh  # noqa: PLC0415  # loads torch
+
+        # Tests without the marker may make groups on their own, under a launcher too.
+        if not (self._dist_info.backend or has_group() or "RANK" in os.environ):
+            test = os.environ.get("PYTEST_CURRENT_TEST", "this test").partition(" (")[0]
+            size = math.prod(axes.values()) if min(axes.values(), default=0) > 0 else 2
+            raise FsdpCommError(
+                f"device_mesh needs ranks, but {test} is not marked as distributed and "
+                "runs in pytest's own process. Mark it, its class or its module: "
+                f"@pytest.mark.distributed(world_size={size})"
+            )
+        sizes = mesh_sizes(axes or {"dp": -1}, self._dist_info.world_size)
+        mesh: DeviceMesh = make_mesh(self._dist_info.device.partition(":")[0], sizes)
+        return mesh
+
+    def __repr__(self) -> str:
+        """Short, since pytest shows it beside every failure of a test that has the fixture."""
+        return f"<MakeDeviceMesh of {self._dist_info.world_size} ranks>"
 
 
 @pytest.fixture
@@ -99,34 +121,7 @@ def dist_info(request: pytest.FixtureRequest) -> DistInfo:
 @pytest.fixture(scope="session")
 def device_mesh(dist_info: DistInfo) -> MakeDeviceMesh:
     """Makes device meshes of all ranks, e.g. ``device_mesh(dp=2, tp=-1)``."""
-    return _MeshMaker(dist_info)
-
-
-class _MeshMaker:
-    """Makes meshes of the ranks of one test."""
-
-    def __init__(self, dist_info: DistInfo) -> None:
-        self._dist_info = dist_info
-
-    @shows_usage("device_mesh", usage="device_mesh(dp=2, tp=-1)")
-    def __call__(self, **axes: int) -> DeviceMesh:
-        from pytest_fsdp_comm.ranks.rank.process_group import has_group, make_mesh  # noqa: PLC0415  # loads torch
-
-        # Tests without the marker may make groups on their own, under a launcher too.
-        if not (self._dist_info.backend or has_group() or "RANK" in os.environ):
-            test = os.environ.get("PYTEST_CURRENT_TEST", "this test").partition(" (")[0]
-            size = math.prod(axes.values()) if min(axes.values(), default=0) > 0 else 2
-            raise FsdpCommError(
-                f"device_mesh needs ranks, but {test} is not marked as distributed and "
-                "runs in pytest's own process. Mark it, its class or its module: "
-                f"@pytest.mark.distributed(world_size={size})"
-            )
-        sizes = mesh_sizes(axes or {"dp": -1}, self._dist_info.world_size)
-        mesh: DeviceMesh = make_mesh(self._dist_info.device.partition(":")[0], sizes)
-        return mesh
-
-    def __repr__(self) -> str:
-        return f"<MakeDeviceMesh of {self._dist_info.world_size} ranks>"
+    return MakeDeviceMesh(dist_info)
 
 
 def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
@@ -162,12 +157,7 @@ def comm_mode(request: pytest.FixtureRequest) -> CommMode:
     )
     from pytest_fsdp_comm.snapshots.comm_text import format_profile  # noqa: PLC0415  # as above
 
-    context = _context(request)
-    if context is None:
-        return CommMode(show=format_profile, trace_operations=False)
-    return CommMode(
-        gather=context.exchange, ranks=context.ranks, show=format_profile, trace_operations=False
-    )
+    return CommMode(show=format_profile, trace_operations=False, **_exchange(request))
 
 
 @pytest.fixture
@@ -181,12 +171,13 @@ def fsdp_tree(request: pytest.FixtureRequest) -> TreeFactory:
         TreeFactory,
     )
 
-    context, findings = _context(request), request.config.stash[OPTIONS].findings
-    noting = request.config.stash.get(NOTING, None)
-    note = noting.note_tree if noting is not None else None
-    if context is None:
-        return TreeFactory(findings=findings, note=note)
-    return TreeFactory(findings=findings, gather=context.exchange, ranks=context.ranks, note=note)
+    stash = request.config.stash
+    observer = stash.get(OBSERVER, None)
+    return TreeFactory(
+        findings=stash[OPTIONS].findings,
+        note=observer.note_tree if observer is not None else None,
+        **_exchange(request),
+    )
 
 
 @pytest.fixture
@@ -199,10 +190,14 @@ def comm_snapshot(request: pytest.FixtureRequest, snapshot: SnapshotAssertion) -
     from pytest_fsdp_comm.snapshots.extension import bind_snapshot  # noqa: PLC0415  # on first use only
 
     context = _context(request)
-    if context is None:
-        return bind_snapshot(snapshot, request.node)
-    return bind_snapshot(snapshot, request.node, context.exchange)
+    return bind_snapshot(snapshot, request.node, *([context.exchange] if context else []))
 
 
 def _context(request: pytest.FixtureRequest) -> RankContext | None:
     return request.config.stash.get(RANK_CONTEXT, None)
+
+
+def _exchange(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The arguments by which a value reaches the other ranks; none outside of ranks."""
+    context = _context(request)
+    return {} if context is None else {"gather": context.exchange, "ranks": context.ranks}

@@ -1,57 +1,27 @@
-"""Collects a value from every rank, or says that the ranks are at different comparisons.
-
-Ranks differ little: most have the same, others the same but for a few rows. So a text has each
-entry of a value's tuples on a line of its own, and each text, and each line, is read once.
-"""
+"""Collects a value from every rank, or says that the ranks are at different comparisons."""
 
 from __future__ import annotations
 
 import json
 import typing
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import is_dataclass, replace
+from functools import cache, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pytest_fsdp_comm.errors import RanksDivergedError
-from pytest_fsdp_comm.text.codec import dump_document, from_json, load_document, to_json
+from pytest_fsdp_comm.text.codec import from_json, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _Value = TypeVar("_Value")
 
-_KIND: Final = "exchange"
-_VERSION: Final = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Message:
-    """The first line of what one rank gives to the others."""
-
-    label: str
-    value: Any
-    """As `to_json` makes it, with empty tuples: its class is not known before the labels are
-    compared."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """How many of the lines below are entries of each tuple, in this order."""
-
-
-class _Entries(dict[str, Any]):
-    """The entries of one tuple, by their lines; equal lines are one object."""
-
-    def __init__(self, kind: Any, where: str) -> None:
-        """Starts without entries: each is read when its line is first looked up.
-
-        Args:
-            kind: The class of the entries.
-            where: What they are, to begin an error with.
-        """
-        super().__init__()
-        self._kind, self._where = kind, where
-
-    def __missing__(self, line: str) -> Any:
-        self[line] = entry = from_json(self._kind, json.loads(line), where=self._where)
-        return entry
+# Note [Exchanged lines]: ranks differ little; most have the same, others the same but for a few
+# rows. So a text has each entry of a value's tuples on a line of its own, and each text, and each
+# line, is read once: equal entries of different ranks are one object, which merging tells apart by
+# identity. The first line is a list of the label, the value without these entries, and how many
+# lines each tuple has.
 
 
 def gather_alike(gather: Callable[[str], list[str]], label: str, value: _Value) -> list[_Value]:
@@ -64,23 +34,27 @@ def gather_alike(gather: Callable[[str], list[str]], label: str, value: _Value) 
 
     Returns:
         The values in rank order; those of equal texts are one object, and so are equal entries of
-        tuples of different ones.
+        tuples of different ones (see Note [Exchanged lines]).
 
     Raises:
         RanksDivergedError: Another rank exchanged something else.
     """
     kinds = _kinds_of_entries(type(value))
-    texts = gather(_written(label, value, kinds))
-    known = {name: _Entries(kind, f"{label}.{name}") for name, kind in kinds.items()}
+    data = to_json(value)
+    entries = {name: data.pop(name) for name in kinds}
+    counts = {name: len(listed) for name, listed in entries.items()}
+    lines = ([label, data, counts], *(entry for listed in entries.values() for entry in listed))
+    texts = gather("\n".join(json.dumps(line, separators=(",", ":")) for line in lines))
+    readers = {name: cache(partial(_read_entry, kind)) for name, kind in kinds.items()}
     values: dict[str, _Value] = {}
     others: set[str] = set()
     for text in dict.fromkeys(texts):
-        head, _, body = text.partition("\n")
-        message = load_document(_Message, _KIND, _VERSION, head)
-        if message.label == label:
-            values[text] = _read(type(value), message, body, known)
+        head, *rest = text.split("\n")
+        found, data, counts = json.loads(head)
+        if found == label:
+            values[text] = _read(type(value), data, counts, rest, readers)
         else:
-            others.add(message.label)
+            others.add(found)
     if others:
         raise RanksDivergedError(
             f"this rank compared {label} with a snapshot, another rank compared "
@@ -100,27 +74,22 @@ def _kinds_of_entries(cls: type) -> dict[str, Any]:
     }
 
 
-def _written(label: str, value: object, kinds: Mapping[str, Any]) -> str:
-    data = to_json(value)
-    entries = {name: data[name] for name in kinds}
-    message = _Message(
-        label=label,
-        value={**data, **dict.fromkeys(entries, ())} if entries else data,
-        counts={name: len(listed) for name, listed in entries.items()},
-    )
-    lines = (
-        json.dumps(entry, separators=(",", ":")) for listed in entries.values() for entry in listed
-    )
-    return "\n".join([dump_document(_KIND, _VERSION, message), *lines])
+def _read_entry(kind: Any, line: str) -> Any:
+    return from_json(kind, json.loads(line))
 
 
-def _read(cls: type[_Value], message: _Message, body: str, known: Mapping[str, _Entries]) -> _Value:
-    value = from_json(cls, message.value, where=message.label)
-    if not known:
-        return value
-    lines = iter(body.split("\n"))
+def _read(
+    cls: type[_Value],
+    data: Any,
+    counts: Mapping[str, int],
+    lines: list[str],
+    readers: Mapping[str, Callable[[str], Any]],
+) -> _Value:
+    if not readers:
+        return from_json(cls, data)
+    value = from_json(cls, {**data, **dict.fromkeys(readers, [])})
+    rest = iter(lines)
     entries = {
-        name: tuple(map(known[name].__getitem__, islice(lines, count)))
-        for name, count in message.counts.items()
+        name: tuple(map(readers[name], islice(rest, count))) for name, count in counts.items()
     }
     return replace(value, **entries)  # type: ignore[type-var]  # only dataclasses have entries

@@ -1,21 +1,11 @@
-"""Reads from the environment what started this process: an outside launcher, or this plugin.
-
-``torchrun`` sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; so do many scripts.
-Under ``mpirun`` and ``srun`` the first two may be absent, and variables of their own hold the same;
-the last two are the user's to set. How many tasks each node has SLURM writes in short: ``4(x2),2``
-is 4, 4 and 2.
-
-Only ``srun`` sets ``SLURM_STEP_NUM_TASKS``. A batch script runs once, although ``SLURM_PROCID`` is
-0 in it and ``SLURM_NTASKS`` the job's; the shell of ``salloc`` is a step of one task (tried with
-Slurm 22.05, read in ``env_array_for_step`` of its ``src/common/env.c``).
-"""
+"""Reads from the environment what started this process: an outside launcher, or this plugin."""
 
 from __future__ import annotations
 
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,32 +18,46 @@ SPEC_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
 RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
 """Environment variable of a spawned rank: its number."""
 
-_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
-_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-_OPEN_MPI = (
+# Note [What launchers tell]: torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; so do
+# many scripts. Under mpirun and srun the first two may be absent, and variables of their own hold
+# the same; the last two are the user's to set. mpirun comes before SLURM, which may have started
+# its daemons, as a step of one task for each machine.
+#
+# Only srun sets SLURM_STEP_NUM_TASKS. A batch script runs once, although SLURM_PROCID is 0 in it
+# and SLURM_NTASKS the job's; the shell of salloc is a step of one task (tried with Slurm 22.05,
+# read in env_array_for_step of its src/common/env.c). How many tasks each node has SLURM writes in
+# short: `4(x2),2` is 4, 4 and 2.
+
+
+class _Launcher(NamedTuple):
+    """The variables by which a launcher tells a process its place."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    """Empty where SLURM's short form tells it."""
+    command: str = ""
+    """How to give processes a place to meet; empty where they have one."""
+
+
+_MPIRUN = "mpirun -np {size} -genv MASTER_ADDR $(hostname) -genv MASTER_PORT 29500 python -m pytest"
+# Within a task, since the machines of a job are not known before.
+_SRUN = (
+    "srun -n {size} bash -c 'MASTER_ADDR=$(scontrol show hostnames "
+    '"$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500 python -m pytest\''
+)
+_TORCHRUN = _Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = _Launcher(
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "mpirun -np {size} -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500 python -m pytest",
 )
-# What names the rank, the world size, the rank on its machine, and the ranks there. mpirun comes
-# before SLURM, which may have started its daemons, as a step of one task for each machine.
-_VARIABLES = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    _OPEN_MPI,
-    _HYDRA,  # MPICH's and Intel's mpirun
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
-    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-    _SLURM,
-)
-# How to give processes a place to meet, by the variable of their number.
-_COMMANDS = {
-    "OMPI_COMM_WORLD_RANK": "mpirun -np {size} -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500 "
-    "python -m pytest",
-    "PMI_RANK": "mpirun -np {size} -genv MASTER_ADDR $(hostname) -genv MASTER_PORT 29500 "
-    "python -m pytest",
-    # Within a task, since the machines of a job are not known before.
-    "SLURM_PROCID": "srun -n {size} bash -c 'MASTER_ADDR=$(scontrol show hostnames "
-    '"$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500 python -m pytest\'',
-}
+# MPICH's and Intel's mpirun
+_HYDRA = _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", _MPIRUN)
+_SLURM_STEP = _Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", _SRUN)
+_PMI = _Launcher("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", _MPIRUN)
+_SLURM = _Launcher("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", _SRUN)
 # The first describes the tasks of this `srun`, the others may be those of the whole job.
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 _TASKS = re.compile(r"([1-9][0-9]*)(?:\(x([1-9][0-9]*)\))?", re.ASCII)
@@ -117,29 +121,33 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
     Raises:
         ValueError: A variable has no valid value; the text says what was expected and what came.
     """
-    names = _find_names(environment)
-    if names is None or not _has_address(environment):
+    launcher = _find_launcher(environment)
+    if launcher is None or not _has_address(environment):
         return None
-    rank_name, size_name, local_name, local_size_name = names
-    world_size = _number(environment, size_name, 1, None)
-    rank = _number(environment, rank_name, 0, world_size - 1)
+    world_size = _number(environment, launcher.size, 1, None)
+    rank = _number(environment, launcher.rank, 0, world_size - 1)
     port = _number(environment, "MASTER_PORT", 1, _LARGEST_PORT)
     if world_size == 1:
         return None
+    local_rank, local_world_size = rank, world_size
+    if launcher.local_rank in environment:
+        local_rank = _number(environment, launcher.local_rank, 0, rank)
+    if not launcher.local_size:
+        local_world_size = _slurm_local_world_size(environment, world_size)
+    elif launcher.local_size in environment:
+        local_world_size = _number(environment, launcher.local_size, 1, world_size)
     is_torchrun = "TORCHELASTIC_RUN_ID" in environment
     restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return LaunchedRank(
         rank=rank,
         world_size=world_size,
-        local_rank=_number(environment, local_name, 0, rank) if local_name in environment else rank,
-        local_world_size=_slurm_local_world_size(environment, world_size)
-        if rank_name == "SLURM_PROCID"
-        else _local_world_size(environment, local_size_name, world_size),
+        local_rank=local_rank,
+        local_world_size=local_world_size,
         host=environment["MASTER_ADDR"],
         port=port,
         has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
         run_id=f"{environment.get('TORCHELASTIC_RUN_ID', 'run')}.{restarts}",
-        launcher="torchrun" if is_torchrun else f"{rank_name} and {size_name}",
+        launcher="torchrun" if is_torchrun else f"{launcher.rank} and {launcher.size}",
     )
 
 
@@ -154,43 +162,41 @@ def explain_separate_processes(environment: Mapping[str, str]) -> str:
     Returns:
         Empty if this process is one of a launch that `read_launched_rank` reads, or the only one.
     """
-    names = _find_names(environment)
-    if names is None or names is _SLURM or _has_address(environment):
+    launcher = _find_launcher(environment)
+    if launcher is None or launcher is _SLURM or _has_address(environment):
         return ""
-    rank_name, size_name, *_ = names
-    rank, size = environment[rank_name], environment[size_name]
+    rank, size = environment[launcher.rank], environment[launcher.size]
     # The shell of srun --pty is the first task, and the only one that a user types in. What is
     # started from it, or from the shell of salloc, inherits the variable, but not the terminal.
-    is_shell = rank == "0" and rank_name == "SLURM_PROCID" and "SLURM_PTY_PORT" in environment
+    is_shell = rank == "0" and launcher is _SLURM_STEP and "SLURM_PTY_PORT" in environment
     if size == "1" or (is_shell and _has_terminal()):
         return ""
     return (
-        f"this is process {rank} of {size} that a launcher started ({rank_name}, {size_name}), and "
-        "without MASTER_ADDR and MASTER_PORT they cannot meet: each would run all tests and write "
-        "the same files. Say where rank 0 is:\n"
-        f"    {_COMMANDS[rank_name].format(size=size)}\n"
+        f"this is process {rank} of {size} that a launcher started ({launcher.rank}, "
+        f"{launcher.size}), and without MASTER_ADDR and MASTER_PORT they cannot meet: each would "
+        "run all tests and write the same files. Say where rank 0 is:\n"
+        f"    {launcher.command.format(size=size)}\n"
         f"or use torch's launcher:\n    torchrun --nproc-per-node {size} -m pytest\n"
         "or start pytest once, without a launcher: it starts the ranks of its tests itself (where "
-        f"this is so, unset {rank_name})"
+        f"this is so, unset {launcher.rank})"
     )
 
 
-def _find_names(environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The variables by which a launcher that started this process tells its number."""
+def _find_launcher(environment: Mapping[str, str]) -> _Launcher | None:
+    """Finds what started this process; see Note [What launchers tell]."""
     if INSIDE_VARIABLE in environment:
         return None
-    for names in _VARIABLES:
-        if names[0] not in environment or names[1] not in environment:
-            continue
-        if names is _HYDRA and names[2] not in environment:
+    for launcher in (_TORCHRUN, _OPEN_MPI, _HYDRA, _SLURM_STEP, _PMI, _SLURM):
+        is_something_else = (
+            (launcher is _TORCHRUN and not _has_address(environment))
             # SLURM's PMI, where it has the rank on the machine.
-            continue
-        if names is _SLURM and "SLURM_JOB_ID" in environment:
+            or (launcher is _HYDRA and launcher.local_rank not in environment)
             # No step of the job: its batch script.
-            continue
-        if names[0] == "RANK" and not _has_address(environment):
-            continue
-        return names
+            or (launcher is _SLURM and "SLURM_JOB_ID" in environment)
+        )
+        is_told = launcher.rank in environment and launcher.size in environment
+        if is_told and not is_something_else:
+            return launcher
     return None
 
 
@@ -216,10 +222,6 @@ def _number(environment: Mapping[str, str], name: str, smallest: int, largest: i
             f"{_REMEDY}"
         )
     return number
-
-
-def _local_world_size(environment: Mapping[str, str], name: str, world_size: int) -> int:
-    return _number(environment, name, 1, world_size) if name in environment else world_size
 
 
 def _slurm_local_world_size(environment: Mapping[str, str], world_size: int) -> int:

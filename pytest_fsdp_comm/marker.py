@@ -56,13 +56,11 @@ def marker_world_sizes(mark: pytest.Mark) -> tuple[int, ...] | None:
         The sizes of a valid list; None if the marker names none or one, or an invalid list, which
         `resolve` will report with its test.
     """
-    given = mark.args[0] if mark.args else mark.kwargs.get("world_size")
-    if not isinstance(given, (list, tuple)) or not given:
-        return None
     try:
-        return tuple(parse_world_size(size) for size in given)
+        sizes = _parse_arguments(mark)["world_size"]
     except BadValueError:
         return None
+    return sizes if isinstance(sizes, tuple) else None
 
 
 def resolve(
@@ -85,7 +83,8 @@ def resolve(
             test: the caller knows it.
     """
     given = _parse_arguments(mark)
-    world_size = given["world_size"] or parametrized or options.world_size
+    size = given["world_size"]
+    world_size = (parametrized if isinstance(size, tuple) else size) or options.world_size
     device = given["device"]
     backend = given["backend"] or options.backend
     if device == "cuda" and backend == "fake":
@@ -151,10 +150,7 @@ def snapshot_test_name(item: pytest.Item) -> str:
 
 
 def _parse_arguments(mark: pytest.Mark) -> dict[str, Any]:
-    """The marker's arguments by name, parsed; None where it gives none.
-
-    A list of world sizes is checked, and given as None: each item has its own.
-    """
+    """The marker's arguments by name, parsed; None where it gives none."""
     if len(mark.args) > 1:
         raise BadValueError(
             f"takes one positional argument (world_size), got {len(mark.args)}: "
@@ -172,23 +168,25 @@ def _parse_arguments(mark: pytest.Mark) -> dict[str, Any]:
     named = {**dict.fromkeys(MARKER_ARGUMENTS), **mark.kwargs}
     if mark.args:
         named["world_size"] = mark.args[0]
-    sizes = named["world_size"]
-    if isinstance(sizes, (list, tuple)):
-        if not sizes:
-            raise BadValueError("world_size=[] lists no world size; expected e.g. [2, 4]")
-        for size in sizes:
-            _parse("world_size", size)
-        if len(set(sizes)) < len(sizes):
-            raise BadValueError(f"world_size={sizes!r} lists a world size twice")
-        named["world_size"] = None
     return {name: None if given is None else _parse(name, given) for name, given in named.items()}
 
 
-def _parse(name: str, given: object) -> Any:
+def _parse(name: str, given: Any) -> Any:
     try:
+        if name == "world_size" and isinstance(given, (list, tuple)):
+            return _parse_world_sizes(given)
         return _PARSERS[name](given) if name in _PARSERS else given
     except BadValueError as problem:
         raise BadValueError(f"{name}: {problem}") from None
+
+
+def _parse_world_sizes(given: Sequence[object]) -> tuple[int, ...]:
+    if not given:
+        raise BadValueError("expected at least one world size, such as [2, 4], got []")
+    sizes = tuple(map(parse_world_size, given))
+    if len({*sizes}) < len(sizes):
+        raise BadValueError(f"{given!r} lists a world size twice")
+    return sizes
 
 
 def resolve_items(

@@ -30,6 +30,8 @@ VERSIONS_READ: Final = {
 REQUIRED: Final = {"pytest": ">=8.4", "syrupy": ">=7,<8"}
 """As in pyproject.toml, of what a session imports before any test."""
 
+_UPGRADE: Final = "upgrade pytest-fsdp-comm"
+
 
 def check_versions(installed: Mapping[str, str]) -> None:
     """Refuses packages that this one does not work with.
@@ -71,7 +73,7 @@ def missing_torch() -> str:
 
 
 def look_up(package: str, module: str, name: str, use: str) -> Any:
-    """A name of a module.
+    """Returns a name of a module.
 
     Args:
         package: As `VERSIONS_READ` has it.
@@ -88,10 +90,8 @@ def look_up(package: str, module: str, name: str, use: str) -> Any:
     return found
 
 
-def moved(
-    package: str, name: str, use: str, *, remedy: str = "upgrade pytest-fsdp-comm"
-) -> UpstreamChangedError:
-    """An error about a name that no longer exists.
+def moved(package: str, name: str, use: str, *, remedy: str = _UPGRADE) -> UpstreamChangedError:
+    """Makes the error about a name that no longer exists.
 
     Args:
         package: As `VERSIONS_READ` has it.
@@ -99,33 +99,28 @@ def moved(
         use: What relies on it, read after "which": ``the recorder relies on``.
         remedy: What helps besides another version of the package.
     """
-    return UpstreamChangedError(
-        f"{_installed(package)} no longer has {name}, which {use}; {_read_against(package, remedy)}"
-    )
+    return _changed(package, f"no longer has {name}, which {use}", remedy)
 
 
 def misread(package: str, what: str, problem: object) -> UpstreamChangedError:
-    """An error about a name that is missing within something larger.
+    """Makes the error about a name that is missing within something larger.
 
     Args:
         package: As `VERSIONS_READ` has it.
         what: What was read, read after "moved a private name of".
         problem: What Python said.
     """
-    return UpstreamChangedError(
-        f"{_installed(package)} moved a private name of {what}: {problem}; "
-        f"{_read_against(package, 'upgrade pytest-fsdp-comm')}"
-    )
+    return _changed(package, f"moved a private name of {what}: {problem}", _UPGRADE)
 
 
-def _installed(package: str) -> str:
+def _changed(package: str, what: str, remedy: str) -> UpstreamChangedError:
     try:
-        return f"{package} {metadata.version(package)}"
+        installed = f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:
-        return package
-
-
-def _read_against(package: str, remedy: str) -> str:
+        installed = package
     versions = VERSIONS_READ[package]
     those = "one of these" if " to " in versions else "it"
-    return f"pytest-fsdp-comm was written for {package} {versions}: use {those}, or {remedy}"
+    return UpstreamChangedError(
+        f"{installed} {what}; pytest-fsdp-comm was written for {package} {versions}: use {those}, "
+        f"or {remedy}"
+    )

@@ -11,7 +11,7 @@ import pytest
 
 from pytest_fsdp_comm.launch_environment import is_spawned_rank
 from pytest_fsdp_comm.marker import uses_plugin
-from pytest_fsdp_comm.noting import NOTING
+from pytest_fsdp_comm.observers import OBSERVER
 from pytest_fsdp_comm.options import OPTIONS, join_paths
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.snapshots.failed_comparison import first_line
@@ -54,7 +54,7 @@ def register(config: pytest.Config) -> None:
     # Now that it is known that a report will be made.
     from pytest_fsdp_comm.run_report.notes import SESSION_PLUGIN, Notes  # noqa: PLC0415
 
-    notes = config.stash[_NOTES] = config.stash[NOTING] = Notes()
+    notes = config.stash[_NOTES] = config.stash[OBSERVER] = Notes()
     config.pluginmanager.register(notes, "fsdp-comm-notes")
     if not is_other:
         plugin = SessionReport(config, notes, None if is_worker else directory)

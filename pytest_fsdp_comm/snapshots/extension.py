@@ -17,7 +17,7 @@ from pytest_fsdp_comm.comm.profile import CommProfile, has_further_ranks, withou
 from pytest_fsdp_comm.errors import EmptyRecordingError, FsdpCommError, SnapshotFormatError
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
-from pytest_fsdp_comm.noting import NOTING
+from pytest_fsdp_comm.observers import OBSERVER
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.snapshots.artifacts import Artifacts
 from pytest_fsdp_comm.snapshots.completeness import check_completeness
@@ -445,9 +445,9 @@ class CommSnapshot(SnapshotAssertion):
             self.last_results = tuple(
                 (key, self._compare(key, value)) for key, value in values.items()
             )
-            noting = self.test_location.item.config.stash.get(NOTING, None)
-            if noting is not None:
-                noting.note_comparison(self, values)
+            observer = self.test_location.item.config.stash.get(OBSERVER, None)
+            if observer is not None:
+                observer.note_comparison(self, values)
             is_same = all(result.success for _, result in self.last_results)
             if not is_same:
                 self.test_location.item.stash[UNEXPLAINED] = self

@@ -137,8 +137,8 @@ def test_a_bad_world_size_is_refused(value):
          "distributed(world_size=None, *, backend=None, ranks=None, scope='test', "
          "timeout_s=None, device=None)")),
         ([4], {"world_size": 4}, "world_size is given twice, by position and by name"),
-        ([[]], {}, "world_size=[] lists no world size; expected e.g. [2, 4]"),
-        ([[2, 2]], {}, "world_size=[2, 2] lists a world size twice"),
+        ([[]], {}, "world_size: expected at least one world size, such as [2, 4], got []"),
+        ([[2, 2]], {}, "world_size: [2, 2] lists a world size twice"),
         ([[2, 0]], {}, ("world_size: expected a whole number of ranks from 1 to 256 (to 131072 "
          "with the fake backend), got 0")),
         ([512], {}, ("world_size: 512 ranks are too many processes for one machine (at most 256 "

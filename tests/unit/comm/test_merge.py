@@ -222,8 +222,8 @@ def test_a_gap_that_a_rank_has_twice_is_none_of_all_ranks():
 
 def test_each_text_is_read_once(monkeypatch):
     read = []
-    load = gathering.load_document
-    monkeypatch.setattr(gathering, "load_document", lambda *args: read.append(args) or load(*args))
+    load = gathering._read
+    monkeypatch.setattr(gathering, "_read", lambda *args: read.append(args) or load(*args))
     one, other = (fold(recording(0, peak_gathered_nbytes=nbytes)) for nbytes in (1, 2))
     texts = []
     for value in (one, other):

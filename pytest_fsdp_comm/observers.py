@@ -1,4 +1,4 @@
-"""How fixtures pass on what they make, where a report of the run is asked for."""
+"""How fixtures pass on what they make, where a report of the run is written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.tree.model import ShardTree
 
 
-class Noting(Protocol):
+class Observer(Protocol):
     """Keeps what the running test makes."""
 
     def note_comparison(self, assertion: SnapshotAssertion, values: Mapping[str, object]) -> None:
@@ -29,5 +29,5 @@ class Noting(Protocol):
         """Keeps a tree that ``fsdp_tree`` has just made."""
 
 
-NOTING: Final = pytest.StashKey[Noting]()
-"""On the config's stash: present exactly if a report is asked for."""
+OBSERVER: Final = pytest.StashKey[Observer]()
+"""On the config's stash: present exactly if a report is written."""
