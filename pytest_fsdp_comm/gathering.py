@@ -87,7 +87,7 @@ def _read(
 ) -> _Value:
     if not readers:
         return from_json(cls, data)
-    value = from_json(cls, {**data, **dict.fromkeys(readers, [])})
+    value = from_json(cls, {**data, **{name: [] for name in readers}})
     rest = iter(lines)
     entries = {
         name: tuple(map(readers[name], islice(rest, count))) for name, count in counts.items()

@@ -12,17 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from pytest_fsdp_comm import marker, options, upstream
+from pytest_fsdp_comm import fixtures, marker, options, upstream
 from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.fixtures import (
-    _fsdp_comm_world_size,
-    comm_mode,
-    comm_snapshot,
-    device_mesh,
-    dist_info,
-    fsdp_tree,
-    imported_by,
-)
 from pytest_fsdp_comm.launch_environment import explain_separate_processes, is_spawned_rank
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.gpus import usable_gpu_count
@@ -37,19 +28,12 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.launch_environment import LaunchedRank
     from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 
-__all__ = [
-    "_fsdp_comm_world_size",
-    "comm_mode",
-    "comm_snapshot",
-    "device_mesh",
-    "dist_info",
-    "fsdp_tree",
-]
-
 _SLOTS: Final = pytest.StashKey[str]()
 """In xdist's controller: the directory through which its workers share ranks and GPUs."""
 _SLOTS_INPUT: Final = "fsdp_comm_slots"
 """In xdist's workers: the key of that directory in ``config.workerinput``."""
+# Windows has neither fcntl nor sockets by paths, either: what starts ranks cannot be imported.
+_CAN_FORK: Final = hasattr(os, "fork")
 _NEEDS_FORK: Final = (
     "distributed tests need Linux: their ranks are forked, which this system "
     f"({sys.platform}) cannot; run pytest in WSL, a container or a virtual machine"
@@ -68,27 +52,34 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the marker and parses the options."""
+    """Registers the marker and the fixtures, and parses the options."""
     _check_versions(config)
+    config.pluginmanager.register(fixtures, "fsdp-comm-fixtures")
     arguments = "".join(f"\n    {name}: {text}" for name, text in options.MARKER_ARGUMENTS.items())
     config.addinivalue_line(
         "markers",
         f"{options.MARKER_SIGNATURE}: run the test on several ranks, each a process.{arguments}",
     )
-    config.stash[options.OPTIONS] = options.read_session_options(config)
+    given = config.stash[options.OPTIONS] = options.read_session_options(config)
     if config.pluginmanager.has_plugin("syrupy"):
         config.pluginmanager.register(unused_session.UnusedSnapshots(config), "fsdp-comm-unused")
         from pytest_fsdp_comm.snapshots import plain_snapshot  # noqa: PLC0415  # imports syrupy
 
         plain_snapshot.refuse_recordings(config)
-    if config.stash[options.OPTIONS].report_dir is not None:
-        from pytest_fsdp_comm.run_report import session as run_report  # noqa: PLC0415  # where asked
+    if given.report_dir is not None:
+        from pytest_fsdp_comm.run_report import session as run_report  # noqa: PLC0415  # on request
 
         run_report.register(config)
-    launched = config.stash[options.OPTIONS].launched
+    is_reviewed = given.summary_file or not {"GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"}.isdisjoint(
+        os.environ
+    )
     is_alone = not (hasattr(config, "workerinput") or is_spawned_rank())
-    if is_alone and (launched is None or launched.is_leader):
-        _review(config)
+    if is_reviewed and is_alone and (given.launched is None or given.launched.is_leader):
+        from pytest_fsdp_comm import ci_session  # noqa: PLC0415  # in CI only
+
+        review = ci_session.read_review(config, os.environ)
+        if review is not None:
+            config.pluginmanager.register(ci_session.CiSession(config, review), "fsdp-comm-ci")
     if is_spawned_rank():
         from pytest_fsdp_comm.ranks.rank import spawned  # noqa: PLC0415  # in such a rank only
 
@@ -105,18 +96,6 @@ def _check_versions(config: pytest.Config) -> None:
         upstream.check_versions(installed)
     except UpstreamChangedError as problem:
         raise pytest.UsageError(str(problem)) from None
-
-
-def _review(config: pytest.Config) -> None:
-    """Has the session's outcome told where reviewers look, if they do."""
-    in_ci = {"GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"}.intersection(os.environ)
-    if not (in_ci or config.stash[options.OPTIONS].summary_file):
-        return
-    from pytest_fsdp_comm import ci_session  # noqa: PLC0415  # in CI only
-
-    review = ci_session.read_review(config, os.environ)
-    if review is not None:
-        config.pluginmanager.register(ci_session.CiSession(config, review), "fsdp-comm-ci")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -172,18 +151,13 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     """Prepares ranks before the first test can make a fork unsafe."""
     ours = [item for item in session.items if marker.uses_plugin(item)]
     launched = session.config.stash[options.OPTIONS].launched
-    if ours and _can_fork():
+    if ours and _CAN_FORK:
         _prepare_ranks(session, ours, launched)
     elif launched:
         # Tests that were written for a launcher without this plugin run in every process.
         from pytest_fsdp_comm.ranks.launched import quiet  # noqa: PLC0415  # in such a process only
 
         quiet.release_terminal(session.config)
-
-
-def _can_fork() -> bool:
-    # Windows has neither fcntl nor sockets by paths, either: what starts ranks cannot be imported.
-    return hasattr(os, "fork")
 
 
 @pytest.hookimpl
@@ -197,15 +171,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         missing = upstream.missing_torch()
         if missing:
             pytest.fail(missing, pytrace=False)
-    if is_distributed and not _can_fork():
+    if is_distributed and not _CAN_FORK:
         pytest.fail(_NEEDS_FORK, pytrace=False)
 
 
 def _prepare_ranks(
     session: pytest.Session, ours: Iterable[pytest.Item], launched: LaunchedRank | None
 ) -> None:
-    from pytest_fsdp_comm.ranks.session import properties, runner  # noqa: PLC0415  # as above
-    from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # other sessions need none of it
+    from pytest_fsdp_comm.ranks.session import properties, runner  # noqa: PLC0415  # few need them
+    from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # as above
 
     config = session.config
     if upstream.missing_torch():
@@ -215,7 +189,7 @@ def _prepare_ranks(
         properties.SuitePropertiesOfRanks(),
     ]
     if config.stash[options.OPTIONS].report_dir is not None:
-        from pytest_fsdp_comm.run_report import session as run_report  # noqa: PLC0415  # where asked
+        from pytest_fsdp_comm.run_report import session as run_report  # noqa: PLC0415  # as above
 
         extensions += run_report.rank_extensions(config)
     if is_spawned_rank():
@@ -227,14 +201,14 @@ def _prepare_ranks(
     if launched:
         from pytest_fsdp_comm.ranks.launched import join as launch  # noqa: PLC0415  # as above
 
-        launch.join_session(session, extensions, launched, preloaded=imported_by(ours))
+        launch.join_session(session, extensions, launched, preloaded=fixtures.imported_by(ours))
     elif any(options.SETTINGS in item.stash for item in ours):
         workers_input = getattr(config, "workerinput", {})
         ranks = config.stash[RUNNER] = runner.RankRunner(
             session,
             extensions,
             slots_directory=workers_input.get(_SLOTS_INPUT),
-            preloaded=imported_by(ours),
+            preloaded=fixtures.imported_by(ours),
         )
         ranks.start()
         ranks.explain_fallback()
