@@ -105,17 +105,12 @@ def _read_entry(entry: str, world_size: int) -> list[int]:
         return []
     first = int(match[1])
     last = int(match[2] or first)
-    if last >= world_size:
-        return []
-    if not match[4]:
-        return list(range(first, last + 1))
-    length, distance = int(match[3] or 1), int(match[4])
+    distance = int(match[4] or max(1, last - first + 1))
+    length = int(match[3] or (1 if match[4] else distance))
     starts = range(first, last + 1, distance)
     # Otherwise runs would overlap, or the last one would be cut short.
-    if not starts or length >= distance or last != starts[-1] + length - 1:
+    if last >= world_size or not starts or length > distance or last != starts[-1] + length - 1:
         return []
-    if length == 1:
-        return list(starts)
     return [rank for start in starts for rank in range(start, start + length)]
 
 

@@ -67,30 +67,32 @@ def shows_usage(
             try:
                 return function(*args, **kwargs)
             except TypeError:
-                signature = inspect.signature(function)
-                try:
-                    signature.bind(*args, **kwargs)
-                except TypeError as problem:
-                    raise TypeError(_wrong(called, usage, signature, kwargs, problem)) from None
-                raise
+                wrong = _wrong_arguments(function, args, kwargs)
+                if not wrong:
+                    raise
+            problem, signature, meant = wrong
+            raise TypeError(
+                f"{called}: {problem}; write {usage or f'{called}{signature}'}{meant}"
+            ) from None
 
         return call
 
     return decorate
 
 
-def _wrong(
-    called: str,
-    usage: str,
-    signature: inspect.Signature,
-    given: Iterable[str],
-    problem: TypeError,
-) -> str:
-    bare = [
-        parameter.replace(annotation=inspect.Parameter.empty)
-        for parameter in [*signature.parameters.values()][1:]  # without `self`
-    ]
-    names = [parameter.name for parameter in bare]
-    unknown = next((name for name in given if name not in names), "")
-    write = usage or f"{called}{inspect.Signature(bare)}"
-    return f"{called}: {problem}; write {write}{did_you_mean(closest(unknown, names))}"
+def _wrong_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[TypeError, inspect.Signature, str] | None:
+    """What is wrong with a method's arguments, what it takes, and which name was meant, if any."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as problem:
+        bare = [
+            parameter.replace(annotation=inspect.Parameter.empty)
+            for parameter in [*signature.parameters.values()][1:]  # without `self`
+        ]
+        names = [parameter.name for parameter in bare]
+        unknown = next((name for name in kwargs if name not in names), "")
+        return problem, inspect.Signature(bare), did_you_mean(closest(unknown, names))
+    return None

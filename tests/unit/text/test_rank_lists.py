@@ -184,9 +184,10 @@ def test_any_numbers_are_read_as_they_are_written_or_refused(text):
         ("0-6/2,8", "expected '0-8/2'"),
         ("0,2-8/2", "expected '0-8/2'"),
         ("0-4/2,6-10/2", "expected '0-10/2'"),
-        ("0-3/1", "expected ranks from 0 to 63 in ascending order, such as 0,2-3"),
-        ("0-63:2/2", "expected ranks from 0 to 63 in"),
-        ("0-7/2", "expected ranks from 0 to 63 in"),  # ends between two
+        ("0-3/1", "expected '0-3'"),
+        ("0-63:2/2", "expected '0-63'"),
+        # Ends between two.
+        ("0-7/2", "expected ranks from 0 to 63 in ascending order, such as 0,2-3"),
         ("0-14:2/4", "expected ranks from 0 to 63 in"),  # the last run would be cut short
         ("0-64/2", "expected ranks from 0 to 63 in"),
         ("0-99999999999/2", "expected ranks from 0 to 63 in"),
