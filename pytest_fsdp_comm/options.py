@@ -333,6 +333,11 @@ def add_options(parser: pytest.Parser) -> None:
             parser.addini(ini, f"default for {flag}" if flag else described, type=kind)
 
 
+# Note [Moved root]: pytest chooses its root directory before it knows a plugin's options (8.4 to
+# 9.2). It takes a value that is a word of its own, and exists, for a path of tests, and the ini
+# file of a directory above it for its own.
+
+
 def join_paths(arguments: Iterable[str]) -> list[str]:
     """The arguments, with each of our options that takes a path and its value as one word."""
     words = iter(arguments)
@@ -343,10 +348,7 @@ def join_paths(arguments: Iterable[str]) -> list[str]:
 
 
 def refuse_moved_root(config: pytest.Config, parser: pytest.Parser) -> None:
-    """Checks that no path of ours has moved pytest's root directory.
-
-    pytest chooses it before it knows a plugin's options (8.4 to 9.2): a value that is a word of its
-    own, and exists, is to it a path of tests.
+    """Checks that no path of ours has moved pytest's root directory (Note [Moved root]).
 
     Args:
         config: The session's, before any conftest is loaded.
@@ -422,7 +424,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
             values[name] = attempt(where, setting.parse, given)
     launched = attempt("", _read_launch, config)
     if launched and config.getoption("--world-size") is None:
-        # The ini value is the project's default; what was launched is what was asked for now.
+        # The ini value is the project's default; what was launched is what this run wants.
         values["world_size"] = launched.world_size
     if values.get("pdb_rank") is not None and config.getoption("dist", "no") != "no":
         # As xdist words it for --pdb.

@@ -162,10 +162,8 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 @pytest.hookimpl
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fails a test that cannot run where torch is missing or ranks cannot be forked.
-
-    After marks that skip it, and before code of its own, which would name what follows from that.
-    """
+    """Fails a test that cannot run where torch is missing or ranks cannot be forked."""
+    # After marks that skip it, and before code of its own, which would fail with a consequence.
     is_distributed = options.SETTINGS in item.stash
     if is_distributed or {"comm_mode", "fsdp_tree"}.intersection(getattr(item, "fixturenames", ())):
         missing = upstream.missing_torch()
@@ -234,10 +232,8 @@ class _Protocol:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item) -> bool | None:
-    """Leaves a distributed test's timeout of pytest-timeout to its ranks.
-
-    Here it would end the session, or count the wait for other tests' ranks.
-    """
+    """Leaves a distributed test's timeout of pytest-timeout to its ranks."""
+    # Here it would end the session, or count the wait for other tests' ranks.
     return True if options.SETTINGS in item.stash else None
 
 
@@ -267,10 +263,7 @@ def pytest_assertrepr_compare(
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Says what findings a failed assertion was about, and leads a failed comparison's report.
-
-    And what to do where torch only says which state its process group is in.
-    """
+    """Explains failed assertions about findings and comparisons, and torch's group errors."""
     error = call.excinfo.value if call.excinfo else None
     if isinstance(error, ValueError) and "torch" in sys.modules:
         from pytest_fsdp_comm.ranks.rank.group_errors import add_remedy  # noqa: PLC0415  # on failure only

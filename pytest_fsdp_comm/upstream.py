@@ -1,8 +1,4 @@
-"""Says that torch, pytest or a plugin has moved a private name; the list of the versions read.
-
-Every private name is used in a module that says so, has a contract test, and is looked up so that
-its absence becomes one of these errors.
-"""
+"""Errors that say that torch, pytest or a plugin moved a private name, and the versions read."""
 
 from __future__ import annotations
 
@@ -17,6 +13,9 @@ from pytest_fsdp_comm.errors import UpstreamChangedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+# Note [Private names]: every private name is used in a module that says so, has a contract test,
+# and is looked up so that its absence becomes one of these errors.
 
 VERSIONS_READ: Final = {
     "hypothesis": "6.170",

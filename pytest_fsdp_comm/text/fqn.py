@@ -1,9 +1,4 @@
-"""Fully qualified names as text: escaped, in natural order, numbered siblings folded into one.
-
-A *pattern* is the text of one or more FQNs: ``layers.{0..3,7}.mlp.weight`` stands for five names.
-`fold_fqns` writes patterns and `expand` reads them; one undoes the other, whatever the names hold.
-`matcher` asks whether a name is one of them.
-"""
+"""Fully qualified names as text: escaped, in natural order, numbered siblings folded into one."""
 
 from __future__ import annotations
 
@@ -19,6 +14,10 @@ from pytest_fsdp_comm.text.rank_lists import runs_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
 
+# Note [Patterns]: a pattern is the text of one or more FQNs: `layers.{0..3,7}.mlp.weight` is five
+# names. `fold_fqns` writes patterns and `expand` reads them; one undoes the other, whatever the
+# names hold. `matcher` checks whether a name matches one.
+
 ROOT_TEXT: Final = "(root)"
 """How the root's FQN, which is empty, is written. Parentheses in names are escaped."""
 
@@ -32,7 +31,7 @@ experts with 8 lines each. A reader lists them, 15 microseconds each."""
 _RESERVED: Final = frozenset("\\{}(),#")
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))|\\")
 _DIGITS: Final = re.compile(r"([0-9]+)")
-# `+` joins the modules of one FSDP unit in `events`, so a number may stand beside it too.
+# `+` joins the modules of one FSDP unit in `events`, so it may be next to a number too.
 _SEPARATOR: Final = re.compile(r"([.+])")
 # At most nine digits: such a number is exact everywhere, and no model has more siblings.
 _FOLDABLE: Final = re.compile(r"0|[1-9][0-9]{0,8}")
@@ -240,7 +239,7 @@ class Pattern:
 
 
 def expand(pattern: str) -> tuple[str, ...]:
-    """Lists the FQNs that a pattern stands for, the last number running fastest.
+    """Lists the FQNs of a pattern, the last number running fastest.
 
     Raises:
         ValueError: The text is no pattern that `fold_fqns` writes; it says where and what was
@@ -250,12 +249,12 @@ def expand(pattern: str) -> tuple[str, ...]:
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """Reads a pattern as a question, in which ``*`` stands for one segment or some of one.
+    """Compiles a pattern in which ``*`` matches one segment or a part of one.
 
     The FQNs are not listed, so that large numbers cost nothing.
 
     Returns:
-        A function that says whether the pattern stands for an FQN.
+        A function that says whether an FQN matches.
 
     Raises:
         ValueError: As `expand`.
@@ -292,7 +291,7 @@ def _check_braces(between: str, pattern: str) -> None:
 
 
 def first_name(pattern: str) -> str:
-    """The first of the FQNs that a pattern stands for, which must be one."""
+    """Returns the first FQN of a valid pattern."""
     return unescape(re.sub(r"\{([0-9]+)[^{}]*\}", r"\1", pattern))
 
 

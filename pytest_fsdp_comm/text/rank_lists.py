@@ -1,15 +1,4 @@
-"""Ranks as people write them: ``0-3``, ``0-62/2``, ``0-39:8/16``.
-
-`write_ranks` gives each set of ranks one text, and `read_ranks` reads no other:
-
-- ranks that follow each other are a run, ``0-3``;
-- from the left, at least `FOLDED` runs of one length and at one distance are written as one, as
-  many as there are: ``0-62/2`` is every second rank from 0 to 62, and ``0-55:8/16`` is the first 8
-  of every 16 from 0 to 55. Such are the ranks of a device mesh that share some of its coordinates;
-- the others stand by themselves, in ascending order: ``0,2-3``.
-
-The Linux kernel lists CPUs so, but writes ``:1`` too, and may cut the last run short.
-"""
+"""Ranks as people write them: ``0-3``, ``0-62/2``, ``0-39:8/16``."""
 
 from __future__ import annotations
 
@@ -20,6 +9,15 @@ from pytest_fsdp_comm.errors import quoted_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+# Note [Lists of ranks]: `write_ranks` gives each set of ranks one text, and `read_ranks` reads no
+# other:
+# - ranks that follow each other are a run, `0-3`;
+# - from the left, at least `FOLDED` runs of one length and at one distance are written as one, as
+#   many as there are: `0-62/2` is every second rank from 0 to 62, and `0-55:8/16` is the first 8 of
+#   every 16 from 0 to 55. Such are the ranks of a device mesh that share some of its coordinates;
+# - the others are listed one by one, in ascending order: `0,2-3`.
+# The Linux kernel lists CPUs so, but writes `:1` too, and may cut the last run short.
 
 FOLDED: Final = 4
 """The fewest runs that are written as one: ``0,2,4`` reads faster than a stride."""
@@ -74,7 +72,7 @@ def _entries(runs: Sequence[tuple[int, int]]) -> Iterator[str]:
 
 
 def read_ranks(text: str, world_size: int) -> tuple[int, ...]:
-    """Reads what `write_ranks` wrote; the work is at most that of listing all ranks.
+    """Reads what `write_ranks` wrote, at most at the cost of listing all ranks.
 
     Args:
         text: ``0,2-3``; not empty.

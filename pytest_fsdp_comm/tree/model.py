@@ -1,8 +1,4 @@
-"""How a model is sharded: its modules, parameters and FSDP units, as one immutable value.
-
-Modules, parameters and units refer to each other by their index in the tree. FQNs are put together
-when asked for: in a chain of 100,000 modules they would take gigabytes.
-"""
+"""How a model is sharded: its modules, parameters and FSDP units, as one immutable value."""
 
 from __future__ import annotations
 
@@ -20,6 +16,10 @@ from pytest_fsdp_comm.tree.layout import AxisPlacement, FlatRange, local_numels
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+
+# Note [Indices instead of names]: modules, parameters and units refer to each other by their index
+# in the tree. FQNs are put together on request: in a chain of 100,000 modules they would take
+# gigabytes.
 
 MAX_INDENT: Final = 40
 """Levels that the outline indents and writes full FQNs for; deeper ones show their own name."""

@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 
 @rule("no-root-unit", "error", cure="call fully_shard on the model itself too, after its blocks")
 def no_root_unit(wrapping: Wrapping) -> Iterator[Case]:
-    """Blocks of a stack that are units, without a common one around them.
-
-    Silent for parts of a model that run by themselves, such as stages of a pipeline: those passed
-    as a list, those in a module that cannot run, and those that have units inside and nothing
-    beside them.
-    """
+    """Blocks of a stack that are units, without a common one around them."""
+    # Silent for parts of a model that run by themselves, such as stages of a pipeline: those passed
+    # as a list, those in a module that cannot run, and those that have units inside and nothing
+    # beside them.
     tree = wrapping.tree
     by_part: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     for index, unit in enumerate(tree.units):
@@ -108,10 +106,8 @@ def nested_kinds(wrapping: Wrapping) -> Iterator[Case]:
 
 @rule("wrapped-after-parent", "error", cure="wrap children before their parents")
 def wrapped_after_parent(wrapping: Wrapping) -> Iterator[Case]:
-    """Units whose parameters their parent had taken already.
-
-    Silent for a unit that has none because its children are units.
-    """
+    """Units whose parameters their parent had taken already."""
+    # Silent for a unit that has none because its children are units.
     tree = wrapping.tree
     empty = {unit.modules[0]: i for i, unit in enumerate(tree.units) if not unit.parameters}
     late: defaultdict[int, dict[int, None]] = defaultdict(dict)
@@ -155,10 +151,8 @@ def split_tie(wrapping: Wrapping) -> Iterator[Case]:
     ),
 )
 def unmanaged_parameter(wrapping: Wrapping) -> Iterator[Case]:
-    """Trainable parameters outside every unit.
-
-    Silent where nothing is gathered, and for frozen parameters and those that a mesh holds.
-    """
+    """Trainable parameters outside every unit."""
+    # Silent where nothing is gathered, and for frozen parameters and those that a mesh holds.
     tree, loose = wrapping.tree, wrapping.unmanaged
     if loose:
         reason = (
@@ -175,10 +169,8 @@ def unmanaged_parameter(wrapping: Wrapping) -> Iterator[Case]:
     cure="convert them to one dtype, or give the modules of each dtype units of their own",
 )
 def mixed_dtypes(wrapping: Wrapping) -> Iterator[Case]:
-    """Trainable parameters of several element types in one unit.
-
-    Silent for frozen ones of another type, such as quantized weights beside adapters.
-    """
+    """Trainable parameters of several element types in one unit."""
+    # Silent for frozen ones of another type, such as quantized weights beside adapters.
     for index, unit in wrapping.sharded_units():
         trainable = (entry for entry in wrapping.parameters(unit) if entry.trainable)
         dtypes = dict.fromkeys(entry.dtype for entry in trainable)

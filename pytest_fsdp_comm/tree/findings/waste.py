@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 
 @rule("partly-wrapped", "warning", cure="call fully_shard on each block of the stack")
 def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
-    """Blocks that are no units, unlike others of their stack.
-
-    Silent for blocks that would be units too small, for those whose modules are units, and where
-    FSDP1 has frozen blocks apart from trainable ones.
-    """
+    """Blocks that are no units, unlike others of their stack."""
+    # Silent for blocks that would be units too small, for those whose modules are units, and where
+    # FSDP1 has frozen blocks apart from trainable ones.
     tree, units_of = wrapping.tree, wrapping.units_of
     own = [0] * len(tree.modules)
     trains = [False] * len(tree.modules)
@@ -73,11 +71,9 @@ def partly_wrapped(wrapping: Wrapping) -> Iterator[Case]:
     cure="shard it too: by fully_shard, or in the tensor-parallel plan",
 )
 def large_replicated(wrapping: Wrapping) -> Iterator[Case]:
-    """Large parameters that every rank keeps whole.
-
-    Silent where nothing is sharded, for parameters of units that replicate, which someone chose,
-    and for those that ``unmanaged-parameter`` names.
-    """
+    """Large parameters that every rank keeps whole."""
+    # Silent where nothing is sharded, for parameters of units that replicate, which someone chose,
+    # and for those that `unmanaged-parameter` names.
     tree, unmanaged = wrapping.tree, set(wrapping.unmanaged)
     for index, parameter in enumerate(tree.parameters if tree.is_sharded else ()):
         is_large = parameter.nbytes >= wrapping.thresholds.replicated_nbytes
@@ -89,13 +85,11 @@ def large_replicated(wrapping: Wrapping) -> Iterator[Case]:
 
 @rule("mixed-frozen", "warning", cure="give its frozen modules units of their own")
 def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
-    """Frozen parameters in one unit with trainable ones, where units of their own would pay.
-
-    Only FSDP1 loses by that: it reduces one flat gradient, zeros for frozen parameters included.
-    FSDP2 reduces what has gradients, and gathers as many bytes in one unit as in two. Silent where
-    the zeros are fewer bytes than the further collectives cost, and where one module holds both
-    sorts, which no unit can part.
-    """
+    """Frozen parameters in one unit with trainable ones, where units of their own would pay."""
+    # Only FSDP1 loses by that: it reduces one flat gradient, zeros for frozen parameters included.
+    # FSDP2 reduces what has gradients, and gathers as many bytes in one unit as in two. Silent
+    # where the zeros are fewer bytes than the further collectives cost, and where one module holds
+    # both sorts, which no unit can part.
     for index, unit in wrapping.sharded_units():
         frozen = sum(not parameter.trainable for parameter in wrapping.parameters(unit))
         if unit.kind != "fsdp1" or not 0 < frozen < len(unit.parameters):
@@ -149,12 +143,10 @@ def _parting_frozen(wrapping: Wrapping, unit: ShardUnit) -> tuple[str, int, int,
     cure="call set_unshard_in_backward(False) on it, if nothing trainable runs before it either",
 )
 def frozen_gathered_in_backward(wrapping: Wrapping) -> Iterator[Case]:
-    """A frozen unit of FSDP2 that backward gathers, although no gradient passes it.
-
-    Backward does not reach what runs before anything trainable; but of these units, the last one
-    is prefetched for the one after it. Silent for frozen units that backward reaches: it needs
-    their parameters, and keeping them gathered would take the same memory as of any other unit.
-    """
+    """A frozen unit of FSDP2 that backward gathers, although no gradient passes it."""
+    # Backward does not reach what runs before anything trainable; but of these units, the last one
+    # is prefetched for the one after it. Silent for frozen units that backward reaches: it needs
+    # their parameters, and keeping them gathered would take the same memory as of any other unit.
     tree = wrapping.tree
     first_trainable: dict[int, int] = {}
     for module in sorted(entry.module for entry in tree.parameters if entry.trainable):
@@ -178,11 +170,9 @@ def frozen_gathered_in_backward(wrapping: Wrapping) -> Iterator[Case]:
 
 @rule("unit-too-small", "warning", cure="leave it to the enclosing unit")
 def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
-    """Units far too small for a collective, which the enclosing unit could manage as well.
-
-    Silent if that differs in mesh, precision, element types or offload, if it has no parameters to
-    gather, if it is gathered more often, and if FSDP1 would reduce what is frozen.
-    """
+    """Units far too small for a collective, which the enclosing unit could manage as well."""
+    # Silent if that differs in mesh, precision, element types or offload, if it has no parameters
+    # to gather, if it is gathered more often, and if FSDP1 would reduce what is frozen.
     for index, unit in wrapping.sharded_units():
         if unit.is_root or not wrapping.is_too_small(unit.nbytes_gathered):
             continue
@@ -239,10 +229,8 @@ def unit_too_large(wrapping: Wrapping) -> Iterator[Case]:
     ),
 )
 def padding(wrapping: Wrapping) -> Iterator[Case]:
-    """Units of FSDP2 that gather much padding; FSDP1's little padding is nothing a user shapes.
-
-    Silent for padding that ``dim-smaller-than-axis`` names.
-    """
+    """Units of FSDP2 that gather much padding; FSDP1's little padding is nothing a user shapes."""
+    # Silent for padding that `dim-smaller-than-axis` names.
     thresholds = wrapping.thresholds
     for index, unit in wrapping.sharded_units():
         nbytes = unit.nbytes_padding - sum(padded for *_, padded in _short(wrapping, unit))
@@ -262,11 +250,9 @@ def padding(wrapping: Wrapping) -> Iterator[Case]:
     cure="shard another dimension (shard_placement_fn) or over fewer ranks",
 )
 def dim_smaller_than_axis(wrapping: Wrapping) -> Iterator[Case]:
-    """Parameters with fewer rows than there are ranks.
-
-    Silent for those of FSDP2 that this pads by little, and for those of FSDP1, which are ranges of
-    one flat parameter.
-    """
+    """Parameters with fewer rows than there are ranks."""
+    # Silent for those of FSDP2 that this pads by little, and for those of FSDP1, which are ranges
+    # of one flat parameter.
     tree = wrapping.tree
     found: defaultdict[tuple[str, int], dict[int, int]] = defaultdict(dict)
     for _, unit in wrapping.sharded_units():
@@ -290,10 +276,8 @@ def dim_smaller_than_axis(wrapping: Wrapping) -> Iterator[Case]:
 
 
 def _short(wrapping: Wrapping, unit: ShardUnit) -> Iterator[tuple[str, int, int, int]]:
-    """Yields the parameters of an FSDP2 unit with fewer rows than ranks, if that pads them much.
-
-    Each as the axis (``dp=4``), the parameter's index, its rows, and the bytes of its padding.
-    """
+    """Yields the parameters of an FSDP2 unit with fewer rows than ranks, if that pads them much."""
+    # Each as the axis (`dp=4`), the parameter's index, its rows, and the bytes of its padding.
     axis = unit.shard_axis if unit.kind == "fsdp2" else None
     for index in unit.parameters if axis else ():
         parameter = wrapping.tree.parameters[index]
@@ -318,10 +302,8 @@ def _short(wrapping: Wrapping, unit: ShardUnit) -> Iterator[tuple[str, int, int,
     cure="leave the class out of _module_classes_to_ignore where it need not be in full precision",
 )
 def precision_override(wrapping: Wrapping) -> Iterator[Case]:
-    """Units that mixed precision leaves out for their class.
-
-    Silent for batch norms, which torch leaves out by default.
-    """
+    """Units that mixed precision leaves out for their class."""
+    # Silent for batch norms, which torch leaves out by default.
     for index, unit in enumerate(wrapping.tree.units):
         if unit.precision_overrides:
             reason = (
