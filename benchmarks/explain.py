@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
+from pytest_fsdp_comm.comm.explanation.search import explain
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, Subject, sort_rows
-from pytest_fsdp_comm.comm.story.search import explain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,7 +119,7 @@ def main() -> int:
         compared = time.process_time()
         story = explain(old, new)
         explained_s = time.process_time() - compared
-        steps = [type(step).__name__ for step in story.steps]
+        steps = [step.kind for step in story.steps]
         print(
             f"{name:34} {explained_s:6.3f} s, {explained_s / (compared - started):6.0f} x totals, "
             f"{'exact' if story.is_exact else 'rows left'}: {', '.join(steps) or 'no step'}"

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from pytest_fsdp_comm.comm.causes import Cause, find_causes, is_of_regression
+from pytest_fsdp_comm.comm.causes import Cause, find_causes
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.explanation.search import Explanation, explain
+from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
 from pytest_fsdp_comm.comm.mesh import MeshAxis, show_mesh
 from pytest_fsdp_comm.comm.profile import (
     SUBJECTS,
@@ -23,8 +25,6 @@ from pytest_fsdp_comm.comm.profile import (
     without_activation_sizes,
     without_async,
 )
-from pytest_fsdp_comm.comm.story.search import Story, explain
-from pytest_fsdp_comm.comm.story.steps import Redistributed, Step
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
 
@@ -69,12 +69,12 @@ class Comparison:
     changes: tuple[Change, ...]
     """All of it, one by one; empty if nothing differs. Collectives first, in the order of the
     profile."""
-    story: Story | None = None
+    explanation: Explanation | None = None
     """What explains rows that differ; None if no rows do."""
     left: tuple[Change, ...] = ()
-    """What the story leaves over, and what is no row: frame and memory."""
+    """What the explanation leaves over, and what is no row: frame and memory."""
     causes: tuple[Cause, ...] = ()
-    """Readings of the story, those of regressions first; empty if none is known."""
+    """Readings of the explanation, those of regressions first; empty if none is known."""
     sites: Sites = field(default_factory=dict)
     """Where the recorded collectives of each row were issued, by owner and key."""
     cost: Cost = field(default_factory=Cost)
@@ -82,23 +82,38 @@ class Comparison:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The steps of the story as they are told: those of regressions first."""
-        if self.story is None:
-            return ()
+        """The steps of the explanation as they are told: those of regressions first."""
+        steps = () if self.explanation is None else self.explanation.steps
         # By identity: what a step writes is not hashable.
         regressions = {
-            id(step) for cause in self.causes if is_of_regression(cause) for step in cause.steps
+            id(step) for cause in self.causes if cause.is_of_regression for step in cause.steps
         }
-        # What is redistributed in forward has its counterpart in backward.
         return tuple(
-            sorted(
-                self.story.steps,
-                key=lambda step: (
-                    id(step) not in regressions,
-                    isinstance(step, Redistributed) and step.phase is Phase.BACKWARD,
-                ),
-            )
+            sorted(steps, key=lambda step: (id(step) not in regressions, _is_counterpart(step)))
         )
+
+
+def _is_counterpart(step: Step) -> bool:
+    """Whether it is what backward has for what is redistributed in forward."""
+    if not isinstance(step, Replaced) or step.kind != "redistributed":
+        return False
+    return any(key.phase is Phase.BACKWARD for rows in step.rows.values() for key in rows)
+
+
+def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommProfile]:
+    """Both sides as far as they are compared: see `compare`.
+
+    Args:
+        old: The snapshot.
+        new: What was recorded.
+    """
+    if new.recorded_ranks and not old.recorded_ranks:
+        old = restrict(old, new.recorded_ranks)
+    if old.shows_async != new.shows_async:
+        old, new = without_async(old), without_async(new)
+    if old.sizes_activations != new.sizes_activations:
+        old, new = without_activation_sizes(old), without_activation_sizes(new)
+    return old, new
 
 
 def compare(
@@ -120,13 +135,10 @@ def compare(
         links: How fast axes are; None estimates no seconds.
         evidence: What the trees of the same test say; None if they were not compared.
     """
-    if new.recorded_ranks and not old.recorded_ranks:
-        old = restrict(old, new.recorded_ranks)
-    if old.shows_async != new.shows_async:
-        old, new = without_async(old), without_async(new)
-    frames = tuple(_compare_frames(old, new))
-    if old.sizes_activations != new.sizes_activations:
-        old, new = without_activation_sizes(old), without_activation_sizes(new)
+    words = {True: "compared", False: "not compared"}
+    sizes = words[old.sizes_activations], words[new.sizes_activations]
+    old, new = comparable(old, new)
+    frames = tuple(_compare_frames(old, new, sizes))
     sites = {(row.owner, row.key): row.sites for row in reversed(new.rows) if row.sites}
     rows = tuple(_compare_rows(old.rows, new.rows, sites))
     if not (frames or rows):
@@ -134,13 +146,13 @@ def compare(
     cost = cost_of_change(old, new, links)
     if not rows:
         return Comparison(changes=frames, left=frames, cost=cost)
-    story = explain(old, new)
+    explanation = explain(old, new)
     return Comparison(
         changes=(*frames, *rows),
-        story=story,
-        left=(*frames, *_compare_rows(story.before, story.after, sites)),
+        explanation=explanation,
+        left=(*frames, *_compare_rows(explanation.before, explanation.after, sites)),
         causes=find_causes(
-            story,
+            explanation,
             evidence,
             is_same_mesh=all(one.subject != "frame" for one in frames),
             torch_versions=(old.torch_version, new.torch_version),
@@ -150,12 +162,9 @@ def compare(
     )
 
 
-def _compare_frames(old: CommProfile, new: CommProfile) -> Iterable[Change]:
+def _compare_frames(old: CommProfile, new: CommProfile, sizes: tuple[str, str]) -> Iterable[Change]:
     def ranks(profile: CommProfile) -> str:
         return write_ranks(profile.recorded_ranks) or "all"
-
-    def sizes(profile: CommProfile) -> str:
-        return "compared" if profile.sizes_activations else "not compared"
 
     def peak(profile: CommProfile) -> str:
         return " / ".join(
@@ -165,7 +174,7 @@ def _compare_frames(old: CommProfile, new: CommProfile) -> Iterable[Change]:
 
     pairs: tuple[tuple[Literal["frame", "memory"], str, str, str], ...] = (
         ("frame", "world_size", str(old.world_size), str(new.world_size)),
-        ("frame", "activation sizes", sizes(old), sizes(new)),
+        ("frame", "activation sizes", *sizes),
         ("frame", "recorded ranks", ranks(old), ranks(new)),
         ("frame", "mesh", *_meshes(old.mesh_axes, new.mesh_axes)),
         ("memory", "peak gathered", peak(old) or "0 B", peak(new) or "0 B"),

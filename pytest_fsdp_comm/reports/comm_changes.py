@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.story.steps import Replaced, SplitOff
+from pytest_fsdp_comm.comm.explanation.steps import Replaced
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
 from pytest_fsdp_comm.reports.explanation import (
     LEFT_OUT,
@@ -16,8 +16,7 @@ from pytest_fsdp_comm.reports.explanation import (
     Explanation,
 )
 from pytest_fsdp_comm.reports.headline import weight
-from pytest_fsdp_comm.reports.story_lines import name_owners, step_line, timing_line
-from pytest_fsdp_comm.text.fqn import fold_fqns
+from pytest_fsdp_comm.text.fqn import fold_fqns, name_owners
 from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.calls import Calls
     from pytest_fsdp_comm.comm.diff import Change, Comparison, Sites
+    from pytest_fsdp_comm.comm.explanation.steps import Step
     from pytest_fsdp_comm.comm.profile import Row
-    from pytest_fsdp_comm.comm.story.steps import Step
 
 _MAX_CALLS: Final = 3
 # Of the whole, and of its parts or seconds.
@@ -54,8 +53,8 @@ def render_comparison(
     loud = [one for one in left if one.subject != "reshard"] or left
     quiet = [one for one in left if one not in loud]
     # What is issued earlier or later follows from which units there are.
-    timings = [] if comparison.story is None else list(map(timing_line, comparison.story.timings))
-    lines = [f"  {line}" for line in (*map(_change_line, loud), *timings)]
+    timings = () if comparison.explanation is None else comparison.explanation.timings
+    lines = [f"  {line}" for line in (*map(_change_line, loud), *(one.line for one in timings))]
     shown_lines = len(lines)
     lines += [f"  {_change_line(change)}" for change in quiet]
     causes = [f"{LIKELY}{cause.text}" for cause in comparison.causes]
@@ -83,25 +82,23 @@ def render_comparison(
 
 
 def _story_lines(comparison: Comparison) -> list[str]:
-    return [step_line(step) + _site_of(step, comparison.sites) for step in comparison.steps]
+    return [step.line + _site_of(step, comparison.sites) for step in comparison.steps]
 
 
 def _told(comparison: Comparison) -> Iterator[str]:
     """The steps of the story, each with its causes."""
     for step in comparison.steps:
         causes = [cause.text for cause in comparison.causes if step in cause.steps]
-        yield "; likely: ".join((step_line(step), *causes))
+        yield "; likely: ".join((step.line, *causes))
 
 
 def _site_of(step: Step, sites: Sites) -> str:
     """Where the first of the collectives was issued that a step adds."""
     if not isinstance(step, Replaced):
         return ""
-    # What was split off is what the step is about.
-    owners = step.modules if isinstance(step, SplitOff) else step.owners
-    for owner in owners:
-        for key, facts in step.rows[owner].items():
-            if key.subject != "collective" or key.phase is Phase.BACKWARD or not facts:
+    for owner in step.about or step.owners:
+        for key, rows in step.rows[owner].items():
+            if key.subject != "collective" or key.phase is Phase.BACKWARD or not rows:
                 continue
             found = sites.get((owner, key), ())
             if found and found[0].call_site:

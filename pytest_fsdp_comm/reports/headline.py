@@ -6,8 +6,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.diff import Change
-from pytest_fsdp_comm.comm.story.steps import Replaced
-from pytest_fsdp_comm.reports.story_lines import step_line
+from pytest_fsdp_comm.comm.explanation.steps import Replaced
 from pytest_fsdp_comm.text.fqn import NO_MODULE, fold_fqns
 from pytest_fsdp_comm.text.nbytes import show_nbytes_change
 from pytest_fsdp_comm.text.rank_lists import name_ranks
@@ -50,12 +49,16 @@ def headline_of_story(comparison: Comparison) -> str:
 
     Of single modules, the largest of their changes says as much in fewer words.
     """
-    if not comparison.steps or comparison.story is None or not comparison.story.is_exact:
+    if (
+        not comparison.steps
+        or comparison.explanation is None
+        or not comparison.explanation.is_exact
+    ):
         return ""
     first, *others = comparison.steps
     if isinstance(first, Replaced):
         return ""
-    return f"{step_line(first)}, {len(others)} more" if others else step_line(first)
+    return f"{first.line}, {len(others)} more" if others else first.line
 
 
 def weight(change: Change) -> tuple[bool, bool, int]:

@@ -16,9 +16,9 @@ from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
 from pytest_fsdp_comm.reports.explanation import ACCEPT, Explanation
 from pytest_fsdp_comm.reports.headline import headline, headline_of_story
-from pytest_fsdp_comm.reports.story_lines import name_owners
 from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
+from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.tree import diff as tree_diff
 from pytest_fsdp_comm.tree.facts import TreeFacts
 from pytest_fsdp_comm.tree.profile import TreeProfile

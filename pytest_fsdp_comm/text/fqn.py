@@ -28,6 +28,7 @@ MAX_NAMES: Final = 131_072
 """The most FQNs that a pattern, or a whole snapshot, may stand for: those of 60 layers of 256
 experts with 8 lines each. A reader lists them, 15 microseconds each."""
 
+_MAX_PATTERNS: Final = 3
 _RESERVED: Final = frozenset("\\{}(),#")
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))|\\")
 _DIGITS: Final = re.compile(r"([0-9]+)")
@@ -166,6 +167,20 @@ def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
         for box in _fold_points(points)
     ]
     return tuple(pattern for _, pattern in sorted(folded, key=lambda entry: entry[0]))
+
+
+def name_owners(owners: Iterable[str | None]) -> str:
+    """Names modules by few patterns: ``(root), layers.{0..3} and 2 more``.
+
+    Args:
+        owners: FQNs; None stands for no module.
+    """
+    held = list(owners)
+    patterns = [*fold_fqns(name for name in held if name is not None)]
+    patterns += [NO_MODULE] if None in held else []
+    more = len(patterns) - _MAX_PATTERNS
+    shown = ", ".join(patterns[:_MAX_PATTERNS])
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final, Literal
 
 from pytest_fsdp_comm.reports.html.timeline import RESHARD, UNSHARD
-from pytest_fsdp_comm.reports.story_lines import name_owners
+from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 
 if TYPE_CHECKING:

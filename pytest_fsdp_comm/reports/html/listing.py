@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from pytest_fsdp_comm.reports.story_lines import name_owners
+from pytest_fsdp_comm.text.fqn import name_owners
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Sequence

@@ -16,8 +16,7 @@ from pytest_fsdp_comm.comm.profile import (
     without_activation_sizes,
     without_async,
 )
-from pytest_fsdp_comm.reports.story_lines import name_owners
-from pytest_fsdp_comm.text.fqn import natural_key
+from pytest_fsdp_comm.text.fqn import name_owners, natural_key
 from pytest_fsdp_comm.text.nbytes import show_growth, show_nbytes
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 

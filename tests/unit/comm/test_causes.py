@@ -21,7 +21,6 @@ from sample_profiles import (
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.reports.story_lines import step_line
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
 from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
 from pytest_fsdp_comm.tree.model import Precision
@@ -139,8 +138,8 @@ def test_units_that_were_gathered_in_vain_lose_no_gradients():
 
     old = freeze(profile())
     comparison = compare(old, spare(old), evidence=tree_evidence(tree(), tree()))
-    (step,) = comparison.story.steps
-    assert step_line(step) == "layers.1 not gathered in backward any more"
+    (step,) = comparison.explanation.steps
+    assert step.line == "layers.1 not gathered in backward any more"
     assert comparison.causes == ()
 
 

@@ -14,31 +14,20 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
-from pytest_fsdp_comm.comm.story.steps import (
-    ActivationSizes,
-    Called,
-    Counts,
-    Freed,
-    Kept,
-    ReducedTimes,
-    Regrouped,
-    Scope,
-    SplitOff,
-    UnitAdded,
-    UnitRemoved,
-    UnitSizes,
-)
+from pytest_fsdp_comm.comm.explanation.amounts import Counts, Scope
+from pytest_fsdp_comm.comm.explanation.between import keys_that_differ, owners_that_differ
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
+    from pytest_fsdp_comm.comm.calls import Calls
+    from pytest_fsdp_comm.comm.explanation.contents import Content, Owner, Pool, State
+    from pytest_fsdp_comm.comm.explanation.steps import Step
     from pytest_fsdp_comm.comm.profile import RowKey
-    from pytest_fsdp_comm.comm.story.facts import Content, Fact, Owner, Pool, State
-    from pytest_fsdp_comm.comm.story.steps import Step
 
 _NAMES: Final = 1
 """Up to which order steps change names, and with them every row."""
-_OF_UNITS: Final = (Called, UnitRemoved, UnitAdded, UnitSizes, SplitOff, Regrouped)
+_OF_UNITS: Final = frozenset({"called", "unit", "unit sizes", "split off", "regrouped"})
 
 
 def is_exact(states: Sequence[State], steps: Sequence[Step], target: State, pool: Pool) -> bool:
@@ -52,17 +41,29 @@ def is_exact(states: Sequence[State], steps: Sequence[Step], target: State, pool
     """
     end = states[-1]
     left = [
-        (owner, fact)
-        for owner in dict.fromkeys((*end, *target))
-        if end.get(owner) is not target.get(owner)
-        for fact in _facts_left(end.get(owner), target.get(owner))
+        (owner, key)
+        for owner in owners_that_differ(end, target)
+        for key in keys_that_differ(end[owner], target[owner])
     ]
     return (
         not any(_contradicts(step, other) for step in steps for other in steps)
-        and not any(step.claims(owner, fact) for step in steps for owner, fact in left)
-        and _are_apart(states, steps, {(owner, fact.row) for owner, fact in left})
+        and not any(
+            step.claims(owner, key, call)
+            for owner, key in left
+            for call in _calls_that_differ(end[owner], target[owner], key)
+            for step in steps
+        )
+        and _are_apart(states, steps, set(left))
         and _are_needed(states, steps, pool)
     )
+
+
+def _calls_that_differ(old: Content, new: Content, key: RowKey) -> set[Calls]:
+    was, now = (
+        {(row.ranks, call) for row in content.row(key) for call in row.calls}
+        for content in (old, new)
+    )
+    return {call for _, call in was ^ now}
 
 
 def _are_apart(
@@ -74,9 +75,8 @@ def _are_apart(
         if step.order <= _NAMES:
             continue
         touched = rows_touched(before, after)
-        least = 2 if isinstance(step, (Counts, ActivationSizes)) else 1
-        # Bytes follow the type, so one step alone writes either.
-        kind = "sizes" if step.writes == "dtype" else step.writes
+        least = 2 if step.kind in {"counts", "sizes"} else 1
+        kind = step.writes
         is_again = touched & written[kind] if kind in {"counts", "sizes"} else ()
         is_of_another = kind == "rows" and touched <= written[kind]
         if len(touched) < least or touched & wrong or is_again or is_of_another:
@@ -86,13 +86,12 @@ def _are_apart(
 
 
 def _are_needed(states: Sequence[State], steps: Sequence[Step], pool: Pool) -> bool:
-    end = states[-1]
     for left_out in steps if len(steps) > 1 else ():
         state = states[0]
         for step in steps:
             if step is not left_out:
                 state = step.apply(state, pool)
-        if state.keys() == end.keys() and all(state[owner] is end[owner] for owner in end):
+        if state == states[-1]:
             return False
     return True
 
@@ -101,37 +100,21 @@ def _contradicts(step: Step, other: Step) -> bool:
     """Whether a step says that something is as before which another one changes."""
     if step is other:
         return False
-    if isinstance(step, (UnitRemoved, UnitAdded)):
-        return isinstance(other, _OF_UNITS)
+    if step.kind == "unit":
+        return other.kind in _OF_UNITS
     if isinstance(step, Counts):
-        is_policy = isinstance(other, (Kept, Freed)) and step.scope is Scope.FORWARD
-        return is_policy or isinstance(other, ReducedTimes)
+        is_policy = other.kind == "freed" and step.scope is Scope.FORWARD
+        return is_policy or other.kind == "reduced times"
     return False
-
-
-def rows_that_differ(old: Content | None, new: Content | None) -> Iterator[RowKey]:
-    """The rows of a module that differ between two contents."""
-    for key in {**(old.rows if old else {}), **(new.rows if new else {})}:
-        if (old.row(key) if old else {}) != (new.row(key) if new else {}):
-            yield key
 
 
 def rows_touched(before: State, after: State) -> set[tuple[Owner, RowKey]]:
     """The rows that differ between two states."""
-    known: dict[tuple[int, int], list[RowKey]] = {}
+    known: dict[tuple[Content, Content], list[RowKey]] = {}
     found: set[tuple[Owner, RowKey]] = set()
-    for owner in (*before, *(owner for owner in after if owner not in before)):
-        old, new = before.get(owner), after.get(owner)
-        if old is not new:
-            place = id(old), id(new)
-            if place not in known:
-                known[place] = list(rows_that_differ(old, new))
-            found.update((owner, key) for key in known[place])
+    for owner in owners_that_differ(before, after):
+        place = before[owner], after[owner]
+        if place not in known:
+            known[place] = list(keys_that_differ(*place))
+        found.update((owner, key) for key in known[place])
     return found
-
-
-def _facts_left(old: Content | None, new: Content | None) -> Iterator[Fact]:
-    was, now = (old.facts if old else {}), (new.facts if new else {})
-    for fact in {**was, **now}:
-        if was.get(fact) != now.get(fact):
-            yield fact

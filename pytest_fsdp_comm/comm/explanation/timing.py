@@ -12,16 +12,19 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.story.facts import Owner
-from pytest_fsdp_comm.comm.story.steps import AxisRenamed
-from pytest_fsdp_comm.text.fqn import natural_key
+from pytest_fsdp_comm.comm.explanation.contents import Owner
+from pytest_fsdp_comm.comm.explanation.names import AxisRenamed
+from pytest_fsdp_comm.comm.profile import RowKey
+from pytest_fsdp_comm.text.fqn import name_owners, natural_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pytest_fsdp_comm.comm.explanation.steps import Step
     from pytest_fsdp_comm.comm.profile import CommProfile, Row
-    from pytest_fsdp_comm.comm.story.steps import Step
 
+Subject: TypeAlias = Literal["ahead", "async"]
+"""``ahead``: how many units ahead of use. ``async``: whether the caller has to wait, 0 or 1."""
 Shares: TypeAlias = tuple[tuple[int, Fraction], ...]
 """Each value with its share of the calls, ascending; a share and no count, since that may differ
 for other reasons."""
@@ -31,15 +34,41 @@ for other reasons."""
 class TimingChange:
     """Calls of some owners are issued earlier or later, or waited for differently."""
 
-    subject: Literal["ahead", "async"]
-    """``ahead``: how many units ahead of use. ``async``: whether the caller has to wait, 0 or 1."""
-    phase: Phase
-    kind: str
-    axis: str
+    subject: Subject
+    key: RowKey
+    """Of the new profile."""
     owners: tuple[Owner, ...]
     """By their new names, in natural order."""
     before: Shares
     after: Shares
+
+    @property
+    def line(self) -> str:
+        """What is told of it."""
+        what = f"{name_owners(self.owners)} {self.key.phase}: {self.key}"
+        if self.subject == "ahead":
+            before, after = (
+                " or ".join(str(value) for value, _ in shares)
+                for shares in (self.before, self.after)
+            )
+            return f"{what} issued {before} -> {after} units ahead of use"
+        last, share = self.after[-1]
+        if len(self.after) > 1:
+            return f"{what} asynchronous in {share} of its calls now"
+        if last:
+            return f"{what} asynchronous now (async_op=True)"
+        return f"{what} synchronous now: the caller waits for it"
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """Why it may have come about, where nothing else changed; empty if nothing is known."""
+        way = self.key.phase
+        is_later = self.after[-1][0] < self.before[-1][0]
+        if self.subject == "ahead" and is_later and way in {Phase.FORWARD, Phase.BACKWARD}:
+            return (
+                f"less {way} prefetching (set_modules_to_{way}_prefetch; FSDP1: {way}_prefetch)",
+            )
+        return ()
 
 
 def find_timing_changes(
@@ -54,44 +83,39 @@ def find_timing_changes(
         old: The snapshot.
         new: What was recorded.
         names: The new name of each owner of the old profile.
-        steps: Of the story, among which axes may have other names.
+        steps: Of the explanation, among which axes may have other names.
     """
     axes = {step.old: step.new for step in steps if isinstance(step, AxisRenamed)}
     rows = {(row.key, row.owner, row.ranks): row for row in new.collectives}
-    found: defaultdict[tuple[object, ...], list[Owner]] = defaultdict(list)
-    values: dict[tuple[object, ...], tuple[Row, Shares, Shares]] = {}
+    found: defaultdict[tuple[Subject, RowKey, Shares, Shares], list[Owner]] = defaultdict(list)
+    subjects: tuple[Subject, ...] = ("ahead", "async")
     for row in old.collectives:
         owner = names.get(row.owner, row.owner)
         key = row.key._replace(axis=axes.get(row.axis, row.axis))
         now = rows.get((key, owner, row.ranks))
         if now is None or now.calls == row.calls:
             continue
-        for subject in ("ahead", "async"):
+        for subject in subjects:
             before, after = _shares(row, subject), _shares(now, subject)
             if before != after:
-                place = (subject, now.phase, now.what, now.axis, before, after)
-                found[place].append(owner)
-                values[place] = now, before, after
+                found[subject, key, before, after].append(owner)
     return tuple(
         TimingChange(
-            subject="ahead" if place[0] == "ahead" else "async",
-            phase=row.phase,
-            kind=row.what,
-            axis=row.axis,
+            subject=subject,
+            key=key,
             owners=tuple(
                 sorted(
-                    dict.fromkeys(found[place]),
-                    key=lambda name: (name is None, natural_key(name or "")),
+                    dict.fromkeys(owners), key=lambda name: (name is None, natural_key(name or ""))
                 )
             ),
             before=before,
             after=after,
         )
-        for place, (row, before, after) in values.items()
+        for (subject, key, before, after), owners in found.items()
     )
 
 
-def _shares(row: Row, subject: str) -> Shares:
+def _shares(row: Row, subject: Subject) -> Shares:
     counts: Counter[int] = Counter()
     for one in row.calls:
         counts[one.ahead if subject == "ahead" else int(one.is_async)] += one.count

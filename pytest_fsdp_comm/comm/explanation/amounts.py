@@ -1,0 +1,422 @@
+"""Changes of how often something is sent, of how much, and of which type, in all modules alike.
+
+A proposal is a guess with all its numbers; whether it is true shows when it is applied.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from pytest_fsdp_comm.comm.events import Phase, Role
+from pytest_fsdp_comm.comm.explanation.contents import (
+    Owner,
+    count_of,
+    is_kept,
+    is_of_gradients,
+    is_of_unit,
+    role_of,
+    sizes_of,
+)
+from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Kind, Step, Writes
+from pytest_fsdp_comm.comm.explanation.templates import template
+from pytest_fsdp_comm.comm.profile import alike_but
+from pytest_fsdp_comm.text.fqn import name_owners
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pytest_fsdp_comm.comm.calls import Calls
+    from pytest_fsdp_comm.comm.explanation.between import Between
+    from pytest_fsdp_comm.comm.explanation.contents import Content, Rows, State
+    from pytest_fsdp_comm.comm.profile import Row, RowKey
+
+_PASSES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
+_MOST_TERMS: Final = 64
+"""The largest product of a ratio's sides that is told: 3/2 is, 129/65 is a coincidence."""
+_MOST_RATIOS: Final = 3
+
+
+class Scope(Enum):
+    """What changes its count."""
+
+    EVERYTHING = auto()
+    PASSES = auto()
+    """Forward, backward and recomputation, with gradients of parameters by a ratio of their own."""
+    PASSES_AND_OUTSIDE = auto()
+    """The same, and what is outside of them."""
+    FORWARD = auto()
+    ACTIVATIONS = auto()
+    """Activations, and the redistributions that send them."""
+    OPTIMIZER = auto()
+    """The optimizer's phase, with clipping."""
+
+    def includes(self, key: RowKey, call: Calls, content: Content) -> bool:
+        """Whether the count of a call changes."""
+        match self:
+            case Scope.EVERYTHING:
+                return True
+            case Scope.OPTIMIZER:
+                return key.phase is Phase.OPTIMIZER
+            case Scope.FORWARD:
+                # What is kept after forward is there for the next one.
+                return key.phase is Phase.FORWARD and not (
+                    is_of_unit(key, call) and is_kept(content)
+                )
+        is_outside = self is Scope.PASSES_AND_OUTSIDE and key.phase is Phase.OUTSIDE
+        if not (key.phase in _PASSES or is_outside) or is_of_gradients(key, call, content):
+            return False
+        is_activation = call.role == Role.ACTIVATIONS or key.subject == "redistribution"
+        return is_activation or self is not Scope.ACTIVATIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts(GlobalStep):
+    """Everything in a scope happens n times as often."""
+
+    kind: Kind = "counts"
+    order: ClassVar[int] = 3
+    writes: Writes = "counts"
+    scope: Scope
+    factor: Fraction
+    has_activations: bool
+    """Whether any of it is activations: without them, only gathers tell of forwards."""
+    reductions: Fraction = Fraction(1)
+    """How often gradients are reduced, where the scope leaves them out."""
+    kept: tuple[Owner, ...] = ()
+    """Units that a scope of forward leaves out, since they are kept after it for the next one."""
+
+    @property
+    def line(self) -> str:
+        """What is told of it."""
+        times = f"x{self.factor}"
+        match self.scope:
+            case Scope.EVERYTHING:
+                return f"every count {times}"
+            case Scope.FORWARD:
+                named = name_owners(self.kept)
+                kept = f"; {named} kept, and gathered as before" if self.kept else ""
+                return f"counts of forward {times}, of backward x1{kept}"
+            case Scope.ACTIVATIONS:
+                return f"activations sent {self.factor} times as often"
+            case Scope.OPTIMIZER:
+                return f"all counts of the optimizer's phase {times}"
+        what = "all counts of forward and backward"
+        if self.reductions == self.factor:
+            return f"{what} {times}"
+        what = "forwards and backwards" if self.has_activations else what
+        return f"{what} {times}, reductions of gradients x{self.reductions}"
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """Of more of something, whole times."""
+        if self.factor < 1 or self.factor.denominator != 1:
+            return ()
+        if self.scope is Scope.EVERYTHING:
+            cause = "as many steps, or as many micro-batches, each of which reduces gradients"
+            return (f"{self.factor} times {cause}",)
+        if self.scope is Scope.FORWARD:
+            return ("forwards without a backward, such as an evaluation",)
+        is_of_passes = self.scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}
+        if not is_of_passes or self.reductions == self.factor:
+            return ()
+        other = "" if self.has_activations else ", or parameters freed after each backward"
+        return (f"gradients accumulated over {self.factor} times as many micro-batches{other}",)
+
+    @property
+    def description_cost(self) -> float:
+        """More for fractions, and where it is not said of everything."""
+        whole = self.factor.numerator == 1 or self.factor.denominator == 1
+        return (2.0 if whole else 3.0) + (0.0 if self.scope is Scope.EVERYTHING else 0.5)
+
+    def change(self, row: Row, content: Content) -> Row:
+        """A row after the step."""
+
+        def factor(call: Calls) -> Fraction:
+            if self.scope.includes(row.key, call, content):
+                return self.factor
+            is_other = self.reductions != 1 and row.phase in _PASSES
+            return self.reductions if is_other and is_of_gradients(row.key, call, content) else _ONE
+
+        calls = tuple(replace(call, count=int(call.count * factor(call))) for call in row.calls)
+        return row if calls == row.calls else replace(row, calls=calls)
+
+    def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
+        """Everything in its scope."""
+        match self.scope:
+            case Scope.EVERYTHING:
+                return True
+            case Scope.ACTIVATIONS:
+                return call.role == Role.ACTIVATIONS
+            case Scope.FORWARD:
+                return key.phase is Phase.FORWARD
+            case Scope.OPTIMIZER:
+                return key.phase is Phase.OPTIMIZER
+            case _:
+                return key.phase in _PASSES
+
+
+_ONE: Final = Fraction(1)
+
+
+def propose_counts(between: Between) -> Iterator[Step]:
+    """What happens more or less often."""
+    contents = set(between.state.values())
+    sends = any(call.role == Role.ACTIVATIONS for one in contents for _, call in one.calls())
+    reductions = _ratios(
+        (count_of(before), count_of(after), len(alike.owners))
+        for alike in between.alike
+        for key, before, after in alike.rows
+        if key.axis
+        and before
+        and all(is_of_gradients(key, call, alike.old) for row in before for call in row.calls)
+    )
+    for scope in Scope:
+        pairs = (
+            (count_of(before), count_of(after), len(alike.owners))
+            for alike in between.alike
+            for key, before, after in alike.rows
+            if before and scope.includes(key, before[0].calls[0], alike.old)
+        )
+        for ratio in _ratios(pairs):
+            # All divide, or nothing is that much less often.
+            if any(
+                call.count % ratio.denominator and scope.includes(key, call, content)
+                for content in (contents if ratio.denominator > 1 else ())
+                for key, call in content.calls()
+            ):
+                continue
+            # Other scopes leave no unit out.
+            units = between.state.items() if scope is Scope.FORWARD else ()
+            kept = tuple(owner for owner, content in units if is_kept(content))
+            step = Counts(scope=scope, factor=ratio, has_activations=sends, kept=kept)
+            yield step
+            if scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}:
+                for often in reductions:
+                    if often.denominator == 1:
+                        yield replace(step, reductions=often)
+
+
+def _ratios(pairs: Iterable[tuple[int, int, int]]) -> list[Fraction]:
+    """The ratios that hold for most.
+
+    Args:
+        pairs: What was, what is, and in how many modules.
+    """
+    weights: Counter[tuple[int, int]] = Counter()
+    for old, new, weight in pairs:
+        if old and new and old != new:
+            weights[old, new] += weight
+    ratios: Counter[Fraction] = Counter()
+    for (old, new), weight in weights.items():
+        ratios[Fraction(new, old)] += weight
+    return [
+        ratio
+        for ratio, _ in ratios.most_common(_MOST_RATIOS)
+        if ratio.numerator * ratio.denominator <= _MOST_TERMS
+    ]
+
+
+class _Scaled(GlobalStep):
+    """Some calls have other bytes, and maybe another element type."""
+
+    order: ClassVar[int] = 3
+    factor: Fraction
+
+    def is_meant(self, key: RowKey, call: Calls) -> bool:
+        """Whether a call is changed."""
+        raise NotImplementedError
+
+    def fits(self, state: State) -> bool:
+        """Whether all bytes that are meant can be scaled."""
+        return self.factor.denominator == 1 or not any(
+            call.nbytes % self.factor.denominator and self.is_meant(key, call)
+            for content in set(state.values())
+            for key, call in content.calls()
+        )
+
+    def scaled(self, row: Row, **changes: Any) -> Row:
+        """A row with its bytes scaled, and with what else changes."""
+        calls = tuple(
+            replace(call, nbytes=int(call.nbytes * self.factor), **changes)
+            if self.is_meant(row.key, call)
+            else call
+            for call in row.calls
+        )
+        return row if calls == row.calls else replace(row, calls=alike_but(calls))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes(_Scaled):
+    """All activations, or all gradients on an axis, have k times the bytes."""
+
+    kind: Kind = "sizes"
+    writes: Writes = "sizes"
+    factor: Fraction
+    axis: str = ""
+    """That of gradients; empty for activations on all axes."""
+    with_loss: bool = False
+    """What is sent for no module outside of forward and backward too, such as a parallel loss."""
+
+    @property
+    def line(self) -> str:
+        """What is told of it."""
+        loss = " and the loss" if self.with_loss else ""
+        what = f"gradients[{self.axis}]" if self.axis else f"activations{loss}"
+        return f"{what}: x{self.factor} bytes in each call"
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """Gradients follow their parameters, or the mesh."""
+        return () if self.axis else ("another batch or sequence, or another width",)
+
+    @property
+    def description_cost(self) -> float:
+        """More for fractions, and for one axis."""
+        whole = self.factor.numerator == 1 or self.factor.denominator == 1
+        return 2.0 if whole and not self.axis else 2.5
+
+    def change(self, row: Row, content: Content) -> Row:
+        """A row after the step."""
+        return self.scaled(row)
+
+    def is_meant(self, key: RowKey, call: Calls) -> bool:
+        """Whether a call is changed."""
+        if self.axis:
+            return call.role == Role.GRADIENTS and key.axis == self.axis
+        is_loss = self.with_loss and not call.role and key.phase is Phase.OUTSIDE
+        return key.subject == "collective" and (call.role == Role.ACTIVATIONS or is_loss)
+
+    def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
+        """All that it changes."""
+        return self.is_meant(key, call)
+
+
+def propose_sizes(between: Between) -> Iterator[Step]:
+    """Bytes of activations, and of gradients on an axis."""
+    found: defaultdict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
+    for alike in between.alike:
+        for key, before, after in alike.rows:
+            sizes, role = sizes_of(before, after), role_of(before)
+            if sizes is not None and role == role_of(after):
+                axis = key.axis if role == Role.GRADIENTS else ""
+                found[role, axis].append((*sizes, len(alike.owners)))
+    for (role, axis), pairs in found.items():
+        for ratio in _ratios(pairs) if role in {Role.ACTIVATIONS, Role.GRADIENTS} else ():
+            for with_loss in (False,) if axis else (False, True):
+                step = Sizes(factor=ratio, axis=axis, with_loss=with_loss)
+                if step.fits(between.state):
+                    yield step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dtype(_Scaled):
+    """Everything of some roles on some axes has another element type, and bytes that follow it."""
+
+    kind: Kind = "dtype"
+    # Bytes follow the type, so one step alone writes either.
+    writes: Writes = "sizes"
+    factor: Fraction
+    """Bytes of the new type by those of the old."""
+    parts: frozenset[tuple[str, str]]
+    """Roles, each with an axis."""
+    old: str
+    new: str
+    owners: frozenset[Owner] = frozenset()
+    """Whose; empty for all."""
+
+    @property
+    def line(self) -> str:
+        """What is told of it."""
+        axes: defaultdict[str, list[str]] = defaultdict(list)
+        for role, axis in sorted(self.parts, key=lambda part: (_ROLES.index(part[0]), part[1])):
+            axes[role].append(axis)
+        parts = ", ".join(f"{role}[{','.join(found)}]" for role, found in axes.items())
+        where = f"{name_owners(self.owners)}: " if self.owners else ""
+        nbytes = "as many" if self.factor == 1 else f"x{self.factor}"
+        return f"{where}{parts} {self.old} -> {self.new}, {nbytes} bytes"
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """What it is about."""
+        return frozenset(role for role, _ in self.parts)
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """By the roles."""
+        if Role.PARAMETERS in self.roles:
+            return ("MixedPrecisionPolicy, or the model's own dtype",)
+        if Role.GRADIENTS in self.roles:
+            return ("reduce_dtype of MixedPrecisionPolicy, or a communication hook",)
+        return ("the model's own dtype, or autocast",)
+
+    @property
+    def description_cost(self) -> float:
+        """More where it names modules."""
+        return 2.0 + 0.5 * len({template(owner or "") for owner in self.owners})
+
+    def includes(self, owner: Owner) -> bool:
+        """Whether it changes anything of a module."""
+        return not self.owners or owner in self.owners
+
+    def change(self, row: Row, content: Content) -> Row:
+        """A row after the step."""
+        return self.scaled(row, dtype=self.new)
+
+    def is_meant(self, key: RowKey, call: Calls) -> bool:
+        """Whether a call is changed, wherever any is."""
+        return (call.role, key.axis) in self.parts and call.dtype == self.old
+
+    def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
+        """All of these parts in either type."""
+        is_part = (call.role, key.axis) in self.parts
+        return is_part and call.dtype in {self.old, self.new} and self.includes(owner)
+
+
+_ROLES: Final = tuple(Role)
+_ITEMSIZES: Final = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+def propose_dtypes(between: Between) -> Iterator[Step]:
+    """Element types of parameters, gradients and activations."""
+    found: dict[tuple[str, str, Fraction], dict[tuple[str, str], set[Owner]]] = {}
+    for alike in between.alike:
+        for key, before, after in alike.rows:
+            sizes, role = sizes_of(before, after), role_of(before)
+            old, new = _dtype_of(before), _dtype_of(after)
+            is_changed = role and role == role_of(after) and old and new and old != new
+            if is_changed and sizes and all(sizes) and _follows(sizes, old, new):
+                parts = found.setdefault((old, new, Fraction(sizes[1], sizes[0])), {})
+                parts.setdefault((role, key.axis), set()).update(alike.owners)
+    for (old, new, factor), owners in found.items():
+        by_role = [{part for part in owners if part[0] == role} for role, _ in owners]
+        choices = [set(owners), *by_role, *({part} for part in owners)]
+        for chosen in dict.fromkeys(map(frozenset, choices)):
+            changed = frozenset(owner for part in chosen for owner in owners[part])
+            for some in (frozenset[Owner](), changed):
+                step = Dtype(parts=chosen, old=old, new=new, factor=factor, owners=some)
+                if step.fits(between.state):
+                    yield step
+
+
+def _dtype_of(rows: Rows) -> str:
+    """The element type of all calls; empty if they have several, or none."""
+    dtypes = {call.dtype for row in rows for call in row.calls}
+    return dtypes.pop() if len(dtypes) == 1 else ""
+
+
+def _follows(sizes: tuple[int, int], old: str, new: str) -> bool:
+    """Whether bytes change as the element type does, where its size is known."""
+    if old not in _ITEMSIZES or new not in _ITEMSIZES:
+        return True
+    return sizes[1] * _ITEMSIZES[old] == sizes[0] * _ITEMSIZES[new]

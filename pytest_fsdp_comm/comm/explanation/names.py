@@ -1,0 +1,321 @@
+"""Changes of names: of mesh axes, of modules, and of how many a list of modules has.
+
+A proposal is a guess with all its numbers; whether it is true shows when it is applied.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from pytest_fsdp_comm.comm.events import ROOT_FQN, Phase
+from pytest_fsdp_comm.comm.explanation.contents import State, gathers_of
+from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Kind, Step
+from pytest_fsdp_comm.comm.explanation.templates import replace_prefix, template
+from pytest_fsdp_comm.text.fqn import ROOT_TEXT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pytest_fsdp_comm.comm.calls import Calls
+    from pytest_fsdp_comm.comm.explanation.between import Between
+    from pytest_fsdp_comm.comm.explanation.contents import Content, Owner, Pool
+    from pytest_fsdp_comm.comm.profile import Row, RowKey
+
+_MOST_RENAMES: Final = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisRenamed(GlobalStep):
+    """All that went over one mesh axis goes over another one, which is new."""
+
+    kind: Kind = "axis renamed"
+    order: ClassVar[int] = 0
+    old: str
+    new: str
+    is_alike: bool
+    """Whether both lie alike among the ranks: then it is a name that changed."""
+
+    @property
+    def line(self) -> str:
+        """What is told of it."""
+        if self.is_alike:
+            return f"mesh axis {self.old} is {self.new} now, over the same ranks"
+        return f"all that was sent over {self.old} is sent over {self.new} now"
+
+    def change(self, row: Row, content: Content) -> Row:
+        """A row after the step."""
+        return replace(row, axis=self.new) if row.axis == self.old else row
+
+    def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
+        """Nothing is left on the old axis."""
+        return key.axis == self.old
+
+
+def propose_axes(between: Between) -> Iterator[Step]:
+    """Axes that have other names."""
+    old, new = ({axis.name: axis for axis in axes} for axes in between.axes)
+    used = {key.axis for content in between.state.values() for key in content.rows}
+    for gone in sorted(used.intersection(old).difference(new)):
+        for came in sorted(set(new).difference(old)):
+            is_alike = (old[gone].size, old[gone].dims) == (new[came].size, new[came].dims)
+            yield AxisRenamed(old=gone, new=came, is_alike=is_alike)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renamed(Step):
+    """Modules have other names: all below a prefix, or all but the root's parameters."""
+
+    kind: Kind = "renamed"
+    order: ClassVar[int] = 1
+    old: str
+    """A prefix whose numbers are written ``*``; empty for everything."""
+    new: str
+    keeps_root: bool = False
+    """The root stays the root: everything but its unit moved."""
+    is_leaf: bool = False
+    """Nothing is below it, so that another module with equal rows looks the same."""
+
+    @property
+    def line(self) -> str:
+        """What is told of it."""
+        but_root = ", but for the parameters of the root" if self.keeps_root else ""
+        if not self.old:
+            return f"everything is below {self.new} now{but_root}"
+        if not self.new:
+            return f"what was below {self.old} is at the top now{but_root}"
+        same = ", or another module with equal rows in its place" if self.is_leaf else ""
+        return f"{self.old} is {self.new} now{same}"
+
+    def apply(self, state: State, pool: Pool) -> State:
+        """The state after it."""
+        return State({self.name(owner): content for owner, content in state.items()})
+
+    def name(self, owner: Owner) -> Owner:
+        """The name of a module after the step."""
+        if owner is None or (owner == ROOT_FQN and self.keeps_root):
+            return owner
+        return replace_prefix(owner, self.old, self.new)
+
+    def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
+        """Nothing is left below the old prefix, unless that is a part of the new one."""
+        if owner is None or self.name(owner) == owner:
+            return False
+        return not self.new or replace_prefix(owner, self.new, "\0") == owner
+
+
+def propose_names(between: Between) -> Iterator[Step]:
+    """Modules that have other names."""
+    gone = [owner for owner in between.gone if owner is not None]
+    templates = {template(owner) for owner in between.added if owner is not None}
+    prefixes: Counter[tuple[str, str]] = Counter()
+    for old in {template(owner) for owner in gone}:
+        for new in templates:
+            prefixes[_without_common_end(old, new)] += 1
+    for (old, new), _ in prefixes.most_common(_MOST_RENAMES):
+        if old.count("*") != new.count("*"):
+            continue
+        for keeps_root in (True, False) if not old or not new else (False,):
+            step = Renamed(old=old, new=new, keeps_root=keeps_root)
+            moved = {owner: step.name(owner) for owner in between.state}
+            changes = [owner for owner, name in moved.items() if owner != name]
+            is_leaf = {template(owner or "") for owner in changes} == {old}
+            if (
+                changes
+                and _is_rename(between, step, changes)
+                and len(set(moved.values())) == len(moved)
+                and all(owner in gone for owner in changes if owner != ROOT_FQN)
+                and {template(moved[owner] or "") for owner in changes} <= templates
+            ):
+                yield replace(step, is_leaf=is_leaf)
+    yield from _wrapped(between)
+
+
+def _without_common_end(old: str, new: str) -> tuple[str, str]:
+    one, other = old.split("."), new.split(".")
+    while one and other and one[-1] == other[-1]:
+        one.pop()
+        other.pop()
+    return ".".join(one), ".".join(other)
+
+
+def _is_rename(between: Between, step: Renamed, changes: list[Owner]) -> bool:
+    """Whether what moved is known again: by the modules below it, or by all that it does."""
+    old, new = step.old, step.new
+    if not old or not new:
+        return True
+    if f"{new}.".startswith(f"{old}.") or f"{old}.".startswith(f"{new}."):
+        return False
+    below = {template(owner or "") for owner in changes} - {old}
+    return bool(below) or all(
+        between.state[owner] is between.target[step.name(owner)] for owner in changes
+    )
+
+
+def _wrapped(between: Between) -> Iterator[Step]:
+    """A whole that moved below a name, or out of it: a root that stays the root tells nothing."""
+    for wraps in (True, False):
+        outer, inner = between.sides(came=wraps)
+        below = {owner.split(".")[0] for owner in inner if owner}
+        known = [owner for owner in outer if owner]
+        if len(below) != 1 or not known:
+            continue
+        prefix = below.pop()
+        if all(f"{prefix}.{owner}" in inner for owner in known):
+            for keeps_root in (True, False):
+                old, new = (ROOT_FQN, prefix) if wraps else (prefix, ROOT_FQN)
+                step = Renamed(old=old, new=new, keeps_root=keeps_root)
+                if len(set(map(step.name, between.state))) == len(between.state):
+                    yield step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers(Step):
+    """A list of modules is longer or shorter; what came equals its siblings."""
+
+    kind: Kind = "layers"
+    order: ClassVar[int] = 2
+    prefix: str
+    """Of the list, with ``*`` for the numbers of lists around it: ``layers``,
+    ``layers.*.experts``."""
+    old: int
+    """How many there were."""
+    new: int
+    at: int
+    """From which place on layers came or went."""
+    period: int = 1
+    """After how many layers the same content comes again."""
+    has_units: bool = True
+    """Whether its modules are gathered; otherwise modules that send nothing are not seen."""
+
+    @property
+    def line(self) -> str:
+        """What is told of it."""
+        what = ", each as its siblings" if self.new > self.old else ""
+        modules = "modules" if self.has_units else "modules that send"
+        return f"{self.prefix or ROOT_TEXT}: {self.old} -> {self.new} {modules}{what}"
+
+    @property
+    def description_cost(self) -> float:
+        """The least of all steps."""
+        return 1.5
+
+    def apply(self, state: State, pool: Pool) -> State:
+        """The state after it."""
+        after = State()
+        more = self.new - self.old
+        for owner, content in state.items():
+            place = self._place(owner)
+            if place is None or place < self.at:
+                after[owner] = content
+            elif more > 0 or place >= self.at - more:
+                after[self._moved(owner, place + more)] = content
+        # What comes repeats what is before it, with the period that holds there.
+        for owner, content in state.items():
+            place = self._place(owner)
+            if place is not None and self.at - self.period <= place < self.at:
+                for new in range(place + self.period, self.at + more, self.period):
+                    after[self._moved(owner, new)] = content
+        return after
+
+    @property
+    def _depth(self) -> int:
+        return self.prefix.count(".") + 1 if self.prefix else 0
+
+    def _place(self, owner: Owner) -> int | None:
+        """The number of the list's module that a module is, or is in; None if it is in none."""
+        segments = [] if owner is None else owner.split(".")
+        depth = self._depth
+        if len(segments) <= depth or not segments[depth].isdecimal():
+            return None
+        return int(segments[depth]) if template(".".join(segments[:depth])) == self.prefix else None
+
+    def _moved(self, owner: Owner, place: int) -> str:
+        segments = (owner or "").split(".")
+        return ".".join((*segments[: self._depth], str(place), *segments[self._depth + 1 :]))
+
+    def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
+        """Of the layers that came, all is known; of what went, nothing is left."""
+        place = self._place(owner)
+        return place is not None and (
+            place >= self.new or self.at <= place < self.at + self.new - self.old
+        )
+
+
+def propose_layers(between: Between) -> Iterator[Step]:
+    """Lists of modules that are longer or shorter."""
+    old, new = _lists(between.state), _lists(between.target)
+    for prefix in sorted(set(old) & set(new)):
+        before, after = _length(old[prefix]), _length(new[prefix])
+        if before and after and before != after:
+            fewer = next(iter((old if before < after else new)[prefix].values()))
+            for at, period in _places(fewer, before, after):
+                yield Layers(
+                    prefix=prefix,
+                    old=before,
+                    new=after,
+                    at=at,
+                    period=period,
+                    has_units=_has_units(between, prefix),
+                )
+
+
+_List = dict[int, dict[str, "Content"]]
+"""What each number of a list of modules holds, by relative name."""
+
+
+def _lists(state: State) -> dict[str, dict[str, _List]]:
+    """The lists of a state, by prefix with ``*`` for numbers, then by the prefix itself."""
+    found: dict[str, dict[str, _List]] = {}
+    for owner, content in state.items():
+        segments = (owner or "").split(".") if "+" not in (owner or "") else []
+        for depth, segment in enumerate(segments):
+            if segment.isdecimal():
+                name = ".".join(segments[:depth])
+                alike = found.setdefault(template(name), {}).setdefault(name, {})
+                alike.setdefault(int(segment), {})[".".join(segments[depth + 1 :])] = content
+    return found
+
+
+def _length(lists: Mapping[str, _List]) -> int:
+    """How many modules each list has, with nothing missing; 0 if they differ."""
+    lengths = {
+        len(numbers) if set(numbers) == set(range(len(numbers))) else 0
+        for numbers in lists.values()
+    }
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+def _places(modules: _List, before: int, after: int) -> Iterator[tuple[int, int]]:
+    """Where layers may have come or gone, and with which period.
+
+    Args:
+        modules: Of the side that has fewer.
+        before: How many there were.
+        after: How many there are.
+    """
+    contents = [modules[n] for n in range(min(before, after))]
+    ends = [n for n in range(1, len(contents)) if contents[n] != contents[n - 1]]
+    places = list(dict.fromkeys([len(contents), *reversed(ends)]))[:4]
+    if after < before:
+        yield from ((at, 1) for at in dict.fromkeys([*places, 0]))
+        return
+    for at in places:
+        for period in (1, 2, 3, 4):
+            if period <= at and (after - before) % period == 0 and (period == 1 or ends):
+                yield at, period
+
+
+def _has_units(between: Between, prefix: str) -> bool:
+    """Whether each module of a list is gathered, so that none is unseen."""
+    names = f"{prefix}.*" if prefix else "*"
+    modules = [
+        (state, content)
+        for state in (between.state, between.target)
+        for owner, content in state.items()
+        if owner is not None and template(owner) == names
+    ]
+    return any(state is between.state for state, _ in modules) and all(
+        gathers_of(content, Phase.FORWARD) for _, content in modules
+    )

@@ -1,0 +1,341 @@
+"""What happened to phases, to axes and to activations.
+
+What a step rests on is checked here, as in `units`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.comm.events import Phase, Role
+from pytest_fsdp_comm.comm.explanation.between import keys_that_differ
+from pytest_fsdp_comm.comm.explanation.contents import (
+    calls_of,
+    count_of,
+    is_kept,
+    is_part,
+    nbytes_of,
+    role_of,
+)
+from pytest_fsdp_comm.text.fqn import name_owners
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Iterator, Mapping
+
+    from pytest_fsdp_comm.comm.explanation.between import Between
+    from pytest_fsdp_comm.comm.explanation.contents import Content, Owner, Rows, State
+    from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
+    from pytest_fsdp_comm.comm.profile import RowKey
+
+
+def propose_of_passes(between: Between) -> Iterator[Step]:
+    """Steps about phases, axes and activations."""
+    for propose in (_axes, _recomputed, _sequence_parallel, _phases):
+        for came in (True, False):
+            yield from propose(between, came=came)
+    yield from _redistributed(between)
+    yield from _gathered_in_full(between)
+
+
+def _axes(between: Between, *, came: bool) -> Iterator[Step]:
+    """Something is sent over an axis that was not there, such as that of tensor parallelism."""
+    old, new = ({axis.name for axis in axes} for axes in between.axes)
+    for axis in sorted(new - old if came else old - new):
+        yield from _axis(between, axis, came=came)
+
+
+def _axis(between: Between, axis: str, *, came: bool) -> Iterator[Step]:
+    def is_meant(key: RowKey, before: Rows, after: Rows) -> bool:
+        is_move = key.subject == "redistribution" and not (before and after)
+        return key.axis == axis or is_move
+
+    def sentence(step: Replaced) -> str:
+        if not came:
+            return f"nothing is sent over {axis} any more"
+        what = f"sent over {axis} now, over which nothing was"
+        return step.with_calls(what, lambda key, _: key.axis == axis)
+
+    yield from between.replaced(
+        "axis",
+        between.select_rows(is_meant),
+        came=came,
+        claim=lambda key, _: key.axis == axis or key.subject == "redistribution",
+        is_claim_of_all=True,
+        sentence=sentence,
+    )
+
+
+def _recomputed(between: Between, *, came: bool) -> Iterator[Step]:
+    """Forward's collectives of modules are repeated in backward."""
+    less, more = between.sides(came=came)
+    keys = between.select_rows(lambda key, *_: key.phase is Phase.RECOMPUTE)
+    for owner, held in keys.items():
+        for key in held:
+            # It repeats what forward sends, of as many bytes.
+            again = more[owner].row(key)
+            forward = more[owner].row(key._replace(phase=Phase.FORWARD))
+            if less[owner].row(key) or not forward or nbytes_of(again) > nbytes_of(forward):
+                return
+    is_first = not any(
+        key.phase is Phase.RECOMPUTE for content in less.values() for key in content.rows
+    )
+    gathers = came and any(
+        role == Role.PARAMETERS
+        for owner, held in keys.items()
+        for key in held
+        for role in {call.role for call in calls_of(more[owner].row(key))}
+    )
+    if gathers:
+        cause = (
+            "recomputation repeats the prefetching of set_modules_to_forward_prefetch: checkpoint "
+            "with use_reentrant=True does, use_reentrant=False does not"
+        )
+    elif is_first:
+        cause = f"activation checkpointing was switched {'on' if came else 'off'}"
+    else:
+        more_or_less = "more" if came else "less"
+        cause = f"{more_or_less} is recomputed: other modules, or other checkpointing"
+
+    def sentence(step: Replaced) -> str:
+        if not came:
+            return f"nothing of {step.who} is sent again by recomputation any more"
+        return (
+            f"forward collectives of {step.who} repeated by recomputation in backward"
+            f": {step.calls()}"
+        )
+
+    yield from between.replaced(
+        "recomputed",
+        keys,
+        came=came,
+        claim=lambda key, _: key.phase is Phase.RECOMPUTE,
+        is_claim_of_all=True,
+        sentence=sentence,
+        causes=(cause,),
+    )
+
+
+def _sequence_parallel(between: Between, *, came: bool) -> Iterator[Step]:
+    """Forward's all-reduces of an axis are reduce-scatters of the same modules and bytes."""
+    off, on = between.sides(came=came)
+    scattered: dict[str, list[Owner]] = {}
+    for owner in between.changed:
+        for key, rows in off[owner].rows.items():
+            if key.phase is Phase.FORWARD and key.what == "all_reduce":
+                parts = on[owner].row(key._replace(what="reduce_scatter"))
+                if _amounts(parts) == _amounts(rows) and not on[owner].row(key):
+                    scattered.setdefault(key.axis, []).append(owner)
+    for axis in scattered:
+        if not _sends_in_forward(on, "all_reduce", axis):
+            yield from _scattered(between, axis, came=came)
+
+
+def _scattered(between: Between, axis: str, *, came: bool) -> Iterator[Step]:
+    off, _ = between.sides(came=came)
+    is_whole = not _sends_in_forward(off, "reduce_scatter", axis)
+    kinds = ("all-reduces", "reduce-scatters")
+    old, new = kinds if came else kinds[::-1]
+
+    def sentence(step: Replaced) -> str:
+        became = f"forward {old} became {new} of as many bytes"
+        if is_whole:
+            return f"sequence parallelism over {axis} {'on' if came else 'off'}: {became}"
+        owners = [
+            owner
+            for owner, rows in step.rows.items()
+            if any(key.what in _SUMS and key.phase is Phase.FORWARD for key in rows)
+        ]
+        return f"{name_owners(owners)}[{axis}]: {became}"
+
+    yield from between.replaced(
+        "sequence parallel",
+        between.select_rows(lambda key, *_: key.axis == axis or key.subject == "redistribution"),
+        came=came,
+        claim=lambda key, _: key.axis == axis or key.subject == "redistribution",
+        is_claim_of_all=True,
+        sentence=sentence,
+    )
+
+
+_SUMS: Final = frozenset({"all_reduce", "reduce_scatter"})
+
+
+def _sends_in_forward(state: State, kind: str, axis: str) -> bool:
+    return any(
+        key.what == kind and key.phase is Phase.FORWARD and key.axis == axis
+        for content in state.values()
+        for key in content.rows
+    )
+
+
+def _amounts(rows: Rows) -> Counter[tuple[int, str]]:
+    found: Counter[tuple[int, str]] = Counter()
+    for call in calls_of(rows):
+        found[call.nbytes, call.dtype] += call.count
+    return found
+
+
+_PARTS: Final = (
+    (Phase.BACKWARD, Phase.RECOMPUTE),
+    (Phase.BACKWARD, Phase.RECOMPUTE, Phase.OPTIMIZER),
+    (Phase.OPTIMIZER,),
+)
+
+
+def _phases(between: Between, *, came: bool) -> Iterator[Step]:
+    """A part of the step is there that was not, and forward is as before."""
+    less, more = between.sides(came=came)
+    without, having = (
+        {key.phase for content in state.values() for key in content.rows} for state in (less, more)
+    )
+    for phases in _PARTS:
+        if not without.isdisjoint(phases) or not {phases[0], phases[-1]} <= {
+            *having,
+            Phase.RECOMPUTE,
+        }:
+            continue
+        keys = between.select(partial(_rows_of_phases, phases), came=came)
+        yield from _phase(between, phases, keys, came=came)
+        # A loss that is spread over ranks is outside of every module.
+        loss = [
+            key
+            for key in keys_that_differ(less[None], more[None])
+            if key.phase is Phase.OUTSIDE and not less[None].row(key)
+        ]
+        if loss and Phase.BACKWARD in phases:
+            keys[None] = [*keys.get(None, ()), *loss]
+            yield from _phase(between, (*phases, Phase.OUTSIDE), keys, came=came)
+
+
+def _rows_of_phases(phases: Container[Phase], less: Content, more: Content) -> Iterator[RowKey]:
+    for key in keys_that_differ(less, more):
+        # Without backward nothing is freed after it: what is kept is there all the time.
+        is_for_it = key.phase is Phase.FORWARD and (
+            key.subject == "reshard"
+            or (is_kept(more) and role_of(more.row(key) or less.row(key)) == Role.PARAMETERS)
+        )
+        if key.phase in phases or (is_for_it and Phase.BACKWARD in phases):
+            yield key
+
+
+def _phase(
+    between: Between,
+    phases: tuple[Phase, ...],
+    keys: Mapping[Owner, Iterable[RowKey]],
+    *,
+    came: bool,
+) -> Iterator[Step]:
+    # DTensor's placement of a norm before it is reduced (read in torch 2.6 to 2.15).
+    has_norms = any("(_NormPartial" in key.what for held in keys.values() for key in held)
+
+    def sentence(step: Replaced) -> str:
+        sent = {key.phase for rows in step.rows.values() for key in rows}
+        what = " and ".join(
+            "the loss" if phase is Phase.OUTSIDE else phase for phase in phases if phase in sent
+        )
+        if not came:
+            return f"nothing is sent in {what} any more, forward as before"
+        return step.with_calls(
+            f"{what} came, forward as before", lambda key, _: key.phase in phases
+        )
+
+    cause = "norms of gradients are computed, as clip_grad_norm_ does"
+    if not came:
+        cause = (
+            "norms of gradients are no longer computed: is clip_grad_norm_ still called in each "
+            "step?"
+        )
+    yield from between.replaced(
+        "phase",
+        keys,
+        came=came,
+        claim=lambda key, _: key.phase in (*phases, Phase.FORWARD),
+        is_claim_of_all=True,
+        sentence=sentence,
+        causes=(cause,) if has_norms else (),
+        is_regression=has_norms and not came,
+    )
+
+
+def _redistributed(between: Between) -> Iterator[Step]:
+    """DTensors of modules change placements in a phase in which they did not, and send for it."""
+    found: defaultdict[tuple[Phase, str, bool], dict[Owner, list[RowKey]]] = defaultdict(dict)
+    for alike in between.alike:
+        for key, before, after in alike.rows:
+            if key.subject != "redistribution" or (before and after):
+                continue
+            is_whole = "Shard" not in key.what.partition("->")[2]
+            if None in alike.owners and key.phase is Phase.OUTSIDE and is_whole and after:
+                continue  # see `_gathered_in_full`
+            sent = [
+                (other, count_of(now) - count_of(was))
+                for other, was, now in alike.rows
+                if other.subject == "collective" and other.phase is key.phase
+            ]
+            # Each redistribution issues one collective, which came or went with it.
+            if [more for _, more in sent] == [count_of(after) - count_of(before)]:
+                chosen = [key, sent[0][0]]
+                keys = found[key.phase, key.what, bool(after)]
+                keys.update(dict.fromkeys(alike.owners, chosen))
+    for (phase, change, came), keys in found.items():
+        yield from _redistribution(between, phase, change, keys, came=came)
+
+
+def _redistribution(
+    between: Between,
+    phase: Phase,
+    change: str,
+    keys: Mapping[Owner, Iterable[RowKey]],
+    *,
+    came: bool,
+) -> Iterator[Step]:
+    source, _, target = change.partition("->")
+
+    def sentence(step: Replaced) -> str:
+        if not came:
+            return f"{step.who} {phase}: no redistribution {source} -> {target} any more"
+        return (
+            f"{step.who} {phase}: redistributed {source} -> {target}, which sends "
+            f"{step.sums}: {step.calls()}"
+        )
+
+    is_of_plan = came and phase is Phase.FORWARD and None not in keys
+    cause = "its layout in the plan and that of the module before it no longer match"
+    yield from between.replaced(
+        "redistributed",
+        keys,
+        came=came,
+        sentence=sentence,
+        causes=(cause,) if is_of_plan else (),
+        is_regression=True,
+    )
+
+
+def _gathered_in_full(between: Between) -> Iterator[Step]:
+    """DTensors are gathered whole outside of the step, for no module."""
+    old, new = between.state[None], between.target[None]
+    keys = [
+        key
+        for key in new.rows
+        if key.phase is Phase.OUTSIDE
+        and old.row(key) != new.row(key)
+        and (key.what in {"all_gather", "all_reduce"} or key.subject == "redistribution")
+    ]
+    moves = [key for key in keys if key.subject == "redistribution"]
+    if (
+        moves
+        and len(keys) > len(moves)
+        and all("Shard" not in key.what.partition("->")[2] for key in moves)
+        and all(is_part(old.row(key), new.row(key)) for key in keys)
+    ):
+        yield from between.replaced(
+            "gathered in full",
+            {None: keys},
+            sentence=lambda step: (
+                f"DTensors gathered in full outside of forward and backward: {step.calls()} more"
+            ),
+            causes=("full_tensor() or redistribute(), or a DTensor that is printed or logged",),
+            is_regression=True,
+        )

@@ -1,0 +1,691 @@
+"""What happened to units of FSDP, and to the gradients of DDP.
+
+What a step rests on is checked here: forward gathers that did not change, bytes that add up, units
+beside it that are as before.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import chain
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from pytest_fsdp_comm.comm.events import Phase, Role
+from pytest_fsdp_comm.comm.explanation.contents import (
+    NOTHING,
+    Owner,
+    State,
+    calls_of,
+    count_of,
+    gathered_nbytes,
+    gathers_of,
+    is_freed,
+    is_gather,
+    is_kept,
+    is_of_parameters,
+    is_of_unit,
+    is_of_whole_unit,
+    is_part,
+    nbytes_of,
+    reductions_of,
+    role_of,
+    sizes_of,
+    total_count,
+    unit_rows,
+)
+from pytest_fsdp_comm.comm.explanation.steps import Kind, Replaced, Step, Writes, show_sizes
+from pytest_fsdp_comm.comm.explanation.templates import template
+from pytest_fsdp_comm.text.fqn import name_owners
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pytest_fsdp_comm.comm.calls import Calls
+    from pytest_fsdp_comm.comm.explanation.between import Between
+    from pytest_fsdp_comm.comm.explanation.contents import Content, Pool, Rows
+    from pytest_fsdp_comm.comm.profile import RowKey
+
+_CALLED: Final = (
+    "called several times in one forward, as by a loss in chunks: unshard it once around the "
+    "calls, or leave it in its parent's unit"
+)
+
+
+def propose_of_units(between: Between) -> Iterator[Step]:
+    """Steps about how some units are gathered and reduced."""
+    yield from _unit_sizes(between)
+    yield from _gathered_elsewhere(between)
+    yield from _reduced(between)
+    yield from _regrouped(between)
+    yield from _called(between)
+    yield from _buckets(between)
+    for propose in (_freed, _in_backward, _sharded, _split_off, _units):
+        for came in (False, True):
+            yield from propose(between, came=came)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSizes(Step):
+    """The parameters of some units have k times the bytes, in all that is sent of them."""
+
+    kind: Kind = "unit sizes"
+    order: ClassVar[int] = 4
+    writes: Writes = "sizes"
+    factors: Mapping[str, Mapping[str, Fraction]]
+    """Of each unit, by axis."""
+    nbytes: Mapping[Owner, tuple[int, int]]
+    """Of one gather of each, before and after; 0 if there are several sizes."""
+
+    @property
+    def line(self) -> str:
+        """What is told of it."""
+        return f"other sizes of parameters: {show_sizes(self.nbytes)} in each gather"
+
+    @property
+    def description_cost(self) -> float:
+        """Grows with the kinds of units."""
+        kinds = {(template(owner), *by.items()) for owner, by in self.factors.items()}
+        return 2.0 + 0.5 * (len(kinds) - 1)
+
+    def apply(self, state: State, pool: Pool) -> State:
+        """The state after it."""
+        made: dict[tuple[object, ...], Content] = {}
+        after = State(state)
+        for owner, by_axis in self.factors.items():
+            place = (state[owner], *by_axis.items())
+            if place not in made:
+                made[place] = pool.content(
+                    replace(
+                        row,
+                        calls=tuple(
+                            replace(call, nbytes=int(call.nbytes * by_axis.get(row.axis, 1)))
+                            if is_of_parameters(row.key, call)
+                            else call
+                            for call in row.calls
+                        ),
+                    )
+                    for row in chain.from_iterable(state[owner].rows.values())
+                )
+            if made[place] is not NOTHING:
+                after[owner] = made[place]
+        return after
+
+    def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
+        """All parameters and gradients of these units."""
+        return owner in self.factors and is_of_parameters(key, call)
+
+
+def _unit_sizes(between: Between) -> Iterator[Step]:
+    factors: dict[str, dict[str, Fraction]] = {}
+    for owner in between.changed:
+        old, new = between.state[owner], between.target[owner]
+        gathers = gathers_of(old, Phase.FORWARD)
+        if owner is None or old.rows.keys() != new.rows.keys() or not gathers:
+            continue
+        ratios: defaultdict[str, set[Fraction]] = defaultdict(set)
+        for key, rows in old.rows.items():
+            if all(is_of_parameters(key, call) for call in calls_of(rows)):
+                sizes = sizes_of(rows, new.row(key))
+                # An axis with 0 is one on which no ratio is known.
+                is_known = sizes is not None and all(sizes)
+                ratios[key.axis].add(Fraction(sizes[1], sizes[0]) if sizes and is_known else _NONE)
+        scaled = {axis: next(iter(found)) for axis, found in ratios.items() if len(found) == 1}
+        is_whole = len(scaled) == len(ratios) and _NONE not in scaled.values()
+        if is_whole and any(scaled[key.axis] != 1 for key in gathers):
+            factors[owner] = scaled
+    if factors:
+        nbytes: dict[Owner, tuple[int, int]] = {
+            owner: (gathered_nbytes(between.state[owner]), gathered_nbytes(between.target[owner]))
+            for owner in factors
+        }
+        yield UnitSizes(factors=factors, nbytes=nbytes)
+
+
+_NONE: Final = Fraction(0)
+
+
+def _freed(between: Between, *, came: bool) -> Iterator[Step]:
+    """Units are freed after forward and gathered again in backward, for as many forward gathers."""
+
+    def rows(less: Content, more: Content) -> list[RowKey]:
+        is_changed = (
+            gathers_of(more, Phase.BACKWARD)
+            and not gathers_of(less, Phase.BACKWARD)
+            and is_freed(more)
+            and not is_freed(less)
+            and _gathers_no_more(less, more)
+        )
+        return _rows_but_reductions(less, more) if is_changed else []
+
+    if came:
+        how, sign = "freed after forward, gathered again in backward", "more"
+        cause = (
+            "reshard_after_forward became True (FSDP1: FULL_SHARD), or the unit is no longer a "
+            "root: more traffic, less memory"
+        )
+    else:
+        how, sign = "kept gathered after forward, not gathered in backward", "less"
+        cause = (
+            "reshard_after_forward became False (FSDP1: SHARD_GRAD_OP), or the unit became a root: "
+            "less traffic, more memory"
+        )
+    yield from between.replaced(
+        "freed",
+        between.select(rows, came=came),
+        came=came,
+        claim=is_of_unit,
+        sentence=lambda step: f"{step.who} {how}: {step.calls(is_gather)} {sign}",
+        causes=(cause,),
+    )
+
+
+def _gathered_elsewhere(between: Between) -> Iterator[Step]:
+    """Units are gathered in backward over another axis: resharded to a part of the ranks."""
+
+    def rows(old: Content, new: Content) -> list[RowKey]:
+        before, after = (
+            {key.axis for key in gathers_of(one, Phase.BACKWARD)} for one in (old, new)
+        )
+        is_moved = before and after and before != after
+        is_same = is_moved and _gathers_no_more(old, new) and _gathers_no_more(new, old)
+        return _rows_but_reductions(old, new) if is_same else []
+
+    yield from between.replaced(
+        "gathered elsewhere",
+        between.select(rows),
+        sentence=lambda step: f"{step.who} gathered over {_axes(step)} in backward now",
+        causes=("reshard_after_forward became an int, another one, or True",),
+    )
+
+
+def _axes(step: Replaced) -> str:
+    found = {key.axis for held in step.rows.values() for key, rows in held.items() if rows}
+    return ", ".join(sorted(filter(None, found)))
+
+
+def _rows_but_reductions(*contents: Content) -> list[RowKey]:
+    return [key for one in contents for key in unit_rows(one) if key not in reductions_of(one)]
+
+
+def _gathers_no_more(one: Content, other: Content) -> bool:
+    """Whether a unit gathers the same in forward, and not more often.
+
+    What is kept serves the forwards of several micro-batches.
+    """
+    less, more = gathers_of(one, Phase.FORWARD), gathers_of(other, Phase.FORWARD)
+    return bool(less) and all(is_part(rows, more.get(key, ())) for key, rows in less.items())
+
+
+def _in_backward(between: Between, *, came: bool) -> Iterator[Step]:
+    """Units that are freed after forward are gathered in backward, and maybe reduced after it."""
+
+    def rows(without: Content, having: Content) -> list[RowKey]:
+        forward = gathers_of(having, Phase.FORWARD)
+        is_changed = (
+            forward
+            and forward == gathers_of(without, Phase.FORWARD)
+            and is_freed(having)
+            and is_freed(without)
+            and gathers_of(having, Phase.BACKWARD)
+            and not any(key.phase is Phase.BACKWARD for key in unit_rows(without))
+        )
+        return [*unit_rows(having), *unit_rows(without)] if is_changed else []
+
+    keys = between.select(rows, came=came)
+    _, having = between.sides(came=came)
+    reduce = {bool(reductions_of(having[owner])) for owner in keys}
+    if len(reduce) != 1:
+        return
+    # Without reductions they were gathered in vain, or for others.
+    is_reduced = reduce.pop()
+    if came:
+        how = f"gathered{' and reduced' if is_reduced else ''} in backward now"
+    else:
+        acts = "neither gathered nor reduced" if is_reduced else "not gathered"
+        how = f"{acts} in backward any more"
+    yield from between.replaced(
+        "used in backward" if is_reduced else "gathered in backward",
+        keys,
+        came=came,
+        claim=is_of_whole_unit,
+        sentence=lambda step: f"{step.who} {how}",
+    )
+
+
+def _reduced(between: Between) -> Iterator[Step]:
+    """Gradients are reduced otherwise, for as many gathers of the same units."""
+    found: dict[tuple[Kind, Fraction], dict[Owner, list[RowKey]]] = {}
+    for alike in between.alike:
+        old, new = alike.old, alike.new
+        is_gathered_alike = all(
+            gathers_of(old, phase) == gathers_of(new, phase)
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        )
+        if NOTHING in {old, new} or not is_gathered_alike:
+            continue
+        changes: dict[tuple[Kind, Fraction], list[RowKey]] = {}
+        for key in {**reductions_of(old), **reductions_of(new)}:
+            change = _reduction_change(old, old.row(key), new.row(key))
+            if change is not None:
+                changes.setdefault(change, []).append(key)
+        for change, chosen in changes.items():
+            found.setdefault(change, {}).update(dict.fromkeys(alike.owners, chosen))
+    for (kind, ratio), keys in found.items():
+        match kind:
+            case "reduced times":
+                yield from _reduced_times(between, ratio, keys)
+            case "reduced":
+                yield from _reductions(between, keys, came=bool(ratio))
+            case _:
+                yield from _reduced_sizes(between, kind, keys)
+
+
+def _reduction_change(content: Content, before: Rows, after: Rows) -> tuple[Kind, Fraction] | None:
+    """What a row of reductions does otherwise, and the ratio of counts; None if nothing known."""
+    if before == after:
+        return None
+    if not (before and after):
+        return "reduced", Fraction(0 if before else 1)
+    ratio = Fraction(count_of(after), count_of(before))
+    if _multiplied(before, ratio) == _multiplied(after, Fraction(1)):
+        return "reduced times", ratio
+    if ratio != 1:
+        return None
+    return "part reduced" if gathers_of(content, Phase.FORWARD) else "gradient sizes", ratio
+
+
+def _multiplied(rows: Rows, factor: Fraction) -> list[tuple[object, Calls, Fraction]]:
+    return [
+        (row.ranks, replace(call, count=0), call.count * factor)
+        for row in rows
+        for call in row.calls
+    ]
+
+
+def _reduced_sizes(
+    between: Between, kind: Kind, keys: Mapping[Owner, Iterable[RowKey]]
+) -> Iterator[Step]:
+    """As many calls have other bytes: of units another part is reduced, and with DDP all is."""
+    what = "gradients of"
+    if kind == "part reduced":
+        what = "another part of the gradients reduced, gathers as before:"
+
+    def sentence(step: Replaced) -> str:
+        sizes = {
+            owner: max(
+                (_largest(step.was[owner][key]), _largest(rows))
+                for key, rows in held.items()
+                if key.axis
+            )
+            for owner, held in step.rows.items()
+        }
+        return f"{what} {show_sizes(sizes)} in each call"
+
+    yield from between.replaced(
+        kind, keys, writes="sizes", claim=_is_of_gradients, sentence=sentence
+    )
+
+
+def _is_of_gradients(_key: RowKey, call: Calls) -> bool:
+    return call.role == Role.GRADIENTS
+
+
+def _largest(rows: Rows) -> int:
+    return max((call.nbytes for call in calls_of(rows)), default=0)
+
+
+def _reduced_times(
+    between: Between, times: Fraction, keys: Mapping[Owner, Iterable[RowKey]]
+) -> Iterator[Step]:
+    """Reductions of some kinds happen n times as often."""
+    kinds = sorted({key.what for held in keys.values() for key in held if key.axis})
+    # What FSDP reduces is gathered.
+    is_sharded = all(gathers_of(between.state[owner], Phase.FORWARD) for owner in keys)
+    if not is_sharded:
+        # Nothing else is sent that would count the steps.
+        cause = (
+            f"{times} steps in place of one, or reduced in each micro-batch: enter no_sync() for "
+            "all micro-batches but the last"
+        )
+    else:
+        switch = (
+            "call set_requires_all_reduce(False)"
+            if kinds == ["all_reduce"]
+            else "call set_requires_gradient_sync(False), or enter no_sync() with FSDP1,"
+        )
+        cause = f"reduced in each micro-batch: {switch} for all micro-batches but the last"
+
+    def sentence(step: Replaced) -> str:
+        counts = {
+            (count_of(step.was[owner][key]), count_of(rows))
+            for owner, held in step.rows.items()
+            for key, rows in held.items()
+            if key.axis
+        }
+        often = f"{times} times as often"
+        if len(counts) == 1:
+            often = "{} -> {} times".format(*counts.pop())
+        rest = ", gathers as before" if is_sharded else ""
+        return f"gradients of {step.who} reduced {often} ({', '.join(kinds)}){rest}"
+
+    yield from between.replaced(
+        "reduced times",
+        keys,
+        claim=_is_of_gradients,
+        sentence=sentence,
+        causes=(cause,) if times > 1 else (),
+        is_regression=True,
+    )
+
+
+def _reductions(
+    between: Between, keys: Mapping[Owner, Iterable[RowKey]], *, came: bool
+) -> Iterator[Step]:
+    """Gradients of units that are gathered as before are reduced now, or no longer."""
+    less, _ = between.sides(came=came)
+    # A unit that reduces nothing is not resharded after its backward either.
+    keys = {
+        owner: [*held, *([] if reductions_of(less[owner]) else _freed_in_backward(between, owner))]
+        for owner, held in keys.items()
+    }
+    how, now = ("reduced", " now") if came else ("no longer reduced", "")
+    # Where the side that has less reduces something still, other kinds of reductions do.
+    if any(reductions_of(less[owner]) for owner in keys):
+        yield from between.replaced(
+            "reduced by more",
+            keys,
+            came=came,
+            claim=_is_of_gradients,
+            sentence=lambda step: (
+                f"gradients of {step.who} {how} by {step.sums} too{now}, all else as before"
+            ),
+        )
+        return
+    yield from between.replaced(
+        "reduced",
+        keys,
+        came=came,
+        claim=_is_of_gradients,
+        sentence=lambda step: (
+            f"gradients of {step.who} {how}{now} ({step.sums}), gathers as before"
+        ),
+        causes=() if came else ("frozen, detached, or gradient synchronization switched off",),
+    )
+
+
+def _freed_in_backward(between: Between, owner: Owner) -> list[RowKey]:
+    return [
+        key
+        for key in (*between.state[owner].rows, *between.target[owner].rows)
+        if key.what == "reshard" and key.phase is Phase.BACKWARD
+    ]
+
+
+def _sharded(between: Between, *, came: bool) -> Iterator[Step]:
+    """Units are sharded: they are gathered, and their all-reduces are reduce-scatters."""
+
+    def rows(replicated: Content, sharded: Content) -> list[RowKey]:
+        was, now = reductions_of(sharded), reductions_of(replicated)
+        is_changed = (
+            gathers_of(sharded, Phase.FORWARD)
+            and not gathers_of(replicated, Phase.FORWARD)
+            and {key.what for key in was} == {"reduce_scatter"}
+            and {key.what for key in now} == {"all_reduce"}
+            and total_count(was) == total_count(now)
+        )
+        return [*unit_rows(sharded), *unit_rows(replicated)] if is_changed else []
+
+    how = "replicated instead of sharded: gradients all-reduced, parameters no longer gathered"
+    if came:
+        how = "sharded instead of replicated: parameters gathered, gradients reduce-scattered"
+    yield from between.replaced(
+        "sharded",
+        between.select(rows, came=came),
+        came=came,
+        claim=is_of_whole_unit,
+        sentence=lambda step: f"{step.who} {how}",
+    )
+
+
+def _split_off(between: Between, *, came: bool) -> Iterator[Step]:
+    """Modules became units of their own: their bytes left the unit above."""
+    large, small = between.sides(came=came)
+    # Units that only one side has, by the unit above that the other side has.
+    children: defaultdict[str, list[str]] = defaultdict(list)
+    for owner in between.owners:
+        if owner and gathers_of(small[owner], Phase.FORWARD):
+            parent = _unit_above(owner, large)
+            if parent is not None and not gathers_of(large[owner], Phase.FORWARD):
+                children[parent].append(owner)
+    units = {
+        parent: modules
+        for parent, modules in children.items()
+        if _adds_up(large[parent], small[parent], [small[module] for module in modules])
+    }
+    modules = tuple(chain.from_iterable(units.values()))
+    # Not those that are kept after forward: they are gathered once for all micro-batches.
+    others = max(
+        (
+            _forward_gathers(content)
+            for state in (between.origin, between.target)
+            for owner, content in state.items()
+            if owner not in modules and not is_kept(content)
+        ),
+        default=0,
+    )
+    often = max((_forward_gathers(between.target[module]) for module in modules), default=0)
+    is_called = came and 0 < others < often
+
+    def sentence(step: Replaced) -> str:
+        parts, wholes = name_owners(modules), name_owners(units)
+        if not came:
+            return f"{parts} merged into {wholes}, gathered with it"
+        times = f", gathered {often} times in forward" if is_called else ""
+        return step.with_calls(f"{parts} split off {wholes}{times}", is_gather, modules)
+
+    yield from between.replaced(
+        "split off",
+        {owner: _unit_keys(between, owner) for at in units for owner in (at, *units[at])},
+        came=came,
+        about=modules,
+        claim=is_of_whole_unit,
+        sentence=sentence,
+        causes=(_CALLED,) if is_called else (),
+        is_regression=came,
+    )
+
+
+def _forward_gathers(content: Content) -> int:
+    return total_count(gathers_of(content, Phase.FORWARD))
+
+
+def _unit_keys(between: Between, owner: Owner) -> list[RowKey]:
+    return [*unit_rows(between.state[owner]), *unit_rows(between.target[owner])]
+
+
+def _unit_above(owner: str, state: State) -> str | None:
+    """The closest unit above a module, or above the first of a unit's modules."""
+    name = owner.partition("+")[0]
+    while name:
+        name = name.rpartition(".")[0]
+        if gathers_of(state[name], Phase.FORWARD):
+            return name
+    return None
+
+
+def _adds_up(whole: Content, rest: Content, parts: list[Content]) -> bool:
+    """Whether a unit has the bytes of what is left of it and of its parts, in all it sends."""
+    gathered = [gathered_nbytes(part) for part in parts]
+    return (
+        gathered_nbytes(whole) > 0
+        and all(gathered)
+        and gathered_nbytes(whole) == gathered_nbytes(rest) + sum(gathered)
+        and _reduced_nbytes([whole]) == _reduced_nbytes([rest, *parts])
+    )
+
+
+def _reduced_nbytes(contents: Iterable[Content]) -> int:
+    """Bytes of one reduction of each unit."""
+    return sum(
+        _largest(rows)
+        for content in contents
+        for key, rows in reductions_of(content).items()
+        if key.what == "reduce_scatter"
+    )
+
+
+def _regrouped(between: Between) -> Iterator[Step]:
+    """The same modules are gathered in other units, which have the same bytes together."""
+    old, new = (
+        {
+            owner: gathered_nbytes(state[owner])
+            for owner in between.owners
+            if owner is not None and gathers_of(state[owner], Phase.FORWARD)
+        }
+        for state in (between.state, between.target)
+    )
+    owners = [owner for owner in {**old, **new} if old.get(owner) != new.get(owner)]
+    gone = [owner for owner in owners if owner in old]
+    added = [owner for owner in owners if owner in new]
+    if (
+        all(old[owner] for owner in gone)
+        and all(new[owner] for owner in added)
+        and sum(old[owner] for owner in gone) == sum(new[owner] for owner in added)
+        and not (set(gone) <= set(added) or set(added) <= set(gone))
+        and _reduced_nbytes(map(between.state.__getitem__, gone))
+        == _reduced_nbytes(map(between.target.__getitem__, added))
+        and _policies(between.state, gone) == _policies(between.target, added)
+    ):
+        yield from between.replaced(
+            "regrouped",
+            {owner: _unit_keys(between, owner) for owner in owners},
+            claim=is_of_whole_unit,
+            # More than those of other names.
+            more_cost=0.5,
+            sentence=lambda _: (
+                "other units, with as many bytes together: "
+                f"{name_owners(gone)} -> {name_owners(added)}"
+            ),
+        )
+
+
+def _policies(state: State, owners: Iterable[Owner]) -> set[tuple[bool, int]]:
+    """Whether units are kept after forward, and how often they are gathered in it; not of roots."""
+    return {(is_kept(state[owner]), _forward_gathers(state[owner])) for owner in owners if owner}
+
+
+def _called(between: Between) -> Iterator[Step]:
+    """Units are gathered in forward more or less often, and others as often as before."""
+
+    def rows(old: Content, new: Content) -> list[RowKey]:
+        before, after = gathers_of(old, Phase.FORWARD), gathers_of(new, Phase.FORWARD)
+        is_changed = (
+            before
+            and before.keys() == after.keys()
+            and before != after
+            # What is kept is gathered again only by another forward.
+            and not is_kept(new)
+            and all(_sizes(before[key]) == _sizes(after[key]) for key in before)
+        )
+        return [*unit_rows(old), *unit_rows(new)] if is_changed else []
+
+    keys = between.select(rows)
+    # Units beside it that are gathered as before are the evidence; what is kept always is.
+    others = {
+        owner: gathers_of(content, Phase.FORWARD)
+        for owner, content in between.state.items()
+        if owner not in keys and gathers_of(content, Phase.FORWARD) and not is_kept(content)
+    }
+    if not others or any(
+        gathers_of(between.target[owner], Phase.FORWARD) != gathers
+        for owner, gathers in others.items()
+    ):
+        return
+    most = max(map(total_count, others.values()))
+    was, now = (
+        {owner: _forward_gathers(state[owner]) for owner in keys}
+        for state in (between.state, between.target)
+    )
+    # Schedules of pipelines gather as they like.
+    is_pipeline = any(
+        key.what in {"send", "recv"} for content in between.state.values() for key in content.rows
+    )
+    is_called = max(now.values(), default=0) > most and sum(now.values()) > sum(was.values())
+
+    def sentence(step: Replaced) -> str:
+        owners: defaultdict[int, list[Owner]] = defaultdict(list)
+        for owner in step.owners:
+            owners[now[owner]].append(owner)
+        shown = [f"{name_owners(found)} {_times(count)}" for count, found in sorted(owners.items())]
+        return f"gathered in forward: {', '.join(shown)}; other units {_times(most)}"
+
+    yield from between.replaced(
+        "called",
+        keys,
+        claim=is_of_unit,
+        sentence=sentence,
+        causes=(_CALLED,) if is_called and not is_pipeline else (),
+        is_regression=True,
+    )
+
+
+def _sizes(rows: Rows) -> set[int]:
+    return {call.nbytes for call in calls_of(rows)}
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _units(between: Between, *, came: bool) -> Iterator[Step]:
+    """Units are gathered and reduced that were not there, with bytes that no other unit had."""
+    without, having = between.sides(came=came)
+    # Bytes that another unit has less, or more, are in that unit.
+    if any(
+        gathered_nbytes(having[owner]) < gathered_nbytes(without[owner])
+        for owner in between.changed
+    ):
+        return
+
+    def rows(less: Content, more: Content) -> Iterable[RowKey]:
+        is_new = gathers_of(more, Phase.FORWARD) and not unit_rows(less)
+        return unit_rows(more) if is_new else ()
+
+    def sentence(step: Replaced) -> str:
+        if not came:
+            return f"{step.who} no longer gathered nor reduced, other units gathered as before"
+        return step.with_calls(f"{step.who} gathered now, other units as before", is_gather)
+
+    yield from between.replaced(
+        "unit",
+        between.select(rows, came=came),
+        came=came,
+        # Elsewhere, all gathers in forward are as before.
+        claim=lambda key, call: is_gather(key, call) and key.phase is Phase.FORWARD,
+        is_claim_of_all=True,
+        # More than those of steps that know where the bytes went.
+        more_cost=0.5,
+        sentence=sentence,
+        is_regression=not came,
+    )
+
+
+def _buckets(between: Between) -> Iterator[Step]:
+    """The same bytes of gradients in another number of calls."""
+    keys = between.select_rows(
+        lambda _, before, after: (
+            role_of(before) == role_of(after) == Role.GRADIENTS
+            and count_of(before) != count_of(after)
+            and nbytes_of(before) == nbytes_of(after)
+        )
+    )
+
+    def sentence(step: Replaced) -> str:
+        counts = {count_of(rows) for held in step.rows.values() for rows in held.values()}
+        calls = "1 call" if counts == {1} else f"{'/'.join(map(str, sorted(counts)))} calls"
+        return f"gradients of {step.who} sent in {calls}, as many bytes in all"
+
+    yield from between.replaced("buckets", keys, sentence=sentence)
