@@ -13,7 +13,7 @@ from pytest_fsdp_comm.reports.explanation import (
     LIKELY,
     SHORT_CHARACTERS,
     SHORT_LINES,
-    Explanation,
+    FailureText,
 )
 from pytest_fsdp_comm.reports.headline import weight
 from pytest_fsdp_comm.text.fqn import fold_fqns, name_owners
@@ -35,7 +35,7 @@ _SHORT_COST: Final = 2
 
 def render_comparison(
     comparison: Comparison, *, snapshot: str, accept: str, notes: Sequence[str] = ()
-) -> Explanation:
+) -> FailureText:
     """Explains a failed comparison, the most important line first.
 
     Args:
@@ -70,7 +70,7 @@ def render_comparison(
         )
         if _fits(short):
             break
-    return Explanation(
+    return FailureText(
         short=tuple(short),
         full=tuple(full),
         is_cut=short != full,

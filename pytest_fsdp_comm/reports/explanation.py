@@ -41,7 +41,7 @@ _COMMANDS: Final = (ACCEPT, RECORD, READ)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class FailureText:
     """Why a comparison failed, at two lengths."""
 
     short: tuple[str, ...]
@@ -68,7 +68,7 @@ class Explanation:
             lines = tuple(map(printable, getattr(self, name)))
             object.__setattr__(self, name, lines)
 
-    def within(self, scope: str, cure: str = "") -> Explanation:
+    def within(self, scope: str, cure: str = "") -> FailureText:
         """The same, whose first line also says something of the comparison as a whole.
 
         Args:
@@ -92,7 +92,7 @@ class Failure:
 
     name: str
     """The value's, where a dict was compared; empty otherwise."""
-    explanation: Explanation
+    explanation: FailureText
     difference: tuple[str, ...] = ()
     """The lines of the file that differ; empty if there is none to compare with."""
 

@@ -9,7 +9,7 @@ from pytest_fsdp_comm.reports.explanation import (
     LEFT_OUT,
     LIKELY,
     SHORT_CHARACTERS,
-    Explanation,
+    FailureText,
 )
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _SHORT_CHANGES: Final = 4
 
 def render_tree_changes(
     changes: Sequence[TreeChange], *, snapshot: str, accept: str
-) -> Explanation:
+) -> FailureText:
     """Explains a failed comparison of trees, the most important line first.
 
     Args:
@@ -49,6 +49,6 @@ def render_tree_changes(
     left_out = len(lines) - len(shown)
     more = [f"{LEFT_OUT}{left_out} more, below"] if left_out else []
     short = (head, *shown, *more, *tail)
-    return Explanation(
+    return FailureText(
         short=short, full=full, is_cut=bool(left_out), compared="fsdp_tree", snapshot=snapshot
     )

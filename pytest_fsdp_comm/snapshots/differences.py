@@ -14,7 +14,7 @@ from pytest_fsdp_comm.comm.evidence import Evidence
 from pytest_fsdp_comm.comm.links import Links
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
-from pytest_fsdp_comm.reports.explanation import ACCEPT, Explanation
+from pytest_fsdp_comm.reports.explanation import ACCEPT, FailureText
 from pytest_fsdp_comm.reports.headline import headline, headline_of_story
 from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
@@ -53,7 +53,7 @@ class Aids:
 
 def explain_profiles(
     old: Profile, new: Profile, aids: Aids, *, where: str, accept: str = ""
-) -> tuple[Explanation, Changes | str]:
+) -> tuple[FailureText, Changes | str]:
     """Explains how two snapshots differ.
 
     Args:
@@ -89,7 +89,7 @@ def kind_of(profile: Profile) -> Literal["comm", "tree"]:
     return "comm" if isinstance(profile, CommProfile) else "tree"
 
 
-def bare_explanation(new: Profile, *, where: str, accept: str, why: str = "") -> Explanation:
+def bare_explanation(new: Profile, *, where: str, accept: str, why: str = "") -> FailureText:
     """Says that snapshots differ, and no more than one line of how."""
     compared = "comm_mode" if isinstance(new, CommProfile) else "fsdp_tree"
     lines = (
@@ -97,7 +97,7 @@ def bare_explanation(new: Profile, *, where: str, accept: str, why: str = "") ->
         *([f"  {why}"] if why else []),
         *([f"{ACCEPT}{accept}"] if accept else []),
     )
-    return Explanation(short=lines, full=lines, is_cut=False, compared=compared, snapshot=where)
+    return FailureText(short=lines, full=lines, is_cut=False, compared=compared, snapshot=where)
 
 
 def headline_of_values(explained: Mapping[str, Changes | str]) -> str:
@@ -159,7 +159,7 @@ def _compared(row: Row) -> tuple[str | None, RowKey, tuple[int, ...], tuple[Call
     return row.owner, row.key, row.ranks, row.calls
 
 
-def _with_versions(explanation: Explanation, old: Profile, new: Profile) -> Explanation:
+def _with_versions(explanation: FailureText, old: Profile, new: Profile) -> FailureText:
     """Says in the first line if another torch recorded the snapshot."""
     was, now = (one.torch_version.partition("+")[0] for one in (old, new))
     if not was or not now or was == now:
@@ -167,7 +167,7 @@ def _with_versions(explanation: Explanation, old: Profile, new: Profile) -> Expl
     return explanation.within(f"recorded with torch {was}, this is {now}")
 
 
-def _within_scope(explanation: Explanation, was: CommProfile, now: CommProfile) -> Explanation:
+def _within_scope(explanation: FailureText, was: CommProfile, now: CommProfile) -> FailureText:
     """Says in the first line where sizes of activations are not compared."""
     option = "activation_nbytes=False"
     if was.sizes_activations and now.sizes_activations:

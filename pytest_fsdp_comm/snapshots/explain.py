@@ -22,8 +22,8 @@ from pytest_fsdp_comm.reports.explanation import (
     BESIDE,
     READ,
     RECORD,
-    Explanation,
     Failure,
+    FailureText,
     show_everything,
     show_on_screen,
 )
@@ -237,14 +237,14 @@ def _explain_one(
     where = show_path(Path(result.snapshot_location), rootdir)
     if result.exception is not None:
         lines = tuple(describe_error(result, rootdir).splitlines())
-        explanation = Explanation(short=lines, full=lines, is_cut=False)
+        explanation = FailureText(short=lines, full=lines, is_cut=False)
         problem = describe_problem(result.exception, where=where)
         return Failure(name=name, explanation=explanation), problem
     if result.recalled_data is None:
         lines = (f"there is no snapshot {where} yet",)
         if accept:
             lines = (*lines, f"{RECORD}{accept}", READ)
-        explanation = Explanation(short=lines, full=lines, is_cut=False)
+        explanation = FailureText(short=lines, full=lines, is_cut=False)
         return Failure(name=name, explanation=explanation), "no snapshot yet"
     old = cast("SnapshotText", result.recalled_data)
     new = cast("SnapshotText", result.asserted_data)
@@ -313,7 +313,7 @@ def describe_problem(error: BaseException, *, where: str) -> str:
 
 
 def _keep(
-    extension: CommSnapshotExtension, result: AssertionResult, explanation: Explanation
+    extension: CommSnapshotExtension, result: AssertionResult, explanation: FailureText
 ) -> None:
     """With ``--comm-artifacts``: keeps all that tells of the difference elsewhere."""
     artifacts = extension.artifacts(result.snapshot_location)

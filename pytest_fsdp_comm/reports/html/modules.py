@@ -81,7 +81,7 @@ def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
     """Adds up what modules send.
 
     Args:
-        old: The snapshot, as `sides.comparable` leaves it; `new` if there is none.
+        old: The snapshot, as `comm.diff.comparable` leaves it; `new` if there is none.
         new: What was recorded.
     """
     differ = any(row.ranks for profile in (old, new) for row in profile.collectives)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
+from pytest_fsdp_comm.comm.diff import comparable
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.reports.explanation import ACCEPT, CURE, LIKELY, READ, RECORD
@@ -23,7 +24,6 @@ from pytest_fsdp_comm.reports.html.sides import (
     CostRow,
     RankRow,
     Sides,
-    comparable,
     cost_ranks,
     cost_rows,
     differing_modules,

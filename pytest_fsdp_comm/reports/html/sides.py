@@ -9,13 +9,9 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from pytest_fsdp_comm.comm.cost import cost_of_change
+from pytest_fsdp_comm.comm.diff import comparable
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.profile import (
-    SUBJECTS,
-    restrict,
-    without_activation_sizes,
-    without_async,
-)
+from pytest_fsdp_comm.comm.profile import SUBJECTS
 from pytest_fsdp_comm.text.fqn import name_owners, natural_key
 from pytest_fsdp_comm.text.nbytes import show_growth, show_nbytes
 from pytest_fsdp_comm.text.rank_lists import name_ranks
@@ -103,17 +99,6 @@ def differing_modules(old: CommProfile, new: CommProfile) -> frozenset[str | Non
         for owner, key in {*before, *after}
         if before.get((owner, key)) != after.get((owner, key)) and key.subject != "redistribution"
     )
-
-
-def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommProfile]:
-    """What a comparison looks at of both sides: see `comm.diff.compare`."""
-    if new.recorded_ranks and not old.recorded_ranks:
-        old = restrict(old, new.recorded_ranks)
-    if old.shows_async != new.shows_async:
-        old, new = without_async(old), without_async(new)
-    if old.sizes_activations != new.sizes_activations:
-        old, new = without_activation_sizes(old), without_activation_sizes(new)
-    return old, new
 
 
 def _by_key(rows: Iterable[Row]) -> _Texts:

@@ -11,8 +11,8 @@ from pytest_fsdp_comm.reports.ci.markdown import no_link, render_summary
 from pytest_fsdp_comm.reports.ci.outcomes import Comparisons, FailedTest, Outcomes
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
 from pytest_fsdp_comm.reports.explanation import (
-    Explanation,
     Failure,
+    FailureText,
     combine,
     show_everything,
     show_on_screen,
@@ -24,7 +24,7 @@ COMMAND = f"  accept: {ACCEPT}"
 
 
 def failure(name, *short, full=None, difference=(), compared="", snapshot="", cost=()):
-    explanation = Explanation(
+    explanation = FailureText(
         short=short,
         full=full or short,
         is_cut=full is not None,
