@@ -57,12 +57,11 @@ def find_causes(
         is_in_doubt = step.kind == "recomputed" and not explanation.is_exact
         if step not in explained and not is_of_mesh and not is_in_doubt:
             known = None if evidence is None else _reading_with(evidence, step)
-            known = known or _reading_of_torch(torch_versions, step)
-            texts = step.causes if known is None else (known,)
-            found += [Cause(text=text, steps=(step,)) for text in texts]
+            text = known or _reading_of_torch(torch_versions, step) or step.cause
+            found.append(Cause(text=text, steps=(step,)))
     if explanation.is_exact and not explanation.steps:
-        found += [Cause(text=text) for one in explanation.timings for text in one.causes]
-    unique = {cause.text: cause for cause in found}
+        found += [Cause(text=one.cause) for one in explanation.timings]
+    unique = {cause.text: cause for cause in found if cause.text}
     return tuple(sorted(unique.values(), key=lambda cause: not cause.is_of_regression))
 
 

@@ -135,6 +135,8 @@ EXPECTED: dict[str, str] = {
     "embedding_called_for_each_sequence": "gathered in forward: embed 4 times; other units once",
     "embedding_frozen": "gradients of embed no longer reduced (reduce_scatter[dp]), gathers as before",
     "embedding_frozen, back": "gradients of embed reduced now (reduce_scatter[dp]), gathers as before",
+    "embedding_gathered_in_backward": "embed gathered in backward now: 1 call of 2.0 KiB",
+    "embedding_gathered_in_backward, back": "embed not gathered in backward any more",
     "embedding_split_by_width": "embed forward: all_gather[tp] 0 -> 1 (+1), 0 -> 1.0 KiB per rank",
     "embedding_untied_from_head": "other sizes of parameters: (root) 2.1 -> 4.1 KiB in each gather",
     "embedding_untied_from_head, back": "other sizes of parameters: (root) 4.1 -> 2.1 KiB in each gather",

@@ -33,6 +33,13 @@ def parameters_gathered_for_each_micro_batch(changed):
     return model, run
 
 
+@regression(reported="OLMo-core 194", is_reversible=True)
+def embedding_gathered_in_backward(changed):
+    model = units(Decoder(), "embed")
+    model.embed.set_unshard_in_backward(unshard_in_backward=changed)
+    return of(model)
+
+
 @regression(reported="trl 6076")
 def head_gathered_for_each_chunk(changed):
     return of(units(Decoder(), "head"), chunks=4 if changed else 1)

@@ -13,8 +13,9 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from models import WIDTH, Block, Model, shard
+from models import WIDTH, Block, Model, TokenModel, shard
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
@@ -144,6 +145,43 @@ def test_gathering_the_head_for_each_chunk_of_the_loss_is_explained(record, devi
         "likely: called several times in one forward, as by a loss in chunks: unshard it once "
         "around the calls, or leave it in its parent's unit"
     )
+
+
+def test_gathering_an_embedding_in_backward_is_explained(record, device_mesh):
+    # OLMo-core 194.
+    model = TokenModel()
+    fully_shard(model.embed, mesh=device_mesh())
+    shard(model, device_mesh())
+
+    def train(*, in_backward):
+        model.embed.set_unshard_in_backward(unshard_in_backward=in_backward)
+        model(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()
+
+    reviewed = record(model, lambda: train(in_backward=False))
+    regressed = record(model, lambda: train(in_backward=True))
+    assert count(regressed, "all_gather") == count(reviewed, "all_gather") + 1
+    told, likely = said(reviewed, regressed)
+    assert told.startswith("embed gathered in backward now: 1 call of ")
+    assert likely.startswith("likely: set_unshard_in_backward(False) is no longer called on it")
+    assert said(regressed, reviewed) == [
+        "embed not gathered in backward any more",
+        "likely: set_unshard_in_backward(False)",
+    ]
+
+
+def test_a_full_state_dict_in_each_step_is_explained(record, device_mesh):
+    model = shard(Model(), device_mesh())
+
+    def train(*, saved):
+        step(model)
+        if saved:
+            get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+    reviewed = record(model, lambda: train(saved=False))
+    regressed = record(model, lambda: train(saved=True))
+    told, likely = said(reviewed, regressed)
+    assert told.startswith("DTensors gathered in full outside of forward and backward: ")
+    assert "a full state dict as of a checkpoint" in likely
 
 
 def test_reentrant_checkpointing_with_forward_prefetch_gathers_again(record, device_mesh):
@@ -313,7 +351,8 @@ def test_gathering_a_parameter_to_log_it_is_explained(record, device_mesh):
     assert said(reviewed, regressed) == [
         "DTensors gathered in full outside of forward and backward: 1 call of 256 B more, at "
         "tests/regressions/test_reported.py:N",
-        "likely: full_tensor() or redistribute(), or a DTensor that is printed or logged",
+        "likely: full_tensor() or redistribute(), a full state dict as of a checkpoint, or a "
+        "DTensor that is printed or logged",
     ]
 
 

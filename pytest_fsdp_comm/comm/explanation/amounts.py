@@ -111,20 +111,20 @@ class Counts(GlobalStep):
         return f"{what} {times}, reductions of gradients x{self.reductions}"
 
     @property
-    def causes(self) -> tuple[str, ...]:
+    def cause(self) -> str:
         """Of more of something, whole times."""
         if self.factor < 1 or self.factor.denominator != 1:
-            return ()
+            return ""
         if self.scope is Scope.EVERYTHING:
             cause = "as many steps, or as many micro-batches, each of which reduces gradients"
-            return (f"{self.factor} times {cause}",)
+            return f"{self.factor} times {cause}"
         if self.scope is Scope.FORWARD:
-            return ("forwards without a backward, such as an evaluation",)
+            return "forwards without a backward, such as an evaluation"
         is_of_passes = self.scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}
         if not is_of_passes or self.reductions == self.factor:
-            return ()
+            return ""
         other = "" if self.has_activations else ", or parameters freed after each backward"
-        return (f"gradients accumulated over {self.factor} times as many micro-batches{other}",)
+        return f"gradients accumulated over {self.factor} times as many micro-batches{other}"
 
     @property
     def description_cost(self) -> float:
@@ -269,9 +269,9 @@ class Sizes(_Scaled):
         return f"{what}: x{self.factor} bytes in each call"
 
     @property
-    def causes(self) -> tuple[str, ...]:
+    def cause(self) -> str:
         """Gradients follow their parameters, or the mesh."""
-        return () if self.axis else ("another batch or sequence, or another width",)
+        return "" if self.axis else "another batch or sequence, or another width"
 
     @property
     def description_cost(self) -> float:
@@ -345,13 +345,13 @@ class Dtype(_Scaled):
         return frozenset(role for role, _ in self.parts)
 
     @property
-    def causes(self) -> tuple[str, ...]:
+    def cause(self) -> str:
         """By the roles."""
         if Role.PARAMETERS in self.roles:
-            return ("MixedPrecisionPolicy, or the model's own dtype",)
+            return "MixedPrecisionPolicy, or the model's own dtype"
         if Role.GRADIENTS in self.roles:
-            return ("reduce_dtype of MixedPrecisionPolicy, or a communication hook",)
-        return ("the model's own dtype, or autocast",)
+            return "reduce_dtype of MixedPrecisionPolicy, or a communication hook"
+        return "the model's own dtype, or autocast"
 
     @property
     def description_cost(self) -> float:

@@ -113,7 +113,7 @@ def _recomputed(between: Between, *, came: bool) -> Iterator[Step]:
         claim=lambda key, _: key.phase is Phase.RECOMPUTE,
         is_claim_of_all=True,
         sentence=sentence,
-        causes=(cause,),
+        cause=cause,
     )
 
 
@@ -254,7 +254,7 @@ def _phase(
         claim=lambda key, _: key.phase in (*phases, Phase.FORWARD),
         is_claim_of_all=True,
         sentence=sentence,
-        causes=(cause,) if has_norms else (),
+        cause=cause if has_norms else "",
         is_regression=has_norms and not came,
     )
 
@@ -308,7 +308,7 @@ def _redistribution(
         keys,
         came=came,
         sentence=sentence,
-        causes=(cause,) if is_of_plan else (),
+        cause=cause if is_of_plan else "",
         is_regression=True,
     )
 
@@ -336,6 +336,9 @@ def _gathered_in_full(between: Between) -> Iterator[Step]:
             sentence=lambda step: (
                 f"DTensors gathered in full outside of forward and backward: {step.calls()} more"
             ),
-            causes=("full_tensor() or redistribute(), or a DTensor that is printed or logged",),
+            cause=(
+                "full_tensor() or redistribute(), a full state dict as of a checkpoint, or a "
+                "DTensor that is printed or logged"
+            ),
             is_regression=True,
         )

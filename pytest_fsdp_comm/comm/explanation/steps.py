@@ -1,4 +1,4 @@
-"""What an explanation is made of: changes of contents, each with its sentence and its causes.
+"""What an explanation is made of: changes of contents, each with its sentence and its cause.
 
 A step tells an effect: what is different, not why. It is exact or it is not told, so each says what
 it `claims`: where anything else is different at the end, the step is refuted.
@@ -91,9 +91,9 @@ class Step:
         raise NotImplementedError
 
     @property
-    def causes(self) -> tuple[str, ...]:
+    def cause(self) -> str:
         """Why it may have come about, by what is sent alone; empty if the line says all."""
-        return ()
+        return ""
 
     @property
     def description_cost(self) -> float:
@@ -153,7 +153,7 @@ class Replaced(Step):
     """What it speaks about beside the rows that it writes; None for nothing."""
     is_claim_of_all: bool = field(default=False, compare=False)
     """Whether it claims that of all modules; otherwise of those whose rows it writes."""
-    causes: tuple[str, ...] = field(default=(), compare=False)
+    cause: str = field(default="", compare=False)
     about: tuple[Owner, ...] = field(default=(), compare=False)
     """The modules whose code has the cause; empty for all whose rows it writes."""
     more_cost: float = field(default=0.0, compare=False)

@@ -60,15 +60,13 @@ class TimingChange:
         return f"{what} synchronous now: the caller waits for it"
 
     @property
-    def causes(self) -> tuple[str, ...]:
+    def cause(self) -> str:
         """Why it may have come about, where nothing else changed; empty if nothing is known."""
         way = self.key.phase
         is_later = self.after[-1][0] < self.before[-1][0]
         if self.subject == "ahead" and is_later and way in {Phase.FORWARD, Phase.BACKWARD}:
-            return (
-                f"less {way} prefetching (set_modules_to_{way}_prefetch; FSDP1: {way}_prefetch)",
-            )
-        return ()
+            return f"less {way} prefetching (set_modules_to_{way}_prefetch; FSDP1: {way}_prefetch)"
+        return ""
 
 
 def find_timing_changes(

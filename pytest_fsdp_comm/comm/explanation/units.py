@@ -178,7 +178,7 @@ def _freed(between: Between, *, came: bool) -> Iterator[Step]:
         came=came,
         claim=is_of_unit,
         sentence=lambda step: f"{step.who} {how}: {step.calls(is_gather)} {sign}",
-        causes=(cause,),
+        cause=cause,
     )
 
 
@@ -197,7 +197,7 @@ def _gathered_elsewhere(between: Between) -> Iterator[Step]:
         "gathered elsewhere",
         between.select(rows),
         sentence=lambda step: f"{step.who} gathered over {_axes(step)} in backward now",
-        causes=("reshard_after_forward became an int, another one, or True",),
+        cause="reshard_after_forward became an int, another one, or True",
     )
 
 
@@ -230,28 +230,47 @@ def _in_backward(between: Between, *, came: bool) -> Iterator[Step]:
             and is_freed(having)
             and is_freed(without)
             and gathers_of(having, Phase.BACKWARD)
-            and not any(key.phase is Phase.BACKWARD for key in unit_rows(without))
+            and not gathers_of(without, Phase.BACKWARD)
+            and reductions_of(without) in ({}, reductions_of(having))
         )
         return [*unit_rows(having), *unit_rows(without)] if is_changed else []
 
     keys = between.select(rows, came=came)
-    _, having = between.sides(came=came)
-    reduce = {bool(reductions_of(having[owner])) for owner in keys}
-    if len(reduce) != 1:
+    less, more = between.sides(came=came)
+    reductions = {(bool(reductions_of(less[at])), bool(reductions_of(more[at]))) for at in keys}
+    # A forward that is run again gathers for the backward that follows.
+    is_again = any(
+        gathers_of(state[at], Phase.RECOMPUTE)
+        for state in (between.origin, between.target)
+        for at in keys
+    )
+    if len(reductions) != 1 or is_again:
         return
-    # Without reductions they were gathered in vain, or for others.
-    is_reduced = reduce.pop()
-    if came:
-        how = f"gathered{' and reduced' if is_reduced else ''} in backward now"
-    else:
-        acts = "neither gathered nor reduced" if is_reduced else "not gathered"
-        how = f"{acts} in backward any more"
+    was_reduced, is_reduced = reductions.pop()
+    # Where its backward runs either way, nothing else leaves this gather out.
+    cause = "set_unshard_in_backward(False)" if was_reduced else ""
+    if was_reduced and came:
+        cause += (
+            " is no longer called on it, which saves gathering what its backward does not need, "
+            "such as the weight of an embedding"
+        )
+
+    def sentence(step: Replaced) -> str:
+        if was_reduced or not is_reduced:
+            if not came:
+                return f"{step.who} not gathered in backward any more"
+            return step.with_calls(f"{step.who} gathered in backward now", is_gather)
+        acts = "gathered and reduced in backward now"
+        return f"{step.who} {acts if came else 'neither gathered nor reduced in backward any more'}"
+
     yield from between.replaced(
-        "used in backward" if is_reduced else "gathered in backward",
+        "gathered in backward" if was_reduced or not is_reduced else "used in backward",
         keys,
         came=came,
         claim=is_of_whole_unit,
-        sentence=lambda step: f"{step.who} {how}",
+        sentence=sentence,
+        cause=cause,
+        is_regression=came,
     )
 
 
@@ -376,7 +395,7 @@ def _reduced_times(
         keys,
         claim=_is_of_gradients,
         sentence=sentence,
-        causes=(cause,) if times > 1 else (),
+        cause=cause if times > 1 else "",
         is_regression=True,
     )
 
@@ -412,7 +431,7 @@ def _reductions(
         sentence=lambda step: (
             f"gradients of {step.who} {how}{now} ({step.sums}), gathers as before"
         ),
-        causes=() if came else ("frozen, detached, or gradient synchronization switched off",),
+        cause="" if came else "frozen, detached, or gradient synchronization switched off",
     )
 
 
@@ -493,7 +512,7 @@ def _split_off(between: Between, *, came: bool) -> Iterator[Step]:
         about=modules,
         claim=is_of_whole_unit,
         sentence=sentence,
-        causes=(_CALLED,) if is_called else (),
+        cause=_CALLED if is_called else "",
         is_regression=came,
     )
 
@@ -627,7 +646,7 @@ def _called(between: Between) -> Iterator[Step]:
         keys,
         claim=is_of_unit,
         sentence=sentence,
-        causes=(_CALLED,) if is_called and not is_pipeline else (),
+        cause=_CALLED if is_called and not is_pipeline else "",
         is_regression=True,
     )
 
