@@ -19,8 +19,7 @@ from pytest_fsdp_comm.comm.events import Collective, Phase, Recording, Role, Sou
 from pytest_fsdp_comm.comm.json import dump_recording
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, fold, merge, sort_rows
-from pytest_fsdp_comm.snapshots.comm_reading import read_comm
-from pytest_fsdp_comm.snapshots.comm_text import format_profile
+from pytest_fsdp_comm.snapshots.comm_text import format_profile, read_comm
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.lines import SnapshotLines
 

@@ -40,8 +40,7 @@ from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import CommProfile, fold, merge, restrict
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks
-from pytest_fsdp_comm.snapshots.comm_reading import read_comm
-from pytest_fsdp_comm.snapshots.comm_text import format_profile
+from pytest_fsdp_comm.snapshots.comm_text import format_profile, read_comm
 from pytest_fsdp_comm.snapshots.lines import SnapshotLines
 
 if TYPE_CHECKING:

@@ -24,39 +24,72 @@ totals leave theirs out.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.profile import SUBJECTS
-from pytest_fsdp_comm.snapshots.lines import END, header, world_lines
-from pytest_fsdp_comm.snapshots.records import folded_lines, with_ranks
-from pytest_fsdp_comm.text.fqn import escape, write_word
-from pytest_fsdp_comm.text.rank_lists import write_ranks
+from pytest_fsdp_comm.comm.calls import CALL_WORDS, Calls
+from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Phase, Role
+from pytest_fsdp_comm.comm.profile import SUBJECTS, CommProfile, GatheredPeak, Row, sort_rows
+from pytest_fsdp_comm.errors import quoted_part
+from pytest_fsdp_comm.snapshots.lines import END, MAX_RANKS, NUMBER, header
+from pytest_fsdp_comm.snapshots.records import (
+    RANKS,
+    RecordReader,
+    folded_lines,
+    read_world,
+    with_ranks,
+    world_lines,
+)
+from pytest_fsdp_comm.text.fqn import NO_MODULE, escape, read_word, unescape, write_word
+from pytest_fsdp_comm.text.rank_lists import RANKS_PATTERN, write_ranks
 
 if TYPE_CHECKING:
-    from pytest_fsdp_comm.comm.profile import CommProfile, Row, RowKey, Subject, Total
+    from collections.abc import Iterable, Sequence
 
-ASYNC_UNKNOWN: Final = "async unknown"
+    from pytest_fsdp_comm.comm.profile import RowKey, Subject, Total
+    from pytest_fsdp_comm.snapshots.lines import SnapshotLines
+    from pytest_fsdp_comm.snapshots.records import World
+
+_ASYNC_UNKNOWN: Final = "async unknown"
 """The line of a recording in which torch did not say which calls are asynchronous."""
-UNSIZED: Final = "activation sizes not compared"
+_UNSIZED: Final = "activation sizes not compared"
 """The line of a recording whose calls that carry activations have no bytes."""
-PEAK: Final = "peak gathered "
-TOTAL: Final = "total "
+_PEAK: Final = "peak gathered "
+_TOTAL: Final = "total "
 """The first words of lines that stand below all records."""
+
+_NBYTES: Final = r"(?P<nbytes>[0-9_]{1,23}) B"
+_OF_RANKS: Final = rf"(?: {RANKS}(?P<ranks>{RANKS_PATTERN}))?"
+_RECORD: Final = re.compile(
+    rf"(?P<phase>{'|'.join(Phase)}) (?P<names>[^ ]+) "
+    r"(?:(?P<kind>[^ \[]+)\[(?P<axis>[^ ]*)\] (?P<calls>x.+?)|"
+    rf"(?:(?P<action>unshard|reshard)|redistribute (?P<change>[^ ]+)) x(?P<count>{NUMBER}))"
+    rf"{_OF_RANKS}"
+)
+_ROLES: Final = "|".join(Role)
+_NO_DTYPE: Final = rf"(?:{'|'.join(word.name for word in CALL_WORDS.values())}|{_ROLES})(?![^ ,])"
+_CALLS: Final = re.compile(
+    rf"x(?P<count>{NUMBER})"
+    rf"(?: of(?: (?P<objects>objects)| {_NBYTES})?(?: (?!{_NO_DTYPE})(?P<dtype>[^ ,]+))?)?"
+    rf"(?: (?P<role>{_ROLES}))?"
+    + "".join(
+        f"(?: {word.pattern.replace('(', f'(?P<{name}>', 1)})?" for name, word in CALL_WORDS.items()
+    )
+)
+_PEAK_LINE: Final = re.compile(rf"{_PEAK}{_NBYTES}{_OF_RANKS}")
 
 
 def format_profile(profile: CommProfile) -> str:
-    """Writes a profile as a snapshot; `comm_reading.read_comm` reads it."""
+    """Writes a profile as a snapshot, which `read_comm` reads."""
     first = header("comm", torch_version=profile.torch_version, backend=profile.backend)
-    return "\n".join([first, *comm_lines(profile)]) + "\n"
+    return "\n".join([first, *_comm_lines(profile)]) + "\n"
 
 
-def comm_lines(profile: CommProfile) -> list[str]:
-    """All lines of a profile but the first."""
-    names_of: defaultdict[tuple[Phase, Subject], defaultdict[str, list[str | None]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+def _comm_lines(profile: CommProfile) -> list[str]:
+    """All lines but the first."""
+    records: defaultdict[tuple[Phase, Subject], list[tuple[str | None, str]]] = defaultdict(list)
     # Rows share long lists of ranks, and those of siblings their calls: each is written once, and
     # known by its identity, since a tuple is hashed anew each time.
     ranks_of: dict[int, str] = {}
@@ -66,26 +99,26 @@ def comm_lines(profile: CommProfile) -> list[str]:
         if place not in words_of:
             if id(row.ranks) not in ranks_of:
                 ranks_of[id(row.ranks)] = write_ranks(row.ranks)
-            words_of[place] = with_ranks(row_content(row), ranks_of[id(row.ranks)])
-        names_of[row.phase, row.subject][words_of[place]].append(row.owner)
+            words_of[place] = with_ranks(_row_content(row), ranks_of[id(row.ranks)])
+        records[row.phase, row.subject].append((row.owner, words_of[place]))
     return [
         *world_lines(profile.world_size, profile.recorded_ranks, profile.mesh_axes),
-        *([] if profile.shows_async else [ASYNC_UNKNOWN]),
-        *([] if profile.sizes_activations else [UNSIZED]),
+        *([] if profile.shows_async else [_ASYNC_UNKNOWN]),
+        *([] if profile.sizes_activations else [_UNSIZED]),
         *(
             f"{phase} {line}"
             for phase in Phase
             for subject in SUBJECTS
-            for line in folded_lines(names_of.get((phase, subject), {}))
+            for line in folded_lines(records[phase, subject])
         ),
-        *(with_ranks(f"{PEAK}{one.nbytes:_} B", write_ranks(one.ranks)) for one in profile.peaks),
+        *(with_ranks(f"{_PEAK}{one.nbytes:_} B", write_ranks(one.ranks)) for one in profile.peaks),
         # So that a lost line is noticed.
         *map(_total_line, profile.totals()),
         END,
     ]
 
 
-def row_content(row: Row) -> str:
+def _row_content(row: Row) -> str:
     """What a line says of a module, without ranks."""
     what = {
         "collective": _kind_and_axis(row.what, row.axis),
@@ -98,9 +131,188 @@ def row_content(row: Row) -> str:
 def _total_line(total: Total) -> str:
     of_ranks = f", sum of {total.num_ranks} ranks" if total.num_ranks > 1 else ""
     what = _kind_and_axis(total.kind, total.axis)
-    return f"{TOTAL}{what} x{total.count} {total.nbytes:_} B{of_ranks}"
+    return f"{_TOTAL}{what} x{total.count} {total.nbytes:_} B{of_ranks}"
 
 
 def _kind_and_axis(kind: str, axis: str) -> str:
     # An operation that shows no group has no axis; an empty name is that of the root elsewhere.
     return f"{escape(kind)}[{escape(axis) if axis else ''}]"
+
+
+class _Record(NamedTuple):
+    """A line that was read: the same row for each of some names."""
+
+    number: int
+    names: Sequence[str | None]
+    """None stands for no module."""
+    row: Row
+    """That of no module."""
+    ranks: str
+    """As they are written; empty for all ranks."""
+
+
+def read_comm(lines: SnapshotLines) -> CommProfile:
+    """Reads the snapshot of a recording (see Note [Strict reading]).
+
+    Args:
+        lines: Of the whole file.
+
+    Raises:
+        SnapshotFormatError: A line is not as `format_profile` writes it.
+    """
+    reader, world = RecordReader(), read_world(lines)
+    first = world.end
+    shows_async = lines.line(first) != _ASYNC_UNKNOWN
+    first += not shows_async
+    sizes_activations = lines.line(first) != _UNSIZED
+    first += not sizes_activations
+    records: list[_Record] = []
+    peaks: list[GatheredPeak] = []
+    peak_ranks: set[int] = set()
+    for number, line in enumerate(lines.lines[first - 1 : -1], start=first):
+        if line.startswith(_TOTAL):
+            break
+        with lines.at(number):
+            if line.startswith(_PEAK):
+                peak = _read_peak(line, reader, world)
+                last = peaks[-1].ranks if peaks else ()
+                is_next = not peaks or (last and peak.ranks > last)
+                if not peak.nbytes or not is_next or not peak_ranks.isdisjoint(peak.ranks):
+                    raise ValueError("expected each rank once, in order, and no peak of 0 bytes")
+                peaks.append(peak)
+                peak_ranks.update(peak.ranks)
+                continue
+            match = _RECORD.fullmatch(line)
+            if match is None:
+                is_phase = line.partition(" ")[0] in tuple(Phase)
+                raise ValueError(
+                    "expected '<phase> <module> <collective>[<axis>] x<count> of <bytes> B "
+                    "<dtype>', '<phase> <module> unshard x<count>' or the like"
+                    if is_phase
+                    else f"expected a phase first: {', '.join(Phase)}"
+                )
+            pattern, ranks = match["names"], match["ranks"] or ""
+            row = _read_row(match, reader.ranks(ranks, world), sizes_activations=sizes_activations)
+            names = (None,) if pattern == NO_MODULE else reader.names(pattern)
+            written = with_ranks(_row_content(row), ranks)
+            lines.check(number, f"{row.phase} {pattern} {written}")
+            if row.axis not in {"", *(axis.name for axis in world.mesh_axes)}:
+                raise ValueError("expected an axis that has a 'mesh' line above")
+            records.append(_Record(number, names, row, ranks))
+    _check_once(lines, records, reader)
+    used = {record.row.axis for record in records}
+    for number, axis in enumerate(world.mesh_axes, start=world.end - len(world.mesh_axes)):
+        with lines.at(number):
+            if axis.name not in used:
+                raise ValueError("expected only axes that a record below has")
+    profile = CommProfile(
+        world_size=world.size,
+        mesh_axes=world.mesh_axes,
+        rows=sort_rows(replace(one.row, owner=name) for one in records for name in one.names),
+        peaks=tuple(peaks),
+        recorded_ranks=world.ranks,
+        shows_async=shows_async,
+        sizes_activations=sizes_activations,
+        torch_version=lines.torch_version,
+    )
+    lines.check_all(_comm_lines(profile))
+    return profile
+
+
+def _read_peak(line: str, reader: RecordReader, world: World) -> GatheredPeak:
+    match = _PEAK_LINE.fullmatch(line)
+    if match is None:
+        raise ValueError(f"expected '{_PEAK}<bytes> B'")
+    return GatheredPeak(nbytes=_read_nbytes(match), ranks=reader.ranks(match["ranks"] or "", world))
+
+
+def _read_row(match: re.Match[str], ranks: tuple[int, ...], *, sizes_activations: bool) -> Row:
+    phase = Phase(match["phase"])
+    if match["kind"] is None:
+        return Row(
+            subject="reshard" if match["action"] else "redistribution",
+            phase=phase,
+            owner=None,
+            what=match["action"] or read_word(match["change"]),
+            calls=(Calls(count=int(match["count"])),),
+            ranks=ranks,
+        )
+    kind = unescape(match["kind"])
+    if kind not in COLLECTIVE_KINDS and not re.fullmatch(r"unknown:.+", kind):
+        raise ValueError(
+            f"unknown collective {quoted_part(kind)}: expected one of "
+            f"{', '.join(COLLECTIVE_KINDS)} or unknown:<operation>"
+        )
+    calls = _read_calls(match["calls"], kind, sizes_activations=sizes_activations)
+    axis = unescape(match["axis"]) if match["axis"] else ""
+    return Row(phase=phase, owner=None, what=kind, axis=axis, calls=calls, ranks=ranks)
+
+
+def _read_calls(text: str, kind: str, *, sizes_activations: bool) -> tuple[Calls, ...]:
+    calls: list[Calls] = []
+    for part in text.split(", "):
+        match = _CALLS.fullmatch(part)
+        is_unsized = (
+            match is not None
+            and not sizes_activations
+            and match["role"] == Role.ACTIVATIONS
+            and not match["objects"]
+        )
+        if match is None or (match["dtype"] and not match["nbytes"] and not is_unsized):
+            raise ValueError(
+                f"bad calls {quoted_part(part)}: expected such as 'x2 of 64 B float32 parameters', "
+                "with 'ahead 1', 'async', 'peer +1' or 'root 0' after it"
+            )
+        given = {name: word for name, word in CALL_WORDS.items() if match[name] is not None}
+        for word in given.values() if kind in COLLECTIVE_KINDS else ():
+            if word.kinds and kind not in word.kinds:
+                raise ValueError(
+                    f"{kind} has {word.name!r}: expected it of {', '.join(sorted(word.kinds))}"
+                )
+        calls.append(
+            Calls(
+                nbytes=_read_nbytes(match) if match["nbytes"] and not is_unsized else 0,
+                dtype=read_word(match["dtype"] or ""),
+                role=match["role"] or "",
+                is_object=match["objects"] is not None,
+                is_unsized=is_unsized,
+                count=int(match["count"]),
+                **{name: word.read(match[name]) for name, word in given.items()},
+            )
+        )
+    kinds = [replace(one, count=0) for one in calls]
+    if kinds != sorted(set(kinds)):
+        raise ValueError(
+            f"calls {quoted_part(text)} out of order: expected each kind of call once, by size"
+        )
+    return tuple(calls)
+
+
+def _read_nbytes(match: re.Match[str]) -> int:
+    return int(match["nbytes"].replace("_", "") or "0")
+
+
+def _check_once(lines: SnapshotLines, records: Iterable[_Record], reader: RecordReader) -> None:
+    """Checks that no two records have one row on one rank, nor the same on several lists."""
+    classes_of = reader.classes_of_ranks()
+    # The classes of ranks that have a row; none of them stands for all ranks.
+    seen: dict[tuple[RowKey, str | None], frozenset[int]] = {}
+    contents: set[tuple[RowKey, str | None, tuple[Calls, ...]]] = set()
+    steps = 0
+    for number, names, row, ranks in records:
+        key, classes = row.key, classes_of[ranks]
+        steps += len(names) * (1 + len(classes))
+        with lines.at(number):
+            if steps > MAX_RANKS:
+                raise ValueError("expected lines whose ranks overlap in fewer ways")
+            for name in names:
+                held = seen.get((key, name))
+                if held is not None and (
+                    not (held and classes)
+                    or not classes.isdisjoint(held)
+                    or (key, name, row.calls) in contents
+                ):
+                    raise ValueError("expected each row once, with all of its ranks")
+                seen[key, name] = held | classes if held else classes
+                if classes:
+                    contents.add((key, name, row.calls))

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, Self, TypeAlias
+from typing import Self, TypeAlias
 
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.snapshots import comm_text, tree_text
-from pytest_fsdp_comm.snapshots.comm_reading import read_comm
 from pytest_fsdp_comm.snapshots.lines import SnapshotLines
-from pytest_fsdp_comm.snapshots.tree_reading import read_tree
 from pytest_fsdp_comm.tree.profile import TreeProfile
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
 Profile: TypeAlias = CommProfile | TreeProfile
-
-_READERS: Final[Mapping[str, Callable[[SnapshotLines], Profile]]] = {
-    "comm": read_comm,
-    "tree": read_tree,
-}
 
 
 class SnapshotText(str):
@@ -72,4 +62,5 @@ class SnapshotText(str):
         Raises:
             SnapshotFormatError: A line is not as it would be written.
         """
-        return _READERS[self.lines.kind](self.lines)
+        read = comm_text.read_comm if self.lines.kind == "comm" else tree_text.read_tree
+        return read(self.lines)

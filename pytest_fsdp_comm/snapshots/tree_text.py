@@ -19,51 +19,209 @@ world's size says which were recorded, if not all were.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
-from pytest_fsdp_comm.snapshots.lines import END, INDENT, RANKS, header, world_lines
-from pytest_fsdp_comm.snapshots.records import folded_lines
-from pytest_fsdp_comm.text.fqn import escape
-from pytest_fsdp_comm.text.rank_lists import write_ranks
+from pytest_fsdp_comm.errors import quoted_part
+from pytest_fsdp_comm.snapshots.lines import END, INDENT, NUMBER, header
+from pytest_fsdp_comm.snapshots.records import (
+    RANKS,
+    RecordReader,
+    folded_lines,
+    read_world,
+    world_lines,
+)
+from pytest_fsdp_comm.text.fqn import escape, unescape
+from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all, write_ranks
+from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
+from pytest_fsdp_comm.tree.model import Precision, UnitKind
+from pytest_fsdp_comm.tree.profile import TreeProfile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
-    from pytest_fsdp_comm.tree.profile import TreeProfile
+    from pytest_fsdp_comm.snapshots.lines import SnapshotLines
+    from pytest_fsdp_comm.snapshots.records import World
 
-PRECISION_WORDS: Final = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
-"""The element types of a `Precision`, each a word of a unit's line where it is not None."""
+
+# What the words of a record are, in both directions.
+
+
+def _checked(
+    pattern: str, what: str, expected: str, read: Callable[[str], Any] = str
+) -> Callable[[str], Any]:
+    """Reads a text that has to match a pattern."""
+    shape = re.compile(pattern)
+
+    def read_checked(text: str) -> Any:
+        if shape.fullmatch(text) is None:
+            raise ValueError(f"bad {what} {quoted_part(text)}: expected {expected}")
+        return read(text)
+
+    return read_checked
+
+
+def _write_names(names: Iterable[str]) -> str:
+    return ",".join(map(escape, names))
+
+
+def _read_names(text: str) -> tuple[str, ...]:
+    return tuple(map(unescape, text.split(",")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Word:
+    """One fact of a unit, written as ``<word>=<value>`` where it is not the default."""
+
+    default: Any = None
+    write: Callable[[Any], str] = str
+    read: Callable[[str], Any] | None = None
+    """None for a flag, which is written without a value."""
+
+
+_FLAG: Final = _Word(default=False)
+_AXIS: Final = _Word(write=escape, read=unescape)
+_NAMES: Final = _Word(default=(), write=_write_names, read=_read_names)
+_DTYPE: Final = _Word(read=_checked("[A-Za-z0-9_]+", "element type", "one such as bfloat16"))
+_GROUP: Final = _Word(default=1, read=_checked(NUMBER, "number", "a number such as group=2", int))
+_RESHARD: Final = _Word(
+    write=lambda value: str(value).lower(),
+    read=_checked(
+        # One rank is no group, and 1 equals True.
+        f"true|false|(?!1$){NUMBER}",
+        "number",
+        "reshard_after_forward=true, =false or a number of ranks",
+        lambda text: int(text) if text.isdigit() else text == "true",
+    ),
+)
+_POLICIES: Final = _Word(
+    default=(),
+    write=",".join,
+    read=_checked(
+        "[A-Z_]+(?:,[A-Z_]+)*",
+        "prefetch",
+        "policies such as BACKWARD_PRE,FORWARD",
+        lambda text: tuple(text.split(",")),
+    ),
+)
+_PRECISION: Final = {
+    **dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"), _DTYPE),
+    "cast_forward_inputs": _Word(default=True, write=lambda _: "false", read=lambda _: False),
+}
+_UNIT_WORDS: Final = {
+    "group": _GROUP,
+    "root": _FLAG,
+    "shard": _AXIS,
+    "replicate": _AXIS,
+    "reshard_after_forward": _RESHARD,
+    **_PRECISION,
+    "offload": _FLAG,
+    "forward_prefetch": _NAMES,
+    "backward_prefetch": _NAMES,
+    "prefetch": _POLICIES,
+}
+"""In the order in which they are written."""
+_FIELDS: Final = {"root": "is_root", "shard": "shard_axis", "replicate": "replicate_axis"}
+"""The fields of `UnitFacts` that are not called as their words are."""
+_read_tensor: Final = _checked(
+    r"[A-Za-z0-9_]+\[(?:[0-9]{1,18}(?:,[0-9]{1,18})*)?\]",
+    "tensor",
+    "one such as float32[64,64] after the parameter",
+)
+_read_placement: Final = _checked(
+    r".+=\w+\([^ ()=]*\)", "placement", "placements such as dp=Shard(0)"
+)
+
+
+def _unit_content(unit: UnitFacts, group: int) -> str:
+    """What a line says of a unit, the given one of those of its modules."""
+    words: list[str] = [unit.kind]
+    for name, word in _UNIT_WORDS.items():
+        whose = unit.precision if name in _PRECISION else unit
+        value = group if word is _GROUP else getattr(whose, _FIELDS.get(name, name))
+        if value != word.default:
+            words.append(name if word.read is None else f"{name}={word.write(value)}")
+    return " ".join(words)
+
+
+def _read_unit(content: str) -> tuple[UnitFacts, int]:
+    """Reads what `_unit_content` wrote; the caller checks it by writing it again."""
+    kind, *words = content.split(" ")
+    if kind not in get_args(UnitKind):
+        raise ValueError(
+            f"unknown unit {quoted_part(kind)}: expected one of "
+            f"{', '.join(get_args(UnitKind))} after its name"
+        )
+    given: dict[str, Any] = {}
+    for text in words:
+        name, equals, value = text.partition("=")
+        word = _UNIT_WORDS.get(name)
+        if word is None or (word.read is None) is bool(equals):
+            raise ValueError(
+                f"unknown policy {quoted_part(text)}: expected a unit's policy such as "
+                "reshard_after_forward=true"
+            )
+        given[name] = word.read is None or word.read(value)
+    group = given.pop("group", 1)
+    precision = Precision(**{name: given.pop(name) for name in _PRECISION if name in given})
+    facts = {_FIELDS.get(name, name): value for name, value in given.items()}
+    return UnitFacts(kind=cast("UnitKind", kind), precision=precision, **facts), group
+
+
+def _parameter_content(parameter: ParameterFacts) -> str:
+    """What a line says of a parameter."""
+    words = [f"{parameter.dtype}[{','.join(map(str, parameter.shape))}]"]
+    words += [] if parameter.trainable else ["frozen"]
+    words += [] if parameter.managed else ["unmanaged"]
+    words += [f"{escape(axis)}={placement}" for axis, placement in parameter.placements]
+    words += [f"tied={_write_names(parameter.tied)}"] if parameter.tied else []
+    return " ".join(words)
+
+
+def _read_parameter(content: str) -> ParameterFacts:
+    """Reads what `_parameter_content` wrote; the caller checks it by writing it again."""
+    tensor, *words = content.split(" ")
+    dtype, _, shape = _read_tensor(tensor).removesuffix("]").partition("[")
+    tied: tuple[str, ...] = ()
+    if words and words[-1].startswith("tied=") and not words[-1].endswith(")"):
+        tied = _read_names(words.pop().removeprefix("tied="))
+    flags = [word for word in words if word in {"frozen", "unmanaged"}]
+    placed = (_read_placement(word).rpartition("=") for word in words[len(flags) :])
+    return ParameterFacts(
+        shape=tuple(map(int, shape.split(","))) if shape else (),
+        dtype=dtype,
+        trainable="frozen" not in flags,
+        managed="unmanaged" not in flags,
+        placements=tuple((unescape(axis), placement) for axis, _, placement in placed),
+        tied=tied,
+    )
 
 
 def format_profile(profile: TreeProfile) -> str:
-    """Writes a profile as a snapshot; `tree_reading.read_tree` reads it."""
+    """Writes a profile as a snapshot, which `read_tree` reads."""
     lines = [header("tree", torch_version=profile.torch_version, backend=profile.backend)]
     for ranks, facts in profile.trees.items():
         if not ranks:
-            return "\n".join([*lines, *tree_lines(facts, profile.recorded_ranks)]) + "\n"
+            return "\n".join([*lines, *_tree_lines(facts, profile.recorded_ranks)]) + "\n"
         lines.append(RANKS + write_ranks(ranks))
-        lines += [INDENT + line for line in tree_lines(facts)]
+        lines += [INDENT + line for line in _tree_lines(facts)]
     return "\n".join([*lines, END]) + "\n"
 
 
-def tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
-    """All lines of one tree but the first.
-
-    Args:
-        facts: The tree.
-        recorded: The ranks that were recorded, ascending; empty for all ranks, and where each tree
-            stands below its own.
-    """
+def _tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
+    """All lines of one tree but the first; ranks only where trees do not stand below theirs."""
     units = (
         line
-        for number in sorted(facts.units)
-        for line in _folded(
-            (name, unit_content(unit, number)) for name, unit in facts.units[number].items()
-        )
+        for group, held in sorted(facts.units.items())
+        for line in folded_lines((name, _unit_content(unit, group)) for name, unit in held.items())
     )
-    parameters = _folded((fqn, parameter_content(one)) for fqn, one in facts.parameters.items())
+    parameters = folded_lines(
+        (fqn, _parameter_content(parameter)) for fqn, parameter in facts.parameters.items()
+    )
     # So that a lost line is noticed.
     totals = sum(map(len, facts.units.values())), len(facts.parameters)
     return [
@@ -75,41 +233,89 @@ def tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
     ]
 
 
-def _folded(contents: Iterable[tuple[str, str]]) -> list[str]:
-    names_of: defaultdict[str, list[str]] = defaultdict(list)
-    for name, content in contents:
-        names_of[content].append(name)
-    return folded_lines(names_of)
+def read_tree(lines: SnapshotLines) -> TreeProfile:
+    """Reads the snapshot of a sharded tree, or of several (see Note [Strict reading]).
+
+    Args:
+        lines: Of the whole file.
+
+    Raises:
+        SnapshotFormatError: A line is not as `format_profile` writes it.
+    """
+    reader = RecordReader()
+    if lines.line(2).startswith(RANKS):
+        trees = _read_trees(lines, reader)
+        recorded = tuple(sorted(chain.from_iterable(trees)))
+        world_size = next(iter(trees.values())).world_size
+        ranks = ranks_or_empty_if_all(recorded, world_size)
+    else:
+        facts, world = _read_facts(lines, reader)
+        trees, ranks = {(): facts}, world.ranks
+    return TreeProfile(trees=trees, recorded_ranks=ranks, torch_version=lines.torch_version)
 
 
-def unit_content(unit: UnitFacts, number: int) -> str:
-    """What a line says of a unit, the given one of those of its modules."""
-    words: list[str] = [unit.kind]
-    words += [f"group={number}"] if number > 1 else []
-    words += ["root"] if unit.is_root else []
-    if unit.shard_axis is not None:
-        words.append(f"shard={escape(unit.shard_axis)}")
-    if unit.replicate_axis is not None:
-        words.append(f"replicate={escape(unit.replicate_axis)}")
-    if unit.reshard_after_forward is not None:
-        words.append(f"reshard_after_forward={str(unit.reshard_after_forward).lower()}")
-    for name in PRECISION_WORDS:
-        dtype = getattr(unit.precision, name)
-        words += [] if dtype is None else [f"{name}={dtype}"]
-    words += [] if unit.precision.cast_forward_inputs else ["cast_forward_inputs=false"]
-    words += ["offload"] if unit.offload else []
-    for name in ("forward_prefetch", "backward_prefetch"):
-        units = getattr(unit, name)
-        words += [f"{name}={','.join(map(escape, units))}"] if units else []
-    words += [f"prefetch={','.join(unit.prefetch)}"] if unit.prefetch else []
-    return " ".join(words)
+def _read_trees(lines: SnapshotLines, reader: RecordReader) -> dict[tuple[int, ...], TreeFacts]:
+    """Reads several trees, each below the ranks that have it."""
+    starts = [at for at, line in enumerate(lines.lines, 1) if line.startswith(RANKS)]
+    if len(starts) == 1:
+        with lines.at(2):
+            raise ValueError("expected a line 'ranks <N>,...' above each of several trees")
+    trees: dict[tuple[int, ...], TreeFacts] = {}
+    bodies: set[tuple[str, ...]] = set()
+    for start, end in pairwise([*starts, len(lines.lines)]):
+        for number in range(start + 1, end):
+            with lines.at(number):
+                if not lines.line(number).startswith(INDENT):
+                    raise ValueError("expected two spaces first, below the ranks of a tree")
+        with lines.at(end - 1):
+            if lines.line(end - 1) != INDENT + END:
+                raise ValueError(f"expected {INDENT + END!r} as the last line of a tree")
+        section = lines.section(start + 1, end - 1)
+        facts, world = _read_facts(section, reader)
+        body = tuple(section.lines[1:])
+        with lines.at(start):
+            ranks = reader.ranks(lines.line(start).removeprefix(RANKS), world)
+            before = next(reversed(trees), ())
+            if ranks <= before or not set(ranks).isdisjoint(chain.from_iterable(trees)):
+                raise ValueError("expected each rank once, trees in the order of their first ranks")
+            if body in bodies:
+                raise ValueError("expected each tree once, with all of its ranks")
+        trees[ranks] = facts
+        bodies.add(body)
+    return trees
 
 
-def parameter_content(parameter: ParameterFacts) -> str:
-    """What a line says of a parameter."""
-    words = [f"{parameter.dtype}[{','.join(map(str, parameter.shape))}]"]
-    words += [] if parameter.trainable else ["frozen"]
-    words += [] if parameter.managed else ["unmanaged"]
-    words += [f"{escape(axis)}={placement}" for axis, placement in parameter.placements]
-    words += [f"tied={','.join(map(escape, parameter.tied))}"] if parameter.tied else []
-    return " ".join(words)
+def _read_facts(lines: SnapshotLines, reader: RecordReader) -> tuple[TreeFacts, World]:
+    """Reads one tree."""
+    world = read_world(lines)
+    if world.ranks and lines.before:
+        with lines.at(3):
+            raise ValueError("expected no further list of ranks in one tree of several")
+    units: defaultdict[int, dict[str, UnitFacts]] = defaultdict(dict)
+    parameters: dict[str, ParameterFacts] = {}
+    for number, line in enumerate(lines.lines[world.end - 1 : -1], start=world.end):
+        word, _, rest = line.partition(" ")
+        pattern, _, content = rest.partition(" ")
+        if word == "total":
+            break
+        with lines.at(number):
+            if word not in {"unit", "parameter"} or not pattern:
+                raise ValueError("expected 'unit ...', 'parameter ...' or 'total ...'")
+            known: dict[str, Any]
+            value: Any
+            if word == "unit":
+                value, group = _read_unit(content)
+                known, written = units[group], _unit_content(value, group)
+            else:
+                value = _read_parameter(content)
+                known, written = parameters, _parameter_content(value)
+            names = reader.names(pattern)
+            lines.check(number, f"{word} {pattern} {written}")
+            if not known.keys().isdisjoint(names):
+                raise ValueError(f"expected each {word} once")
+            known.update(dict.fromkeys(names, value))
+    facts = TreeFacts(
+        world_size=world.size, mesh_axes=world.mesh_axes, units=units, parameters=parameters
+    )
+    lines.check_all(_tree_lines(facts, world.ranks))
+    return facts, world
