@@ -3,8 +3,8 @@
 A file is unused if
 
 - its test was selected, passed, and did not compare it, or
-- its test no longer exists, its module was collected whole (nothing of it was deselected, nor left
-  out by a node id), and tests of this world size were collected, or
+- its test no longer exists, its module was collected whole (nothing of it was deselected) by a run
+  that named no single tests, and tests of this world size were collected, or
 - its module no longer exists, and the run was full: it selected nothing, and its directories hold
   the place of every module that has snapshots.
 
@@ -26,11 +26,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from pytest_fsdp_comm.snapshots.names import SUFFIX, function_of, module_exists, read_basename
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from collections.abc import Set as AbstractSet
-
-    TestVariant = tuple[str, str]
-    """A test as `snapshot_names.written_test` writes it, and the variant that is collected."""
 
 
 Stamp: TypeAlias = tuple[int, ...]
@@ -38,15 +35,27 @@ Stamp: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CollectedTest:
+    """A test that was collected, selected or not."""
+
+    name: str
+    """As `names.written_test` writes it."""
+    variant: str
+    nodeid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedModule:
     """What was collected of a test module that has snapshots."""
 
-    tests: frozenset[TestVariant]
+    path: Path
+    """Of its source."""
+    stamp: Stamp
+    """Of its source, before it was imported."""
+    tests: tuple[CollectedTest, ...]
     """All of its tests, selected or not."""
-    passed: frozenset[TestVariant]
-    """The tests that ran to their end and passed."""
     is_whole: bool
-    """Every test that there is was collected and selected."""
+    """Whether every test that there is was collected and selected."""
     doubts: Mapping[str, str]
     """What may define tests that were not collected, by test; empty where the source does."""
 
@@ -105,7 +114,8 @@ def find_removable(root: Path) -> dict[Path, Stamp]:
 
 def find_unused(
     root: Path,
-    modules: Mapping[Path, CollectedModule],
+    modules: Mapping[str, CollectedModule],
+    passed: AbstractSet[str],
     *,
     removable: Iterable[Path],
     full_anchor: Path | None,
@@ -115,6 +125,7 @@ def find_unused(
     Args:
         root: Directory of all snapshots.
         modules: What was collected, by the directory of its snapshots relative to `root`.
+        passed: Node ids of the tests that ran to their end and passed.
         removable: The files below `root` that may be removed, which no test compared or wrote.
         full_anchor: If the run was full, the directory whose tree `root` mirrors; None if not.
 
@@ -122,47 +133,42 @@ def find_unused(
         In order of their paths.
     """
     found: list[UnusedSnapshot] = []
-    variants = {variant for module in modules.values() for _, variant in module.tests}
+    variants = {test.variant for module in modules.values() for test in module.tests}
     for path in sorted(removable):
         place = path.parent.relative_to(root)
-        module, test = modules.get(place), read_basename(path.stem)
-        if test is None:
+        module, named = modules.get(str(place)), read_basename(path.stem)
+        reason: str | None = None
+        doubt = ""
+        if named is None:
             continue
-        if module is not None:
-            found += _judge(path, test, module, variants)
-        elif full_anchor is not None and not module_exists(place, full_anchor):
-            reason = f"{place}.py no longer exists"
-            found.append(UnusedSnapshot(path=path, reason=reason))
+        if module is None:
+            if full_anchor is not None and not module_exists(place, full_anchor):
+                reason = f"{place}.py no longer exists"
+        # Of a source that a checkout replaced, what ran tells nothing.
+        elif module.stamp == stamp_of(module.path):
+            name, variant = named
+            reason = _reason(name, variant, module, passed, is_run=variant in variants)
+            doubt = module.doubts.get(name, "")
+        if reason is not None:
+            found.append(UnusedSnapshot(path=path, reason=reason, doubt=doubt))
     return found
 
 
-def _judge(
-    path: Path, test: TestVariant, module: CollectedModule, variants: AbstractSet[str]
-) -> Iterator[UnusedSnapshot]:
-    if test in module.passed:
-        yield UnusedSnapshot(path=path, reason="its test passed without comparing it")
-        return
-    name, variant = test
-    is_collected = name in {collected for collected, _ in module.tests}
-    doubt = module.doubts.get(name)
+def _reason(
+    name: str, variant: str, module: CollectedModule, passed: AbstractSet[str], *, is_run: bool
+) -> str | None:
+    """Why a file of a module is unused; None if it is not."""
+    alike = [test for test in module.tests if test.name == name]
+    if any(test.variant == variant and test.nodeid in passed for test in alike):
+        return "its test passed without comparing it"
     # What an option or a hook leaves out is still there.
-    if is_collected or not module.is_whole or variant not in variants or doubt == "":
-        return
-    siblings = {entry for entry in module.tests if function_of(entry[0]) == function_of(name)}
+    if alike or not module.is_whole or not is_run or module.doubts.get(name) == "":
+        return None
+    siblings = [test for test in module.tests if function_of(test.name) == function_of(name)]
     # A test that is skipped for want of parameters, say, has not lost those that it had.
-    if siblings <= module.passed:
-        what = "has these parameters" if siblings else "exists"
-        yield UnusedSnapshot(path=path, reason=f"its test no longer {what}", doubt=doubt or "")
-
-
-def snapshot_places(root: Path) -> list[Path]:
-    """The directories that hold snapshots, relative to that of all snapshots, in order."""
-    places = {
-        path.parent.relative_to(root)
-        for path in root.rglob(f"*{SUFFIX}")
-        if path.is_file() and read_basename(path.stem) is not None
-    }
-    return sorted(places)
+    if not all(test.nodeid in passed for test in siblings):
+        return None
+    return f"its test no longer {'has these parameters' if siblings else 'exists'}"
 
 
 def remove(root: Path, paths: Iterable[Path]) -> None:

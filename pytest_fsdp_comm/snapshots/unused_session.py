@@ -28,20 +28,20 @@ from pytest_fsdp_comm.snapshots.names import (
 )
 from pytest_fsdp_comm.snapshots.unused import (
     CollectedModule,
+    CollectedTest,
     Stamp,
     UnusedSnapshot,
     find_removable,
     find_unused,
     remove,
-    snapshot_places,
     stamp_of,
 )
-from pytest_fsdp_comm.text.codec import dump_document, load_document
+from pytest_fsdp_comm.text.codec import from_json, to_json
 from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.paths import show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
 
     from xdist.workermanage import WorkerController
 
@@ -54,40 +54,14 @@ _EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
 """The module of every assertion of our snapshots."""
 
 _OUTPUT: Final = "fsdp_comm_collected"
-"""Under which name a worker of xdist gives its controller a `_Session`, as JSON."""
-_KIND: Final = "session"
-_VERSION: Final = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Test:
-    name: str
-    """As `names.written_test` writes it."""
-    variant: str
-    nodeid: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Module:
-    """A test module that has snapshots."""
-
-    path: Path
-    """Of its source."""
-    stamp: Stamp
-    """Of its source, before it was imported."""
-    tests: tuple[_Test, ...]
-    """All that it has, selected or not."""
-    is_whole: bool
-    """As `CollectedModule.is_whole`."""
-    doubts: Mapping[str, str]
-    """As `CollectedModule.doubts`."""
+"""Under which name a worker of xdist gives its controller a `_Session`, as JSON has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Session:
     """What one process collected, and what it compared."""
 
-    modules: Mapping[str, _Module]
+    modules: Mapping[str, CollectedModule]
     """By the directory of their snapshots, relative to that of all snapshots."""
     selected_count: int
     ours: tuple[str, ...]
@@ -111,6 +85,10 @@ class UnusedSnapshots:
         Args:
             config: Of the session.
         """
+        self.found: Sequence[UnusedSnapshot] = ()
+        """The unused files, known from the end of the session on."""
+        self.are_removed = False
+        """Whether they were deleted."""
         self._config = config
         self._options = config.stash[OPTIONS]
         # Every child of a module or class, before --lf, node ids and -k narrow the list.
@@ -119,33 +97,21 @@ class UnusedSnapshots:
         self._stamps: dict[Path, Stamp] = {}
         self._session = _NOTHING
         self._finished: set[str] = set()
-        self._passed: set[str] = set()
-        self._unfinished: set[str] = set()
+        # Whether all reports of a test passed so far, that of its call among them.
+        self._has_passed: dict[str, bool] = {}
         self._started_workers = 0
         self._of_workers: list[_Session] = []
         # Before others write: what they record while this session runs is not in its hands.
         self._at_start = (
             {} if hasattr(config, "workerinput") else find_removable(self._options.snapshot_dir)
         )
-        self._unused: list[UnusedSnapshot] = []
-        self._doubtful: list[UnusedSnapshot] = []
-        self._are_removed = False
-
-    @property
-    def found(self) -> Sequence[UnusedSnapshot]:
-        """The unused files, known from the end of the session on."""
-        return self._unused
-
-    @property
-    def are_removed(self) -> bool:
-        """Whether they were deleted."""
-        return self._are_removed
+        self._doubtful: Sequence[UnusedSnapshot] = ()
 
     @property
     def is_failure(self) -> bool:
-        """Whether they fail a session."""
+        """Whether unused files fail a session."""
         option = self._config.option
-        return bool(self._unused) and not (option.update_snapshots or option.warn_unused_snapshots)
+        return bool(self.found) and not (option.update_snapshots or option.warn_unused_snapshots)
 
     # Collection.
 
@@ -159,14 +125,21 @@ class UnusedSnapshots:
             return (yield)
         self._stamps.setdefault(collector.path, stamp_of(collector.path))
         # --lf answers for a file without asking it.
-        asked = _Asked(collector)
+        collect, is_asked = collector.collect, False
+
+        def noting_collect() -> Iterable[pytest.Item | pytest.Collector]:
+            nonlocal is_asked
+            is_asked = True
+            return collect()
+
+        collector.collect = noting_collect  # type: ignore[method-assign]  # this one object, for one call
         try:
             report = yield
         finally:
-            asked.forget()
-        if asked.is_asked and report.passed:
+            vars(collector).pop("collect", None)
+        if is_asked and report.passed:
             self._children[collector] = list(report.result)
-        elif not asked.is_asked:
+        elif not is_asked:
             self._unasked.add(collector)
         return report
 
@@ -187,29 +160,33 @@ class UnusedSnapshots:
         # Collected nodes are many.
         self._children.clear()
 
-    def _modules(self, selected: set[pytest.Item], *, is_selection: bool) -> dict[str, _Module]:
-        collectors_of: defaultdict[Path, list[pytest.Module]] = defaultdict(list)
+    def _modules(
+        self, selected: set[pytest.Item], *, is_selection: bool
+    ) -> dict[str, CollectedModule]:
+        items_of: defaultdict[Path, list[pytest.Item | None]] = defaultdict(list)
         for collector in {*self._children, *self._unasked}:
-            if isinstance(collector, pytest.Module) and not isinstance(collector, self._doctests):
-                collectors_of[collector.path].append(collector)
-        named = _Arguments(self._config)
-        modules: dict[str, _Module] = {}
-        for path, collectors in collectors_of.items():
+            # A doctest is of no module of ours.
+            if isinstance(collector, pytest.Module) and type(collector).__name__ != "DoctestModule":
+                items_of[collector.path] += self._items(collector)
+        modules: dict[str, CollectedModule] = {}
+        for path, found in items_of.items():
             place = str(written_module(path, self._options.snapshot_anchor))
             directory = self._options.snapshot_dir / place
             if not directory.is_dir():
                 continue
-            is_whole = named.selects_whole(path) and all(
-                self._is_whole(collector, selected) for collector in collectors
+            items = [item for item in found if item is not None]
+            is_whole = (
+                len(items) == len(found)
+                and selected.issuperset(items)
+                # Of a module without tests, nothing could be deselected.
+                and (bool(items) or not is_selection)
+                and not _chooses(self._config)
             )
-            items = [item for collector in collectors for item in self._items(collector)]
-            # Of a module without tests, nothing could be deselected.
-            is_whole = is_whole and (bool(items) or not is_selection)
-            modules[place] = _Module(
+            modules[place] = CollectedModule(
                 path=path,
                 stamp=self._stamps[path],
                 tests=tuple(
-                    _Test(
+                    CollectedTest(
                         name=written_test(snapshot_test_name(item)),
                         variant=snapshot_variant(item),
                         nodeid=item.nodeid,
@@ -220,6 +197,14 @@ class UnusedSnapshots:
                 doubts=self._doubts(path, directory, items) if is_whole else {},
             )
         return modules
+
+    def _items(self, collector: pytest.Collector) -> Iterator[pytest.Item | None]:
+        """All tests below; None for those of a collector that was not asked, or failed."""
+        for child in self._children.get(collector, [None]):
+            if isinstance(child, pytest.Collector):
+                yield from self._items(child)
+            else:
+                yield child
 
     def _doubts(
         self, module: Path, directory: Path, items: Sequence[pytest.Item]
@@ -253,34 +238,15 @@ class UnusedSnapshots:
                 doubts[name] = doubt
         return doubts
 
-    @property
-    def _doctests(self) -> tuple[type, ...]:
-        plugin = self._config.pluginmanager.get_plugin("doctest")
-        found = getattr(plugin, "DoctestModule", None)
-        return (found,) if isinstance(found, type) else ()
-
-    def _is_whole(self, collector: pytest.Collector, selected: set[pytest.Item]) -> bool:
-        return collector in self._children and all(
-            child in selected if isinstance(child, pytest.Item) else self._is_whole(child, selected)
-            for child in self._children[collector]
-        )
-
-    def _items(self, collector: pytest.Collector) -> Iterable[pytest.Item]:
-        for child in self._children.get(collector, ()):
-            if isinstance(child, pytest.Item):
-                yield child
-            else:
-                yield from self._items(child)
-
     # The run.
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Notes which tests passed; in xdist's controller, too."""
         # A skipped subtest, say, may be the one that compares.
         if not report.passed:
-            self._unfinished.add(report.nodeid)
-        elif report.when == "call" and report.passed:
-            self._passed.add(report.nodeid)
+            self._has_passed[report.nodeid] = False
+        elif report.when == "call":
+            self._has_passed.setdefault(report.nodeid, True)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         """Notes which tests came to an end."""
@@ -296,9 +262,9 @@ class UnusedSnapshots:
     def pytest_testnodedown(self, node: WorkerController, error: object) -> None:
         """Reads what a worker collected and compared."""
         del error
-        text = getattr(node, "workeroutput", {}).get(_OUTPUT)
-        if text is not None:
-            self._of_workers.append(load_document(_Session, _KIND, _VERSION, text))
+        data = getattr(node, "workeroutput", {}).get(_OUTPUT)
+        if data is not None:
+            self._of_workers.append(from_json(_Session, data))
 
     # The end.
 
@@ -310,29 +276,38 @@ class UnusedSnapshots:
         """Removes with ``--snapshot-update``, and otherwise fails a session that passed."""
         if self._options.launched and not self._options.launched.is_leader:
             return (yield)
-        passed = self._passed - self._unfinished
         own = replace(self._session, compared=self._compared())
         if hasattr(self._config, "workeroutput"):
-            self._config.workeroutput[_OUTPUT] = dump_document(_KIND, _VERSION, own)
+            self._config.workeroutput[_OUTPUT] = to_json(own)
             return (yield)
-        whole = _united(own, self._of_workers)
+        # Each worker of xdist collected the same, and compared what it ran.
+        every = [own, *self._of_workers]
+        whole = replace(
+            self._of_workers[0] if self._of_workers else own,
+            compared=tuple(path for one in every for path in one.compared),
+        )
         has_lost = len(self._of_workers) < self._started_workers
+        passed = {nodeid for nodeid, has_passed in self._has_passed.items() if has_passed}
         kept = [nodeid for nodeid in whole.ours if has_lost or nodeid not in passed]
         if kept:
             from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # few sessions need it
 
             replay.keep_plain_snapshots(self._config, kept)
+        option = self._config.option
         is_over = (
             exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}
-            and not (session.shouldstop or session.shouldfail or has_lost)
-            and not self._config.option.collectonly
+            and not (session.shouldstop or session.shouldfail or has_lost or option.collectonly)
             and len(self._finished) >= whole.selected_count
         )
-        if is_over and not self._config.option.disable_unused_snapshots:
-            found = self._find(whole, passed)
-            self._unused = [unused for unused in found if not unused.doubt]
-            self._doubtful = [unused for unused in found if unused.doubt]
-        self._decide(session)
+        if is_over and not option.disable_unused_snapshots:
+            unused = self._find(whole, passed)
+            self.found = [one for one in unused if not one.doubt]
+            self._doubtful = [one for one in unused if one.doubt]
+        if self.found and self._removes:
+            remove(self._options.snapshot_dir, (unused.path for unused in self.found))
+            self.are_removed = True
+        elif self.is_failure:
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         return (yield)
 
     def _compared(self) -> tuple[str, ...]:
@@ -344,37 +319,16 @@ class UnusedSnapshots:
         return tuple(replay.compared_files(self._config))
 
     def _find(self, collected: _Session, passed: set[str]) -> list[UnusedSnapshot]:
-        root = self._options.snapshot_dir
-        if not root.is_dir():
-            return []
-        # Of a source that a checkout replaced, what ran tells nothing.
-        replaced = {
-            place
-            for place, module in collected.modules.items()
-            if module.stamp != stamp_of(module.path)
-        }
-        modules = {
-            Path(place): CollectedModule(
-                tests=frozenset((test.name, test.variant) for test in module.tests),
-                passed=frozenset(
-                    (test.name, test.variant)
-                    for test in module.tests
-                    if test.nodeid in passed and place not in replaced
-                ),
-                is_whole=module.is_whole and place not in replaced,
-                doubts=module.doubts,
-            )
-            for place, module in collected.modules.items()
-        }
-        anchor = self._options.snapshot_anchor
-        is_full = not collected.is_selection and _Arguments(self._config).hold_all(
-            anchor / place for place in snapshot_places(root)
+        root, anchor = self._options.snapshot_dir, self._options.snapshot_anchor
+        is_full = not (collected.is_selection or _chooses(self._config)) and _names_all(
+            self._config, {anchor / file.parent.relative_to(root) for file in self._at_start}
         )
         now = find_removable(root)
         compared = {os.path.realpath(path) for path in collected.compared}
         return find_unused(
             root,
-            modules,
+            collected.modules,
+            passed,
             removable=[
                 path
                 for path, stamp in self._at_start.items()
@@ -382,15 +336,6 @@ class UnusedSnapshots:
             ],
             full_anchor=anchor if is_full else None,
         )
-
-    def _decide(self, session: pytest.Session) -> None:
-        if not self._unused:
-            return
-        if self._removes:
-            remove(self._options.snapshot_dir, (unused.path for unused in self._unused))
-            self._are_removed = True
-        elif self.is_failure:
-            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
     @property
     def _removes(self) -> bool:
@@ -406,17 +351,17 @@ class UnusedSnapshots:
         # Where nothing would be removed, the tests of another machine are no news.
         if self._doubtful and (self._removes or self._config.option.verbose > 0):
             self._tell_doubtful(terminalreporter)
-        if not self._unused:
+        if not self.found:
             return
-        count = len(self._unused)
+        count = len(self.found)
         files = counted(count, "snapshot file")
         terminalreporter.write_sep("-", "unused communication snapshots")
-        what = "deleted" if self._are_removed else "unused"
+        what = "deleted" if self.are_removed else "unused"
         terminalreporter.write_line(f"{files} {what}:", yellow=True)
-        for unused in self._unused:
+        for unused in self.found:
             shown = show_path(unused.path, self._config.rootpath)
             terminalreporter.write_line(f"  {shown}: {unused.reason}")
-        if not self._are_removed:
+        if not self.are_removed:
             it = "it" if count == 1 else "them"
             terminalreporter.write_line(
                 f"Run the same tests with --snapshot-update to delete {it}; "
@@ -440,78 +385,24 @@ def _is_ours(item: pytest.Item) -> bool:
     return SETTINGS in item.stash or bool(fixtures)
 
 
-def _united(own: _Session, of_workers: Sequence[_Session]) -> _Session:
-    """What one process knows, or all workers of xdist, each of which collected the same."""
-    first = of_workers[0] if of_workers else own
-    compared = (*own.compared, *(path for worker in of_workers for path in worker.compared))
-    return replace(first, compared=compared)
-
-
 def _fixtures_of(item: pytest.Item) -> Sequence[str]:
     return item.fixturenames if isinstance(item, pytest.Function) else ()
 
 
-class _Asked:
-    """Whether a collector is asked for its children; `forget` ends the watch."""
-
-    def __init__(self, collector: pytest.Collector) -> None:
-        self.is_asked = False
-        self._collector = collector
-        collect = collector.collect
-
-        def noting_collect() -> Iterable[pytest.Item | pytest.Collector]:
-            self.is_asked = True
-            return collect()
-
-        collector.collect = noting_collect  # type: ignore[method-assign]  # this one object, for one call
-
-    def forget(self) -> None:
-        vars(self._collector).pop("collect", None)
+def _chooses(config: pytest.Config) -> bool:
+    """Whether the command line chose among the tests of a module."""
+    option = config.option
+    settings = {setting.partition("=")[0] for setting in option.override_ini or ()}
+    names_tests = any("::" in str(argument) for argument in config.args)
+    return bool(names_tests or option.keyword or option.markexpr or settings & _NARROWING_SETTINGS)
 
 
-class _Arguments:
-    """What the command line, or ini ``testpaths``, named."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self._named_by_node: set[Path] = set()
-        self._whole: list[Path] = []
-        self._has_unknown_node = False
-        for argument in config.args:
-            base, bracket, _ = str(argument).partition("[")
-            path, separator, _ = base.partition("::")
-            absolute = Path(config.invocation_params.dir, path)
-            is_node = bool(separator or bracket)
-            if not absolute.exists():
-                # The name of a package, with --pyargs.
-                self._has_unknown_node |= is_node
-            elif is_node:
-                self._named_by_node.add(absolute.resolve())
-            else:
-                self._whole.append(absolute.resolve())
-        self._option = config.option
-        settings = {setting.partition("=")[0] for setting in config.option.override_ini or ()}
-        self._narrows = bool(settings & _NARROWING_SETTINGS)
-
-    def selects_whole(self, module: Path) -> bool:
-        """Nothing on the command line chose among a module's tests."""
-        if self._option.keyword or self._option.markexpr or self._narrows:
-            return False
-        module = module.resolve()
-        if any(module.is_relative_to(whole) for whole in self._whole):
-            return True
-        return not self._has_unknown_node and module not in self._named_by_node
-
-    def hold_all(self, places: Iterable[Path]) -> bool:
-        """Every place is below a directory that was named, and nothing was left out of these."""
-        option = self._option
-        if option.keyword or option.markexpr or option.deselect or self._narrows:
-            return False
-        if option.ignore or option.ignore_glob:
-            return False
-        if self._named_by_node or self._has_unknown_node:
-            return False
-        directories = [path for path in self._whole if path.is_dir()]
-        return all(
-            any(place.resolve().is_relative_to(directory) for directory in directories)
-            for place in places
-        )
+def _names_all(config: pytest.Config, places: Iterable[Path]) -> bool:
+    """Whether the command line named directories above all places, and left out nothing of them."""
+    option = config.option
+    if option.deselect or option.ignore or option.ignore_glob:
+        return False
+    # `config.args` are those of ini `testpaths`, or the current directory, where none was given.
+    named = [Path(config.invocation_params.dir, str(path)).resolve() for path in config.args]
+    directories = [path for path in named if path.is_dir()]
+    return all(any(map(place.resolve().is_relative_to, directories)) for place in places)
