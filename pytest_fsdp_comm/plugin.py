@@ -239,7 +239,7 @@ def pytest_timeout_set_timer(item: pytest.Item) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_assertrepr_compare(
-    config: pytest.Config, op: str, left: object, right: object
+    op: str, left: object, right: object
 ) -> Generator[None, list[list[str]], list[list[str]]]:
     """Leads the explanation of a failed comparison with the change in the domain's words."""
     explanations = yield
@@ -255,7 +255,7 @@ def pytest_assertrepr_compare(
         return explanations
     from pytest_fsdp_comm.snapshots.explain import explain_comparison  # noqa: PLC0415  # on failure only
 
-    ours = explain_comparison(config, left, right)
+    ours = explain_comparison(left, right)
     return [ours, *explanations] if ours else explanations
 
 

@@ -82,7 +82,14 @@ def audit(collections: Sequence[Collection]) -> tuple[list[str], bool]:
     lines = [f"{show_path(one.path)}: {one.fault}: {one.what}" for one in faults]
     counts = Counter(one.fault for one in faults)
     found = ", ".join(f"{count} {fault}" for fault, count in counts.items()) or "no faults"
-    tests = len({(test.place, test.name) for one in collections for test in one.tests})
+    tests = len(
+        {
+            (place, test.name)
+            for one in collections
+            for place, module in one.modules.items()
+            for test in module.tests
+        }
+    )
     lines.append(
         f"{counted(len(files), 'snapshot file')} in {where}, {counted(tests, 'test')}: {found}"
     )

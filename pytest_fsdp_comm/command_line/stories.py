@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.command_line.documents import NOWHERE, Document
 from pytest_fsdp_comm.reports.explanation import CURE
-from pytest_fsdp_comm.snapshots.differences import Aids, evidence_of, explain_profiles
+from pytest_fsdp_comm.snapshots.differences import evidence_of, explain_profiles
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename
 from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
@@ -19,6 +19,7 @@ from pytest_fsdp_comm.text.nbytes import show_nbytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pytest_fsdp_comm.comm.evidence import Evidence
     from pytest_fsdp_comm.comm.links import Links
     from pytest_fsdp_comm.snapshots.documents import Profile
     from pytest_fsdp_comm.tree.profile import TreeProfile
@@ -62,8 +63,8 @@ def tell(pairs: Sequence[Pair], links: Links) -> list[Story]:
     stories: dict[int, Story] = {}
     for group in groups.values():
         profiles = [(pair.old.profile, pair.new.profile) for pair in group if pair.old and pair.new]
-        aids = Aids(links=links, evidence=evidence_of(profiles))
-        stories |= {id(pair): _tell(pair, aids) for pair in group}
+        evidence = evidence_of(profiles)
+        stories |= {id(pair): _tell(pair, links, evidence) for pair in group}
     return [stories[id(pair)] for pair in pairs]
 
 
@@ -74,7 +75,7 @@ def test_of(pair: Pair) -> object:
     return path if name is None else (path.parent, name)
 
 
-def _tell(pair: Pair, aids: Aids) -> Story:
+def _tell(pair: Pair, links: Links, evidence: Evidence | None) -> Story:
     name = pair.new_path
     if pair.old is None or pair.new is None:
         is_new = pair.new is not None
@@ -93,13 +94,17 @@ def _tell(pair: Pair, aids: Aids) -> Story:
             return Story(lines=(), differs=False)
         what = "its first line alone, which is not compared"
         return Story(lines=(f"{head}: {what}",), differs=False)
-    explanation, changes = explain_profiles(pair.old.profile, pair.new.profile, aids, where=name)
+    difference = explain_profiles(
+        (pair.old.profile, pair.new.profile), where=name, links=links, evidence=evidence
+    )
+    explanation = difference.explanation
     body = [line for line in explanation.full[1:] if not line.startswith(CURE)]
     if not body:
         # An update may write in other words what compares as equal.
-        body = [f"  {changes}" if isinstance(changes, str) else "  nothing that is compared"]
+        body = [f"  {difference.text or 'nothing that is compared'}"]
     scope = f" ({explanation.scope})" if explanation.scope else ""
-    return Story(lines=(f"{head}:{scope}", *body), differs=bool(changes) or pair.is_rename)
+    differs = bool(difference.changes or difference.text) or pair.is_rename
+    return Story(lines=(f"{head}:{scope}", *body), differs=differs)
 
 
 def summary_lines(profile: Profile) -> Iterator[str]:

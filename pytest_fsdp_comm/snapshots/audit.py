@@ -6,6 +6,7 @@ Knows neither pytest nor syrupy; what pytest collects comes from `collecting`.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -14,6 +15,7 @@ from pytest_fsdp_comm.errors import SnapshotFormatError
 from pytest_fsdp_comm.snapshots.files import read_snapshot
 from pytest_fsdp_comm.snapshots.lines import OldFormatError
 from pytest_fsdp_comm.snapshots.names import SUFFIX, named_module, read_basename
+from pytest_fsdp_comm.snapshots.unused import CollectedModule
 from pytest_fsdp_comm.text.codec import dump_document, load_document
 from pytest_fsdp_comm.text.paths import show_path
 
@@ -32,18 +34,6 @@ or has one that is collected at other world sizes only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectedTest:
-    """One test of a collection."""
-
-    place: str
-    """The directory of its module's snapshots, relative to that of all snapshots."""
-    name: str
-    """As `names.written_test` writes it."""
-    variant: str
-    """E.g. ``ws4``; empty if it was deselected, so that its world size is not known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Collection:
     """What pytest collected in one session."""
 
@@ -51,9 +41,8 @@ class Collection:
     """Absolute."""
     anchor: Path
     """The directory whose tree the snapshots mirror; absolute."""
-    tests: tuple[CollectedTest, ...]
-    unknown: tuple[str, ...]
-    """Places of modules whose tests are not known, as they were skipped whole."""
+    modules: Mapping[str, CollectedModule]
+    """By the directory of their snapshots, relative to that of all snapshots."""
     is_full: bool
     """Whether nothing on the command line chose among the tests."""
 
@@ -112,7 +101,8 @@ def find_faults(collections: Sequence[Collection]) -> list[Faulty]:
 def _content_fault(path: Path) -> list[Faulty]:
     where = show_path(path)
     try:
-        read_snapshot(path, where=where)
+        text = read_snapshot(path, where=where)
+        _ = text and text.profile
     except OldFormatError as problem:
         return [Faulty(path=path, fault="old format", what=_without_path(problem, where))]
     except SnapshotFormatError as problem:
@@ -138,13 +128,17 @@ class _Known:
             path = (root / place).resolve()
             return str(path.relative_to(root)) if path.is_relative_to(root) else place
 
-        self._unknown = {real(place) for collection in collections for place in collection.unknown}
+        self._unknown: set[str] = set()
         self._variants: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(
             lambda: defaultdict(set)
         )
         for collection in collections:
-            for test in collection.tests:
-                self._variants[real(test.place)][test.name].add(test.variant)
+            for place, module in collection.modules.items():
+                # As it was skipped whole, for want of a GPU, say.
+                if not (module.tests or module.is_whole):
+                    self._unknown.add(real(place))
+                for test in module.tests:
+                    self._variants[real(place)][test.name].add(test.variant)
 
     def faults(self, path: Path, relative: Path) -> list[Faulty]:
         place = str(relative.parent)

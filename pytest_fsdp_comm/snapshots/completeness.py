@@ -15,6 +15,25 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.profile import CommProfile
     from pytest_fsdp_comm.options import UnseenLevel
 
+_REFUSED: Final = {
+    "unseen": (
+        "comm_mode lacks something that was sent, so nothing was compared or written:\n"
+        "send it by torch.distributed, on a thread that is started in the block; or, to compare "
+        "the rest with a warning, set ini fsdp_comm_unseen = warn"
+    ),
+    "idle_model": (
+        "comm_mode was given a model that did not run, so nothing was compared or written:\n"
+        "give it the model that runs, as it is once wrapped; if this one rightly does not run, use "
+        "comm_snapshot(allow_idle_model=True)"
+    ),
+    "value_dependent": (
+        "the fake group exchanges no values, so what depends on them may be recorded wrongly, and "
+        "nothing was compared or written:\n"
+        'run the test with backend="gloo", or let fixed numbers decide; if these values decide '
+        "nothing that is sent, use comm_snapshot(allow_value_dependent=True)"
+    ),
+}
+"""By kind of gap, a line before and a line after those of a recording."""
 _SHOWN: Final = 4
 """With a line above and two below: pytest cuts after 8."""
 
@@ -37,40 +56,15 @@ def check_completeness(
     Raises:
         IncompleteRecordingError: It has a gap of such a kind.
     """
-    missing = [gap for gap in profile.gaps if gap.kind == "unseen"]
-    if missing and unseen == "error":
-        raise IncompleteRecordingError(
-            _around(
-                missing,
-                "comm_mode lacks something that was sent, so nothing was compared or written:",
-                "send it by torch.distributed, on a thread that is started in the block; or, to "
-                "compare the rest with a warning, set ini fsdp_comm_unseen = warn",
-            )
-        )
-    if missing:
-        text = _around(missing, "comm_mode is compared without what it lacks:")
-        warnings.warn(text, UnseenCollectivesWarning, stacklevel=2)
-    idle = [gap for gap in profile.gaps if gap.kind == "idle_model"]
-    if idle and not allow_idle_model:
-        raise IncompleteRecordingError(
-            _around(
-                idle,
-                "comm_mode was given a model that did not run, so nothing was compared or written:",
-                "give it the model that runs, as it is once wrapped; if this one rightly does not "
-                "run, use comm_snapshot(allow_idle_model=True)",
-            )
-        )
-    values = [gap for gap in profile.gaps if gap.kind == "value_dependent"]
-    if values and not allow_value_dependent:
-        raise IncompleteRecordingError(
-            _around(
-                values,
-                "the fake group exchanges no values, so what depends on them may be recorded "
-                "wrongly, and nothing was compared or written:",
-                'run the test with backend="gloo", or let fixed numbers decide; if these values '
-                "decide nothing that is sent, use comm_snapshot(allow_value_dependent=True)",
-            )
-        )
+    allowed = {"value_dependent": allow_value_dependent, "idle_model": allow_idle_model}
+    for kind, text in _REFUSED.items():
+        gaps = [gap for gap in profile.gaps if gap.kind == kind]
+        if not gaps or allowed.get(kind, False):
+            continue
+        if kind != "unseen" or unseen == "error":
+            raise IncompleteRecordingError(_around(gaps, *text.split("\n")))
+        told = _around(gaps, "comm_mode is compared without what it lacks:")
+        warnings.warn(told, UnseenCollectivesWarning, stacklevel=2)
 
 
 def _around(gaps: Sequence[Gap], before: str, *after: str) -> str:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 from pytest_fsdp_comm.comm import diff as comm_diff
-from pytest_fsdp_comm.comm.evidence import Evidence
-from pytest_fsdp_comm.comm.links import Links
+from pytest_fsdp_comm.comm.diff import Change
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
 from pytest_fsdp_comm.reports.explanation import ACCEPT, FailureText
@@ -20,6 +19,7 @@ from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.tree import diff as tree_diff
+from pytest_fsdp_comm.tree.diff import TreeChange
 from pytest_fsdp_comm.tree.facts import TreeFacts
 from pytest_fsdp_comm.tree.profile import TreeProfile
 
@@ -27,60 +27,57 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from pytest_fsdp_comm.comm.calls import Calls
-    from pytest_fsdp_comm.comm.diff import Change
+    from pytest_fsdp_comm.comm.evidence import Evidence
+    from pytest_fsdp_comm.comm.links import Links
     from pytest_fsdp_comm.comm.profile import Row, RowKey
     from pytest_fsdp_comm.snapshots.documents import Profile
-    from pytest_fsdp_comm.tree.diff import TreeChange
-
-Changes: TypeAlias = "tuple[Change, ...] | tuple[TreeChange, ...]"
-
-
-class StoryLine(str):
-    """A change of the whole, which says more than the largest of its rows."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aids:
-    """What helps to explain a difference beside the two sides."""
+class Difference:
+    """How two snapshots differ, or why they were not compared."""
 
-    links: Links
-    """How fast axes are."""
-    evidence: Evidence | None
-    """What the trees of the same test say; None if there are none."""
+    explanation: FailureText
+    changes: tuple[Change, ...] | tuple[TreeChange, ...] = ()
+    """Empty if nothing that is compared differs, or nothing was compared."""
+    text: str = ""
+    """The difference in one line, where no single change says it: a change of the whole, or why
+    nothing was compared."""
 
 
 def explain_profiles(
-    old: Profile, new: Profile, aids: Aids, *, where: str, accept: str = ""
-) -> tuple[FailureText, Changes | str]:
+    sides: tuple[Profile, Profile],
+    *,
+    where: str,
+    links: Links,
+    evidence: Evidence | None = None,
+    accept: str = "",
+) -> Difference:
     """Explains how two snapshots differ.
 
     Args:
-        old: The reviewed one.
-        new: The recorded one.
-        aids: What helps to explain.
+        sides: The reviewed one and the recorded one.
         where: The file, as the user would type it.
+        links: How fast axes are.
+        evidence: What the trees of the same test say; None if there are none.
         accept: The command that accepts the change; empty if none does.
-
-    Returns:
-        The explanation; and the changes, none if nothing that is compared differs, or a text that
-        stands for them.
     """
-    match old, new:
-        case CommProfile(), CommProfile():
-            found = comm_diff.compare(old, new, aids.links, aids.evidence)
+    old, new = sides
+    match sides:
+        case CommProfile() as old, CommProfile() as new:
+            found = comm_diff.compare(old, new, links, evidence)
             explanation = render_comparison(found, snapshot=where, accept=accept, notes=new.notes)
-            told = StoryLine(headline_of_story(found)) or found.changes
-            return _with_versions(_within_scope(explanation, old, new), old, new), told
-        case TreeProfile(), TreeProfile():
+            explanation = _with_versions(_within_scope(explanation, old, new), old, new)
+            return Difference(
+                explanation=explanation, changes=found.changes, text=headline_of_story(found)
+            )
+        case TreeProfile() as old, TreeProfile() as new:
             changes = tree_diff.compare(old, new)
             explanation = render_tree_changes(changes, snapshot=where, accept=accept)
-            return _with_versions(explanation, old, new), changes
-    kinds = [kind_of(profile) for profile in (old, new)]
-    return (
-        bare_explanation(new, where=where, accept=accept),
-        f"a snapshot of kind {kinds[0]!r}, not {kinds[1]!r}",
+            return Difference(explanation=_with_versions(explanation, old, new), changes=changes)
+    return Difference(
+        explanation=bare_explanation(new, where=where, accept=accept),
+        text=f"a snapshot of kind {kind_of(old)!r}, not {kind_of(new)!r}",
     )
 
 
@@ -100,21 +97,19 @@ def bare_explanation(new: Profile, *, where: str, accept: str, why: str = "") ->
     return FailureText(short=lines, full=lines, is_cut=False, compared=compared, snapshot=where)
 
 
-def headline_of_values(explained: Mapping[str, Changes | str]) -> str:
+def headline_of_values(differences: Mapping[str, Difference]) -> str:
     """The differences of several values in one line, then those that could not be compared.
 
     Args:
-        explained: By the values' names, what `explain_profiles` returns beside the explanation.
+        differences: By the values' names.
     """
-    stories = [what for what in explained.values() if isinstance(what, StoryLine)]
+    changes = [change for one in differences.values() for change in one.changes]
+    stories = [one.text for one in differences.values() if one.text and one.changes]
+    texts = {name: one.text for name, one in differences.items() if one.text}
+    # A change of the whole says more than the largest of its rows.
     if stories:
-        # execnet, which carries reports for xdist, knows no subclass of str.
-        return str(stories[0])
-    changes = [
-        change for what in explained.values() if not isinstance(what, str) for change in what
-    ]
-    texts = {name: what for name, what in explained.items() if isinstance(what, str)}
-    if not changes and len(set(texts.values())) == 1:
+        return stories[0]
+    if not changes and len({*texts.values()}) == 1:
         return next(iter(texts.values()))
     first = [headline(changes)] if changes else []
     return "; ".join((*first, *(f"{name}: {text}" for name, text in texts.items())))

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
@@ -17,6 +17,7 @@ from pytest_fsdp_comm.comm.profile import has_further_ranks
 from pytest_fsdp_comm.errors import IncompleteRecordingError, SnapshotFormatError
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OPTIONS
+from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
 from pytest_fsdp_comm.reports.explanation import (
     ACCEPT,
     BESIDE,
@@ -28,25 +29,24 @@ from pytest_fsdp_comm.reports.explanation import (
     show_on_screen,
 )
 from pytest_fsdp_comm.snapshots.differences import (
-    Aids,
-    Changes,
+    Difference,
     bare_explanation,
     call_sites,
     evidence_of,
     explain_profiles,
     headline_of_values,
+    kind_of,
 )
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.failed_comparison import (
     FAILED_COMPARISON,
     UNEXPLAINED,
-    FailedComparison,
 )
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
 from pytest_fsdp_comm.text.paths import shell_word, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Mapping, Sequence
 
     from syrupy.assertion import AssertionResult
 
@@ -87,7 +87,21 @@ _DROPPED_WITH_VALUE: Final = frozenset(
 )
 
 
-def explain_comparison(config: pytest.Config, left: object, right: object) -> list[str] | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedComparison:
+    """The last comparison of a test that failed and was explained."""
+
+    first_line: str
+    """Of the explanation, by which the failure is recognized that it belongs to."""
+    comparisons: Comparisons
+    """What differs; the files are added to the report of the whole test."""
+    below: str
+    """What the section below shows; empty for none."""
+    lines: tuple[str, ...] = ()
+    """The explanation, where pytest does not show it; empty where it does."""
+
+
+def explain_comparison(left: object, right: object) -> list[str] | None:
     """Explains a failed assertion in the domain's words, the most important line first.
 
     What does not fit into pytest's short explanation is added to the report when that is made.
@@ -99,36 +113,41 @@ def explain_comparison(config: pytest.Config, left: object, right: object) -> li
     assertion = right if isinstance(right, CommSnapshot) else left
     if not isinstance(assertion, CommSnapshot):
         return None
-    failed = [(name, result) for name, result in assertion.last_results if not result.success]
-    if not failed:
+    results = {name: result for name, result in assertion.last_results if not result.success}
+    if not results:
         return None
-    results = [result for _, result in failed]
-    item = results[0].test_location.item
+    item = assertion.test_location.item
     if UNEXPLAINED in item.stash:
         del item.stash[UNEXPLAINED]
-    accept = _accept_command(config, item, results)
-    aids = _aids(config, assertion)
-    explained = [
-        _explain_one(assertion.extension, (name, result), aids, config.rootpath, accept=accept)
-        for name, result in failed
-    ]
-    for result, (failure, _) in zip(results, explained, strict=True):
+    accept, differences = _explain(assertion, results)
+    for name, result in results.items():
         if result.exception is None:
-            _keep(assertion.extension, result, failure.explanation)
-    failures, beside = [failure for failure, _ in explained], _unreached(assertion, results[0])
+            _keep(assertion.extension, result, differences[name].explanation)
+    failures = [
+        Failure(
+            name=name,
+            explanation=differences[name].explanation,
+            difference=_file_lines(assertion.extension, result),
+        )
+        for name, result in results.items()
+    ]
+    beside = _unreached(assertion)
     everything = show_everything(failures, accept=accept, beside=beside)
     shown = everything
-    if not _is_verbose(config):
+    if not _is_verbose(item.config):
         shown = show_on_screen(failures, accept=accept, beside=beside)
     item.stash[FAILED_COMPARISON] = FailedComparison(
         first_line=shown.lines[0],
-        headline=headline_of_values({failure.name: what for failure, what in explained}),
         below="\n".join(shown.below),
-        story=tuple(line for line in everything.lines if not line.startswith(ACCEPT)),
-        told=tuple(line for one in failures for line in one.explanation.told),
-        cost=tuple(line.strip() for one in failures for line in one.explanation.cost),
-        # Where there is no snapshot yet, the story has the command.
-        accept="" if any(line.startswith(RECORD) for line in everything.lines) else accept,
+        comparisons=Comparisons(
+            files=(),
+            headline=headline_of_values(differences),
+            story=tuple(line for line in everything.lines if not line.startswith(ACCEPT)),
+            told=tuple(line for one in failures for line in one.explanation.told),
+            cost=tuple(line.strip() for one in failures for line in one.explanation.cost),
+            # Where there is no snapshot yet, the story has the command.
+            accept="" if any(line.startswith(RECORD) for line in everything.lines) else accept,
+        ),
     )
     return list(shown.lines)
 
@@ -146,7 +165,7 @@ def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None
     if not isinstance(error, AssertionError) or str(error) not in {"", "assert False"}:
         return
     assertion = item.stash.get(UNEXPLAINED, None)
-    lines = explain_comparison(item.config, None, assertion)
+    lines = explain_comparison(None, assertion)
     if lines is not None:
         item.stash[FAILED_COMPARISON] = replace(item.stash[FAILED_COMPARISON], lines=tuple(lines))
 
@@ -165,17 +184,51 @@ def explain_result(
         All lines of the explanation, and the difference in a few words: where several things
         changed, in a line for each.
     """
-    item = result.test_location.item
-    config = item.config
-    failure, what = _explain_one(
-        assertion.extension,
-        (name, result),
-        _aids(config, assertion),
-        config.rootpath,
-        accept=_accept_command(config, item, [result]),
-    )
-    told = "\n".join(failure.explanation.told)
-    return failure.explanation.full, told or headline_of_values({name: what})
+    _, differences = _explain(assertion, {name: result})
+    explanation = differences[name].explanation
+    return explanation.full, "\n".join(explanation.told) or headline_of_values(differences)
+
+
+def _explain(
+    assertion: CommSnapshot, results: Mapping[str, AssertionResult]
+) -> tuple[str, dict[str, Difference]]:
+    """The command that accepts some values of the last comparison, and how they differ, by name."""
+    item = assertion.test_location.item
+    accept = _accept_command(item, list(results.values()))
+    # The trees in it are evidence for any of them.
+    profiles = [found for _, one in assertion.last_results for found in _compared_profiles(one)]
+    links, evidence = item.config.stash[OPTIONS].links, evidence_of(profiles)
+    differences = {}
+    for name, result in results.items():
+        where = show_path(Path(result.snapshot_location), item.config.rootpath)
+        if result.exception is not None:
+            lines = tuple(describe_error(result, item.config.rootpath).splitlines())
+            explanation = FailureText(short=lines, full=lines, is_cut=False)
+            text = describe_problem(result.exception, where=where)
+            differences[name] = Difference(explanation=explanation, text=text)
+        elif result.recalled_data is None:
+            lines = (f"there is no snapshot {where} yet",)
+            lines += (f"{RECORD}{accept}", READ) if accept else ()
+            explanation = FailureText(short=lines, full=lines, is_cut=False)
+            differences[name] = Difference(explanation=explanation, text="no snapshot yet")
+        for old, new in _compared_profiles(result):
+            differences[name] = explain_profiles(
+                (old, new), where=where, links=links, evidence=evidence, accept=accept
+            )
+            if kind_of(old) != kind_of(new):
+                file = cast("SnapshotText", result.recalled_data).lines
+                why = str(file.other_kind_error(kind_of(new)))
+                explanation = bare_explanation(new, where=where, accept=accept, why=why)
+                differences[name] = replace(differences[name], explanation=explanation)
+    return accept, differences
+
+
+def _file_lines(extension: CommSnapshotExtension, result: AssertionResult) -> tuple[str, ...]:
+    """The lines of a snapshot file that differ; empty if it was not compared."""
+    if not _compared_profiles(result):
+        return ()
+    with disable_color():
+        return tuple(extension.diff_lines(result.asserted_data, result.recalled_data))
 
 
 def _is_verbose(config: pytest.Config) -> bool:
@@ -184,32 +237,18 @@ def _is_verbose(config: pytest.Config) -> bool:
     return is_ci or config.get_verbosity(config.VERBOSITY_ASSERTIONS) > 1
 
 
-def _aids(config: pytest.Config, assertion: CommSnapshot) -> Aids:
-    """What explains any value of the last comparison: the trees in it are evidence."""
-    results = (result for _, result in assertion.last_results)
-    return Aids(
-        links=config.stash[OPTIONS].links, evidence=evidence_of(_compared_profiles(results))
-    )
-
-
-def _accept_command(
-    config: pytest.Config, item: pytest.Item, failed: Sequence[AssertionResult]
-) -> str:
+def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str:
     """The command that accepts what failed; empty if an update would refuse it."""
     if any(result.exception is not None for result in failed):
         return ""
-    return _with_removal(config.rootpath, failed, update_command(config, item))
-
-
-def _with_removal(rootdir: Path, failed: Sequence[AssertionResult], accept: str) -> str:
-    """Removes first what an update would refuse to replace: files of ranks that do not run now."""
-    wider = []
-    for result in failed:
-        old, new = result.recalled_data, result.asserted_data
-        if old is None or new is None:
-            continue
-        if has_further_ranks(cast("SnapshotText", old).profile, cast("SnapshotText", new).profile):
-            wider.append(shlex.quote(show_path(Path(result.snapshot_location), rootdir)))
+    accept = update_command(item.config, item)
+    # Removes first what an update would refuse to replace: files of ranks that do not run now.
+    wider = [
+        shlex.quote(show_path(Path(result.snapshot_location), item.config.rootpath))
+        for result in failed
+        for old, new in _compared_profiles(result)
+        if has_further_ranks(old, new)
+    ]
     if not wider:
         return accept
     # Then the file has all ranks, and an update on their own backend has them too.
@@ -217,54 +256,20 @@ def _with_removal(rootdir: Path, failed: Sequence[AssertionResult], accept: str)
     return command if count else f"rm {' '.join(wider)} && {accept}"
 
 
-def _compared_profiles(results: Iterable[AssertionResult]) -> Iterator[tuple[Profile, Profile]]:
-    for result in results:
-        old, new = result.recalled_data, result.asserted_data
-        if result.exception is None and old is not None and new is not None:
-            yield cast("SnapshotText", old).profile, cast("SnapshotText", new).profile
+def _compared_profiles(result: AssertionResult) -> list[tuple[Profile, Profile]]:
+    """What was reviewed and what was recorded; empty if they were not compared."""
+    old, new = result.recalled_data, result.asserted_data
+    if result.exception is not None or old is None or new is None:
+        return []
+    return [(cast("SnapshotText", old).profile, cast("SnapshotText", new).profile)]
 
 
-def _explain_one(
-    extension: CommSnapshotExtension,
-    named: tuple[str, AssertionResult],
-    aids: Aids,
-    rootdir: Path,
-    *,
-    accept: str,
-) -> tuple[Failure, Changes | str]:
-    """Why one comparison failed, and its changes, or what there is instead of them."""
-    name, result = named
-    where = show_path(Path(result.snapshot_location), rootdir)
-    if result.exception is not None:
-        lines = tuple(describe_error(result, rootdir).splitlines())
-        explanation = FailureText(short=lines, full=lines, is_cut=False)
-        problem = describe_problem(result.exception, where=where)
-        return Failure(name=name, explanation=explanation), problem
-    if result.recalled_data is None:
-        lines = (f"there is no snapshot {where} yet",)
-        if accept:
-            lines = (*lines, f"{RECORD}{accept}", READ)
-        explanation = FailureText(short=lines, full=lines, is_cut=False)
-        return Failure(name=name, explanation=explanation), "no snapshot yet"
-    old = cast("SnapshotText", result.recalled_data)
-    new = cast("SnapshotText", result.asserted_data)
-    explanation, changes = explain_profiles(
-        old.profile, new.profile, aids, where=where, accept=accept
-    )
-    if old.lines.kind != new.lines.kind:
-        why = str(old.lines.other_kind_error(new.lines.kind))
-        explanation = bare_explanation(new.profile, where=where, accept=accept, why=why)
-    with disable_color():
-        difference = tuple(extension.diff_lines(new, old))
-    return Failure(name=name, explanation=explanation, difference=difference), changes
-
-
-def _unreached(assertion: CommSnapshot, result: AssertionResult) -> str:
+def _unreached(assertion: CommSnapshot) -> str:
     """Says which reviewed files of the test were not compared, as it ends here."""
-    item = result.test_location.item
+    item = assertion.test_location.item
     own = (written_test(snapshot_test_name(item)), snapshot_variant(item))
     compared = {Path(done.snapshot_location) for done in assertion.executions.values()}
-    directory = Path(result.snapshot_location).parent
+    directory = Path(assertion.extension.dirname(test_location=assertion.test_location))
     left = [
         path.name
         for path in sorted(directory.glob(f"*{SUFFIX}"))

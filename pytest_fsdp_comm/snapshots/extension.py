@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeGuard, cast
@@ -53,8 +53,8 @@ _RECORDING: Final = "the recording"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Changes:
-    """What a call of the assertion changes for the next comparison."""
+class _Comparison:
+    """One comparison: what a call of the assertion changes, and then what is compared."""
 
     name: str = ""
     """The name of its file; empty for none."""
@@ -66,16 +66,13 @@ class _Changes:
     """Whether the model of a recording may be another than what ran."""
     activation_nbytes: bool = True
     """Whether the sizes of activations are compared."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Compared:
-    """One comparison, as syrupy hands it to `CommSnapshotExtension.serialize`."""
-
-    value: object
-    location: str
+    value: object = None
+    location: str = ""
     """Path of the snapshot file."""
-    changes: _Changes
+
+
+_CHANGES: Final = [one.name for one in fields(_Comparison)][:-2]
+"""What a call can change."""
 
 
 class CommSnapshotExtension(SingleFileSnapshotExtension):
@@ -106,7 +103,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         # By file: an update must not overwrite what the same test has just written.
         self._updated: dict[str, str] = {}
 
-    def serialize(self, data: _Compared, **_: Any) -> SnapshotText:
+    def serialize(self, data: _Comparison, **_: Any) -> SnapshotText:
         """Merges what the ranks have and writes it as text.
 
         Args:
@@ -118,16 +115,15 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             FsdpCommError: The value is neither of ``comm_mode`` nor of ``fsdp_tree(model)``, or too
                 much to become a snapshot.
         """
-        changes = data.changes
-        profile = self._profile(data.value, allow_empty=changes.allow_empty)
+        profile = self._profile(data.value, allow_empty=data.allow_empty)
         if isinstance(profile, CommProfile):
             check_completeness(
                 profile,
                 unseen=self._options.unseen,
-                allow_value_dependent=changes.allow_value_dependent,
-                allow_idle_model=changes.allow_idle_model,
+                allow_value_dependent=data.allow_value_dependent,
+                allow_idle_model=data.allow_idle_model,
             )
-            if not changes.activation_nbytes:
+            if not data.activation_nbytes:
                 profile = without_activation_sizes(profile)
         try:
             text = SnapshotText.of(profile, where=_RECORDING)
@@ -222,7 +218,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         del snapshot_name, session_id
         path = Path(snapshot_location)
         try:
-            return read_snapshot(path, where=self._shown(snapshot_location), checks_records=False)
+            return read_snapshot(path, where=self._shown(snapshot_location))
         except OldFormatError:
             if self._updates:
                 return None
@@ -260,11 +256,6 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         return str(options.snapshot_dir / module)
 
     @classmethod
-    def discovery_dirname(cls, *, test_location: PyTestLocation) -> str:
-        """Where `discover_snapshots` would look."""
-        return cls.dirname(test_location=test_location)
-
-    @classmethod
     def get_file_basename(cls, *, test_location: PyTestLocation, index: Any) -> str:
         """``<test name>.<variant>[.<name or index>]``."""
         item = test_location.item
@@ -287,10 +278,6 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         """None: syrupy must not count them as unused, which `unused_session` decides."""
         del test_location, ignore_extensions
         return SnapshotCollections()
-
-    def read_snapshot_collection(self, *, snapshot_location: str) -> SnapshotCollection:
-        """Never, as none is discovered."""
-        raise AssertionError(snapshot_location)
 
     def artifacts(self, location: str) -> Artifacts | None:
         """Where ``--comm-artifacts`` keeps what a comparison with a snapshot file was about."""
@@ -373,7 +360,7 @@ class CommSnapshot(SnapshotAssertion):
         self.last_results: tuple[tuple[str, AssertionResult], ...] = ()
         """What came of the last comparison, by the values' names; ``""`` for one without."""
         self._comparisons = 0
-        self._changes = _Changes()
+        self._changes = _Comparison()
         self._index: str | int = 0
         super().__post_init__()
 
@@ -403,15 +390,14 @@ class CommSnapshot(SnapshotAssertion):
         __tracebackhide__ = True
         if not _PLAIN_ARGUMENTS.issuperset(changes):
             unknown = min(changes.keys() - _PLAIN_ARGUMENTS)
-            there = ("name", *_Changes.__dataclass_fields__)
             raise TypeError(
                 f"comm_snapshot: got an unexpected keyword argument {unknown!r}; it takes "
-                f"{', '.join(dict.fromkeys(there))}{did_you_mean(closest(unknown, there))}"
+                f"{', '.join(_CHANGES)}{did_you_mean(closest(unknown, _CHANGES))}"
             )
         if not isinstance(activation_nbytes, bool):
             raise TypeError(f"activation_nbytes={activation_nbytes!r}: expected True or False")
         super().__call__(**changes)
-        self._changes = _Changes(
+        self._changes = _Comparison(
             name=str(changes.get("name") or ""),
             allow_empty=allow_empty or self._changes.allow_empty,
             allow_value_dependent=allow_value_dependent or self._changes.allow_value_dependent,
@@ -454,13 +440,13 @@ class CommSnapshot(SnapshotAssertion):
             return is_same
         finally:
             self._comparisons += 1
-            self._changes = _Changes()
+            self._changes = _Comparison()
 
     def _compare(self, key: str, value: object) -> AssertionResult:
         first = self._changes.name or (str(self._comparisons) if self._comparisons else "")
         self._index = PART.join(filter(None, (first, "" if key == UNNAMED else key))) or 0
         location = self.extension.get_location(test_location=self.test_location, index=self._index)
-        super().__eq__(_Compared(value=value, location=location, changes=self._changes))
+        super().__eq__(replace(self._changes, value=value, location=location))
         item = self.test_location.item
         item.stash.setdefault(COMPARED, {})[show_path(location, item.config.rootpath)] = None
         result = self.executions[self.num_executions - 1]

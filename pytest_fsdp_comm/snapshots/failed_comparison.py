@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,31 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
+    from pytest_fsdp_comm.snapshots.explain import FailedComparison
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailedComparison:
-    """The last comparison of a test that failed and was explained."""
-
-    first_line: str
-    """Of the explanation, by which the failure is recognized that it belongs to."""
-    headline: str
-    """The difference in one line."""
-    below: str
-    """What the section below shows; empty for none."""
-    story: tuple[str, ...]
-    """All that is known of the difference, without the command."""
-    told: tuple[str, ...]
-    """As `Comparisons.told`."""
-    cost: tuple[str, ...]
-    """As `Comparisons.cost`."""
-    accept: str
-    """As `Comparisons.accept`."""
-    lines: tuple[str, ...] = ()
-    """The explanation, where pytest does not show it; empty where it does."""
-
-
-FAILED_COMPARISON: Final = pytest.StashKey[FailedComparison]()
+FAILED_COMPARISON: Final = pytest.StashKey["FailedComparison"]()
 """In a test's stash."""
 UNEXPLAINED: Final = pytest.StashKey[object]()
 """In a test's stash: the assertion whose last comparison failed, until that is explained."""
@@ -88,9 +67,9 @@ def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
     leads = bool(failed.lines) or crash.message.removeprefix("AssertionError: ").startswith(
         "assert "
     )
-    vars(report)[_HEADLINE] = failed.headline if leads else ""
+    vars(report)[_HEADLINE] = failed.comparisons.headline if leads else ""
     if leads:
-        crash.message = failed.headline
+        crash.message = failed.comparisons.headline
     below = "\n".join((*failed.lines, *filter(None, [failed.below])))
     if below:
         longrepr.addsection(SECTION, below)
@@ -105,18 +84,11 @@ def _add_comparisons(
 
     compared = item.stash[COMPARED]
     files = tuple(compared)
-    comparisons = Comparisons(
-        files=files,
-        headline=failed.headline if failed else "",
-        story=failed.story if failed else (),
-        told=failed.told if failed else (),
-        cost=failed.cost if failed else (),
-        accept=failed.accept if failed else "",
-    )
+    comparisons = replace(failed.comparisons if failed else Comparisons(files=()), files=files)
     vars(report)[_COMPARISONS] = to_json(comparisons)
     properties = [
         *(("comm_snapshot", file) for file in files),
-        *([("comm_headline", failed.headline)] if failed else []),
+        *([("comm_headline", comparisons.headline)] if failed else []),
         *(("comm_change", line) for line in comparisons.told if line != comparisons.headline),
         *(("comm_cost", line) for line in comparisons.cost),
     ]

@@ -23,14 +23,12 @@ _FILE_TYPES: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
 )
 
 
-def read_snapshot(path: Path, *, where: str, checks_records: bool = True) -> SnapshotText | None:
-    """Reads a snapshot of either kind and checks it.
+def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
+    """Reads a snapshot of either kind and checks its frame; `SnapshotText.profile` checks the rest.
 
     Args:
         path: The file, or a link to it.
         where: The file, as errors name it.
-        checks_records: Whether to check all of it, and not its frame alone: a text that is equal to
-            one that was just written needs no more.
 
     Returns:
         Its text, with LF at the ends of its lines; None if there is no file.
@@ -44,20 +42,11 @@ def read_snapshot(path: Path, *, where: str, checks_records: bool = True) -> Sna
         return None
     except OSError as error:
         raise _no_file(path, where, error.strerror or str(error)) from None
-    return decode_snapshot(raw, where=where, checks_records=checks_records)
+    return decode_snapshot(raw, where=where)
 
 
-def decode_snapshot(raw: bytes, *, where: str, checks_records: bool = True) -> SnapshotText:
-    """Checks the content of a snapshot file of either kind.
-
-    Args:
-        raw: The content.
-        where: The file, as errors name it.
-        checks_records: As for `read_snapshot`.
-
-    Raises:
-        SnapshotFormatError: It is broken, or too large.
-    """
+def decode_snapshot(raw: bytes, *, where: str) -> SnapshotText:
+    """Checks the frame of a snapshot file's content; arguments and errors as above."""
     try:
         text = with_plain_ends(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -66,10 +55,7 @@ def decode_snapshot(raw: bytes, *, where: str, checks_records: bool = True) -> S
             f"{where}, line {line}: it cannot be read as UTF-8 text ({error.reason}); expected a "
             f"snapshot. {REMEDY}"
         ) from None
-    snapshot = SnapshotText(text, where=where)
-    if checks_records:
-        _ = snapshot.profile
-    return snapshot
+    return SnapshotText(text, where=where)
 
 
 def _read_regular(path: Path, where: str) -> bytes:

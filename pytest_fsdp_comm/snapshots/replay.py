@@ -1,10 +1,4 @@
-"""Ranks read snapshots and never write them: what rank 0 asserted is asserted again in the parent.
-
-syrupy decides in one process what is written, counted and removed. Private names of syrupy 7.0 are
-used here and nowhere else: ``config._syrupy``, ``SnapshotSession._assertions`` and
-``_worker_reports``, and ``SnapshotAssertion._executions``;
-tests/unit/snapshots/test_replay.py fails when one moves.
-"""
+"""Ranks read snapshots and never write them: the parent asserts again what rank 0 asserted."""
 
 from __future__ import annotations
 
@@ -28,15 +22,14 @@ if TYPE_CHECKING:
     import pytest
     from syrupy.extensions.base import AbstractSyrupyExtension
 
+# Note [Replay]: syrupy decides in one process what is written, counted and removed. So in a rank
+# its session is read-only, and notes the extension and index of each assertion; the serialized
+# values travel to the pytest process, which asserts them once more on the real session. Private
+# names of syrupy 7.0 are used here and nowhere else: ``config._syrupy``,
+# ``SnapshotSession._assertions`` and ``_worker_reports``, and ``SnapshotAssertion._executions``;
+# tests/unit/snapshots/test_replay.py fails when one moves.
+
 _USE: Final = "snapshots in ranks rely on"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Recall:
-    """What an assertion had syrupy look up."""
-
-    extension: type
-    index: int | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +61,10 @@ class RankSnapshots:
     payload_type: Final = RankAssertions
 
     def __init__(self) -> None:
-        """Notes of each rank's test what it recalls, by file and name of the snapshot."""
-        self._recalls: dict[tuple[str, str], _Recall] = {}
+        """Begins before the first test."""
+        # The extension and index with which a rank's test had syrupy look up each snapshot, by its
+        # file and name.
+        self._recalls: dict[tuple[str, str], tuple[type, int | str]] = {}
 
     def enter_rank(self, config: pytest.Config) -> None:
         """Makes syrupy's session in a rank read-only, and notes what it recalls."""
@@ -79,7 +74,7 @@ class RankSnapshots:
         def noting_recall(extension: Any, test_location: Any, index: Any) -> Any:
             location = extension.get_location(test_location=test_location, index=index)
             name = extension.get_snapshot_name(test_location=test_location, index=index)
-            self._recalls[location, name] = _Recall(extension=type(extension), index=index)
+            self._recalls[location, name] = (type(extension), index)
             return recall(extension, test_location, index)
 
         session.recall_snapshot = noting_recall
@@ -93,7 +88,7 @@ class RankSnapshots:
             for _, result in sorted(assertion.executions.items()):
                 recall = self._recalls.get((result.snapshot_location, result.snapshot_name))
                 if recall is not None and result.asserted_data is not None:
-                    made.append(_described(recall, result.asserted_data))
+                    made.append(_described(*recall, result.asserted_data))
         # Ranks that run several tests begin the next one with none.
         _get(session, "_assertions").clear()
         self._recalls.clear()
@@ -194,12 +189,12 @@ def _already_serialized(data: Any, **_: Any) -> Any:
     return data
 
 
-def _described(recall: _Recall, data: Any) -> RankAssertion:
+def _described(extension: type, index: int | str, data: Any) -> RankAssertion:
     is_bytes = isinstance(data, bytes)
     return RankAssertion(
-        module=recall.extension.__module__,
-        qualname=recall.extension.__qualname__,
-        index=recall.index,
+        module=extension.__module__,
+        qualname=extension.__qualname__,
+        index=index,
         data=base64.b64encode(data).decode("ascii") if is_bytes else str(data),
         is_bytes=is_bytes,
     )

@@ -1,11 +1,4 @@
-"""Whether the source of a test module can define a test that a run did not collect.
-
-A run takes one branch: a GPU is there or not, an import succeeds or not. A reviewed file may go
-only if no branch can define its test. So whatever defines names that are not written in the module
-leaves a doubt: star imports, ``exec``, ``globals()``, ``setattr``, base classes of other modules,
-decorators that may make several tests, calls that are given the module or a class. Parameters are
-known where constants list them.
-"""
+"""Whether the source of a test module can define a test that a run did not collect."""
 
 from __future__ import annotations
 
@@ -21,6 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from collections.abc import Set as AbstractSet
     from pathlib import Path
+
+# Note [Doubt]: a run takes one branch: a GPU is there or not, an import succeeds or not. A reviewed
+# file may be removed only if no branch can define its test. So whatever defines names that are not
+# written in the module leaves a doubt, which is the text that names it: star imports, ``exec``,
+# ``globals()``, ``setattr``, base classes of other modules, decorators that may make several tests,
+# calls that are given the module or a class. Parameters are known where constants list them.
 
 _BASES_WITHOUT_TESTS: Final = frozenset(
     {"object", "TestCase", "ABC", "ABCMeta", "Generic", "Protocol"}

@@ -1,18 +1,4 @@
-"""The one rule of removal: which snapshot files tests no longer need.
-
-A file is unused if
-
-- its test was selected, passed, and did not compare it, or
-- its test no longer exists, its module was collected whole (nothing of it was deselected) by a run
-  that named no single tests, and tests of this world size were collected, or
-- its module no longer exists, and the run was full: it selected nothing, and its directories hold
-  the place of every module that has snapshots.
-
-Everything else stays. Nothing is unused in a session that did not come to its end, nor what is not
-as it was when the session began, nor what a link leads to, nor of a module whose source changed
-since it was collected. Where that source may define the test in a branch that this run did not
-take, the file stays too, and is named (see `sources`).
-"""
+"""The one rule of removal: which snapshot files tests no longer need."""
 
 from __future__ import annotations
 
@@ -30,6 +16,17 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
 
+# Note [Rule of removal]: a file is unused if
+# - its test was selected, passed, and did not compare it, or
+# - its test no longer exists, its module was collected whole (nothing of it was deselected) by a
+#   run that named no single tests, and tests of this world size were collected, or
+# - its module no longer exists, and the run was full: it selected nothing, and its directories hold
+#   the place of every module that has snapshots.
+# Everything else stays: all files of a session that did not come to its end, what is not as it was
+# when the session began, what a link leads to, and what belongs to a module whose source changed
+# since it was collected. Where that source may define the test in a branch that this run did not
+# take, the file stays too, and is named (see Note [Doubt]).
+
 Stamp: TypeAlias = tuple[int, ...]
 """Equal for a file that nobody wrote or replaced in between; empty if there is none."""
 
@@ -41,6 +38,7 @@ class CollectedTest:
     name: str
     """As `names.written_test` writes it."""
     variant: str
+    """E.g. ``ws4``; empty if it was deselected, so that its world size is not known."""
     nodeid: str
 
 

@@ -1,9 +1,4 @@
-"""Watches a session for the rule of removal (see `unused`), and removes or reports at its end.
-
-syrupy 7.0 decides by whether text of the command line occurs in a snapshot's path, and counts what
-never ran as unused. So it sees none of our files, and leaves alone what plain ``snapshot``
-assertions of distributed tests, and of those that record, wrote, where the test did not pass.
-"""
+"""Watches a session for the rule of removal, and removes or reports unused files at its end."""
 
 from __future__ import annotations
 
@@ -44,6 +39,11 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
 
     from xdist.workermanage import WorkerController
+
+# Note [Removal without syrupy]: syrupy 7.0 decides by whether text of the command line occurs in a
+# snapshot's path, and counts what never ran as unused. So it sees none of our files (see Note [Rule
+# of removal]), and leaves alone what plain ``snapshot`` assertions of distributed tests, and of
+# those that record, wrote, where the test did not pass.
 
 _NARROWING_SETTINGS: Final = frozenset(
     {"python_files", "python_classes", "python_functions", "testpaths", "norecursedirs"}
@@ -91,11 +91,13 @@ class UnusedSnapshots:
         """Whether they were deleted."""
         self._config = config
         self._options = config.stash[OPTIONS]
-        # Every child of a module or class, before --lf, node ids and -k narrow the list.
-        self._children: dict[pytest.Collector, list[pytest.Item | pytest.Collector]] = {}
-        self._unasked: set[pytest.Collector] = set()
+        # Every child of a file or class, before --lf, node ids and -k narrow the list; None where
+        # they are not known.
+        self._children: dict[pytest.Collector, list[pytest.Item | pytest.Collector] | None] = {}
+        self._leaves_out_files = False
         self._stamps: dict[Path, Stamp] = {}
-        self._session = _NOTHING
+        self.collected = _NOTHING
+        """What was collected, known from the end of the collection on."""
         self._finished: set[str] = set()
         # Whether all reports of a test passed so far, that of its call among them.
         self._has_passed: dict[str, bool] = {}
@@ -124,12 +126,12 @@ class UnusedSnapshots:
         if not isinstance(collector, (pytest.File, pytest.Class)):
             return (yield)
         self._stamps.setdefault(collector.path, stamp_of(collector.path))
-        # --lf answers for a file without asking it.
-        collect, is_asked = collector.collect, False
+        # --lf answers for a file without collecting it.
+        collect, is_collected = collector.collect, False
 
         def noting_collect() -> Iterable[pytest.Item | pytest.Collector]:
-            nonlocal is_asked
-            is_asked = True
+            nonlocal is_collected
+            is_collected = True
             return collect()
 
         collector.collect = noting_collect  # type: ignore[method-assign]  # this one object, for one call
@@ -137,20 +139,19 @@ class UnusedSnapshots:
             report = yield
         finally:
             vars(collector).pop("collect", None)
-        if is_asked and report.passed:
-            self._children[collector] = list(report.result)
-        elif not is_asked:
-            self._unasked.add(collector)
+        is_known = is_collected and report.passed
+        self._children[collector] = list(report.result) if is_known else None
+        self._leaves_out_files |= not is_collected
         return report
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Sums up, once it is known which tests are selected."""
         selected = set(session.items)
-        seen = [item for children in self._children.values() for item in children]
-        is_selection = bool(self._unasked) or any(
-            isinstance(item, pytest.Item) and item not in selected for item in seen
+        seen = [child for children in self._children.values() for child in children or ()]
+        is_selection = self._leaves_out_files or any(
+            isinstance(child, pytest.Item) and child not in selected for child in seen
         )
-        self._session = _Session(
+        self.collected = _Session(
             modules=self._modules(selected, is_selection=is_selection),
             selected_count=len({item.nodeid for item in session.items}),
             ours=tuple(item.nodeid for item in session.items if _is_ours(item)),
@@ -164,7 +165,7 @@ class UnusedSnapshots:
         self, selected: set[pytest.Item], *, is_selection: bool
     ) -> dict[str, CollectedModule]:
         items_of: defaultdict[Path, list[pytest.Item | None]] = defaultdict(list)
-        for collector in {*self._children, *self._unasked}:
+        for collector in self._children:
             # A doctest is of no module of ours.
             if isinstance(collector, pytest.Module) and type(collector).__name__ != "DoctestModule":
                 items_of[collector.path] += self._items(collector)
@@ -188,7 +189,7 @@ class UnusedSnapshots:
                 tests=tuple(
                     CollectedTest(
                         name=written_test(snapshot_test_name(item)),
-                        variant=snapshot_variant(item),
+                        variant=snapshot_variant(item) if item in selected else "",
                         nodeid=item.nodeid,
                     )
                     for item in items
@@ -199,8 +200,9 @@ class UnusedSnapshots:
         return modules
 
     def _items(self, collector: pytest.Collector) -> Iterator[pytest.Item | None]:
-        """All tests below; None for those of a collector that was not asked, or failed."""
-        for child in self._children.get(collector, [None]):
+        """All tests below; None for those of a collector whose children are not known."""
+        children = self._children.get(collector)
+        for child in [None] if children is None else children:
             if isinstance(child, pytest.Collector):
                 yield from self._items(child)
             else:
@@ -276,7 +278,7 @@ class UnusedSnapshots:
         """Removes with ``--snapshot-update``, and otherwise fails a session that passed."""
         if self._options.launched and not self._options.launched.is_leader:
             return (yield)
-        own = replace(self._session, compared=self._compared())
+        own = replace(self.collected, compared=self._compared())
         if hasattr(self._config, "workeroutput"):
             self._config.workeroutput[_OUTPUT] = to_json(own)
             return (yield)

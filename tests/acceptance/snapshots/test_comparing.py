@@ -431,9 +431,9 @@ from pytest_fsdp_comm.snapshots.lines import SnapshotLines
 READ = []
 make = SnapshotLines.__init__
 
-def counting(self, text, *, where, kind=None):
+def counting(self, text, *, where):
     READ.append(where)
-    make(self, text, where=where, kind=kind)
+    make(self, text, where=where)
 
 SnapshotLines.__init__ = counting
 

@@ -6,13 +6,13 @@ import pytest
 import sample_profiles
 
 from pytest_fsdp_comm.snapshots.audit import (
-    CollectedTest,
     Collection,
     dump_collection,
     find_faults,
     load_collection,
 )
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
+from pytest_fsdp_comm.snapshots.unused import CollectedModule, CollectedTest
 
 TEXT = format_profile(sample_profiles.profile())
 OLD = "# pytest-fsdp-comm 1 comm\nend\n"
@@ -27,14 +27,23 @@ def test_open(comm_snapshot): ...
 """
 
 
+def module(*tests, is_whole=True):
+    return CollectedModule(
+        path=Path("test.py"),
+        stamp=(),
+        tests=tuple(CollectedTest(name=name, variant=ws, nodeid=name) for _, name, ws in tests),
+        is_whole=is_whole,
+        doubts={},
+    )
+
+
 def collection(project, *tests, unknown=(), is_full=True):
+    places = sorted({place for place, _, _ in tests})
+    modules = {place: module(*(test for test in tests if test[0] == place)) for place in places}
     return Collection(
         snapshot_dir=project / "snapshots",
         anchor=project,
-        tests=tuple(
-            CollectedTest(place=place, name=name, variant=variant) for place, name, variant in tests
-        ),
-        unknown=unknown,
+        modules=modules | {place: module(is_whole=False) for place in unknown},
         is_full=is_full,
     )
 

@@ -6,7 +6,7 @@ import pytest
 from sample_profiles import profile, twice
 
 from pytest_fsdp_comm.comm.links import Links
-from pytest_fsdp_comm.snapshots.differences import Aids, explain_profiles
+from pytest_fsdp_comm.snapshots.differences import explain_profiles
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.explain import repeated_options
 
@@ -52,10 +52,10 @@ def test_what_chooses_and_reports_is_left_out(given, kept):
 def test_another_torch_is_told_in_the_first_line(recorded, now, said):
     old = SnapshotText.of(replace(profile(), torch_version=recorded), where="old")
     new = replace(twice(profile()), torch_version=now)
-    aids = Aids(links=Links(), evidence=None)
     # The version comes out of the file, whose first line is free otherwise.
     reviewed = SnapshotText(str(old), where="old").profile
-    explanation, _ = explain_profiles(reviewed, new, aids, where="old.comm")
+    found = explain_profiles((reviewed, new), where="old.comm", links=Links())
+    explanation = found.explanation
     assert explanation.short[0] == explanation.full[0] == f"comm_mode differs from old.comm{said}"
     free = str(old).replace(" | torch", " | a note of ours: torch")
     assert SnapshotText(free, where="old").profile.torch_version == ""

@@ -240,7 +240,7 @@ def seconds():
 
 before = peak(), seconds()
 try:
-    found = read_snapshot(Path(sys.argv[1]), where="x.comm")
+    found = read_snapshot(Path(sys.argv[1]), where="x.comm").profile
 except SnapshotFormatError as error:
     found = str(error)
 print(json.dumps([found, peak() - before[0], seconds() - before[1]]))
@@ -294,7 +294,7 @@ def layers_of_experts(layers, experts):
 def test_a_hundred_layers_of_hundreds_of_experts_are_read(tmp_path):
     file = tmp_path / "x.comm"
     file.write_text(layers_of_experts(126, 256))
-    assert read_snapshot(file, where="x") == file.read_text()
+    assert len(read_snapshot(file, where="x").profile.collectives) == 2 * 126 * 256
     assert len(parse_comm(layers_of_experts(126, 64)).collectives) == 2 * 126 * 64
 
 
