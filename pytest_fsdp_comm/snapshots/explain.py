@@ -68,21 +68,11 @@ _DROPPED: Final = frozenset(
 )
 _DROPPED_WITH_VALUE: Final = frozenset(
     {
-        *(
-            "-k",
-            "-m",
-            "-n",
-            "-r",
-            "--numprocesses",
-            "--maxprocesses",
-            "--dist",
-            "--maxfail",
-            "--tb",
-        ),
+        *("-k", "-m", "-n", "-r", "--numprocesses", "--maxprocesses", "--dist", "--maxfail"),
+        *("--tb", "--basetemp", "--randomly-seed", "--comm-report", "--comm-summary"),
         *("--deselect", "--ignore", "--ignore-glob", "--last-failed-no-failures", "--lfnf"),
         *("--junitxml", "--junit-xml", "--durations", "--durations-min", "--color", "--capture"),
         *("--show-capture", "--verbosity", "--comm-artifacts", "--pdb-rank", "--rank-slots"),
-        *("--randomly-seed", "--basetemp", "--comm-report", "--comm-summary"),
     }
 )
 
@@ -377,12 +367,12 @@ def repeated_options(given: Sequence[str], selected: Sequence[str]) -> list[str]
         is_short = re.match(r"-[A-Za-z]", argument) is not None
         if name in _DROPPED_WITH_VALUE:
             _ = None if equals else next(arguments, None)
-        elif name in _DROPPED:
-            pass
-        elif is_short and argument[:2] in _DROPPED_WITH_VALUE:
-            pass  # as in -kname or -n2
-        elif is_short and set(argument[1:]) <= _DROPPED_LETTERS:
-            pass  # as in -xvs
+        elif name in _DROPPED or (
+            # as in -kname, -n2 or -xvs
+            is_short
+            and (argument[:2] in _DROPPED_WITH_VALUE or set(argument[1:]) <= _DROPPED_LETTERS)
+        ):
+            continue
         elif argument == "-p":
             plugin = next(arguments, "")
             # What is switched off changes no recording.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.errors import SnapshotFormatError
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
-from pytest_fsdp_comm.snapshots.lines import MAX_BYTES, REMEDY, too_large, with_plain_ends
+from pytest_fsdp_comm.snapshots.lines import MAX_BYTES, line_error, too_large, with_plain_ends
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,10 +51,8 @@ def decode_snapshot(raw: bytes, *, where: str) -> SnapshotText:
         text = with_plain_ends(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         line = 1 + raw.count(b"\n", 0, error.start)
-        raise SnapshotFormatError(
-            f"{where}, line {line}: it cannot be read as UTF-8 text ({error.reason}); expected a "
-            f"snapshot. {REMEDY}"
-        ) from None
+        came = f"it cannot be read as UTF-8 text ({error.reason})"
+        raise line_error(where, line, came, "a snapshot") from None
     return SnapshotText(text, where=where)
 
 

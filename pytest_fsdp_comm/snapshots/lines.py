@@ -77,6 +77,17 @@ class OldFormatError(SnapshotFormatError):
     """A snapshot of a format that is no longer read; an update may replace it."""
 
 
+def line_error(where: str, number: int, came: str, expected: str) -> SnapshotFormatError:
+    """The error of a line of a file, with the remedy."""
+    return SnapshotFormatError(f"{where}, line {number}: {came}; expected {expected}. {REMEDY}")
+
+
+def too_large(where: str, size: str) -> SnapshotFormatError:
+    """The error of a file that nobody wrote as a snapshot."""
+    expected = f"a snapshot of at most {MAX_LINES} lines and {MAX_BYTES} bytes"
+    return line_error(where, 1, f"the file has {size}", expected)
+
+
 class SnapshotLines:
     """The lines of one snapshot, with the frame checked, and their errors."""
 
@@ -192,10 +203,8 @@ class SnapshotLines:
             raise self.error(number, f"it reads {line}{came}", expected) from None
 
     def error(self, number: int, came: str, expected: str) -> SnapshotFormatError:
-        """The error of a line, with the remedy."""
-        return SnapshotFormatError(
-            f"{self.where}, line {self.before + number}: {came}; expected {expected}. {REMEDY}"
-        )
+        """As `line_error`."""
+        return line_error(self.where, self.before + number, came, expected)
 
     def other_kind_error(self, kind: str) -> SnapshotFormatError:
         """The error of a snapshot where one of another kind is needed."""
@@ -228,11 +237,3 @@ class SnapshotLines:
             if read != line:
                 is_total = "total" in (read.partition(" ")[0], line.partition(" ")[0])
                 self.check(number, line, _LOST_LINE if is_total else "")
-
-
-def too_large(where: str, size: str) -> SnapshotFormatError:
-    """The error of a file that nobody wrote as a snapshot."""
-    return SnapshotFormatError(
-        f"{where}, line 1: the file has {size}; expected a snapshot of at most {MAX_LINES} lines "
-        f"and {MAX_BYTES} bytes. {REMEDY}"
-    )

@@ -80,11 +80,7 @@ class UnusedSnapshots:
     """Registered once in each pytest process."""
 
     def __init__(self, config: pytest.Config) -> None:
-        """Starts before collection.
-
-        Args:
-            config: Of the session.
-        """
+        """Begins before collection."""
         self.found: Sequence[UnusedSnapshot] = ()
         """The unused files, known from the end of the session on."""
         self.are_removed = False
@@ -352,7 +348,7 @@ class UnusedSnapshots:
             return
         # Where nothing would be removed, the tests of another machine are no news.
         if self._doubtful and (self._removes or self._config.option.verbose > 0):
-            self._tell_doubtful(terminalreporter)
+            self._report_doubtful(terminalreporter)
         if not self.found:
             return
         count = len(self.found)
@@ -370,7 +366,7 @@ class UnusedSnapshots:
                 "--snapshot-warn-unused only warns."
             )
 
-    def _tell_doubtful(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def _report_doubtful(self, terminalreporter: pytest.TerminalReporter) -> None:
         files = counted(len(self._doubtful), "snapshot file")
         terminalreporter.write_sep("-", "communication snapshots that stay")
         terminalreporter.write_line(

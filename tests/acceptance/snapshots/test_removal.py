@@ -254,6 +254,7 @@ CASES = {
     "test gone, -n 2": Case(args="-n 2", edit=NO_ONE, gone=ONE_GONE),
     "test gone, another's node id": Case(args=f"{TEST_A}::test_plain", edit=NO_ONE),
     "test gone, node id of the only other": Case(args=f"{SUB_B}::test_one", edit=NO_B_TWO),
+    "test gone, beside another's node id": Case(args=f"{TEST_A} {SUB_B}::test_one", edit=NO_ONE),
     "test gone, -k": Case(args="-k test_", edit=NO_ONE),
     "test gone, another fails": Case(edit=(NO_ONE, FAIL_B), exit=1, gone=ONE_GONE),
     "test gone, another deselected": Case(args=f"--deselect {TEST_A}::test_plain", edit=NO_ONE),
