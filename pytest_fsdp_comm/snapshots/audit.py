@@ -103,16 +103,11 @@ def _content_fault(path: Path) -> list[Faulty]:
     try:
         text = read_snapshot(path, where=where)
         _ = text and text.profile
-    except OldFormatError as problem:
-        return [Faulty(path=path, fault="old format", what=_without_path(problem, where))]
     except SnapshotFormatError as problem:
-        return [Faulty(path=path, fault="broken", what=_without_path(problem, where))]
+        fault: Fault = "old format" if isinstance(problem, OldFormatError) else "broken"
+        what = str(problem).partition(". Nothing was overwritten")[0].removeprefix(where)
+        return [Faulty(path=path, fault=fault, what=what.lstrip(", "))]
     return []
-
-
-def _without_path(problem: Exception, where: str) -> str:
-    text = str(problem).partition(". Nothing was overwritten")[0]
-    return text.removeprefix(where).lstrip(", ")
 
 
 class _Known:

@@ -9,7 +9,7 @@ from pytest_fsdp_comm.comm.evidence import Evidence
 from pytest_fsdp_comm.tree.facts import policy_change
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts
 
@@ -24,18 +24,20 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
     before, after = old.units.get(1, {}), new.units.get(1, {})
     units = frozenset(before) & frozenset(after)
     held = _parameters_of(units, old.parameters, new.parameters)
-    froze = {unit: [_froze(*pair) for pair in pairs] for unit, pairs in held.items()}
+    frozen: set[str] = set()
+    partly_frozen: set[str] = set()
+    thawed: set[str] = set()
+    for unit, pairs in held.items():
+        if any(was.trainable and not now.trainable for was, now in pairs):
+            still_trains = any(now.trainable for _, now in pairs)
+            (partly_frozen if still_trains else frozen).add(unit)
+        if any(now.trainable and not was.trainable for was, now in pairs):
+            thawed.add(unit)
     return Evidence(
         units=units,
-        frozen=frozenset(
-            unit for unit, pairs in held.items() if any(froze[unit]) and not _any_trains(pairs)
-        ),
-        partly_frozen=frozenset(
-            unit for unit, pairs in held.items() if any(froze[unit]) and _any_trains(pairs)
-        ),
-        thawed=frozenset(
-            unit for unit, pairs in held.items() if any(_froze(now, was) for was, now in pairs)
-        ),
+        frozen=frozenset(frozen),
+        partly_frozen=frozenset(partly_frozen),
+        thawed=frozenset(thawed),
         policies={
             unit: policy
             for unit in units
@@ -48,14 +50,6 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
         is_other_dtype=any(was.dtype != now.dtype for pairs in held.values() for was, now in pairs),
         is_other_policy=any(before[unit].precision != after[unit].precision for unit in units),
     )
-
-
-def _froze(was: ParameterFacts, now: ParameterFacts) -> bool:
-    return was.trainable and not now.trainable
-
-
-def _any_trains(pairs: Iterable[tuple[ParameterFacts, ParameterFacts]]) -> bool:
-    return any(now.trainable for _, now in pairs)
 
 
 def _parameters_of(

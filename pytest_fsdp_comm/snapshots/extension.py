@@ -128,7 +128,8 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         try:
             text = SnapshotText.of(profile, where=_RECORDING)
             if self._updates:
-                _parsed(text)  # what is written has to be readable
+                # What is written has to be readable.
+                profile = SnapshotText(str(text), where=_RECORDING).profile
         except SnapshotFormatError as problem:
             raise FsdpCommError(
                 f"{str(problem).removesuffix(REMEDY)}It is too large for a snapshot: compare "
@@ -189,7 +190,9 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         # An update writes what differs in any way.
         if self._updates and not is_partial:
             return False
-        new = _recorded(serialized_data)
+        if not isinstance(serialized_data, SnapshotText):
+            serialized_data = SnapshotText(serialized_data, where=_RECORDING)
+        new = serialized_data.profile
         is_same = not _differ(reviewed, new)
         if self._updates and not is_same and has_further_ranks(reviewed, new):
             self._refuse_partial(reviewed, old.lines.where)
@@ -289,14 +292,6 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def diff_lines(self, serialized_data: Any, snapshot_data: Any) -> Iterator[str]:
         """The lines that differ, below the explanation; the first line is not compared."""
         yield from super().diff_lines(_body(serialized_data), _body(snapshot_data))
-
-
-def _recorded(text: str) -> Profile:
-    return text.profile if isinstance(text, SnapshotText) else _parsed(text)
-
-
-def _parsed(text: str) -> Profile:
-    return SnapshotText(str(text), where=_RECORDING).profile
 
 
 def _differ(old: Profile, new: Profile) -> bool:

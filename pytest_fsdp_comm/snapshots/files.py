@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.errors import SnapshotFormatError
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
-from pytest_fsdp_comm.snapshots.lines import MAX_BYTES, line_error, too_large, with_plain_ends
+from pytest_fsdp_comm.snapshots.lines import MAX_BYTES, line_error, too_large, with_unix_line_ends
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +48,7 @@ def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
 def decode_snapshot(raw: bytes, *, where: str) -> SnapshotText:
     """Checks the frame of a snapshot file's content; arguments and errors as above."""
     try:
-        text = with_plain_ends(raw.decode("utf-8"))
+        text = with_unix_line_ends(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         line = 1 + raw.count(b"\n", 0, error.start)
         came = f"it cannot be read as UTF-8 text ({error.reason})"

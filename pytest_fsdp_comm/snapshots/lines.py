@@ -68,7 +68,7 @@ def header(kind: str, *, torch_version: str, backend: str) -> str:
     )
 
 
-def with_plain_ends(text: str) -> str:
+def with_unix_line_ends(text: str) -> str:
     """The same text with LF where it has CRLF, as git or an editor may have left it."""
     return text.replace("\r\n", "\n")
 
@@ -105,7 +105,7 @@ class SnapshotLines:
         self.where = where
         self.before = 0
         """Lines of the file above these."""
-        text = with_plain_ends(text)
+        text = with_unix_line_ends(text)
         if not text.strip():
             raise self.error(1, "the file is empty", "a snapshot")
         lines = 1 + text.count("\n", 0, -1)

@@ -124,7 +124,7 @@ def _read_axis(text: str, world_size: int, room: int) -> MeshAxis:
         axis = _read_groups(name, size, rest.split(" | "), world_size, room)
     else:
         dims = tuple(zip(sizes, _read_sizes(rest), strict=False))[::-1]
-        if bool(dims) == (size > 1) and _is_found(dims, world_size):
+        if bool(dims) == (size > 1) and _are_canonical(dims, world_size):
             axis = MeshAxis(name=name, size=size, dims=dims)
     if axis is None or axis.layout != layout:
         raise ValueError(
@@ -160,11 +160,8 @@ def _read_groups(
     return axis
 
 
-def _is_found(dims: Sequence[tuple[int, int]], world_size: int) -> bool:
-    """Whether `comm.mesh.dims_of` finds these dimensions in a group of such a world.
-
-    Without listing its ranks, of which there may be many.
-    """
+def _are_canonical(dims: Sequence[tuple[int, int]], world_size: int) -> bool:
+    """Whether `comm.mesh.dims_of` would find these dimensions, without listing all ranks."""
     last = 0  # the largest rank so far
     for place, (size, stride) in enumerate(dims):
         # One that goes on where the inner one ends is a part of that.

@@ -71,14 +71,14 @@ class RankSnapshots:
         session = _session(config)
         recall = session.recall_snapshot
 
-        def noting_recall(extension: Any, test_location: Any, index: Any) -> Any:
+        def recall_and_note(extension: Any, test_location: Any, index: Any) -> Any:
             location = extension.get_location(test_location=test_location, index=index)
             name = extension.get_snapshot_name(test_location=test_location, index=index)
             self._recalls[location, name] = (type(extension), index)
             return recall(extension, test_location, index)
 
-        session.recall_snapshot = noting_recall
-        session.queue_snapshot_write = _write_nothing
+        session.recall_snapshot = recall_and_note
+        session.queue_snapshot_write = lambda **_: None
 
     def rank_payload(self, item: pytest.Item) -> RankAssertions:
         """The assertions that the test made in this rank."""
@@ -148,10 +148,6 @@ def keep_plain_snapshots(config: pytest.Config, nodeids: Collection[str]) -> Non
             report["selected"][nodeid] = "skipped"
 
 
-def _write_nothing(**_: Any) -> None:
-    pass
-
-
 def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
     """Asserts as a rank did; returns why it failed, empty if it did not."""
     config = item.config
@@ -164,7 +160,7 @@ def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
     )
     # Of this instance alone: syrupy tells extensions apart by class, and writes together what is
     # for one file of one class.
-    assertion.extension.serialize = _already_serialized  # type: ignore[method-assign]  # see above
+    assertion.extension.serialize = lambda data, **_: data  # type: ignore[method-assign]  # see above
     if isinstance(made.index, str):
         assertion(name=made.index)
     else:
@@ -183,10 +179,6 @@ def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
         f"a comparison with {where} failed and the test went on: it was caught, or its result not "
         "asserted (or the file changed while the test ran)"
     )
-
-
-def _already_serialized(data: Any, **_: Any) -> Any:
-    return data
 
 
 def _described(extension: type, index: int | str, data: Any) -> RankAssertion:

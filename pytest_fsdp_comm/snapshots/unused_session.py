@@ -125,12 +125,12 @@ class UnusedSnapshots:
         # --lf answers for a file without collecting it.
         collect, is_collected = collector.collect, False
 
-        def noting_collect() -> Iterable[pytest.Item | pytest.Collector]:
+        def collect_and_note() -> Iterable[pytest.Item | pytest.Collector]:
             nonlocal is_collected
             is_collected = True
             return collect()
 
-        collector.collect = noting_collect  # type: ignore[method-assign]  # this one object, for one call
+        collector.collect = collect_and_note  # type: ignore[method-assign]  # this one object, for one call
         try:
             report = yield
         finally:
@@ -177,7 +177,7 @@ class UnusedSnapshots:
                 and selected.issuperset(items)
                 # Of a module without tests, nothing could be deselected.
                 and (bool(items) or not is_selection)
-                and not _chooses(self._config)
+                and not _is_narrowed(self._config)
             )
             modules[place] = CollectedModule(
                 path=path,
@@ -226,7 +226,11 @@ class UnusedSnapshots:
             if siblings[function]:
                 calls = [getattr(item, "callspec", None) for item in siblings[function]]
                 given = {param for call in calls if call is not None for param in call.params}
-                used = {name for item in siblings[function] for name in _fixtures_of(item)}
+                used = {
+                    name
+                    for item in siblings[function]
+                    for name in getattr(item, "fixturenames", ())
+                }
                 doubt = source.find_parameters(
                     function, used=used | given, given=given - {WORLD_SIZE_PARAM}
                 )
@@ -318,7 +322,7 @@ class UnusedSnapshots:
 
     def _find(self, collected: _Session, passed: set[str]) -> list[UnusedSnapshot]:
         root, anchor = self._options.snapshot_dir, self._options.snapshot_anchor
-        is_full = not (collected.is_selection or _chooses(self._config)) and _names_all(
+        is_full = not (collected.is_selection or _is_narrowed(self._config)) and _covers(
             self._config, {anchor / file.parent.relative_to(root) for file in self._at_start}
         )
         now = find_removable(root)
@@ -383,11 +387,7 @@ def _is_ours(item: pytest.Item) -> bool:
     return SETTINGS in item.stash or bool(fixtures)
 
 
-def _fixtures_of(item: pytest.Item) -> Sequence[str]:
-    return item.fixturenames if isinstance(item, pytest.Function) else ()
-
-
-def _chooses(config: pytest.Config) -> bool:
+def _is_narrowed(config: pytest.Config) -> bool:
     """Whether the command line chose among the tests of a module."""
     option = config.option
     settings = {setting.partition("=")[0] for setting in option.override_ini or ()}
@@ -395,7 +395,7 @@ def _chooses(config: pytest.Config) -> bool:
     return bool(names_tests or option.keyword or option.markexpr or settings & _NARROWING_SETTINGS)
 
 
-def _names_all(config: pytest.Config, places: Iterable[Path]) -> bool:
+def _covers(config: pytest.Config, places: Iterable[Path]) -> bool:
     """Whether the command line named directories above all places, and left out nothing of them."""
     option = config.option
     if option.deselect or option.ignore or option.ignore_glob:
