@@ -58,7 +58,7 @@ class Faulty:
 
 
 def dump_collection(collection: Collection) -> str:
-    """Writes a collection for the process that asked for it."""
+    """Writes a collection for the process that audits it."""
     return dump_document(_KIND, _VERSION, collection)
 
 
@@ -88,7 +88,7 @@ def find_faults(collections: Sequence[Collection]) -> list[Faulty]:
     known = _Known(collections)
     root = collections[0].snapshot_dir
     files = snapshot_files(root)
-    faults = {path: known.faults(path, path.relative_to(root)) for path in files}
+    faults = {path: known.faults(path, path.parent.relative_to(root)) for path in files}
     # By a link, one file has several names: that of a test suffices.
     needed = {path.resolve() for path in files if not faults[path]}
     found = []
@@ -135,35 +135,28 @@ class _Known:
                 for test in module.tests:
                     self._variants[real(place)][test.name].add(test.variant)
 
-    def faults(self, path: Path, relative: Path) -> list[Faulty]:
-        place = str(relative.parent)
-        named = read_basename(path.stem)
+    def faults(self, path: Path, place: Path) -> list[Faulty]:
+        """The fault that a file's name has, if any; of its content it knows nothing."""
+        named, variants = read_basename(path.stem), self._variants.get(str(place))
+        fault: Fault = "orphan"
+        what = ""
         if named is None:
             what = "its name is not that of a snapshot: <test>.ws<ranks>[.<name>].comm"
-            return [Faulty(path=path, fault="orphan", what=what)]
-        if place in self._unknown:
-            return []
-        if place not in self._variants:
-            return self._without_module(path, relative.parent)
-        name, variant = named
-        variants = self._variants[place].get(name)
-        if variants is None:
+        elif str(place) in self._unknown:
+            pass
+        elif variants is None:
+            what = self._without_module(place)
+        elif named[0] not in variants:
             # With a selection on the command line, a test may only have been left out.
-            what = "no such test is collected"
-            return [Faulty(path=path, fault="orphan", what=what)] if self._is_full else []
-        if variant in variants or "" in variants:
-            return []
-        sizes = ", ".join(sorted(variants))
-        what = f"its test is collected with {sizes} only"
-        return [Faulty(path=path, fault="variant", what=what)]
+            what = "no such test is collected" if self._is_full else ""
+        elif variants[named[0]].isdisjoint({named[1], ""}):
+            fault = "variant"
+            what = f"its test is collected with {', '.join(sorted(variants[named[0]]))} only"
+        return [Faulty(path=path, fault=fault, what=what)] if what else []
 
-    def _without_module(self, path: Path, place: Path) -> list[Faulty]:
+    def _without_module(self, place: Path) -> str:
         module = named_module(place, self._anchor)
         shown = show_path(module, self._anchor) if module is not None else str(place)
         if module is not None and not module.exists():
-            what = f"{shown} does not exist"
-        elif self._is_full:
-            what = f"nothing of {shown} is collected"
-        else:
-            return []
-        return [Faulty(path=path, fault="orphan", what=what)]
+            return f"{shown} does not exist"
+        return f"nothing of {shown} is collected" if self._is_full else ""

@@ -33,6 +33,7 @@ _CHANGES: Final = frozenset({"append", "extend", "insert", "remove", "pop", "cle
 _ITEM_HOOKS: Final = frozenset({"pytest_pycollect_makeitem", "pytest_pycollect_makemodule"})
 _PARAMETER_HOOKS: Final = frozenset({"pytest_generate_tests"})
 _SHOWN: Final = 60
+_DISPLAYS: Final = (ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp)
 _FUNCTION: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -285,25 +286,19 @@ class Source:
         """Whether it is the same in every branch."""
         parts: Sequence[ast.AST | None]
         match node:
-            case ast.Constant() | ast.Attribute(ast.Name("torch")):
-                parts = ()  # the latter is a dtype, say
+            case ast.Attribute(ast.Name("torch")):
+                parts = ()  # a dtype, say
             case ast.Name(name):
                 found = self._names[self._tree][name]
                 if len(found) != 1 or any(_changes(one, name) for one in self._nodes):
                     return False
                 is_defined = isinstance(found[0], (*_FUNCTION, ast.ClassDef))
                 parts = () if is_defined else self._values_of(node)
-            case ast.List(parts) | ast.Tuple(parts) | ast.Set(parts):
-                pass
-            case ast.Dict(keys, values):
-                parts = (*keys, *values)
-            case ast.UnaryOp(_, operand):
-                parts = (operand,)
-            case ast.BinOp(left, _, right):
-                parts = (left, right)
             case ast.Call(func, args, keywords) if _last_name(func) in {"param", "range"}:
                 # Marks are in no id.
                 parts = (*args, *(one.value for one in keywords if one.arg != "marks"))
+            case _ if isinstance(node, _DISPLAYS):
+                parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
             case _:
                 return False
         return all(map(self._is_constant, parts))
