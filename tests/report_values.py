@@ -1,4 +1,4 @@
-"""Values for reports, by hand: what FSDP2 does in steps of models of any number of layers."""
+"""Values for reports, by hand: steps of FSDP2 and trees of models of any number of layers."""
 
 from dataclasses import replace
 
@@ -6,9 +6,17 @@ from pytest_fsdp_comm.comm.events import Collective, Phase, Recording, Reshard, 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import fold, merge
 from pytest_fsdp_comm.reports.html.timeline import timeline_of
-from pytest_fsdp_comm.reports.html.values import Compared, RankTimeline, Record, Result
+from pytest_fsdp_comm.reports.html.values import Compared, Record, Result
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
+from pytest_fsdp_comm.tree.layout import AxisPlacement
+from pytest_fsdp_comm.tree.model import (
+    ModuleNode,
+    ParameterNode,
+    Precision,
+    ShardTree,
+    ShardUnit,
+)
 
 KIB = 1024
 
@@ -114,7 +122,7 @@ def compared(old, new, **changes):
                 "  accept: pytest --snapshot-update",
             ),
             "headline": "2 layers more",
-            "timelines": (RankTimeline(ranks=(0, 1, 2, 3), timeline=timeline_of(new)),),
+            "timelines": (replace(timeline_of(new), ranks=(0, 1, 2, 3)),),
             **changes,
         }
     )
@@ -127,3 +135,58 @@ def result(*values, nodeid="tests/test_x.py::test_y[a]", outcome="failed", **cha
 
 def read(text):
     return SnapshotText(text, where="it").profile
+
+
+DP = MeshAxis(name="dp", size=4)
+SHARD = AxisPlacement(axis="dp", size=4, kind="shard", dim=0, text="Shard(0)")
+
+
+def unit(module, parameters, **policy):
+    defaults = {
+        "kind": "fsdp2",
+        "is_root": module == 0,
+        "shard_axis": DP,
+        "replicate_axis": None,
+        "reshard_after_forward": module != 0,
+        "precision": Precision(param_dtype="bfloat16"),
+        "offload": False,
+        "nbytes_gathered": 2048,
+        "nbytes_padding": 0,
+        "nbytes_kept": 1024,
+    }
+    return ShardUnit(modules=(module,), parameters=parameters, **{**defaults, **policy})
+
+
+def parameter(module, name, **facts):
+    defaults = {"shape": (16, 64), "dtype": "float32", "itemsize": 4, "placements": (SHARD,)}
+    defaults |= {"local_numel": 256, "trainable": True, "device": "cpu", "unit": module}
+    return ParameterNode(module=module, name=name, **{**defaults, **facts})
+
+
+def stack(blocks=32, odd=None):
+    """A root with a stack of blocks, of which one may keep its parameters after forward."""
+    modules = [
+        ModuleNode(name="", parent=None, depth=0, class_name="Model"),
+        ModuleNode(name="layers", parent=0, depth=1, class_name="ModuleList"),
+    ]
+    parameters = [parameter(0, "scale", placements=(), unit=None, shape=(2,), local_numel=2)]
+    units = [unit(0, ())]
+    for block in range(blocks):
+        index = len(modules)
+        modules += [
+            ModuleNode(name=str(block), parent=1, depth=2, class_name="Block"),
+            ModuleNode(name="up", parent=index, depth=3, class_name="Linear"),
+        ]
+        parameters.append(parameter(index + 1, "weight", unit=len(units)))
+        policy = {"reshard_after_forward": False} if block == odd else {}
+        units.append(unit(index, (len(parameters) - 1,), **policy))
+    return ShardTree(
+        rank=0,
+        world_size=4,
+        backend="gloo",
+        torch_version="2.13.0",
+        mesh_axes=(DP,),
+        modules=tuple(modules),
+        parameters=tuple(parameters),
+        units=tuple(units),
+    )

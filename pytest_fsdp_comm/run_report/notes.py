@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from pytest_fsdp_comm.comm.events import Recording
 from pytest_fsdp_comm.comm.profile import fold
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
-from pytest_fsdp_comm.reports.html.timeline import Timeline, timeline_of
-from pytest_fsdp_comm.reports.html.values import (
-    Compared,
-    RankTimeline,
-    Record,
-    TreeView,
-    Verdict,
-)
-from pytest_fsdp_comm.reports.tree_rows import summary_words, tree_rows
+from pytest_fsdp_comm.reports.html.timeline import share_timelines, timeline_of
+from pytest_fsdp_comm.reports.html.values import Compared, Record, TreeView, Verdict
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.explain import explain_result
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
@@ -34,6 +25,7 @@ if TYPE_CHECKING:
 
     from syrupy.assertion import AssertionResult, SnapshotAssertion
 
+    from pytest_fsdp_comm.comm.events import Recording
     from pytest_fsdp_comm.comm.profile import CommProfile
 
 SESSION_PLUGIN: Final = "fsdp-comm-report"
@@ -43,65 +35,47 @@ _MAX_ROWS: Final = 600
 """Rows of a tree that are kept."""
 _MAX_COMPARISONS: Final = 50
 """Values that are kept of one test: a test that compares in a loop must not fill the memory."""
-
-
 _UNCOMPARED: Final = Compared(name="", kind="comm", verdict="uncompared")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankNotes:
-    """What a test compared and recorded in one rank."""
-
-    compared: tuple[Compared, ...]
-    """Without timelines, in the order in which all ranks compare; empty but on the lowest rank."""
-    timelines: tuple[Timeline | None, ...]
-    """One for each value that was compared or recorded; None for a tree."""
-    left_out: int
-    """Values beyond those that are kept."""
-
-
-@dataclass(slots=True)
-class _Note:
-    """A value of the running test."""
-
-    compared: Compared | None
-    """None where another rank says it."""
-    recording: Recording | None = None
-    """None for a tree."""
 
 
 class Notes:
     """Registered once in each process that runs tests; carries the notes of ranks out of them."""
 
-    payload_type: Final = RankNotes
+    payload_type: Final = Record
 
     def __init__(self) -> None:
         """Begins before the first test."""
-        self._notes: list[_Note] = []
+        self._compared: list[Compared] = []
+        # Those that are in `_compared`.
+        self._recordings: list[Recording] = []
         self._left_out = 0
         self._tree: ShardTree | None = None
         self._records: dict[str, Record] = {}
 
-    # In the process that runs the test.
+    # In the process that runs the test. Each rank keeps what it recorded, but the lowest alone
+    # what is the same on all: the comparison, and the tree.
 
     def note_comparison(self, assertion: SnapshotAssertion, values: Mapping[str, object]) -> None:
         """Keeps what was compared, and explains what differs while all of it is at hand."""
         item = assertion.test_location.item
         if not isinstance(assertion, CommSnapshot):
             raise TypeError(f"expected a CommSnapshot, got {assertion!r}")
-        room = max(0, _MAX_COMPARISONS - len(self._notes))
+        room = max(0, _MAX_COMPARISONS - len(self._compared))
         self._left_out += len(assertion.last_results[room:])
         for name, result in assertion.last_results[:room]:
             value = values[name]
-            is_tree = isinstance(value, ShardTree)
-            compared = None
+            compared = _UNCOMPARED
             if _is_lowest_rank(item):
-                compared = _describe_comparison(assertion, name, result, is_tree=is_tree)
-                if isinstance(value, ShardTree):
-                    compared = replace(compared, tree=_view(value))
-            self._notes.append(_Note(compared=compared, recording=_recording_of(value)))
+                compared = _describe_comparison(assertion, name, result, value)
+            self._add(compared, _recording_of(value))
             if value is self._tree:
                 self._tree = None
+
+    def _add(self, compared: Compared, recording: Recording | None) -> None:
+        if recording is not None:
+            self._recordings.append(recording)
+            compared = replace(compared, timelines=(timeline_of(recording),))
+        self._compared.append(compared)
 
     def note_tree(self, tree: ShardTree) -> None:
         """Keeps the last tree, in case that it is not compared."""
@@ -116,47 +90,34 @@ class Notes:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         """Keeps what was recorded and compared with nothing."""
-        mode = (getattr(item, "funcargs", None) or {}).get("comm_mode")
-        recording = _recording_of(mode)
-        seen = [note.recording for note in self._notes]
+        recording = _recording_of((getattr(item, "funcargs", None) or {}).get("comm_mode"))
         is_lowest = _is_lowest_rank(item)
-        if recording is not None and not any(recording is one for one in seen):
-            compared = None
-            if is_lowest:
-                compared = replace(_UNCOMPARED, new=_write(fold(recording)))
-            self._notes.append(_Note(compared=compared, recording=recording))
-        if self._tree is not None and not any(
-            note.compared is not None and note.compared.tree is not None for note in self._notes
-        ):
-            view = _view(self._tree) if is_lowest else None
-            compared = Compared(name="", kind="tree", verdict="uncompared", tree=view)
-            self._notes.append(_Note(compared=compared if is_lowest else None))
+        if recording is not None and not any(recording is one for one in self._recordings):
+            text = _write(fold(recording)) if is_lowest else ""
+            self._add(replace(_UNCOMPARED, new=text), recording)
+        if self._tree is not None and all(one.tree is None for one in self._compared):
+            view = TreeView.of(self._tree, _MAX_ROWS) if is_lowest else None
+            self._add(replace(_UNCOMPARED, kind="tree", tree=view), None)
 
     def enter_rank(self, config: pytest.Config) -> None:
         """Leaves the writing to the pytest process."""
         if config.pluginmanager.has_plugin(SESSION_PLUGIN):
             config.pluginmanager.unregister(name=SESSION_PLUGIN)
 
-    def rank_payload(self, item: pytest.Item) -> RankNotes:
+    def rank_payload(self, item: pytest.Item) -> Record:
         """What the test compared and recorded in this rank."""
         del item
-        notes, left_out = self._notes, self._left_out
+        record = Record(compared=tuple(self._compared), left_out=self._left_out)
         self._forget()
-        return RankNotes(
-            left_out=left_out,
-            compared=tuple(note.compared for note in notes if note.compared is not None),
-            timelines=tuple(
-                None if note.recording is None else timeline_of(note.recording) for note in notes
-            ),
-        )
+        return record
 
     def _forget(self) -> None:
-        self._notes, self._left_out, self._tree = [], 0, None
+        self._compared, self._recordings, self._left_out, self._tree = [], [], 0, None
 
     # In the pytest process.
 
     def merge(
-        self, item: pytest.Item, payloads: Mapping[int, RankNotes], *, has_failed: bool
+        self, item: pytest.Item, payloads: Mapping[int, Record], *, has_failed: bool
     ) -> list[str]:
         """Keeps what the ranks of a test sent, until it is reported."""
         del has_failed
@@ -166,7 +127,7 @@ class Notes:
             backend=settings.backend,
             silent_ranks=tuple(rank for rank in settings.ranks if rank not in payloads),
             compared=tuple(_merged(payloads)),
-            left_out=max((notes.left_out for notes in payloads.values()), default=0),
+            left_out=max((record.left_out for record in payloads.values()), default=0),
         )
         return []
 
@@ -174,8 +135,7 @@ class Notes:
         """What is known of a test that has ended; of one without ranks, what this process noted."""
         if SETTINGS in item.stash:
             return self._records.pop(item.nodeid, Record())
-        notes = self.rank_payload(item)
-        return Record(compared=tuple(_merged({0: notes})), left_out=notes.left_out)
+        return self.rank_payload(item)
 
 
 def _is_lowest_rank(item: pytest.Item) -> bool:
@@ -195,7 +155,7 @@ def _recording_of(value: Any) -> Recording | None:
 
 
 def _describe_comparison(
-    assertion: CommSnapshot, name: str, result: AssertionResult, *, is_tree: bool
+    assertion: CommSnapshot, name: str, result: AssertionResult, value: object
 ) -> Compared:
     verdict = _verdict(result)
     lines: tuple[str, ...] = ()
@@ -205,13 +165,14 @@ def _describe_comparison(
         lines, headline = explain_result(assertion, name, result)
     return Compared(
         name=name,
-        kind="tree" if is_tree else "comm",
+        kind="tree" if isinstance(value, ShardTree) else "comm",
         verdict=verdict,
         file=show_path(Path(result.snapshot_location), result.test_location.item.config.rootpath),
         old=_text(result.recalled_data),
         new=_text(result.asserted_data),
         lines=lines,
         headline=headline,
+        tree=TreeView.of(value, _MAX_ROWS) if isinstance(value, ShardTree) else None,
     )
 
 
@@ -237,30 +198,14 @@ def _text(data: Any) -> str:
     return data if isinstance(data, str) else ""
 
 
-def _view(tree: ShardTree) -> TreeView:
-    rows = tree_rows(tree)
-    kept = tuple(itertools.islice(rows, _MAX_ROWS))
-    return TreeView(
-        title=tree.modules[0].class_name,
-        summary=summary_words(tree),
-        rows=kept,
-        left_out=sum(1 for _ in rows),
-        findings=tuple(tree.findings),
-        notes=tree.notes,
-    )
-
-
-def _merged(payloads: Mapping[int, RankNotes]) -> Iterator[Compared]:
-    """Gives each value what the ranks recorded of it; ranks that recorded the same share it."""
-    lowest = min(payloads, default=0)
-    compared = payloads[lowest].compared if payloads else ()
-    most = max((len(notes.timelines) for notes in payloads.values()), default=0)
-    # Where the lowest rank died, the others' recordings are all that is left.
-    for place, one in enumerate(compared or (_UNCOMPARED,) * most):
-        held: dict[Timeline, list[int]] = {}
-        for rank, notes in sorted(payloads.items()):
-            timeline = notes.timelines[place] if place < len(notes.timelines) else None
-            if timeline is not None:
-                held.setdefault(timeline, []).append(rank)
-        timelines = (RankTimeline(ranks=tuple(ranks), timeline=one) for one, ranks in held.items())
-        yield replace(one, timelines=tuple(timelines))
+def _merged(payloads: Mapping[int, Record]) -> Iterator[Compared]:
+    """What the lowest rank kept of each value, with the timelines of all ranks."""
+    records = sorted(payloads.items())
+    for place, one in enumerate(records[0][1].compared if records else ()):
+        timelines = (
+            replace(timeline, ranks=(rank,))
+            for rank, record in records
+            for held in record.compared[place : place + 1]
+            for timeline in held.timelines
+        )
+        yield replace(one, timelines=share_timelines(timelines))

@@ -1,12 +1,15 @@
 """The pages of a report in a browser: layout, contrast, keys, and that nothing is loaded."""
 
+from dataclasses import replace
+
 import pytest
 from browser import find_browser, opened_browser
-from report_values import compared, read, record_step, result
+from report_values import KIB, compared, read, record_step, result, stack
 
-from pytest_fsdp_comm.reports.html.pages import Site
+from pytest_fsdp_comm.reports.html.pages import Site, tree_page
 from pytest_fsdp_comm.reports.html.timeline import timeline_of
-from pytest_fsdp_comm.reports.html.values import RankTimeline, Run
+from pytest_fsdp_comm.reports.html.values import Run
+from pytest_fsdp_comm.text.nbytes import show_nbytes
 
 pytestmark = pytest.mark.skipif(
     find_browser() is None, reason="no Chromium is installed (Debian: apt-get install chromium)"
@@ -37,10 +40,7 @@ CONTRAST = """
     if (!walker.currentNode.data.trim() || element.closest("script, title")) continue;
     if (!element.getClientRects().length) continue;
     const style = getComputedStyle(element);
-    const drawn = element.closest("svg text");
-    const bar = drawn && drawn.parentElement.querySelector("rect.bar");
-    const ink = light(numbers(drawn ? style.fill : style.color));
-    const paper = light(bar ? numbers(getComputedStyle(bar).fill) : behind(element));
+    const [ink, paper] = [light(numbers(style.color)), light(behind(element))];
     const ratio = (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
     seen += 1;
     if (ratio < 4.5) poor.add(`${element.tagName} ${element.getAttribute("class")} ${ratio}`);
@@ -54,10 +54,7 @@ CONTRAST = """
 def pages(tmp_path_factory):
     """The index, and pages of a small and a large model."""
     small, large = record_step(2), record_step(126, extra=3)
-    timelines = tuple(
-        RankTimeline(ranks=(rank,), timeline=timeline_of(record_step(2, extra=rank)))
-        for rank in range(3)
-    )
+    timelines = tuple(timeline_of(record_step(2, extra=rank, rank=rank)) for rank in range(3))
     results = (
         result(
             compared(small, record_step(3, extra=1), timelines=timelines),
@@ -100,6 +97,114 @@ def test_pages_fit_any_width_and_are_readable_in_both_themes(browser, pages, nam
         seen, *poor = browser.evaluate(CONTRAST)
         assert seen > 20
         assert poor == []
+
+
+@pytest.fixture
+def draw(browser, tmp_path):
+    """Shows the timeline of a recording beside a snapshot; returns what reads the drawing."""
+
+    def show(old, new):
+        site = Site(Run(tests=(result(compared(old, new)),)), read)
+        ((_, page),) = site.test_pages()
+        file = tmp_path / "page.html"
+        file.write_text(page, encoding="utf-8")
+        browser.show(file)
+        assert browser.complaints == []
+        return browser.evaluate
+
+    return show
+
+
+TEXTS = "[...document.querySelectorAll('{}')].map(one => one.textContent)"
+BARS = """
+[...document.querySelectorAll('.units .bar')].map(
+  one => [one.title.split(':')[0], one.dataset.phase, Math.round(parseFloat(one.style.top) / 22)]
+)
+"""
+STROKES = """
+[...document.querySelectorAll('.axis')].map(one => [
+  one.dataset.axis,
+  ...['gather', 'scatter', 'reduce', 'other'].map(name =>
+    [...one.querySelectorAll('.' + name)].map(path => path.getAttribute('d')).join('')
+      .split('M').length - 1),
+])
+"""
+
+
+def test_the_drawing_shows_when_units_are_gathered_what_is_sent_and_the_peak(draw):
+    evaluate = draw(record_step(3), record_step(3))
+    # Before the peak: 2 of the root, 4 of each layer, 2 of the last one in backward.
+    assert evaluate(TEXTS.format("figcaption")) == [
+        "Ranks 0-3 27 entries; peak 16.0 KiB at entry 17 of 27, unshard of layers.1 in backward"
+    ]
+    # The root throughout; forward one layer at a time; backward two at a time.
+    assert evaluate(BARS) == [
+        ["(root), 8.0 KiB", "forward", 0],
+        *([f"layers.{layer}, 4.0 KiB", "forward", 1] for layer in range(3)),
+        ["layers.2, 4.0 KiB", "backward", 1],
+        ["layers.1, 4.0 KiB", "backward", 2],
+        ["layers.0, 4.0 KiB", "backward", 1],
+    ]
+    assert evaluate(TEXTS.format(".span")) == ["forward", "backward"]
+    assert evaluate(TEXTS.format(".memory .peak, .memory .grid")) == ["8.0 KiB", "peak 16.0 KiB"]
+    # 4 all-gathers in forward and 3 in backward, which reduces 3 times; an all-reduce a layer.
+    assert evaluate(STROKES) == [["dp", 7, 3, 0, 0], ["tp", 0, 0, 3, 0]]
+    assert evaluate(TEXTS.format(".axis .cap")) == [
+        "dp 10 collectives, 44.0 KiB",
+        "tp 3 collectives, 1.5 KiB",
+    ]
+
+
+def test_the_drawing_marks_modules_that_differ_from_the_snapshot(draw):
+    evaluate = draw(record_step(2), record_step(3))
+    signs = evaluate("[...document.querySelectorAll('.bar')].filter(one => one.title).map("
+        "one => [one.title.split(',')[0], one.firstChild.textContent])")  # fmt: skip
+    assert {tuple(pair) for pair in signs} == {
+        ("(root)", ""),
+        ("layers.0", ""),
+        ("layers.1", ""),
+        ("≠ layers.2", "≠ "),
+    }
+
+
+def test_what_was_gathered_before_the_block_counts_from_its_beginning(draw):
+    recording = record_step(1)
+    late = replace(recording, reshards=recording.reshards[1:], peak_gathered_nbytes=20 * KIB)
+    evaluate = draw(recording, late)
+    (caption,) = evaluate(TEXTS.format("figcaption"))
+    assert "peak 20.0 KiB, of which 12.0 KiB are drawn at entry " in caption
+    assert "it also counts what was gathered before the block" in caption
+    assert ["\N{NOT EQUAL TO} (root), 8.0 KiB", "outside", 0] in evaluate(BARS)
+
+
+def test_bytes_are_drawn_as_tables_write_them(draw):
+    # Halves between two digits, and what rounds up to the next unit.
+    sizes = [0, 7, 1023, 1280, 1792, 3 * KIB + 256, KIB * KIB - 20, 5 * KIB**3 // 4, KIB**6]
+    recording = record_step(1)
+    collectives = tuple(
+        replace(recording.collectives[0], index=index, nbytes_sent=0, nbytes_received=nbytes)
+        for index, nbytes in enumerate(sizes)
+    )
+    evaluate = draw(recording, replace(recording, collectives=collectives, reshards=()))
+    for at, nbytes in enumerate(sizes):
+        evaluate(
+            f"{{ const range = document.querySelector('[data-walk]'); range.value = {at + 1};"
+            "range.dispatchEvent(new Event('input')) }"
+        )
+        said = evaluate("document.querySelector('figure output').value")
+        assert said.endswith(f", forward, {show_nbytes(nbytes)}; 0 B gathered")
+
+
+def test_a_tree_has_a_bar_for_each_unit(browser, tmp_path):
+    tree = stack(odd=7)
+    tree = replace(tree, units=(replace(tree.units[0], nbytes_gathered=8192), *tree.units[1:]))
+    (tmp_path / "tree.html").write_text(tree_page(tree), encoding="utf-8")
+    browser.show(tmp_path / "tree.html", width=360)
+    assert browser.complaints == []
+    assert browser.evaluate(OVERFLOW) == 0
+    widths = "[...document.querySelectorAll('.meter .{}')].map(one => one.style.width)"
+    assert browser.evaluate(widths.format("gathered")) == ["100%", "25%", "25%", "25%"]
+    assert browser.evaluate(widths.format("kept")) == ["12.5%"] * 4
 
 
 def test_filters_work_by_keyboard_and_say_what_is_left(browser, pages):
@@ -170,5 +275,11 @@ def test_without_scripts_all_is_there_to_read_and_no_control_is_dead(browser, pa
         )
         == 3
     )
+    lists = "document.querySelectorAll('.listing[open] tbody tr').length"
+    drawn = "[...document.querySelectorAll('.track')].filter(one => one.offsetHeight).length"
+    assert browser.evaluate(lists) > 20
+    assert browser.evaluate(drawn) == 0
     browser.show(pages["small"], script=True)
+    assert browser.evaluate(lists) == 0
+    assert browser.evaluate(drawn) == 1
     assert browser.evaluate(controls) > 0

@@ -12,24 +12,16 @@ from pytest_fsdp_comm.text.fqn import NO_MODULE, ROOT_TEXT, fold_fqns, natural_k
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from pytest_fsdp_comm.comm.profile import CommProfile
 
 Column: TypeAlias = tuple[str, str]
 """Axis and phase."""
+Cell: TypeAlias = tuple[int, int]
+"""Bytes on one rank before and after."""
 
-_MAX_ROWS: Final = 250
-_MAX_DEPTH: Final = 12
 _PHASES: Final = {phase.value: place for place, phase in enumerate(Phase)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleCell:
-    """What modules send over an axis in a phase, bytes on one rank."""
-
-    before: int
-    after: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +35,7 @@ class ModuleRow:
     """How many modules share the row."""
     is_part: bool
     """Whether it is what a module with rows below it sends itself."""
-    cells: tuple[ModuleCell | None, ...]
+    cells: tuple[Cell | None, ...]
     """For each column, with what is below; None where nothing is sent."""
 
 
@@ -52,29 +44,29 @@ class ModuleTable:
     """All modules that send something."""
 
     columns: tuple[Column, ...]
-    axes: tuple[tuple[str, int], ...]
-    """Each axis, and how many columns it has."""
+    """By axis, then by phase."""
     rows: tuple[ModuleRow, ...]
-    left_out: int
-    """Rows beyond those that are shown."""
     of_rank: str
     """Whose numbers they are; empty if all ranks have the same."""
 
 
+def _cells() -> defaultdict[Column, list[int]]:
+    return defaultdict(lambda: [0, 0])
+
+
 @dataclass(slots=True)
 class _Node:
-    cells: dict[Column, list[int]] = field(default_factory=dict)
-    """Bytes before and after."""
+    own: defaultdict[Column, list[int]] = field(default_factory=_cells)
+    """Bytes before and after that the module sends itself."""
+    total: defaultdict[Column, list[int]] = field(default_factory=_cells)
+    """The same with what is below it."""
     children: dict[str, _Node] = field(default_factory=dict)
 
-    def total(self) -> dict[Column, list[int]]:
-        sums: defaultdict[Column, list[int]] = defaultdict(lambda: [0, 0])
-        parts = [self.cells, *(child.total() for child in self.children.values())]
-        for cells in parts:
-            for column, (before, after) in cells.items():
-                sums[column][0] += before
-                sums[column][1] += after
-        return sums
+    def key(self) -> object:
+        """Equal for modules that send the same, in all that is below them too."""
+        cells = sorted((column, *sides) for column, sides in self.own.items())
+        below = sorted((name, child.key()) for name, child in self.children.items())
+        return tuple(cells), tuple(below)
 
 
 def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
@@ -84,9 +76,8 @@ def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
         old: The snapshot, as `comm.diff.comparable` leaves it; `new` if there is none.
         new: What was recorded.
     """
-    differ = any(row.ranks for profile in (old, new) for row in profile.collectives)
     of_rank = ""
-    if differ:
+    if any(row.ranks for profile in (old, new) for row in profile.collectives):
         rank = (new.recorded_ranks or (0,))[0]
         of_rank = name_ranks((rank,))
         old, new = restrict(old, (rank,)), restrict(new, (rank,))
@@ -94,75 +85,59 @@ def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
     for side, profile in enumerate((old, new)):
         for row in profile.collectives:
             column = (row.axis, row.phase.value)
-            _place(root, row.owner).cells.setdefault(column, [0, 0])[side] += row.nbytes
-    columns = tuple(sorted(root.total(), key=lambda column: (column[0], _PHASES[column[1]])))
-    rows = list(_rows(root, columns))
-    counts: defaultdict[str, int] = defaultdict(int)
-    for axis, _ in columns:
-        counts[axis] += 1
-    return ModuleTable(
-        columns=columns,
-        axes=tuple(counts.items()),
-        rows=tuple(rows[:_MAX_ROWS]),
-        left_out=max(0, len(rows) - _MAX_ROWS),
-        of_rank=of_rank,
-    )
+            node = root
+            node.total[column][side] += row.nbytes
+            for name in _path(row.owner):
+                node = node.children.setdefault(name, _Node())
+                node.total[column][side] += row.nbytes
+            node.own[column][side] += row.nbytes
+    columns = tuple(sorted(root.total, key=lambda column: (column[0], _PHASES[column[1]])))
+    return ModuleTable(columns=columns, rows=tuple(_rows(root, columns)), of_rank=of_rank)
 
 
-def _place(root: _Node, owner: str | None) -> _Node:
+def _path(owner: str | None) -> list[str]:
     if owner is None:
-        return root.children.setdefault(NO_MODULE, _Node())
+        return [NO_MODULE]
     # Several modules of one unit have no one place in the tree.
-    names = [owner] if "+" in owner else owner.split(".") if owner else []
-    for name in names:
-        root = root.children.setdefault(name, _Node())
-    return root
+    return [owner] if "+" in owner else owner.split(".") if owner else []
 
 
-def _rows(root: _Node, columns: Sequence[Column]) -> Iterator[ModuleRow]:
+def _rows(root: _Node, columns: tuple[Column, ...]) -> Iterator[ModuleRow]:
     pending: list[tuple[str, int, int, _Node, bool]] = [(ROOT_TEXT, 0, 1, root, False)]
     while pending:
         name, depth, count, node, is_part = pending.pop()
+        groups = _alike(node.children)
         # A module that sends nothing itself, and has a single one below, is no row of its own.
-        while not node.cells and depth:
-            groups = _alike(node.children)
-            if len(groups) != 1:
-                break
+        while depth and not node.own and len(groups) == 1:
             ((below, many, node),) = groups
             name, count = f"{name}.{below}", count * many
+            groups = _alike(node.children)
         yield ModuleRow(
             name=name,
-            depth=min(depth, _MAX_DEPTH),
+            depth=depth,
             count=count,
             is_part=is_part,
-            cells=tuple(_cells(node.total(), columns, count)),
+            cells=tuple(
+                (node.total[column][0] * count, node.total[column][1] * count)
+                if column in node.total
+                else None
+                for column in columns
+            ),
         )
-        parts = [("itself", 1, _Node(cells=node.cells), True)] if node.cells else []
-        below_it = [(*group, False) for group in _alike(node.children)]
-        if below_it:
-            pending += [
-                (name, depth + 1, count * many, child, part)
-                for name, many, child, part in reversed([*parts, *below_it])
-            ]
-
-
-def _cells(
-    total: Mapping[Column, Sequence[int]], columns: Iterable[Column], count: int
-) -> Iterator[ModuleCell | None]:
-    for column in columns:
-        if column in total:
-            before, after = total[column]
-            yield ModuleCell(before=before * count, after=after * count)
-        else:
-            yield None
+        pending += [
+            (below, depth + 1, count * many, child, False)
+            for below, many, child in reversed(groups)
+        ]
+        if groups and node.own:
+            itself = _Node(own=node.own, total=node.own)
+            pending.append(("itself", depth + 1, count, itself, True))
 
 
 def _alike(children: Mapping[str, _Node]) -> list[tuple[str, int, _Node]]:
-    """Numbered siblings that are alike become one."""
-    groups: defaultdict[tuple[bool, object], list[str]] = defaultdict(list)
+    """The children by name, with their number; numbered ones that are alike become one."""
+    groups: defaultdict[object, list[str]] = defaultdict(list)
     for name in sorted(children, key=lambda name: (name == NO_MODULE, natural_key(name))):
-        is_numbered = name.isdecimal()
-        groups[is_numbered, _key(children[name]) if is_numbered else name].append(name)
+        groups[children[name].key() if name.isdecimal() else name].append(name)
     return [
         (
             names[0] if names[0] == NO_MODULE else ",".join(fold_fqns(names)),
@@ -171,10 +146,3 @@ def _alike(children: Mapping[str, _Node]) -> list[tuple[str, int, _Node]]:
         )
         for names in groups.values()
     ]
-
-
-def _key(node: _Node) -> object:
-    return (
-        tuple(sorted((column, tuple(sides)) for column, sides in node.cells.items())),
-        tuple(sorted((name, _key(child)) for name, child in node.children.items())),
-    )

@@ -8,51 +8,45 @@ import hashlib
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
+from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.diff import comparable
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.reports.explanation import ACCEPT, CURE, LIKELY, READ, RECORD
-from pytest_fsdp_comm.reports.html.chart import Chart, draw
-from pytest_fsdp_comm.reports.html.listing import Listing, list_entries
-from pytest_fsdp_comm.reports.html.modules import ModuleTable, module_table
+from pytest_fsdp_comm.reports.html.modules import module_table
 from pytest_fsdp_comm.reports.html.sides import (
     MARKS,
     CostRow,
-    RankRow,
-    Sides,
-    cost_ranks,
     cost_rows,
     differing_modules,
-    growth,
-    peak,
+    line_rows,
     rank_rows,
-    sides_of_comm,
-    sides_of_text,
+    side_rows,
 )
-from pytest_fsdp_comm.reports.html.values import Compared, TreeView
+from pytest_fsdp_comm.reports.html.timeline import list_entries
+from pytest_fsdp_comm.reports.html.values import TreeView
 from pytest_fsdp_comm.reports.tree_rows import (
     mark,
     parameter_words,
     placement_words,
     policy_words,
     relation_words,
-    summary_words,
-    tree_rows,
 )
-from pytest_fsdp_comm.text.nbytes import show_growth, show_nbytes
+from pytest_fsdp_comm.text.fqn import name_owners
+from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from jinja2 import Environment
 
-    from pytest_fsdp_comm.reports.html.timeline import Timeline
-    from pytest_fsdp_comm.reports.html.values import RankTimeline, Result, Run
+    from pytest_fsdp_comm.reports.html.timeline import Entry
+    from pytest_fsdp_comm.reports.html.values import Compared, Result, Run
     from pytest_fsdp_comm.tree.model import ShardTree
     from pytest_fsdp_comm.tree.profile import TreeProfile
 
@@ -74,8 +68,18 @@ _MAX_HEADLINE: Final = 160
 _MAX_HEADLINES: Final = 6
 _FILE_PART: Final = re.compile(r"\.ws\d+\.(.+)\.comm$")
 _MADE_WITH: Final = re.compile(r"#[^\n|]*\| ([^\n]*) \(not compared\)")
+_MAX_ROWS: Final = 300
+"""Rows of a table."""
 _MAX_DEPTH: Final = 12
 """Levels that are indented: so many classes the style sheet has."""
+_LABELS: Final = {
+    LIKELY: "likely",
+    ACCEPT: "accept",
+    RECORD: "record it",
+    CURE: "or",
+    "  note: ": "note",
+}
+"""How lines of an explanation begin that are no changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,62 +130,8 @@ class _TestRow:
     name: str
     path: str
     headline: str
-    nbytes: str
-    bytes_change: str
-    peak: str
-    peak_change: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Text:
-    """A line of an explanation, and what it is."""
-
-    label: str
-    """``likely``, ``accept``, ``note``; empty for a change."""
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Figure:
-    """What some ranks did, drawn and listed."""
-
-    id: str
-    ranks: str
-    chart: Chart
-    listing: Listing
-    left_out: int
-    data: str
-    """For the cursor: JSON that is safe within a script element."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Section:
-    """One value of a test."""
-
-    id: str
-    title: str
-    one: Compared
-    status: Status
-    texts: tuple[_Text, ...]
-    has_old: bool
-    """Whether there is a snapshot to compare with."""
-    figures: tuple[_Figure, ...]
-    marks_differing: bool
-    """Whether modules in the timelines are marked as differing."""
-    undrawn: str
-    """Ranks whose timeline is not drawn; empty if all are."""
-    world_size: int
-    """0 if unknown."""
-    made_with: str
-    """torch's version and the backend; empty if unknown."""
-    sides: Sides | None = None
-    costs: tuple[CostRow, ...] = ()
-    costs_of: str = ""
-    """Whose numbers `costs` are; empty for every rank's."""
-    modules: ModuleTable | None = None
-    ranks: tuple[RankRow, ...] = ()
-    num_ranks: int = 0
-    """0 for a tree."""
+    costs: list[CostRow]
+    """Bytes in all and the peak; empty if nothing was recorded."""
 
 
 class Site:
@@ -239,36 +189,42 @@ class Site:
     def _row(self, result: Result) -> _TestRow:
         path, _, name = result.nodeid.partition("::")
         headlines = [one.headline for one in result.record.compared if one.headline]
-        numbers = {"nbytes": "", "bytes_change": "", "peak": "", "peak_change": ""}
-        for one in result.record.compared:
-            new = self._profile(one.new)
-            if isinstance(new, CommProfile):
-                old = self._profile(one.old)
-                numbers = _numbers(old if isinstance(old, CommProfile) else new, new)
-                break
+        sides = next(filter(None, map(self._sides, result.record.compared)), None)
         return _TestRow(
             status=status_of(result),
             page=page_name(result.nodeid),
             name=name or path,
             path=path,
             headline=_cut(headlines[0] if headlines else result.message),
-            **numbers,
+            costs=cost_rows(cost_of_change(*sides))[-2:] if sides else [],
         )
+
+    def _sides(self, one: Compared) -> tuple[CommProfile, CommProfile] | None:
+        """The snapshot, or the recording again if there is none, and the recording."""
+        old, new = self._profile(one.old), self._profile(one.new)
+        if not isinstance(new, CommProfile):
+            return None
+        return comparable(old if isinstance(old, CommProfile) else new, new)
 
     def _test_page(self, result: Result, row: _TestRow) -> str:
         entries, kept = _ENTRIES, len(result.record.compared)
         while True:
-            sections = tuple(self._sections(result.record.compared[:kept], entries))
-            sizes = (section.world_size for section in sections)
+            compared = result.record.compared[:kept]
+            drawn = sum(min(len(one.timelines), _MAX_CHARTS) for one in compared)
+            share = max(1, entries // max(drawn, 1))
+            sections = [
+                self._section(f"v{number}", one, share) for number, one in enumerate(compared)
+            ]
+            sizes = (section["world_size"] for section in sections)
             page = _render(
                 "test.html.jinja",
                 result=result,
                 row=row,
                 sections=sections,
+                data=_data(sections),
                 left_out=result.record.left_out + len(result.record.compared) - kept,
                 # A test may make a group itself.
                 world_size=max(sizes, default=0) or result.record.world_size,
-                silent=_named(result.record.silent_ranks),
             )
             if len(page.encode()) <= MAX_PAGE or (entries < _FEW_ENTRIES and kept <= 1):
                 return page
@@ -277,60 +233,48 @@ class Site:
             else:
                 kept //= 2
 
-    def _sections(self, compared: Sequence[Compared], entries: int) -> Iterator[_Section]:
-        charts = sum(min(len(one.timelines), _MAX_CHARTS) for one in compared)
-        share = max(1, entries // max(charts, 1))
-        for number, one in enumerate(compared):
-            yield self._section(f"v{number}", one, share)
+    def _section(self, prefix: str, one: Compared, share: int) -> dict[str, Any]:
+        """What the template of a section shows of one value.
 
-    def _section(self, prefix: str, one: Compared, share: int) -> _Section:
+        Args:
+            prefix: Begins each id of the section.
+            one: The value.
+            share: How many entries of each timeline are kept.
+        """
         old, new = self._profile(one.old), self._profile(one.new)
-        differing: frozenset[str | None] = frozenset()
-        if isinstance(old, CommProfile) and isinstance(new, CommProfile):
-            differing = differing_modules(old, new)
-        drawn = [held for held in one.timelines if len(held.timeline)]
-        section = _Section(
-            id=prefix,
-            title=_title(one),
-            one=one,
-            status=_STATUS[one.verdict],
-            texts=_texts(one.lines),
-            has_old=old is not None,
-            figures=tuple(
-                _figure(f"{prefix}-t{number}", held, share, differing)
-                for number, held in enumerate(drawn[:_MAX_CHARTS])
-            ),
-            marks_differing=bool(differing),
-            undrawn=_named(sorted(rank for held in drawn[_MAX_CHARTS:] for rank in held.ranks)),
-            world_size=new.world_size if new is not None else 0,
-            made_with=_made_with(one.new),
-        )
-        if not isinstance(new, CommProfile):
-            is_changed = one.kind == "tree" and one.old and one.new and one.old != one.new
-            return replace(section, sides=sides_of_text(one.old, one.new) if is_changed else None)
-        was = old if isinstance(old, CommProfile) else new
-        return replace(
-            section,
-            sides=sides_of_comm(was, new),
-            costs=cost_rows(was, new),
-            costs_of=cost_ranks(was, new),
-            modules=module_table(*comparable(was, new)),
-            ranks=rank_rows(new),
-            num_ranks=new.num_ranks,
-        )
+        timelines = [timeline for timeline in one.timelines if timeline.order]
+        section: dict[str, Any] = {
+            "id": prefix,
+            "title": _title(one),
+            "one": one,
+            "status": _STATUS[one.verdict],
+            "texts": list(_texts(one.lines)),
+            "has_old": old is not None,
+            "made_with": _made_with(one.new),
+            "world_size": new.world_size if new else 0,
+            "rows": [],
+            "cost": None,
+            "timelines": [timeline.first(share) for timeline in timelines[:_MAX_CHARTS]],
+            "undrawn": [rank for timeline in timelines[_MAX_CHARTS:] for rank in timeline.ranks],
+        }
+        sides = self._sides(one)
+        if sides:
+            section |= {
+                "rows": side_rows(*sides),
+                "cost": cost_of_change(*sides),
+                "modules": module_table(*sides),
+                "num_ranks": sides[1].num_ranks,
+                "ranks": rank_rows(sides[1]),
+            }
+        elif one.kind == "tree" and one.old and one.new and one.old != one.new:
+            section["rows"] = line_rows(one.old, one.new)
+        section["differing"] = differing_modules(section["rows"])
+        return section
 
 
 def tree_page(tree: ShardTree) -> str:
     """A page about one tree alone."""
-    rows = tuple(tree_rows(tree))
-    view = TreeView(
-        title=tree.modules[0].class_name,
-        summary=summary_words(tree),
-        rows=rows[:_MAX_TREE_ROWS],
-        left_out=max(0, len(rows) - _MAX_TREE_ROWS),
-        findings=tuple(tree.findings),
-        notes=tree.notes,
-    )
+    view = TreeView.of(tree, _MAX_TREE_ROWS)
     return _render("tree.html.jinja", view=view)
 
 
@@ -363,18 +307,6 @@ def _index_title(rows: Sequence[_TestRow]) -> str:
     return f"{reviewed} of {total} {tests} as reviewed"
 
 
-def _numbers(old: CommProfile, new: CommProfile) -> dict[str, str]:
-    rows = {row.label: row for row in cost_rows(old, new)}
-    before, after = (peak(side) for side in comparable(old, new))
-    change = growth(old, new)
-    return {
-        "nbytes": rows["bytes in all"].after,
-        "bytes_change": "" if change == "unchanged" else change,
-        "peak": show_nbytes(after),
-        "peak_change": show_growth(before, after) if before != after else "",
-    }
-
-
 def _cut(text: str) -> str:
     """The first lines of a headline, each as long as is read in a table."""
     first = text.splitlines()[:_MAX_HEADLINES]
@@ -391,67 +323,40 @@ def _title(one: Compared) -> str:
     return what if part in {"", "comm", "tree"} else f"{what}: {part}"
 
 
-def _named(ranks: Sequence[int]) -> str:
-    return name_ranks(ranks) if ranks else ""
-
-
 def _made_with(text: str) -> str:
     found = _MADE_WITH.match(text)
     return found[1] if found else ""
 
 
-def _texts(lines: Sequence[str]) -> tuple[_Text, ...]:
-    """An explanation without its first line, which names the file."""
-    labels = {
-        LIKELY: "likely",
-        ACCEPT: "accept",
-        RECORD: "record it",
-        CURE: "or",
-        "  note: ": "note",
-    }
-    texts = []
+def _texts(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Lines of an explanation but its first one, which names the file, each after its label.
+
+    A change has no label.
+    """
     for line in lines[1:] if len(lines) > 1 else lines:
-        if line == READ:
-            continue
-        found = next((start for start in labels if line.startswith(start)), "")
-        texts.append(
-            _Text(label=labels.get(found, ""), text=line.removeprefix(found).strip() or line)
-        )
-    return tuple(texts)
+        if line != READ:
+            start = next((start for start in _LABELS if line.startswith(start)), "")
+            yield _LABELS.get(start, ""), line.removeprefix(start).strip() or line
 
 
-def _figure(
-    prefix: str, held: RankTimeline, share: int, differing: Collection[str | None]
-) -> _Figure:
-    timeline = held.timeline.first(share)
-    chart = draw(timeline, differing)
-    return _Figure(
-        id=prefix,
-        ranks=name_ranks(held.ranks),
-        chart=chart,
-        listing=list_entries(timeline, differing),
-        left_out=timeline.left_out,
-        data=_data(timeline, chart),
-    )
+def _data(sections: Sequence[dict[str, Any]]) -> str:
+    """What the script draws, as JSON: each entry once, and the order of every timeline."""
+    entries: dict[tuple[str | int | None, ...], int] = {}
 
+    def place(one: Entry) -> int:
+        values = (one.what, one.module, one.phase, one.axis, one.nbytes)
+        return entries.setdefault(values, len(entries))
 
-def _data(timeline: Timeline, chart: Chart) -> str:
-    """What the cursor says of each entry."""
-    sizes = list(dict.fromkeys((*timeline.nbytes, *chart.held)))
-    place = {nbytes: at for at, nbytes in enumerate(sizes)}
-    text = json.dumps(
-        {
-            "names": timeline.names,
-            "whats": timeline.whats,
-            "modules": timeline.modules,
-            "phases": timeline.phases,
-            "axes": timeline.axes,
-            "sizes": [show_nbytes(nbytes) for nbytes in sizes],
-            "nbytes": [place[nbytes] for nbytes in timeline.nbytes],
-            "held": [place[nbytes] for nbytes in chart.held],
-        },
-        separators=(",", ":"),
-    )
+    drawn = {}
+    for section in sections:
+        timelines = []
+        for one in section["timelines"]:
+            places = [place(entry) for entry in one.entries]
+            order = [places[at] for at in one.order]
+            timelines.append({"order": order, "peak": one.peak, "left_out": one.left_out})
+        differing = sorted(section["differing"], key=str)
+        drawn[section["id"]] = {"differing": differing, "timelines": timelines}
+    text = json.dumps({"entries": [*entries], "sections": drawn}, separators=(",", ":"))
     # A name must not end the script element that holds it, nor begin a comment.
     return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
 
@@ -480,11 +385,13 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     words = (mark, parameter_words, placement_words, policy_words, relation_words, show_nbytes)
-    environment.filters.update({one.__name__: one for one in words})
+    others = (cost_rows, list_entries, name_owners, name_ranks)
+    environment.filters.update({one.__name__: one for one in (*words, *others)})
     style, script = _asset("report.css"), _asset("report.js")
     environment.globals.update(
         generator=GENERATOR,
         marks=MARKS,
+        max_rows=_MAX_ROWS,
         max_depth=_MAX_DEPTH,
         style=style,
         script=script,

@@ -1,119 +1,172 @@
-"""What one rank did in order, small enough to be sent and drawn."""
+"""What ranks did in order: small enough to be sent, a list to be read, and JSON to be drawn."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+import re
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.comm.events import Collective
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from pytest_fsdp_comm.comm.events import Recording, Reshard
 
 MAX_ENTRIES: Final = 8_000
-"""Entries that are kept of one rank: 126 layers in two steps have about 6,000. A page of so many is
-about 600 kB."""
+"""Entries that are kept of one rank: 126 layers in two steps have about 6,000."""
 
-UNSHARD: Final = "unshard"
-RESHARD: Final = "reshard"
-NOTHING: Final = -1
-"""In columns of names: no module, no axis, no call site."""
+_LONGEST_PERIOD: Final = 64
+_NUMBER: Final = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A collective, an unshard or a reshard, without its place in the order."""
+
+    what: str
+    """The kind of a collective, ``unshard`` or ``reshard``."""
+    module: str | None
+    """The owner, or the module of the unit; None for no module."""
+    phase: str
+    nbytes: int
+    """The message size, or the bytes of the unit's parameters."""
+    axis: str = ""
+    """Empty for an unshard or a reshard."""
+    site: str = ""
+    """The call site; empty where unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The collectives, unshards and reshards of one rank, an entry of each column for each of them.
+    """The collectives, unshards and reshards of ranks that recorded the same."""
 
-    Columns of names hold indices into `names`.
-    """
-
-    names: tuple[str, ...]
-    whats: tuple[int, ...]
-    """Kinds of collectives, ``unshard`` and ``reshard``."""
-    modules: tuple[int, ...]
-    """Owners, and the modules of units; `NOTHING` for no module."""
-    phases: tuple[int, ...]
-    axes: tuple[int, ...]
-    """`NOTHING` for unshards and reshards."""
-    sites: tuple[int, ...]
-    """Call sites; `NOTHING` where unknown."""
-    nbytes: tuple[int, ...]
-    """Message sizes, and bytes of the parameters of units."""
+    ranks: tuple[int, ...]
+    """Ascending; at least one."""
+    entries: tuple[Entry, ...]
+    """Each once, in the order of first appearance."""
+    order: tuple[int, ...]
+    """What happened: places in `entries`."""
     peak: int
     """As `events.Recording.peak_gathered_nbytes`, of the whole recording."""
     left_out: int = 0
     """Later entries that are not kept."""
 
-    def __len__(self) -> int:
-        """How many entries are kept."""
-        return len(self.whats)
-
-    def what(self, at: int) -> str:
-        """The kind of an entry, or ``unshard`` or ``reshard``."""
-        return self.names[self.whats[at]]
-
-    def module(self, at: int) -> str | None:
-        """The module of an entry; None if it has none."""
-        return self._name(self.modules[at])
-
-    def phase(self, at: int) -> str:
-        """The phase of an entry."""
-        return self.names[self.phases[at]]
-
-    def axis(self, at: int) -> str:
-        """The axis of an entry; empty for unshards and reshards."""
-        return self._name(self.axes[at]) or ""
-
-    def site(self, at: int) -> str:
-        """The call site of an entry; empty where unknown."""
-        return self._name(self.sites[at]) or ""
-
-    def _name(self, index: int) -> str | None:
-        return None if index == NOTHING else self.names[index]
-
     def first(self, count: int) -> Timeline:
-        """The same without the entries from a place on."""
-        if count >= len(self):
-            return self
-        return Timeline(
-            names=self.names,
-            whats=self.whats[:count],
-            modules=self.modules[:count],
-            phases=self.phases[:count],
-            axes=self.axes[:count],
-            sites=self.sites[:count],
-            nbytes=self.nbytes[:count],
-            peak=self.peak,
-            left_out=self.left_out + len(self) - count,
+        """The same without what happened after the first `count` entries."""
+        order = self.order[:count]
+        return replace(
+            self,
+            entries=self.entries[: max(order, default=-1) + 1],
+            order=order,
+            left_out=self.left_out + len(self.order) - len(order),
         )
 
 
 def timeline_of(recording: Recording) -> Timeline:
     """Puts a recording in order; the first `MAX_ENTRIES` are kept."""
-    entries: list[Collective | Reshard] = [*recording.collectives, *recording.reshards]
-    entries.sort(key=lambda entry: entry.index)
-    kept = entries[:MAX_ENTRIES]
-    names: dict[str, int] = {}
-
-    def column(texts: Iterable[str | None]) -> tuple[int, ...]:
-        return tuple(
-            NOTHING if text is None else names.setdefault(text, len(names)) for text in texts
-        )
-
-    # `names` is complete only after the columns.
-    columns = {
-        "whats": column(e.kind if isinstance(e, Collective) else e.action for e in kept),
-        "modules": column(e.owner if isinstance(e, Collective) else e.module for e in kept),
-        "phases": column(entry.phase.value for entry in kept),
-        "axes": column(e.axis if isinstance(e, Collective) else None for e in kept),
-        "sites": column((e.call_site or None) if isinstance(e, Collective) else None for e in kept),
-        "nbytes": tuple(entry.nbytes for entry in kept),
-    }
+    records: list[Collective | Reshard] = [*recording.collectives, *recording.reshards]
+    records.sort(key=attrgetter("index"))
+    entries: dict[Entry, int] = {}
+    order = tuple(entries.setdefault(_entry(one), len(entries)) for one in records[:MAX_ENTRIES])
     return Timeline(
-        names=tuple(names),
-        **columns,
+        ranks=(recording.rank,),
+        entries=tuple(entries),
+        order=order,
         peak=recording.peak_gathered_nbytes,
-        left_out=len(entries) - len(kept),
+        left_out=len(records) - len(order),
     )
+
+
+def _entry(record: Collective | Reshard) -> Entry:
+    phase = record.phase.value
+    if isinstance(record, Collective):
+        return Entry(
+            what=record.kind,
+            module=record.owner,
+            phase=phase,
+            nbytes=record.nbytes,
+            axis=record.axis,
+            site=record.call_site,
+        )
+    return Entry(what=record.action, module=record.module, phase=phase, nbytes=record.nbytes)
+
+
+def share_timelines(timelines: Iterable[Timeline]) -> tuple[Timeline, ...]:
+    """One timeline for all ranks that recorded the same, in the order of their lowest ranks."""
+    ranks: dict[Timeline, tuple[int, ...]] = {}
+    for one in timelines:
+        alike = replace(one, ranks=())
+        ranks[alike] = (*ranks.get(alike, ()), *one.ranks)
+    return tuple(replace(one, ranks=held) for one, held in ranks.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListRow:
+    """An entry, or entries that repeat, each with another module."""
+
+    entry: Entry
+    """The first of them."""
+    place: str
+    """``12``, or ``12, ... 627`` by its first and last place."""
+    times: int
+    """How often it repeats."""
+    modules: tuple[str | None, ...]
+    """In order of appearance."""
+    differs: bool
+    """Whether a module of it differs from the snapshot."""
+    opens: bool = False
+    """Whether a group of entries that repeat together begins with it."""
+
+
+def list_entries(timeline: Timeline, differing: Collection[str | None] = ()) -> Iterator[ListRow]:
+    """Lists all entries in order; equal stretches, such as layers and steps, are folded.
+
+    Args:
+        timeline: What is listed.
+        differing: Modules to mark.
+    """
+    likeness = _likeness(timeline)
+    at = 0
+    while at < len(likeness):
+        period, times = _repetition(likeness, at)
+        for first in range(at, at + period):
+            places = range(first, at + period * times, period)
+            entries = [timeline.entries[timeline.order[place]] for place in places]
+            modules = tuple(dict.fromkeys(entry.module for entry in entries))
+            yield ListRow(
+                entry=entries[0],
+                place=str(first + 1) if times == 1 else f"{first + 1}, ... {places[-1] + 1}",
+                times=times,
+                modules=modules,
+                differs=any(module in differing for module in modules),
+                opens=times > 1 and first == at,
+            )
+        at += period * times
+
+
+def _likeness(timeline: Timeline) -> list[int]:
+    """A number for each place, equal where entries differ at most in numbers of modules."""
+    numbers: dict[tuple[Any, ...], int] = {}
+    of_entries = []
+    for one in timeline.entries:
+        words = one.module and _NUMBER.sub("#", one.module)
+        like = (one.what, words, one.phase, one.axis, one.nbytes)
+        of_entries.append(numbers.setdefault(like, len(numbers)))
+    return [of_entries[place] for place in timeline.order]
+
+
+def _repetition(likeness: Sequence[int], at: int) -> tuple[int, int]:
+    """The period that repeats most from a place on, and how often; ``(1, 1)`` if none does."""
+    best, covered = (1, 1), 1
+    for period in range(1, min(_LONGEST_PERIOD, (len(likeness) - at) // 2) + 1):
+        if likeness[at] != likeness[at + period]:
+            continue
+        end = at + period
+        while end < len(likeness) and likeness[end] == likeness[end - period]:
+            end += 1
+        times = (end - at) // period
+        if times > 1 and times * period > covered:
+            best, covered = (period, times), times * period
+    return best

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from itertools import islice
+from typing import TYPE_CHECKING, Literal
 
 from pytest_fsdp_comm.reports.html.timeline import Timeline
-from pytest_fsdp_comm.reports.tree_rows import TreeRow
+from pytest_fsdp_comm.reports.tree_rows import TreeRow, summary_words, tree_rows
 from pytest_fsdp_comm.tree.finding import Finding
+
+if TYPE_CHECKING:
+    from pytest_fsdp_comm.tree.model import ShardTree
 
 Verdict = Literal["differs", "broken", "missing", "updated", "same", "uncompared"]
 Outcome = Literal["failed", "error", "passed", "skipped", "xfailed", "unfinished"]
@@ -28,14 +32,18 @@ class TreeView:
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankTimeline:
-    """What some ranks recorded alike."""
-
-    ranks: tuple[int, ...]
-    """Ascending; at least one."""
-    timeline: Timeline
+    @classmethod
+    def of(cls, tree: ShardTree, most: int) -> TreeView:
+        """The view of a tree, with so many rows at most."""
+        rows = tree_rows(tree)
+        return cls(
+            title=tree.modules[0].class_name,
+            summary=summary_words(tree),
+            rows=tuple(islice(rows, most)),
+            left_out=sum(1 for _ in rows),
+            findings=tuple(tree.findings),
+            notes=tree.notes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +66,7 @@ class Compared:
     """The same in a few words."""
     tree: TreeView | None = None
     """Of the lowest rank; None for a recording."""
-    timelines: tuple[RankTimeline, ...] = ()
+    timelines: tuple[Timeline, ...] = ()
     """By their lowest rank; empty for a tree."""
 
 

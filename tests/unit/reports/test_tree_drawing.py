@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from page_checks import check_page
+from report_values import DP, parameter, stack, unit
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.errors import FsdpCommError
@@ -15,69 +16,11 @@ from pytest_fsdp_comm.reports.tree_rows import policy_words, tree_rows
 from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.tree.finding import Finding
 from pytest_fsdp_comm.tree.json import dump_tree, load_tree
-from pytest_fsdp_comm.tree.layout import AxisPlacement, FlatRange
+from pytest_fsdp_comm.tree.layout import FlatRange
 from pytest_fsdp_comm.tree.model import (
     ModuleNode,
-    ParameterNode,
     Precision,
-    ShardTree,
-    ShardUnit,
 )
-
-DP = MeshAxis(name="dp", size=4)
-SHARD = AxisPlacement(axis="dp", size=4, kind="shard", dim=0, text="Shard(0)")
-
-
-def unit(module, parameters, **policy):
-    defaults = {
-        "kind": "fsdp2",
-        "is_root": module == 0,
-        "shard_axis": DP,
-        "replicate_axis": None,
-        "reshard_after_forward": module != 0,
-        "precision": Precision(param_dtype="bfloat16"),
-        "offload": False,
-        "nbytes_gathered": 2048,
-        "nbytes_padding": 0,
-        "nbytes_kept": 1024,
-    }
-    return ShardUnit(modules=(module,), parameters=parameters, **{**defaults, **policy})
-
-
-def parameter(module, name, **facts):
-    defaults = {"shape": (16, 64), "dtype": "float32", "itemsize": 4, "placements": (SHARD,)}
-    defaults |= {"local_numel": 256, "trainable": True, "device": "cpu", "unit": module}
-    return ParameterNode(module=module, name=name, **{**defaults, **facts})
-
-
-def stack(blocks=32, odd=None):
-    """A root with a stack of blocks, of which one may keep its parameters after forward."""
-    modules = [
-        ModuleNode(name="", parent=None, depth=0, class_name="Model"),
-        ModuleNode(name="layers", parent=0, depth=1, class_name="ModuleList"),
-    ]
-    parameters = [parameter(0, "scale", placements=(), unit=None, shape=(2,), local_numel=2)]
-    units = [unit(0, ())]
-    for block in range(blocks):
-        index = len(modules)
-        modules += [
-            ModuleNode(name=str(block), parent=1, depth=2, class_name="Block"),
-            ModuleNode(name="up", parent=index, depth=3, class_name="Linear"),
-        ]
-        parameters.append(parameter(index + 1, "weight", unit=len(units)))
-        policy = {"reshard_after_forward": False} if block == odd else {}
-        units.append(unit(index, (len(parameters) - 1,), **policy))
-    return ShardTree(
-        rank=0,
-        world_size=4,
-        backend="gloo",
-        torch_version="2.13.0",
-        mesh_axes=(DP,),
-        modules=tuple(modules),
-        parameters=tuple(parameters),
-        units=tuple(units),
-    )
-
 
 FINDING = Finding(
     code="partly-wrapped",
@@ -190,8 +133,8 @@ def test_the_page_is_whole_and_has_a_bar_for_each_unit():
     tree = replace(tree, units=(replace(tree.units[0], nbytes_gathered=8192), *tree.units[1:]))
     page = tree_page(tree)
     check_page(page)
-    widths = re.findall(r'class="gathered" width="([^"]*)"', page)
-    assert widths == ["100.00%", *["25.00%"] * 3]
+    bars = re.findall(r'data-gathered="([^"]*)" data-kept="([^"]*)"', page)
+    assert bars == [("8192", "1024"), *[("2048", "1024")] * 3]
     assert "two are &lt;not&gt;" in page
     assert "warning: partly-wrapped" in page
     assert '<code>{0..6}</code> <span class="dim">\N{MULTIPLICATION SIGN}7</span>' in page

@@ -1,7 +1,17 @@
 "use strict";
-// Adds filters, magnification and a cursor. Everything can be read without.
+// Draws timelines, and adds filters, magnification and a cursor. All else can be read without.
 (() => {
+  const SVG = "http://www.w3.org/2000/svg";
+  // From where to where a stroke goes, on an axis at 20: its direction tells kinds apart.
+  const STROKES = [
+    ["gather", /^(all_)?gather$/, "20V3"],
+    ["scatter", /^(reduce_)?scatter$/, "20V37"],
+    ["reduce", /^(all_)?reduce$/, "6V34"],
+    ["other", /^(?!((all_)?gather|(reduce_)?scatter|(all_)?reduce)$)/, "15V25"],
+  ];
+
   for (const tools of document.querySelectorAll("[data-script]")) tools.hidden = false;
+  for (const list of document.querySelectorAll(".listing")) list.open = false;
 
   for (const input of document.querySelectorAll("[data-filters]")) {
     const rows = [...document.querySelectorAll(`#${input.dataset.filters} tbody tr`)];
@@ -19,28 +29,49 @@
     box.addEventListener("change", () => table.classList.toggle("brief", !box.checked));
   }
 
-  for (const timeline of document.querySelectorAll(".timeline")) begin(timeline);
+  for (const table of document.querySelectorAll(".shards")) {
+    const cells = [...table.querySelectorAll("[data-gathered]")];
+    const largest = Math.max(...cells.map((cell) => cell.dataset.gathered));
+    for (const cell of cells) {
+      const bar = add(cell, "meter");
+      for (const part of ["gathered", "kept"]) {
+        place(add(bar, part), 0, Math.min(cell.dataset[part], cell.dataset.gathered), largest);
+      }
+    }
+  }
 
-  function begin(timeline) {
-    const figures = [...timeline.querySelectorAll("figure")];
+  const data = JSON.parse(document.getElementById("data")?.textContent ?? '{"sections":{}}');
+  const known = data.entries?.map(([what, module, phase, axis, nbytes]) => ({
+    what, module, phase, axis, nbytes,
+  }));
+  for (const [id, section] of Object.entries(data.sections)) {
+    if (section.timelines.length) begin(document.getElementById(`${id}-time`), section);
+  }
+
+  function begin(root, section) {
+    const figures = [...root.querySelectorAll("figure")];
     const hidden = { axis: new Set(), phase: new Set() };
-    const walks = figures.map((figure) => walk(figure, hidden));
+    const longest = Math.max(...section.timelines.map((timeline) => timeline.order.length));
+    const walks = section.timelines.map((timeline, at) => {
+      const entries = timeline.order.map((index) => known[index]);
+      return walk(figures[at], entries, draw(figures[at], entries, timeline, section), hidden);
+    });
 
     const apply = () => {
-      for (const element of timeline.querySelectorAll("[data-axis], [data-phase]")) {
+      for (const element of root.querySelectorAll("[data-axis], [data-phase]")) {
         const { axis, phase } = element.dataset;
         element.toggleAttribute("data-off", hidden.axis.has(axis) || hidden.phase.has(phase));
       }
       for (const show of walks) show();
     };
-    for (const box of timeline.querySelectorAll("[data-by]")) {
+    for (const box of root.querySelectorAll("[data-by]")) {
       box.addEventListener("change", () => {
         hidden[box.dataset.by][box.checked ? "delete" : "add"](box.value);
         apply();
       });
     }
 
-    const chosen = timeline.querySelector("[data-choose]");
+    const chosen = root.querySelector("[data-choose]");
     const choose = () => {
       for (const figure of figures) figure.hidden = Boolean(chosen.value) && figure.id !== chosen.value;
     };
@@ -49,48 +80,159 @@
       choose();
     }
 
-    const zoom = timeline.querySelector("[data-zoom]");
+    const zoom = root.querySelector("[data-zoom]");
     zoom.addEventListener("input", () => {
-      const longest = Math.max(...figures.map((figure) => figure.querySelector("[data-walk]").max));
       const times = Math.max(4, longest / 40) ** (zoom.value / 100);
       zoom.setAttribute("aria-valuetext", `${times.toFixed(1)} times`);
-      for (const track of timeline.querySelectorAll(".track")) {
+      for (const track of root.querySelectorAll(".track")) {
         const middle = (track.parentElement.scrollLeft + track.parentElement.clientWidth / 2) / track.clientWidth;
         track.style.width = `${100 * times}%`;
-        track.classList.toggle("zoomed", times > 1.6);
         track.parentElement.scrollLeft = middle * track.clientWidth - track.parentElement.clientWidth / 2;
       }
     });
     apply();
   }
 
-  function walk(figure, hidden) {
-    const data = JSON.parse(figure.querySelector("script").textContent);
+  // Draws a timeline; returns how many bytes are gathered after each entry.
+  function draw(figure, entries, timeline, section) {
+    const count = entries.length;
+    const { units, held, lanes } = gathered(entries);
+    const top = Math.max(...held);
+    const track = figure.querySelector(".track");
+    const drawing = add(track, count > 480 ? "dense" : "");
+    drawing.ariaHidden = "true";
+
+    const spans = add(drawing, "spans");
+    for (let at = 0, end; at < count; at = end) {
+      const { phase } = entries[at];
+      for (end = at; end < count && entries[end].phase === phase; ) end += 1;
+      const span = add(spans, "span", end - at > 0.03 * count ? phase : "");
+      span.dataset.phase = phase;
+      place(span, at, end - at, count);
+    }
+
+    if (top) {
+      const height = (nbytes) => 100 - (80 * nbytes) / top;
+      const at = held.indexOf(top);
+      add(drawing, "cap", "gathered parameters of a rank");
+      const memory = add(drawing, "memory");
+      const steps = held.map((nbytes, index) => `H${index}V${height(nbytes)}`).join("");
+      path(shape(memory, count, 100), "area", `M0 100${steps}H${count}V100Z`);
+      const half = 2 ** Math.floor(Math.log2(top / 2));
+      for (const nbytes of [half, 2 * half].filter((one) => one >= 1 && one <= 0.92 * top)) {
+        add(memory, "grid", bytes(nbytes)).style.top = `${height(nbytes)}%`;
+      }
+      const peak = add(memory, `peak${at > count / 2 ? " left" : ""}`, `peak ${bytes(top)}`);
+      place(peak, at + 0.5, 0, count);
+      peak.style.top = `${height(top)}%`;
+
+      add(drawing, "cap", "units, from unshard to reshard");
+      const rows = add(drawing, "units");
+      const lane = Math.max(2, Math.min(22, Math.floor(264 / lanes)));
+      rows.style.height = `${lanes * lane}px`;
+      for (const unit of units) {
+        const differs = section.differing.includes(unit.module) ? "≠ " : "";
+        // The end of a name tells units apart.
+        const end = nameOf(unit).replace(/^.*?((?:[^.]+\.)?\d+|[^.]*)$/, "$1");
+        const bar = add(rows, `bar ${unit.phase}`);
+        if (lane === 22) {
+          // A name that does not fit wraps to a line that is not seen; the sign stays.
+          add(bar, "sign", differs);
+          add(bar, "name", end);
+        }
+        bar.dataset.phase = unit.phase;
+        bar.title = `${differs}${nameOf(unit)}, ${bytes(unit.nbytes)}: entries ${unit.start + 1} to ${unit.end}`;
+        place(bar, unit.start, Math.max(unit.end - unit.start, 1), count);
+        bar.style.top = `${unit.lane * lane}px`;
+        bar.style.height = `${lane - (lane > 6 ? 3 : 0)}px`;
+      }
+
+      let note = ` at entry ${at + 1} of ${count}, ${entries[at].what} of ${nameOf(entries[at])} in ${entries[at].phase}`;
+      if (timeline.peak !== top) {
+        const cut = timeline.left_out && timeline.peak > top;
+        note = `, of which ${bytes(top)} are drawn${note}: it ${cut ? "comes after the cut" : "also counts what was gathered before the block, and what a partial reshard leaves"}`;
+      }
+      figure.querySelector("[data-peak]").textContent = note;
+    }
+
+    for (const axis of [...new Set(entries.map((entry) => entry.axis))].filter(Boolean).sort()) {
+      const sent = entries.map((entry, at) => ({ ...entry, at })).filter((entry) => entry.axis === axis);
+      const row = add(drawing, "axis");
+      row.dataset.axis = axis;
+      const total = bytes(sent.reduce((sum, entry) => sum + entry.nbytes, 0));
+      const cap = add(row, "cap", ` ${sent.length} collectives, ${total}`);
+      cap.prepend(Object.assign(document.createElement("b"), { textContent: axis }));
+      const strokes = shape(row, 2 * count, 40);
+      path(strokes, "base", `M0 20H${2 * count}`);
+      for (const phase of new Set(sent.map((entry) => entry.phase))) {
+        for (const [name, kinds, line] of STROKES) {
+          const alike = sent.filter((entry) => entry.phase === phase && kinds.test(entry.what));
+          const stroke = path(strokes, `stroke ${name}`, alike.map(({ at }) => `M${2 * at + 1} ${line}`).join(""));
+          stroke.dataset.phase = phase;
+        }
+      }
+    }
+    add(track, "cursor");
+    return held;
+  }
+
+  // When each unit is gathered, in which lane it is drawn, and how many bytes are after each entry.
+  function gathered(entries) {
+    const count = entries.length;
+    const open = new Map();
+    const seen = new Set();
+    const units = [];
+    entries.forEach((entry, at) => {
+      if (entry.what === "unshard") {
+        if (!open.has(entry.module)) open.set(entry.module, { ...entry, start: at, end: count });
+      } else if (entry.what === "reshard") {
+        let unit = open.get(entry.module);
+        open.delete(entry.module);
+        // It was gathered when the recording began.
+        if (!unit && !seen.has(entry.module)) unit = { ...entry, phase: "outside", start: 0 };
+        if (unit) units.push(Object.assign(unit, { end: at }));
+      } else return;
+      seen.add(entry.module);
+    });
+    units.push(...open.values());
+    units.sort((one, other) => one.start - other.start || other.end - one.end);
+    const held = new Array(count).fill(0);
+    const free = [];
+    for (const unit of units) {
+      held[unit.start] += unit.nbytes;
+      if (unit.end < count) held[unit.end] -= unit.nbytes;
+      const lane = free.findIndex((end) => end <= unit.start);
+      unit.lane = lane < 0 ? free.length : lane;
+      free[unit.lane] = unit.end;
+    }
+    for (let at = 1; at < count; at += 1) held[at] += held[at - 1];
+    return { units, held, lanes: free.length };
+  }
+
+  function walk(figure, entries, held, hidden) {
     const range = figure.querySelector("[data-walk]");
     const output = range.parentElement.querySelector("output");
     const cursor = figure.querySelector(".cursor");
     const scroll = figure.querySelector(".scroll");
-    const named = (column, at) => (data[column][at] < 0 ? "" : data.names[data[column][at]]);
-    const isHidden = (at) => hidden.axis.has(named("axes", at)) || hidden.phase.has(named("phases", at));
+    const isHidden = (entry) => hidden.axis.has(entry.axis) || hidden.phase.has(entry.phase);
     let last = 0;
+    range.value = held.indexOf(Math.max(...held)) + 1;
 
     const show = () => {
       // On to the next entry that is not filtered out, in the direction of the walk.
       let at = range.value - 1;
       const step = at < last ? -1 : 1;
-      while (isHidden(at) && at + step >= 0 && at + step < data.whats.length) at += step;
+      while (isHidden(entries[at]) && entries[at + step]) at += step;
       range.value = at + 1;
       last = at;
-      const axis = named("axes", at);
-      const module = data.modules[at] < 0 ? "no module" : named("modules", at) || "(root)";
-      const text = isHidden(at)
+      const entry = entries[at];
+      const text = isHidden(entry)
         ? "nothing to show: all entries here are filtered out"
-        : `${at + 1} of ${data.whats.length}: ${named("whats", at)}${axis && `[${axis}]`} of ${module}, ` +
-          `${named("phases", at)}, ${data.sizes[data.nbytes[at]]}; ${data.sizes[data.held[at]]} gathered`;
+        : `${at + 1} of ${entries.length}: ${entry.what}${entry.axis && `[${entry.axis}]`} of ${nameOf(entry)}, ` +
+          `${entry.phase}, ${bytes(entry.nbytes)}; ${bytes(held[at])} gathered`;
       output.value = text;
       range.setAttribute("aria-valuetext", text);
-      cursor.hidden = false;
-      cursor.style.left = `${(100 * (at + 0.5)) / data.whats.length}%`;
+      place(cursor, at + 0.5, 0, entries.length);
     };
     range.addEventListener("input", () => {
       show();
@@ -101,9 +243,50 @@
     });
     scroll.addEventListener("click", (event) => {
       const box = scroll.firstElementChild.getBoundingClientRect();
-      range.value = 1 + Math.floor(((event.clientX - box.left) / box.width) * data.whats.length);
+      range.value = 1 + Math.floor(((event.clientX - box.left) / box.width) * entries.length);
       show();
     });
     return show;
+  }
+
+  function nameOf({ module }) {
+    return module === null ? "(no-module)" : module || "(root)";
+  }
+
+  // As Python writes them, halves to the even digit.
+  function bytes(nbytes) {
+    const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+    let unit = 0;
+    let amount = nbytes;
+    for (; amount >= 1023.95 && unit < 5; unit += 1) amount /= 1024;
+    const tenths = Math.round(10 * amount);
+    const even = tenths - 10 * amount === 0.5 && tenths % 2 ? tenths - 1 : tenths;
+    return unit ? `${(even / 10).toFixed(1)} ${units[unit]}` : `${nbytes} B`;
+  }
+
+  function add(parent, name, text = "") {
+    const element = document.createElement(name === "cap" ? "p" : "div");
+    element.className = name;
+    element.textContent = text;
+    return parent.appendChild(element);
+  }
+
+  function place(element, start, length, whole) {
+    element.style.left = `${(100 * start) / whole}%`;
+    if (length) element.style.width = `${(100 * length) / whole}%`;
+  }
+
+  function shape(parent, width, height) {
+    const element = parent.appendChild(document.createElementNS(SVG, "svg"));
+    element.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    element.setAttribute("preserveAspectRatio", "none");
+    return element;
+  }
+
+  function path(parent, name, d) {
+    const element = parent.appendChild(document.createElementNS(SVG, "path"));
+    element.setAttribute("class", name);
+    element.setAttribute("d", d);
+    return element;
   }
 })();

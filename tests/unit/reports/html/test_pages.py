@@ -6,22 +6,27 @@ from dataclasses import replace
 
 import pytest
 from page_checks import check_page
+from pytest_fsdp_comm.reports.story_lines import name_owners
 from report_values import KIB, compared, profile_of, read, record_step, result
 
+from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.reports.html import pages
-from pytest_fsdp_comm.reports.html.chart import draw
-from pytest_fsdp_comm.reports.html.listing import list_entries
 from pytest_fsdp_comm.reports.html.modules import module_table
 from pytest_fsdp_comm.reports.html.pages import MAX_PAGE, Site, page_name, status_of
 from pytest_fsdp_comm.reports.html.sides import (
     cost_rows,
     differing_modules,
+    line_rows,
     rank_rows,
-    sides_of_comm,
-    sides_of_text,
+    side_rows,
 )
-from pytest_fsdp_comm.reports.html.timeline import MAX_ENTRIES, timeline_of
-from pytest_fsdp_comm.reports.html.values import RankTimeline, Record, Run
+from pytest_fsdp_comm.reports.html.timeline import (
+    MAX_ENTRIES,
+    list_entries,
+    share_timelines,
+    timeline_of,
+)
+from pytest_fsdp_comm.reports.html.values import Record, Run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'{{7*7}}\N{BUG}\u2028\udc80"
 
@@ -34,8 +39,9 @@ def pages_of(*results, **changes):
 
 
 def data_of(page):
-    found = re.findall(r'<script type="application/json">(.*?)</script>', page, re.DOTALL)
-    return [json.loads(text) for text in found]
+    """What the script draws."""
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    return json.loads(found)
 
 
 @pytest.mark.parametrize("layers", [2, 126])
@@ -48,9 +54,18 @@ def test_a_page_is_whole_and_small_whatever_the_size_of_the_model(layers):
     assert f'href="tests/{name}"' in index
     assert "../index.html" in read_page.links
     assert len(page.encode()) < {2: 80_000, 126: 250_000}[layers]
-    (data,) = data_of(page)
-    # Of a step: 8 of each layer, 3 of the root, and the 3 that are extra.
-    assert len(data["whats"]) == 2 * (8 * layers + 3 + 3)
+    data = data_of(page)
+    (timeline,) = data["sections"]["v0"]["timelines"]
+    # Of a step: 8 of each layer, 3 of the root, and the 3 that are extra; all of them differ in
+    # something but those.
+    assert len(timeline["order"]) == 2 * (8 * layers + 3 + 3)
+    assert len(data["entries"]) == 8 * layers + 3 + 1
+    assert data["entries"][:2] == [
+        ["unshard", "", "forward", "", 8 * KIB],
+        ["all_gather", "", "forward", "dp", 8 * KIB],
+    ]
+    # The module of what is extra; layers send twice what the snapshot says.
+    assert None in data["sections"]["v0"]["differing"]
 
 
 def test_what_a_test_names_breaks_out_of_nothing():
@@ -65,8 +80,8 @@ def test_what_a_test_names_breaks_out_of_nothing():
         assert "<img" not in page
         assert "49" not in "".join(read_page.text)
         assert re.findall(r"<script[^>]*>", page).count("<script>") == 1
-    (data,) = data_of(next(iter(tests.values())))
-    assert any(name.startswith("</script>") for name in data["names"])
+    data = data_of(next(iter(tests.values())))
+    assert any((entry[1] or "").startswith("</script>") for entry in data["entries"])
 
 
 def test_failures_come_first_and_each_result_has_a_word():
@@ -124,17 +139,12 @@ def test_a_test_without_a_recording_says_so():
 
 
 def test_a_timeline_keeps_the_first_entries_and_says_how_many_it_leaves_out():
-    timeline = timeline_of(record_step(126, steps=12))
-    assert len(timeline) == MAX_ENTRIES
-    assert (
-        timeline.left_out
-        == len(record_step(126, steps=12).collectives)
-        + len(record_step(126, steps=12).reshards)
-        - MAX_ENTRIES
-    )
-    ranks = tuple(
-        RankTimeline(ranks=(rank,), timeline=replace(timeline, peak=rank)) for rank in range(10)
-    )
+    recording = record_step(126, steps=12)
+    timeline = timeline_of(recording)
+    assert len(timeline.order) == MAX_ENTRIES
+    of_all = len(recording.collectives) + len(recording.reshards)
+    assert timeline.left_out == of_all - MAX_ENTRIES
+    ranks = tuple(replace(timeline, ranks=(rank,), peak=rank) for rank in range(10))
     one = compared(record_step(126), record_step(126, steps=2), timelines=ranks)
     _, tests = pages_of(result(one))
     (page,) = tests.values()
@@ -145,98 +155,71 @@ def test_a_timeline_keeps_the_first_entries_and_says_how_many_it_leaves_out():
     assert "The timelines of ranks 8-9 differ from these" in page
 
 
-def test_the_chart_shows_when_units_are_gathered_and_the_peak():
-    timeline = timeline_of(record_step(3))
-    chart = draw(timeline)
-    # The root throughout; forward one layer at a time; backward two at a time.
-    assert chart.lanes == 3
-    assert max(chart.held) == 16 * KIB
-    assert chart.peak_note == ""
-    assert chart.peak_place.endswith("unshard of layers.1 in backward")
-    assert chart.held[-1] == 0
-    assert [bar.name for bar in chart.bars if bar.phase == "forward"] == [
-        "(root)",
-        "layers.0",
-        "layers.1",
-        "layers.2",
-    ]
-    assert [span.phase for span in chart.spans] == ["forward", "backward"]
-    assert [(axis.name, axis.count) for axis in chart.axes] == [("dp", 10), ("tp", 3)]
-    # Strokes go up for all-gathers, down for reduce-scatters, through for all-reduces.
-    by_shape = {stroke.shape: stroke.d for axis in chart.axes for stroke in axis.strokes}
-    assert "20V3" in by_shape["gather"]
-    assert "20V37" in by_shape["scatter"]
-    assert by_shape["reduce"].count("6V34") == 3
-
-
-def test_what_was_gathered_before_the_block_counts_from_its_beginning():
-    recording = record_step(1)
-    late = replace(recording, reshards=recording.reshards[1:], peak_gathered_nbytes=20 * KIB)
-    chart = draw(timeline_of(late))
-    assert chart.held[0] == 8 * KIB
-    assert "the recorded peak is 20.0 KiB" in chart.peak_note
+def test_ranks_that_recorded_the_same_share_a_timeline():
+    timelines = [timeline_of(record_step(2, extra=rank == 2, rank=rank)) for rank in range(4)]
+    shared = share_timelines(timelines)
+    assert [timeline.ranks for timeline in shared] == [(0, 1, 3), (2,)]
+    assert shared[0].first(2).order == (0, 1)
+    assert shared[0].first(2).entries == timelines[0].entries[:2]
+    assert shared[0].first(2).left_out == len(timelines[0].order) - 2
 
 
 def test_a_list_folds_what_repeats():
-    listing = list_entries(timeline_of(record_step(126, steps=2)))
-    assert len(listing.rows) < 40
-    assert listing.left_out == 0
-    group = [row for row in listing.rows if row.times == 126][:4]
-    assert [(row.what, row.module) for row in group] == [
+    timeline = timeline_of(record_step(126, steps=2))
+    rows = list(list_entries(timeline))
+    assert len(rows) < 40
+    group = [row for row in rows if row.times == 126][:4]
+    assert [(row.entry.what, name_owners(row.modules)) for row in group] == [
         ("unshard", "layers.{0..125}"),
         ("all_gather", "layers.{0..125}"),
         ("all_reduce", "layers.{0..125}"),
         ("reshard", "layers.{0..125}"),
     ]
     assert [row.opens for row in group] == [True, False, False, False]
-    assert sum(row.times for row in listing.rows) == len(timeline_of(record_step(126, steps=2)))
+    assert sum(row.times for row in rows) == len(timeline.order)
 
 
 def test_modules_add_up_by_axis_and_phase():
     table = module_table(profile_of(record_step(4)), profile_of(record_step(4, extra=2)))
     assert table.columns == (("dp", "forward"), ("dp", "backward"), ("tp", "forward"))
-    assert table.axes == (("dp", 2), ("tp", 1))
     rows = {row.name: row for row in table.rows}
     assert list(rows) == ["(root)", "itself", "layers.{0..3}", "(no-module)"]
     # 8 KiB of the root, 4 of each layer; in backward all but the last are gathered one ahead.
     whole, layers = rows["(root)"].cells, rows["layers.{0..3}"].cells
-    assert [cell.after for cell in whole] == [24 * KIB + 8, 32 * KIB, 2 * KIB]
-    assert [cell.before for cell in whole] == [24 * KIB, 32 * KIB, 2 * KIB]
-    assert [cell.after for cell in layers] == [16 * KIB, 32 * KIB, 2 * KIB]
+    assert [cell[1] for cell in whole] == [24 * KIB + 8, 32 * KIB, 2 * KIB]
+    assert [cell[0] for cell in whole] == [24 * KIB, 32 * KIB, 2 * KIB]
+    assert [cell[1] for cell in layers] == [16 * KIB, 32 * KIB, 2 * KIB]
     assert rows["layers.{0..3}"].count == 4
 
 
 def test_both_sides_are_marked_in_words():
-    sides = sides_of_comm(profile_of(record_step(2)), profile_of(record_step(4, extra=1)))
-    marks = {(row.mark, row.modules, row.what) for row in sides.rows}
+    rows = side_rows(profile_of(record_step(2)), profile_of(record_step(4, extra=1)))
+    marks = {(row.mark, name_owners(row.owners), str(row.key)) for row in rows}
     assert ("new", "layers.{2..3}", "all_gather[dp]") in marks
     assert ("same", "(root)", "all_gather[dp]") in marks
     assert ("new", "(no-module)", "all_reduce[dp]") in marks
-    gone = sides_of_comm(profile_of(record_step(4)), profile_of(record_step(2)))
-    assert {row.mark for row in gone.differing} == {"gone"}
-    lines = sides_of_text("# a\nworld_size 2\nunit x\nend\n", "# b\nworld_size 2\nunit y\nend\n")
-    assert [(row.mark, row.before, row.after) for row in lines.rows] == [
+    gone = side_rows(profile_of(record_step(4)), profile_of(record_step(2)))
+    assert {row.mark for row in gone} == {"gone", "same"}
+    lines = line_rows("# a\nworld_size 2\nunit x\nend\n", "# b\nworld_size 2\nunit y\nend\n")
+    assert [(row.mark, row.before, row.after) for row in lines] == [
         ("same", "world_size 2", "world_size 2"),
         ("changed", "unit x", "unit y"),
     ]
 
 
-def test_modules_that_differ_are_marked_in_the_timeline_and_others_are_not():
+def test_modules_that_differ_are_marked_in_the_list_and_others_are_not():
     old, new = profile_of(record_step(2)), profile_of(record_step(3))
-    assert differing_modules(old, new) == {"layers.2"}
-    assert differing_modules(new, new) == frozenset()
+    assert differing_modules(side_rows(old, new)) == {"layers.2"}
+    assert differing_modules(side_rows(new, new)) == set()
     timeline = timeline_of(record_step(3))
-    names = {bar.name for bar in draw(timeline, {"layers.2"}).bars}
-    assert names == {"(root)", "layers.0", "layers.1", "\N{NOT EQUAL TO} layers.2"}
-    marked = {row.module for row in list_entries(timeline, {"layers.2"}).rows if row.differs}
-    assert all("2" in module for module in marked)
+    marked = {row.modules for row in list_entries(timeline, {"layers.2"}) if row.differs}
+    assert all("layers.2" in modules for modules in marked)
     assert marked
 
 
 def test_costs_say_only_what_changed():
-    rows = {
-        row.label: row for row in cost_rows(profile_of(record_step(2)), profile_of(record_step(4)))
-    }
+    cost = cost_of_change(profile_of(record_step(2)), profile_of(record_step(4)))
+    rows = {row.label: row for row in cost_rows(cost)}
     # Forward and backward gather each layer once, and the root once.
     assert (rows["all_gather[dp] calls"].before, rows["all_gather[dp] calls"].after) == ("5", "9")
     assert rows["all_gather[dp] calls"].change == "+80 %"
@@ -245,10 +228,10 @@ def test_costs_say_only_what_changed():
 
 def test_ranks_that_differ_are_named_and_others_are_not():
     alike = [record_step(2, rank=rank) for rank in range(4)]
-    assert rank_rows(profile_of(*alike)) == ()
+    assert rank_rows(profile_of(*alike)) == []
     odd = profile_of(*alike[:3], record_step(2, extra=1, rank=3))
     (row,) = rank_rows(odd)
-    assert (row.modules, row.what, row.phase) == ("(no-module)", "all_reduce[dp]", "forward")
+    assert (row.owners, str(row.key), row.key.phase) == ((None,), "all_reduce[dp]", "forward")
     assert [ranks for ranks, _ in row.amounts] == ["rank 3"]
 
 
