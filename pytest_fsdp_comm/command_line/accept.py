@@ -6,11 +6,11 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 from urllib.parse import unquote
 
 from pytest_fsdp_comm.comm.profile import has_further_ranks
-from pytest_fsdp_comm.command_line.documents import Document, describe_problem, document_of
+from pytest_fsdp_comm.command_line.documents import describe_problem
 from pytest_fsdp_comm.command_line.errors import CommandError
 from pytest_fsdp_comm.command_line.stories import Pair, tell, test_of
 from pytest_fsdp_comm.errors import FsdpCommError
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.links import Links
     from pytest_fsdp_comm.command_line.terminal import Printer
+    from pytest_fsdp_comm.snapshots.documents import SnapshotText
 
 Answer = Literal["yes", "no", "all", "quit"]
 
@@ -46,14 +47,8 @@ _ANSWERS: Final[dict[str, Answer]] = {
 QUESTION: Final = "accept? [y]es, [n]o (skip), [a]ll, [q]uit: "
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Change:
-    """One file that may be accepted."""
-
-    target: Path
-    pair: Pair
-    text: str
-    """What is to be written."""
+_Change: TypeAlias = tuple[Path, Pair]
+"""The file that may be written, and what it is now beside what CI received."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +67,7 @@ def accept(  # noqa: PLR0913  # each a choice of the user's
     printer: Printer,
     *,
     anchor: Path,
-    ask: Callable[[], Answer] | None,
-    is_dry: bool,
+    ask: Callable[[], Answer],
 ) -> Accepted:
     """Shows what each test received, and writes what is accepted.
 
@@ -83,38 +77,36 @@ def accept(  # noqa: PLR0913  # each a choice of the user's
         links: How fast axes are.
         printer: Where stories go.
         anchor: The directory whose tree the snapshots mirror.
-        ask: Asks for each test; None accepts all.
-        is_dry: Whether to write nothing.
+        ask: Whether to accept what was shown of a test; not asked again after ``all``.
 
     Raises:
         CommandError: The directory holds no artifacts.
     """
     groups, refused = _read_all(directory, snapshot_dir, anchor)
+    unanswered = sum(map(len, groups.values()))
     written = skipped = 0
-    answer: Answer = "yes" if ask else "all"
+    answer: Answer = "no"
     for changes in groups.values():
-        stories = tell([change.pair for change in changes], links)
-        for change, story in zip(changes, stories, strict=True):
-            printer.lines([*story.lines, _effect(change, snapshot_dir)])
-        if ask is not None and answer not in {"all", "quit"}:
-            answer = ask()
-        is_accepted = answer in {"yes", "all"} and not is_dry
-        for change in changes if is_accepted else ():
-            try:
-                _write(change, snapshot_dir)
-            except CommandError as problem:
-                refused[change.target.relative_to(snapshot_dir)] = str(problem)
-            else:
-                written += 1
-        skipped += len(changes) * (not is_accepted)
+        stories = tell([pair for _, pair in changes], links)
+        for (target, pair), story in zip(changes, stories, strict=True):
+            printer.lines([*story.lines, _effect(target, pair, snapshot_dir)])
+        answer = answer if answer == "all" else ask()
         printer.lines([""])
         if answer == "quit":
-            skipped = sum(map(len, groups.values())) - written
             break
+        unanswered -= len(changes)
+        skipped += len(changes) * (answer == "no")
+        for target, pair in changes if answer != "no" else ():
+            try:
+                _write(target, pair, snapshot_dir)
+            except CommandError as problem:
+                refused[target.relative_to(snapshot_dir)] = str(problem)
+            else:
+                written += 1
     # At the end, where nobody misses them.
     for path, why in refused.items():
         printer.lines([f"{path}: refused", f"  {why}", ""])
-    return Accepted(written=written, skipped=skipped, refused=len(refused))
+    return Accepted(written=written, skipped=skipped + unanswered, refused=len(refused))
 
 
 def _read_all(
@@ -123,7 +115,7 @@ def _read_all(
     """The changes of each test, and why which files are refused."""
     groups: dict[object, list[_Change]] = {}
     refused: dict[Path, str] = {}
-    texts: dict[Path, str] = {}
+    texts: dict[Path, SnapshotText] = {}
     for path in _received(directory):
         try:
             _check_test(path, anchor)
@@ -131,8 +123,9 @@ def _read_all(
             change = _change(Artifacts.of(directory, path), path, snapshot_dir)
             if change is None:
                 continue
-            real = change.target.resolve()
-            if texts.setdefault(real, change.text) != change.text:
+            target, pair = change
+            real = target.resolve()
+            if texts.setdefault(real, pair.newer) != pair.newer:
                 raise CommandError(
                     f"another file that CI received goes to {show_path(real)} too, by a link, and "
                     "differs from this one. Give each of the tests a file of its own"
@@ -140,7 +133,7 @@ def _read_all(
         except FsdpCommError as problem:
             refused[path] = describe_problem(problem)
             continue
-        groups.setdefault(test_of(change.pair), []).append(change)
+        groups.setdefault(test_of(pair), []).append(change)
     return groups, refused
 
 
@@ -170,19 +163,18 @@ def _change(artifacts: Artifacts, path: Path, snapshot_dir: Path) -> _Change | N
     _check_inside(target, snapshot_dir)
     received = _read(artifacts.received)
     expected, current = _read(artifacts.expected), _read(target)
-    if received is None or (current is not None and current.text == received.text):
+    if received in (None, current):
         return None
-    if (expected is None) != (current is None) or (
-        expected is not None and current is not None and expected.body != current.body
-    ):
+    if _body(expected) != _body(current):
         raise CommandError(_OTHER_BASE[current is None, expected is None].format(show_path(target)))
     name = show_path(target)
     _check_kind_and_ranks(received, current, name)
-    return _Change(
-        target=target,
-        pair=Pair(old=current, new=received, old_path=name, new_path=name),
-        text=str(received.text),
-    )
+    return target, Pair(old=current, new=received, old_path=name, new_path=name)
+
+
+def _body(text: SnapshotText | None) -> str | None:
+    """What is compared: all but the first line."""
+    return None if text is None else text.partition("\n")[2]
 
 
 _OTHER_BASE: Final = {
@@ -221,10 +213,10 @@ def _check_test(path: Path, anchor: Path) -> None:
         )
 
 
-def _check_kind_and_ranks(received: Document, current: Document | None, name: str) -> None:
+def _check_kind_and_ranks(received: SnapshotText, current: SnapshotText | None, name: str) -> None:
     """Refuses what its file cannot be about."""
-    came = received.text.lines.kind
-    kind = current.text.lines.kind if current is not None else came
+    came = received.lines.kind
+    kind = current.lines.kind if current is not None else came
     if came != kind:
         raise CommandError(
             f"{name} is a {kind} snapshot, and CI received a {came} snapshot. If the test compares "
@@ -249,9 +241,9 @@ def _check_kind_and_ranks(received: Document, current: Document | None, name: st
         )
 
 
-def _ranks(document: Document) -> str:
-    ranks = document.profile.recorded_ranks
-    return name_ranks(ranks) if ranks else f"all {document.profile.world_size} ranks"
+def _ranks(text: SnapshotText) -> str:
+    ranks = text.profile.recorded_ranks
+    return name_ranks(ranks) if ranks else f"all {text.profile.world_size} ranks"
 
 
 def _check_no_link(directory: Path, artifacts: Artifacts) -> None:
@@ -265,9 +257,9 @@ def _check_no_link(directory: Path, artifacts: Artifacts) -> None:
             )
 
 
-def _effect(change: _Change, snapshot_dir: Path) -> str:
-    target, real = change.target, change.target.resolve()
-    verb = "adds" if change.pair.old is None else "overwrites"
+def _effect(target: Path, pair: Pair, snapshot_dir: Path) -> str:
+    real = target.resolve()
+    verb = "adds" if pair.old is None else "overwrites"
     is_link = real != snapshot_dir.resolve() / target.relative_to(snapshot_dir)
     by_link = f", a link to {show_path(real)}" if is_link else ""
     return f"  accepting {verb} {show_path(target)}{by_link}"
@@ -282,19 +274,18 @@ def _check_inside(target: Path, snapshot_dir: Path) -> None:
         )
 
 
-def _read(path: Path) -> Document | None:
-    text = read_snapshot(path, where=show_path(path))
-    return None if text is None else document_of(text, where=show_path(path))
+def _read(path: Path) -> SnapshotText | None:
+    return read_snapshot(path, where=show_path(path))
 
 
-def _write(change: _Change, snapshot_dir: Path) -> None:
-    _check_inside(change.target, snapshot_dir)
+def _write(target: Path, pair: Pair, snapshot_dir: Path) -> None:
+    _check_inside(target, snapshot_dir)
     try:
-        change.target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(change.target.resolve(), change.text)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(target.resolve(), str(pair.newer))
     except OSError as problem:
         raise CommandError(
-            f"cannot write {show_path(change.target)} ({problem.strerror or problem}); what was "
+            f"cannot write {show_path(target)} ({problem.strerror or problem}); what was "
             "there is unchanged"
         ) from None
 

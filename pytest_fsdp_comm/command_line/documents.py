@@ -1,14 +1,13 @@
-"""What can be shown and compared: snapshots, recordings and trees, from files and from git."""
+"""What can be shown and compared: snapshots, and the recordings and trees that tests save."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.json import kind_of_document, load_recordings
 from pytest_fsdp_comm.comm.profile import fold, merge
 from pytest_fsdp_comm.command_line.errors import CommandError
-from pytest_fsdp_comm.snapshots.documents import Profile, SnapshotText
+from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.files import read_snapshot
 from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.tree.json import load_tree
@@ -26,31 +25,15 @@ NOWHERE: Final = "/dev/null"
 """What git calls the file of a side that has none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """One side of a comparison."""
-
-    where: str
-    """The file, as the user would type it."""
-    text: SnapshotText
-    """As a snapshot of it would be written."""
-    profile: Profile
-    """What it says; with call sites where it was recorded."""
-    tree: ShardTree | None = None
-    """The tree that a test saved as JSON; None for anything else."""
-
-    @property
-    def body(self) -> str:
-        """What is compared: all but the first line."""
-        return self.text.partition("\n")[2]
-
-
-def read_document(path: Path, *, where: str = "") -> Document:
+def read_document(path: Path, *, where: str = "") -> SnapshotText:
     """Reads a file.
 
     Args:
         path: A snapshot, or JSON of a recording, of several, or of a tree.
-        where: As `Document.where`; empty for the path itself.
+        where: The file, as the user would type it; empty for the path itself.
+
+    Returns:
+        The snapshot, or what a snapshot of the JSON would be; its profile then has call sites.
 
     Raises:
         CommandError: There is no such file, or it is a directory.
@@ -62,74 +45,46 @@ def read_document(path: Path, *, where: str = "") -> Document:
             f"{where} is a directory; expected a snapshot (.comm) or a recording (.json)"
         )
     if path.suffix == ".json":
-        return _read_json(path, where)
+        saved = read_json(path, where=where)
+        if isinstance(saved, ShardTree):
+            return SnapshotText.of(fold_tree(saved), where=where)
+        return SnapshotText.of(merge([fold(one) for one in saved]), where=where)
     text = read_snapshot(path, where=where)
     if text is None:
         raise CommandError(f"there is no file {where}")
-    return document_of(text, where=where)
+    return text
 
 
-def document_of(text: SnapshotText, *, where: str) -> Document:
-    """The document that a snapshot is."""
-    return Document(where=where, text=text, profile=text.profile)
+def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
+    """Reads what ``fsdp_tree.save`` or ``comm_mode.save`` wrote; arguments as above.
 
-
-def read_recordings(path: Path) -> tuple[Recording, ...]:
-    """Reads what ``comm_mode.save`` wrote.
+    Returns:
+        A tree, or recordings of one block in the order of their ranks.
 
     Raises:
         CommandError: There is no such file, or it holds something else.
     """
-    return _load_recordings(_read_text(path, str(path)), str(path))
-
-
-def _load_recordings(text: str, where: str) -> tuple[Recording, ...]:
     try:
-        return load_recordings(text)
-    except CodecError as problem:
-        raise CommandError(f"{where}: {problem}") from None
-
-
-def _read_text(path: Path, where: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise CommandError(f"there is no file {where}") from None
     except (OSError, UnicodeDecodeError) as problem:
         raise CommandError(f"{where} cannot be read: {problem}") from None
+    try:
+        if kind_of_document(text) == "tree":
+            return load_tree(text)
+        recordings = load_recordings(text)
+    except CodecError as problem:
+        raise CommandError(f"{where}: {problem}") from None
+    return sort_ranks(recordings, where=where)
 
 
-def _read_json(path: Path, where: str) -> Document:
-    text = _read_text(path, where)
-    if kind_of_document(text) == "tree":
-        try:
-            tree = load_tree(text)
-        except CodecError as problem:
-            raise CommandError(f"{where}: {problem}") from None
-        return _written(fold_tree(tree), where, tree)
-    return _written(merge_recordings(_load_recordings(text, where), where=where), where)
-
-
-def _written(profile: Profile, where: str, tree: ShardTree | None = None) -> Document:
-    text = SnapshotText.of(profile, where=where)
-    return Document(where=where, text=text, profile=profile, tree=tree)
-
-
-def merge_recordings(recordings: Sequence[Recording], *, where: str) -> Profile:
-    """The profile of what several ranks recorded.
-
-    Args:
-        recordings: One for each rank.
-        where: Where they come from, for errors.
+def sort_ranks(recordings: Sequence[Recording], *, where: str) -> list[Recording]:
+    """Recordings of one block in the order of their ranks.
 
     Raises:
         CommandError: They are not of different ranks of one world.
     """
-    return merge([fold(recording) for recording in check_ranks(recordings, where=where)])
-
-
-def check_ranks(recordings: Sequence[Recording], *, where: str) -> list[Recording]:
-    """Recordings of one block in the order of their ranks; arguments and errors as above."""
     ordered = sorted(recordings, key=lambda recording: recording.rank)
     ranks = [recording.rank for recording in ordered]
     sizes = {recording.world_size for recording in ordered}

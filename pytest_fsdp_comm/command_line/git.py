@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.command_line.errors import CommandError
 from pytest_fsdp_comm.snapshots.names import SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-
-_RANGE: Final = re.compile(r"(?P<old>.*?)(?P<dots>\.{2,3})(?P<new>.*)")
-_HEAD: Final = "HEAD"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Revisions:
-    """The two sides of a comparison in git."""
-
-    old: str
-    """The id of a commit."""
-    new: str
-    """The id of a commit; empty for the files on disk."""
-    shown: tuple[str, str]
-    """Both, as the user named them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +23,8 @@ class ChangedFile:
     """As `old_path`, unless the file was renamed."""
     old: bytes | None
     """The content; None if the file was added."""
-    new: bytes | None
-    """The content; None if the file was removed, or is one on disk."""
-    is_on_disk: bool
-    """Whether the new side is a file of the working tree."""
+    new: bytes | Path | None
+    """The content, or the file of the working tree; None if the file was removed."""
 
 
 class Repository:
@@ -75,69 +57,65 @@ class Repository:
         )
         return found.strip() if found else None
 
-    def revisions(self, text: str) -> Revisions | None:
-        """The sides that ``main..HEAD`` or ``main...HEAD`` names; None if a text has no dots.
+    def known_commit(self, revision: str) -> str:
+        """As `commit`.
 
         Raises:
-            CommandError: There is no such revision, or the two have no common ancestor.
+            CommandError: There is no such commit.
         """
-        match = _RANGE.fullmatch(text)
-        if match is None:
-            return None
-        names = (match["old"] or _HEAD, match["new"] or _HEAD)
-        old, new = map(self._known_commit, names)
-        if match["dots"] == "...":
-            base = self._run("merge-base", old, new, may_fail=True)
-            if base is None:
-                raise CommandError(f"{names[0]} and {names[1]} have no common ancestor in git")
-            old = base.strip()
-        return Revisions(old=old, new=new, shown=names)
-
-    def _known_commit(self, name: str) -> str:
-        commit = self.commit(name)
+        commit = self.commit(revision)
         if commit is None:
-            raise CommandError(unknown_revision(name))
+            raise unknown_revision(revision)
         return commit
 
-    def changed_files(self, revisions: Revisions, paths: Sequence[str]) -> list[ChangedFile]:
+    def merge_base(self, old: str, new: str) -> str | None:
+        """The id of the commit where two commits parted; None if they have no common ancestor."""
+        base = self._run("merge-base", old, new, may_fail=True)
+        return base and base.strip()
+
+    def changed_files(self, commits: Sequence[str], paths: Sequence[str]) -> Iterator[ChangedFile]:
         """The snapshot files that differ, in git's order.
 
         Args:
-            revisions: The two sides.
+            commits: The ids of both sides; of the older one alone to compare with the files on
+                disk.
             paths: Files and directories to look at; none for all.
         """
-        sides = [revisions.old, *([revisions.new] if revisions.new else [])]
+        is_on_disk = len(commits) == 1
         raw = self._run(
-            *("diff", "--raw", "-z", "--no-abbrev", "--no-ext-diff", "--find-renames", *sides),
+            *("diff", "--raw", "-z", "--no-abbrev", "--no-ext-diff", "--find-renames", *commits),
             *("--", *paths),
         )
-        entries = [
-            entry
-            for entry in _raw_entries(raw or "")
-            if entry.old_path.endswith(SUFFIX) or entry.new_path.endswith(SUFFIX)
-        ]
-        contents = self._blobs({blob for one in entries for blob in (one.old, one.new) if blob})
-        changed = [
-            ChangedFile(
-                old_path=one.old_path,
-                new_path=one.new_path,
-                old=contents[one.old] if one.old else None,
-                new=contents[one.new] if one.new else None,
-                is_on_disk=not revisions.new and one.letter != "D",
+        fields = iter((raw or "").split("\0")[:-1])
+        entries = []
+        for field in fields:
+            _, _, old, new, status = field.split(" ")
+            old_path = next(fields)
+            new_path = next(fields) if status[0] in "RC" else old_path
+            if old_path.endswith(SUFFIX) or new_path.endswith(SUFFIX):
+                entries.append((old, "" if is_on_disk else new, status, old_path, new_path))
+        # The id of nothing is all zeros.
+        contents = self._blobs({blob for one in entries for blob in one[:2] if blob.strip("0")})
+        for old, new, status, old_path, new_path in entries:
+            on_disk = self.top / new_path if is_on_disk and status != "D" else None
+            yield ChangedFile(
+                old_path=old_path,
+                new_path=new_path,
+                old=contents.get(old),
+                new=on_disk or contents.get(new),
             )
-            for one in entries
-        ]
-        return changed if revisions.new else [*changed, *self._untracked(paths)]
+        if is_on_disk:
+            yield from self._untracked(paths)
 
     def _untracked(self, paths: Sequence[str]) -> Iterator[ChangedFile]:
-        top = self.top if not paths else self._directory
         listed = self._run(
             *("ls-files", "--others", "--exclude-standard", "--full-name", "-z", "--", *paths),
-            directory=top,
+            directory=self._directory if paths else self.top,
         )
-        for path in filter(None, (listed or "").split("\0")):
+        for path in (listed or "").split("\0"):
             if path.endswith(SUFFIX):
-                yield ChangedFile(old_path=path, new_path=path, old=None, new=None, is_on_disk=True)
+                file = self.top / path
+                yield ChangedFile(old_path=path, new_path=path, old=None, new=file)
 
     def _blobs(self, names: Iterable[str]) -> dict[str, bytes]:
         ordered = sorted(names)
@@ -182,40 +160,9 @@ class Repository:
             ) from None
 
 
-def unknown_revision(name: str) -> str:
+def unknown_revision(name: str) -> CommandError:
     """The error of a name that git does not know."""
-    return (
+    return CommandError(
         f"git knows no revision {name!r}; in a shallow clone, as CI makes them, fetch it first: "
         f"git fetch origin {name}"
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RawEntry:
-    """A line of ``git diff --raw``."""
-
-    old: str
-    """The id of the content; empty for none."""
-    new: str
-    """As `old`; empty also for what is on disk."""
-    letter: str
-    """How it changed: ``A``, ``D``, ``M``, ``R`` and others."""
-    old_path: str
-    new_path: str
-
-
-def _raw_entries(raw: str) -> Iterator[_RawEntry]:
-    fields = iter(raw.split("\0"))
-    for field in fields:
-        if not field:
-            continue
-        _, _, old, new, status = field.split(" ")
-        old_path = next(fields)
-        is_moved = status[0] in "RC"
-        yield _RawEntry(
-            old=old if old.strip("0") else "",
-            new=new if new.strip("0") else "",
-            letter=status[0],
-            old_path=old_path,
-            new_path=next(fields) if is_moved else old_path,
-        )

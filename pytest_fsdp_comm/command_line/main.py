@@ -23,6 +23,8 @@ from pytest_fsdp_comm.text.paths import anchor_of, show_path
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pytest_fsdp_comm.comm.events import Recording
+
 SAME: Final = 0
 DIFFERENT: Final = 1
 FAILED: Final = 2
@@ -83,15 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from pytest_fsdp_comm.command_line.documents import read_document  # noqa: PLC0415  # as above
-    from pytest_fsdp_comm.command_line.show import show_document  # noqa: PLC0415  # as above
+    from pytest_fsdp_comm.command_line.show import show_file  # noqa: PLC0415  # as above
 
     printer = Printer("never")
     for number, name in enumerate(options.files):
-        document = read_document(Path(name))
-        links = find_project(Path(name).absolute().parent).links
+        shown = show_file(Path(name), find_project(Path(name).absolute().parent).links)
         several = [*([""] if number else []), f"{name}:"] if len(options.files) > 1 else []
-        printer.lines([*several, *show_document(document, links)])
+        printer.lines([*several, *shown])
     return SAME
 
 
@@ -99,13 +99,17 @@ def _diff(options: argparse.Namespace) -> int:
     from pytest_fsdp_comm.command_line.compare import pairs_of, print_stories  # noqa: PLC0415  # as above
 
     project = find_project(Path.cwd())
-    compared = pairs_of([*options.sides, *options.rest], Path.cwd())
-    differs = print_stories(
-        compared, project.links, Printer(options.color), with_lines=options.lines
-    )
-    for problem in compared.problems:
+    pairs, problems = pairs_of([*options.sides, *options.rest], Path.cwd())
+    printer = Printer(options.color)
+    differs = print_stories(pairs, project.links, printer, with_lines=options.lines)
+    return _failed(problems) or (DIFFERENT if differs else SAME)
+
+
+def _failed(problems: Sequence[str]) -> int:
+    """Prints problems with single files; returns the exit status if there are any, else 0."""
+    for problem in problems:
         print(f"fsdp-comm: {problem}", file=sys.stderr)  # noqa: T201  # an error's place
-    return FAILED if compared.problems else DIFFERENT if differs else SAME
+    return FAILED if problems else SAME
 
 
 def _accept(options: argparse.Namespace) -> int:
@@ -123,24 +127,22 @@ def _accept(options: argparse.Namespace) -> int:
             f"there is no directory {show_path(chosen)}; expected that of the snapshots: run this "
             "in the directory of the project, or name it with --snapshots"
         )
-    can_ask = sys.stdin.isatty() and sys.stdout.isatty()
+    is_dry = not (options.yes or (sys.stdin.isatty() and sys.stdout.isatty()))
     done = accept(
         Path(options.directory),
         chosen,
         project.links,
         Printer("auto"),
         anchor=anchor_of(chosen, root),
-        ask=None if options.yes or not can_ask else ask_on_terminal,
-        is_dry=not (options.yes or can_ask),
+        ask=(lambda: "all") if options.yes else (lambda: "no") if is_dry else ask_on_terminal,
     )
     rest = [
         f"{count} {word}"
         for count, word in ((done.skipped, "left as they are"), (done.refused, "refused"))
         if count
     ]
-    files = "file" if done.written == 1 else "files"
-    print(", ".join([f"{done.written} {files} accepted", *rest]))  # noqa: T201  # a program's output
-    if not (options.yes or can_ask) and done.skipped:
+    print(", ".join([f"{counted(done.written, 'file')} accepted", *rest]))  # noqa: T201  # a program's output
+    if is_dry and done.skipped:
         raise CommandError("there is no terminal to ask on; --yes accepts all that is shown above")
     return DIFFERENT if rest else SAME
 
@@ -156,27 +158,29 @@ def _audit(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from pytest_fsdp_comm.command_line.report import report, sides_of  # noqa: PLC0415  # as above
 
-    sides = sides_of([*options.sides, *options.rest], Path.cwd())
+    pairs, problems = sides_of([*options.sides, *options.rest], Path.cwd())
     output = Path(options.output)
     command = shlex.join(["fsdp-comm", "report", *options.sides, *options.rest])
     try:
-        pages = report(sides, find_project(Path.cwd()).links, output, command=command)
+        pages = report(pairs, find_project(Path.cwd()).links, output, command=command)
     except OSError as error:
         raise CommandError(f"cannot write {output} ({error.strerror or error})") from None
-    for problem in sides.problems:
-        print(f"fsdp-comm: {problem}", file=sys.stderr)  # noqa: T201  # an error's place
+    status = _failed(problems)
     print(f"{output / 'index.html'}: {counted(pages, 'test')}")  # noqa: T201  # a program's output
-    return FAILED if sides.problems else SAME
+    return status
 
 
 def _trace(options: argparse.Namespace) -> int:
-    from pytest_fsdp_comm.command_line.documents import check_ranks, read_recordings  # noqa: PLC0415  # as above
+    from pytest_fsdp_comm.command_line.documents import read_json, sort_ranks  # noqa: PLC0415  # as above
     from pytest_fsdp_comm.reports.trace import dump_trace  # noqa: PLC0415  # as above
 
-    recordings = check_ranks(
-        [one for name in options.files for one in read_recordings(Path(name))],
-        where=", ".join(options.files),
-    )
+    recordings: list[Recording] = []
+    for name in options.files:
+        saved = read_json(Path(name), where=name)
+        if not isinstance(saved, list):
+            raise CommandError(f"{name}: expected a recording, got a tree")
+        recordings += saved
+    recordings = sort_ranks(recordings, where=", ".join(options.files))
     first = Path(options.files[0])
     output = Path(options.output) if options.output else first.with_suffix(".trace.json")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import PurePath
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.command_line.compare import pairs_in_directories, pairs_of
 from pytest_fsdp_comm.command_line.stories import tell, test_of
@@ -18,13 +18,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_fsdp_comm.comm.links import Links
-    from pytest_fsdp_comm.command_line.compare import Compared as Sides
-    from pytest_fsdp_comm.command_line.documents import Document
+    from pytest_fsdp_comm.command_line.compare import Problems
     from pytest_fsdp_comm.command_line.stories import Pair, Story
-    from pytest_fsdp_comm.reports.html.values import Verdict
 
 
-def sides_of(arguments: Sequence[str], directory: Path) -> Sides:
+def sides_of(arguments: Sequence[str], directory: Path) -> tuple[list[Pair], Problems]:
     """Finds what to report on.
 
     Args:
@@ -43,46 +41,41 @@ def sides_of(arguments: Sequence[str], directory: Path) -> Sides:
     return pairs_of(arguments, directory)
 
 
-def report(sides: Sides, links: Links, directory: Path, *, command: str) -> int:
+def report(pairs: Sequence[Pair], links: Links, directory: Path, *, command: str) -> int:
     """Writes the pages, one for the files of each test; returns how many there are.
 
     Raises:
         OSError: Something could not be written.
     """
     tests: dict[object, list[tuple[Pair, Story]]] = {}
-    for pair, story in zip(sides.pairs, tell(sides.pairs, links), strict=True):
+    for pair, story in zip(pairs, tell(pairs, links), strict=True):
         tests.setdefault(test_of(pair), []).append((pair, story))
-    results = [_result(told) for told in tests.values()]
-    write_report(Run(tests=tuple(results), command=command), directory)
+    results = tuple(map(_result, tests.values()))
+    write_report(Run(tests=results, command=command), directory)
     return len(results)
 
 
 def _result(told: Sequence[tuple[Pair, Story]]) -> Result:
-    path = PurePath(told[0][0].new_path)
-    compared = tuple(_compared(pair, story) for pair, story in told)
-    differs = any(story.differs for _, story in told)
+    first, _ = told[0]
+    path = PurePath(first.new_path)
     return Result(
         nodeid=f"{path.parent}::{path.stem.removesuffix('.tree')}",
-        outcome="failed" if differs else "passed",
-        record=Record(world_size=_there(told[0][0]).profile.world_size, compared=compared),
+        outcome="failed" if any(story.differs for _, story in told) else "passed",
+        record=Record(
+            world_size=first.newer.profile.world_size,
+            compared=tuple(_compared(pair, story) for pair, story in told),
+        ),
     )
 
 
-def _there(pair: Pair) -> Document:
-    """The newer side that there is: a pair has one at least."""
-    return cast("Document", pair.new or pair.old)
-
-
 def _compared(pair: Pair, story: Story) -> Compared:
-    new = _there(pair)
-    verdict: Verdict = "missing" if pair.old is None else "differs" if story.differs else "same"
     return Compared(
         name="",
-        kind=kind_of(new.profile),
-        verdict=verdict,
+        kind=kind_of(pair.newer.profile),
+        verdict="missing" if pair.old is None else "differs" if story.differs else "same",
         file=pair.new_path,
-        old=str(pair.old.text) if pair.old else "",
-        new=str(new.text),
+        old=str(pair.old or ""),
+        new=str(pair.newer),
         lines=story.lines,
         headline=story.lines[1].strip() if len(story.lines) > 1 else "",
     )

@@ -11,17 +11,20 @@ from pytest_fsdp_comm.comm.cost import estimate_seconds
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import show_mesh
 from pytest_fsdp_comm.comm.profile import CommProfile
+from pytest_fsdp_comm.command_line.documents import read_document, read_json
 from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import name_ranks
+from pytest_fsdp_comm.tree.model import ShardTree
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from pytest_fsdp_comm.comm.links import Links
     from pytest_fsdp_comm.comm.profile import Total
-    from pytest_fsdp_comm.command_line.documents import Document
+    from pytest_fsdp_comm.snapshots.documents import SnapshotText
     from pytest_fsdp_comm.tree.profile import TreeProfile
 
 _PHASES: Final = tuple(map(str, Phase))
@@ -31,32 +34,39 @@ _MADE: Final = re.compile(r" \| (.+?)(?: \(not compared\))?$")
 _ELEMENT: Final = re.compile(r"(?:float|int|uint|bfloat|complex)([0-9]+)")
 
 
-def show_document(document: Document, links: Links) -> Iterator[str]:
+def show_file(path: Path, links: Links) -> Iterator[str]:
     """Lines for people.
 
     Args:
-        document: What to show.
+        path: As for `read_document`.
         links: How fast axes are, to estimate seconds.
+
+    Raises:
+        FsdpCommError: As for `read_document`.
     """
-    if document.tree is not None:
-        yield from render_tree(document.tree).splitlines()
-    elif isinstance(document.profile, CommProfile):
-        yield from _show_comm(document, document.profile, links)
+    text = read_document(path)
+    if path.suffix == ".json":
+        saved = read_json(path, where=str(path))
+        if isinstance(saved, ShardTree):
+            yield from render_tree(saved).splitlines()
+            return
+    if isinstance(text.profile, CommProfile):
+        yield from _show_comm(text, text.profile, links)
     else:
-        yield from _show_tree(document, document.profile)
+        yield from _show_tree(text, text.profile)
 
 
-def _head(what: str, document: Document) -> str:
-    profile = document.profile
+def _head(what: str, text: SnapshotText) -> str:
+    profile = text.profile
     recorded = profile.recorded_ranks
     only = f", of which {name_ranks(recorded)} recorded" if recorded else ""
-    made = _MADE.search(document.text.partition("\n")[0])
+    made = _MADE.search(text.partition("\n")[0])
     by = f" ({made[1]})" if made else ""
     return f"{what} of {counted(profile.world_size, 'rank')}{only}{by}"
 
 
-def _show_comm(document: Document, profile: CommProfile, links: Links) -> Iterator[str]:
-    yield _head("communication", document)
+def _show_comm(text: SnapshotText, profile: CommProfile, links: Links) -> Iterator[str]:
+    yield _head("communication", text)
     yield f"mesh: {show_mesh(profile.mesh_axes)}"
     for peak in profile.peaks:
         on = f" on {name_ranks(peak.ranks)}" if peak.ranks else ""
@@ -70,7 +80,7 @@ def _show_comm(document: Document, profile: CommProfile, links: Links) -> Iterat
         of = "each rank" if num_ranks == 1 else f"{num_ranks} ranks together, which differ"
         yield f"calls and bytes of {of}"
         yield from _columns(_totals(profile, totals, links))
-    records = [line for line in document.text.splitlines() if line.partition(" ")[0] in _PHASES]
+    records = [line for line in text.splitlines() if line.partition(" ")[0] in _PHASES]
     for phase, lines in groupby(records, key=lambda line: line.partition(" ")[0]):
         yield ""
         yield phase
@@ -140,8 +150,8 @@ def _is_amount(cell: str) -> bool:
     return bool(re.match(r"[0-9.]+( [KMGTP]?i?B)?$", cell))
 
 
-def _show_tree(document: Document, profile: TreeProfile) -> Iterator[str]:
-    yield _head("sharded model", document)
+def _show_tree(text: SnapshotText, profile: TreeProfile) -> Iterator[str]:
+    yield _head("sharded model", text)
     tree = profile.common
     if tree is None:
         yield f"{len(profile.trees)} different trees"
@@ -159,7 +169,7 @@ def _show_tree(document: Document, profile: TreeProfile) -> Iterator[str]:
         yield f"{counted(units, 'unit')}; {parameters} of {numel:_} elements{nbytes}"
     yield ""
     # All but the first line, what was said above, and the last line.
-    yield from (line for line in document.text.splitlines()[1:-1] if not line.startswith(_FRAME))
+    yield from (line for line in text.splitlines()[1:-1] if not line.startswith(_FRAME))
 
 
 def _element_nbytes(dtype: str) -> int:

@@ -6,12 +6,13 @@ import difflib
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, cast
 
 from pytest_fsdp_comm.comm.profile import CommProfile
-from pytest_fsdp_comm.command_line.documents import NOWHERE, Document
+from pytest_fsdp_comm.command_line.documents import NOWHERE
 from pytest_fsdp_comm.reports.explanation import CURE
 from pytest_fsdp_comm.snapshots.differences import evidence_of, explain_profiles
+from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename
 from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
@@ -22,22 +23,24 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.evidence import Evidence
     from pytest_fsdp_comm.comm.links import Links
     from pytest_fsdp_comm.snapshots.documents import Profile
-    from pytest_fsdp_comm.tree.profile import TreeProfile
-
-_CONTEXT: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
     """Two sides of one file; at least one is there."""
 
-    old: Document | None
-    new: Document | None
+    old: SnapshotText | None
+    new: SnapshotText | None
     old_path: str
     new_path: str
     """As `old_path`, unless the file was renamed, or two files were named."""
     is_rename: bool = False
     """Whether git found that the file was renamed."""
+
+    @property
+    def newer(self) -> SnapshotText:
+        """The newer side that there is."""
+        return cast("SnapshotText", self.new or self.old)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,22 +81,17 @@ def test_of(pair: Pair) -> object:
 def _tell(pair: Pair, links: Links, evidence: Evidence | None) -> Story:
     name = pair.new_path
     if pair.old is None or pair.new is None:
-        is_new = pair.new is not None
-        document = pair.new or pair.old
-        if document is None:
-            return Story(lines=(), differs=False)
-        summary = "; ".join(summary_lines(document.profile))
-        return Story(
-            lines=(f"{name}: {'added' if is_new else 'removed'}", f"  {summary}"), differs=True
-        )
+        verb = "removed" if pair.new is None else "added"
+        summary = "; ".join(summary_lines(pair.newer.profile))
+        return Story(lines=(f"{name}: {verb}", f"  {summary}"), differs=True)
     head = f"{pair.old_path} -> {name}" if pair.old_path != name else name
-    if pair.old.body == pair.new.body:
-        if pair.is_rename:
-            return Story(lines=(f"{head}: renamed, nothing else",), differs=True)
-        if pair.old.text == pair.new.text:
-            return Story(lines=(), differs=False)
-        what = "its first line alone, which is not compared"
-        return Story(lines=(f"{head}: {what}",), differs=False)
+    if pair.old == pair.new and not pair.is_rename:
+        return Story(lines=(), differs=False)
+    # All but the first line is compared.
+    if pair.old.partition("\n")[2] == pair.new.partition("\n")[2]:
+        first_line = "its first line alone, which is not compared"
+        what = "renamed, nothing else" if pair.is_rename else first_line
+        return Story(lines=(f"{head}: {what}",), differs=pair.is_rename)
     difference = explain_profiles(
         (pair.old.profile, pair.new.profile), where=name, links=links, evidence=evidence
     )
@@ -109,50 +107,34 @@ def _tell(pair: Pair, links: Links, evidence: Evidence | None) -> Story:
 
 def summary_lines(profile: Profile) -> Iterator[str]:
     """A snapshot in a few statements."""
-    if not isinstance(profile, CommProfile):
-        yield from _tree_summary(profile)
-        return
     yield counted(profile.world_size, "rank")
-    for total in profile.totals():
-        of_all = f" of {total.num_ranks} ranks together" if total.num_ranks > 1 else ""
-        nbytes = f", {show_nbytes(total.nbytes)}" if total.nbytes else ""
-        yield f"{total.count} {total.kind}[{total.axis}]{nbytes}{of_all}"
-    if profile.peaks:
-        most = max(peak.nbytes for peak in profile.peaks)
-        yield f"peak gathered {show_nbytes(most)}"
-
-
-def _tree_summary(profile: TreeProfile) -> Iterator[str]:
-    yield counted(profile.world_size, "rank")
-    tree = profile.common
-    if tree is None:
+    if isinstance(profile, CommProfile):
+        for total in profile.totals():
+            of_all = f" of {total.num_ranks} ranks together" if total.num_ranks > 1 else ""
+            nbytes = f", {show_nbytes(total.nbytes)}" if total.nbytes else ""
+            yield f"{total.count} {total.kind}[{total.axis}]{nbytes}{of_all}"
+        if profile.peaks:
+            yield f"peak gathered {show_nbytes(max(peak.nbytes for peak in profile.peaks))}"
+    elif profile.common is None:
         yield f"{len(profile.trees)} different trees"
     else:
-        yield counted(sum(map(len, tree.units.values())), "unit")
-        yield counted(len(tree.parameters), "parameter")
+        yield counted(sum(map(len, profile.common.units.values())), "unit")
+        yield counted(len(profile.common.parameters), "parameter")
 
 
-def diff_lines(pair: Pair) -> Iterator[str]:
-    """The lines that differ, as a patch that ``git apply`` understands."""
-    old, new = pair.old, pair.new
-    return unified(
-        (str(old.text) if old else "", pair.old_path if old else ""),
-        (str(new.text) if new else "", pair.new_path if new else ""),
-    )
-
-
-def unified(old: tuple[str, str], new: tuple[str, str]) -> Iterator[str]:
-    """The lines of a patch.
+def patch_lines(old: str | None, new: str | None, old_path: str, new_path: str) -> Iterator[str]:
+    """The lines that differ, as a patch that ``git apply`` understands.
 
     Args:
-        old: The text and the path; both empty if there is no file.
+        old: The text; None if there is no file.
         new: As `old`.
+        old_path: Relative to the top of the repository.
+        new_path: As `old_path`.
     """
-    yield from difflib.unified_diff(
-        old[0].splitlines(),
-        new[0].splitlines(),
-        f"a/{old[1]}" if old[1] else NOWHERE,
-        f"b/{new[1]}" if new[1] else NOWHERE,
+    return difflib.unified_diff(
+        (old or "").splitlines(),
+        (new or "").splitlines(),
+        NOWHERE if old is None else f"a/{old_path}",
+        NOWHERE if new is None else f"b/{new_path}",
         lineterm="",
-        n=_CONTEXT,
     )

@@ -77,7 +77,6 @@ def test_each_test_is_asked_for_once_with_all_of_its_files(artifacts, answers, a
         Printer("never"),
         anchor=artifacts,
         ask=lambda: next(given),
-        is_dry=False,
     )
     now = files(artifacts)
     assert [path for path, (_, new) in FILES.items() if now.get(path) == new] == accepted
