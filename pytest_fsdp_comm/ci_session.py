@@ -40,8 +40,8 @@ class Review:
     """Whether GitHub reads commands from the output."""
     top: Path
     """The top of the checkout, which places are relative to."""
-    link: tuple[str, str, str] | None
-    """GitHub's server, repository and commit; None if they are not known."""
+    source: str
+    """Where GitHub shows the checkout; empty if unknown."""
 
 
 def read_review(config: pytest.Config, environment: Mapping[str, str]) -> Review | None:
@@ -70,7 +70,7 @@ def read_review(config: pytest.Config, environment: Mapping[str, str]) -> Review
         summary=summary,
         annotates=annotates and not has_other,
         top=Path(environment.get("GITHUB_WORKSPACE") or config.rootpath),
-        link=(server, repository, commit) if server and repository and commit else None,
+        source=f"{server}/{repository}/blob/{commit}" if server and repository and commit else "",
     )
 
 
@@ -123,25 +123,28 @@ class CiSession:
         from pytest_fsdp_comm.reports.ci import markdown  # noqa: PLC0415  # in CI only
 
         review = self._review
-        link = markdown.github_link(*review.link) if review.link else markdown.no_link
-        if review.step_summary is not None and outcomes.has_news:
-            try:
+        try:
+            if review.step_summary is not None and outcomes.has_news:
                 # What earlier sessions of the step wrote counts, too.
                 held = review.step_summary.stat().st_size if review.step_summary.exists() else 0
-                room = markdown.MAX_NBYTES - held
-                text = markdown.render_summary(outcomes, link, room=room - len(_BREAK))
+                room = markdown.MAX_NBYTES - held - len(_BREAK)
+                text = markdown.render_summary(outcomes, review.source, room=room)
                 with review.step_summary.open("ab") as file:
                     file.write((_BREAK * bool(held and text) + text).encode("utf-8", "replace"))
-            except OSError as problem:
-                self._problems.append(_cannot_write("GITHUB_STEP_SUMMARY", problem))
-        if review.summary is not None:
-            try:
+        except OSError as problem:
+            self._note_problem("GITHUB_STEP_SUMMARY", problem)
+        try:
+            if review.summary is not None:
                 review.summary.parent.mkdir(parents=True, exist_ok=True)
-                text = markdown.render_summary(outcomes, link)
+                text = markdown.render_summary(outcomes, review.source)
                 review.summary.write_bytes(text.encode("utf-8", "replace"))
-            except OSError as problem:
-                self._problems.append(_cannot_write("--comm-summary", problem))
-                session.exitstatus = session.exitstatus or pytest.ExitCode.USAGE_ERROR
+        except OSError as problem:
+            self._note_problem("--comm-summary", problem)
+            session.exitstatus = session.exitstatus or pytest.ExitCode.USAGE_ERROR
+
+    def _note_problem(self, name: str, problem: OSError) -> None:
+        what = f"{problem.filename}: {problem.strerror or problem}"
+        self._problems.append(f"fsdp-comm: cannot write {name} ({what})")
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -197,7 +200,3 @@ class CiSession:
             except ValueError:
                 return None
         return Place(path=relative.as_posix(), line=line)
-
-
-def _cannot_write(name: str, problem: OSError) -> str:
-    return f"fsdp-comm: cannot write {name} ({problem.filename}: {problem.strerror or problem})"

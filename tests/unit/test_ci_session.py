@@ -38,10 +38,10 @@ def test_github_and_a_file_are_told_independently():
     review = read_review(config(), GITHUB)
     assert (review.step_summary, review.summary) == (Path("/runner/summary"), None)
     assert (review.annotates, review.top) == (True, Path("/checkout"))
-    assert review.link == ("https://github.com", "o/r", "abc")
+    assert review.source == "https://github.com/o/r/blob/abc"
     review = read_review(config(summary=Path("s.md")), {"PYTEST_CURRENT_TEST": "x"})
     assert (review.step_summary, review.summary) == (None, Path("s.md"))
-    assert (review.annotates, review.top, review.link) == (False, Path("/checkout/sub"), None)
+    assert (review.annotates, review.top, review.source) == (False, Path("/checkout/sub"), "")
 
 
 def test_failures_are_annotated_once():

@@ -10,9 +10,9 @@ from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.text.counts import counted, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Outcomes, Place
+    from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Outcomes
 
 MAX_NBYTES: Final = 900_000
 """The longest summary. GitHub drops all of one beyond 1 MiB in a step."""
@@ -26,35 +26,12 @@ _MARKUP: Final = re.compile(
 )
 
 
-def no_link(place: Place) -> str:
-    """The address of a line where it is not known."""
-    del place
-    return ""
-
-
-def github_link(server: str, repository: str, commit: str) -> Callable[[Place], str]:
-    """Addresses of lines on GitHub.
-
-    Args:
-        server: E.g. ``https://github.com``.
-        repository: ``owner/name``.
-        commit: Its hash.
-    """
-
-    def link(place: Place) -> str:
-        return f"{server}/{repository}/blob/{commit}/{quote(place.path)}#L{place.line}"
-
-    return link
-
-
-def render_summary(
-    outcomes: Outcomes, link: Callable[[Place], str], *, room: int = MAX_NBYTES
-) -> str:
+def render_summary(outcomes: Outcomes, source: str = "", *, room: int = MAX_NBYTES) -> str:
     """Writes the summary.
 
     Args:
         outcomes: Of the session.
-        link: The address of a line; empty if there is none.
+        source: Address of the checkout on GitHub, which tests are linked to; empty if unknown.
         room: The most bytes. What does not fit is left out, and that is said.
 
     Returns:
@@ -67,7 +44,7 @@ def render_summary(
         budget.add(f"{plain(outcomes.ended_early)}\n\n")
     if outcomes.failed:
         budget.add("| test | what differs | cost |\n| --- | --- | --- |\n")
-        rows = [_row(test, link) for test in outcomes.failed]
+        rows = [_row(test, source) for test in outcomes.failed]
         budget.add_each(rows, "| {} more | | |\n")
         budget.add("\n")
         stories = [_story(test) for test in outcomes.failed if test.comparisons]
@@ -122,19 +99,14 @@ def _headline(outcomes: Outcomes) -> str:
     return f"### Communication: {what}\n\n{compared} compared."
 
 
-def _row(test: FailedTest, link: Callable[[Place], str]) -> str:
+def _row(test: FailedTest, source: str) -> str:
     name = f"<code>{_cell(test.nodeid)}</code>"
-    address = link(test.place) if test.place is not None else ""
-    linked = f'<a href="{address}">{name}</a>' if address else name
-    cost = "<br>".join(_cell(line) for line in _cost(test))
+    if source and test.place is not None:
+        name = f'<a href="{source}/{quote(test.place.path)}#L{test.place.line}">{name}</a>'
+    cost = "<br>".join(map(_cell, test.comparisons.cost if test.comparisons else ()))
     # The headline has the first of several changes alone.
     told = test.comparisons.told if test.comparisons else ()
-    what = "<br>".join(_cell(line) for line in told) or _cell(test.reason)
-    return f"| {linked} | {what} | {cost} |\n"
-
-
-def _cost(test: FailedTest) -> Sequence[str]:
-    return test.comparisons.cost if test.comparisons else ()
+    return f"| {name} | {'<br>'.join(map(_cell, told)) or _cell(test.reason)} | {cost} |\n"
 
 
 def _story(test: FailedTest) -> str:
@@ -162,7 +134,7 @@ def _unused(outcomes: Outcomes) -> str:
 
 
 def _cell(text: str) -> str:
-    return plain(_cut(text, _MAX_CELL))
+    return plain(text if len(text) <= _MAX_CELL else f"{text[: _MAX_CELL - 3]}...")
 
 
 def plain(text: str) -> str:
@@ -177,7 +149,3 @@ def fenced(text: str) -> str:
     longest = max(map(len, re.findall(r"`+", shown)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{shown}\n{fence}"
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -7,7 +7,7 @@ import pytest
 from sample_profiles import in_bfloat16, profile, reduced_often
 
 from pytest_fsdp_comm.comm.diff import compare
-from pytest_fsdp_comm.reports.ci.markdown import no_link, render_summary
+from pytest_fsdp_comm.reports.ci.markdown import render_summary
 from pytest_fsdp_comm.reports.ci.outcomes import Comparisons, FailedTest, Outcomes
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
 from pytest_fsdp_comm.reports.explanation import (
@@ -303,7 +303,7 @@ def test_a_regression_is_told_before_what_hides_it_and_each_change_has_its_cause
     # And a line for each in the summary's table.
     failed = Comparisons(files=("x",), headline=headline(comparison.changes), told=explained.told)
     test = FailedTest(nodeid="test_a", reason=failed.headline, place=None, comparisons=failed)
-    summary = render_summary(Outcomes(compared_tests=1, compared_files=1, failed=(test,)), no_link)
+    summary = render_summary(Outcomes(compared_tests=1, compared_files=1, failed=(test,)))
     (row,) = (line for line in summary.splitlines() if line.startswith("| <code>test"))
     what = row.split(" | ")[1].split("<br>")
     assert len(what) == 2

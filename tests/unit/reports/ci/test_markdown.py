@@ -5,7 +5,7 @@ import re
 
 from markdown_it import MarkdownIt
 
-from pytest_fsdp_comm.reports.ci.markdown import fenced, github_link, no_link, plain, render_summary
+from pytest_fsdp_comm.reports.ci.markdown import fenced, plain, render_summary
 from pytest_fsdp_comm.reports.ci.outcomes import (
     Comparisons,
     FailedTest,
@@ -15,7 +15,7 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
 )
 
 HOSTILE = "tests/a b.py::test_x[`|<b>_*~#@me [x](y) \\ &amp; ![](z) :tada: \x1b[31m\n|]"
-LINK = github_link("https://github.com", "o/r", "abc123")
+SOURCE = "https://github.com/o/r/blob/abc123"
 
 
 def failed(
@@ -50,15 +50,15 @@ def shown(text):
 
 
 def test_a_session_that_passed_is_one_line():
-    assert render_summary(outcomes(), no_link).strip() == (
+    assert render_summary(outcomes()).strip() == (
         "Communication: 14 snapshots in 9 tests compared, all equal."
     )
     nothing = Outcomes(compared_tests=0, compared_files=0)
-    assert render_summary(nothing, no_link).startswith("No test compared anything")
+    assert render_summary(nothing).startswith("No test compared anything")
 
 
 def test_a_failed_test_has_its_line_what_differs_what_it_costs_and_the_whole_story():
-    text = render_summary(outcomes(failed()), LINK)
+    text = render_summary(outcomes(failed()), SOURCE)
     assert shown(text) == (
         "Communication: differs from the reviewed snapshots in 1 test "
         "14 snapshots in 9 tests compared. "
@@ -70,9 +70,9 @@ def test_a_failed_test_has_its_line_what_differs_what_it_costs_and_the_whole_sto
     )
     address = '<a href="https://github.com/o/r/blob/abc123/tests/test_a.py#L12">'
     assert address in rendered(text)
-    assert "<a " not in rendered(render_summary(outcomes(failed()), no_link))
+    assert "<a " not in rendered(render_summary(outcomes(failed())))
     # Spaces and the like are no part of an address.
-    odd = render_summary(outcomes(failed(path='a "b"|.py')), LINK)
+    odd = render_summary(outcomes(failed(path='a "b"|.py')), SOURCE)
     assert "/blob/abc123/a%20%22b%22%7C.py#L12" in odd
 
 
@@ -81,7 +81,7 @@ def test_other_failures_unused_files_and_an_early_end_are_told():
     unused = UnusedFile(shown="snapshots/a_b.comm", reason="its test no longer exists", place=None)
     text = render_summary(
         outcomes(failed(), other, unused=(unused,), ended_early="The session ended early (-x)."),
-        LINK,
+        SOURCE,
     )
     said = shown(text)
     assert "snapshots in 1 test, 1 test failed for another reason" in said
@@ -89,13 +89,13 @@ def test_other_failures_unused_files_and_an_early_end_are_told():
     assert "t.py::test_y rank 1 died" in said
     assert "1 snapshot file unused: snapshots/a_b.comm : its test no longer exists" in said
     assert "1 snapshot file deleted:" in shown(
-        render_summary(outcomes(unused=(unused,), are_removed=True), LINK)
+        render_summary(outcomes(unused=(unused,), are_removed=True), SOURCE)
     )
 
 
 def test_no_name_is_markup():
     fence = "a\n````\n<b>b</b>"
-    text = render_summary(outcomes(failed(HOSTILE, story=[fence, HOSTILE, "</details>"])), LINK)
+    text = render_summary(outcomes(failed(HOSTILE, story=[fence, HOSTILE, "</details>"])), SOURCE)
     page = rendered(text)
     assert page.count("<tr>") == 2
     assert len(re.findall("<td", page)) == 3
@@ -114,7 +114,7 @@ def test_a_summary_stays_below_its_limit_and_says_what_is_left_out():
     tests = [
         failed(f"tests/test_a.py::test_{number}", story=["é" * 9_000]) for number in range(200)
     ]
-    text = render_summary(outcomes(*tests), LINK, room=100_000)
+    text = render_summary(outcomes(*tests), SOURCE, room=100_000)
     assert 80_000 < len(text.encode()) <= 100_000
     assert re.search(r"\n(\d+) more stories are in the log", text)
     # Every test has its row all the same.
@@ -122,10 +122,10 @@ def test_a_summary_stays_below_its_limit_and_says_what_is_left_out():
     told = text.count("<details>")
     assert f"\n{200 - told} more stories" in text
     assert text.count("```text") % 2 == 0
-    short = render_summary(outcomes(*tests), LINK, room=3_000)
+    short = render_summary(outcomes(*tests), SOURCE, room=3_000)
     assert len(short.encode()) <= 3_000
     assert re.search(r"\n\| \d+ more \|", short)
-    assert render_summary(outcomes(*tests), LINK, room=10) == ""
+    assert render_summary(outcomes(*tests), SOURCE, room=10) == ""
     # The largest that there may be.
     many = [failed(f"t.py::test_{number}[{'|' * 900}]") for number in range(3_000)]
-    assert len(render_summary(outcomes(*many), LINK).encode()) < 2**20
+    assert len(render_summary(outcomes(*many), SOURCE).encode()) < 2**20
