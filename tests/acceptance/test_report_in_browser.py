@@ -6,7 +6,7 @@ import pytest
 from browser import find_browser, opened_browser
 from report_values import KIB, compared, read, record_step, result, stack
 
-from pytest_fsdp_comm.reports.html.pages import Site, tree_page
+from pytest_fsdp_comm.reports.html.pages import render_pages, tree_page
 from pytest_fsdp_comm.reports.html.timeline import timeline_of
 from pytest_fsdp_comm.reports.html.values import Run
 from pytest_fsdp_comm.text.nbytes import show_nbytes
@@ -64,16 +64,13 @@ def pages(tmp_path_factory):
         result(compared(record_step(126), large), nodeid="test_model.py::test_large"),
         result(outcome="passed", nodeid="test_model.py::test_other"),
     )
-    site = Site(Run(tests=results, command="pytest"), read)
     directory = tmp_path_factory.mktemp("report")
     (directory / "tests").mkdir()
     files = {}
-    for name, page in site.test_pages():
-        file = directory / "tests" / name
+    for path, page in render_pages(Run(tests=results, command="pytest"), read):
+        file = directory / path
         file.write_text(page, encoding="utf-8")
-        files["large" if "large" in name else "other" if "other" in name else "small"] = file
-    files["index"] = directory / "index.html"
-    files["index"].write_text(site.index_page(), encoding="utf-8")
+        files[next(name for name in ("large", "other", "small", "index") if name in path)] = file
     return files
 
 
@@ -104,8 +101,7 @@ def draw(browser, tmp_path):
     """Shows the timeline of a recording beside a snapshot; returns what reads the drawing."""
 
     def show(old, new):
-        site = Site(Run(tests=(result(compared(old, new)),)), read)
-        ((_, page),) = site.test_pages()
+        (_, page), _ = render_pages(Run(tests=(result(compared(old, new)),)), read)
         file = tmp_path / "page.html"
         file.write_text(page, encoding="utf-8")
         browser.show(file)

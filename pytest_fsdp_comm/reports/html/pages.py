@@ -36,6 +36,7 @@ from pytest_fsdp_comm.reports.tree_rows import (
     policy_words,
     relation_words,
 )
+from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import name_ranks
@@ -134,142 +135,127 @@ class _TestRow:
     """Bytes in all and the peak; empty if nothing was recorded."""
 
 
-class Site:
-    """The pages of a run, which link each other by relative addresses."""
+def render_pages(
+    run: Run, read: Callable[[str], CommProfile | TreeProfile]
+) -> Iterator[tuple[str, str]]:
+    """The path and text of each page, which link each other: the tests one by one, then the index.
 
-    def __init__(self, run: Run, read: Callable[[str], CommProfile | TreeProfile]) -> None:
-        """Stores the arguments.
+    Args:
+        run: What the report is about.
+        read: Reads the text of a snapshot.
+    """
+    rows = []
+    for result in run.tests:
+        sections = [
+            _section(f"v{number}", one, read) for number, one in enumerate(result.record.compared)
+        ]
+        row = _test_row(result, sections)
+        rows.append(row)
+        yield f"tests/{row.page}", _test_page(result, row, sections)
+    yield "index.html", _index_page(run, sorted(rows, key=lambda row: row.status.rank))
 
-        Args:
-            run: What the report is about.
-            read: Reads the text of a snapshot.
-        """
-        self._run = run
-        self._read = read
-        self._rows: list[_TestRow] = []
-        # Of one test, whose texts are needed several times.
-        self._profiles: dict[str, CommProfile | TreeProfile | None] = {}
 
-    def test_pages(self) -> Iterator[tuple[str, str]]:
-        """The name and text of each test's page; one after the other, as a run may have many."""
-        for result in self._run.tests:
-            self._profiles.clear()
-            row = self._row(result)
-            self._rows.append(row)
-            yield row.page, self._test_page(result, row)
+def _index_page(run: Run, rows: Sequence[_TestRow]) -> str:
+    kept = _MAX_TESTS
+    while True:
+        page = _render(
+            "index.html.jinja",
+            run=run,
+            title=_index_title(rows),
+            rows=rows[:kept],
+            left_out=max(0, len(rows) - kept),
+            counts=Counter(row.status for row in rows),
+        )
+        if len(page.encode()) <= MAX_PAGE:
+            return page
+        kept //= 2
 
-    def index_page(self) -> str:
-        """The list of tests, after all of `test_pages`."""
-        rows = sorted(self._rows, key=lambda row: row.status.rank)
-        counts = Counter(row.status for row in rows)
-        kept = _MAX_TESTS
-        while True:
-            page = _render(
-                "index.html.jinja",
-                run=self._run,
-                title=_index_title(rows),
-                rows=rows[:kept],
-                left_out=max(0, len(rows) - kept),
-                counts=counts,
-            )
-            if len(page.encode()) <= MAX_PAGE:
-                return page
+
+def _test_row(result: Result, sections: Sequence[dict[str, Any]]) -> _TestRow:
+    path, _, name = result.nodeid.partition("::")
+    headlines = [one.headline for one in result.record.compared if one.headline]
+    cost = next((section["cost"] for section in sections if section["cost"]), None)
+    return _TestRow(
+        status=status_of(result),
+        page=page_name(result.nodeid),
+        name=name or path,
+        path=path,
+        headline=_cut(headlines[0] if headlines else result.message),
+        costs=cost_rows(cost)[-2:] if cost else [],
+    )
+
+
+def _test_page(result: Result, row: _TestRow, sections: Sequence[dict[str, Any]]) -> str:
+    entries, kept = _ENTRIES, len(sections)
+    while True:
+        share = max(1, entries // max(1, sum(len(one["timelines"]) for one in sections[:kept])))
+        shown = [
+            {**section, "timelines": [one.first(share) for one in section["timelines"]]}
+            for section in sections[:kept]
+        ]
+        page = _render(
+            "test.html.jinja",
+            result=result,
+            row=row,
+            sections=shown,
+            data=_data(shown),
+            left_out=result.record.left_out + len(sections) - kept,
+            # A test may make a group itself.
+            world_size=max((section["world_size"] for section in shown), default=0)
+            or result.record.world_size,
+        )
+        if len(page.encode()) <= MAX_PAGE or (entries < _FEW_ENTRIES and kept <= 1):
+            return page
+        if entries >= _FEW_ENTRIES:
+            entries //= 2
+        else:
             kept //= 2
 
-    def _profile(self, text: str) -> CommProfile | TreeProfile | None:
-        if not text:
+
+def _section(
+    prefix: str, one: Compared, read: Callable[[str], CommProfile | TreeProfile]
+) -> dict[str, Any]:
+    """What the template of a section shows of a value; `prefix` begins each of its ids."""
+
+    def profile(text: str) -> CommProfile | TreeProfile | None:
+        try:
+            return read(text) if text else None
+        except FsdpCommError:
             return None
-        if text not in self._profiles:
-            try:
-                self._profiles[text] = self._read(text)
-            except FsdpCommError:
-                self._profiles[text] = None
-        return self._profiles[text]
 
-    def _row(self, result: Result) -> _TestRow:
-        path, _, name = result.nodeid.partition("::")
-        headlines = [one.headline for one in result.record.compared if one.headline]
-        sides = next(filter(None, map(self._sides, result.record.compared)), None)
-        return _TestRow(
-            status=status_of(result),
-            page=page_name(result.nodeid),
-            name=name or path,
-            path=path,
-            headline=_cut(headlines[0] if headlines else result.message),
-            costs=cost_rows(cost_of_change(*sides))[-2:] if sides else [],
-        )
-
-    def _sides(self, one: Compared) -> tuple[CommProfile, CommProfile] | None:
-        """The snapshot, or the recording again if there is none, and the recording."""
-        old, new = self._profile(one.old), self._profile(one.new)
-        if not isinstance(new, CommProfile):
-            return None
-        return comparable(old if isinstance(old, CommProfile) else new, new)
-
-    def _test_page(self, result: Result, row: _TestRow) -> str:
-        entries, kept = _ENTRIES, len(result.record.compared)
-        while True:
-            compared = result.record.compared[:kept]
-            drawn = sum(min(len(one.timelines), _MAX_CHARTS) for one in compared)
-            share = max(1, entries // max(drawn, 1))
-            sections = [
-                self._section(f"v{number}", one, share) for number, one in enumerate(compared)
-            ]
-            sizes = (section["world_size"] for section in sections)
-            page = _render(
-                "test.html.jinja",
-                result=result,
-                row=row,
-                sections=sections,
-                data=_data(sections),
-                left_out=result.record.left_out + len(result.record.compared) - kept,
-                # A test may make a group itself.
-                world_size=max(sizes, default=0) or result.record.world_size,
-            )
-            if len(page.encode()) <= MAX_PAGE or (entries < _FEW_ENTRIES and kept <= 1):
-                return page
-            if entries >= _FEW_ENTRIES:
-                entries //= 2
-            else:
-                kept //= 2
-
-    def _section(self, prefix: str, one: Compared, share: int) -> dict[str, Any]:
-        """What the template of a section shows of one value.
-
-        Args:
-            prefix: Begins each id of the section.
-            one: The value.
-            share: How many entries of each timeline are kept.
-        """
-        old, new = self._profile(one.old), self._profile(one.new)
-        timelines = [timeline for timeline in one.timelines if timeline.order]
-        section: dict[str, Any] = {
-            "id": prefix,
-            "title": _title(one),
-            "one": one,
-            "status": _STATUS[one.verdict],
-            "texts": list(_texts(one.lines)),
-            "has_old": old is not None,
-            "made_with": _made_with(one.new),
-            "world_size": new.world_size if new else 0,
-            "rows": [],
-            "cost": None,
-            "timelines": [timeline.first(share) for timeline in timelines[:_MAX_CHARTS]],
-            "undrawn": [rank for timeline in timelines[_MAX_CHARTS:] for rank in timeline.ranks],
+    old, new = profile(one.old), profile(one.new)
+    named, made_with = _FILE_PART.search(one.file), _MADE_WITH.match(one.new)
+    part = named[1] if named else one.name
+    timelines = [timeline for timeline in one.timelines if timeline.order]
+    section: dict[str, Any] = {
+        "id": prefix,
+        "title": ("Sharding" if one.kind == "tree" else "Communication")
+        + (f": {part}" if part not in {"", "comm", "tree"} else ""),
+        "one": one,
+        "status": _STATUS[one.verdict],
+        "texts": list(_texts(one.lines)),
+        "has_old": old is not None,
+        "made_with": made_with[1] if made_with else "",
+        "world_size": new.world_size if new else 0,
+        "rows": [],
+        "cost": None,
+        "timelines": timelines[:_MAX_CHARTS],
+        "undrawn": [rank for timeline in timelines[_MAX_CHARTS:] for rank in timeline.ranks],
+    }
+    if isinstance(new, CommProfile):
+        # Without a snapshot, the recording itself.
+        sides = comparable(old if isinstance(old, CommProfile) else new, new)
+        section |= {
+            "rows": side_rows(*sides),
+            "cost": cost_of_change(*sides),
+            "modules": module_table(*sides),
+            "num_ranks": sides[1].num_ranks,
+            "ranks": rank_rows(sides[1]),
         }
-        sides = self._sides(one)
-        if sides:
-            section |= {
-                "rows": side_rows(*sides),
-                "cost": cost_of_change(*sides),
-                "modules": module_table(*sides),
-                "num_ranks": sides[1].num_ranks,
-                "ranks": rank_rows(sides[1]),
-            }
-        elif one.kind == "tree" and one.old and one.new and one.old != one.new:
-            section["rows"] = line_rows(one.old, one.new)
-        section["differing"] = differing_modules(section["rows"])
-        return section
+    elif one.kind == "tree" and one.old and one.new and one.old != one.new:
+        section["rows"] = line_rows(one.old, one.new)
+    section["differing"] = differing_modules(section["rows"])
+    return section
 
 
 def tree_page(tree: ShardTree) -> str:
@@ -288,23 +274,23 @@ def page_name(nodeid: str) -> str:
 
 
 def _index_title(rows: Sequence[_TestRow]) -> str:
-    total = len(rows)
-    tests = "test" if total == 1 else "tests"
-    differing = sum(row.status is _DIFFERS for row in rows)
+    tests = counted(len(rows), "test")
+    words = Counter(row.status.word for row in rows)
+    differing = words[_DIFFERS.word]
     bad = sum(row.status.tone == "bad" for row in rows) - differing
-    if not total:
+    reviewed = words["as reviewed"] + words["snapshot written"]
+    if not rows:
         return "No test used pytest-fsdp-comm"
     if differing:
         differ = "differs from its snapshots" if differing == 1 else "differ from their snapshots"
-        return f"{differing} of {total} {tests} {differ}"
+        return f"{differing} of {tests} {differ}"
     if bad:
-        return f"{bad} of {total} {tests} failed"
-    reviewed = sum(row.status.word in {"as reviewed", "snapshot written"} for row in rows)
+        return f"{bad} of {tests} failed"
     if not reviewed:
-        return f"{total} {tests}, none compared with a snapshot"
-    if any(row.status.word == "snapshot written" for row in rows):
-        return f"Snapshots of {reviewed} {'test' if reviewed == 1 else 'tests'} are up to date"
-    return f"{reviewed} of {total} {tests} as reviewed"
+        return f"{tests}, none compared with a snapshot"
+    if words["snapshot written"]:
+        return f"Snapshots of {counted(reviewed, 'test')} are up to date"
+    return f"{reviewed} of {tests} as reviewed"
 
 
 def _cut(text: str) -> str:
@@ -313,19 +299,6 @@ def _cut(text: str) -> str:
     return "\n".join(
         line if len(line) <= _MAX_HEADLINE else f"{line[:_MAX_HEADLINE]}..." for line in first
     )
-
-
-def _title(one: Compared) -> str:
-    """``Communication``, with the name of its file where the test gave it one."""
-    named = _FILE_PART.search(one.file)
-    part = named[1] if named else one.name
-    what = "Sharding" if one.kind == "tree" else "Communication"
-    return what if part in {"", "comm", "tree"} else f"{what}: {part}"
-
-
-def _made_with(text: str) -> str:
-    found = _MADE_WITH.match(text)
-    return found[1] if found else ""
 
 
 def _texts(lines: Sequence[str]) -> Iterator[tuple[str, str]]:

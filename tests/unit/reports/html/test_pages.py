@@ -12,7 +12,7 @@ from report_values import KIB, compared, profile_of, read, record_step, result
 from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.reports.html import pages
 from pytest_fsdp_comm.reports.html.modules import module_table
-from pytest_fsdp_comm.reports.html.pages import MAX_PAGE, Site, page_name, status_of
+from pytest_fsdp_comm.reports.html.pages import MAX_PAGE, page_name, render_pages, status_of
 from pytest_fsdp_comm.reports.html.sides import (
     cost_rows,
     differing_modules,
@@ -33,9 +33,9 @@ HOSTILE = "</script><img src=x onerror=alert(1)>&\"'{{7*7}}\N{BUG}\u2028\udc80"
 
 def pages_of(*results, **changes):
     """The index, and the pages of tests by name."""
-    site = Site(Run(tests=results, **changes), read)
-    tests = dict(site.test_pages())
-    return site.index_page(), tests
+    *tests, (name, index) = render_pages(Run(tests=results, **changes), read)
+    assert name == "index.html"
+    return index, {name.removeprefix("tests/"): page for name, page in tests}
 
 
 def data_of(page):
