@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from pytest_fsdp_comm.options import MARKER_NAME, OPTIONS
-from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Outcomes, Place, UnusedFile
+from pytest_fsdp_comm.reports.ci.outcomes import (
+    Comparisons,
+    FailedTest,
+    Outcomes,
+    Place,
+    UnusedFile,
+)
 from pytest_fsdp_comm.snapshots.failed_comparison import comparisons_of, first_line
 from pytest_fsdp_comm.text.paths import show_path
 
@@ -100,19 +106,18 @@ class CiSession:
         if report.when == "setup" and not report.failed:
             self._failed.pop(report.nodeid, None)
         is_ours = comparisons is not None or MARKER_NAME in report.keywords
-        differs = comparisons is not None and bool(comparisons.headline)
+        # What failed for another reason has compared nothing that differs.
+        differing = comparisons if comparisons and comparisons.headline else Comparisons()
         # Of several failures the first counts, unless a later one is a comparison, as where that
         # failed in a subtest.
         known = self._failed.get(report.nodeid)
-        is_first = known is None or (differs and known.comparisons is None)
+        is_first = known is None or (differing.headline and not known.comparisons.headline)
         if report.failed and is_ours and is_first:
             self._failed[report.nodeid] = FailedTest(
                 nodeid=report.nodeid,
-                reason=comparisons.headline
-                if differs and comparisons
-                else first_line(report) or "failed",
+                reason=differing.headline or first_line(report) or "failed",
                 place=self._place_of(report),
-                comparisons=comparisons if differs else None,
+                comparisons=differing,
             )
 
     # After the wrappers around it, which decide what is unused and whether that is a failure.

@@ -13,9 +13,14 @@ from pytest_fsdp_comm.comm.links import Links, parse_links
 from pytest_fsdp_comm.command_line.errors import CommandError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 _DEFAULT: Final = "snapshots"
+_FILES: Final = (
+    *("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini"),
+    *("pyproject.toml", "tox.ini", "setup.cfg"),
+)
+"""In pytest's order (9.2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +45,8 @@ def find_project(start: Path) -> Project:
         CommandError: A file of settings cannot be read.
     """
     for directory in (start, *start.parents):
-        for name, read in _READERS.items():
-            file = directory / name
-            settings = read(file) if file.is_file() else None
+        for file in map(directory.joinpath, _FILES):
+            settings = _read_settings(file) if file.is_file() else None
             if settings is not None:
                 return _project(directory, file, settings)
     # As pytest, which takes the directory itself if there are no settings above it.
@@ -60,44 +64,23 @@ def _project(root: Path, file: Path, settings: Mapping[str, Any]) -> Project:
     return Project(root=root, snapshot_dir=snapshot_dir, links=links)
 
 
-def _read_toml(file: Path) -> Mapping[str, Any]:
+def _read_settings(file: Path) -> Mapping[str, Any] | None:
+    """Pytest's settings; None if a file has none, and its directory is no root for it."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise CommandError(f"{file} cannot be read: {problem}") from None
-
-
-def _read_own_toml(file: Path) -> Mapping[str, Any] | None:
-    return _read_toml(file).get("pytest", {})  # type: ignore[no-any-return]  # of any TOML file
-
-
-def _read_pyproject(file: Path) -> Mapping[str, Any] | None:
-    table: Any = _read_toml(file).get("tool", {}).get("pytest")
-    # Either table has the options: the new one itself, the old one below ``ini_options``.
-    return None if table is None else table.get("ini_options", table)
-
-
-def _ini_reader(section: str, *, is_own: bool) -> Callable[[Path], Mapping[str, Any] | None]:
-    def read(file: Path) -> Mapping[str, Any] | None:
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".toml":
+            table: dict[str, Any] = tomllib.loads(text)
+            if file.name != "pyproject.toml":
+                return table.get("pytest", {})  # type: ignore[no-any-return]  # of any TOML file
+            of_tool = table.get("tool", {}).get("pytest")
+            # Either table has the options: the new one itself, the old one below ``ini_options``.
+            return None if of_tool is None else of_tool.get("ini_options", of_tool)
         parser = configparser.ConfigParser(interpolation=None, strict=False)
-        try:
-            parser.read_string(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, configparser.Error) as problem:
-            raise CommandError(f"{file} cannot be read: {problem}") from None
-        # pytest.ini makes its directory the root even if it is empty.
-        empty: Mapping[str, Any] | None = {} if is_own else None
-        return dict(parser[section]) if parser.has_section(section) else empty
-
-    return read
-
-
-_READERS: Final[Mapping[str, Callable[[Path], Mapping[str, Any] | None]]] = {
-    "pytest.toml": _read_own_toml,
-    ".pytest.toml": _read_own_toml,
-    "pytest.ini": _ini_reader("pytest", is_own=True),
-    ".pytest.ini": _ini_reader("pytest", is_own=True),
-    "pyproject.toml": _read_pyproject,
-    "tox.ini": _ini_reader("pytest", is_own=False),
-    "setup.cfg": _ini_reader("tool:pytest", is_own=False),
-}
-"""In pytest's order (9.2)."""
+        parser.read_string(text)
+    except (OSError, ValueError, configparser.Error) as problem:
+        raise CommandError(f"{file} cannot be read: {problem}") from None
+    section = "tool:pytest" if file.name == "setup.cfg" else "pytest"
+    if parser.has_section(section):
+        return dict(parser[section])
+    # pytest.ini makes its directory the root even if it is empty.
+    return {} if file.name.endswith("pytest.ini") else None

@@ -80,7 +80,7 @@ def test_a_test_that_passes_when_it_runs_again_has_not_failed():
 
 def test_the_first_failure_counts_unless_a_comparison_comes_after_it():
     (failed,) = told(report(), report("teardown")).failed
-    assert (failed.reason, failed.comparisons) == ("assert 1", None)
+    assert (failed.reason, failed.comparisons.headline) == ("assert 1", "")
     # The comparison of a subtest is known to the report of the test.
     (failed,) = told(report(), report(headline="a: +1")).failed
     assert failed.reason == "a: +1"

@@ -53,13 +53,12 @@ def _bounded(level: Level, commands: Sequence[str]) -> list[str]:
 
 
 def _of_test(test: FailedTest) -> str:
-    lines = test.comparisons.story if test.comparisons else ()
-    accept = test.comparisons.accept if test.comparisons else ""
-    message = "\n".join([*(lines or [test.reason]), *([f"accept: {accept}"] if accept else [])])
+    accept = test.comparisons.accept
+    lines = [*(test.comparisons.story or [test.reason]), *([f"accept: {accept}"] if accept else [])]
     return command(
         "error",
         title=f"{_name(test.nodeid)}: {test.reason}",
-        message=cut(message, _MAX_MESSAGE),
+        message=cut("\n".join(lines), _MAX_MESSAGE),
         place=test.place,
     )
 

@@ -47,7 +47,7 @@ def render_summary(outcomes: Outcomes, source: str = "", *, room: int = MAX_NBYT
         rows = [_row(test, source) for test in outcomes.failed]
         budget.add_each(rows, "| {} more | | |\n")
         budget.add("\n")
-        stories = [_story(test) for test in outcomes.failed if test.comparisons]
+        stories = [_story(test) for test in outcomes.failed if test.comparisons.story]
         budget.add_each(stories, "{} more stories are in the log.\n\n")
     if outcomes.unused:
         budget.add(_unused(outcomes))
@@ -82,7 +82,7 @@ class _Budget:
 
 
 def _headline(outcomes: Outcomes) -> str:
-    told = sum(test.comparisons is not None for test in outcomes.failed)
+    told = sum(bool(test.comparisons.headline) for test in outcomes.failed)
     others = len(outcomes.failed) - told
     compared = (
         f"{counted(outcomes.compared_files, 'snapshot')} in "
@@ -103,16 +103,15 @@ def _row(test: FailedTest, source: str) -> str:
     name = f"<code>{_cell(test.nodeid)}</code>"
     if source and test.place is not None:
         name = f'<a href="{source}/{quote(test.place.path)}#L{test.place.line}">{name}</a>'
-    cost = "<br>".join(map(_cell, test.comparisons.cost if test.comparisons else ()))
     # The headline has the first of several changes alone.
-    told = test.comparisons.told if test.comparisons else ()
-    return f"| {name} | {'<br>'.join(map(_cell, told)) or _cell(test.reason)} | {cost} |\n"
+    told, cost = (
+        "<br>".join(map(_cell, lines)) for lines in (test.comparisons.told, test.comparisons.cost)
+    )
+    return f"| {name} | {told or _cell(test.reason)} | {cost} |\n"
 
 
 def _story(test: FailedTest) -> str:
     comparisons = test.comparisons
-    if comparisons is None:
-        return ""
     accept = f"\n\nTo accept it:\n\n{fenced(comparisons.accept)}" if comparisons.accept else ""
     story = cut("\n".join(comparisons.story), _MAX_STORY)
     # The blank lines make Markdown of what is inside.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Comparisons:
     """What one test compared; goes along with its report, from ranks and workers."""
 
-    files: tuple[str, ...]
+    files: tuple[str, ...] = ()
     """The snapshot files, relative to pytest's root directory; each once."""
     headline: str = ""
     """The difference in one line; empty if nothing differs."""
@@ -43,8 +43,8 @@ class FailedTest:
     """In one line: the headline, or the first line of the error."""
     place: Place | None
     """Where it failed; None if that is outside of the checkout."""
-    comparisons: Comparisons | None
-    """None if it failed before it compared anything, or for another reason."""
+    comparisons: Comparisons = Comparisons()
+    """Empty if it failed before it compared anything, or for another reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

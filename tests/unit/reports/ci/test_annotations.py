@@ -44,7 +44,7 @@ def test_a_command_names_file_line_title_and_the_whole_story_on_one_line():
 
 
 def test_what_is_no_comparison_says_its_reason():
-    test = FailedTest(nodeid="t.py::test_x", reason="rank 1 died", place=None, comparisons=None)
+    test = FailedTest(nodeid="t.py::test_x", reason="rank 1 died", place=None)
     assert annotate(outcomes(test)) == ["::error title=test_x%3A rank 1 died::rank 1 died"]
     assert annotate(outcomes()) == []
 

@@ -77,7 +77,7 @@ def test_a_failed_test_has_its_line_what_differs_what_it_costs_and_the_whole_sto
 
 
 def test_other_failures_unused_files_and_an_early_end_are_told():
-    other = FailedTest(nodeid="t.py::test_y", reason="rank 1 died", place=None, comparisons=None)
+    other = FailedTest(nodeid="t.py::test_y", reason="rank 1 died", place=None)
     unused = UnusedFile(shown="snapshots/a_b.comm", reason="its test no longer exists", place=None)
     text = render_summary(
         outcomes(failed(), other, unused=(unused,), ended_early="The session ended early (-x)."),
