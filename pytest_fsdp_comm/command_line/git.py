@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,22 +41,18 @@ class Repository:
             CommandError: There is none, or git is not installed.
         """
         self._directory = directory
-        found = self._run("rev-parse", "--show-toplevel", may_fail=True)
+        found = self._find("rev-parse", "--show-toplevel")
         if found is None:
             raise CommandError(
                 f"{directory} is in no working tree of git; run this command inside of a "
                 "repository, or name two files"
             )
-        self.top = Path(found.removesuffix("\n"))
+        self.top = Path(found)
 
     def commit(self, revision: str) -> str | None:
         """The id of the commit that a name stands for; None if there is none."""
-        found = self._run(
-            *("rev-parse", "--verify", "--quiet", "--end-of-options"),
-            f"{revision}^{{commit}}",
-            may_fail=True,
-        )
-        return found.strip() if found else None
+        options = ("--verify", "--quiet", "--end-of-options")
+        return self._find("rev-parse", *options, f"{revision}^{{commit}}")
 
     def known_commit(self, revision: str) -> str:
         """As `commit`.
@@ -70,8 +67,7 @@ class Repository:
 
     def merge_base(self, old: str, new: str) -> str | None:
         """The id of the commit where two commits parted; None if they have no common ancestor."""
-        base = self._run("merge-base", old, new, may_fail=True)
-        return base and base.strip()
+        return self._find("merge-base", old, new)
 
     def changed_files(self, commits: Sequence[str], paths: Sequence[str]) -> Iterator[ChangedFile]:
         """The snapshot files that differ, in git's order.
@@ -86,7 +82,7 @@ class Repository:
             *("diff", "--raw", "-z", "--no-abbrev", "--no-ext-diff", "--find-renames", *commits),
             *("--", *paths),
         )
-        fields = iter((raw or "").split("\0")[:-1])
+        fields = iter(raw.split("\0")[:-1])
         entries = []
         for field in fields:
             _, _, old, new, status = field.split(" ")
@@ -112,7 +108,7 @@ class Repository:
             *("ls-files", "--others", "--exclude-standard", "--full-name", "-z", "--", *paths),
             directory=self._directory if paths else self.top,
         )
-        for path in (listed or "").split("\0"):
+        for path in listed.split("\0"):
             if path.endswith(SUFFIX):
                 file = self.top / path
                 yield ChangedFile(old_path=path, new_path=path, old=None, new=file)
@@ -121,9 +117,8 @@ class Repository:
         ordered = sorted(names)
         if not ordered:
             return {}
-        answer = self._process(
-            ["cat-file", "--batch"], self._directory, "".join(f"{name}\n" for name in ordered)
-        ).stdout
+        given = "".join(f"{name}\n" for name in ordered)
+        answer = self._start("cat-file", "--batch", given=given).stdout
         contents = {}
         for name in ordered:
             head, _, rest = answer.partition(b"\n")
@@ -131,25 +126,26 @@ class Repository:
             contents[name], answer = rest[:size], rest[size + 1 :]
         return contents
 
-    def _run(
-        self, *arguments: str, may_fail: bool = False, directory: Path | None = None
-    ) -> str | None:
-        done = self._process(list(arguments), directory or self._directory)
-        if done.returncode == 0:
-            # What is no UTF-8 in a name becomes what opens the same file.
-            return done.stdout.decode("utf-8", "surrogateescape")
-        if may_fail:
-            return None
-        said = done.stderr.decode("utf-8", "replace").strip()
-        raise CommandError(f"git {arguments[0]} failed: {said}")
+    def _run(self, *arguments: str, directory: Path | None = None) -> str:
+        done = self._start(*arguments, directory=directory)
+        if done.returncode:
+            said = done.stderr.decode("utf-8", "replace").strip()
+            raise CommandError(f"git {arguments[0]} failed: {said}")
+        # What is no UTF-8 in a name becomes what opens the same file.
+        return done.stdout.decode("utf-8", "surrogateescape")
 
-    def _process(
-        self, arguments: list[str], directory: Path, given: str = ""
+    def _find(self, *arguments: str) -> str | None:
+        """The line that git prints; None if it finds nothing."""
+        done = self._start(*arguments)
+        return None if done.returncode else os.fsdecode(done.stdout).removesuffix("\n")
+
+    def _start(
+        self, *arguments: str, directory: Path | None = None, given: str = ""
     ) -> subprocess.CompletedProcess[bytes]:
         try:
             return subprocess.run(  # noqa: S603  # no shell; revisions follow --end-of-options
                 ["git", *arguments],  # noqa: S607  # the user's git
-                cwd=directory,
+                cwd=directory or self._directory,
                 input=given.encode(),
                 capture_output=True,
                 check=False,

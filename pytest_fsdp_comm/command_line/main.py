@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from pytest_fsdp_comm.command_line.errors import CommandError
 from pytest_fsdp_comm.command_line.project import find_project
@@ -213,17 +213,23 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    raw = argparse.RawDescriptionHelpFormatter
 
-    show = commands.add_parser("show", help="show a snapshot, a recording or a tree for reading")
+    def command(
+        run: Callable[[argparse.Namespace], int], name: str, summary: str, **about: Any
+    ) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=summary, **about)
+        added.set_defaults(run=run)
+        return added
+
+    show = command(_show, "show", "show a snapshot, a recording or a tree for reading")
     show.add_argument("files", nargs="+", metavar="FILE", help=".comm, or .json as tests save it")
-    show.set_defaults(run=_show)
 
-    diff = commands.add_parser(
+    diff = command(
+        _diff,
         "diff",
-        help="tell how snapshots, recordings or revisions of git differ",
+        "tell how snapshots, recordings or revisions of git differ",
         description=_DIFF,
-        formatter_class=raw,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="fsdp-comm diff [-h] [--lines] [--color WHEN] [OLD NEW | REVISION... [--] [PATH...]]",
     )
     diff.add_argument("--lines", action="store_true", help="also print the lines that differ")
@@ -235,11 +241,11 @@ def _parser() -> argparse.ArgumentParser:
         help="auto, always, never",
     )
     diff.add_argument("sides", nargs="*", help=argparse.SUPPRESS)
-    diff.set_defaults(run=_diff)
 
-    accept = commands.add_parser(
+    accept = command(
+        _accept,
         "accept",
-        help="take over what CI received (pytest --comm-artifacts), after showing each change",
+        "take over what CI received (pytest --comm-artifacts), after showing each change",
         description="Shows for each test what CI received instead of its snapshots, and asks. The "
         "exit status is 1 if something is left as it is or refused, and 2 for errors.",
     )
@@ -251,11 +257,11 @@ def _parser() -> argparse.ArgumentParser:
         help="the directory of the snapshots (default: as pytest's settings have it, seen from the "
         "working directory)",
     )
-    accept.set_defaults(run=_accept)
 
-    audit = commands.add_parser(
+    audit = command(
+        _audit,
         "audit",
-        help="find snapshot files that are broken, of an old format, or of no test",
+        "find snapshot files that are broken, of an old format, or of no test",
         description="Has pytest collect the tests, runs none, and checks every snapshot file. The "
         "exit status is 1 if a file has a fault, and 2 if pytest cannot collect.",
     )
@@ -270,21 +276,21 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_argument(
         "arguments", nargs="*", metavar="PATH", help="what pytest collects (default: all tests)"
     )
-    audit.set_defaults(run=_audit)
 
-    report = commands.add_parser(
+    report = command(
+        _report,
         "report",
-        help="make HTML pages of what CI received, or of what diff tells",
+        "make HTML pages of what CI received, or of what diff tells",
         description="Takes what pytest --comm-artifacts=DIR left, or what diff takes, and writes "
         "index.html with a page for each test.",
     )
     report.add_argument("sides", nargs="*", metavar="DIR | OLD NEW | REVISION")
     report.add_argument("-o", "--output", metavar="DIR", default="comm-report")
-    report.set_defaults(run=_report)
 
-    trace = commands.add_parser(
+    trace = command(
+        _trace,
         "trace",
-        help="make a trace of recordings that Perfetto opens",
+        "make a trace of recordings that Perfetto opens",
         description="Reads what comm_mode.save(...json) wrote. A trace shows the order in which "
         "each rank issued what it sent, and which parameters are gathered when; it has no times.",
     )
@@ -292,13 +298,12 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument(
         "-o", "--output", metavar="FILE", help="default: beside the first one, with .trace.json"
     )
-    trace.set_defaults(run=_trace)
 
-    git_diff = commands.add_parser(
+    git_diff = command(
+        _git_diff,
         "git-diff",
-        help="what git runs as diff.<driver>.command",
+        "what git runs as diff.<driver>.command",
         description="See docs/command-line.md for the lines that tell git of it.",
     )
     git_diff.add_argument("arguments", nargs="+", metavar="ARGUMENT", help="as git gives them")
-    git_diff.set_defaults(run=_git_diff)
     return parser

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from pytest_fsdp_comm.comm.events import Phase
@@ -11,7 +10,7 @@ from pytest_fsdp_comm.comm.questions import Answer
 from pytest_fsdp_comm.text.fqn import NO_MODULE, NaturalKey, expand, fold_fqns, natural_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from pytest_fsdp_comm.comm.events import Collective
     from pytest_fsdp_comm.comm.questions import Evidence
@@ -58,46 +57,22 @@ def _evidence_lines(evidence: Evidence) -> list[str]:
 
 def _grouped(events: Sequence[Collective]) -> list[str]:
     """One line for all collectives that differ in nothing but numbers in their owners' names."""
-    by_owner: defaultdict[_Line, defaultdict[str | None, list[int]]]
-    by_owner = defaultdict(lambda: defaultdict(list))
+    calls: defaultdict[tuple[Phase, str, str], defaultdict[str | None, list[int]]]
+    calls = defaultdict(lambda: defaultdict(list))
     for event in events:
-        line = _Line(
-            phase=event.phase, what=f"{event.kind}[{event.axis}]", call_site=event.call_site
-        )
-        by_owner[line][event.owner].append(event.nbytes)
-    found = [
-        (*line.order(position), line.text(pattern, sizes))
-        for line, own in by_owner.items()
-        for sizes, owners in _alike(own).items()
-        for position, pattern in _patterns(owners)
-    ]
+        what = f"{event.kind}[{event.axis}]"
+        calls[event.phase, what, event.call_site][event.owner].append(event.nbytes)
+    found = []
+    for (phase, what, call_site), nbytes in calls.items():
+        at = f" at {call_site}" if call_site else ""
+        alike: defaultdict[_Sizes, list[str | None]] = defaultdict(list)
+        for owner, own in nbytes.items():
+            alike[tuple(sorted(Counter(own).items()))].append(owner)
+        for sizes, owners in alike.items():
+            for position, pattern in _patterns(owners):
+                text = f"{phase} {pattern} {what} {_calls(sizes)}{at}"
+                found.append((_PHASES.index(phase), position, what, call_site, text))
     return [text for *_, text in sorted(found)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    """What collectives have in common that share a line."""
-
-    phase: Phase
-    what: str
-    call_site: str
-
-    def order(self, position: _Position) -> tuple[int, _Position, str, str]:
-        """Where the line stands among the others."""
-        return _PHASES.index(self.phase), position, self.what, self.call_site
-
-    def text(self, owners: str, sizes: _Sizes) -> str:
-        """The line."""
-        at = f" at {self.call_site}" if self.call_site else ""
-        return f"{self.phase} {owners} {self.what} {_calls(sizes)}{at}"
-
-
-def _alike(nbytes: Mapping[str | None, Sequence[int]]) -> dict[_Sizes, list[str | None]]:
-    """The owners that made as many calls of the same sizes."""
-    owners: defaultdict[_Sizes, list[str | None]] = defaultdict(list)
-    for owner, own in nbytes.items():
-        owners[tuple(sorted(Counter(own).items()))].append(owner)
-    return owners
 
 
 def _calls(sizes: _Sizes) -> str:
