@@ -7,7 +7,7 @@ import re
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from pytest_fsdp_comm.comm.cost import estimate_seconds
+from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import show_mesh
 from pytest_fsdp_comm.comm.profile import CommProfile
@@ -93,23 +93,14 @@ def _show_comm(text: SnapshotText, profile: CommProfile, links: Links) -> Iterat
 
 
 def _totals(profile: CommProfile, totals: Sequence[Total], links: Links) -> Iterator[Sequence[str]]:
-    sizes = {axis.name: axis.size for axis in profile.mesh_axes}
+    axes = {one.axis: one for one in cost_of_change(profile, profile, links).axes}
     for axis, group in groupby(totals, key=lambda total: total.axis):
         alike = list(group)
-        link = links.of(axis)
-        seconds = [
-            estimate_seconds(
-                total.kind,
-                count=total.count,
-                nbytes=total.nbytes,
-                group_size=sizes[axis],
-                link=link,
-            )
-            for total in alike
-            if link is not None and total.num_ranks == 1 and axis in sizes
-        ]
-        known = [number for number in seconds if number is not None]
-        speed = f"about {_time(sum(known))} at {link.text}" if known and link is not None else ""
+        cost = axes.get(axis)
+        speed = ""
+        # Ranks that differ have no seconds together.
+        if cost and cost.link and cost.after.seconds is not None and alike[0].num_ranks == 1:
+            speed = f"about {_time(cost.after.seconds)} at {cost.link.text}"
         nbytes = sum(total.nbytes for total in alike)
         yield (axis, f"{sum(total.count for total in alike)}", show_nbytes(nbytes), speed)
         for total in alike:

@@ -30,6 +30,8 @@ _RECORD: Final = "comm_record"
 _KIND: Final = "record"
 _VERSION: Final = 1
 
+_RECORDING: Final = frozenset({"comm_mode", "fsdp_tree"})
+"""Fixtures that record, of tests without the marker too."""
 _MAX_PROBLEM: Final = 8_000
 """Characters of a failure's report that are shown: the last ones."""
 _MAX_MESSAGE: Final = 300
@@ -107,11 +109,11 @@ class SessionReport:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Notes which tests the report is about."""
-        self._ours = {item.nodeid: item for item in session.items if uses_plugin(item)}
-        uses_recording = {"comm_mode", "fsdp_tree"}
-        for item in session.items:
-            if uses_recording.intersection(getattr(item, "fixturenames", ())):
-                self._ours.setdefault(item.nodeid, item)
+        self._ours = {
+            item.nodeid: item
+            for item in session.items
+            if uses_plugin(item) or _RECORDING & set(getattr(item, "fixturenames", ()))
+        }
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -165,21 +167,16 @@ class SessionReport:
         from pytest_fsdp_comm.reports.html.values import Run  # noqa: PLC0415  # as above
         from pytest_fsdp_comm.run_report.writing import write_report  # noqa: PLC0415  # as above
 
+        called = self._config.invocation_params
         run = Run(
             tests=tuple(self._results.values()),
             others=len(self._other_tests),
             is_interrupted=exitstatus == pytest.ExitCode.INTERRUPTED
             or bool(session.shouldfail or session.shouldstop),
-            command=" ".join(
-                map(
-                    shell_word,
-                    ("pytest", *join_paths(map(str, self._config.invocation_params.args))),
-                )
-            ),
+            command=" ".join(map(shell_word, ("pytest", *join_paths(map(str, called.args))))),
             made_at=time.strftime("%Y-%m-%d %H:%M"),
         )
-        index = self._directory / "index.html"
-        shown = show_path(index, self._config.invocation_params.dir)
+        shown = show_path(self._directory / "index.html", called.dir)
         try:
             write_report(run, self._directory)
         except OSError as problem:
