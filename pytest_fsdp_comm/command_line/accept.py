@@ -11,7 +11,6 @@ from urllib.parse import unquote
 
 from pytest_fsdp_comm.comm.profile import has_further_ranks
 from pytest_fsdp_comm.command_line.documents import describe_problem
-from pytest_fsdp_comm.command_line.errors import CommandError
 from pytest_fsdp_comm.command_line.stories import Pair, tell, test_of
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.artifacts import RECEIVED, Artifacts
@@ -80,7 +79,7 @@ def accept(  # noqa: PLR0913  # each a choice of the user's
         ask: Whether to accept what was shown of a test; not asked again after ``all``.
 
     Raises:
-        CommandError: The directory holds no artifacts.
+        FsdpCommError: The directory holds no artifacts.
     """
     groups, refused = _read_all(directory, snapshot_dir, anchor)
     unanswered = sum(map(len, groups.values()))
@@ -99,7 +98,7 @@ def accept(  # noqa: PLR0913  # each a choice of the user's
         for target, pair in changes if answer != "no" else ():
             try:
                 _write(target, pair, snapshot_dir)
-            except CommandError as problem:
+            except FsdpCommError as problem:
                 refused[target.relative_to(snapshot_dir)] = str(problem)
             else:
                 written += 1
@@ -124,12 +123,7 @@ def _read_all(
             if change is None:
                 continue
             target, pair = change
-            real = target.resolve()
-            if texts.setdefault(real, pair.newer) != pair.newer:
-                raise CommandError(
-                    f"another file that CI received goes to {show_path(real)} too, by a link, and "
-                    "differs from this one. Give each of the tests a file of its own"
-                )
+            _check_alone(target, pair, texts)
         except FsdpCommError as problem:
             refused[path] = describe_problem(problem)
             continue
@@ -141,19 +135,19 @@ def _received(directory: Path) -> Iterator[Path]:
     """The received files, relative to where they are."""
     received = directory / RECEIVED
     if received.is_symlink():
-        raise CommandError(
+        raise FsdpCommError(
             f"{received} is a link to {received.resolve()}; expected the directory that pytest "
             "--comm-artifacts=DIR left. Nothing was accepted: name the directory that has it"
         )
     if not received.is_dir():
-        raise CommandError(
+        raise FsdpCommError(
             f"{directory} has no directory {RECEIVED!r}; expected what pytest --comm-artifacts=DIR "
             "left, unpacked. If no comparison failed, it leaves nothing"
         )
     for file in sorted(received.rglob(f"*{SUFFIX}")):
         # Artifacts may come from a fork: no link of theirs is followed, no odd name printed.
         if file.is_symlink() or not file.is_file() or not str(file).isprintable():
-            raise CommandError(f"{str(file)!r} is no plain file; nothing was accepted")
+            raise FsdpCommError(f"{str(file)!r} is no plain file; nothing was accepted")
         yield file.relative_to(received)
 
 
@@ -166,7 +160,9 @@ def _change(artifacts: Artifacts, path: Path, snapshot_dir: Path) -> _Change | N
     if received in (None, current):
         return None
     if _body(expected) != _body(current):
-        raise CommandError(_OTHER_BASE[current is None, expected is None].format(show_path(target)))
+        raise FsdpCommError(
+            _OTHER_BASE[current is None, expected is None].format(show_path(target))
+        )
     name = show_path(target)
     _check_kind_and_ranks(received, current, name)
     return target, Pair(old=current, new=received, old_path=name, new_path=name)
@@ -191,14 +187,14 @@ def _check_test(path: Path, anchor: Path) -> None:
     """Refuses a file whose test is not here, which no run would ever read."""
     test = read_basename(path.stem)
     if test is None:
-        raise CommandError(
+        raise FsdpCommError(
             f"expected the name of a snapshot, <test>.ws<ranks>[.<name>]{SUFFIX}. Accept the "
             "directory as CI left it"
         )
     place = Path(*(".." if part == ABOVE else part for part in path.parent.parts))
     module = named_module(place, anchor)
     if module is None or not module_exists(place, anchor):
-        raise CommandError(
+        raise FsdpCommError(
             f"expected its test in {show_path(module or anchor / place)}, which does not exist. "
             "Check out the commit that CI ran, or run this in the directory of the project"
         )
@@ -207,7 +203,7 @@ def _check_test(path: Path, anchor: Path) -> None:
     if module.is_file() and read_module(module, anchor).find(function) is None:
         # Of a fork, it may hold what steers a terminal.
         shown = unquote(function) if unquote(function).isprintable() else function
-        raise CommandError(
+        raise FsdpCommError(
             f"expected {shown} in {show_path(module)}, which defines no test of that "
             "name under any condition. Check out the commit that CI ran"
         )
@@ -218,7 +214,7 @@ def _check_kind_and_ranks(received: SnapshotText, current: SnapshotText | None, 
     came = received.lines.kind
     kind = current.lines.kind if current is not None else came
     if came != kind:
-        raise CommandError(
+        raise FsdpCommError(
             f"{name} is a {kind} snapshot, and CI received a {came} snapshot. If the test compares "
             "another value now, record it here: pytest --snapshot-update with its name"
         )
@@ -228,13 +224,13 @@ def _check_kind_and_ranks(received: SnapshotText, current: SnapshotText | None, 
         # A test without ranks may make a group itself.
         world_size = (current or received).profile.world_size
     if received.profile.world_size != world_size:
-        raise CommandError(
+        raise FsdpCommError(
             f"expected a recording of {counted(world_size, 'rank')}, as {name} is one, and CI "
             f"received one of {received.profile.world_size}. Accept the directory as CI left it, "
             "or run CI again"
         )
     if current is not None and has_further_ranks(current.profile, received.profile):
-        raise CommandError(
+        raise FsdpCommError(
             f"{name} was recorded on ranks that CI did not run: on {_ranks(current)}, and CI "
             f"recorded {_ranks(received)}. A recording never replaces one of further ranks: run "
             "CI on all of them, without --comm-backend fake"
@@ -251,10 +247,19 @@ def _check_no_link(directory: Path, artifacts: Artifacts) -> None:
     for path in (artifacts.received, artifacts.expected):
         real = Path(os.path.realpath(path))
         if real != directory.resolve() / path.relative_to(directory):
-            raise CommandError(
+            raise FsdpCommError(
                 f"{path} is reached by a link, to {real}; expected a file that pytest "
                 "--comm-artifacts=DIR left. Put the file itself there, or run CI again"
             )
+
+
+def _check_alone(target: Path, pair: Pair, texts: dict[Path, SnapshotText]) -> None:
+    real = target.resolve()
+    if texts.setdefault(real, pair.newer) != pair.newer:
+        raise FsdpCommError(
+            f"another file that CI received goes to {show_path(real)} too, by a link, and "
+            "differs from this one. Give each of the tests a file of its own"
+        )
 
 
 def _effect(target: Path, pair: Pair, snapshot_dir: Path) -> str:
@@ -269,7 +274,7 @@ def _check_inside(target: Path, snapshot_dir: Path) -> None:
     # A link in the directory of the snapshots may lead out of it, and so may the file itself.
     real = target.resolve()
     if not real.is_relative_to(snapshot_dir.resolve()):
-        raise CommandError(
+        raise FsdpCommError(
             f"{target} is {real}, outside of {snapshot_dir}; only snapshots are written"
         )
 
@@ -284,7 +289,7 @@ def _write(target: Path, pair: Pair, snapshot_dir: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target.resolve(), str(pair.newer))
     except OSError as problem:
-        raise CommandError(
+        raise FsdpCommError(
             f"cannot write {show_path(target)} ({problem.strerror or problem}); what was "
             "there is unchanged"
         ) from None

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pytest_fsdp_comm.command_line.errors import CommandError
+from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.audit import (
     OUTPUT,
     Collection,
@@ -37,7 +37,7 @@ def collect(arguments: Sequence[str], world_sizes: Sequence[str]) -> Iterator[Co
         world_sizes: For ``--world-size``; none for the project's own default.
 
     Raises:
-        CommandError: pytest cannot collect; the text has what it said.
+        FsdpCommError: pytest cannot collect; the text has what it said.
     """
     for size in world_sizes or [""]:
         options = [f"--world-size={size}"] if size else []
@@ -60,7 +60,7 @@ def _collect_once(arguments: Sequence[str]) -> Collection:
         )
         if done.returncode not in _COLLECTED or not output.exists():
             said = "\n".join(done.stdout.splitlines()[-_LONGEST_QUOTE:])
-            raise CommandError(
+            raise FsdpCommError(
                 "pytest cannot collect the tests, so nothing is known of their snapshots "
                 f"(exit status {done.returncode}):\n{said}"
             )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from pytest_fsdp_comm.command_line.documents import NOWHERE, describe_problem, read_document
-from pytest_fsdp_comm.command_line.errors import CommandError
 from pytest_fsdp_comm.command_line.git import Repository, unknown_revision
 from pytest_fsdp_comm.command_line.stories import Pair, patch_lines, tell
 from pytest_fsdp_comm.errors import FsdpCommError
@@ -42,8 +41,7 @@ def pairs_of(arguments: Sequence[str], directory: Path) -> tuple[list[Pair], Pro
         directory: The working directory.
 
     Raises:
-        CommandError: They name neither.
-        FsdpCommError: A file is broken.
+        FsdpCommError: They name neither, or a file is broken.
     """
     has_separator = "--" in arguments
     place = list(arguments).index("--") if has_separator else len(arguments)
@@ -69,7 +67,7 @@ def _pairs_in_git(
         if found["dots"] == "...":
             base = repository.merge_base(*commits)
             if base is None:
-                raise CommandError(f"{shown[0]} and {shown[1]} have no common ancestor in git")
+                raise FsdpCommError(f"{shown[0]} and {shown[1]} have no common ancestor in git")
             commits[0] = base
     else:
         known = takewhile(bool, map(repository.commit, names[:2]))
@@ -79,7 +77,7 @@ def _pairs_in_git(
     if not commits:
         head = repository.commit(_HEAD)
         if head is None:
-            raise CommandError("this repository has no commit yet; name two files")
+            raise FsdpCommError("this repository has no commit yet; name two files")
         commits, shown = [head], [_HEAD]
 
     def read(content: bytes | Path | None, path: str, revision: str) -> SnapshotText | None:
@@ -118,7 +116,7 @@ def _check_paths(names: Sequence[str], directory: Path, *, has_separator: bool) 
             raise unknown_revision(name)
         # What is gone now may have been there: git then wants a "--" before it.
         if not (directory / name).exists():
-            raise CommandError(
+            raise FsdpCommError(
                 f"{name!r} is neither a file or directory here nor a revision of git; expected "
                 "two files, two directories, or revisions such as main..HEAD and then paths. Put "
                 "-- before the path of a file that is gone"
@@ -133,7 +131,7 @@ def _pairs_on_disk(names: Sequence[str], directory: Path) -> tuple[list[Pair], P
         return pairs_in_directories(names, directory)
     if any(are_directories):
         one, other = (old, new) if are_directories[0] else (new, old)
-        raise CommandError(f"{one} is a directory and {other} is not; expected two of a kind")
+        raise FsdpCommError(f"{one} is a directory and {other} is not; expected two of a kind")
     was, now = (read_document(side, where=name) for side, name in zip(sides, names, strict=True))
     return [Pair(old=was, new=now, old_path=old, new_path=new)], []
 
@@ -146,7 +144,7 @@ def pairs_in_directories(names: Sequence[str], directory: Path) -> tuple[list[Pa
         directory: The working directory.
 
     Raises:
-        CommandError: There is no snapshot in either.
+        FsdpCommError: There is no snapshot in either.
     """
     sides = [directory / name for name in names]
     found = [
@@ -154,7 +152,7 @@ def pairs_in_directories(names: Sequence[str], directory: Path) -> tuple[list[Pa
         for side in sides
     ]
     if not any(found):
-        raise CommandError(f"neither {names[0]} nor {names[1]} holds a snapshot (*{SUFFIX})")
+        raise FsdpCommError(f"neither {names[0]} nor {names[1]} holds a snapshot (*{SUFFIX})")
 
     def read(path: str, place: int) -> SnapshotText | None:
         where = f"{names[place].rstrip('/')}/{path}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.json import kind_of_document, load_recordings
 from pytest_fsdp_comm.comm.profile import fold, merge
-from pytest_fsdp_comm.command_line.errors import CommandError
+from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.files import read_snapshot
 from pytest_fsdp_comm.text.codec import CodecError
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_fsdp_comm.comm.events import Recording
-    from pytest_fsdp_comm.errors import FsdpCommError
 
 NOWHERE: Final = "/dev/null"
 """What git calls the file of a side that has none."""
@@ -36,12 +35,12 @@ def read_document(path: Path, *, where: str = "") -> SnapshotText:
         The snapshot, or what a snapshot of the JSON would be; its profile then has call sites.
 
     Raises:
-        CommandError: There is no such file, or it is a directory.
-        FsdpCommError: It is broken; the text says in which line, and what was expected.
+        FsdpCommError: There is no such file, it is a directory, or it is broken; the text says in
+            which line, and what was expected.
     """
     where = where or str(path)
     if path.is_dir():
-        raise CommandError(
+        raise FsdpCommError(
             f"{where} is a directory; expected a snapshot (.comm) or a recording (.json)"
         )
     if path.suffix == ".json":
@@ -51,7 +50,7 @@ def read_document(path: Path, *, where: str = "") -> SnapshotText:
         return SnapshotText.of(merge([fold(one) for one in saved]), where=where)
     text = read_snapshot(path, where=where)
     if text is None:
-        raise CommandError(f"there is no file {where}")
+        raise FsdpCommError(f"there is no file {where}")
     return text
 
 
@@ -62,20 +61,20 @@ def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
         A tree, or recordings of one block in the order of their ranks.
 
     Raises:
-        CommandError: There is no such file, or it holds something else.
+        FsdpCommError: There is no such file, or it holds something else.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise CommandError(f"there is no file {where}") from None
+        raise FsdpCommError(f"there is no file {where}") from None
     except (OSError, UnicodeDecodeError) as problem:
-        raise CommandError(f"{where} cannot be read: {problem}") from None
+        raise FsdpCommError(f"{where} cannot be read: {problem}") from None
     try:
         if kind_of_document(text) == "tree":
             return load_tree(text)
         recordings = load_recordings(text)
     except CodecError as problem:
-        raise CommandError(f"{where}: {problem}") from None
+        raise FsdpCommError(f"{where}: {problem}") from None
     return sort_ranks(recordings, where=where)
 
 
@@ -83,13 +82,13 @@ def sort_ranks(recordings: Sequence[Recording], *, where: str) -> list[Recording
     """Recordings of one block in the order of their ranks.
 
     Raises:
-        CommandError: They are not of different ranks of one world.
+        FsdpCommError: They are not of different ranks of one world.
     """
     ordered = sorted(recordings, key=lambda recording: recording.rank)
     ranks = [recording.rank for recording in ordered]
     sizes = {recording.world_size for recording in ordered}
     if not ordered or len(sizes) > 1 or len(set(ranks)) < len(ranks):
-        raise CommandError(
+        raise FsdpCommError(
             f"{where}: expected recordings of different ranks of one world, got ranks "
             f"{_listed(ranks)} of world sizes {_listed(sorted(sizes))}"
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_comm.command_line.errors import CommandError
+from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.names import SUFFIX
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ class Repository:
             directory: Usually the working directory; names of files are relative to it.
 
         Raises:
-            CommandError: There is none, or git is not installed.
+            FsdpCommError: There is none, or git is not installed.
         """
         self._directory = directory
         found = self._find("rev-parse", "--show-toplevel")
         if found is None:
-            raise CommandError(
+            raise FsdpCommError(
                 f"{directory} is in no working tree of git; run this command inside of a "
                 "repository, or name two files"
             )
@@ -58,7 +58,7 @@ class Repository:
         """As `commit`.
 
         Raises:
-            CommandError: There is no such commit.
+            FsdpCommError: There is no such commit.
         """
         commit = self.commit(revision)
         if commit is None:
@@ -130,7 +130,7 @@ class Repository:
         done = self._start(*arguments, directory=directory)
         if done.returncode:
             said = done.stderr.decode("utf-8", "replace").strip()
-            raise CommandError(f"git {arguments[0]} failed: {said}")
+            raise FsdpCommError(f"git {arguments[0]} failed: {said}")
         # What is no UTF-8 in a name becomes what opens the same file.
         return done.stdout.decode("utf-8", "surrogateescape")
 
@@ -151,14 +151,14 @@ class Repository:
                 check=False,
             )
         except FileNotFoundError:
-            raise CommandError(
+            raise FsdpCommError(
                 "git is not installed, or not on the PATH; without it, name two files"
             ) from None
 
 
-def unknown_revision(name: str) -> CommandError:
+def unknown_revision(name: str) -> FsdpCommError:
     """The error of a name that git does not know."""
-    return CommandError(
+    return FsdpCommError(
         f"git knows no revision {name!r}; in a shallow clone, as CI makes them, fetch it first: "
         f"git fetch origin {name}"
     )

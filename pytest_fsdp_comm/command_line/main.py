@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from pytest_fsdp_comm.command_line.errors import CommandError
 from pytest_fsdp_comm.command_line.project import find_project
 from pytest_fsdp_comm.command_line.terminal import Printer, When
 from pytest_fsdp_comm.errors import FsdpCommError
@@ -123,7 +122,7 @@ def _accept(options: argparse.Namespace) -> int:
         root = find_project(chosen.parent).root
     # From a directory above the project, new files would land in a place that nothing reads.
     if not chosen.is_dir():
-        raise CommandError(
+        raise FsdpCommError(
             f"there is no directory {show_path(chosen)}; expected that of the snapshots: run this "
             "in the directory of the project, or name it with --snapshots"
         )
@@ -143,7 +142,7 @@ def _accept(options: argparse.Namespace) -> int:
     ]
     print(", ".join([f"{counted(done.written, 'file')} accepted", *rest]))  # noqa: T201  # a program's output
     if is_dry and done.skipped:
-        raise CommandError("there is no terminal to ask on; --yes accepts all that is shown above")
+        raise FsdpCommError("there is no terminal to ask on; --yes accepts all that is shown above")
     return DIFFERENT if rest else SAME
 
 
@@ -164,7 +163,7 @@ def _report(options: argparse.Namespace) -> int:
     try:
         pages = report(pairs, find_project(Path.cwd()).links, output, command=command)
     except OSError as error:
-        raise CommandError(f"cannot write {output} ({error.strerror or error})") from None
+        raise FsdpCommError(f"cannot write {output} ({error.strerror or error})") from None
     status = _failed(problems)
     print(f"{output / 'index.html'}: {counted(pages, 'test')}")  # noqa: T201  # a program's output
     return status
@@ -178,7 +177,7 @@ def _trace(options: argparse.Namespace) -> int:
     for name in options.files:
         saved = read_json(Path(name), where=name)
         if not isinstance(saved, list):
-            raise CommandError(f"{name}: expected a recording, got a tree")
+            raise FsdpCommError(f"{name}: expected a recording, got a tree")
         recordings += saved
     recordings = sort_ranks(recordings, where=", ".join(options.files))
     first = Path(options.files[0])
@@ -186,7 +185,7 @@ def _trace(options: argparse.Namespace) -> int:
     try:
         output.write_text(dump_trace(recordings), encoding="utf-8")
     except OSError as problem:
-        raise CommandError(f"cannot write {output} ({problem.strerror or problem})") from None
+        raise FsdpCommError(f"cannot write {output} ({problem.strerror or problem})") from None
     print(f"{output}: open it at https://ui.perfetto.dev")  # noqa: T201  # a program's output
     return SAME
 
@@ -197,7 +196,7 @@ def _git_diff(options: argparse.Namespace) -> int:
     try:
         # git starts this at the top, whichever project the file is of.
         links = find_project(Path(options.arguments[0]).absolute().parent).links
-    except CommandError:
+    except FsdpCommError:
         # git must go on whatever the project's settings are.
         from pytest_fsdp_comm.comm.links import Links  # noqa: PLC0415  # as above
 

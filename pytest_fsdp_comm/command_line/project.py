@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.comm.links import Links, parse_links
-from pytest_fsdp_comm.command_line.errors import CommandError
+from pytest_fsdp_comm.errors import FsdpCommError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +42,7 @@ def find_project(start: Path) -> Project:
         start: Absolute; usually the working directory.
 
     Raises:
-        CommandError: A file of settings cannot be read.
+        FsdpCommError: A file of settings cannot be read.
     """
     for directory in (start, *start.parents):
         for file in map(directory.joinpath, _FILES):
@@ -59,7 +59,7 @@ def _project(root: Path, file: Path, settings: Mapping[str, Any]) -> Project:
     try:
         links = parse_links(lines.splitlines() if isinstance(lines, str) else map(str, lines))
     except ValueError as problem:
-        raise CommandError(f"{file}: {problem}") from None
+        raise FsdpCommError(f"{file}: {problem}") from None
     snapshot_dir = Path(os.path.normpath(root / str(given).strip()))
     return Project(root=root, snapshot_dir=snapshot_dir, links=links)
 
@@ -78,7 +78,7 @@ def _read_settings(file: Path) -> Mapping[str, Any] | None:
         parser = configparser.ConfigParser(interpolation=None, strict=False)
         parser.read_string(text)
     except (OSError, ValueError, configparser.Error) as problem:
-        raise CommandError(f"{file} cannot be read: {problem}") from None
+        raise FsdpCommError(f"{file} cannot be read: {problem}") from None
     section = "tool:pytest" if file.name == "setup.cfg" else "pytest"
     if parser.has_section(section):
         return dict(parser[section])
