@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
@@ -11,7 +12,7 @@ from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.tree.model import ParameterNode, ShardUnit
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
     from pytest_fsdp_comm.tree.model import ShardTree
 
@@ -30,13 +31,10 @@ class TreeRow:
     depth: int
     """Rows above it."""
     class_name: str
-    wrappers: tuple[str, ...]
     units: tuple[ShardUnit, ...]
     """Of one of the modules."""
     parameters: tuple[ParameterNode, ...]
     """Of one of the modules, without its children's."""
-    nbytes: int
-    """Bytes of all parameters of one of the modules, its children's included."""
     same_as: str
     """FQN of the module that it repeats; empty for most."""
     inside_as: str
@@ -51,59 +49,50 @@ class TreeRow:
 
 def tree_rows(tree: ShardTree) -> Iterator[TreeRow]:
     """The rows of a tree, parents first, in registration order."""
-    children = _children(tree)
-    parameters: dict[int, list[ParameterNode]] = {}
+    # Of None: the roots, which are several where pipeline stages are drawn together.
+    children: defaultdict[int | None, list[int]] = defaultdict(list)
+    for index, node in enumerate(tree.modules):
+        children[node.parent].append(index)
+    parameters: defaultdict[int, list[ParameterNode]] = defaultdict(list)
     for parameter in tree.parameters:
-        parameters.setdefault(parameter.module, []).append(parameter)
+        parameters[parameter.module].append(parameter)
     units = tree.units_of()
     likeness, inner = _likeness(tree, children, parameters, units)
-    nbytes = [
-        sum(entry.nbytes for entry in parameters.get(i, ())) for i in range(len(tree.modules))
-    ]
-    for index in reversed(range(1, len(nbytes))):
-        parent = tree.modules[index].parent
-        if parent is not None:
-            nbytes[parent] += nbytes[index]
     drawn: dict[tuple[int | None, int], str] = {}
-    roots: list[tuple[int, ...]] = [
-        (index,) for index, node in enumerate(tree.modules) if node.parent is None
-    ]
-    pending = roots[::-1]
+    pending: list[list[int]] = [[index] for index in reversed(children[None])]
     while pending:
         alike = pending.pop()
         index = alike[0]
         node = tree.modules[index]
-        name = _shared_name([tree.modules[i].name for i in alike])
-        is_numbered = node.name.isdecimal() and (children[index] or index in parameters)
+        names = [tree.modules[i].name for i in alike]
+        name = escape(names[0]) if len(names) == 1 else ",".join(fold_fqns(names))
+        is_numbered = node.name.isdecimal() and (children[index] or parameters[index])
         first = drawn.setdefault((node.parent, inner[index]), name) if is_numbered else name
         yield TreeRow(
             name=name,
             count=len(alike),
             depth=node.depth,
             class_name=node.class_name,
-            wrappers=node.wrappers,
             units=units.get(index, ()),
-            parameters=tuple(parameters.get(index, ()) if first == name else ()),
-            nbytes=nbytes[index],
+            parameters=tuple(parameters[index] if first == name else ()),
             same_as="" if node.alias_of is None else escape(tree.module_fqn(node.alias_of)),
             inside_as="" if first == name else first,
         )
         if first == name:
-            pending += reversed(list(_alike_siblings(tree, children[index], likeness)))
+            groups = groupby(children[index], key=lambda i: _group_key(tree, i, likeness))
+            pending += reversed([list(group) for _, group in groups])
 
 
-def _children(tree: ShardTree) -> list[list[int]]:
-    children: list[list[int]] = [[] for _ in tree.modules]
-    for index, node in enumerate(tree.modules):
-        if node.parent is not None:
-            children[node.parent].append(index)
-    return children
+def _group_key(tree: ShardTree, index: int, likeness: Sequence[int]) -> tuple[bool, int]:
+    """Equal for numbered siblings that look alike."""
+    is_numbered = tree.modules[index].name.isdecimal()
+    return (is_numbered, likeness[index] if is_numbered else index)
 
 
 def _likeness(
     tree: ShardTree,
-    children: Sequence[Sequence[int]],
-    parameters: dict[int, list[ParameterNode]],
+    children: Mapping[int | None, Sequence[int]],
+    parameters: Mapping[int, Sequence[ParameterNode]],
     units: dict[int, tuple[ShardUnit, ...]],
 ) -> tuple[list[int], list[int]]:
     """Two numbers for each module: equal where all of it looks alike, and where its inside does."""
@@ -113,7 +102,9 @@ def _likeness(
     # Children come after their parents: from the end, each finds its children numbered.
     for index in reversed(range(len(tree.modules))):
         node = tree.modules[index]
-        below = tuple((tree.modules[child].name, likeness[child]) for child in children[index])
+        below = tuple(
+            (tree.modules[child].name, likeness[child]) for child in children.get(index, ())
+        )
         own = tuple(
             (entry.name, entry.shape, entry.dtype, entry.placements, entry.trainable, entry.tied)
             for entry in parameters.get(index, ())
@@ -126,21 +117,6 @@ def _likeness(
         inner[index] = numbers.setdefault(inside, len(numbers))
         likeness[index] = numbers.setdefault((inside, policies), len(numbers))
     return likeness, inner
-
-
-def _alike_siblings(
-    tree: ShardTree, siblings: Iterable[int], likeness: Sequence[int]
-) -> Iterator[tuple[int, ...]]:
-    def key(index: int) -> tuple[bool, int]:
-        is_numbered = tree.modules[index].name.isdecimal()
-        return (is_numbered, likeness[index] if is_numbered else index)
-
-    for _, alike in groupby(siblings, key=key):
-        yield tuple(alike)
-
-
-def _shared_name(names: Sequence[str]) -> str:
-    return escape(names[0]) if len(names) == 1 else ",".join(fold_fqns(names))
 
 
 def summary_words(tree: ShardTree) -> str:

@@ -97,7 +97,6 @@ def test_every_module_is_in_exactly_one_row():
     tree = stack(odd=3)
     rows = list(tree_rows(tree))
     assert sum(row.count for row in rows if row.class_name == "Block") == 32
-    assert rows[0].nbytes == sum(entry.nbytes for entry in tree.parameters)
 
 
 def test_pytest_shows_a_tree_in_a_few_words():
