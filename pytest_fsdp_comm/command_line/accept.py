@@ -46,6 +46,15 @@ _ANSWERS: Final[dict[str, Answer]] = {
 QUESTION: Final = "accept? [y]es, [n]o (skip), [a]ll, [q]uit: "
 
 
+# Note [Artifacts of a fork]
+# What CI received may come from a pull request of anybody, who then chose its names, texts and
+# links. So no link in it is followed, neither to read nor to compare (`_received`,
+# `_check_no_link`), and no name that steers a terminal is printed. A file is written only inside
+# the snapshot directory, wherever links of ours lead, which is checked again right before the
+# write, as the answer may take long (`_check_inside`); only over the text that CI compared with
+# (`_change`); and only for a test that is here (`_check_test`), of its kind and its ranks. What
+# fails a check is refused, and the rest goes on.
+
 _Change: TypeAlias = tuple[Path, Pair]
 """The file that may be written, and what it is now beside what CI received."""
 
@@ -118,8 +127,9 @@ def _read_all(
     for path in _received(directory):
         try:
             _check_test(path, anchor)
-            _check_no_link(directory, Artifacts.of(directory, path))
-            change = _change(Artifacts.of(directory, path), path, snapshot_dir)
+            artifacts = Artifacts.of(directory, path)
+            _check_no_link(directory, artifacts)
+            change = _change(artifacts, snapshot_dir / path, snapshot_dir)
             if change is None:
                 continue
             target, pair = change
@@ -145,15 +155,14 @@ def _received(directory: Path) -> Iterator[Path]:
             "left, unpacked. If no comparison failed, it leaves nothing"
         )
     for file in sorted(received.rglob(f"*{SUFFIX}")):
-        # Artifacts may come from a fork: no link of theirs is followed, no odd name printed.
+        # See Note [Artifacts of a fork].
         if file.is_symlink() or not file.is_file() or not str(file).isprintable():
             raise FsdpCommError(f"{str(file)!r} is no plain file; nothing was accepted")
         yield file.relative_to(received)
 
 
-def _change(artifacts: Artifacts, path: Path, snapshot_dir: Path) -> _Change | None:
+def _change(artifacts: Artifacts, target: Path, snapshot_dir: Path) -> _Change | None:
     """What accepting a file changes; None if that is done already."""
-    target = snapshot_dir / path
     _check_inside(target, snapshot_dir)
     received = _read(artifacts.received)
     expected, current = _read(artifacts.expected), _read(target)
@@ -243,7 +252,6 @@ def _ranks(text: SnapshotText) -> str:
 
 
 def _check_no_link(directory: Path, artifacts: Artifacts) -> None:
-    # Artifacts may come from a fork: what they link to is neither read nor compared with.
     for path in (artifacts.received, artifacts.expected):
         real = Path(os.path.realpath(path))
         if real != directory.resolve() / path.relative_to(directory):
@@ -271,7 +279,6 @@ def _effect(target: Path, pair: Pair, snapshot_dir: Path) -> str:
 
 
 def _check_inside(target: Path, snapshot_dir: Path) -> None:
-    # A link in the directory of the snapshots may lead out of it, and so may the file itself.
     real = target.resolve()
     if not real.is_relative_to(snapshot_dir.resolve()):
         raise FsdpCommError(

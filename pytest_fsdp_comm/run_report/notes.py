@@ -38,6 +38,15 @@ _MAX_COMPARISONS: Final = 50
 _UNCOMPARED: Final = Compared(name="", kind="comm", verdict="uncompared")
 
 
+# Note [What each rank keeps]
+# Ranks compare the same values in the same order, so a place in `Record.compared` is the same value
+# on each. What is the same on all of them (the comparison with its explanation, the text, the tree)
+# the lowest rank keeps alone, and the others leave `_UNCOMPARED` in its place; what may differ, the
+# timeline, each rank keeps of its own recording. `Notes.merge` puts the timelines of all ranks
+# beside what the lowest rank kept. If that one died, the places of the next rank are left, and with
+# them what the others recorded.
+
+
 class Notes:
     """Registered once in each process that runs tests; carries the notes of ranks out of them."""
 
@@ -52,8 +61,7 @@ class Notes:
         self._tree: ShardTree | None = None
         self._records: dict[str, Record] = {}
 
-    # In the process that runs the test. Each rank keeps what it recorded, but the lowest alone
-    # what is the same on all: the comparison, and the tree.
+    # In the process that runs the test: see Note [What each rank keeps].
 
     def note_comparison(self, assertion: SnapshotAssertion, values: Mapping[str, object]) -> None:
         """Keeps what was compared, and explains what differs while all of it is at hand."""

@@ -87,6 +87,14 @@ def check_directory(directory: Path) -> None:
         ) from None
 
 
+# Note [A worker's records]
+# Under xdist the controller writes the report, and only reports of phases travel to it. A worker
+# hangs a test's record onto the report of its teardown, as text, and an empty text onto the others
+# of the test, which tells them from tests that are none of ours. It must do so before the hook of
+# xdist that sends the report (tryfirst), and the controller takes it off again before other plugins
+# see it, which may write all attributes of a report to a file.
+
+
 class SessionReport:
     """Registered in the process that reports, and in each worker of xdist."""
 
@@ -125,7 +133,7 @@ class SessionReport:
             if item is not None:
                 record = self._notes.take_record(item) if report.when == "teardown" else None
                 text = dump_document(_KIND, _VERSION, record) if record is not None else ""
-                # Before the plugin that sends the report, which comes after this hook.
+                # See Note [A worker's records].
                 vars(report)[_RECORD] = text
             return
         sent = vars(report).pop(_RECORD, None)

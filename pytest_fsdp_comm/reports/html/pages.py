@@ -312,8 +312,18 @@ def _texts(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield _LABELS.get(start, ""), line.removeprefix(start).strip() or line
 
 
+# Note [One JSON of a page]
+# Templates list what there is, so that a page can be read without scripts, and `report.js` draws
+# the same entries. A page has them once as JSON, whatever number of ranks and values share them,
+# and an order of indices for each timeline: a step of 126 layers is some thousand entries.
+# Positions, intervals from unshard to reshard and bytes that are gathered are worked out where they
+# are drawn. Three things keep it bounded: a timeline keeps its first entries
+# (`timeline.MAX_ENTRIES`), those of a page share `_ENTRIES`, and where the page is still too large,
+# both that share and then the number of values are halved until it is not.
+
+
 def _data(sections: Sequence[dict[str, Any]]) -> str:
-    """What the script draws, as JSON: each entry once, and the order of every timeline."""
+    """The JSON of a page: see Note [One JSON of a page]."""
     entries: dict[tuple[str | int | None, ...], int] = {}
 
     def place(one: Entry) -> int:
@@ -330,8 +340,16 @@ def _data(sections: Sequence[dict[str, Any]]) -> str:
         differing = sorted(section["differing"], key=str)
         drawn[section["id"]] = {"differing": differing, "timelines": timelines}
     text = json.dumps({"entries": [*entries], "sections": drawn}, separators=(",", ":"))
-    # A name must not end the script element that holds it, nor begin a comment.
+    # See Note [Nothing runs but ours].
     return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
+
+
+# Note [Nothing runs but ours]
+# Names of tests, modules and axes are anybody's. In the text jinja escapes them (`autoescape`),
+# with control characters written out (`_printable`), and the JSON has no "<" that could end its
+# element. Behind that, the page's policy allows the one style sheet and the one script whose
+# digests it names, and nothing to be loaded. It forbids style attributes too, so the script places
+# what it draws by properties of elements, which the policy leaves alone.
 
 
 def _render(template: str, **values: Any) -> str:
@@ -387,5 +405,5 @@ def _asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """By which a page says which style or script it has: no other is applied or run."""
+    """By which the policy names a style or a script: see Note [Nothing runs but ours]."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

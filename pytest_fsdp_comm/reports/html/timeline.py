@@ -146,6 +146,13 @@ def list_entries(timeline: Timeline, differing: Collection[str | None] = ()) -> 
         at += period * times
 
 
+# Note [Folding a timeline]
+# Layers and steps repeat, apart from the numbers in their modules' names. From each place on, the
+# period that covers most of what follows is folded, unless none repeats; a step within which layers
+# repeat is so folded as a whole only where its layers do not cover more. Periods are bounded, so
+# that a timeline of any length is listed in a time that grows with its length.
+
+
 def _likeness(timeline: Timeline) -> list[int]:
     """A number for each place, equal where entries differ at most in numbers of modules."""
     numbers: dict[tuple[Any, ...], int] = {}
@@ -158,7 +165,7 @@ def _likeness(timeline: Timeline) -> list[int]:
 
 
 def _repetition(likeness: Sequence[int], at: int) -> tuple[int, int]:
-    """The period that repeats most from a place on, and how often; ``(1, 1)`` if none does."""
+    """The period that covers most from a place on, and how often it repeats there; see the note."""
     best, covered = (1, 1), 1
     for period in range(1, min(_LONGEST_PERIOD, (len(likeness) - at) // 2) + 1):
         if likeness[at] != likeness[at + period]:
