@@ -1,4 +1,4 @@
-"""Tells the outcome of a session where reviewers look: on GitHub, or in a file."""
+"""Reports the outcome of a session where reviewers look: on GitHub, or in a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ANNOTATES_TOO: Final = "github_actions_annotate_failures"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Review:
-    """Where a session's outcome is told."""
+    """Where to report a session's outcome."""
 
     step_summary: Path | None
     """GitHub's file for the summary of the step, which earlier sessions may have written to."""
@@ -51,7 +51,7 @@ class Review:
 
 
 def read_review(config: pytest.Config, environment: Mapping[str, str]) -> Review | None:
-    """Where to tell the outcome of a session.
+    """Finds out where to report the outcome of a session.
 
     Args:
         config: Of the session.
@@ -81,14 +81,14 @@ def read_review(config: pytest.Config, environment: Mapping[str, str]) -> Review
 
 
 class CiSession:
-    """Registered in the one process that tells the outcome."""
+    """Registered in the one process that reports the outcome."""
 
     def __init__(self, config: pytest.Config, review: Review) -> None:
         """Starts before the first test.
 
         Args:
             config: Of the session.
-            review: Where to tell it.
+            review: Where to report it.
         """
         self._config = config
         self._review = review

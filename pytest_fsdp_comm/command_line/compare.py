@@ -137,7 +137,7 @@ def _pairs_on_disk(names: Sequence[str], directory: Path) -> tuple[list[Pair], P
 
 
 def pairs_in_directories(names: Sequence[str], directory: Path) -> tuple[list[Pair], Problems]:
-    """Pairs the files of two directories, of which one may be missing.
+    """Pairs the files of two directories, one of which may be missing.
 
     Args:
         names: The older and the newer one.

@@ -59,7 +59,7 @@ def show_file(path: Path, links: Links) -> Iterator[str]:
 def _head(what: str, text: SnapshotText) -> str:
     profile = text.profile
     recorded = profile.recorded_ranks
-    only = f", of which {name_ranks(recorded)} recorded" if recorded else ""
+    only = f", recorded on {name_ranks(recorded)}" if recorded else ""
     made = _MADE.search(text.partition("\n")[0])
     by = f" ({made[1]})" if made else ""
     return f"{what} of {counted(profile.world_size, 'rank')}{only}{by}"

@@ -40,7 +40,7 @@ _NOTES: Final = pytest.StashKey["Notes"]()
 
 
 def register(config: pytest.Config) -> None:
-    """Prepares a process of a session whose report is asked for.
+    """Prepares a process of a session that writes a report.
 
     Raises:
         pytest.UsageError: The report could not be written there.
@@ -64,7 +64,7 @@ def register(config: pytest.Config) -> None:
 
 
 def rank_extensions(config: pytest.Config) -> list[RankExtension[Any]]:
-    """What ranks carry out for the report; nothing if none is asked for."""
+    """What ranks carry out for the report; empty if the session writes none."""
     notes = config.stash.get(_NOTES, None)
     return [] if notes is None else [notes]
 

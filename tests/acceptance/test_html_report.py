@@ -111,7 +111,7 @@ def test_the_index_has_each_test_once_failures_first(reported, directory):
 
 
 @DIRECTORIES
-def test_a_failed_comparison_is_told_as_on_the_terminal(reported, directory):
+def test_a_failed_comparison_reads_as_on_the_terminal(reported, directory):
     path, ended = reported
     _, page = index_of(path / directory)[HOSTILE]
     read = check_page(page)
@@ -128,7 +128,7 @@ def test_a_failed_comparison_is_told_as_on_the_terminal(reported, directory):
 
 
 @DIRECTORIES
-def test_what_was_not_compared_has_a_page_too(reported, directory):
+def test_tests_that_compare_nothing_have_a_page_too(reported, directory):
     path, _ = reported
     rows = index_of(path / directory)
     recorded, tree, died = (
@@ -144,14 +144,14 @@ def test_what_was_not_compared_has_a_page_too(reported, directory):
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/nothing"])
-def test_a_directory_that_cannot_be_written_is_refused(tmp_path, place):
+def test_an_unwritable_directory_is_refused(tmp_path, place):
     (tmp_path / "file").write_text("kept")
     with pytest.raises(pytest.UsageError, match=r"^--comm-report: expected a directory"):
         check_directory(tmp_path / place)
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_no_test_runs_where_nothing_can_be_written(pytester):
+def test_an_unwritable_report_directory_stops_the_session_before_any_test(pytester):
     pytester.makepyfile("def test_it(): pass")
     (pytester.path / "file").write_text("kept")
     result = pytester.runpytest_subprocess("--comm-report", "file")
@@ -160,7 +160,7 @@ def test_no_test_runs_where_nothing_can_be_written(pytester):
     assert "passed" not in result.stdout.str()
 
 
-def test_without_the_option_nothing_of_the_report_is_imported(pytester):
+def test_without_the_option_the_report_is_not_imported(pytester):
     pytester.makepyfile(
         """
         import sys

@@ -168,8 +168,8 @@ def test_what_was_gathered_before_the_block_counts_from_its_beginning(draw):
     late = replace(recording, reshards=recording.reshards[1:], peak_gathered_nbytes=20 * KIB)
     evaluate = draw(recording, late)
     (caption,) = evaluate(TEXTS.format("figcaption"))
-    assert "peak 20.0 KiB, of which 12.0 KiB are drawn at entry " in caption
-    assert "it also counts what was gathered before the block" in caption
+    assert "peak 20.0 KiB; the highest drawn is 12.0 KiB at entry " in caption
+    assert "the peak also counts what was gathered before the block" in caption
     assert ["\N{NOT EQUAL TO} (root), 8.0 KiB", "outside", 0] in evaluate(BARS)
 
 
@@ -203,7 +203,7 @@ def test_a_tree_has_a_bar_for_each_unit(browser, tmp_path):
     assert browser.evaluate(widths.format("kept")) == ["12.5%"] * 4
 
 
-def test_filters_work_by_keyboard_and_say_what_is_left(browser, pages):
+def test_filters_and_cursor_work_by_keyboard(browser, pages):
     browser.show(pages["small"])
     shown = (
         "document.querySelectorAll('figure:not([hidden]) [data-axis=tp]:not([data-off])').length"
@@ -249,7 +249,7 @@ def test_one_timeline_is_shown_at_a_time_and_magnified(browser, pages):
     assert browser.evaluate(OVERFLOW) == 0
 
 
-def test_tests_are_found_by_a_part_of_their_names(browser, pages):
+def test_the_search_finds_tests_by_a_part_of_their_names(browser, pages):
     browser.show(pages["index"])
     browser.evaluate("document.querySelector('[type=search]').focus()")
     for letter in "LARGE":
@@ -259,7 +259,7 @@ def test_tests_are_found_by_a_part_of_their_names(browser, pages):
     assert browser.evaluate("document.querySelector('output').value") == "1 of 3"
 
 
-def test_without_scripts_all_is_there_to_read_and_no_control_is_dead(browser, pages):
+def test_without_scripts_everything_is_readable_and_no_control_is_shown(browser, pages):
     browser.show(pages["small"], script=False)
     controls = (
         "[...document.querySelectorAll('input, select')].filter(one => one.offsetHeight).length"

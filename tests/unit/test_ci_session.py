@@ -27,14 +27,14 @@ def config(*, summary=None, plugins=()):
     return SimpleNamespace(pluginmanager=manager, stash=stash, rootpath=Path("/checkout/sub"))
 
 
-def test_nothing_is_told_where_nobody_reads():
+def test_nothing_is_reported_outside_of_ci_and_without_the_option():
     assert read_review(config(), {}) is None
     # A test that runs pytest is no step of anybody's.
     assert read_review(config(), {**GITHUB, "PYTEST_CURRENT_TEST": "t.py::x (call)"}) is None
     assert read_review(config(), {"GITHUB_ACTIONS": "false"}) is None
 
 
-def test_github_and_a_file_are_told_independently():
+def test_github_and_a_file_are_configured_independently():
     review = read_review(config(), GITHUB)
     assert (review.step_summary, review.summary) == (Path("/runner/summary"), None)
     assert (review.annotates, review.top) == (True, Path("/checkout"))
@@ -86,13 +86,13 @@ def test_the_first_failure_counts_unless_a_comparison_comes_after_it():
     assert failed.reason == "a: +1"
 
 
-def test_tests_that_use_nothing_of_this_are_not_told():
+def test_tests_that_do_not_use_the_plugin_are_not_reported():
     assert told(report(keywords=())).failed == ()
     outcomes = told(report(outcome="passed", headline="", keywords=()))
     assert (outcomes.compared_tests, outcomes.compared_files, outcomes.failed) == (1, 1, ())
 
 
-def test_a_place_outside_of_the_checkout_is_that_of_the_test():
+def test_a_failure_outside_of_the_checkout_is_placed_at_its_test():
     (failed,) = told(report(path="/checkout/.venv/lib/site-packages/torch/x.py")).failed
     assert (failed.place.path, failed.place.line) == ("sub/t.py", 5)
     (failed,) = told(report(path="/elsewhere/x.py")).failed
@@ -101,7 +101,7 @@ def test_a_place_outside_of_the_checkout_is_that_of_the_test():
     assert (failed.place.path, failed.place.line) == ("sub/t.py", 7)
 
 
-def test_a_session_that_was_cut_short_says_so():
+def test_an_early_end_of_the_session_is_explained():
     held = config()
     session = CiSession(held, read_review(held, GITHUB))
     stopped = SimpleNamespace(shouldfail="stopping after 1 failures", shouldstop="")

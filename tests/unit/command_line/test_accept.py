@@ -68,7 +68,9 @@ def test_every_change_is_shown_and_with_yes_accepted(artifacts, fsdp_comm):
         (["yes", "quit"], [*FILES][:2]),
     ],
 )
-def test_each_test_is_asked_for_once_with_all_of_its_files(artifacts, answers, accepted, capsys):
+def test_the_user_decides_once_per_test_about_all_of_its_files(
+    artifacts, answers, accepted, capsys
+):
     given = iter(answers)
     done = accept(
         artifacts / "ci",
@@ -85,7 +87,7 @@ def test_each_test_is_asked_for_once_with_all_of_its_files(artifacts, answers, a
     assert capsys.readouterr().out
 
 
-def test_the_question_is_asked_until_the_answer_is_one(monkeypatch):
+def test_the_question_repeats_until_it_gets_a_valid_answer(monkeypatch):
     given = iter(["what", "", "S"])
     monkeypatch.setattr("builtins.input", lambda _: next(given))
     assert ask_on_terminal() == "no"
@@ -109,7 +111,7 @@ def test_the_question_is_asked_until_the_answer_is_one(monkeypatch):
         (f"snapshots/{COMM}", f"<<<<<<< ours\n{OLD}", "a marker of a merge conflict"),
     ],
 )
-def test_what_was_made_for_another_file_is_refused_and_the_rest_accepted(  # noqa: PLR0917  # fixtures
+def test_a_file_that_ci_compared_with_another_base_is_refused_and_the_rest_accepted(  # noqa: PLR0917  # fixtures
     artifacts, write, fsdp_comm, path, content, said
 ):
     if content is None:
@@ -125,7 +127,7 @@ def test_what_was_made_for_another_file_is_refused_and_the_rest_accepted(  # noq
     assert files(artifacts).get(refused) == before.get(refused)
 
 
-def test_a_recording_of_some_ranks_replaces_none_of_all(artifacts, write, fsdp_comm):
+def test_a_recording_of_some_ranks_never_replaces_one_of_all(artifacts, write, fsdp_comm):
     (artifacts / f"ci/received/{COMM}").unlink()
     write(f"ci/received/{COMM}", NEW.replace("world_size 8\n", "world_size 8\nranks 0,3\n"))
     done = fsdp_comm("accept", "ci", "--yes")
@@ -240,7 +242,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("path", "text", "said"), REFUSED.values(), ids=list(REFUSED))
-def test_what_the_file_cannot_be_about_is_refused_and_the_rest_accepted(  # noqa: PLR0917  # fixtures
+def test_another_kind_or_world_size_is_refused_and_the_rest_accepted(  # noqa: PLR0917  # fixtures
     artifacts, write, fsdp_comm, path, text, said
 ):
     write(f"ci/received/{path}", text)
@@ -282,7 +284,7 @@ def test_a_test_without_ranks_may_record_a_group_of_its_own(write, fsdp_comm):
     assert "expected a recording of 8 ranks, as snapshots/" in done.out
 
 
-def test_what_a_link_of_artifacts_leads_to_is_not_taken(artifacts, write, fsdp_comm):
+def test_links_in_artifacts_are_not_followed(artifacts, write, fsdp_comm):
     expected = write("elsewhere.comm", OLD)
     (artifacts / f"ci/expected/{COMM}").unlink()
     (artifacts / f"ci/expected/{COMM}").symlink_to(expected)
@@ -306,7 +308,7 @@ def test_what_a_link_of_artifacts_leads_to_is_not_taken(artifacts, write, fsdp_c
     assert fsdp_comm("accept", "ci", "--yes").status == 0
 
 
-def test_of_two_names_of_one_file_neither_overwrites_the_other_unseen(artifacts, write, fsdp_comm):
+def test_two_names_of_one_file_cannot_overwrite_each_other(artifacts, write, fsdp_comm):
     write("test_c.py", "def test_x(): ...\n")
     (artifacts / "snapshots/test_c").symlink_to("test_a")
     write("ci/received/test_c/test_x.ws8.comm", NEW)

@@ -18,7 +18,7 @@ TOLD = [
 ]
 
 
-def test_two_snapshots_are_told_as_a_failed_test_tells_them(write, fsdp_comm):
+def test_diff_explains_two_snapshots_as_a_failed_test_does(write, fsdp_comm):
     write("old.comm", OLD)
     write("new.comm", NEW)
     told = fsdp_comm("diff", "old.comm", "new.comm")
@@ -74,7 +74,7 @@ def test_a_recording_is_compared_with_a_snapshot(write, fsdp_comm):
     assert any(line.endswith("at train.py:3") for line in told.lines), told.out
 
 
-def test_another_kind_of_snapshot_is_no_story(write, fsdp_comm):
+def test_snapshots_of_different_kinds_are_not_explained(write, fsdp_comm):
     write("a.comm", OLD)
     write("b.comm", TREE)
     told = fsdp_comm("diff", "a.comm", "b.comm")
@@ -120,7 +120,7 @@ def test_directories_are_compared_file_by_file(write, fsdp_comm):
     assert "b.weight" in told.lines[7]
 
 
-def test_a_broken_file_among_others_is_told_and_the_rest_compared(write, fsdp_comm):
+def test_a_broken_file_is_reported_and_the_others_are_compared(write, fsdp_comm):
     for side in ("old", "new"):
         write(f"{side}/a.ws8.comm", OLD if side == "old" else NEW)
         write(f"{side}/b.ws8.comm", OLD if side == "old" else f"<<<<<<< ours\n{NEW}")
@@ -257,6 +257,6 @@ def test_git_diff_tells_the_story_of_both_sides_and_stays_a_patch(write, git, pr
     assert "communication of" not in git(*log)
 
 
-def test_an_unmerged_file_is_said_to_be_unmerged(fsdp_comm):
+def test_git_diff_reports_an_unmerged_file(fsdp_comm):
     told = fsdp_comm("git-diff", "a.ws8.comm")
     assert told.lines == ["a.ws8.comm: unmerged; resolve the conflict, or take a side"]

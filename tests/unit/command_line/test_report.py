@@ -21,7 +21,7 @@ def test_artifacts_become_pages_with_the_story_of_each_test(write, fsdp_comm, pr
     assert "test_new.ws8" in index
 
 
-def test_what_diff_takes_is_reported_too(write, fsdp_comm, project):
+def test_report_accepts_the_arguments_of_diff(write, fsdp_comm, project):
     write("old.comm", OLD)
     write("new.comm", NEW)
     assert fsdp_comm("report", "old.comm", "new.comm").status == 0

@@ -55,7 +55,7 @@ def test_seconds_are_estimated_where_the_project_says_how_fast_axes_are(write, f
     assert "pyproject.toml: fsdp_comm_links, line 1: " in broken.err
 
 
-def test_ranks_that_differ_are_summed_up_and_that_is_said(write, fsdp_comm):
+def test_ranks_that_differ_are_summed_up_and_labelled(write, fsdp_comm):
     write("two.json", dump_recordings([recording(0), recording(1, calls=2)]))
     shown = fsdp_comm("show", "two.json")
     assert "calls and bytes of 2 ranks together, which differ" in shown.lines
@@ -66,7 +66,7 @@ def test_ranks_that_differ_are_summed_up_and_that_is_said(write, fsdp_comm):
 def test_a_recording_of_one_rank_is_shown_as_such(write, fsdp_comm):
     write("one.json", dump_recording(recording(1)))
     first = fsdp_comm("show", "one.json").lines[0]
-    assert first == "communication of 2 ranks, of which rank 1 recorded (torch 2.13.0, gloo)"
+    assert first == "communication of 2 ranks, recorded on rank 1 (torch 2.13.0, gloo)"
 
 
 def test_a_tree_shows_units_and_parameters_with_their_bytes(write, fsdp_comm):
@@ -93,9 +93,7 @@ def test_a_tree_shows_units_and_parameters_with_their_bytes(write, fsdp_comm):
         ("a.json", None, "there is no file a.json"),
     ],
 )
-def test_a_file_that_cannot_be_shown_is_an_error_that_says_where(
-    write, fsdp_comm, name, content, said
-):
+def test_an_unreadable_file_is_an_error_with_its_line(write, fsdp_comm, name, content, said):
     if content is not None:
         write(name, content)
     shown = fsdp_comm("show", name)
@@ -142,7 +140,7 @@ def test_the_program_starts_without_torch_pytest_and_their_like(write, project):
 
 
 @pytest.mark.parametrize("command", ["show", "diff"])
-def test_names_in_a_file_put_nothing_of_their_own_on_the_terminal(write, fsdp_comm, command):
+def test_names_in_a_file_cannot_steer_the_terminal(write, fsdp_comm, command):
     text = format_profile(sample_profiles.profile(tensor_parallel=True))
     hostile = text.replace("tp=", r"tp\x1b\x0a::error::\u202e=").replace(
         "[tp]", r"[tp\x1b\x0a::error::\u202e]"

@@ -95,7 +95,7 @@ def events(*recordings):
     return json.loads(dump_trace(recordings))["traceEvents"]
 
 
-def test_it_has_the_form_of_trace_events():
+def test_a_trace_matches_the_schema_of_trace_events():
     jsonschema = pytest.importorskip("jsonschema")
     document = json.loads(dump_trace([stepped(0), stepped(1)]))
     jsonschema.validate(document, SCHEMA)

@@ -6,7 +6,7 @@ from pytest_fsdp_comm.tree.diff import TreeChange
 WHERE = {"snapshot": "snapshots/test_it/test_tree.comm", "accept": "pytest --snapshot-update"}
 
 
-def test_few_changes_are_told_whole():
+def test_few_changes_are_shown_in_full():
     changes = [
         TreeChange(subject="layers.{0..3}", what="becomes a root", likely="no root"),
         TreeChange(subject="layers.{0..3}", what="reshard_after_forward True -> False"),
@@ -22,7 +22,7 @@ def test_few_changes_are_told_whole():
     assert not explanation.is_cut
 
 
-def test_many_changes_are_cut_where_pytest_would_cut():
+def test_many_changes_are_cut_before_pytest_cuts_them():
     changes = [TreeChange(subject=f"a{index}", what="gone", likely="x") for index in range(9)]
     explanation = render_tree_changes(changes, **WHERE)
     assert explanation.is_cut

@@ -139,7 +139,7 @@ def test_the_page_is_whole_and_has_a_bar_for_each_unit():
     assert '<code>{0..6}</code> <span class="dim">\N{MULTIPLICATION SIGN}7</span>' in page
 
 
-def test_what_a_user_names_is_text_on_the_page():
+def test_user_names_are_escaped_on_the_page():
     markup = '<b class="x">&\''
     tree = stack(blocks=1)
     named = ModuleNode(name=markup, parent=0, depth=1, class_name=markup)

@@ -10,7 +10,7 @@ def run_of(*names):
     return Run(tests=tuple(Result(nodeid=f"t.py::{name}", outcome="passed") for name in names))
 
 
-def test_pages_of_an_earlier_run_go_and_files_of_others_stay(tmp_path):
+def test_pages_of_an_earlier_run_are_removed_and_other_files_stay(tmp_path):
     write_report(run_of("first", "second"), tmp_path)
     (tmp_path / "tests" / "mine.html").write_text("<p>of the user")
     (tmp_path / "notes.txt").write_text("too")

@@ -150,7 +150,8 @@
       let note = ` at entry ${at + 1} of ${count}, ${entries[at].what} of ${nameOf(entries[at])} in ${entries[at].phase}`;
       if (timeline.peak !== top) {
         const cut = timeline.left_out && timeline.peak > top;
-        note = `, of which ${bytes(top)} are drawn${note}: it ${cut ? "comes after the cut" : "also counts what was gathered before the block, and what a partial reshard leaves"}`;
+        const why = cut ? "comes after the cut" : "also counts what was gathered before the block, and what a partial reshard leaves";
+        note = `; the highest drawn is ${bytes(top)}${note}: the peak ${why}`;
       }
       figure.querySelector("[data-peak]").textContent = note;
     }

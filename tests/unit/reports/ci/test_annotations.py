@@ -43,13 +43,13 @@ def test_a_command_names_file_line_title_and_the_whole_story_on_one_line():
     assert annotate(outcomes(failed(place=None)))[0].startswith("::error title=test_x")
 
 
-def test_what_is_no_comparison_says_its_reason():
+def test_other_failures_are_annotated_with_their_reason():
     test = FailedTest(nodeid="t.py::test_x", reason="rank 1 died", place=None)
     assert annotate(outcomes(test)) == ["::error title=test_x%3A rank 1 died::rank 1 died"]
     assert annotate(outcomes()) == []
 
 
-def test_github_shows_ten_so_the_tenth_says_how_many_there_are_besides():
+def test_the_tenth_annotation_counts_those_that_github_would_drop():
     ten = annotate(outcomes(*[failed(f"test_{number}") for number in range(10)]))
     assert len(ten) == 10
     assert not any("more in the log" in one for one in ten)
@@ -60,7 +60,7 @@ def test_github_shows_ten_so_the_tenth_says_how_many_there_are_besides():
     )
 
 
-def test_unused_files_are_errors_where_they_fail_the_session_and_nothing_once_deleted():
+def test_unused_files_are_errors_if_they_fail_the_session_and_silent_once_deleted():
     unused = tuple(
         UnusedFile(shown=f"s/{number}.comm", reason="gone", place=Place(path="s/x.comm", line=1))
         for number in range(12)
@@ -84,12 +84,12 @@ def test_unused_files_are_errors_where_they_fail_the_session_and_nothing_once_de
         ("tests/test_a.py::TestA::test_b", "test_b"),
     ],
 )
-def test_a_title_has_the_whole_name_of_a_test(nodeid, name):
+def test_a_title_contains_the_full_test_name(nodeid, name):
     (line,) = annotate(outcomes(dataclasses.replace(failed(), nodeid=nodeid)))
     assert f"title={name.replace(':', '%3A')}%3A " in line
 
 
-def test_a_long_story_is_cut_and_says_how_much_more_there_is():
+def test_a_long_story_is_cut_with_a_count_of_the_rest():
     story = tuple(f"{number:_>9}" for number in range(1000))
     test = failed()
     comparisons = dataclasses.replace(test.comparisons, story=story, accept="")

@@ -57,7 +57,7 @@ def test_a_session_that_passed_is_one_line():
     assert render_summary(nothing).startswith("No test compared anything")
 
 
-def test_a_failed_test_has_its_line_what_differs_what_it_costs_and_the_whole_story():
+def test_a_failed_test_gets_a_row_with_change_and_cost_and_its_story():
     text = render_summary(outcomes(failed()), SOURCE)
     assert shown(text) == (
         "Communication: differs from the reviewed snapshots in 1 test "
@@ -76,7 +76,7 @@ def test_a_failed_test_has_its_line_what_differs_what_it_costs_and_the_whole_sto
     assert "/blob/abc123/a%20%22b%22%7C.py#L12" in odd
 
 
-def test_other_failures_unused_files_and_an_early_end_are_told():
+def test_other_failures_unused_files_and_an_early_end_are_reported():
     other = FailedTest(nodeid="t.py::test_y", reason="rank 1 died", place=None)
     unused = UnusedFile(shown="snapshots/a_b.comm", reason="its test no longer exists", place=None)
     text = render_summary(
@@ -93,7 +93,7 @@ def test_other_failures_unused_files_and_an_early_end_are_told():
     )
 
 
-def test_no_name_is_markup():
+def test_names_are_never_rendered_as_markup():
     fence = "a\n````\n<b>b</b>"
     text = render_summary(outcomes(failed(HOSTILE, story=[fence, HOSTILE, "</details>"])), SOURCE)
     page = rendered(text)
@@ -110,7 +110,7 @@ def test_no_name_is_markup():
     assert rendered(fenced(fence)).count("<pre>") == 1
 
 
-def test_a_summary_stays_below_its_limit_and_says_what_is_left_out():
+def test_a_summary_stays_below_its_limit_and_counts_what_it_drops():
     tests = [
         failed(f"tests/test_a.py::test_{number}", story=["é" * 9_000]) for number in range(200)
     ]

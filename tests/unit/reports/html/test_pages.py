@@ -45,7 +45,7 @@ def data_of(page):
 
 
 @pytest.mark.parametrize("layers", [2, 126])
-def test_a_page_is_whole_and_small_whatever_the_size_of_the_model(layers):
+def test_a_page_is_complete_and_small_for_models_of_any_size(layers):
     one = compared(record_step(layers), record_step(layers, steps=2, extra=3))
     index, tests = pages_of(result(one, problem="E  assert", message="assert"))
     check_page(index)
@@ -68,7 +68,7 @@ def test_a_page_is_whole_and_small_whatever_the_size_of_the_model(layers):
     assert None in data["sections"]["v0"]["differing"]
 
 
-def test_what_a_test_names_breaks_out_of_nothing():
+def test_hostile_names_cannot_break_out_of_a_page():
     recording = record_step(2, name=HOSTILE)
     # Text is written with escapes in snapshots, but as it is in timelines.
     one = compared(recording, recording, lines=(HOSTILE, HOSTILE, f"  likely: {HOSTILE}"))
@@ -84,7 +84,7 @@ def test_what_a_test_names_breaks_out_of_nothing():
     assert any((entry[1] or "").startswith("</script>") for entry in data["entries"])
 
 
-def test_failures_come_first_and_each_result_has_a_word():
+def test_the_index_lists_failures_first_with_a_word_for_each_result():
     same = compared(record_step(2), record_step(2), verdict="same", lines=(), headline="")
     results = (
         result(outcome="skipped", nodeid="t.py::skipped"),
@@ -105,7 +105,7 @@ def test_failures_come_first_and_each_result_has_a_word():
     check_page(index)
 
 
-def test_a_long_list_is_cut_and_says_so():
+def test_a_long_index_is_cut_with_a_count_of_the_rest():
     one, long = result(outcome="passed", message="y" * 999), "x" * 2000
     index, tests = pages_of(*(replace(one, nodeid=f"t.py::test[{at}{long}]") for at in range(1600)))
     check_page(index)
@@ -119,14 +119,14 @@ def test_a_long_list_is_cut_and_says_so():
     check_page(index)
 
 
-def test_a_session_without_our_tests_says_so():
+def test_an_index_without_tests_of_the_plugin_explains_itself():
     index, tests = pages_of(others=0)
     check_page(index)
     assert not tests
     assert "No test ran that records or compares communication." in index
 
 
-def test_a_test_without_a_recording_says_so():
+def test_a_page_without_a_recording_explains_itself():
     lost = replace(result(problem="rank 1 died", outcome="failed"), record=Record(world_size=2))
     lost = replace(lost, record=replace(lost.record, silent_ranks=(1,)))
     _, tests = pages_of(lost)
@@ -138,7 +138,7 @@ def test_a_test_without_a_recording_says_so():
     assert "rank 1 died" in page
 
 
-def test_a_timeline_keeps_the_first_entries_and_says_how_many_it_leaves_out():
+def test_a_timeline_keeps_the_first_entries_and_counts_the_others():
     recording = record_step(126, steps=12)
     timeline = timeline_of(recording)
     assert len(timeline.order) == MAX_ENTRIES
@@ -164,7 +164,7 @@ def test_ranks_that_recorded_the_same_share_a_timeline():
     assert shared[0].first(2).left_out == len(timelines[0].order) - 2
 
 
-def test_a_list_folds_what_repeats():
+def test_the_list_folds_repetitions():
     timeline = timeline_of(record_step(126, steps=2))
     rows = list(list_entries(timeline))
     assert len(rows) < 40
@@ -192,7 +192,7 @@ def test_modules_add_up_by_axis_and_phase():
     assert rows["layers.{0..3}"].count == 4
 
 
-def test_both_sides_are_marked_in_words():
+def test_before_and_after_are_marked_in_words():
     rows = side_rows(profile_of(record_step(2)), profile_of(record_step(4, extra=1)))
     marks = {(row.mark, name_owners(row.owners), str(row.key)) for row in rows}
     assert ("new", "layers.{2..3}", "all_gather[dp]") in marks
@@ -207,7 +207,7 @@ def test_both_sides_are_marked_in_words():
     ]
 
 
-def test_modules_that_differ_are_marked_in_the_list_and_others_are_not():
+def test_only_modules_that_differ_are_marked_in_the_list():
     old, new = profile_of(record_step(2)), profile_of(record_step(3))
     assert differing_modules(side_rows(old, new)) == {"layers.2"}
     assert differing_modules(side_rows(new, new)) == set()
@@ -217,7 +217,7 @@ def test_modules_that_differ_are_marked_in_the_list_and_others_are_not():
     assert marked
 
 
-def test_costs_say_only_what_changed():
+def test_costs_show_growth_only_where_something_changed():
     cost = cost_of_change(profile_of(record_step(2)), profile_of(record_step(4)))
     rows = {row.label: row for row in cost_rows(cost)}
     # Forward and backward gather each layer once, and the root once.
@@ -226,7 +226,7 @@ def test_costs_say_only_what_changed():
     assert rows["peak gathered"].change == ""
 
 
-def test_ranks_that_differ_are_named_and_others_are_not():
+def test_only_ranks_that_differ_are_named():
     alike = [record_step(2, rank=rank) for rank in range(4)]
     assert rank_rows(profile_of(*alike)) == []
     odd = profile_of(*alike[:3], record_step(2, extra=1, rank=3))
@@ -235,7 +235,7 @@ def test_ranks_that_differ_are_named_and_others_are_not():
     assert [ranks for ranks, _ in row.amounts] == ["rank 3"]
 
 
-def test_each_test_has_a_page_name_of_its_own_whatever_its_id():
+def test_page_names_are_unique_for_any_test_id():
     ids = ["a.py::t[x/y]", "a.py::t[x-y]", "a.py::t[x y]", f"a.py::t[{'x' * 900}]", f"a::{HOSTILE}"]
     names = [page_name(nodeid) for nodeid in ids]
     assert len(set(names)) == len(ids)
@@ -243,14 +243,14 @@ def test_each_test_has_a_page_name_of_its_own_whatever_its_id():
     assert names[0] == page_name(ids[0])
 
 
-def test_values_that_are_not_kept_are_counted():
+def test_comparisons_that_were_not_kept_are_counted():
     one = result(compared(record_step(2), record_step(2)))
     _, tests = pages_of(replace(one, record=replace(one.record, left_out=7)))
     (page,) = tests.values()
     assert "7 later comparisons are left out" in page
 
 
-def test_of_a_page_that_would_be_too_large_whole_values_are_left_out(monkeypatch):
+def test_a_page_that_would_be_too_large_leaves_out_whole_values(monkeypatch):
     one = result(*[compared(record_step(2), record_step(3))] * 12)
     _, whole = pages_of(one)
     monkeypatch.setattr(pages, "MAX_PAGE", 80_000)
@@ -261,7 +261,7 @@ def test_of_a_page_that_would_be_too_large_whole_values_are_left_out(monkeypatch
     check_page(*small.values())
 
 
-def test_a_snapshot_that_cannot_be_read_leaves_the_rest_of_the_page():
+def test_an_unreadable_snapshot_leaves_the_rest_of_the_page_intact():
     one = compared(record_step(2), record_step(2), verdict="broken")
     _, tests = pages_of(result(replace(one, old="no snapshot", lines=("line 1 is odd",))))
     (page,) = tests.values()
