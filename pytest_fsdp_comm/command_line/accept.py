@@ -11,7 +11,9 @@ from urllib.parse import unquote
 
 from pytest_fsdp_comm.comm.profile import has_further_ranks
 from pytest_fsdp_comm.command_line.documents import describe_problem
+from pytest_fsdp_comm.command_line.project import find_project
 from pytest_fsdp_comm.command_line.stories import Pair, tell, test_of
+from pytest_fsdp_comm.command_line.terminal import DIFFERENT, SAME, Printer
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.artifacts import RECEIVED, Artifacts
 from pytest_fsdp_comm.snapshots.files import read_snapshot, write_atomically
@@ -25,14 +27,14 @@ from pytest_fsdp_comm.snapshots.names import (
 )
 from pytest_fsdp_comm.snapshots.sources import read_module
 from pytest_fsdp_comm.text.counts import counted
-from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.text.paths import anchor_of, show_path
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterator
 
     from pytest_fsdp_comm.comm.links import Links
-    from pytest_fsdp_comm.command_line.terminal import Printer
     from pytest_fsdp_comm.snapshots.documents import SnapshotText
 
 Answer = Literal["yes", "no", "all", "quit"]
@@ -57,6 +59,40 @@ QUESTION: Final = "accept? [y]es, [n]o (skip), [a]ll, [q]uit: "
 
 _Change: TypeAlias = tuple[Path, Pair]
 """The file that may be written, and what it is now beside what CI received."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs ``fsdp-comm accept``."""
+    project = find_project(Path.cwd())
+    chosen = project.snapshot_dir
+    root = project.root
+    if options.snapshots:
+        chosen = Path(os.path.normpath(Path.cwd() / options.snapshots))
+        root = find_project(chosen.parent).root
+    # From a directory above the project, new files would land in a place that nothing reads.
+    if not chosen.is_dir():
+        raise FsdpCommError(
+            f"there is no directory {show_path(chosen)}; expected that of the snapshots: run this "
+            "in the directory of the project, or name it with --snapshots"
+        )
+    is_dry = not (options.yes or (sys.stdin.isatty() and sys.stdout.isatty()))
+    done = accept(
+        Path(options.directory),
+        chosen,
+        project.links,
+        Printer("auto"),
+        anchor=anchor_of(chosen, root),
+        ask=(lambda: "all") if options.yes else (lambda: "no") if is_dry else ask_on_terminal,
+    )
+    rest = [
+        f"{count} {word}"
+        for count, word in ((done.skipped, "left as they are"), (done.refused, "refused"))
+        if count
+    ]
+    print(", ".join([f"{counted(done.written, 'file')} accepted", *rest]))  # noqa: T201  # a program's output
+    if is_dry and done.skipped:
+        raise FsdpCommError("there is no terminal to ask on; --yes accepts all that is shown above")
+    return DIFFERENT if rest else SAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

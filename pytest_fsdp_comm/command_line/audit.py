@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from pytest_fsdp_comm.command_line.terminal import DIFFERENT, SAME, Printer
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.audit import (
     OUTPUT,
@@ -22,60 +23,21 @@ from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.paths import show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    import argparse
+    from collections.abc import Sequence
 
 _COLLECTED: Final = frozenset({0, 5})
 """pytest's exit statuses of a collection that ended well, the second one without a test."""
 _LONGEST_QUOTE: Final = 20
 
 
-def collect(arguments: Sequence[str], world_sizes: Sequence[str]) -> Iterator[Collection]:
-    """Runs pytest once for each default world size, to collect and nothing else.
-
-    Args:
-        arguments: pytest's, such as directories.
-        world_sizes: For ``--world-size``; none for the project's own default.
-
-    Raises:
-        FsdpCommError: pytest cannot collect; the text has what it said.
-    """
-    for size in world_sizes or [""]:
-        options = [f"--world-size={size}"] if size else []
-        yield _collect_once([*options, *arguments])
-
-
-def _collect_once(arguments: Sequence[str]) -> Collection:
-    with tempfile.TemporaryDirectory(prefix="fsdp-comm-audit-") as directory:
-        output = Path(directory, "collection.json")
-        plugin = ("-p", "pytest_fsdp_comm.snapshots.collecting", f"{OUTPUT}={output}")
-        command = ["-m", "pytest", "--collect-only", "-q", *plugin, *arguments]
-        print(f"$ python {shlex.join(command)}", file=sys.stderr)  # noqa: T201  # says what runs
-        done = subprocess.run(  # noqa: S603  # the user's own pytest
-            [sys.executable, *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-            check=False,
-        )
-        if done.returncode not in _COLLECTED or not output.exists():
-            said = "\n".join(done.stdout.splitlines()[-_LONGEST_QUOTE:])
-            raise FsdpCommError(
-                "pytest cannot collect the tests, so nothing is known of their snapshots "
-                f"(exit status {done.returncode}):\n{said}"
-            )
-        return load_collection(output.read_text(encoding="utf-8"))
-
-
-def audit(collections: Sequence[Collection]) -> tuple[list[str], bool]:
-    """Checks the files.
-
-    Args:
-        collections: As `collect` makes them.
-
-    Returns:
-        Lines to print, and whether any file has a fault.
-    """
+def run(options: argparse.Namespace) -> int:
+    """Runs ``fsdp-comm audit``."""
+    arguments = [*options.arguments, *options.rest[1:]]
+    collections = [
+        _collect([*([f"--world-size={size}"] if size else []), *arguments])
+        for size in options.sizes or [""]
+    ]
     faults = find_faults(collections)
     files = snapshot_files(collections[0].snapshot_dir)
     where = show_path(collections[0].snapshot_dir)
@@ -98,4 +60,28 @@ def audit(collections: Sequence[Collection]) -> tuple[list[str], bool]:
             "If tests also run with other --world-size values, name them: "
             "fsdp-comm audit --world-size 2 --world-size 4"
         )
-    return lines, bool(faults)
+    Printer("never").lines(lines)
+    return DIFFERENT if faults else SAME
+
+
+def _collect(arguments: Sequence[str]) -> Collection:
+    with tempfile.TemporaryDirectory(prefix="fsdp-comm-audit-") as directory:
+        output = Path(directory, "collection.json")
+        plugin = ("-p", "pytest_fsdp_comm.snapshots.collecting", f"{OUTPUT}={output}")
+        command = ["-m", "pytest", "--collect-only", "-q", *plugin, *arguments]
+        print(f"$ python {shlex.join(command)}", file=sys.stderr)  # noqa: T201  # says what runs
+        done = subprocess.run(  # noqa: S603  # the user's own pytest
+            [sys.executable, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
+        if done.returncode not in _COLLECTED or not output.exists():
+            said = "\n".join(done.stdout.splitlines()[-_LONGEST_QUOTE:])
+            raise FsdpCommError(
+                "pytest cannot collect the tests, so nothing is known of their snapshots "
+                f"(exit status {done.returncode}):\n{said}"
+            )
+        return load_collection(output.read_text(encoding="utf-8"))

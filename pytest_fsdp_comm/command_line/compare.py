@@ -7,19 +7,21 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
+from pytest_fsdp_comm.comm.links import Links
 from pytest_fsdp_comm.command_line.documents import NOWHERE, describe_problem, read_document
 from pytest_fsdp_comm.command_line.git import Repository, unknown_revision
+from pytest_fsdp_comm.command_line.project import find_project
 from pytest_fsdp_comm.command_line.stories import Pair, patch_lines, tell
+from pytest_fsdp_comm.command_line.terminal import DIFFERENT, SAME, Printer, print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.files import decode_snapshot
 from pytest_fsdp_comm.snapshots.names import SUFFIX
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterable, Sequence
 
-    from pytest_fsdp_comm.comm.links import Links
     from pytest_fsdp_comm.command_line.git import ChangedFile
-    from pytest_fsdp_comm.command_line.terminal import Printer
     from pytest_fsdp_comm.snapshots.documents import SnapshotText
 
 Problems: TypeAlias = list[str]
@@ -31,6 +33,14 @@ _GIT_ARGUMENTS: Final = 7
 """Of a file that was not renamed."""
 _RANGE: Final = re.compile(r"(?P<old>.*?)(?P<dots>\.{2,3})(?P<new>.*)")
 _HEAD: Final = "HEAD"
+
+
+def run_diff(options: argparse.Namespace) -> int:
+    """Runs ``fsdp-comm diff``."""
+    links = find_project(Path.cwd()).links
+    pairs, problems = pairs_of([*options.sides, *options.rest], Path.cwd())
+    differs = _print_stories(pairs, links, Printer(options.color), with_lines=options.lines)
+    return print_problems(problems) or (DIFFERENT if differs else SAME)
 
 
 def pairs_of(arguments: Sequence[str], directory: Path) -> tuple[list[Pair], Problems]:
@@ -164,7 +174,7 @@ def pairs_in_directories(names: Sequence[str], directory: Path) -> tuple[list[Pa
     return _read_all(sorted(found[0] | found[1]), pair_of)
 
 
-def print_stories(
+def _print_stories(
     pairs: Sequence[Pair], links: Links, printer: Printer, *, with_lines: bool = False
 ) -> bool:
     """Prints what differs; returns whether anything that is compared does."""
@@ -179,21 +189,24 @@ def print_stories(
     return any(story.differs for story in stories)
 
 
-def print_for_git(arguments: Sequence[str], links: Links, printer: Printer) -> None:
-    """Prints what git shows of one file, when it runs this program as ``diff.<driver>.command``.
+def run_git_diff(options: argparse.Namespace) -> int:
+    """Runs ``fsdp-comm git-diff``, what git starts for a file as ``diff.<driver>.command``.
 
-    A file that is no snapshot is shown as lines: git takes an error for the end of its own work.
-
-    Args:
-        arguments: As git gives them: path, then file, hash and mode of the old side and of the new
-            one; after a rename the new path and a header. A path alone if it is unmerged.
-        links: How fast axes are.
-        printer: Where to.
+    git gives a path, then file, hash and mode of the old side and of the new one; after a rename
+    the new path and a header; a path alone if it is unmerged. It takes an exit status other than 0
+    for the end of its own work, so a file that is no snapshot is shown as lines, and settings that
+    cannot be read are left out.
     """
+    printer, arguments = Printer("auto"), options.arguments
+    try:
+        # git starts this at the top, whichever project the file is of.
+        links = find_project(Path(arguments[0]).absolute().parent).links
+    except FsdpCommError:
+        links = Links()
     old_path = arguments[0]
     if len(arguments) < _GIT_ARGUMENTS:
         printer.lines([f"{old_path}: unmerged; resolve the conflict, or take a side"])
-        return
+        return SAME
     new_path = arguments[_GIT_ARGUMENTS] if len(arguments) > _GIT_ARGUMENTS else old_path
     old_file, new_file = (
         None if name == NOWHERE else Path(name) for name in (arguments[1], arguments[4])
@@ -213,5 +226,6 @@ def print_for_git(arguments: Sequence[str], links: Links, printer: Printer) -> N
             for file in (old_file, new_file)
         )
         printer.patch(patch_lines(old, new, old_path, new_path))
-        return
-    print_stories([pair], links, printer, with_lines=True)
+    else:
+        _print_stories([pair], links, printer, with_lines=True)
+    return SAME

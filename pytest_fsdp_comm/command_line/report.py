@@ -3,56 +3,49 @@
 from __future__ import annotations
 
 import os
-from pathlib import PurePath
+import shlex
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.command_line.compare import pairs_in_directories, pairs_of
+from pytest_fsdp_comm.command_line.project import find_project
 from pytest_fsdp_comm.command_line.stories import tell, test_of
+from pytest_fsdp_comm.command_line.terminal import print_problems
+from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.reports.html.values import Compared, Record, Result, Run
 from pytest_fsdp_comm.run_report.writing import write_report
 from pytest_fsdp_comm.snapshots.artifacts import EXPECTED, RECEIVED
 from pytest_fsdp_comm.snapshots.differences import kind_of
+from pytest_fsdp_comm.text.counts import counted
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
-    from pathlib import Path
 
-    from pytest_fsdp_comm.comm.links import Links
-    from pytest_fsdp_comm.command_line.compare import Problems
     from pytest_fsdp_comm.command_line.stories import Pair, Story
 
 
-def sides_of(arguments: Sequence[str], directory: Path) -> tuple[list[Pair], Problems]:
-    """Finds what to report on.
-
-    Args:
-        arguments: What ``pytest --comm-artifacts`` left, or as for ``diff``.
-        directory: The working directory.
-
-    Raises:
-        FsdpCommError: As for ``diff``.
-    """
-    if len(arguments) == 1 and (directory / arguments[0] / RECEIVED).is_dir():
+def run(options: argparse.Namespace) -> int:
+    """Runs ``fsdp-comm report``."""
+    arguments = [*options.sides, *options.rest]
+    if len(arguments) == 1 and (Path.cwd() / arguments[0] / RECEIVED).is_dir():
         # A first recording has nothing that it was compared with.
-        return pairs_in_directories(
-            [os.path.join(arguments[0], side) for side in (EXPECTED, RECEIVED)],  # noqa: PTH118  # shown as given
-            directory,
-        )
-    return pairs_of(arguments, directory)
-
-
-def report(pairs: Sequence[Pair], links: Links, directory: Path, *, command: str) -> int:
-    """Writes the pages, one for the files of each test; returns how many there are.
-
-    Raises:
-        OSError: Something could not be written.
-    """
+        sides = [os.path.join(arguments[0], side) for side in (EXPECTED, RECEIVED)]  # noqa: PTH118  # shown as given
+        pairs, problems = pairs_in_directories(sides, Path.cwd())
+    else:
+        pairs, problems = pairs_of(arguments, Path.cwd())
     tests: dict[object, list[tuple[Pair, Story]]] = {}
-    for pair, story in zip(pairs, tell(pairs, links), strict=True):
+    for pair, story in zip(pairs, tell(pairs, find_project(Path.cwd()).links), strict=True):
         tests.setdefault(test_of(pair), []).append((pair, story))
-    results = tuple(map(_result, tests.values()))
-    write_report(Run(tests=results, command=command), directory)
-    return len(results)
+    command = shlex.join(["fsdp-comm", "report", *arguments])
+    output = Path(options.output)
+    try:
+        write_report(Run(tests=tuple(map(_result, tests.values())), command=command), output)
+    except OSError as error:
+        raise FsdpCommError(f"cannot write {output} ({error.strerror or error})") from None
+    status = print_problems(problems)
+    print(f"{output / 'index.html'}: {counted(len(tests), 'test')}")  # noqa: T201  # a program's output
+    return status
 
 
 def _result(told: Sequence[tuple[Pair, Story]]) -> Result:

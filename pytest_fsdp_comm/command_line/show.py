@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.cost import cost_of_change
@@ -12,6 +13,8 @@ from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import show_mesh
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.command_line.documents import read_document, read_json
+from pytest_fsdp_comm.command_line.project import find_project
+from pytest_fsdp_comm.command_line.terminal import SAME, Printer
 from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
@@ -19,8 +22,8 @@ from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.tree.model import ShardTree
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from pytest_fsdp_comm.comm.links import Links
     from pytest_fsdp_comm.comm.profile import Total
@@ -34,16 +37,18 @@ _MADE: Final = re.compile(r" \| (.+?)(?: \(not compared\))?$")
 _ELEMENT: Final = re.compile(r"(?:float|int|uint|bfloat|complex)([0-9]+)")
 
 
-def show_file(path: Path, links: Links) -> Iterator[str]:
-    """Lines for people.
+def run(options: argparse.Namespace) -> int:
+    """Runs ``fsdp-comm show``."""
+    printer = Printer("never")
+    for number, name in enumerate(options.files):
+        path = Path(name)
+        shown = _show_file(path, find_project(path.absolute().parent).links)
+        several = [*([""] if number else []), f"{name}:"] if len(options.files) > 1 else []
+        printer.lines([*several, *shown])
+    return SAME
 
-    Args:
-        path: As for `read_document`.
-        links: How fast axes are, to estimate seconds.
 
-    Raises:
-        FsdpCommError: As for `read_document`.
-    """
+def _show_file(path: Path, links: Links) -> Iterator[str]:
     text = read_document(path)
     if path.suffix == ".json":
         saved = read_json(path, where=str(path))

@@ -12,6 +12,11 @@ from pytest_fsdp_comm.reports.coloring import markup_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+SAME: Final = 0
+DIFFERENT: Final = 1
+FAILED: Final = 2
+"""Exit statuses as diff(1) has them: no difference, a difference, or trouble."""
+
 When = Literal["auto", "always", "never"]
 
 _CODES: Final = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "cyan": 36}
@@ -47,3 +52,12 @@ class Printer:
         line = printable(line, "\t")
         codes = ";".join(str(_CODES[name]) for name in markup) if self._colors else ""
         print(f"\033[{codes}m{line}\033[0m" if codes else line)  # noqa: T201  # a program's output
+
+
+def print_problems(problems: Iterable[str]) -> int:
+    """Prints problems with single files on standard error; returns the exit status."""
+    status = SAME
+    for problem in problems:
+        print(f"fsdp-comm: {problem}", file=sys.stderr)  # noqa: T201  # an error's place
+        status = FAILED
+    return status
