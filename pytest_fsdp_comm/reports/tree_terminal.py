@@ -18,9 +18,8 @@ from pytest_fsdp_comm.reports.tree_rows import (
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from pytest_fsdp_comm.tree.finding import Finding
     from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree
 
 _Line = tuple[str, str, str, str, str]
@@ -45,11 +44,21 @@ def render_tree(tree: ShardTree, *, color: bool = False) -> str:
         tree: What to draw.
         color: Whether to colour, for a terminal.
     """
+
+    def painted(text: str, style: str) -> str:
+        code = _STYLES[style]
+        return f"\x1b[{code}m{text}\x1b[0m" if color and code and text else text
+
     lines = [_HEADINGS, *(line for row in tree_rows(tree) for line in _row_lines(row))]
-    widths = [max(len(line[column]) for line in lines) for column in range(4)]
-    drawn = [_draw(line, widths, color=color) for line in lines]
-    findings = [_paint(text, level, color=color) for level, text in _findings(tree.findings)]
-    return "\n".join([summary_words(tree), "", *drawn, *findings])
+    first, second, third, fourth = (max(len(line[at]) for line in lines) for at in range(4))
+    drawn = []
+    for module, policy, gathered, kept, style in lines:
+        row = f"{module:{first}}  {policy:{second}}  {gathered:>{third}}  {kept:>{fourth}}"
+        drawn.append(painted(row.rstrip(), style))
+    for finding in tree.findings:
+        head, *below = str(finding).splitlines()
+        drawn += ["", painted(head, finding.level), *below]
+    return "\n".join([summary_words(tree), "", *drawn])
 
 
 def _row_lines(row: TreeRow) -> Iterator[_Line]:
@@ -73,27 +82,3 @@ def _row_lines(row: TreeRow) -> Iterator[_Line]:
 def _parameter_line(label: str, parameter: ParameterNode) -> _Line:
     style = "" if parameter.is_sharded else "loose"
     return (label + parameter_words(parameter), placement_words(parameter), "", "", style)
-
-
-def _draw(line: _Line, widths: Sequence[int], *, color: bool) -> str:
-    *cells, style = line
-    padded = [
-        cells[0].ljust(widths[0]),
-        cells[1].ljust(widths[1]),
-        cells[2].rjust(widths[2]),
-        cells[3].rjust(widths[3]),
-    ]
-    return _paint("  ".join(padded).rstrip(), style, color=color)
-
-
-def _findings(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
-    for finding in findings:
-        yield "", ""
-        head, *below = str(finding).splitlines()
-        yield finding.level, head
-        yield from (("", line) for line in below)
-
-
-def _paint(text: str, style: str, *, color: bool) -> str:
-    code = _STYLES[style]
-    return f"\x1b[{code}m{text}\x1b[0m" if color and code and text else text
