@@ -36,7 +36,7 @@ nitpicky = True
 # Types of torch, pytest, syrupy and Python: links to them would need the network.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|nn|os|collections)\..*"),
-    ("py:.*", r"(DeviceMesh|TextIO|TracebackType|WrapExpectation|.*ModuleTracker)"),
+    ("py:.*", r"(DeviceMesh|TextIO|TracebackType|WrapExpectation)"),
     ("py:class", r"Subject"),  # an alias, which Sphinx knows no page of
 ]
 

@@ -121,7 +121,7 @@ def under_both(comm_mode, run):
 
 
 def without_empty_titles(table):
-    """Torch writes PASS where only operations follow that it then leaves out, ours does not."""
+    """Torch also writes PASS where all operations are left out, such as views of its hooks."""
     lines = table.splitlines()
     follows = [*lines[1:], ""]
     return [
