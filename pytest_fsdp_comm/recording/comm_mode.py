@@ -20,7 +20,7 @@ from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.recording.comm_debug import CommDebugAnswers
 from pytest_fsdp_comm.recording.mesh_axes import existing_axes
 from pytest_fsdp_comm.recording.operations import is_unknown_kind
-from pytest_fsdp_comm.recording.owners.attribution import NodeMakers
+from pytest_fsdp_comm.recording.owners.attribution import BackwardMap
 from pytest_fsdp_comm.recording.owners.module_names import parts_of
 from pytest_fsdp_comm.recording.recorder import Recorder
 from pytest_fsdp_comm.text.counts import counted
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class CommMode(CommDebugAnswers, NamedAttributes):
-    """Records the communication of a block of code.
+    """Record the communication of a block of code.
 
     ``with comm_mode(model):`` names modules relative to ``model``; bare ``with comm_mode:`` names
     them relative to the outermost module that ran. If several outermost modules ran, the first one
@@ -60,7 +60,7 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         show: Callable[[CommProfile], str] | None = None,
         trace_operations: bool = True,
     ) -> None:
-        """Prepares; records nothing.
+        """Prepare, and record nothing yet.
 
         Args:
             gather: Out-of-band exchange between the ranks of the test; the default is for one
@@ -81,14 +81,14 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         # Blocks before the last one whose recording nobody looked at.
         self._is_read, self._unread_blocks = True, 0
         # What the blocks of one test share.
-        self._makers = NodeMakers()
+        self._backward: BackwardMap | None = None
         self._roots: tuple[weakref.ref[nn.Module], ...] = ()
 
     @shows_usage("comm_mode")
     def __call__(
         self, model: nn.Module | Sequence[nn.Module], *, trace_operations: bool | None = None
     ) -> Self:
-        """Chooses the module that names are relative to, for the next block.
+        """Choose the module that names are relative to, for the next block.
 
         Args:
             model: Any module; usually the FSDP root. A list for the parts of one model that this
@@ -109,7 +109,7 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         return self
 
     def __enter__(self) -> Self:
-        """Starts recording.
+        """Start recording.
 
         Without a process group, nothing that this rank sends can be seen and every count is 0;
         only a comparison with a snapshot says so.
@@ -130,7 +130,8 @@ class CommMode(CommDebugAnswers, NamedAttributes):
                 "until the block is entered"
             )
         traces, self._traces = self._traces, self._traces_by_default
-        recorder = Recorder(models, self._makers, self._roots, traces_operations=traces)
+        self._backward = self._backward or BackwardMap()
+        recorder = Recorder(models, self._backward, self._roots, traces_operations=traces)
         watching = recorder.watching()
         watching.__enter__()
         self._running, self._block = (recorder, watching), None
@@ -144,7 +145,7 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stops recording; after an exception what was recorded so far stays."""
+        """Stop recording; after an exception what was recorded so far stays."""
         if self._running is None:
             return
         recorder, watching = self._running
@@ -167,7 +168,7 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         return self._known_block().trace
 
     def __eq__(self, other: object) -> bool:
-        """Leaves a comparison with a snapshot to the snapshot."""
+        """Leave a comparison with a snapshot to the snapshot."""
         if isinstance(other, CommMode):
             return self.profile == other.profile
         return NotImplemented
@@ -279,7 +280,7 @@ class CommMode(CommDebugAnswers, NamedAttributes):
 
     @shows_usage("comm_mode.save")
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes what all ranks recorded in the last block to one file. Every rank must call it.
+        """Write what all ranks recorded in the last block to one file. Every rank must call it.
 
         Args:
             path: Ends with ``.trace.json`` for a trace that Perfetto opens, or with ``.json`` for

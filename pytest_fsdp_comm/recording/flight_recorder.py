@@ -1,4 +1,4 @@
-"""Reads torch's flight recorder: what a backend was asked to send, on any thread.
+"""Read torch's flight recorder: what a backend was given to send, on any thread.
 
 It watches the process below the dispatcher. It knows no point-to-point calls and no
 ``monitored_barrier``, and nothing of the fake group. NCCL has one of its own, in builds with CUDA.
@@ -109,7 +109,7 @@ def _flown(trace: Mapping[str, Any], *, since_ns: int) -> Iterator[Flight]:
 
 
 def mark() -> Mark:
-    """Marks the end of the flight recorder, in a few microseconds however full it is."""
+    """Mark the end of the flight recorder, in a few microseconds however full it is."""
     return {
         (dump, number): status["last_enqueued_collective"]
         for dump in _DUMPS

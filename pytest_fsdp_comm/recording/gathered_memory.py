@@ -6,10 +6,10 @@ from typing import Any
 
 
 class GatheredMemory:
-    """Follows what each unit holds beyond its own shard, and keeps the largest sum."""
+    """Follow what each unit holds beyond its own shard, and keep the largest sum."""
 
     def __init__(self) -> None:
-        """Starts with no unit."""
+        """Start with no unit."""
         self._nbytes: dict[Any, int] = {}
         self._total = 0
         self.peak = 0
@@ -20,7 +20,7 @@ class GatheredMemory:
         return unit in self._nbytes
 
     def learn(self, unit: Any, nbytes: int) -> None:
-        """Adds a unit that is not known yet, just before its first change or when all is over.
+        """Add a unit that is not known yet, just before its first change or when all is over.
 
         What it holds by then, it has held all the time: the peak rises by it, whenever the peak
         was. A step therefore has the same peak whether it gathers the root, or finds it gathered by
@@ -32,7 +32,7 @@ class GatheredMemory:
             self.peak += nbytes
 
     def hold(self, unit: Any, nbytes: int) -> None:
-        """Says what a known unit holds from now on; 0 if only its own shard."""
+        """Note what a known unit holds from now on; 0 if only its own shard."""
         self._total += nbytes - self._nbytes[unit]
         self._nbytes[unit] = nbytes
         self.peak = max(self.peak, self._total)

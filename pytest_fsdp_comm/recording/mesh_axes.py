@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
 import sys
@@ -47,13 +48,10 @@ class GroupAxis:
 
 
 class GroupNames:
-    """Collects what is known of the groups of one recording; names them at its end.
-
-    At the end, since a mesh that names the default group may show up after its first use.
-    """
+    """Collect what is known of a recording's groups. See Note [Names come last]."""
 
     def __init__(self) -> None:
-        """Starts without a group: they are noted as they are used."""
+        """Start without a group."""
         # By name of the group:
         self._axes: dict[str, str] = {}  # its axis in a mesh
         self._groups: dict[str, _Group] = {}
@@ -65,18 +63,15 @@ class GroupNames:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Forgets afterwards what is learned in the block."""
-        axes, groups = dict(self._axes), dict(self._groups)
-        wholes, meshes = dict(self._wholes), dict(self._meshes)
-        foreign = set(self._foreign_axes)
+        """Forget afterwards what is learned in the block."""
+        before = {name: copy.copy(known) for name, known in vars(self).items()}
         try:
             yield
         finally:
-            self._axes, self._groups, self._wholes, self._meshes = axes, groups, wholes, meshes
-            self._foreign_axes = foreign
+            vars(self).update(before)
 
     def learn_mesh(self, mesh: DeviceMesh) -> None:
-        """Names the groups of a mesh after its axes; the first name of a group stays."""
+        """Name the groups of a mesh after its axes; the first name of a group stays."""
         if id(mesh) in self._meshes or not mesh.mesh_dim_names:
             return
         self._meshes[id(mesh)] = mesh
@@ -89,14 +84,9 @@ class GroupNames:
             self._axes.setdefault(group.group_name, axis)
 
     def learn_parameters(self, roots: Iterable[nn.Module]) -> None:
-        """Learns the meshes over which parameters are distributed.
-
-        Compiled code sends without a trace of its mesh, and torch gives the default group to a mesh
-        over all ranks, whose description names no axis.
-
-        Args:
-            roots: As the recorder found them.
-        """
+        """Learn the meshes over which parameters are distributed."""
+        # Compiled code sends without a trace of its mesh, and torch gives the default group to a
+        # mesh over all ranks, whose description names no axis.
         tensors: Any = sys.modules.get("torch.distributed.tensor")
         if tensors is None:
             return
@@ -106,23 +96,14 @@ class GroupNames:
                     self.learn_mesh(parameter.device_mesh)
 
     def learn_post_forward(self, group: dist.ProcessGroup, shard_group: dist.ProcessGroup) -> None:
-        """Learns the smaller group over which a unit is sharded between forward and backward.
+        """Name a smaller group after the one of which its unit's is a part.
 
-        torch makes its mesh without names (``reshard_after_forward`` given as an int), so it is
-        named after the axis that it is a part of.
-
-        Args:
-            group: The smaller one.
-            shard_group: The one over which the unit is sharded otherwise.
+        See Note [Reshard after forward].
         """
         self._wholes[group.group_name] = self.note(shard_group)
 
     def note(self, group: dist.ProcessGroup) -> str:
-        """Remembers a group that was used.
-
-        Returns:
-            The key by which to ask for its axis later.
-        """
+        """Remember a group that was used; returns the key that gives its axis later."""
         name: str = group.group_name
         if name not in self._groups:
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -143,11 +124,7 @@ class GroupNames:
         return not named and not _described(self._groups[key].description)
 
     def axes(self, keys: Iterable[str]) -> dict[str, MeshAxis]:
-        """The axes of groups that `note` has seen, told apart where two of one name differ.
-
-        Args:
-            keys: Of all groups of a recording.
-        """
+        """The axes of all groups of a recording, told apart where two of one name differ."""
         # Not the mesh's own layout: of one made from a transposed tensor, torch 2.13 names strides
         # that its groups do not have.
         found = {key: self.axis(key) for key in dict.fromkeys(keys)}
@@ -162,10 +139,7 @@ class GroupNames:
         }
 
     def known(self, used_keys: Iterable[str]) -> tuple[dict[str, str], frozenset[str]]:
-        """What this rank could have sent over, whether it did or not.
-
-        Args:
-            used_keys: Of the groups over which it did.
+        """What this rank could have sent over, given the keys of the groups over which it did.
 
         Returns:
             The axis of each process group by the group's name, and the names of all axes, those of
@@ -185,11 +159,8 @@ class GroupNames:
 def existing_axes() -> Iterator[tuple[str, str]]:
     """The axis names that this process has now, also of meshes that no recording has seen.
 
-    torch keeps no list of meshes, so this looks at all objects: only on the way to an error.
-
-    Yields:
-        The name of an axis, and the name of the process group that it is; empty if this rank is in
-        none, or it is gone.
+    torch keeps no list of meshes, so this looks at all objects: only on the way to an error. With
+    each comes the name of its process group; empty if this rank is in none, or it is gone.
     """
     world = dist.group.WORLD
     if world is None:
@@ -268,11 +239,7 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def group_of(bound: dict[str, Any]) -> dist.ProcessGroup | None:
-    """Finds the group among a call's arguments.
-
-    Returns:
-        The group; None if the operation has none that is known here.
-    """
+    """The group among a call's arguments; None if it has none that is known here."""
     boxed = bound.get("process_group")
     if boxed is not None:
         unboxed: dist.ProcessGroup = (
@@ -292,10 +259,8 @@ def group_of(bound: dict[str, Any]) -> dist.ProcessGroup | None:
 
 
 def _name_of(group: _Group) -> str:
-    """A name from torch's description or, without one, from the group's shape.
-
-    The shape is equal on every rank whose group is a shifted copy, as those of a mesh are.
-    """
+    """A name from torch's description or, without one, from the group's shape."""
+    # The shape is equal on every rank whose group is a shifted copy, as those of a mesh are.
     return _described(group.description) or _shape_name(group.ranks)
 
 

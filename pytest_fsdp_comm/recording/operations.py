@@ -1,13 +1,13 @@
-"""The operations that communicate or copy: in which direction, and how much.
+"""The operations that communicate or copy: in which direction, and how much."""
 
-Operations are hooked, not Python functions: ``dist.all_gather_single`` is new in torch 2.13, and
-the operation below it is still ``c10d._allgather_base_``. Read in torch 2.6, 2.9, 2.11, 2.13.
-"""
+# Note [Operations not functions]
+# What is looked up here are torch's dispatched operations: dist.all_gather_single is new in torch
+# 2.13, and the operation below it is still c10d._allgather_base_. Read in 2.6, 2.9, 2.11, 2.13.
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,7 @@ UNKNOWN: Final = "unknown:"
 """What the kind of an operation begins with that the table does not have."""
 
 BATCH: Final = "batch"
-"""The kind of an operation whose arguments list sends and receives: each of them is a message."""
-
-_BATCHED_KINDS: Final = {"isend": "send", "irecv": "recv"}
+"""The kind of an operation whose arguments list ``isend`` and ``irecv``, a message each."""
 
 TIMING_CATEGORIES: Final = (
     "all_gather",
@@ -56,16 +54,17 @@ SILENT: Final = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """How one operation communicates."""
 
     kind: str
     """One of `events.COLLECTIVE_KINDS`, or ``unknown:<op>``; `BATCH` if one call sends and receives
     several times."""
-    sent: str
-    """Name of the argument that holds the tensors which this rank contributes; empty if none."""
-    received: str
+    sent: str = "input"
+    """Name of the argument that holds the tensors which this rank contributes; empty if none, ``*``
+    for all tensors of an unknown operation."""
+    received: str = "return"
     """Name of the argument that holds the output tensors; ``return`` if they are returned; empty if
     the input is overwritten, or nothing comes out."""
     root: str = ""
@@ -76,96 +75,64 @@ class Operation:
     empty if there is none."""
 
 
-class Message(NamedTuple):
-    """What this rank sends and receives at once: fields of `comm.events.Collective`."""
-
-    kind: str
-    dtype: str
-    nbytes_sent: int
-    nbytes_received: int
-    peer: int | None
-    root_rank: int | None
-    reduce_op: str | None
-    is_async: bool | None
-
-
-def _c10d() -> Mapping[str, Operation]:
-    def op(kind: str, sent: str, received: str, root: str = "", peer: str = "") -> Operation:
-        return Operation(kind=kind, sent=sent, received=received, root=root, peer=peer)
-
-    return {
-        "_allgather_base_": op("all_gather", "input_tensor", "output_tensor"),
-        "allgather_": op("all_gather", "input_tensors", "output_tensors"),
-        "allgather_coalesced_": op("all_gather", "input_list", "output_lists"),
-        "allgather_into_tensor_coalesced_": op("all_gather", "inputs", "outputs"),
-        "_reduce_scatter_base_": op("reduce_scatter", "input_tensor", "output_tensor"),
-        "reduce_scatter_": op("reduce_scatter", "input_tensors", "output_tensors"),
-        "reduce_scatter_tensor_coalesced_": op("reduce_scatter", "inputs", "outputs"),
-        "allreduce_": op("all_reduce", "tensors", "tensors"),
-        "allreduce_coalesced_": op("all_reduce", "tensors", "tensors"),
-        "broadcast_": op("broadcast", "tensors", "tensors", "root_rank"),
-        "reduce_": op("reduce", "tensors", "", "root_rank"),
-        "gather_": op("gather", "input_tensors", "output_tensors", "root_rank"),
-        "gather_into_tensor_": op("gather", "input_tensor", "output_tensor"),  # torch 2.15
-        "scatter_": op("scatter", "input_tensors", "output_tensors", "root_rank"),
-        "alltoall_": op("all_to_all", "input_tensors", "output_tensors"),
-        "alltoall_base_": op("all_to_all", "input", "output"),
-        "send": op("send", "tensors", "", peer="dst"),
-        "recv_": op("recv", "", "tensors", peer="src"),
-        "recv_any_source_": op("recv", "", "tensors"),
-        "barrier": op("barrier", "", ""),
-        "monitored_barrier_": op("barrier", "", ""),
-    }
-
-
-def _functional() -> Mapping[str, Operation]:
-    def op(
-        kind: str, sent: str = "input", received: str = "return", root: str = "", peer: str = ""
-    ) -> Operation:
-        return Operation(kind=kind, sent=sent, received=received, root=root, peer=peer)
-
-    return {
-        "all_gather_into_tensor": op("all_gather"),
-        "all_gather_into_tensor_out": op("all_gather"),
-        "all_gather_into_tensor_coalesced": op("all_gather", "inputs"),
-        "reduce_scatter_tensor": op("reduce_scatter"),
-        "reduce_scatter_tensor_out": op("reduce_scatter"),
-        "reduce_scatter_tensor_coalesced": op("reduce_scatter", "inputs"),
-        "all_reduce": op("all_reduce"),
-        "all_reduce_": op("all_reduce"),
-        "all_reduce_coalesced": op("all_reduce", "inputs"),
-        "all_reduce_coalesced_": op("all_reduce", "inputs"),
-        "all_to_all_single": op("all_to_all"),
-        "broadcast": op("broadcast", root="src"),
-        "broadcast_": op("broadcast", root="src"),
-        "isend": op("send", "tensor", "", peer="dst"),
-        "irecv": op("recv", "", "tensor", peer="src"),
-        "batch_p2p_ops": op(BATCH, "tensors", "tensors", peer="peer_list"),  # seen in torch 2.13
-        "shard_dim_alltoall": op("all_to_all"),
-    }
-
+_C10D: Final = {
+    "_allgather_base_": Operation("all_gather", "input_tensor", "output_tensor"),
+    "allgather_": Operation("all_gather", "input_tensors", "output_tensors"),
+    "allgather_coalesced_": Operation("all_gather", "input_list", "output_lists"),
+    "allgather_into_tensor_coalesced_": Operation("all_gather", "inputs", "outputs"),
+    "_reduce_scatter_base_": Operation("reduce_scatter", "input_tensor", "output_tensor"),
+    "reduce_scatter_": Operation("reduce_scatter", "input_tensors", "output_tensors"),
+    "reduce_scatter_tensor_coalesced_": Operation("reduce_scatter", "inputs", "outputs"),
+    "allreduce_": Operation("all_reduce", "tensors", "tensors"),
+    "allreduce_coalesced_": Operation("all_reduce", "tensors", "tensors"),
+    "broadcast_": Operation("broadcast", "tensors", "tensors", "root_rank"),
+    "reduce_": Operation("reduce", "tensors", "", "root_rank"),
+    "gather_": Operation("gather", "input_tensors", "output_tensors", "root_rank"),
+    "gather_into_tensor_": Operation("gather", "input_tensor", "output_tensor"),  # torch 2.15
+    "scatter_": Operation("scatter", "input_tensors", "output_tensors", "root_rank"),
+    "alltoall_": Operation("all_to_all", "input_tensors", "output_tensors"),
+    "alltoall_base_": Operation("all_to_all", "input", "output"),
+    "send": Operation("send", "tensors", "", peer="dst"),
+    "recv_": Operation("recv", "", "tensors", peer="src"),
+    "recv_any_source_": Operation("recv", "", "tensors"),
+    "barrier": Operation("barrier", "", ""),
+    "monitored_barrier_": Operation("barrier", "", ""),
+}
 
 # Apart, since ``broadcast_`` is in both, with other arguments.
-_C10D: Final = _c10d()
-_FUNCTIONAL: Final = _functional()
+_FUNCTIONAL: Final = {
+    "all_gather_into_tensor": Operation("all_gather"),
+    "all_gather_into_tensor_out": Operation("all_gather"),
+    "all_gather_into_tensor_coalesced": Operation("all_gather", "inputs"),
+    "reduce_scatter_tensor": Operation("reduce_scatter"),
+    "reduce_scatter_tensor_out": Operation("reduce_scatter"),
+    "reduce_scatter_tensor_coalesced": Operation("reduce_scatter", "inputs"),
+    "all_reduce": Operation("all_reduce"),
+    "all_reduce_": Operation("all_reduce"),
+    "all_reduce_coalesced": Operation("all_reduce", "inputs"),
+    "all_reduce_coalesced_": Operation("all_reduce", "inputs"),
+    "all_to_all_single": Operation("all_to_all"),
+    "broadcast": Operation("broadcast", root="src"),
+    "broadcast_": Operation("broadcast", root="src"),
+    "isend": Operation("send", "tensor", "", peer="dst"),
+    "irecv": Operation("recv", "", "tensor", peer="src"),
+    "batch_p2p_ops": Operation(BATCH, "tensors", "tensors", peer="peer_list"),  # seen in torch 2.13
+    "shard_dim_alltoall": Operation("all_to_all"),
+}
 
 
 def look_up(func: Any) -> Operation | None:
-    """The operation behind an overload.
+    """How a ``torch._ops.OpOverload`` communicates; None if it does not.
 
-    Args:
-        func: A ``torch._ops.OpOverload``.
-
-    Returns:
-        How it communicates; None if it does not. An operation of a communication namespace that the
-        table does not have is kept as ``unknown:<op>``, with all its tensors as sent.
+    An operation of a communication namespace that the table does not have is kept as
+    ``unknown:<op>``, with all its tensors as sent.
     """
     if func.namespace not in NAMESPACES:
         return None
     name = func.overloadpacket.__name__
     if name in SILENT:
         return None
-    return _known(func.namespace, name) or Operation(kind=f"{UNKNOWN}{name}", sent="*", received="")
+    return _known(func.namespace, name) or Operation(f"{UNKNOWN}{name}", "*", "")
 
 
 def _known(namespace: str, name: str) -> Operation | None:
@@ -185,10 +152,8 @@ def is_unknown_kind(kind: str) -> bool:
 
 
 def bind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, those included that torch leaves out as the default.
-
-    The schema is a private name, but the only list of them.
-    """
+    """The arguments of a call by name, those included that torch leaves out as the default."""
+    # The schema is a private name, but the only list of them.
     arguments = func._schema.arguments
     defaults = {arg.name: arg.default_value for arg in arguments if arg.has_default_value()}
     names = [argument.name for argument in arguments]
@@ -214,50 +179,49 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def messages(
     operation: Operation, group: dist.ProcessGroup | None, bound: dict[str, Any], result: Any
-) -> list[Message]:
-    """The messages of a call; one, unless it is a batch.
+) -> list[dict[str, Any]]:
+    """What a call sends and receives: one message, unless it is a batch.
 
     Args:
         operation: As `look_up` knows it.
         group: Over which it communicates; None if it does not say.
         bound: Its arguments by name.
         result: What it returned.
+
+    Returns:
+        The fields of `comm.events.Collective` that each message shows.
     """
     if operation.kind == BATCH:
-        parts = zip(bound["op_list"], bound[operation.peer], bound["tensors"], strict=True)
-        return [_batched(name, _peer(group, number), tensor) for name, number, tensor in parts]
+        batched = zip(bound["op_list"], bound[operation.peer], bound["tensors"], strict=True)
+        calls = [(_FUNCTIONAL[name], number, tensor) for name, number, tensor in batched]
+        return [
+            message
+            for call, number, tensor in calls
+            for message in messages(call, group, {"tensor": tensor, call.peer: number}, None)
+        ]
     root_rank = _rank_in(group, bound.get(operation.root))
     sent, received = _sent_and_received(operation, bound, result)
     if operation.kind == "broadcast":
         is_source = group is not None and group.rank() == root_rank
         sent, received = (sent, []) if is_source else ([], received)
     return [
-        Message(
-            kind=operation.kind,
-            dtype=_dtype(sent or received),
-            nbytes_sent=_nbytes(sent),
-            nbytes_received=_nbytes(received),
-            peer=_peer(group, bound.get(operation.peer)),
-            root_rank=root_rank,
-            reduce_op=_reduce_op(bound.get("reduce_op")),
-            is_async=next((bound[name] for name in _ASYNC_NAMES if name in bound), None),
-        )
+        {
+            "kind": operation.kind,
+            "dtype": _dtype(sent or received),
+            "nbytes_sent": _nbytes(sent),
+            "nbytes_received": _nbytes(received),
+            "peer": _peer(group, bound.get(operation.peer)),
+            "root_rank": root_rank,
+            "reduce_op": _reduce_op(bound.get("reduce_op")),
+            "is_async": next((bound[name] for name in _ASYNC_NAMES if name in bound), None),
+        }
     ]
 
 
-def _batched(name: str, peer: int | None, tensor: torch.Tensor) -> Message:
-    kind = _BATCHED_KINDS[name]
-    nbytes = _nbytes([tensor])
-    return Message(
-        kind=kind,
-        dtype=_dtype([tensor]),
-        nbytes_sent=nbytes if kind == "send" else 0,
-        nbytes_received=nbytes if kind == "recv" else 0,
-        peer=peer,
-        root_rank=None,
-        reduce_op=None,
-        is_async=None,
-    )
+def parts_sent(operation: Operation, bound: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+    """Dtype and bytes of each tensor of a call that sends several; empty for one that does not."""
+    tensors = list(tensors_in(bound.get(operation.sent)))
+    return tuple((_dtype([own]), _nbytes([own])) for own in tensors) if len(tensors) > 1 else ()
 
 
 def _sent_and_received(
@@ -272,11 +236,9 @@ def _sent_and_received(
 
 
 def _rank_in(group: dist.ProcessGroup | None, number: int | None) -> int | None:
-    """A rank of a group; None if there is none of that number.
-
-    The group is given every number as it is. torch's own functional sends and broadcasts pass the
-    number of the world, which a smaller group may not have.
-    """
+    """A rank of a group; None if there is none of that number."""
+    # torch's own functional sends and broadcasts pass the number of the world as it is, which a
+    # smaller group may not have.
     if group is None or number is None or not 0 <= number < group.size():
         return None
     return number

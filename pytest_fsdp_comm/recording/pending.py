@@ -1,12 +1,15 @@
-"""Events while their recording runs: complete but for the names of modules and groups.
+"""Events while their recording runs: complete but for what only its end shows."""
 
-The names come last. A mesh that names a group, the root that names modules and the replica that a
-bucket serves may all show up after their first use.
-"""
+# Note [Names come last]
+# An event gets the names of its modules and of its group when its recording ends, or when a test
+# asks in the block. A mesh that names a group, the root that names modules and the replica that a
+# bucket serves may all show up after their first use, and how far ahead a gather was issued is
+# known once the unit is used. Until then modules are held as such, and a group by its key.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from pytest_fsdp_comm.comm.events import (
@@ -21,8 +24,6 @@ from pytest_fsdp_comm.comm.events import (
 from pytest_fsdp_comm.recording.owners.attribution import Attribution
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from pytest_fsdp_comm.comm.mesh import MeshAxis
     from pytest_fsdp_comm.recording.owners.attribution import OwnerNames
 
@@ -34,36 +35,45 @@ _IN_MODULES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending(Generic[Event]):
-    """An event whose call has returned."""
+    """An event whose call has returned. See Note [Names come last]."""
 
-    event: Event
-    """Without names of modules, role, distance to its use, axis and group size."""
+    record: type[Event]
+    """What it will be."""
+    index: int
+    """Its place in the recording, from 0."""
     attribution: Attribution
     """Its owner is the unit that was unsharded or resharded, where that is the event."""
+    fields: Mapping[str, Any]
+    """The fields of the record that its call showed."""
     group: str | None = None
     """The key of a collective's group in `GroupNames`; None if the operation shows none."""
+    parts: tuple[tuple[str, int], ...] = ()
+    """Of a collective that sends several tensors, dtype and bytes of each; empty for any other."""
 
     def named(self, names: OwnerNames, axes: Mapping[str, MeshAxis]) -> Event:
-        """The event.
+        """Make the record.
 
         Args:
             names: Of modules.
             axes: By the keys of their groups.
         """
-        owner = names.owner(self.attribution)
-        found: dict[str, Any] = (
-            {"module": owner} if isinstance(self.event, Reshard) else {"owner": owner}
-        )
-        if not isinstance(self.event, HostDeviceCopy):
-            found["issued_in"] = names.issued_in(self.attribution)
-        if isinstance(self.event, (Collective, Reshard)):
-            found["ahead"] = self.attribution.ahead  # known once the unit is used
-        if isinstance(self.event, Collective):
-            found["role"] = _role(self.event.kind, self.attribution)
-        if self.group is not None:
-            axis = axes[self.group]
-            found |= {"axis": axis.name, "group_size": axis.size}
-        return replace(self.event, **found)
+        own = self.attribution
+        owner = names.owner(own)
+        axis = None if self.group is None else axes[self.group]
+        found = {
+            **self.fields,
+            "index": self.index,
+            "owner": owner,
+            "module": owner,
+            "issued_in": names.issued_in(own),
+            "phase": own.phase,
+            "source": own.source,
+            "role": _role(self.fields.get("kind", ""), own),
+            "ahead": None if own.gather is None else own.gather.ahead,
+            "axis": "" if axis is None else axis.name,
+            "group_size": 0 if axis is None else axis.size,
+        }
+        return self.record(**{name: found[name] for name in self.record.__dataclass_fields__})
 
 
 def _role(kind: str, attribution: Attribution) -> Role | None:

@@ -1,10 +1,10 @@
-"""How far ahead of its use FSDP gathers a unit's parameters.
+"""How far ahead of its use FSDP gathers a unit's parameters."""
 
-Distance is counted in slots, not in time or bytes: each use of a unit, in forward or in backward,
-opens the next slot. A gather that a unit issues for itself has distance 0; one that is issued while
-the unit before it is used, 1. The count follows from the order of the calls alone, so that it is
-the same on every rank, on every backend and in every run.
-"""
+# Note [Counting slots]
+# Distance is counted in slots, not in time or bytes: each use of a unit, in forward or in backward,
+# opens the next slot. A gather that a unit issues for itself has distance 0; one that is issued
+# while the unit before it is used, 1. The count follows from the order of the calls alone, so that
+# it is the same on every rank, on every backend and in every run.
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Gather:
 
 
 class Prefetches:
-    """Counts slots, and the distance of each gather from its use."""
+    """Count slots, and the distance of each gather from its use. See Note [Counting slots]."""
 
     def __init__(self) -> None:
-        """Starts before the first slot."""
+        """Start before the first slot."""
         self._slot = 0
         self._user: tuple[Any, Any] = (None, None)
         self._unused: dict[Any, Gather] = {}
 
     def open_slot(self, phase: Any, user: Any) -> None:
-        """Opens the next slot, unless the last one is of the same user in the same phase.
+        """Open the next slot, unless the last one is of the same user in the same phase.
 
         Args:
             phase: Forward or backward, however the caller writes them.
@@ -54,11 +54,7 @@ class Prefetches:
         self._unused[unit] = gather
 
     def used(self, unit: Any) -> None:
-        """A unit's parameters are used in the current slot; only the first use of a gather counts.
-
-        Args:
-            unit: As in `issued`.
-        """
+        """A unit's parameters are used; only the first use of a gather counts."""
         gather = self._unused.pop(unit, None)
         if gather is not None:
             gather.ahead = self._slot - gather.slot

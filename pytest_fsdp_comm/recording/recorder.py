@@ -1,4 +1,11 @@
-"""Records what one rank sends, with one `TorchDispatchMode` and no global hooks."""
+"""Record what one rank sends, with one `TorchDispatchMode` and no global hooks."""
+
+# Note [Subclasses pass through]
+# A mode sees an operation before a tensor subclass does, and would record what the subclass then
+# does otherwise. So DTensor and other wrappers are let through (NotImplemented): what they make of
+# the operation comes back here on the tensors that they hold. A class with code of its own that
+# nobody can take apart is let through too, but a collective that it is given is recorded as it is
+# unless a second mode, entered just for it, sees the class send something in its place.
 
 from __future__ import annotations
 
@@ -7,9 +14,9 @@ import itertools
 import threading
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from operator import itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -42,6 +49,7 @@ from pytest_fsdp_comm.recording.operations import (
     look_up,
     may_copy,
     messages,
+    parts_sent,
     shows_async,
     tensors_in,
     timing_category,
@@ -49,7 +57,6 @@ from pytest_fsdp_comm.recording.operations import (
 from pytest_fsdp_comm.recording.owners.attribution import (
     Attribution,
     BackwardMap,
-    NodeMakers,
     OwnerNames,
     attribute,
     attribute_on_thread,
@@ -57,7 +64,7 @@ from pytest_fsdp_comm.recording.owners.attribution import (
 from pytest_fsdp_comm.recording.owners.ddp import ParameterOwners
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_groups
 from pytest_fsdp_comm.recording.owners.futures import following_callbacks
-from pytest_fsdp_comm.recording.owners.stack import outermost_module, running_modules, scan_stack
+from pytest_fsdp_comm.recording.owners.stack import running_modules, scan_stack
 from pytest_fsdp_comm.recording.pending import Event, Pending
 from pytest_fsdp_comm.recording.redistributions import RedistributionWatch
 from pytest_fsdp_comm.recording.subclasses import Dispatch, Subclasses, is_dtensor_class
@@ -113,21 +120,20 @@ class Recorder:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        makers: NodeMakers,
+        backward: BackwardMap,
         earlier_roots: Sequence[weakref.ref[nn.Module]] = (),
         *,
         traces_operations: bool,
     ) -> None:
-        """Prepares.
+        """Prepare to record one block.
 
         Args:
             models: Give the FQNs; empty for the outermost modules that run.
-            makers: Of the autograd nodes of earlier blocks.
+            backward: Knows the autograd nodes of earlier blocks.
             earlier_roots: Of an earlier block, for modules that act only in backward here.
-            traces_operations: Whether to note the module of each operation, for what CommDebugMode
-                shows of them.
+            traces_operations: Whether to note the module of each operation.
         """
-        # Asked now, since the block may destroy the group.
+        # Now, since the block may destroy the group.
         self._note_world()
         self._roots: list[nn.Module] = list(models)
         self._earlier_roots = earlier_roots
@@ -137,12 +143,9 @@ class Recorder:
         self._idle = [(model, set(map(id, model.modules()))) for model in models]
         # An index is taken before the call: what the call itself causes comes after it.
         self._indices = itertools.count()
-        self._collectives: list[Pending[Collective]] = []
-        self._reshards: list[Pending[Reshard]] = []
-        self._redistributions: list[Pending[Redistribution]] = []
-        self._copies: list[Pending[HostDeviceCopy]] = []
+        self._pending: list[Pending[Any]] = []
         self._groups = GroupNames()
-        self._backward = BackwardMap(makers, ParameterOwners(self._roots))
+        self._backward = backward
         self._units = UnitWatch(
             self._note_reshard, self._groups.learn_mesh, self._groups.learn_post_forward
         )
@@ -164,15 +167,15 @@ class Recorder:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches while the block runs."""
+        """Watch while the block runs."""
         self._note_entry_state()
-        self._backward.begin()
+        self._backward.begin(ParameterOwners(self._roots))
         self._witness = Witness()
         self._is_recording = True
         try:
             with (
                 self._units.watching(),
-                following_callbacks(self._attribute_callback, self._resumed),
+                following_callbacks(self._attribute, self._resumed),
                 following_threads(self._watching_thread),
                 contextlib.nullcontext() if self._reads is None else self._reads.watching(),
                 _Mode(self.run, None if self._tracer is None else self._tracer.note),
@@ -182,15 +185,15 @@ class Recorder:
             self._witness.note_running_threads()
             with self._lock:
                 self._is_recording = False
-            self._witness.end()
+            self._witness.end(self._all(Collective))
             self._note_lost_owners()
 
     def finish(self) -> RecordedBlock:
-        """Names everything, and keeps no module and no group."""
+        """Name everything, and keep no module and no group."""
         block = self._named()
-        for held in (self._collectives, self._reshards, self._redistributions, self._copies):
-            held.clear()
+        self._pending.clear()
         self._units.forget()
+        self._backward.end()
         self._roots.clear()
         self._idle.clear()
         if self._tracer is not None:
@@ -198,12 +201,15 @@ class Recorder:
         return block
 
     def so_far(self) -> RecordedBlock:
-        """Names what was recorded up to now; the block goes on as if nobody had asked."""
+        """Name what was recorded up to now, and leave the block as it is."""
         roots, lacks_root = [*self._roots], self._lacks_root
         with self._groups.unchanged():
             block = self._named()
         self._roots[:], self._lacks_root = roots, lacks_root
         return block
+
+    def _all(self, record: type[Event]) -> list[Pending[Event]]:
+        return [entry for entry in self._pending if entry.record is record]
 
     def _note_world(self) -> None:
         has_group = dist.is_available() and dist.is_initialized()
@@ -218,14 +224,14 @@ class Recorder:
             self._learn_roots()
         names = OwnerNames(self._roots, are_parts=self._has_given_root)
         self._groups.learn_parameters(self._roots)
-        axes = self._groups.axes(
-            entry.group for entry in _in_order(self._collectives) if entry.group is not None
-        )
+        # By index: an event is held when its call returns, after what the call itself caused.
+        pending = sorted(self._pending, key=attrgetter("index"))
+        axes = self._groups.axes(entry.group for entry in pending if entry.group is not None)
 
-        def named(pending: Iterable[Pending[Event]]) -> tuple[Event, ...]:
-            return tuple(entry.named(names, axes) for entry in _in_order(pending))
+        def named(record: type[Event]) -> tuple[Event, ...]:
+            return tuple(entry.named(names, axes) for entry in pending if entry.record is record)
 
-        collectives = named(self._collectives)
+        collectives = named(Collective)
         gaps, notes = self._gaps(axes)
         recording = Recording(
             rank=self._rank,
@@ -235,9 +241,9 @@ class Recorder:
             mesh_axes=merge_axes(axes.values()),
             shows_async=shows_async(),
             collectives=collectives,
-            reshards=named(self._reshards),
-            redistributions=named(self._redistributions),
-            copies=named(self._copies),
+            reshards=named(Reshard),
+            redistributions=named(Redistribution),
+            copies=named(HostDeviceCopy),
             timings=tuple(Timing(category=name, seconds=s) for name, s in self._seconds.items()),
             notes=(*self._notes, *notes, *(gap.text for gap in gaps)),
             peak_gathered_nbytes=self._units.peak_gathered_nbytes(self._roots),
@@ -254,7 +260,7 @@ class Recorder:
         )
 
     def _gaps(self, used_groups: Iterable[str]) -> tuple[tuple[Gap, ...], Sequence[str]]:
-        """What is known to be missing, and notes; to be asked after the axes were named."""
+        """What is known to be missing, and notes; only after the axes were named."""
         if self._witness is None or self._is_recording:
             return (), ()
         unseen = self._witness.gaps(lambda: self._groups.known(used_groups)[0])
@@ -262,16 +268,14 @@ class Recorder:
         return (*unseen, *of_values, *self._idle_gaps()), self._witness.notes
 
     def _idle_gaps(self) -> Iterator[Gap]:
-        """The given models that did not run, where modules of others sent something.
-
-        Clipping, an optimizer's step or a checkpoint run no module, so they need none that ran.
-        """
+        """The given models that did not run, where modules of others sent something."""
+        # Clipping, an optimizer's step or a checkpoint run no module, so they need none that ran.
         if not self._idle:
             return
         given = {id(module) for root in self._roots for module in root.modules()}
         foreign = [
             own.acting
-            for own in (entry.attribution for entry in self._collectives)
+            for own in (entry.attribution for entry in self._all(Collective))
             if (own.acting or own.adds_gradient) and given.isdisjoint(map(id, own.acting))
         ]
         if not foreign:
@@ -287,17 +291,16 @@ class Recorder:
             )
 
     def _note_running(self, modules: Iterable[nn.Module]) -> None:
-        """Notes which of the given models run."""
+        """Note which of the given models run."""
         ids = set(map(id, modules))
         self._idle = [entry for entry in self._idle if ids.isdisjoint(entry[1])]
 
     def _learn_roots(self) -> None:
-        """Finds the roots of modules whose forward did not run in the block."""
+        """Find the roots of modules whose forward did not run in the block."""
         known = {id(module) for root in self._roots for module in root.modules()}
-        acts = [(entry.event.index, entry.attribution) for entry in self._collectives]
-        acts += [(entry.event.index, entry.attribution) for entry in self._reshards]
-        for _, attribution in sorted(acts, key=itemgetter(0)):
-            for module in (*attribution.owner, *attribution.issued_in):
+        acts: list[Pending[Any]] = [*self._all(Collective), *self._all(Reshard)]
+        for entry in sorted(acts, key=attrgetter("index")):
+            for module in entry.attribution.acting:
                 root = None if id(module) in known else self._root_above(module)
                 if root is not None:
                     self._add_root(root)
@@ -313,7 +316,7 @@ class Recorder:
     def _what_to_ask(
         self, names: OwnerNames, recorded: Sequence[Collective], used_groups: Iterable[str]
     ) -> Names:
-        """The names to ask for; read after the axes were named, which this must not change."""
+        """The names that questions may have; only after the axes were named, as it learns some."""
         modules = (module for root in self._roots for module in root.modules())
         units = [unit for module in modules for unit in param_groups(module)]
         if dist.is_initialized():  # the block may have destroyed it
@@ -342,20 +345,17 @@ class Recorder:
         kwargs: dict[str, Any],
         below: _ModeBelow | None = None,
     ) -> Any:
-        """Runs one operation, and records it if it communicates or copies.
+        """Run one operation, and record it if it communicates or copies.
 
-        Args:
-            func: A ``torch._ops.OpOverload``, or a higher-order operator.
-            args: Its arguments.
-            kwargs: Its arguments by name.
-            below: Watches a collective that is given a tensor of an opaque class.
+        `below` watches a collective that is given a tensor of an opaque class.
         """
+        # At the first operation, since DDP sends in backward only, where no module runs.
         if self._lacks_root:
-            self._look_for_root()
+            for outermost in running_modules()[:1]:
+                self._add_root(outermost)
         if self._idle:
             self._note_running(running_modules())
         known = self._known.get(id(func)) or self._classify(func)
-        # Without grad mode too: an autograd.Function has made its node when its forward runs so.
         self._backward.note_operation()
         if self._tracer is not None:
             self._tracer.note(func)
@@ -373,7 +373,7 @@ class Recorder:
         """As `run`, on a thread that did not enter the recording, and may outlive it."""
         if not self._is_recording:
             return func(*args, **kwargs)
-        # Nothing is noted for backward: each thread numbers its nodes from 0.
+        # Nothing is noted for backward: see Note [Backward map].
         known = self._known.get(id(func)) or self._classify(func)
         return self._run_known(known, func, args, kwargs, below)
 
@@ -419,47 +419,29 @@ class Recorder:
             return result
         group = group_of(bound)
         sent = messages(operation, group, bound, result)
+        parts = parts_sent(operation, bound)
+        op = f"{func.namespace}.{func.overloadpacket.__name__}"
         with self._lock:
             if not self._is_recording:  # the block ended while a callback's collective ran
                 return result
-            self._collectives.extend(
+            self._pending.extend(
                 Pending(
-                    event=Collective(
-                        index=next(self._indices) if number else index,
-                        op=f"{func.namespace}.{func.overloadpacket.__name__}",
-                        owner=None,
-                        issued_in=None,
-                        phase=attribution.phase,
-                        axis="",
-                        group_size=0,
-                        source=attribution.source,
-                        call_site=scan.call_site,
-                        **message._asdict(),
-                    ),
+                    record=Collective,
+                    index=next(self._indices) if number else index,
                     attribution=attribution,
+                    fields={"op": op, "call_site": scan.call_site, **message},
                     group=None if group is None else self._groups.note(group),
+                    parts=parts,
                 )
                 for number, message in enumerate(sent)
             )
             if self._witness is not None and group is not None:
-                self._witness.note(operation, bound, group.group_name, sent)
+                self._witness.follow()
         if self._reads is not None and operation.kind == "all_to_all":
             self._reads.note_splits(bound, scan.call_site)
         start = self._redistribution_watch.note_collective(scan.redistribution)
         if start is not None:
-            self._redistributions.append(
-                Pending(
-                    event=Redistribution(
-                        index=next(self._indices),
-                        owner=None,
-                        issued_in=None,
-                        phase=attribution.phase,
-                        call_site=scan.call_site,
-                        **start._asdict(),
-                    ),
-                    attribution=attribution,
-                )
-            )
+            self._hold(Redistribution, attribution, **start, call_site=scan.call_site)
         return result
 
     def _run_copy(
@@ -471,18 +453,14 @@ class Recorder:
         started = time.perf_counter()
         result = func(*args, **kwargs)
         self._add_seconds(direction, time.perf_counter() - started)
-        self._copies.append(
-            Pending(
-                event=HostDeviceCopy(
-                    index=index,
-                    direction=direction,
-                    owner=None,
-                    phase=attribution.phase,
-                    nbytes=sum(tensor.nbytes for tensor in tensors_in(result)),
-                    call_site=scan.call_site,
-                ),
-                attribution=attribution,
-            )
+        nbytes = sum(tensor.nbytes for tensor in tensors_in(result))
+        self._hold(
+            HostDeviceCopy,
+            attribution,
+            index,
+            direction=direction,
+            nbytes=nbytes,
+            call_site=scan.call_site,
         )
         return result
 
@@ -493,32 +471,21 @@ class Recorder:
         nbytes: int,
         seconds: float,
     ) -> None:
-        issued = self._attribute(scan_stack())
+        issued = self._attribute()
         if action == "reshard":
             self._add_seconds("resharding", seconds)
-        self._reshards.append(
-            Pending(
-                event=Reshard(
-                    index=next(self._indices),
-                    action=action,
-                    module=None,
-                    issued_in=None,
-                    phase=issued.phase,
-                    nbytes=nbytes,
-                ),
-                attribution=Attribution(
-                    owner=modules,
-                    issued_in=issued.issued_in,
-                    phase=issued.phase,
-                    source=Source.FSDP,
-                    gather=issued.gather,
-                ),
-            )
-        )
+        own = replace(issued, owner=modules, source=Source.FSDP)
+        self._hold(Reshard, own, action=action, nbytes=nbytes)
+
+    def _hold(
+        self, record: type[Any], own: Attribution, index: int | None = None, **fields: Any
+    ) -> None:
+        place = next(self._indices) if index is None else index
+        self._pending.append(Pending(record=record, index=place, attribution=own, fields=fields))
 
     @contextlib.contextmanager
     def _resumed(self, attribution: Attribution) -> Iterator[None]:
-        """Records a callback on any thread as part of what registered it."""
+        """Record a callback on any thread as part of what registered it."""
         before = getattr(self._here, "attribution", None)
         self._here.attribution = attribution
         try:
@@ -530,7 +497,7 @@ class Recorder:
             self._here.attribution = before
 
     def _watching_thread(self) -> contextlib.AbstractContextManager[object]:
-        """Records what the current thread sends, which is another than that of the block."""
+        """Record what the current thread sends, which is not that of the block."""
         self._here.is_followed = True
         if self._witness is not None:
             self._witness.follow()
@@ -540,10 +507,8 @@ class Recorder:
         scan = scan_stack()
         return self._attribute(scan).phase, scan.call_site
 
-    def _attribute_callback(self) -> Attribution:
-        return self._attribute(scan_stack())
-
-    def _attribute(self, scan: StackScan, namespace: str = "") -> Attribution:
+    def _attribute(self, scan: StackScan | None = None, namespace: str = "") -> Attribution:
+        scan = scan or scan_stack()
         inherited: Attribution | None = getattr(self._here, "attribution", None)
         if inherited is not None:
             return inherited
@@ -555,12 +520,6 @@ class Recorder:
         if not self._has_given_root and scan.outermost is not None:
             self._add_root(scan.outermost)
         return attribution
-
-    def _look_for_root(self) -> None:
-        """Finds a root at the first operation: DDP sends in backward only, where none runs."""
-        outermost = outermost_module()
-        if outermost is not None:
-            self._add_root(outermost)
 
     def _add_root(self, module: nn.Module) -> None:
         if not any(module is known for root in self._roots for known in root.modules()):
@@ -592,7 +551,7 @@ class Recorder:
             )
 
     def _note_lost_owners(self) -> None:
-        count = sum(entry.attribution.lacks_forward for entry in self._collectives)
+        count = sum(entry.attribution.lacks_forward for entry in self._all(Collective))
         if count:
             self._notes.append(
                 "collectives of backward whose module is not known, because their forward ran "
@@ -612,11 +571,6 @@ class Recorder:
         return found
 
 
-def _in_order(pending: Iterable[Pending[Event]]) -> list[Pending[Event]]:
-    """By index: an event is held when its call returns, after what the call itself caused."""
-    return sorted(pending, key=lambda entry: entry.event.index)
-
-
 def _is_watched() -> bool:
     """Whether a recording's mode is active on this thread."""
     # Read in torch 2.6 to 2.15; a tested contract.
@@ -624,7 +578,7 @@ def _is_watched() -> bool:
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Sees every operation below autograd."""
+    """See every operation below autograd. See Note [Subclasses pass through]."""
 
     # Without it a higher-order operator in the block raises.
     supports_higher_order_operators = True
@@ -637,7 +591,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Keeps torch.compile on under this mode (torch 2.9.1 and newer)."""
+        """Keep torch.compile on under this mode (torch 2.9.1 and newer)."""
         return True
 
     def __torch_dispatch__(
@@ -645,8 +599,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
     ) -> Any:
         below: _ModeBelow | None = None
         if types:
-            dispatch = self._subclasses.dispatch(types)
-            # Such a class first turns it into other operations, which come back here.
+            dispatch = max(map(self._subclasses.__getitem__, types))
             if dispatch is Dispatch.WRAPPER:
                 if self._trace is not None and any(map(is_dtensor_class, types)):
                     self._trace(func, args)
@@ -659,7 +612,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
 
 
 class _ModeBelow(_Mode):  # type: ignore[no-untyped-call]  # as for _Mode
-    """Sees what an opaque class makes of one collective that it is given."""
+    """See what an opaque class makes of one collective. See Note [Subclasses pass through]."""
 
     def __init__(self, run: _Run) -> None:
         super().__init__(run)

@@ -1,8 +1,8 @@
-"""Reads DTensor's redistributions off the stack of the collectives that they cause."""
+"""Read DTensor's redistributions off the stack of the collectives that they cause."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import printable
@@ -15,37 +15,23 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class RedistributionStart(NamedTuple):
-    """A redistribution at its first collective: fields of `comm.events.Redistribution`."""
-
-    source_placements: tuple[str, ...]
-    target_placements: tuple[str, ...]
-    mesh_axes: tuple[str, ...]
-    is_explicit: bool | None
-    nbytes: int
-
-
 class RedistributionWatch:
-    """Notices the first collective of each redistribution."""
+    """Notice the first collective of each redistribution."""
 
     def __init__(self, on_mesh: Callable[[DeviceMesh], None]) -> None:
-        """Starts outside of every redistribution.
-
-        Args:
-            on_mesh: Called with the mesh of each redistribution.
-        """
+        """Start outside of every redistribution; `on_mesh` is called with the mesh of each."""
         self._on_mesh = on_mesh
         # The redistribution of the last collective, by its frame, and the step that it had reached.
         self._last: tuple[int, int] | None = None
 
-    def note_collective(self, frame: FrameType | None) -> RedistributionStart | None:
-        """Looks at a collective's redistribution.
+    def note_collective(self, frame: FrameType | None) -> dict[str, Any] | None:
+        """Look at a collective's redistribution.
 
         Args:
             frame: The frame of the redistribution that issued it; None if none did.
 
         Returns:
-            The redistribution, if this is its first collective; None otherwise.
+            Fields of `comm.events.Redistribution`, if this is its first collective; None otherwise.
 
         Raises:
             UpstreamChangedError: torch has renamed a local variable of the frame.
@@ -67,10 +53,10 @@ class RedistributionWatch:
         last, self._last = self._last, (id(frame), step)
         if last is not None and last[0] == id(frame) and step > last[1]:
             return None
-        return RedistributionStart(
-            source_placements=tuple(repr(placement) for placement in current.placements),
-            target_placements=tuple(repr(placement) for placement in target.placements),
-            mesh_axes=tuple(map(printable, current.mesh.mesh_dim_names or ())),
-            is_explicit=found.get("is_explicit"),
-            nbytes=nbytes_held(local),
-        )
+        return {
+            "source_placements": tuple(map(repr, current.placements)),
+            "target_placements": tuple(map(repr, target.placements)),
+            "mesh_axes": tuple(map(printable, current.mesh.mesh_dim_names or ())),
+            "is_explicit": found.get("is_explicit"),
+            "nbytes": nbytes_held(local),
+        }

@@ -1,15 +1,12 @@
-"""Which tensor subclasses turn an operation into others, and so may send something else."""
+"""Which tensor subclasses turn an operation into others. See Note [Subclasses pass through]."""
 
 from __future__ import annotations
 
 import sys
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _STAND_INS: Final = (
     ("torch._subclasses.fake_tensor", "FakeTensor"),
@@ -21,7 +18,7 @@ class Dispatch(IntEnum):
     """What a class makes of the operations that it is given; the higher one decides."""
 
     NONE = 0
-    """Runs them as they are."""
+    """Runs them as they are, as a plain tensor does."""
     OPAQUE = 1
     """Has code of its own, of which nobody knows whether dispatch modes see what it runs."""
     WRAPPER = 2
@@ -29,25 +26,17 @@ class Dispatch(IntEnum):
     collectives that nobody has waited for."""
 
 
-class Subclasses:
-    """Knows the classes that one mode was given, which are few, without asking twice."""
+class Subclasses(dict[type, Dispatch]):
+    """What each of the few classes that a mode is given makes of operations."""
 
-    def __init__(self) -> None:
-        """Starts without a class: they are looked at when they come."""
-        self._known: dict[type, Dispatch] = {}
-
-    def dispatch(self, types: Iterable[type]) -> Dispatch:
-        """What the classes of one operation's tensors make of it.
-
-        Args:
-            types: As a dispatch mode is given them.
-        """
-        found = Dispatch.NONE
-        for cls in types:
-            known = self._known.get(cls)
-            if known is None:
-                known = self._known[cls] = _dispatch_of(cls)
-            found = max(found, known)
+    def __missing__(self, cls: type) -> Dispatch:
+        """Look at a class that comes for the first time."""
+        own: Any = getattr(cls, "__torch_dispatch__", None)
+        if own is None or own is torch.Tensor.__torch_dispatch__ or issubclass(cls, _stand_ins()):
+            found = Dispatch.NONE
+        else:
+            found = Dispatch.WRAPPER if _can_be_taken_apart(cls) else Dispatch.OPAQUE
+        self[cls] = found
         return found
 
 
@@ -70,13 +59,6 @@ def nbytes_held(tensor: torch.Tensor) -> int:
     wrapper: Any = tensor
     names, _ = wrapper.__tensor_flatten__()
     return sum(nbytes_held(getattr(wrapper, name)) for name in names)
-
-
-def _dispatch_of(cls: type) -> Dispatch:
-    own: Any = getattr(cls, "__torch_dispatch__", None)
-    if own is None or own is torch.Tensor.__torch_dispatch__ or issubclass(cls, _stand_ins()):
-        return Dispatch.NONE
-    return Dispatch.WRAPPER if _can_be_taken_apart(cls) else Dispatch.OPAQUE
 
 
 def _can_be_taken_apart(cls: type) -> bool:

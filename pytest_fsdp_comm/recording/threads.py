@@ -1,4 +1,4 @@
-"""Follows the threads that are started while a recording runs.
+"""Follow the threads that are started while a recording runs.
 
 A dispatch mode watches the thread that entered it and the autograd threads that this one starts, so
 each new thread enters one of its own.
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def following_threads(watched: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Wraps ``threading.Thread.start``, and puts it back.
-
-    Executors and timers start their threads by it too.
+    """Wrap ``threading.Thread.start``, by which executors and timers start too, and put it back.
 
     Args:
         watched: Entered around what the thread runs, on that thread.

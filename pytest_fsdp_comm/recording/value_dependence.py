@@ -1,4 +1,4 @@
-"""Finds code on the fake group whose communication may depend on the values of tensors.
+"""Find code on the fake group whose communication may depend on the values of tensors.
 
 The fake group exchanges nothing, so values that come from other ranks are wrong there. Most code
 never looks at them; what does is recorded as if the values were true.
@@ -37,7 +37,7 @@ class ValueReads:
     """The places of one block where user code reads the values of tensors, each once."""
 
     def __init__(self, attribute: Callable[[], tuple[Phase, str]]) -> None:
-        """Prepares; watches nothing.
+        """Prepare, and watch nothing yet.
 
         Args:
             attribute: Gives the phase that runs, and the call site of the innermost user code.
@@ -52,7 +52,7 @@ class ValueReads:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches the methods that read values without an operation, and puts them back."""
+        """Watch the methods that read values without an operation, and put them back."""
 
         def wrap(name: str, original: Any) -> Any:
             def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ class ValueReads:
             yield
 
     def note_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Notes an operation of which `reads_values` is true."""
+        """Note an operation of which `reads_values` is true."""
         name = func.overloadpacket.__name__
         if name == "index" and not _has_mask(args[1]):
             return
@@ -91,7 +91,7 @@ class ValueReads:
         self.note(_NAMES.get(name, name))
 
     def note(self, how: str) -> None:
-        """Notes that values are read, if user code does it in forward or backward.
+        """Note that values are read, if user code does it in forward or backward.
 
         Args:
             how: What reads them, as users write it.
@@ -104,12 +104,7 @@ class ValueReads:
             self._add(f"{call_site} reads the values of a tensor ({how})")
 
     def note_splits(self, bound: Mapping[str, Any], call_site: str) -> None:
-        """Notes an all-to-all whose parts differ in size, as those of routed tokens do.
-
-        Args:
-            bound: The arguments by name.
-            call_site: Where it was issued.
-        """
+        """Note an all-to-all whose parts differ in size, as those of routed tokens do."""
         parts = [bound.get(name) or () for name in ("input_split_sizes", "output_split_sizes")]
         parts += [
             [tensor.numel() for tensor in tensors_in(bound.get(name))]
@@ -128,11 +123,8 @@ def _splits_by_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def reads_values(func: Any) -> bool:
-    """Whether an operation shows values to Python, or makes a shape of them.
-
-    Args:
-        func: A ``torch._ops.OpOverload``, or a higher-order operator, which has no tags.
-    """
+    """Whether an operation shows values to Python, or makes a shape of them."""
+    # A higher-order operator has no tags.
     tags = getattr(func, "tags", ())
     if any(tag in tags for tag in _TAGS):
         return True
@@ -147,14 +139,8 @@ def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
 
 @functools.cache
 def _only_checks(code: CodeType, instruction: int) -> bool:
-    """Whether an instruction calls ``one_hot`` with the number of classes.
-
-    It reads the least value to check it, in C++: no frame of its own tells it from its caller.
-
-    Args:
-        code: Of the caller.
-        instruction: The offset of the call.
-    """
+    """Whether the instruction at an offset calls ``one_hot`` with the number of classes."""
+    # It reads the least value to check it, in C++: no frame of its own tells it from its caller.
     line, end_line, start, end = list(code.co_positions())[instruction // 2]
     if line is None or line != end_line:
         return False

@@ -166,7 +166,7 @@ def test_a_size_that_was_recorded_wrongly_is_named(comm_mode, monkeypatch, chang
     messages = recorder.messages
 
     def wrong(*args):
-        return [message._replace(**changes) for message in messages(*args)]
+        return [{**message, **changes} for message in messages(*args)]
 
     monkeypatch.setattr(recorder, "messages", wrong)
     assert gaps(comm_mode, lambda: dist.all_reduce(data())) == [
@@ -181,7 +181,7 @@ def test_a_thread_does_not_send_what_another_one_recorded(comm_mode, monkeypatch
     monkeypatch.setattr(
         recorder,
         "messages",
-        lambda *args: [messages(*args)[0]._replace(nbytes_sent=32)],
+        lambda *args: [{**messages(*args)[0], "nbytes_sent": 32}],
     )
 
     def work():

@@ -1,4 +1,4 @@
-"""Decides for each collective its owner, where it was issued, its phase and its source."""
+"""Decide for each collective its owner, where it was issued, its phase and its source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Source
-from pytest_fsdp_comm.recording.owners.ddp import ReplicaOwners
+from pytest_fsdp_comm.recording.owners.ddp import ParameterOwners, ReplicaOwners
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
 from pytest_fsdp_comm.recording.owners.stack import innermost_module
 from pytest_fsdp_comm.recording.prefetch import Gather
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pytest_fsdp_comm.recording.owners.ddp import ParameterOwners
     from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
     from pytest_fsdp_comm.recording.owners.stack import StackScan
 
@@ -50,26 +49,12 @@ class Attribution:
         """All modules that it belongs to."""
         return (*self.owner, *self.issued_in)
 
-    @property
-    def ahead(self) -> int | None:
-        """How far ahead of its use the gather was issued, once the recording has ended."""
-        return None if self.gather is None else self.gather.ahead
-
 
 class OwnerNames:
-    """Names the modules of attributions, when a recording ends.
-
-    Not before: bare recordings learn their roots as they run, and ``replicate`` makes its DDP in
-    the first forward.
-    """
+    """Name the modules of attributions, when a recording ends. See Note [Names come last]."""
 
     def __init__(self, roots: Sequence[nn.Module], *, are_parts: bool) -> None:
-        """Names every module below the roots.
-
-        Args:
-            roots: As `ModuleNames` expects them.
-            are_parts: Likewise.
-        """
+        """Name every module below the roots; arguments as for `ModuleNames`."""
         self.modules = ModuleNames(roots, are_parts=are_parts)
         self._replicas = ReplicaOwners(roots)
 
@@ -84,6 +69,20 @@ class OwnerNames:
         return self.modules.joined(attribution.issued_in[:1])
 
 
+# Note [Backward map]
+# In backward no module runs, so what is sent there belongs to the module whose forward made the
+# autograd node that runs. While forward runs, each dispatched operation notes the thread's next
+# sequence number and the module that runs. A node gets its number before its operation is
+# dispatched, so it belongs to the first note with a higher number. That also holds for a node made
+# in a forward pre-hook, before the module's first own operation, and for one of an
+# autograd.Function, whose forward runs without grad mode. A node made in backward
+# (create_graph=True) belongs to the module of the node whose backward made it, and the node that
+# adds a gradient, which no forward made, to the module of its parameter.
+# A graph may run backward in a later block than the one that made it, so the notes live as long as
+# their comm_mode, and hold modules weakly. Of nodes that were made between two blocks nobody knows
+# who made them. Each thread numbers its nodes from 0.
+
+
 class _Maker(Enum):
     """Who made an autograd node, if no known module did."""
 
@@ -93,106 +92,61 @@ class _Maker(Enum):
     """Whatever ran while nothing was recorded."""
 
 
-class NodeMakers:
-    """Which module made each autograd node, over all blocks of one ``comm_mode``.
-
-    A graph may run backward in a later block than the one that made it. Modules are held weakly.
-    """
+class BackwardMap:
+    """Find, in backward, the module whose forward made a node. See Note [Backward map]."""
 
     def __init__(self) -> None:
-        """Knows no node, so that the first block has to `begin`."""
-        self.end = 0
-        """The number after that of the last node whose maker is known."""
+        """Look up what it needs of autograd (read in torch 2.6 to 2.13).
+
+        Raises:
+            UpstreamChangedError: torch has moved one of these names.
+        """
+        self._next_number: Callable[[], int] = _autograd("torch.autograd", "_get_sequence_nr")
+        self._current_node: Callable[[], Any] = _autograd("torch._C", "_current_autograd_node")
+        self._current_task: Callable[[], int] = _autograd("torch._C", "_current_graph_task_id")
+        self._parameters = ParameterOwners([])
+        self._thread = 0
+        self._end = 0  # the number after that of the last node whose maker is known
         # Of each run of nodes of one maker, the number after its last node, and the maker.
         self._ends: list[int] = []
         self._makers: list[weakref.ref[nn.Module] | _Maker] = []
-        self._thread = 0
 
-    def begin(self, number: int) -> None:
-        """Begins a block: no recording saw who made the nodes since the last block.
+    def begin(self, parameters: ParameterOwners) -> None:
+        """Begin a block: no recording saw who made the nodes since the last one.
 
         Args:
-            number: Of the next node.
+            parameters: Finds the module of a parameter.
         """
-        # Each thread numbers its nodes from 0.
+        self._parameters = parameters
         thread = threading.get_ident()
         if thread != self._thread:
             self._thread = thread
             self._ends.clear()
             self._makers.clear()
-        self.end = number
-        self._ends.append(number)
+        self._end = self._next_number()
+        self._ends.append(self._end)
         self._makers.append(_Maker.UNSEEN)
 
-    def add(self, number: int, maker: nn.Module | _Maker) -> None:
-        """Adds the nodes between `end` and a number.
+    def end(self) -> None:
+        """End the block, and let go of its modules."""
+        self._parameters = ParameterOwners([])
 
-        Args:
-            number: After that of the last of them.
-            maker: Who made them.
-        """
-        self.end = number
+    def note_operation(self) -> None:
+        """Note the module that runs now, if a node was made since the last note."""
+        number = self._next_number()
+        if number <= self._end:
+            return
+        maker: nn.Module | _Maker | None = innermost_module()
+        if maker is None:
+            maker = self._maker_of_current_node() if self.is_in_backward() else _Maker.NO_MODULE
         held = maker if isinstance(maker, _Maker) else weakref.ref(maker)
+        self._end = number
         # weakref.ref() of one module is one object.
         if self._makers[-1] is held:
             self._ends[-1] = number
         else:
             self._ends.append(number)
             self._makers.append(held)
-
-    def maker(self, number: int) -> nn.Module | _Maker:
-        """Who made the node with a number."""
-        run = bisect_right(self._ends, number)
-        if run == len(self._makers):
-            return _Maker.NO_MODULE
-        held = self._makers[run]
-        return held if isinstance(held, _Maker) else _or_no_module(held())
-
-
-def _or_no_module(module: nn.Module | None) -> nn.Module | _Maker:
-    # Never the truth of a module, which is its length, or an error.
-    return _Maker.NO_MODULE if module is None else module
-
-
-class BackwardMap:
-    """Finds, in backward, the module whose forward made an autograd node.
-
-    While forward runs, each dispatched operation notes the thread's next sequence number and the
-    module that runs. A node gets its number before its operation is dispatched, so it belongs to
-    the first note with a higher number. That also holds for a node made in a forward pre-hook,
-    before the module's first own operation. A node made in backward (``create_graph=True``) belongs
-    to the module of the node whose backward made it.
-    """
-
-    def __init__(self, makers: NodeMakers, parameters: ParameterOwners) -> None:
-        """Looks up what it needs of autograd (read in torch 2.6 to 2.13).
-
-        Args:
-            makers: Those of earlier blocks; the block's own are added.
-            parameters: Finds the module of a parameter, whose gradient no forward made.
-
-        Raises:
-            UpstreamChangedError: torch has moved one of these names.
-        """
-        self._makers = makers
-        self._parameters = parameters
-        self._next_number: Callable[[], int] = _autograd("torch.autograd", "_get_sequence_nr")
-        self._current_node: Callable[[], Any] = _autograd("torch._C", "_current_autograd_node")
-        self._current_task: Callable[[], int] = _autograd("torch._C", "_current_graph_task_id")
-
-    def begin(self) -> None:
-        """Begins a block."""
-        self._makers.begin(self._next_number())
-
-    def note_operation(self) -> None:
-        """Notes the module that runs now, if a node was made since the last note."""
-        number = self._next_number()
-        if number <= self._makers.end:
-            return
-        maker: nn.Module | _Maker | None = innermost_module()
-        if maker is None:
-            maker = self._maker_of_current_node() if self.is_in_backward() else _Maker.NO_MODULE
-        self._makers.add(number, maker)
 
     def is_in_backward(self) -> bool:
         """Whether the autograd engine runs a graph task on this thread."""
@@ -219,16 +173,24 @@ class BackwardMap:
         node = self._current_node()
         if node is None:
             return _Maker.NO_MODULE
+        module: nn.Module | None = None
         parameter = getattr(node, "variable", None)  # of an AccumulateGrad
         if parameter is not None:
-            return _or_no_module(self._parameters.module_of(parameter))
-        return self._makers.maker(node._sequence_nr())
+            module = self._parameters.module_of(parameter)
+        else:
+            run = bisect_right(self._ends, node._sequence_nr())
+            held = self._makers[run] if run < len(self._makers) else _Maker.NO_MODULE
+            if isinstance(held, _Maker):
+                return held
+            module = held()
+        # Never the truth of a module, which is its length, or an error.
+        return _Maker.NO_MODULE if module is None else module
 
 
 def attribute(
     scan: StackScan, units: UnitWatch, backward: BackwardMap, namespace: str = ""
 ) -> Attribution:
-    """Attributes what happens now.
+    """Attribute what happens now.
 
     Args:
         scan: The stack.
@@ -257,13 +219,9 @@ def attribute(
 
 
 def attribute_on_thread(scan: StackScan, namespace: str) -> Attribution:
-    """Attributes what happens now on a thread that did not enter the recording.
+    """Attribute what happens now on a thread that did not enter the recording.
 
-    It serves no module, as the units and graphs of which the recording knows are another thread's.
-
-    Args:
-        scan: The stack of the thread.
-        namespace: As for `attribute`.
+    It serves no module: the units and graphs that the recording knows are another thread's.
     """
     return Attribution(
         owner=(),

@@ -1,4 +1,4 @@
-"""Finds the owner of what DDP's reducer sends, and the module of a parameter."""
+"""Find the owner of what DDP's reducer sends, and the module of a parameter."""
 
 from __future__ import annotations
 
@@ -38,11 +38,7 @@ class ReplicaOwners:
     """The replicated modules below the roots of a recording."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
-        """Finds the replicated modules.
-
-        Args:
-            roots: As `recorder.Recorder` found them.
-        """
+        """Find the replicated modules below the roots that the recorder found."""
         self._fallback: Modules = tuple(roots[:1])
         self._owner_of: dict[int, nn.Module] = {}
         self._replicas: list[nn.Module] = []
@@ -60,8 +56,8 @@ class ReplicaOwners:
             running: The module of the parameter that completed the bucket; empty if unknown.
 
         Returns:
-            The innermost replicated module around it. If there is none, the first one of the model,
-            and the root of a model without any.
+            The innermost replicated module around it; else the first one of the model; else its
+            root.
         """
         for module in running:
             found = self._owner_of.get(id(module))
@@ -71,14 +67,10 @@ class ReplicaOwners:
 
 
 class ParameterOwners:
-    """Finds the module that registered a parameter, in backward hooks of parameters."""
+    """Find the module that registered a parameter, in backward hooks of parameters."""
 
     def __init__(self, roots: list[nn.Module]) -> None:
-        """Searches no model before the first question.
-
-        Args:
-            roots: The recorder's list, which may still grow.
-        """
+        """Prepare to search the recorder's roots, a list that may still grow."""
         self._roots = roots
         self._found: dict[int, nn.Module | None] = {}
 
@@ -89,6 +81,6 @@ class ParameterOwners:
                 for module in root.modules():
                     for own in module.parameters(recurse=False):
                         self._found.setdefault(id(own), module)
-            # Remembered too, so that a foreign parameter costs one search only.
+            # So that a foreign parameter costs one search only.
             self._found.setdefault(id(parameter), None)
         return self._found[id(parameter)]

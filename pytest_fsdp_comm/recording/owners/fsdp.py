@@ -1,13 +1,21 @@
-"""Watches FSDP's own units while a recording runs.
+"""Watch FSDP's own units while a recording runs.
 
-It finds who owns a collective, what is resharded, how far ahead of its use a unit is gathered, and
+They show who owns a collective, what is resharded, how far ahead of its use a unit is gathered, and
 how many bytes are gathered at once.
-
-torch's profiler labels carry the owner too, but their FQNs are relative to the FSDP root, empty
-with several roots or none, and absent before lazy initialisation. So the methods that issue
-collectives are wrapped, for the time of the recording only. Their names and arguments were read in
-torch 2.6, 2.9, 2.11 and 2.13; tests/recording/test_contracts.py fails when one moves.
 """
+
+# Note [Acting units]
+# torch's profiler labels carry the owner too, but their FQNs are relative to the FSDP root, empty
+# with several roots or none, and absent before lazy initialisation. So the methods that issue
+# collectives are wrapped, for the time of the recording only. Those that run now are a stack: the
+# innermost that serves its own unit owns what is sent, the outermost is where it was issued, and
+# under prefetch the two differ. Names and arguments were read in torch 2.6, 2.9, 2.11 and 2.13;
+# tests/recording/test_contracts.py fails when one moves.
+
+# Note [Reshard after forward]
+# With reshard_after_forward=<int> a unit is kept over a smaller group between forward and backward:
+# it holds 1/<int> of its bytes beyond its shard, and its backward gathers over that group, whose
+# mesh torch leaves without names. mesh_axes.py names it after the axis that it is a part of.
 
 from __future__ import annotations
 
@@ -15,6 +23,7 @@ import contextlib
 import functools
 import sys
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,32 +53,35 @@ _FSDP2_STATES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _ActingUnit:
-    """A unit one of whose methods runs."""
+    """A unit one of whose methods runs. See Note [Acting units]."""
 
     modules: tuple[nn.Module, ...]
-    serves: bool
+    serves: bool = True
     """Whether its collectives serve its own parameters; False while it only triggers a prefetch of
     others."""
-    is_in_backward: bool
+    is_in_backward: bool = False
     """Whether the method belongs to backward. A pipeline schedule calls it outside of autograd."""
-    gather: Gather | None
+    gather: Gather | None = None
     """The gather of its own parameters that it issues; None if it issues none."""
 
 
+_Around = Generator["_ActingUnit | None", None, None]
+"""Runs around a method of FSDP: yields the unit that acts while the method runs, or None, and goes
+on while it still acts, unless the method raised."""
+
+
 class UnitWatch:
-    """Watches which FSDP units act at each moment."""
+    """Watch which FSDP units act at each moment. See Note [Acting units]."""
 
     def __init__(
         self,
-        on_reshard: Callable[
-            [Literal["unshard", "reshard"], tuple[nn.Module, ...], int, float], None
-        ],
+        on_reshard: Callable[[ReshardAction, tuple[nn.Module, ...], int, float], None],
         on_mesh: Callable[[DeviceMesh], None],
         on_post_forward: Callable[[ProcessGroup, ProcessGroup], None],
     ) -> None:
-        """Prepares; wraps nothing.
+        """Prepare, and wrap nothing yet.
 
         Args:
             on_reshard: Called each time a unit's state changes, with ``unshard`` or ``reshard``,
@@ -111,10 +123,9 @@ class UnitWatch:
         return self._acting[-1].gather if self._acting else None
 
     def peak_gathered_nbytes(self, roots: Iterable[nn.Module]) -> int:
-        """The most bytes of parameters that were gathered at once; ask when the block has ended.
+        """The most bytes of parameters that were gathered at once in the block.
 
-        Args:
-            roots: Their units count that were gathered all the time, without any change.
+        Units below the roots that were gathered all the time, without any change, count too.
         """
         for module in (module for root in roots for module in root.modules()):
             for group in param_groups(module):
@@ -125,7 +136,7 @@ class UnitWatch:
         return self._memory.peak
 
     def _learn_memory(self, group: Any) -> None:
-        # Asked at each change, and the bytes take a walk over the unit's parameters.
+        # At each change, and the bytes take a walk over the unit's parameters.
         if not self._memory.knows(group):
             self._memory.learn(group, self._gathered_nbytes(group))
 
@@ -148,13 +159,13 @@ class UnitWatch:
         return 0
 
     def forget(self) -> None:
-        """Lets go of all units: graphs that outlive the block keep this object alive."""
+        """Let go of all units: graphs that outlive the block keep this object alive."""
         self._prefetches = Prefetches()
         self._memory = GatheredMemory()
         self._unsharded_nbytes.clear()
 
     def learn_groups(self, group: Any) -> None:
-        """Reports the mesh of a parameter group, and that of ``reshard_after_forward``."""
+        """Report the meshes of a parameter group. See Note [Reshard after forward]."""
         self._on_mesh(group.mesh_info.mesh)
         after = group.post_forward_mesh_info
         if after is not None:
@@ -162,9 +173,9 @@ class UnitWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Wraps FSDP's methods and puts them back."""
+        """Wrap FSDP's methods, and put them back."""
         with contextlib.ExitStack() as undo:
-            for holder, name, wrap in [*self._fsdp2(), *self._fsdp1()]:
+            for holder, name, around in [*self._fsdp2(), *self._fsdp1()]:
                 original = holder.__dict__.get(name)
                 if original is None:
                     raise upstream.moved(
@@ -172,11 +183,28 @@ class UnitWatch:
                         f"{_qualified(holder)}.{name}",
                         "the recorder relies on to find the owner of a collective",
                     )
-                setattr(holder, name, functools.wraps(original)(wrap(original)))
+                setattr(holder, name, self._wrapped(original, around))
                 undo.callback(setattr, holder, name, original)
             yield
 
-    def _fsdp2(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+    def _wrapped(self, original: Any, around: Callable[..., _Around]) -> Any:
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            steps = around(*args, **kwargs)
+            unit = next(steps)
+            if unit is not None:
+                self._acting.append(unit)
+            try:
+                result = original(*args, **kwargs)
+                next(steps, None)
+            finally:
+                if unit is not None:
+                    self._acting.pop()
+            return result
+
+        return wrapped
+
+    def _fsdp2(self) -> list[tuple[Any, str, Callable[..., _Around]]]:
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import (  # noqa: PLC0415  # loads torch.distributed
             FSDPParamGroup,
         )
@@ -187,224 +215,150 @@ class UnitWatch:
         forward, backward = _states(_FSDP2_STATES)
         return [
             # Around the group's own: explicit prefetch is issued after that has returned.
-            (FSDPState, "_pre_backward", self._wrap_state),
-            (FSDPParamGroup, "pre_forward", partial(self._wrap_use, state=forward)),
-            (FSDPParamGroup, "unshard", self._wrap_unshard),
-            (FSDPParamGroup, "wait_for_unshard", self._wrap_wait),
-            (FSDPParamGroup, "reshard", self._wrap_reshard),
-            (FSDPParamGroup, "pre_backward", partial(self._wrap_backward, serves=False)),
-            (FSDPParamGroup, "pre_backward", partial(self._wrap_use, state=backward)),
-            (FSDPParamGroup, "post_backward", partial(self._wrap_backward, serves=True)),
+            (FSDPState, "_pre_backward", self._before_backward),
+            (FSDPParamGroup, "pre_forward", partial(self._use, forward)),
+            (FSDPParamGroup, "unshard", self._unshard),
+            (FSDPParamGroup, "wait_for_unshard", self._wait),
+            (FSDPParamGroup, "reshard", self._reshard),
+            (FSDPParamGroup, "pre_backward", partial(self._in_backward, serves=False)),
+            (FSDPParamGroup, "pre_backward", partial(self._use, backward)),
+            (FSDPParamGroup, "post_backward", partial(self._in_backward, serves=True)),
             # Called by `reshard`, but by the hooks of state dicts too.
-            (FSDPParamGroup, "_to_sharded", self._wrap_free),
-            (FSDPParamGroup, "_to_sharded_post_forward", self._wrap_free),
+            (FSDPParamGroup, "_to_sharded", self._free),
+            (FSDPParamGroup, "_to_sharded_post_forward", self._free),
             # Drops what backward prefetched for nothing.
-            (FSDPParamGroup, "finalize_backward", self._wrap_free),
+            (FSDPParamGroup, "finalize_backward", self._free),
         ]
 
-    def _fsdp1(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+    def _fsdp1(self) -> list[tuple[Any, str, Callable[..., _Around]]]:
         if _FSDP1_FLAT_PARAM not in sys.modules:
             return []
         handle = sys.modules[_FSDP1_FLAT_PARAM].FlatParamHandle
         runtime: Any = sys.modules.get(_FSDP1_RUNTIME)
-        wraps: list[tuple[Any, str, Callable[..., Any]]] = [
-            (handle, "_all_gather_flat_param", self._wrap_gather_of_handle),
-            (handle, "unshard_grad", self._wrap_handle_first),
-            (handle, "reshard", self._wrap_reshard_of_handle),
+        wraps: list[tuple[Any, str, Callable[..., _Around]]] = [
+            (handle, "_all_gather_flat_param", self._gather_handle),
+            (handle, "unshard_grad", self._serve_handle),
+            (handle, "reshard", self._reshard_handle),
         ]
         if runtime is not None:
             wraps += [
-                (runtime, "_reduce_grad", self._wrap_handle_second),
-                (runtime, "_reduce_grad_no_shard", self._wrap_handle_second),
+                (runtime, "_reduce_grad", self._serve_second),
+                (runtime, "_reduce_grad_no_shard", self._serve_second),
                 # Not _pre_backward_hook: a graph made before the block has captured the original.
-                (runtime, "_unshard", self._wrap_unshard_of_handle),
-                (runtime, "_prefetch_handle", self._wrap_prefetch_of_handle),
+                (runtime, "_unshard", self._unshard_handle),
+                (runtime, "_prefetch_handle", self._prefetch_handle),
             ]
         return wraps
 
-    def _wrap_state(self, original: Any) -> Any:
-        def wrapped(state: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._act(tuple(state._modules), serves=False, is_in_backward=True):
-                return original(state, *args, **kwargs)
+    def _before_backward(self, state: Any, *_: Any, **__: Any) -> _Around:
+        yield _ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)
 
-        return wrapped
+    def _in_backward(self, group: Any, *_: Any, serves: bool, **__: Any) -> _Around:
+        self._on_mesh(group.mesh_info.mesh)
+        yield _ActingUnit(tuple(group.modules), serves=serves, is_in_backward=True)
 
-    def _wrap_backward(self, original: Any, *, serves: bool) -> Any:
-        def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
-            self._on_mesh(group.mesh_info.mesh)
-            with self._act(tuple(group.modules), serves=serves, is_in_backward=True):
-                return original(group, *args, **kwargs)
+    def _use(self, state: enum.Enum, group: Any, *_: Any, **__: Any) -> _Around:
+        # Otherwise the unit is in use already, and this is for another of its modules, or of their
+        # outputs. Until torch 2.11 only the first module comes here.
+        if group._training_state != state:
+            self._prefetches.open_slot(state, group.modules)
+        yield None
 
-        return wrapped
-
-    def _wrap_use(self, original: Any, *, state: enum.Enum) -> Any:
-        def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
-            # Otherwise the unit is in use already, and this is for another of its modules, or of
-            # their outputs. Until torch 2.11 only the first module comes here.
-            if group._training_state != state:
-                self._prefetches.open_slot(state, group.modules)
-            return original(group, *args, **kwargs)
-
-        return wrapped
-
-    def _wrap_unshard(self, original: Any) -> Any:
-        def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
-            self.learn_groups(group)
-            self._learn_memory(group)
-            pending = group._all_gather_result
-            gather = self._prefetches.begin()
-            with self._act(tuple(group.modules), serves=True, gather=gather):
-                result = original(group, *args, **kwargs)
-                # Set by a gather that was really issued, and only then.
-                if pending is None and group._all_gather_result is not None:
-                    nbytes = self._nbytes_of(group)
-                    self._prefetches.issued(group, gather)
-                    self._memory.hold(group, nbytes)
-                    self._on_reshard("unshard", tuple(group.modules), nbytes, 0.0)
-            return result
-
-        return wrapped
-
-    def _wrap_wait(self, original: Any) -> Any:
-        def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
-            # Otherwise user code waits, which is no use of the unit yet.
-            if group._training_state in _states(_FSDP2_STATES):
-                self._prefetches.used(group)
-            return original(group, *args, **kwargs)
-
-        return wrapped
-
-    def _wrap_free(self, original: Any) -> Any:
-        def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
-            self._learn_memory(group)
-            result = original(group, *args, **kwargs)
-            nbytes = self._gathered_nbytes(group)
+    def _unshard(self, group: Any, *_: Any, **__: Any) -> _Around:
+        self.learn_groups(group)
+        self._learn_memory(group)
+        pending = group._all_gather_result
+        modules, gather = tuple(group.modules), self._prefetches.begin()
+        yield _ActingUnit(modules, gather=gather)
+        # Set by a gather that was really issued, and only then.
+        if pending is None and group._all_gather_result is not None:
+            nbytes = self._nbytes_of(group)
+            self._prefetches.issued(group, gather)
             self._memory.hold(group, nbytes)
-            # Its next use may gather nothing: backward does without a unit that it does not need
-            # (set_unshard_in_backward).
-            if not nbytes:
-                self._prefetches.freed(group)
-            return result
+            self._on_reshard("unshard", modules, nbytes, 0.0)
 
-        return wrapped
+    def _wait(self, group: Any, *_: Any, **__: Any) -> _Around:
+        # Otherwise user code waits, which is no use of the unit yet.
+        if group._training_state in _states(_FSDP2_STATES):
+            self._prefetches.used(group)
+        yield None
 
-    def _wrap_reshard(self, original: Any) -> Any:
-        def wrapped(group: Any, *args: Any, **kwargs: Any) -> Any:
-            before = group._sharded_state
-            with self._act(tuple(group.modules), serves=True):
-                started = time.perf_counter()
-                result = original(group, *args, **kwargs)
-                seconds = time.perf_counter() - started
-                if group._sharded_state != before:
-                    nbytes = self._nbytes_of(group)
-                    self._on_reshard("reshard", tuple(group.modules), nbytes, seconds)
-            return result
+    def _free(self, group: Any, *_: Any, **__: Any) -> _Around:
+        self._learn_memory(group)
+        yield None
+        nbytes = self._gathered_nbytes(group)
+        self._memory.hold(group, nbytes)
+        # Its next use may gather nothing: backward does without a unit that it does not need
+        # (set_unshard_in_backward).
+        if not nbytes:
+            self._prefetches.freed(group)
 
-        return wrapped
+    def _reshard(self, group: Any, *_: Any, **__: Any) -> _Around:
+        before, modules = group._sharded_state, tuple(group.modules)
+        started = time.perf_counter()
+        yield _ActingUnit(modules)
+        seconds = time.perf_counter() - started
+        if group._sharded_state != before:
+            self._on_reshard("reshard", modules, self._nbytes_of(group), seconds)
 
-    def _wrap_gather_of_handle(self, original: Any) -> Any:
-        def wrapped(handle: Any, unsharded: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            modules = _modules_of_handle(handle)
-            self._memory.learn(handle, 0)
-            gather = self._prefetches.begin()
-            with self._act(modules, serves=True, gather=gather):
-                result = original(handle, unsharded, *args, **kwargs)
-                nbytes = _unsharded_nbytes_of_handle(handle, unsharded)
-                self._prefetches.issued(handle, gather)
-                self._memory.hold(handle, nbytes)
-                self._on_reshard("unshard", modules, nbytes, 0.0)
-            return result
+    def _gather_handle(self, handle: Any, unsharded: torch.Tensor, *_: Any, **__: Any) -> _Around:
+        self._memory.learn(handle, 0)
+        modules, gather = _modules_of_handle(handle), self._prefetches.begin()
+        yield _ActingUnit(modules, gather=gather)
+        nbytes = _unsharded_nbytes_of_handle(handle, unsharded)
+        self._prefetches.issued(handle, gather)
+        self._memory.hold(handle, nbytes)
+        self._on_reshard("unshard", modules, nbytes, 0.0)
 
-        return wrapped
+    def _reshard_handle(self, handle: Any, free: bool, *_: Any, **__: Any) -> _Around:
+        modules, held = _modules_of_handle(handle), _gathered_nbytes_of_handle(handle)
+        self._memory.learn(handle, held)
+        frees = free and handle.uses_sharded_strategy and not handle.needs_unshard()
+        started = time.perf_counter()
+        yield _ActingUnit(modules)
+        if frees:
+            seconds = time.perf_counter() - started
+            self._memory.hold(handle, 0)
+            self._on_reshard("reshard", modules, held, seconds)
 
-    def _wrap_reshard_of_handle(self, original: Any) -> Any:
-        def wrapped(handle: Any, free: bool, *args: Any, **kwargs: Any) -> Any:
-            modules = _modules_of_handle(handle)
-            held = _gathered_nbytes_of_handle(handle)
-            self._memory.learn(handle, held)
-            with self._act(modules, serves=True):
-                frees = free and handle.uses_sharded_strategy and not handle.needs_unshard()
-                started = time.perf_counter()
-                result = original(handle, free, *args, **kwargs)
-                seconds = time.perf_counter() - started
-                if frees:
-                    self._memory.hold(handle, 0)
-                    self._on_reshard("reshard", modules, held, seconds)
-            return result
+    def _serve_handle(self, handle: Any, *_: Any, **__: Any) -> _Around:
+        yield _ActingUnit(_modules_of_handle(handle))
 
-        return wrapped
+    def _serve_second(self, _state: Any, handle: Any, *_: Any, **__: Any) -> _Around:
+        return self._serve_handle(handle)
 
-    def _wrap_handle_first(self, original: Any) -> Any:
-        def wrapped(handle: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._act(_modules_of_handle(handle), serves=True):
-                return original(handle, *args, **kwargs)
+    def _unshard_handle(self, _state: Any, handle: Any, *_: Any, **__: Any) -> _Around:
+        # While another unit acts, it prefetches this one.
+        if not self._acting:
+            self._open_slot_of_handle(handle)
+        yield None
 
-        return wrapped
-
-    def _wrap_handle_second(self, original: Any) -> Any:
-        def wrapped(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._act(_modules_of_handle(handle), serves=True):
-                return original(state, handle, *args, **kwargs)
-
-        return wrapped
-
-    def _wrap_unshard_of_handle(self, original: Any) -> Any:
-        def wrapped(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
-            # While another unit acts, it prefetches this one.
-            if not self._acting:
-                self._open_slot_of_handle(handle)
-            return original(state, handle, *args, **kwargs)
-
-        return wrapped
-
-    def _wrap_prefetch_of_handle(self, original: Any) -> Any:
-        def wrapped(state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
-            modules = () if handle is None else _modules_of_handle(handle)
-            # Each use of a unit, after it was gathered, also asks what it should prefetch.
-            if self._open_slot_of_handle(handle):
-                self._prefetches.used(handle)
-            with self._act(modules, serves=False):
-                return original(state, handle, *args, **kwargs)
-
-        return wrapped
+    def _prefetch_handle(self, _state: Any, handle: Any, *_: Any, **__: Any) -> _Around:
+        # Each use of a unit, after it was gathered, also looks for what it should prefetch.
+        if self._open_slot_of_handle(handle):
+            self._prefetches.used(handle)
+        yield _ActingUnit(() if handle is None else _modules_of_handle(handle), serves=False)
 
     def _open_slot_of_handle(self, handle: Any) -> bool:
-        """Opens the slot in which a unit is used; returns whether it is used at all."""
+        """Open the slot in which a unit is used; returns whether it is used at all."""
         # Not after its backward, nor in summon_full_params.
         if handle is None or handle._training_state not in _states(_FSDP1_STATES):
             return False
         self._prefetches.open_slot(handle._training_state, handle)
         return True
 
-    @contextlib.contextmanager
-    def _act(
-        self,
-        modules: tuple[nn.Module, ...],
-        *,
-        serves: bool,
-        is_in_backward: bool = False,
-        gather: Gather | None = None,
-    ) -> Iterator[None]:
-        self._acting.append(
-            _ActingUnit(
-                modules=modules, serves=serves, is_in_backward=is_in_backward, gather=gather
-            )
-        )
-        try:
-            yield
-        finally:
-            self._acting.pop()
-
 
 def param_groups(module: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups of one module; none if it is no unit of its own.
+    """FSDP2's parameter groups of one module; none if it is no unit of its own."""
+    get_state = getattr(module, "_get_fsdp_state", None)
+    return [] if get_state is None else groups_of_state(get_state())
+
+
+def groups_of_state(state: Any) -> list[Any]:
+    """The parameter groups of a state of FSDP2.
 
     ``_fsdp_param_groups`` is new in torch 2.13; to 2.11 a state had one group.
     """
-    get_state = getattr(module, "_get_fsdp_state", None)
-    if get_state is None:
-        return []
-    state = get_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)
@@ -413,11 +367,7 @@ def param_groups(module: nn.Module) -> list[Any]:
 
 
 def fsdp_root(module: nn.Module) -> nn.Module | None:
-    """The root above a unit of FSDP2; None if it is no unit, or none of its model has run yet.
-
-    Raises:
-        UpstreamChangedError: torch has moved a name.
-    """
+    """The root above a unit of FSDP2; None if it is no unit, or none of its model has run yet."""
     get_state = getattr(module, "_get_fsdp_state", None)
     if get_state is None:
         return None
@@ -448,12 +398,7 @@ def _handle_of(module: nn.Module) -> Any:
 
 
 def _unsharded_nbytes_of_handle(handle: Any, padded: torch.Tensor) -> int:
-    """Bytes of a unit's parameters in FSDP1, without any padding.
-
-    Args:
-        handle: The unit.
-        padded: Where they are gathered, for their dtype: that of mixed precision, or the full one.
-    """
+    """Bytes of a unit's parameters in FSDP1, without padding, in the dtype of what gathers them."""
     numel: int = sum(handle.flat_param._numels)
     return numel * padded.element_size()
 
@@ -474,14 +419,7 @@ def _modules_of_handle(handle: Any) -> tuple[nn.Module, ...]:
 
 @functools.cache
 def _states(names: str) -> list[enum.Enum]:
-    """Members of an enum of torch.
-
-    Args:
-        names: Of the enum, then of its members, separated by spaces.
-
-    Raises:
-        UpstreamChangedError: torch has moved one of them.
-    """
+    """Members of an enum of torch; `names` is that of the enum, then those of the members."""
     use = "the recorder relies on to see when a unit is used"
     name, *members = names.split()
     module, _, kind = name.rpartition(".")

@@ -1,9 +1,9 @@
-"""Follows callbacks of futures, which run on whatever thread completes the future.
+"""Follow callbacks of futures, which run on whatever thread completes the future."""
 
-DDP's communication hooks chain collectives in ``Future.then`` (PowerSGD does). Whether such a
-callback runs at once or later on a thread of the backend is a race, so both must be recorded,
-and attributed alike: to what registered the callback.
-"""
+# Note [Callbacks of futures]
+# DDP's communication hooks chain collectives in Future.then (PowerSGD does). Whether such a
+# callback runs at once or later on a thread of the backend is a race, so both must be recorded,
+# and attributed alike: to what registered the callback.
 
 from __future__ import annotations
 
@@ -25,14 +25,11 @@ def following_callbacks(
     attribute: Callable[[], Attribution],
     resumed: Callable[[Attribution], AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Wraps the two ways to register a callback, and puts them back.
+    """Wrap the two ways to register a callback, and put them back.
 
     Args:
         attribute: Attributes the code that registers a callback.
         resumed: Entered around the callback, on its thread, with that attribution.
-
-    Raises:
-        UpstreamChangedError: torch has moved the class of futures.
     """
 
     def wrap(original: Any) -> Any:

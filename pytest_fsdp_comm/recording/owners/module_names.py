@@ -20,7 +20,7 @@ WRAPPER_SEGMENTS: Final = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wra
 
 
 def clean_fqn(name: str) -> str:
-    """Removes wrapper segments from a dotted name."""
+    """Remove wrapper segments from a dotted name."""
     return ".".join(segment for segment in name.split(".") if segment not in WRAPPER_SEGMENTS)
 
 
@@ -28,7 +28,7 @@ class ModuleNames:
     """The FQN of each module below some roots."""
 
     def __init__(self, roots: Iterable[nn.Module], *, are_parts: bool = False) -> None:
-        """Names all modules.
+        """Name all modules.
 
         Args:
             roots: The first gives its modules plain FQNs. Modules of a further one are prefixed
@@ -80,7 +80,7 @@ def parts_of(model: object, *, asked: str, otherwise: str = "") -> list[nn.Modul
 
     Args:
         model: What was given.
-        asked: Who was asked, e.g. ``fsdp_tree``.
+        asked: What it was given to, e.g. ``fsdp_tree``.
         otherwise: What the user can do instead, for the errors; begins with a comma.
 
     Raises:

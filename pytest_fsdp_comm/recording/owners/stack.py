@@ -1,8 +1,10 @@
-"""Reads the Python stack: which module runs, in which phase, who asked, and where in user code.
+"""Read the Python stack: which module runs, in which phase, who asked, and where in user code."""
 
-The stack is the one witness that needs no hooks: global module hooks switch torch.compile off, leak
-after an error, and miscount modules that run twice.
-"""
+# Note [No hooks]
+# The stack needs no hooks: global module hooks switch torch.compile off, leak after an error, and
+# miscount modules that run twice. Functions are recognised by their code objects, which survive
+# decorators that copy names; what lies beyond the innermost module, or beyond the autograd engine,
+# did not ask for what happens now.
 
 from __future__ import annotations
 
@@ -49,33 +51,6 @@ _THIN: Final = tuple(
 """Files of torch that only pass on what their caller asked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StackScan:
-    """What one walk up the stack found. Keep none: its frame keeps all its tensors alive."""
-
-    innermost: nn.Module | None
-    """The module that runs; in backward only one that a recomputation runs. None if none does."""
-    outermost: nn.Module | None
-    """The outermost module of the whole stack; None if no module runs."""
-    is_in_engine: bool
-    """Python called the autograd engine further up."""
-    is_in_optimizer: bool
-    """An optimizer's step, or gradient clipping, runs."""
-    is_object: bool
-    """One of the ``*_object*`` collectives asked for it."""
-    is_from_cpp: bool
-    """No Python lies between the call and the autograd engine, or the start of its thread."""
-    is_from_ddp: bool
-    """DDP asked for it, or a communication hook that it called."""
-    is_from_dtensor: bool
-    """DTensor asked for it."""
-    redistribution: FrameType | None
-    """The frame of DTensor's redistribution; None outside of one."""
-    call_site: str
-    """``path:line`` of the innermost user code, or else of the innermost library; empty if there is
-    neither."""
-
-
 def innermost_module() -> nn.Module | None:
     """The innermost module on the stack that runs, or is run again; None in backward itself."""
     frame: FrameType | None = sys._getframe(1)
@@ -92,19 +67,6 @@ def innermost_module() -> nn.Module | None:
     return None
 
 
-def outermost_module() -> nn.Module | None:
-    """The module whose call is furthest up the stack; None if no module runs."""
-    found = None
-    method = _forward_method_code()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CALL_MODULE or frame.f_code is method:
-            module = _module_of(frame)
-            found = found if module is None else module
-        frame = frame.f_back
-    return found
-
-
 def running_modules() -> list[nn.Module]:
     """The modules on the stack whose calls are under way, outermost first."""
     found: list[nn.Module] = []
@@ -119,33 +81,11 @@ def running_modules() -> list[nn.Module]:
     return found[::-1]
 
 
-def scan_stack() -> StackScan:
-    """Walks the whole stack once."""
-    walk = _Walk(_clipping_codes())
-    engine, method = _engine_code(), _forward_method_code()
-    frame: FrameType | None = sys._getframe(1)
-    below = frame
-    while frame is not None:
-        if frame.f_code is engine:
-            if not walk.is_in_engine:
-                walk.pass_entry(below)
-            walk.is_in_engine = True
-        elif frame.f_code is _CALL_MODULE or frame.f_code is method:
-            walk.pass_module(frame)
-        else:
-            walk.pass_code(frame)
-        below, frame = frame, frame.f_back
-    if not walk.is_in_engine:
-        walk.pass_entry(below)
-    return walk.result()
-
-
 def asking_frame() -> FrameType | None:
     """The innermost frame that asked for the operation which runs, if it is a user's.
 
-    Returns:
-        The frame; None if torch asked, or transformers' own code outside of its models, which looks
-        at masks and positions.
+    None if torch asked, or transformers' own code outside of its models, which looks at masks and
+    positions.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -206,25 +146,39 @@ def _kind_of_file(path: str) -> _File:
 
 
 @dataclass(slots=True)
-class _Walk:
-    """A `StackScan` in the making, frame by frame from the innermost."""
+class StackScan:
+    """What one walk up the stack found. Keep none: its frame keeps all its tensors alive."""
 
-    clipping: dict[int, CodeType]
-    """As `_clipping_codes`."""
     innermost: nn.Module | None = None
+    """The module that runs; in backward only one that a recomputation runs. None if none does."""
     outermost: nn.Module | None = None
+    """The outermost module of the whole stack; None if no module runs."""
     is_in_engine: bool = False
+    """Python called the autograd engine further up."""
     is_in_optimizer: bool = False
+    """An optimizer's step, or gradient clipping, runs."""
     is_object: bool = False
+    """One of the ``*_object*`` collectives asked for it."""
     is_from_cpp: bool = True
+    """No Python lies between the call and the autograd engine, or the start of its thread."""
     is_from_ddp: bool = False
+    """DDP asked for it, or a communication hook that it called."""
     is_from_dtensor: bool = False
+    """DTensor asked for it."""
     redistribution: FrameType | None = None
+    """The frame of DTensor's redistribution; None outside of one."""
     user_call_site: str = ""
+    """``path:line`` of the innermost user code; empty if there is none."""
     library_call_site: str = ""
+    """``path:line`` of the innermost library outside of torch; empty if there is none."""
+
+    @property
+    def call_site(self) -> str:
+        """Where it was asked for: in user code or else in a library; empty if in neither."""
+        return self.user_call_site or self.library_call_site
 
     def pass_module(self, frame: FrameType) -> None:
-        """Passes the call of a module."""
+        """Pass the call of a module."""
         module = _module_of(frame)
         if module is not None:
             self.outermost = module
@@ -232,8 +186,8 @@ class _Walk:
             if self.innermost is None and not self.is_in_engine:
                 self.innermost = module
 
-    def pass_code(self, frame: FrameType) -> None:
-        """Passes any other frame."""
+    def pass_code(self, frame: FrameType, clipping: dict[int, CodeType]) -> None:
+        """Pass any other frame; `clipping` as `_clipping_codes`."""
         code = frame.f_code
         path = code.co_filename
         kind = _kind_of_file(path)
@@ -241,11 +195,11 @@ class _Walk:
             return
         if not self.is_in_engine:
             self.is_from_cpp = False
-        if code is _STEP or id(code) in self.clipping:
+        if code is _STEP or id(code) in clipping:
             self.is_in_optimizer = True
         elif kind is _USER or kind is _LIBRARY:
             self._pass_caller(frame, kind)
-        # What lies beyond the module, or beyond the engine, did not ask.
+        # See Note [No hooks].
         elif kind is _ASKING and self.innermost is None and not self.is_in_engine:
             self._pass_asking(frame)
 
@@ -272,27 +226,34 @@ class _Walk:
             self.is_object = True
 
     def pass_entry(self, frame: FrameType | None) -> None:
-        """Looks at the frame that C++ called: below the engine, or at the start of a thread."""
+        """Look at the frame that C++ called: below the engine, or at the start of a thread."""
         if frame is None:
             return
         # A communication hook of DDP is given the bucket.
         bucket: Any = dist.GradBucket  # type: ignore[attr-defined]  # public, but torch does not list it
         self.is_from_ddp |= any(isinstance(value, bucket) for value in frame.f_locals.values())
 
-    def result(self) -> StackScan:
-        """What was found."""
-        return StackScan(
-            innermost=self.innermost,
-            outermost=self.outermost,
-            is_in_engine=self.is_in_engine,
-            is_in_optimizer=self.is_in_optimizer,
-            is_object=self.is_object,
-            is_from_cpp=self.is_from_cpp,
-            is_from_ddp=self.is_from_ddp,
-            is_from_dtensor=self.is_from_dtensor,
-            redistribution=self.redistribution,
-            call_site=self.user_call_site or self.library_call_site,
-        )
+
+def scan_stack() -> StackScan:
+    """Walk the whole stack once."""
+    scan = StackScan()
+    engine, method, clipping = _engine_code(), _forward_method_code(), _clipping_codes()
+    frame: FrameType | None = sys._getframe(1)
+    below = frame
+    while frame is not None:
+        code = frame.f_code
+        if code is engine:
+            if not scan.is_in_engine:
+                scan.pass_entry(below)
+            scan.is_in_engine = True
+        elif code is _CALL_MODULE or code is method:
+            scan.pass_module(frame)
+        else:
+            scan.pass_code(frame, clipping)
+        below, frame = frame, frame.f_back
+    if not scan.is_in_engine:
+        scan.pass_entry(below)
+    return scan
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:
