@@ -1,4 +1,4 @@
-"""Captures how a model is sharded, without running it, without a collective, without a trace.
+"""Capture how a model is sharded, without running it, without a collective, without a trace.
 
 Nothing of torch's lazy initialisation is triggered: a recording that starts afterwards sees the
 same as without the capture.
@@ -16,31 +16,33 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
 from pytest_fsdp_comm.sharding.ddp import read_ddp
-from pytest_fsdp_comm.sharding.dtensor import dtensor_meshes, local_tensor, read_placements
+from pytest_fsdp_comm.sharding.dtensor import dtensor_meshes, read_placements
 from pytest_fsdp_comm.sharding.fsdp1 import fsdp1_states, read_fsdp1
 from pytest_fsdp_comm.sharding.fsdp2 import fsdp2_meshes, fsdp2_states, read_fsdp2
 from pytest_fsdp_comm.sharding.mesh import AxisNames
-from pytest_fsdp_comm.sharding.units import HeldParameter, shown_dtype
+from pytest_fsdp_comm.sharding.units import hold, shown_dtype
 from pytest_fsdp_comm.sharding.walk import visit_modules
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, natural_key
 from pytest_fsdp_comm.tree.findings.rules import find
 from pytest_fsdp_comm.tree.findings.settings import FindingSettings
-from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree, ShardUnit
+from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import nn
 
-    from pytest_fsdp_comm.sharding.units import ReadUnit, Slot
+    from pytest_fsdp_comm.sharding.units import HeldParameter, ReadUnit, Slot
     from pytest_fsdp_comm.sharding.walk import Visit
+    from pytest_fsdp_comm.tree.model import ShardUnit
 
 
 def capture_tree(
     model: nn.Module | Sequence[nn.Module], findings: FindingSettings | None = None
 ) -> ShardTree:
-    """Reads how `model` is sharded.
+    """Read how `model` is sharded.
 
     Args:
         model: Any module, or a list of the parts of one model that this rank runs; FSDP1, FSDP2,
@@ -57,7 +59,7 @@ def capture_tree(
     units = [*read_fsdp2(visit, axes), *read_fsdp1(visit, axes)]
     taken = {slot for unit in units for held in unit.held for slot in held.slots}
     units += read_ddp(visit, axes, taken)
-    units.sort(key=lambda unit: unit.modules[0])
+    units.sort(key=lambda read: read.unit.modules[0])
     parameters, by_slot = _collect_parameters(visit, units, axes)
     initialized = dist.is_available() and dist.is_initialized()
     tree = ShardTree(
@@ -103,11 +105,8 @@ def list_handles(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
     """
     handles: list[Any] = []
     for state in list_states(model):
-        # To torch 2.11 a state of FSDP2 had one group; both names as in recording/owners/fsdp.py.
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [getattr(state, "_handle", None) or getattr(state, "_fsdp_param_group", None)]
-        handles += [group for group in groups if group is not None]
+        handle = getattr(state, "_handle", None)
+        handles += groups_of_state(state) if handle is None else [handle]
     return tuple(handles)
 
 
@@ -126,7 +125,7 @@ def _replicated(visit: Visit) -> set[int]:
 def _collect_parameters(
     visit: Visit, units: Sequence[ReadUnit], axes: AxisNames
 ) -> tuple[tuple[ParameterNode, ...], dict[Slot, int]]:
-    """Lists each original parameter once, and says which slot holds which."""
+    """List each original parameter once, and which slot holds which."""
     holder = {
         slot: (number, held)
         for number, read in enumerate(units)
@@ -174,26 +173,17 @@ def _slots(
 
 
 def _read_loose(tensor: Any, visit: Visit, slot: Slot, axes: AxisNames) -> HeldParameter:
-    """Reads a parameter that no unit manages."""
+    """Read a parameter that no unit manages."""
     if isinstance(tensor, UninitializedParameter):
         index, name = slot
         raise RecordingError(
             f"fsdp_tree found a parameter without a shape: {name} of module "
             f"{_path(visit, index)} is still lazy; run the model once before it is sharded"
         )
-    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    return HeldParameter(
-        slots=(),
-        shape=tuple(tensor.shape),
-        dtype=tensor.dtype,
-        trainable=tensor.requires_grad,
-        placements=read_placements(tensor, axes) if isinstance(tensor, DTensor) else (),
-        local_numel=local.numel(),
-        device=local.device.type,
-        # FSDP2 marks the tensors that it was given, so a tied one that it left is known again
-        # (2.13, not 2.7).
-        origin=getattr(tensor, "_fsdp_orig_uid", None),
-    )
+    placements = read_placements(tensor, axes) if isinstance(tensor, DTensor) else ()
+    # FSDP2 marks the tensors that it was given, so a tied one that it left is known again (2.13,
+    # not 2.7).
+    return hold(tensor, placements, origin=getattr(tensor, "_fsdp_orig_uid", None))
 
 
 def _path(visit: Visit, index: int) -> str:
@@ -229,7 +219,7 @@ def _parameter(
 
 
 def _settle_units(units: Sequence[ReadUnit], by_slot: dict[Slot, int]) -> Iterator[ShardUnit]:
-    """Replaces torch's objects by indices."""
+    """Replace torch's objects by indices."""
     numbers: dict[int, list[int]] = {}
     for number, unit in enumerate(units):
         numbers.setdefault(id(unit.state), []).append(number)
@@ -237,25 +227,12 @@ def _settle_units(units: Sequence[ReadUnit], by_slot: dict[Slot, int]) -> Iterat
     def named(states: tuple[object, ...]) -> tuple[int, ...]:
         return tuple(number for state in states for number in numbers.get(id(state), ()))
 
-    for unit in units:
-        yield ShardUnit(
-            kind=unit.kind,
-            modules=unit.modules,
-            parameters=tuple(by_slot[slot] for held in unit.held for slot in held.slots[:1]),
-            is_root=unit.is_root,
-            shard_axis=unit.shard_axis,
-            replicate_axis=unit.replicate_axis,
-            reshard_after_forward=unit.reshard_after_forward,
-            precision=unit.precision,
-            offload=unit.offload,
-            forward_prefetch=named(unit.forward_prefetch),
-            backward_prefetch=named(unit.backward_prefetch),
-            unshard_in_backward=unit.unshard_in_backward,
-            prefetch=unit.prefetch,
-            precision_overrides=unit.precision_overrides,
-            nbytes_gathered=unit.nbytes_gathered,
-            nbytes_padding=unit.nbytes_padding,
-            nbytes_kept=unit.nbytes_kept,
+    for read in units:
+        yield replace(
+            read.unit,
+            parameters=tuple(by_slot[slot] for held in read.held for slot in held.slots[:1]),
+            forward_prefetch=named(read.forward_prefetch),
+            backward_prefetch=named(read.backward_prefetch),
         )
 
 

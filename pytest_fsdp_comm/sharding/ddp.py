@@ -1,49 +1,35 @@
-"""Reads replicated units: ``DistributedDataParallel`` and the ``replicate`` that builds on it."""
+"""Read replicated units: ``DistributedDataParallel`` and the ``replicate`` that builds on it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm.recording.owners.ddp import replicated_over
 from pytest_fsdp_comm.sharding.mesh import replicate
-from pytest_fsdp_comm.sharding.units import HeldParameter, ReadUnit
+from pytest_fsdp_comm.sharding.units import UNGATHERED, ReadUnit, hold
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
     from torch import nn
 
     from pytest_fsdp_comm.sharding.mesh import AxisNames
-    from pytest_fsdp_comm.sharding.units import Slot
+    from pytest_fsdp_comm.sharding.units import HeldParameter, Slot
     from pytest_fsdp_comm.sharding.walk import Visit
 
 
 def read_ddp(visit: Visit, axes: AxisNames, taken: set[Slot]) -> Iterator[ReadUnit]:
-    """Reads the units, in registration order.
-
-    Args:
-        visit: The model's modules.
-        axes: Names the groups.
-        taken: The parameters that other units manage.
-    """
+    """Read the units, in registration order; other units manage the `taken` parameters."""
     for index, layer in visit.layers():
         group = replicated_over(layer)
         if group is not None:
             axis = axes.of_group(group)
             ignored: set[str] = getattr(layer, "parameters_to_ignore", set())
             held = tuple(_read_params(index, visit, axis, taken, ignored))
-            yield ReadUnit(
-                kind="ddp",
-                modules=(index,),
-                held=held,
-                state=layer,
-                is_root=True,
-                shard_axis=None,
-                replicate_axis=axis,
-                reshard_after_forward=None,
-                nbytes_kept=sum(entry.local_numel * entry.dtype.itemsize for entry in held),
-            )
+            kept = sum(entry.local_numel * entry.dtype.itemsize for entry in held)
+            unit = replace(UNGATHERED, modules=(index,), replicate_axis=axis, nbytes_kept=kept)
+            yield ReadUnit(unit=unit, held=held, state=layer)
 
 
 def _read_params(
@@ -64,13 +50,4 @@ def _read_params(
                 seen.setdefault(id(parameter), []).append(slot)
                 tensors[id(parameter)] = parameter
     for key, slots in seen.items():
-        tensor: torch.Tensor = tensors[key]
-        yield HeldParameter(
-            slots=tuple(slots),
-            shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
-            trainable=tensor.requires_grad,
-            placements=(replicate(axis),),
-            local_numel=tensor.numel(),
-            device=tensor.device.type,
-        )
+        yield hold(tensors[key], (replicate(axis),), slots=tuple(slots))

@@ -1,4 +1,4 @@
-"""Reads DTensors: their meshes, their placements and what this rank keeps of them."""
+"""Read DTensors: their meshes, their placements and what this rank keeps of them."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class WrapExpectation:
 
 
 def expect_units(model: nn.Module | Sequence[nn.Module], policy: Any) -> WrapExpectation:
-    """Compares the units of `model` with those that an auto-wrap policy would make.
+    """Compare the units of `model` with those that an auto-wrap policy would make.
 
     Args:
         model: The model, wrapped or not, or a list of parts of it.
@@ -112,7 +112,7 @@ def _chosen(
 
 
 def _run_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) -> set[int]:
-    """Decides as ``torch.distributed.fsdp.wrap._recursive_wrap``, without its recursion."""
+    """Decide as ``torch.distributed.fsdp.wrap._recursive_wrap``, without its recursion."""
     numels = [0] * len(visit.nodes)
     for parameter in parameters:
         numels[parameter.module] += parameter.numel

@@ -1,4 +1,4 @@
-"""Reads FSDP1's units (``FullyShardedDataParallel``) from their flat parameters.
+"""Read FSDP1's units (``FullyShardedDataParallel``) from their flat parameters.
 
 Private names, run with torch 2.7.1, 2.13.0 and 2.15.0: ``FullyShardedDataParallel._handle``,
 ``._is_root``, ``._inter_node_pg``, ``._device_mesh``, ``.process_group``; ``FlatParamHandle``'s
@@ -24,7 +24,7 @@ from pytest_fsdp_comm.sharding.units import (
     shown_dtype,
 )
 from pytest_fsdp_comm.tree.layout import FlatRange
-from pytest_fsdp_comm.tree.model import Precision
+from pytest_fsdp_comm.tree.model import Precision, ShardUnit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,11 +46,7 @@ def fsdp1_states(visit: Visit) -> list[tuple[int, FullyShardedDataParallel]]:
 
 
 def read_fsdp1(visit: Visit, axes: AxisNames) -> Iterator[ReadUnit]:
-    """Reads the units, in registration order.
-
-    Raises:
-        UpstreamChangedError: This torch lacks a private name that the reader relies on.
-    """
+    """Read the units, in registration order."""
     states = fsdp1_states(visit)
     # Of nested wrappers around one module the outermost counts as what is above.
     wrappers = dict(reversed(states))
@@ -89,11 +85,10 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
             gathered = shard_numel * shard_axis.size * itemsize
             padding = gathered - sum(handle.flat_param._numels) * itemsize
         kept = shard_numel * handle._orig_param_dtype.itemsize
-    return ReadUnit(
+    unit = ShardUnit(
         kind="fsdp1",
         modules=(index,),
-        held=held,
-        state=wrapper,
+        parameters=(),
         is_root=is_root,
         shard_axis=shard_axis,
         replicate_axis=replicate_axis,
@@ -107,6 +102,7 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
         nbytes_padding=padding,
         nbytes_kept=kept,
     )
+    return ReadUnit(unit=unit, held=held, state=wrapper)
 
 
 def _precision(policy: Any) -> Precision:
@@ -125,7 +121,7 @@ def _prefetch(wrapper: Any) -> str:
 
 
 def _overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
-    """Names the classes for which auto-wrap made a unit without the enclosing mixed precision.
+    """Name the classes for which auto-wrap made a unit without the enclosing mixed precision.
 
     Left out are those that torch itself leaves out, batch norms: no user chose them.
     """

@@ -1,4 +1,4 @@
-"""Reads FSDP2's units (``fully_shard``, and ``replicate`` on the same ground) without running them.
+"""Read FSDP2's units (``fully_shard``, and ``replicate`` on the same ground) without running them.
 
 FSDP2 settles some facts in the first forward only: parameter FQNs, which unit is the root, and that
 the root keeps its parameters after forward. They are derived here by the same rules instead, since
@@ -16,20 +16,22 @@ tests/sharding/test_fsdp1.py fails when one moves.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from pytest_fsdp_comm.recording.owners.fsdp import param_groups
-from pytest_fsdp_comm.sharding.dtensor import local_tensor, read_placements
+from pytest_fsdp_comm.sharding.dtensor import read_placements
 from pytest_fsdp_comm.sharding.units import (
-    HeldParameter,
+    UNGATHERED,
     ReadUnit,
+    hold,
     member_indices,
     private_names,
     shown_dtype,
 )
-from pytest_fsdp_comm.tree.model import Precision
+from pytest_fsdp_comm.tree.model import Precision, ShardUnit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from pytest_fsdp_comm.sharding.mesh import AxisNames
+    from pytest_fsdp_comm.sharding.units import HeldParameter
     from pytest_fsdp_comm.sharding.walk import Visit
     from pytest_fsdp_comm.tree.model import UnitKind
 
@@ -63,11 +66,7 @@ def fsdp2_meshes(visit: Visit) -> Iterator[DeviceMesh]:
 
 
 def read_fsdp2(visit: Visit, axes: AxisNames) -> Iterator[ReadUnit]:
-    """Reads the units, in registration order.
-
-    Raises:
-        UpstreamChangedError: This torch lacks a private name that the reader relies on.
-    """
+    """Read the units, in registration order."""
     states = fsdp2_states(visit)
     own: dict[int, set[UnitKind]] = {}
     for module, state in states:
@@ -82,7 +81,8 @@ def read_fsdp2(visit: Visit, axes: AxisNames) -> Iterator[ReadUnit]:
         is_root = not below if settled is None else bool(settled)
         groups = param_groups(module)  # type: ignore[arg-type]  # a module at runtime
         if not groups:
-            yield _empty_unit(kind, members, state, is_root)
+            empty = replace(UNGATHERED, kind=kind, modules=members, is_root=is_root)
+            yield ReadUnit(unit=empty, held=(), state=state)
         for group in groups:
             with private_names("FSDP2"):
                 unit = _read_group(kind, members, state, is_root, group, visit, axes)
@@ -95,19 +95,6 @@ def _kind(module: FSDPModule) -> UnitKind:
 
 def _modules(state: Any, module: Any) -> tuple[torch.nn.Module, ...]:
     return tuple(getattr(state, "_modules", ())) or (module,)
-
-
-def _empty_unit(kind: UnitKind, members: tuple[int, ...], state: Any, is_root: bool) -> ReadUnit:
-    return ReadUnit(
-        kind=kind,
-        modules=members,
-        held=(),
-        state=state,
-        is_root=is_root,
-        shard_axis=None,
-        replicate_axis=None,
-        reshard_after_forward=None,
-    )
 
 
 def _read_group(  # noqa: PLR0913, PLR0917  # what a unit is made of
@@ -124,19 +111,16 @@ def _read_group(  # noqa: PLR0913, PLR0917  # what a unit is made of
     ranks = 1 if shard_dim is None else info.mesh.size(shard_dim)
     gathered = sum(_gathered_nbytes(param, group, ranks) for param in group.fsdp_params)
     whole = sum(_whole_nbytes(param, group) for param in group.fsdp_params)
-    return ReadUnit(
+    unit = ShardUnit(
         kind=kind,
         modules=members,
-        held=tuple(_read_param(param, visit, axes) for param in group.fsdp_params),
-        state=state,
+        parameters=(),
         is_root=is_root,
         shard_axis=None if shard_dim is None else axes.of_mesh(info.mesh, shard_dim),
         replicate_axis=None if replicate_dim is None else axes.of_mesh(info.mesh, replicate_dim),
         reshard_after_forward=_reshard_after_forward(state, group, is_root),
         precision=_precision(_policy(group.fsdp_params[0], group)),
         offload=isinstance(group.offload_policy, CPUOffloadPolicy),
-        forward_prefetch=tuple(state._states_to_forward_prefetch),
-        backward_prefetch=tuple(state._states_to_backward_prefetch),
         unshard_in_backward=group.unshard_in_backward,
         nbytes_gathered=0 if shard_dim is None else gathered,
         nbytes_padding=0 if shard_dim is None else gathered - whole,
@@ -144,6 +128,13 @@ def _read_group(  # noqa: PLR0913, PLR0917  # what a unit is made of
             param.padded_sharded_param_size.numel() * param.sharded_param.dtype.itemsize
             for param in group.fsdp_params
         ),
+    )
+    return ReadUnit(
+        unit=unit,
+        held=tuple(_read_param(param, visit, axes) for param in group.fsdp_params),
+        state=state,
+        forward_prefetch=tuple(state._states_to_forward_prefetch),
+        backward_prefetch=tuple(state._states_to_backward_prefetch),
     )
 
 
@@ -209,14 +200,5 @@ def _read_param(param: Any, visit: Visit, axes: AxisNames) -> HeldParameter:
     registered = info.module._parameters.get(info.param_name)
     is_sharded = param.sharded_state.name == "SHARDED"
     tensor = registered if is_sharded and registered is not None else param.sharded_param
-    local = local_tensor(tensor)
-    return HeldParameter(
-        slots=slots,
-        shape=tuple(tensor.shape),
-        dtype=tensor.dtype,
-        trainable=tensor.requires_grad,
-        placements=read_placements(tensor, axes),
-        local_numel=local.numel(),
-        device=local.device.type,
-        origin=getattr(param, "_orig_param_uid", None),
-    )
+    origin = getattr(param, "_orig_param_uid", None)
+    return hold(tensor, read_placements(tensor, axes), slots=slots, origin=origin)

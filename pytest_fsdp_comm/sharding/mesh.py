@@ -1,4 +1,4 @@
-"""Names the axes over which a model is sharded or replicated."""
+"""Name the axes over which a model is sharded or replicated."""
 
 from __future__ import annotations
 
@@ -19,14 +19,10 @@ if TYPE_CHECKING:
 
 
 class AxisNames:
-    """Names the axes of all meshes of one tree, and remembers which were used."""
+    """Name the axes of all meshes of one tree, and remember which were used."""
 
     def __init__(self, meshes: Iterable[DeviceMesh]) -> None:
-        """Learns all axis names first, so that no name depends on the order of the questions.
-
-        Args:
-            meshes: All meshes of the model.
-        """
+        """Learn all axis names first, so that no name depends on the order of their use."""
         self._groups = GroupNames()
         self._used: set[MeshAxis] = set()
         for mesh in meshes:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.comm.mesh import MeshAxis
+from pytest_fsdp_comm.sharding.dtensor import local_tensor
 from pytest_fsdp_comm.tree.layout import AxisPlacement, FlatRange
-from pytest_fsdp_comm.tree.model import Precision, UnitKind
+from pytest_fsdp_comm.tree.model import Precision, ShardUnit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torch import nn
-
 
 Slot = tuple[int, str]
 """Where a parameter is registered: index of the module, and its name there."""
@@ -42,41 +42,70 @@ class HeldParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadUnit:
-    """One unit: a `pytest_fsdp_comm.tree.model.ShardUnit`, but with torch's own objects."""
+    """One unit, with torch's own objects where the tree has indices."""
 
-    kind: UnitKind
-    modules: tuple[int, ...]
-    """Indices of the nodes."""
+    unit: ShardUnit
+    """Without its parameters, and without the units that it prefetches."""
     held: tuple[HeldParameter, ...]
     state: object
     """Identifies the unit where another prefetches it."""
-    is_root: bool
-    shard_axis: MeshAxis | None
-    replicate_axis: MeshAxis | None
-    reshard_after_forward: bool | int | None
-    precision: Precision = field(default_factory=Precision)
-    offload: bool = False
     forward_prefetch: tuple[object, ...] = ()
     """States of other units."""
     backward_prefetch: tuple[object, ...] = ()
     """States of other units."""
-    unshard_in_backward: bool = True
-    prefetch: str = ""
-    precision_overrides: tuple[str, ...] = ()
-    nbytes_gathered: int = 0
-    nbytes_padding: int = 0
-    nbytes_kept: int = 0
+
+
+UNGATHERED: Final = ShardUnit(
+    kind="ddp",
+    modules=(),
+    parameters=(),
+    is_root=True,
+    shard_axis=None,
+    replicate_axis=None,
+    reshard_after_forward=None,
+    precision=Precision(),
+    offload=False,
+    nbytes_gathered=0,
+    nbytes_padding=0,
+    nbytes_kept=0,
+)
+"""What units that gather nothing have in common."""
+
+
+def hold(
+    tensor: torch.Tensor,
+    placements: tuple[AxisPlacement, ...] = (),
+    *,
+    slots: tuple[Slot, ...] = (),
+    origin: object = None,
+) -> HeldParameter:
+    """Describe a parameter that is a plain tensor or a DTensor.
+
+    Args:
+        tensor: What is registered.
+        placements: One for each axis of its mesh.
+        slots: As in `HeldParameter`, like `origin`.
+        origin: Likewise.
+    """
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return HeldParameter(
+        slots=slots,
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        trainable=tensor.requires_grad,
+        placements=placements,
+        local_numel=local.numel(),
+        device=local.device.type,
+        origin=origin,
+    )
 
 
 @contextlib.contextmanager
 def private_names(what: str) -> Iterator[None]:
-    """Turns the absence of a private name into an error that says so.
-
-    Args:
-        what: What is read, as the error names it.
+    """Turn an attribute that is missing in the block into an error that names `what` is read.
 
     Raises:
-        UpstreamChangedError: An attribute was missing in the block.
+        UpstreamChangedError: An attribute was missing.
     """
     try:
         yield

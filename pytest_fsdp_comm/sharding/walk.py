@@ -1,9 +1,9 @@
-"""Visits every module of a model once, without recursion and without the wrappers' own segments."""
+"""Visit every module of a model once, without recursion and without the wrappers' own segments."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -48,32 +48,8 @@ class Visit:
             parent = self.nodes[parent].parent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Visited:
-    """A module on the way."""
-
-    name: str
-    parent: int | None
-    depth: int
-    module: nn.Module
-    wrappers: tuple[nn.Module, ...]
-    is_alias: bool
-
-    def node(self, index_of: Mapping[int, int]) -> ModuleNode:
-        """The module's node, once the index of each module is known."""
-        return ModuleNode(
-            name=self.name,
-            parent=self.parent,
-            depth=self.depth,
-            class_name=class_name(self.module),
-            wrappers=tuple(map(class_name, self.wrappers)),
-            alias_of=index_of[id(self.module)] if self.is_alias else None,
-            has_forward=_has_forward(self.module),
-        )
-
-
 def visit_modules(model: object) -> Visit:
-    """Lists the modules below `model` in registration order, parents first.
+    """List the modules below `model` in registration order, parents first.
 
     The parts of a list follow each other, each with a root of its own.
 
@@ -86,33 +62,41 @@ def visit_modules(model: object) -> Visit:
     """
     roots = parts_of(model, asked="fsdp_tree")
     primary = _primary_registrations(roots)
-    visited: list[_Visited] = []
+    nodes: list[ModuleNode] = []
+    modules: list[nn.Module] = []
+    all_wrappers: list[tuple[nn.Module, ...]] = []
+    aliases: list[int] = []
     index_of: dict[int, int] = {}
     pending: list[tuple[nn.Module, int | None, str]] = [(root, None, "") for root in roots[::-1]]
     while pending:
         outer, parent, name = pending.pop()
         wrappers, inner = _unwrap(outer)
-        index = len(visited)
-        registration = (0 if parent is None else id(visited[parent].module), name)
-        is_alias = primary[id(inner)] != registration
-        if not is_alias:
+        index = len(nodes)
+        if primary[id(inner)] == (0 if parent is None else id(modules[parent]), name):
             index_of.update((id(layer), index) for layer in (*wrappers, inner))
             children = [(child, index, child_name) for child_name, child in _children(inner)]
             pending += reversed(children)
-        visited.append(
-            _Visited(
+        else:
+            aliases.append(index)
+        modules.append(inner)
+        all_wrappers.append(wrappers)
+        nodes.append(
+            ModuleNode(
                 name=name,
                 parent=parent,
-                depth=0 if parent is None else visited[parent].depth + 1,
-                module=inner,
-                wrappers=wrappers,
-                is_alias=is_alias,
+                depth=0 if parent is None else nodes[parent].depth + 1,
+                class_name=class_name(inner),
+                wrappers=tuple(map(class_name, wrappers)),
+                has_forward=_has_forward(inner),
             )
         )
+    # Once the index of each module is known.
+    for index in aliases:
+        nodes[index] = replace(nodes[index], alias_of=index_of[id(modules[index])])
     return Visit(
-        nodes=tuple(entry.node(index_of) for entry in visited),
-        modules=tuple(entry.module for entry in visited),
-        wrappers=tuple(entry.wrappers for entry in visited),
+        nodes=tuple(nodes),
+        modules=tuple(modules),
+        wrappers=tuple(all_wrappers),
         index_of=index_of,
     )
 
