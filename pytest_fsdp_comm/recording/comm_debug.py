@@ -169,7 +169,7 @@ class CommDebugAnswers(ABC):
 
     def _answering(self, noise_level: int = 0) -> Any:
         """Fill torch's own class: see Note [Answers of CommDebugMode]."""
-        from torch.distributed.tensor.debug import CommDebugMode  # noqa: PLC0415  # few tests ask
+        from torch.distributed.tensor.debug import CommDebugMode  # noqa: PLC0415  # for few tests
 
         mode = CommDebugMode()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         mode.comm_counts.update(self.get_comm_counts())

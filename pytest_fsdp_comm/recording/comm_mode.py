@@ -102,7 +102,7 @@ class CommMode(CommDebugAnswers, NamedAttributes):
             RecordingError: It is not a module, two parts have a parameter of the same name, or
                 one part holds another.
         """
-        parts = parts_of(model, asked="comm_mode", otherwise=", or use `with comm_mode:`")
+        parts = parts_of(model, given_to="comm_mode", otherwise=", or use `with comm_mode:`")
         self._models = tuple(map(weakref.ref, parts))
         if trace_operations is not None:
             self._traces = trace_operations
@@ -249,7 +249,7 @@ class CommMode(CommDebugAnswers, NamedAttributes):
 
         Raises:
             RecordingError: The block still runs, or this rank had no process group in it; or there
-                were blocks before it that were neither compared nor asked.
+                were blocks before it that were neither compared nor queried.
         """
         from pytest_fsdp_comm.comm.profile import merge  # noqa: PLC0415  # a rank that never compares needs none
 

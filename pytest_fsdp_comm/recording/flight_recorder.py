@@ -86,14 +86,7 @@ class Flights:
 
 
 def flown(since_ns: int) -> list[Flight]:
-    """The collectives of this process, point-to-point calls left out, in order.
-
-    Args:
-        since_ns: Only those issued after this time, on the clock of ``time.time_ns()``.
-
-    Returns:
-        Empty where torch has no flight recorder for the backend.
-    """
+    """The collectives of this process after a time of ``time.time_ns()``, as `issued_after`."""
     return [
         found
         for dump in _DUMPS
@@ -120,9 +113,8 @@ def mark() -> Mark:
 def issued_after(begin: Mark) -> Flights:
     """The collectives of this process since a mark, point-to-point calls left out, in order.
 
-    Returns:
-        None of them where torch has no flight recorder for the backend, where
-        ``TORCH_FR_BUFFER_SIZE=0`` turns it off, and in older torch, which does not name the thread.
+    None of them where torch has no flight recorder for the backend, where
+    ``TORCH_FR_BUFFER_SIZE=0`` turns it off, and in older torch, which does not name the thread.
     """
     found: list[Flight] = []
     is_cut, num_kept = False, 0

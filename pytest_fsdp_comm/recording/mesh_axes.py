@@ -44,7 +44,7 @@ class GroupAxis:
     name: str
     """As in `MeshAxis.name`."""
     is_shape: bool
-    """Whether the name only tells the group's shape, which other groups may share."""
+    """Whether the name only gives the group's shape, which other groups may share."""
 
 
 class GroupNames:
@@ -96,7 +96,7 @@ class GroupNames:
                     self.learn_mesh(parameter.device_mesh)
 
     def learn_post_forward(self, group: dist.ProcessGroup, shard_group: dist.ProcessGroup) -> None:
-        """Name a smaller group after the one of which its unit's is a part.
+        """Name a smaller group after the group that it is a part of.
 
         See Note [Reshard after forward].
         """
@@ -119,12 +119,12 @@ class GroupNames:
         return axis_of(self._axes.get(key) or _name_of(group), group.ranks)
 
     def is_shape(self, key: str) -> bool:
-        """Whether nothing names a group that `note` has seen, so that its axis tells its shape."""
+        """Whether nothing names a group that `note` has seen, so that its axis is its shape."""
         named = self._axes.get(key) or self._wholes.get(key)
         return not named and not _described(self._groups[key].description)
 
     def axes(self, keys: Iterable[str]) -> dict[str, MeshAxis]:
-        """The axes of all groups of a recording, told apart where two of one name differ."""
+        """The axes of all groups of a recording, distinguished where two of one name differ."""
         # Not the mesh's own layout: of one made from a transposed tensor, torch 2.13 names strides
         # that its groups do not have.
         found = {key: self.axis(key) for key in dict.fromkeys(keys)}
@@ -132,7 +132,7 @@ class GroupNames:
         for axis in found.values():
             layouts[axis.name].add(axis)
         return {
-            key: replace(axis, name=f"{axis.name}.{_told_apart(axis)}")
+            key: replace(axis, name=f"{axis.name}.{_distinction(axis)}")
             if len(layouts[axis.name]) > 1
             else axis
             for key, axis in found.items()
@@ -208,7 +208,7 @@ def _existing(module: str, name: str, *, with_attribute: str) -> Iterator[Any]:
     if cls is None:
         return
     for found in gc.get_objects():
-        # Never isinstance(): it asks proxies for their class, which runs their code.
+        # Never isinstance(): it reads the class of proxies, which runs their code.
         if issubclass(type(found), cls) and hasattr(found, with_attribute):
             yield found
 
@@ -234,7 +234,7 @@ def process_groups() -> list[dist.ProcessGroup]:
             "torch.distributed.distributed_c10d._world.pg_group_ranks",
             "the recorder relies on to know the axes that can be queried",
         )
-    # Groups that this rank is not in stand there as a number.
+    # Groups that this rank is not in are numbers there.
     return [group for group in groups if isinstance(group, dist.ProcessGroup)]
 
 
@@ -271,7 +271,7 @@ def _described(description: str) -> str:
     return "" if description == "undefined" else printable(description.removeprefix("mesh_"))
 
 
-def _told_apart(axis: MeshAxis) -> str:
+def _distinction(axis: MeshAxis) -> str:
     """What distinguishes an axis from another one of its name: equal on all ranks, if it can be."""
     if axis.groups:
         return f"ranks{write_ranks(axis.groups[0])}"

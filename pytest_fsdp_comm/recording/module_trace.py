@@ -53,11 +53,7 @@ class CalledModule:
     now."""
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Its own parameters by name.
-
-        Raises:
-            RecordingError: The model no longer exists.
-        """
+        """Its own parameters by name; an error once the model no longer exists."""
         now = _parameters(self.module())
         if not now.keys() >= self.placements.keys():
             raise _model_is_gone()
@@ -93,18 +89,11 @@ class ModuleTracer:
     """Notes operations while a block runs."""
 
     def __init__(self, backward: BackwardMap, units: UnitWatch) -> None:
-        """Prepare to find the module of each operation.
-
-        Args:
-            backward: Finds the modules of autograd nodes.
-            units: The FSDP units that act.
-
-        Raises:
-            UpstreamChangedError: torch has moved a name that this relies on (read in torch 2.13).
-        """
+        """Prepare to find the module of each operation."""
         self._backward = backward
         self._units = units
-        use = "the recorder relies on to tell operations on fake tensors"
+        use = "the recorder relies on to recognise operations on fake tensors"
+        # Read in torch 2.13.
         mode_of = upstream.look_up("torch", "torch._C", "_get_dispatch_mode", use)
         key: Any = upstream.look_up("torch", "torch._C", "_TorchDispatchModeKey", use)
         self._fake_mode: Callable[[], Any] = functools.partial(mode_of, key.FAKE)
@@ -113,13 +102,8 @@ class ModuleTracer:
         self._called: list[_Seen] = []
 
     def note(self, func: Any, dtensor_args: Sequence[Any] | None = None) -> None:
-        """Note an operation that is dispatched now.
-
-        Args:
-            func: A ``torch._ops.OpOverload``, or a higher-order operator, which is left out.
-            dtensor_args: Its positional arguments, if it is given to DTensor.
-        """
-        if not isinstance(func, OpOverload):
+        """Note an operation that is dispatched now; with its arguments if DTensor is given it."""
+        if not isinstance(func, OpOverload):  # a higher-order operator
             return
         running = innermost_module()
         is_backward = self._backward.is_in_backward()
@@ -176,13 +160,7 @@ class ModuleTracer:
     def result(
         self, roots: Sequence[nn.Module], names: ModuleNames, owners: Iterable[str]
     ) -> ModuleTrace:
-        """Name what was noted up to now.
-
-        Args:
-            roots: The modules that names are relative to.
-            names: The names of their modules.
-            owners: FQNs of the owners of collectives.
-        """
+        """Name what was noted up to now, relative to the roots, and the owners of collectives."""
         outermost = (seen.module() for seen in self._called if not seen.callers)
         keys = _keys((*roots, *(module for module in outermost if module is not None)))
 
@@ -214,7 +192,7 @@ class ModuleTracer:
 def untraced(roots: Sequence[nn.Module], names: ModuleNames, owners: Iterable[str]) -> ModuleTrace:
     """What is known without a tracer; arguments as for `ModuleTracer.result`."""
     return ModuleTrace(
-        # For every block, and few tests ask.
+        # Lazily: every block has a trace, and few tests look at it.
         modules=functools.partial(_modules_below, [weakref.ref(root) for root in roots]),
         keys=_keys_of_owners(owners, roots, names, _keys(roots)),
     )

@@ -274,7 +274,7 @@ def timing_category(kind: str, source: Source) -> str | None:
 
 
 def may_copy(func: Any) -> bool:
-    """Whether an operation can copy between host and device, as `copy_direction` asks of a call."""
+    """Whether an operation may copy between host and device: see `copy_direction`."""
     # Higher-order operators have no namespace.
     is_aten = getattr(func, "namespace", None) == "aten"
     return is_aten and func.overloadpacket.__name__ in {"_to_copy", "copy_"}

@@ -2,9 +2,9 @@
 
 # Note [Names come last]
 # An event gets the names of its modules and of its group when its recording ends, or when a test
-# asks in the block. A mesh that names a group, the root that names modules and the replica that a
-# bucket serves may all show up after their first use, and how far ahead a gather was issued is
-# known once the unit is used. Until then modules are held as such, and a group by its key.
+# queries it in the block. A mesh that names a group, the root that names modules and the replica
+# that a bucket serves may all show up after their first use, and how far ahead a gather was issued
+# is known once the unit is used. Until then modules are held as such, and a group by its key.
 
 from __future__ import annotations
 
@@ -51,12 +51,7 @@ class Pending(Generic[Event]):
     """Of a collective that sends several tensors, dtype and bytes of each; empty for any other."""
 
     def named(self, names: OwnerNames, axes: Mapping[str, MeshAxis]) -> Event:
-        """Make the record.
-
-        Args:
-            names: Of modules.
-            axes: By the keys of their groups.
-        """
+        """Make the record, with axes by the keys of their groups."""
         own = self.attribution
         owner = names.owner(own)
         axis = None if self.group is None else axes[self.group]

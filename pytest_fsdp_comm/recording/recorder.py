@@ -15,9 +15,8 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -91,7 +90,7 @@ class RecordedBlock:
 
     recording: Recording
     names: Names
-    """What can be asked of it."""
+    """The names that queries may use."""
     roots: tuple[weakref.ref[nn.Module], ...]
     """The modules that names are relative to; the first gives plain names. Weak, since a recording
     must not keep a model and its parameters alive."""
@@ -99,19 +98,9 @@ class RecordedBlock:
     """Which modules were called, and which operations ran in them."""
 
 
-class _NoCollective(Enum):
-    """How an operation is treated that does not communicate."""
-
-    COPY = auto()
-    READ = auto()
-    """Shows values of tensors to Python; of interest on the fake group only."""
-    SILENT = auto()
-
-
-# For every operation: an attribute of an Enum is slow to look up.
-_COPY: Final = _NoCollective.COPY
-_READ: Final = _NoCollective.READ
-_SILENT: Final = _NoCollective.SILENT
+_NoCollective = Literal["copy", "read", "silent"]
+"""How an operation is treated that does not communicate; ``read``: it shows values of tensors to
+Python, which is of interest on the fake group only."""
 
 
 class Recorder:
@@ -139,18 +128,16 @@ class Recorder:
         self._earlier_roots = earlier_roots
         self._has_given_root = bool(models)
         self._lacks_root = not models
-        # The given models of which no module has run yet, each with the ids of its modules.
+        # The given models without a module that has run, each with the ids of its modules.
         self._idle = [(model, set(map(id, model.modules()))) for model in models]
         # An index is taken before the call: what the call itself causes comes after it.
         self._indices = itertools.count()
         self._pending: list[Pending[Any]] = []
         self._groups = GroupNames()
         self._backward = backward
-        self._units = UnitWatch(
-            self._note_reshard, self._groups.learn_mesh, self._groups.learn_post_forward
-        )
+        self._units = UnitWatch(self._note_reshard, self._groups)
         self._tracer = ModuleTracer(self._backward, self._units) if traces_operations else None
-        self._redistribution_watch = RedistributionWatch(self._groups.learn_mesh)
+        self._redistribution_watch = RedistributionWatch(self._groups)
         self._seconds = dict.fromkeys((*TIMING_CATEGORIES, "all"), 0.0)
         self._notes: list[str] = []
         self._witness: Witness | None = None  # once the block has begun
@@ -252,7 +239,7 @@ class Recorder:
         owners = {event.owner for event in collectives if event.owner is not None}
         return RecordedBlock(
             recording=recording,
-            names=self._what_to_ask(names, collectives, axes),
+            names=self._names_to_query(names, collectives, axes),
             roots=tuple(map(weakref.ref, self._roots)),
             trace=(untraced if self._tracer is None else self._tracer.result)(
                 self._roots, names.modules, owners
@@ -313,10 +300,10 @@ class Recorder:
                 return root
         return fsdp_root(module)
 
-    def _what_to_ask(
+    def _names_to_query(
         self, names: OwnerNames, recorded: Sequence[Collective], used_groups: Iterable[str]
     ) -> Names:
-        """The names that questions may have; only after the axes were named, as it learns some."""
+        """The names that queries may use; only after the axes were named, as it learns some."""
         modules = (module for root in self._roots for module in root.modules())
         units = [unit for module in modules for unit in param_groups(module)]
         if dist.is_initialized():  # the block may have destroyed it
@@ -359,7 +346,7 @@ class Recorder:
         self._backward.note_operation()
         if self._tracer is not None:
             self._tracer.note(func)
-        if known is _SILENT:
+        if known == "silent":
             return func(*args, **kwargs)
         return self._run_known(known, func, args, kwargs, below)
 
@@ -387,11 +374,11 @@ class Recorder:
     ) -> Any:
         if isinstance(known, Operation):
             return self._run_collective(known, func, args, kwargs, below)
-        if known is _COPY:
+        if known == "copy":
             direction = copy_direction(func, args, kwargs)
             if direction is not None:
                 return self._run_copy(direction, func, args, kwargs)
-        elif known is _READ and self._reads is not None:
+        elif known == "read" and self._reads is not None:
             self._reads.note_operation(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -561,11 +548,11 @@ class Recorder:
     def _classify(self, func: Any) -> Operation | _NoCollective:
         found: Operation | _NoCollective
         if getattr(func, "namespace", None) in NAMESPACES:
-            found = look_up(func) or _SILENT
+            found = look_up(func) or "silent"
         elif self._reads is not None and reads_values(func):
-            found = _READ
+            found = "read"
         else:
-            found = _COPY if may_copy(func) else _SILENT
+            found = "copy" if may_copy(func) else "silent"
         self._classified.append(func)
         self._known[id(func)] = found
         return found

@@ -9,32 +9,25 @@ from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.recording.subclasses import nbytes_held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import FrameType
 
-    from torch.distributed.device_mesh import DeviceMesh
+    from pytest_fsdp_comm.recording.mesh_axes import GroupNames
 
 
 class RedistributionWatch:
     """Notice the first collective of each redistribution."""
 
-    def __init__(self, on_mesh: Callable[[DeviceMesh], None]) -> None:
-        """Start outside of every redistribution; `on_mesh` is called with the mesh of each."""
-        self._on_mesh = on_mesh
+    def __init__(self, groups: GroupNames) -> None:
+        """Start outside of every redistribution; `groups` learns their meshes."""
+        self._groups = groups
         # The redistribution of the last collective, by its frame, and the step that it had reached.
         self._last: tuple[int, int] | None = None
 
     def note_collective(self, frame: FrameType | None) -> dict[str, Any] | None:
-        """Look at a collective's redistribution.
-
-        Args:
-            frame: The frame of the redistribution that issued it; None if none did.
+        """Look at the frame of the redistribution that issued a collective; None if none did.
 
         Returns:
             Fields of `comm.events.Redistribution`, if this is its first collective; None otherwise.
-
-        Raises:
-            UpstreamChangedError: torch has renamed a local variable of the frame.
         """
         if frame is None:
             self._last = None
@@ -47,7 +40,7 @@ class RedistributionWatch:
             )
         except KeyError as missing:
             raise upstream.misread("torch", "redistribute_local_tensor", missing) from missing
-        self._on_mesh(current.mesh)
+        self._groups.learn_mesh(current.mesh)
         infos = found.get("optimized_transform_infos", found.get("transform_infos", []))
         step = next((n for n, info in enumerate(infos) if info is found.get("transform_info")), 0)
         last, self._last = self._last, (id(frame), step)

@@ -20,7 +20,7 @@ class Dispatch(IntEnum):
     NONE = 0
     """Runs them as they are, as a plain tensor does."""
     OPAQUE = 1
-    """Has code of its own, of which nobody knows whether dispatch modes see what it runs."""
+    """Has code of its own, and dispatch modes may not see what that runs."""
     WRAPPER = 2
     """Runs them on the tensors that it holds, where modes see them: DTensor, quantized tensors,
     collectives that nobody has waited for."""
@@ -41,7 +41,7 @@ class Subclasses(dict[type, Dispatch]):
 
 
 def is_dtensor_class(cls: type) -> bool:
-    """Whether a class is DTensor itself, as CommDebugMode asks."""
+    """Whether a class is DTensor itself, as CommDebugMode checks."""
     module = sys.modules.get("torch.distributed.tensor")  # not imported: see `_stand_ins`
     return module is not None and cls is module.DTensor
 
@@ -62,12 +62,12 @@ def nbytes_held(tensor: torch.Tensor) -> int:
 
 
 def _can_be_taken_apart(cls: type) -> bool:
-    # What torch.compile asks of a class (torch 2.1 and newer).
+    # What torch.compile requires of a class (torch 2.1 and newer).
     return hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
 
 
 def _stand_ins() -> tuple[type, ...]:
-    """Classes of torch that stand for plain tensors, and fail if a mode does not run them.
+    """Classes of torch in place of plain tensors, which fail if a mode does not run them.
 
     Not imported: where nothing has made a tensor of them, there is none.
     """

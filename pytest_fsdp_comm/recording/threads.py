@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 def following_threads(watched: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Wrap ``threading.Thread.start``, by which executors and timers start too, and put it back.
 
-    Args:
-        watched: Entered around what the thread runs, on that thread.
+    Each thread runs in `watched`.
     """
     original = threading.Thread.start
 

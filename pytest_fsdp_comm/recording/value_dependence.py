@@ -16,7 +16,7 @@ import torch
 
 from pytest_fsdp_comm.comm.events import Gap, Phase
 from pytest_fsdp_comm.recording.operations import tensors_in
-from pytest_fsdp_comm.recording.owners.stack import asking_frame
+from pytest_fsdp_comm.recording.owners.stack import requesting_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,11 +37,7 @@ class ValueReads:
     """The places of one block where user code reads the values of tensors, each once."""
 
     def __init__(self, attribute: Callable[[], tuple[Phase, str]]) -> None:
-        """Prepare, and watch nothing yet.
-
-        Args:
-            attribute: Gives the phase that runs, and the call site of the innermost user code.
-        """
+        """Prepare; `attribute` gives the phase that runs, and the innermost user code."""
         self._attribute = attribute
         self._gaps: dict[Gap, None] = {}
 
@@ -91,12 +87,8 @@ class ValueReads:
         self.note(_NAMES.get(name, name))
 
     def note(self, how: str) -> None:
-        """Note that values are read, if user code does it in forward or backward.
-
-        Args:
-            how: What reads them, as users write it.
-        """
-        frame = asking_frame()
+        """Note how values are read, if user code does it in forward or backward."""
+        frame = requesting_frame()
         if frame is None or _only_checks(frame.f_code, frame.f_lasti):
             return
         phase, call_site = self._attribute()

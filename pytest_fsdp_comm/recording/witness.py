@@ -34,7 +34,7 @@ _RUN_AS: Final = {"reduce_scatter": "all_reduce", "sparse_all_reduce": "all_redu
 """Kinds that gloo runs, or names, as another."""
 
 _FROM_ONE: Final = frozenset({"broadcast", "scatter"})
-"""Kinds of which most ranks only receive."""
+"""Kinds in which most ranks only receive."""
 
 _NOT_FLOWN: Final = frozenset({"send", "recv"})
 
@@ -97,11 +97,7 @@ class Witness:
         }
 
     def end(self, recorded: Sequence[Pending[Collective]]) -> None:
-        """Compare with the flight recorder, now that the block has ended.
-
-        Args:
-            recorded: The collectives of the block, in the order in which they returned.
-        """
+        """Compare the block's collectives, as they returned, with the flight recorder."""
         flights = flight_recorder.issued_after(self._begin)
         if flights.is_cut:
             self.notes.append(
@@ -159,11 +155,7 @@ class Witness:
                 self._unseen.append(_Unseen(flight=flight, sent=sent, recorded=instead))
 
     def gaps(self, axes: Callable[[], Mapping[str, str]]) -> tuple[Gap, ...]:
-        """What was sent and not recorded, or not as it was sent; only after `end`.
-
-        Args:
-            axes: Gives the name of each process group's axis, by the group's name.
-        """
+        """What was sent and not recorded, or not as it was sent, with the name of each group."""
         if not self._unseen:
             return ()
         names = axes()

@@ -22,7 +22,7 @@ from pytest_fsdp_comm.sharding.dtensor import dtensor_meshes, read_placements
 from pytest_fsdp_comm.sharding.fsdp1 import fsdp1_states, read_fsdp1
 from pytest_fsdp_comm.sharding.fsdp2 import fsdp2_meshes, fsdp2_states, read_fsdp2
 from pytest_fsdp_comm.sharding.mesh import AxisNames
-from pytest_fsdp_comm.sharding.units import hold, shown_dtype
+from pytest_fsdp_comm.sharding.units import hold
 from pytest_fsdp_comm.sharding.walk import visit_modules
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, natural_key
 from pytest_fsdp_comm.tree.findings.rules import find
@@ -81,9 +81,6 @@ def list_states(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
 
     Subtrees under ``replicate`` are left out, as ``torch.distributed.fsdp._traversal_utils`` does
     for FSDP1 alone.
-
-    Raises:
-        RecordingError: `model` is not a module, or is half built.
     """
     visit = visit_modules(model)
     found = [(visit.index_of[id(module)], state) for module, state in fsdp2_states(visit)]
@@ -98,11 +95,7 @@ def list_states(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
 
 
 def list_handles(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
-    """The flat-parameter handles (FSDP1) and parameter groups (FSDP2) of `list_states`.
-
-    Raises:
-        RecordingError: `model` is not a module, or is half built.
-    """
+    """The flat-parameter handles (FSDP1) and parameter groups (FSDP2) of `list_states`."""
     handles: list[Any] = []
     for state in list_states(model):
         handle = getattr(state, "_handle", None)
@@ -112,7 +105,7 @@ def list_handles(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
 
 def _replicated(visit: Visit) -> set[int]:
     # The registry of composable APIs, which names what was applied to a module (same in torch
-    # 2.7, 2.13 and 2.15); it is what torch's own traversal asks.
+    # 2.7, 2.13 and 2.15); torch's own traversal reads it too.
     from torch.distributed._composable.contract import (  # noqa: PLC0415  # needed here only
         _get_registry,
     )
@@ -147,17 +140,24 @@ def _collect_parameters(
         slots = _in_natural_order(slots_of[key], visit)
         by_slot.update(dict.fromkeys(slots, index))
         first = index if held.origin is None else origins.setdefault(held.origin, index)
-        parameters.append(_parameter(slots, unit, held, None if first == index else first))
+        (module, name), *tied = slots
+        parameters.append(
+            replace(
+                held.node,
+                module=module,
+                name=name,
+                tied=tuple(tied),
+                unit=unit,
+                split_from=None if first == index else first,
+            )
+        )
     return tuple(parameters), by_slot
 
 
 def _slots(
     visit: Visit, holder: dict[Slot, tuple[int, HeldParameter]]
 ) -> Iterator[tuple[Slot, Any]]:
-    """Every slot that a parameter is registered in, in registration order.
-
-    With the tensor; None where only the unit still knows it.
-    """
+    """Every slot in registration order, with its tensor; None where only the unit still has it."""
     unregistered: dict[int, list[str]] = {}
     for index, name in holder:
         if name not in visit.modules[index]._parameters:  # FSDP1 without use_orig_params removes it
@@ -195,27 +195,6 @@ def _in_natural_order(slots: list[Slot], visit: Visit) -> list[Slot]:
     if len(slots) == 1:  # no FQNs are put together for the many that are not tied
         return slots
     return sorted(slots, key=lambda slot: natural_key(f"{_path(visit, slot[0])}.{slot[1]}"))
-
-
-def _parameter(
-    slots: Sequence[Slot], unit: int | None, held: HeldParameter, split_from: int | None
-) -> ParameterNode:
-    (module, name), *tied = slots
-    return ParameterNode(
-        module=module,
-        name=name,
-        tied=tuple(tied),
-        shape=held.shape,
-        dtype=shown_dtype(held.dtype) or "",
-        itemsize=held.dtype.itemsize,
-        placements=held.placements,
-        flat=held.flat,
-        local_numel=held.local_numel,
-        trainable=held.trainable,
-        device=held.device,
-        unit=unit,
-        split_from=split_from,
-    )
 
 
 def _settle_units(units: Sequence[ReadUnit], by_slot: dict[Slot, int]) -> Iterator[ShardUnit]:

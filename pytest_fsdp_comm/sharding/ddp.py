@@ -27,7 +27,7 @@ def read_ddp(visit: Visit, axes: AxisNames, taken: set[Slot]) -> Iterator[ReadUn
             axis = axes.of_group(group)
             ignored: set[str] = getattr(layer, "parameters_to_ignore", set())
             held = tuple(_read_params(index, visit, axis, taken, ignored))
-            kept = sum(entry.local_numel * entry.dtype.itemsize for entry in held)
+            kept = sum(entry.node.local_numel * entry.node.itemsize for entry in held)
             unit = replace(UNGATHERED, modules=(index,), replicate_axis=axis, nbytes_kept=kept)
             yield ReadUnit(unit=unit, held=held, state=layer)
 

@@ -37,11 +37,9 @@ def dtensor_meshes(visit: Visit) -> Iterator[DeviceMesh]:
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """What this rank keeps of a DTensor.
-
-    The public ``to_local()`` dispatches a view, which a recorder that is running would see.
-    ``_local_tensor`` is in torch 2.7, 2.13 and 2.15.
-    """
+    """What this rank keeps of a DTensor."""
+    # The public to_local() dispatches a view, which a recorder that is running would see. Private,
+    # the same in torch 2.7, 2.13 and 2.15.
     return tensor._local_tensor
 
 

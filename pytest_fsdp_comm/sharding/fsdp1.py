@@ -1,12 +1,11 @@
-"""Read FSDP1's units (``FullyShardedDataParallel``) from their flat parameters.
+"""Read FSDP1's units (``FullyShardedDataParallel``) from their flat parameters."""
 
-Private names, run with torch 2.7.1, 2.13.0 and 2.15.0: ``FullyShardedDataParallel._handle``,
-``._is_root``, ``._inter_node_pg``, ``._device_mesh``, ``.process_group``; ``FlatParamHandle``'s
-``.flat_param``, ``.uses_sharded_strategy``, ``._fwd_bwd_param_dtype``, ``._orig_param_dtype``,
-``._offload_params``; ``FlatParameter``'s ``._param_infos``, ``._shared_param_infos``, ``._shapes``,
-``._numels``, ``._numels_with_padding``, ``._is_padding_mask``, ``._shard_param_infos``,
-``._sharded_size``, ``._params``. tests/sharding/test_fsdp1.py fails when one moves.
-"""
+# Note [Private names of FSDP1]
+# Run with torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py fails when one moves.
+# FullyShardedDataParallel: _handle, _is_root, _inter_node_pg, process_group; FlatParamHandle:
+# flat_param, uses_sharded_strategy, _fwd_bwd_param_dtype, _orig_param_dtype; FlatParameter:
+# _param_infos, _shared_param_infos, _shapes, _numels, _numels_with_padding, _is_padding_mask,
+# _shard_param_infos, _sharded_size, _params.
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from pytest_fsdp_comm.sharding.units import (
     shown_dtype,
 )
 from pytest_fsdp_comm.tree.layout import FlatRange
-from pytest_fsdp_comm.tree.model import Precision, ShardUnit
+from pytest_fsdp_comm.tree.model import ParameterNode, Precision, ShardUnit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,10 +120,8 @@ def _prefetch(wrapper: Any) -> str:
 
 
 def _overrides(wrapper: Any, above: Any) -> tuple[str, ...]:
-    """Name the classes for which auto-wrap made a unit without the enclosing mixed precision.
-
-    Left out are those that torch itself leaves out, batch norms: no user chose them.
-    """
+    """Name the classes for which auto-wrap made a unit without the enclosing mixed precision."""
+    # But for those that torch itself leaves out, batch norms: no user chose them.
     if above is None or wrapper.mixed_precision.param_dtype is not None:
         return ()
     policy = above.mixed_precision
@@ -153,22 +150,27 @@ def _read_params(
         is_sharded = handle.uses_sharded_strategy
         own = flat._shard_param_infos[number]
         original = flat if flat._params is None else flat._params[number]
-        yield HeldParameter(
-            slots=tuple(
-                (visit.index_of[id(module)], name)
-                for module, name in [(info.module, info.param_name), *same]
-                if id(module) in visit.index_of
-            ),
+        node = ParameterNode(
+            module=0,
+            name="",
             shape=shape,
-            dtype=handle._orig_param_dtype,
-            trainable=original.requires_grad,
+            dtype=shown_dtype(handle._orig_param_dtype) or "",
+            itemsize=handle._orig_param_dtype.itemsize,
             placements=placements,
-            local_numel=(own.numel_in_shard or 0) if is_sharded else math.prod(shape),
-            device=flat.device.type,
             flat=FlatRange(start=starts[number], shard_numel=flat._sharded_size.numel())
             if is_sharded
             else None,
+            local_numel=(own.numel_in_shard or 0) if is_sharded else math.prod(shape),
+            trainable=original.requires_grad,
+            device=flat.device.type,
+            unit=None,
         )
+        slots = tuple(
+            (visit.index_of[id(module)], name)
+            for module, name in [(info.module, info.param_name), *same]
+            if id(module) in visit.index_of
+        )
+        yield HeldParameter(node=node, slots=slots)
 
 
 def _starts(flat: Any) -> list[int]:

@@ -1,18 +1,16 @@
-"""Read FSDP2's units (``fully_shard``, and ``replicate`` on the same ground) without running them.
+"""Read FSDP2's units (``fully_shard``, and the ``replicate`` that builds on it)."""
 
-FSDP2 settles some facts in the first forward only: parameter FQNs, which unit is the root, and that
-the root keeps its parameters after forward. They are derived here by the same rules instead, since
-that lazy initialisation would change what a later recording sees.
+# Note [Before the first forward]
+# FSDP2 settles some facts in the first forward only: parameter FQNs, which unit is the root, and
+# that the root keeps its parameters after forward. They are derived here by the same rules instead,
+# since that lazy initialisation would change what a later recording sees.
 
-Private names, run with torch 2.7.1, 2.13.0 and 2.15.0: ``FSDPModule._get_fsdp_state``;
-``FSDPState._modules``, ``._is_root``, ``._auto_reshard_after_forward``,
-``._states_to_forward_prefetch``, ``._states_to_backward_prefetch``; ``FSDPParamGroup.fsdp_params``,
-``.mesh_info``, ``.post_forward_mesh_info``, ``.mp_policy``, ``.offload_policy``,
-``.unshard_in_backward``; ``FSDPParam``'s
-``._module_info``, ``.sharded_param``, ``.sharded_state``, ``._orig_size``,
-``.padded_sharded_param_size``, ``._orig_param_uid`` (not in 2.7).
-tests/sharding/test_fsdp1.py fails when one moves.
-"""
+# Note [Private names of FSDP2]
+# Run with torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py fails when one moves.
+# FSDPModule: _get_fsdp_state; FSDPState: _modules, _is_root, _auto_reshard_after_forward,
+# _states_to_forward_prefetch, _states_to_backward_prefetch; FSDPParamGroup: fsdp_params, mesh_info,
+# post_forward_mesh_info, mp_policy, offload_policy, unshard_in_backward; FSDPParam: _module_info,
+# sharded_param, sharded_state, _orig_size, padded_sharded_param_size, _orig_param_uid (not in 2.7).
 
 from __future__ import annotations
 

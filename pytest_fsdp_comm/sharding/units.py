@@ -6,18 +6,19 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.sharding.dtensor import local_tensor
-from pytest_fsdp_comm.tree.layout import AxisPlacement, FlatRange
-from pytest_fsdp_comm.tree.model import Precision, ShardUnit
+from pytest_fsdp_comm.tree.model import ParameterNode, Precision, ShardUnit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    import torch
     from torch import nn
+
+    from pytest_fsdp_comm.tree.layout import AxisPlacement
 
 Slot = tuple[int, str]
 """Where a parameter is registered: index of the module, and its name there."""
@@ -25,17 +26,12 @@ Slot = tuple[int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParameter:
-    """How a unit holds one original parameter."""
+    """One original parameter, held by a unit or by none."""
 
-    slots: tuple[Slot, ...]
-    """Where it is registered, the unit's own choice first."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    trainable: bool
-    placements: tuple[AxisPlacement, ...]
-    local_numel: int
-    device: str
-    flat: FlatRange | None = None
+    node: ParameterNode
+    """Without the place where it is registered, and without its unit."""
+    slots: tuple[Slot, ...] = ()
+    """Where it is registered, the unit's own choice first; empty if no unit holds it."""
     origin: object = None
     """Equal for parameters that were one tensor before sharding; None where torch forgets it."""
 
@@ -79,34 +75,26 @@ def hold(
     slots: tuple[Slot, ...] = (),
     origin: object = None,
 ) -> HeldParameter:
-    """Describe a parameter that is a plain tensor or a DTensor.
-
-    Args:
-        tensor: What is registered.
-        placements: One for each axis of its mesh.
-        slots: As in `HeldParameter`, like `origin`.
-        origin: Likewise.
-    """
+    """Describe a parameter that is a plain tensor or a DTensor."""
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    return HeldParameter(
-        slots=slots,
+    node = ParameterNode(
+        module=0,
+        name="",
         shape=tuple(tensor.shape),
-        dtype=tensor.dtype,
-        trainable=tensor.requires_grad,
+        dtype=shown_dtype(tensor.dtype) or "",
+        itemsize=tensor.dtype.itemsize,
         placements=placements,
         local_numel=local.numel(),
+        trainable=tensor.requires_grad,
         device=local.device.type,
-        origin=origin,
+        unit=None,
     )
+    return HeldParameter(node=node, slots=slots, origin=origin)
 
 
 @contextlib.contextmanager
 def private_names(what: str) -> Iterator[None]:
-    """Turn an attribute that is missing in the block into an error that names `what` is read.
-
-    Raises:
-        UpstreamChangedError: An attribute was missing.
-    """
+    """Raise UpstreamChangedError, which names `what` is read, where an attribute is missing."""
     try:
         yield
     except AttributeError as missing:

@@ -49,18 +49,16 @@ class Visit:
 
 
 def visit_modules(model: object) -> Visit:
-    """List the modules below `model` in registration order, parents first.
-
-    The parts of a list follow each other, each with a root of its own.
+    """List the modules below `model` in registration order, parents first, part after part.
 
     A module that is registered several times has its children where natural order comes to it
-    first, so that the order of construction does not show; elsewhere an alias stands for it.
+    first, so that the order of construction does not show; elsewhere it is an alias.
 
     Raises:
         RecordingError: `model` is neither a module nor a list of parts of one model, or one of its
             modules is only half built.
     """
-    roots = parts_of(model, asked="fsdp_tree")
+    roots = parts_of(model, given_to="fsdp_tree")
     primary = _primary_registrations(roots)
     nodes: list[ModuleNode] = []
     modules: list[nn.Module] = []
@@ -102,11 +100,9 @@ def visit_modules(model: object) -> Visit:
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of the class that the user wrote.
-
-    ``fully_shard`` and ``replicate`` swap a module's class for one that they make on the fly, as
-    ``type("FSDP" + name, (FSDPModule, user_class), {})`` (same in torch 2.7, 2.13, 2.15).
-    """
+    """The name of the class that the user wrote."""
+    # fully_shard and replicate swap a module's class for one that they make on the fly, as
+    # type("FSDP" + name, (FSDPModule, user_class), {}) (same in torch 2.7, 2.13, 2.15).
     made = type(module)
     while _is_made(made):
         made = made.__bases__[1]

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS
 from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.recording.mesh_axes import (
+    GroupNames,
     _Group,
     _name_of,
     existing_axes,
@@ -55,7 +56,7 @@ def test_a_redistribution_has_the_locals_that_are_read():
 
 
 def test_watched_methods_of_fsdp_are_put_back():
-    watch = UnitWatch(lambda *_: None, lambda *_: None, lambda *_: None)
+    watch = UnitWatch(lambda *_: None, GroupNames())
     with watch.watching():
         pass
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -125,7 +126,7 @@ def test_a_method_that_moved_is_named(monkeypatch):
 
     original = FSDPParamGroup.unshard
     monkeypatch.delattr(FSDPParamGroup, "reshard")
-    watch = UnitWatch(lambda *_: None, lambda *_: None, lambda *_: None)
+    watch = UnitWatch(lambda *_: None, GroupNames())
     with pytest.raises(UpstreamChangedError) as caught, watch.watching():
         pass
     assert f"torch {torch.__version__} no longer has " in str(caught.value)

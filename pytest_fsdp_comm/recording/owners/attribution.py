@@ -40,7 +40,7 @@ class Attribution:
     lacks_forward: bool = False
     """It happened in backward, and the forward that would name its module was not recorded."""
     adds_gradient: bool = False
-    """It is issued while the gradient of a parameter is added, and no unit of FSDP asked for it."""
+    """It is issued while the gradient of a parameter is added, and no unit of FSDP requested it."""
     gather: Gather | None = None
     """The gather of FSDP parameters that it belongs to; None if it belongs to none."""
 
@@ -79,8 +79,8 @@ class OwnerNames:
 # (create_graph=True) belongs to the module of the node whose backward made it, and the node that
 # adds a gradient, which no forward made, to the module of its parameter.
 # A graph may run backward in a later block than the one that made it, so the notes live as long as
-# their comm_mode, and hold modules weakly. Of nodes that were made between two blocks nobody knows
-# who made them. Each thread numbers its nodes from 0.
+# their comm_mode, and hold modules weakly. What made a node between two blocks is not known. Each
+# thread numbers its nodes from 0.
 
 
 class _Maker(Enum):
@@ -96,11 +96,7 @@ class BackwardMap:
     """Find, in backward, the module whose forward made a node. See Note [Backward map]."""
 
     def __init__(self) -> None:
-        """Look up what it needs of autograd (read in torch 2.6 to 2.13).
-
-        Raises:
-            UpstreamChangedError: torch has moved one of these names.
-        """
+        """Look up what it needs of autograd (read in torch 2.6 to 2.13)."""
         self._next_number: Callable[[], int] = _autograd("torch.autograd", "_get_sequence_nr")
         self._current_node: Callable[[], Any] = _autograd("torch._C", "_current_autograd_node")
         self._current_task: Callable[[], int] = _autograd("torch._C", "_current_graph_task_id")
@@ -112,11 +108,7 @@ class BackwardMap:
         self._makers: list[weakref.ref[nn.Module] | _Maker] = []
 
     def begin(self, parameters: ParameterOwners) -> None:
-        """Begin a block: no recording saw who made the nodes since the last one.
-
-        Args:
-            parameters: Finds the module of a parameter.
-        """
+        """Begin a block: what made the nodes since the last one was not recorded."""
         self._parameters = parameters
         thread = threading.get_ident()
         if thread != self._thread:
@@ -155,8 +147,7 @@ class BackwardMap:
     def module_of_current_node(self) -> nn.Module | None:
         """The module whose forward made the node that runs, or whose parameter's gradient it adds.
 
-        Returns:
-            The module; None if no node runs, no module made it, or nothing recorded who did.
+        None if no node runs, no module made it, or its forward was not recorded.
         """
         maker = self._maker_of_current_node()
         return None if isinstance(maker, _Maker) else maker
@@ -190,14 +181,7 @@ class BackwardMap:
 def attribute(
     scan: StackScan, units: UnitWatch, backward: BackwardMap, namespace: str = ""
 ) -> Attribution:
-    """Attribute what happens now.
-
-    Args:
-        scan: The stack.
-        units: The FSDP units that act.
-        backward: Finds the modules of autograd nodes.
-        namespace: Of the operation, e.g. ``c10d``; empty for what is no operation.
-    """
+    """Attribute what happens now; `namespace` is empty for what is no operation."""
     in_backward = scan.is_in_engine or backward.is_in_backward() or units.is_in_backward
     running = _running(scan, units, backward, in_backward=in_backward)
     owner, source = units.owner, Source.FSDP

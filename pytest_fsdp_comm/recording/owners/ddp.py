@@ -50,14 +50,9 @@ class ReplicaOwners:
                     self._owner_of.update((id(child), module) for child in module.modules())
 
     def owner(self, running: Modules) -> Modules:
-        """The replicated module that a collective serves.
+        """The replicated module around that of the parameter that completed the bucket.
 
-        Args:
-            running: The module of the parameter that completed the bucket; empty if unknown.
-
-        Returns:
-            The innermost replicated module around it; else the first one of the model; else its
-            root.
+        Where that is unknown, the first one of the model, or its root.
         """
         for module in running:
             found = self._owner_of.get(id(module))

@@ -1,7 +1,7 @@
 """Watch FSDP's own units while a recording runs.
 
-They show who owns a collective, what is resharded, how far ahead of its use a unit is gathered, and
-how many bytes are gathered at once.
+They show which unit owns a collective, what is resharded, how far ahead of its use a unit is
+gathered, and how many bytes are gathered at once.
 """
 
 # Note [Acting units]
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     import torch
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
+
+    from pytest_fsdp_comm.recording.mesh_axes import GroupNames
 
 ReshardAction = Literal["unshard", "reshard"]
 
@@ -55,7 +55,7 @@ _FSDP2_STATES = (
 
 @dataclass(frozen=True, slots=True)
 class _ActingUnit:
-    """A unit one of whose methods runs. See Note [Acting units]."""
+    """A unit with a method that runs now. See Note [Acting units]."""
 
     modules: tuple[nn.Module, ...]
     serves: bool = True
@@ -78,8 +78,7 @@ class UnitWatch:
     def __init__(
         self,
         on_reshard: Callable[[ReshardAction, tuple[nn.Module, ...], int, float], None],
-        on_mesh: Callable[[DeviceMesh], None],
-        on_post_forward: Callable[[ProcessGroup, ProcessGroup], None],
+        groups: GroupNames,
     ) -> None:
         """Prepare, and wrap nothing yet.
 
@@ -87,14 +86,11 @@ class UnitWatch:
             on_reshard: Called each time a unit's state changes, with ``unshard`` or ``reshard``,
                 its modules, its bytes and the host seconds that a reshard took (0.0 for an unshard,
                 whose all-gather is timed itself).
-            on_mesh: Called with each mesh that a unit uses.
-            on_post_forward: Called with the group over which a unit is sharded between forward and
-                backward where it is a smaller one, and the one over which it is sharded otherwise.
+            groups: Learns the meshes of units.
         """
         self._acting: list[_ActingUnit] = []
         self._on_reshard = on_reshard
-        self._on_mesh = on_mesh
-        self._on_post_forward = on_post_forward
+        self._groups = groups
         self._prefetches = Prefetches()
         self._memory = GatheredMemory()
         self._unsharded_nbytes: dict[Any, int] = {}
@@ -166,10 +162,12 @@ class UnitWatch:
 
     def learn_groups(self, group: Any) -> None:
         """Report the meshes of a parameter group. See Note [Reshard after forward]."""
-        self._on_mesh(group.mesh_info.mesh)
+        self._groups.learn_mesh(group.mesh_info.mesh)
         after = group.post_forward_mesh_info
         if after is not None:
-            self._on_post_forward(after.shard_process_group, group.mesh_info.shard_process_group)
+            self._groups.learn_post_forward(
+                after.shard_process_group, group.mesh_info.shard_process_group
+            )
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -254,7 +252,7 @@ class UnitWatch:
         yield _ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)
 
     def _in_backward(self, group: Any, *_: Any, serves: bool, **__: Any) -> _Around:
-        self._on_mesh(group.mesh_info.mesh)
+        self._groups.learn_mesh(group.mesh_info.mesh)
         yield _ActingUnit(tuple(group.modules), serves=serves, is_in_backward=True)
 
     def _use(self, state: enum.Enum, group: Any, *_: Any, **__: Any) -> _Around:

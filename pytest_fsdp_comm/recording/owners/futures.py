@@ -27,9 +27,7 @@ def following_callbacks(
 ) -> Iterator[None]:
     """Wrap the two ways to register a callback, and put them back.
 
-    Args:
-        attribute: Attributes the code that registers a callback.
-        resumed: Entered around the callback, on its thread, with that attribution.
+    Each callback runs in `resumed`, with the attribution of the code that registers it.
     """
 
     def wrap(original: Any) -> Any:

@@ -75,12 +75,12 @@ class ModuleNames:
         return "+".join(sorted(names, key=natural_key)) if names else None
 
 
-def parts_of(model: object, *, asked: str, otherwise: str = "") -> list[nn.Module]:
+def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Module]:
     """The modules that a user gives: one, or a list of the parts of one model.
 
     Args:
         model: What was given.
-        asked: What it was given to, e.g. ``fsdp_tree``.
+        given_to: What it was given to, e.g. ``fsdp_tree``.
         otherwise: What the user can do instead, for the errors; begins with a comma.
 
     Raises:
@@ -91,31 +91,31 @@ def parts_of(model: object, *, asked: str, otherwise: str = "") -> list[nn.Modul
     for part in parts:
         if isinstance(part, type) and issubclass(part, nn.Module):
             raise RecordingError(
-                f"{asked}(model) expects a torch.nn.Module, or a list of them, got the class "
+                f"{given_to}(model) expects a torch.nn.Module, or a list of them, got the class "
                 f"{printable(part.__name__)} itself; pass an instance{otherwise}"
             )
         if not isinstance(part, nn.Module):
             raise RecordingError(
-                f"{asked}(model) expects a torch.nn.Module, or a list of them, got "
+                f"{given_to}(model) expects a torch.nn.Module, or a list of them, got "
                 f"{printable(type(part).__name__)}; pass the model itself{otherwise}"
             )
     if not parts:
         raise RecordingError(
-            f"{asked}([]) has no module that names could be relative to; pass the modules that "
+            f"{given_to}([]) has no module that names could be relative to; pass the modules that "
             f"this rank runs{otherwise}"
         )
     for place, part in enumerate(parts):
         others = chain.from_iterable(map(_below, (*parts[:place], *parts[place + 1 :])))
         if any(part is module for module in others):
             raise RecordingError(
-                f"{asked}([...]) expects parts of one model that do not overlap, but one of them, "
-                f"a {printable(type(part).__name__)}, is given twice or lies within another; "
+                f"{given_to}([...]) expects parts of one model that do not overlap, but one of "
+                f"them, a {printable(type(part).__name__)}, is given twice or lies within another; "
                 "leave it out"
             )
     common = _common_parameter(parts) if len(parts) > 1 else None
     if common is not None:
         raise RecordingError(
-            f"{asked}([...]) expects parts of one model, whose names differ, but two of them "
+            f"{given_to}([...]) expects parts of one model, whose names differ, but two of them "
             f"have a parameter {escape(common)}; pass torch.nn.ModuleList([...]), which names its "
             "modules 0, 1 and so on"
         )

@@ -1,21 +1,21 @@
-"""Read the Python stack: which module runs, in which phase, who asked, and where in user code."""
+"""Read the Python stack: which module runs, in which phase, at the request of what."""
 
 # Note [No hooks]
 # The stack needs no hooks: global module hooks switch torch.compile off, leak after an error, and
 # miscount modules that run twice. Functions are recognised by their code objects, which survive
 # decorators that copy names; what lies beyond the innermost module, or beyond the autograd engine,
-# did not ask for what happens now.
+# did not request what happens now.
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import sysconfig
 from dataclasses import dataclass
-from enum import Enum, auto
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ _THIN: Final = tuple(
         "distributed/_functional_collectives.py",
     )
 )
-"""Files of torch that only pass on what their caller asked for."""
+"""Files of torch that only pass on what their caller requests."""
 
 
 def innermost_module() -> nn.Module | None:
@@ -81,68 +81,49 @@ def running_modules() -> list[nn.Module]:
     return found[::-1]
 
 
-def asking_frame() -> FrameType | None:
-    """The innermost frame that asked for the operation which runs, if it is a user's.
+def requesting_frame() -> FrameType | None:
+    """The innermost frame that requested the operation which runs, if it is a user's.
 
-    None if torch asked, or transformers' own code outside of its models, which looks at masks and
+    None if torch did, or transformers' own code outside of its models, which looks at masks and
     positions.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        is_asking = _is_asking(frame.f_code.co_filename)
-        if is_asking is not None:
-            return frame if is_asking else None
+        requests = _requests(frame.f_code.co_filename)
+        if requests is not None:
+            return frame if requests else None
         frame = frame.f_back
     return None
 
 
-def _is_package(path: str) -> bool:
-    return any(directory in path for directory in _SITE_PACKAGES)
-
-
 @functools.cache
-def _is_asking(path: str) -> bool | None:
-    """Whether code of a file asks for itself; None if it passes on what its caller asked for."""
-    is_package = _is_package(path)
-    if path.startswith((*_SKIPPED, *_THIN, "<")) or (is_package and "/numpy/" in path):
+def _requests(path: str) -> bool | None:
+    """Whether code of a file acts by itself; None if it passes on what its caller requests."""
+    kind = _kind_of_file(path)
+    if kind == "library" and "/numpy/" in path:
         return None
-    if path.startswith(_TORCH) or (is_package and Path(path).parent.name == "transformers"):
-        return False
-    # Packages are below the standard library where there is no virtual environment.
-    return True if is_package or not path.startswith(_STDLIB) else None
+    if kind == "library":
+        return Path(path).parent.name != "transformers"
+    if kind in {"torch", "requester"}:
+        return None if path.startswith(_THIN) else False
+    return True if kind == "user" else None
 
 
-class _File(Enum):
-    """Whose code a file is."""
-
-    SKIP = auto()
-    """The recorder's own, or what torch runs between its dispatcher and a mode."""
-    TORCH = auto()
-    ASKING = auto()
-    """Of torch, and may be who asked for a collective."""
-    STDLIB = auto()
-    LIBRARY = auto()
-    USER = auto()
-
-
-# For every frame of every scan: an attribute of an Enum is slow to look up.
-_SKIP: Final = _File.SKIP
-_ASKING: Final = _File.ASKING
-_LIBRARY: Final = _File.LIBRARY
-_USER: Final = _File.USER
+_File = Literal["skipped", "torch", "requester", "stdlib", "library", "user"]
+"""Whose code a file is. ``skipped``: the recorder's own, or what torch runs between its dispatcher
+and a mode. ``requester``: of torch, and may be what requested a collective."""
 
 
 @functools.cache
 def _kind_of_file(path: str) -> _File:
     if path.startswith(_SKIPPED):
-        return _File.SKIP
+        return "skipped"
     if path.startswith(_TORCH):
-        is_asking = path == _DDP or path.startswith(_TORCH + "distributed")
-        return _File.ASKING if is_asking else _File.TORCH
+        return "requester" if path == _DDP or path.startswith(_TORCH + "distributed") else "torch"
     # Packages are below the standard library where there is no virtual environment.
-    if _is_package(path):
-        return _File.LIBRARY
-    return _File.STDLIB if path.startswith((_STDLIB, "<")) else _File.USER
+    if any(directory in path for directory in _SITE_PACKAGES):
+        return "library"
+    return "stdlib" if path.startswith((_STDLIB, "<")) else "user"
 
 
 @dataclass(slots=True)
@@ -158,13 +139,13 @@ class StackScan:
     is_in_optimizer: bool = False
     """An optimizer's step, or gradient clipping, runs."""
     is_object: bool = False
-    """One of the ``*_object*`` collectives asked for it."""
+    """One of the ``*_object*`` collectives requested it."""
     is_from_cpp: bool = True
     """No Python lies between the call and the autograd engine, or the start of its thread."""
     is_from_ddp: bool = False
-    """DDP asked for it, or a communication hook that it called."""
+    """DDP requested it, or a communication hook that it called."""
     is_from_dtensor: bool = False
-    """DTensor asked for it."""
+    """DTensor requested it."""
     redistribution: FrameType | None = None
     """The frame of DTensor's redistribution; None outside of one."""
     user_call_site: str = ""
@@ -174,7 +155,7 @@ class StackScan:
 
     @property
     def call_site(self) -> str:
-        """Where it was asked for: in user code or else in a library; empty if in neither."""
+        """Where it was requested: in user code, else in a library; empty if in neither."""
         return self.user_call_site or self.library_call_site
 
     def pass_module(self, frame: FrameType) -> None:
@@ -191,28 +172,28 @@ class StackScan:
         code = frame.f_code
         path = code.co_filename
         kind = _kind_of_file(path)
-        if kind is _SKIP:
+        if kind == "skipped":
             return
         if not self.is_in_engine:
             self.is_from_cpp = False
         if code is _STEP or id(code) in clipping:
             self.is_in_optimizer = True
-        elif kind is _USER or kind is _LIBRARY:
+        elif kind in {"user", "library"}:
             self._pass_caller(frame, kind)
         # See Note [No hooks].
-        elif kind is _ASKING and self.innermost is None and not self.is_in_engine:
-            self._pass_asking(frame)
+        elif kind == "requester" and self.innermost is None and not self.is_in_engine:
+            self._pass_requester(frame)
 
     def _pass_caller(self, frame: FrameType, kind: _File) -> None:
-        if self.user_call_site or (kind is _LIBRARY and self.library_call_site):
+        if self.user_call_site or (kind == "library" and self.library_call_site):
             return
         call_site = f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
-        if kind is _USER:
+        if kind == "user":
             self.user_call_site = call_site
         else:
             self.library_call_site = call_site
 
-    def _pass_asking(self, frame: FrameType) -> None:
+    def _pass_requester(self, frame: FrameType) -> None:
         code = frame.f_code
         if code.co_filename == _DDP:
             self.is_from_ddp = True
@@ -306,20 +287,14 @@ def _clipping_codes() -> dict[int, CodeType]:
     if not hasattr(fsdp1, "clip_grad_norm_"):
         raise upstream.moved("torch", f"{fsdp1.__qualname__}.clip_grad_norm_", _USE)
     codes = [_code("torch.nn.utils", name) for name in names]
-    codes.append(_unwrapped(fsdp1.clip_grad_norm_).__code__)
+    codes.append(inspect.unwrap(fsdp1.clip_grad_norm_).__code__)
     return {id(code): code for code in codes}
 
 
 def _code(module: str, name: str) -> CodeType:
-    code: CodeType = _unwrapped(_look_up(module, name)).__code__
+    code: CodeType = inspect.unwrap(_look_up(module, name)).__code__
     return code
 
 
 def _look_up(module: str, name: str) -> Any:
     return upstream.look_up("torch", module, name, _USE)
-
-
-def _unwrapped(function: Any) -> Any:
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
