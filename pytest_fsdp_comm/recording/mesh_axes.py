@@ -95,12 +95,13 @@ class GroupNames:
                 if isinstance(parameter, tensors.DTensor):
                     self.learn_mesh(parameter.device_mesh)
 
-    def learn_post_forward(self, group: dist.ProcessGroup, shard_group: dist.ProcessGroup) -> None:
-        """Name a smaller group after the group that it is a part of.
-
-        See Note [Reshard after forward].
-        """
-        self._wholes[group.group_name] = self.note(shard_group)
+    def learn_unit(self, unit: Any) -> None:
+        """Learn the groups of a parameter group of FSDP2. See Note [Reshard after forward]."""
+        self.learn_mesh(unit.mesh_info.mesh)
+        after = unit.post_forward_mesh_info
+        if after is not None:
+            whole = self.note(unit.mesh_info.shard_process_group)
+            self._wholes[after.shard_process_group.group_name] = whole
 
     def note(self, group: dist.ProcessGroup) -> str:
         """Remember a group that was used; returns the key that gives its axis later."""
@@ -180,10 +181,10 @@ def axes_of_groups() -> dict[str, GroupAxis]:
     # A group keeps the first name that it is given, which must not depend on the order of objects.
     for mesh in sorted(_existing_meshes(), key=lambda mesh: mesh.mesh_dim_names or ()):
         names.learn_mesh(mesh)
-    for unit in _existing_units():
-        after = unit.post_forward_mesh_info
-        if after is not None:
-            names.learn_post_forward(after.shard_process_group, unit.mesh_info.shard_process_group)
+    # Private, so that where torch has moved them there are none.
+    units = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+    for unit in _existing(units, "FSDPParamGroup", with_attribute="post_forward_mesh_info"):
+        names.learn_unit(unit)
     groups, _ = names.known(())
     return {key: GroupAxis(name=name, is_shape=names.is_shape(key)) for key, name in groups.items()}
 
@@ -191,15 +192,6 @@ def axes_of_groups() -> dict[str, GroupAxis]:
 def _existing_meshes() -> Iterator[DeviceMesh]:
     # One that is only half built has no names yet.
     return _existing("torch.distributed.device_mesh", "DeviceMesh", with_attribute="mesh_dim_names")
-
-
-def _existing_units() -> Iterator[Any]:
-    """FSDP2's units; private, so that where torch has moved them there are none."""
-    return _existing(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
-        "FSDPParamGroup",
-        with_attribute="post_forward_mesh_info",
-    )
 
 
 def _existing(module: str, name: str, *, with_attribute: str) -> Iterator[Any]:

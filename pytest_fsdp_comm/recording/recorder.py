@@ -308,7 +308,7 @@ class Recorder:
         units = [unit for module in modules for unit in param_groups(module)]
         if dist.is_initialized():  # the block may have destroyed it
             for unit in units:
-                self._units.learn_groups(unit)
+                self._groups.learn_unit(unit)
         groups, axes = self._groups.known(used_groups)
         owners = {names.modules.joined(tuple(unit.modules)) for unit in units}
         owners |= {event.owner for event in recorded}

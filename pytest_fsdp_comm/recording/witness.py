@@ -118,17 +118,12 @@ class Witness:
         for group, entries in flown.items():
             own = [call for call in recorded if call.group == group and _kind(call)]
             self._compare(own, entries)
-        late = {
-            self._running_on[unseen.flight.thread_id]: None
-            for unseen in self._unseen
-            if unseen.flight.thread_id in self._running_on
-        }
-        self._unseen = [
-            unseen for unseen in self._unseen if unseen.flight.thread_id not in self._running_on
-        ]
+        running = self._running_on
+        late = [own for own in self._unseen if own.flight.thread_id in running]
+        self._unseen = [own for own in self._unseen if own.flight.thread_id not in running]
         self.notes += [
             f"thread {name!r} was still sending when the block ended, and is recorded up to then"
-            for name in late
+            for name in dict.fromkeys(running[own.flight.thread_id] for own in late)
         ]
         if self._unseen:
             self._thread_names |= _thread_names()

@@ -44,16 +44,17 @@ def fsdp1_states(visit: Visit) -> list[tuple[int, FullyShardedDataParallel]]:
     ]
 
 
-def read_fsdp1(visit: Visit, axes: AxisNames) -> Iterator[ReadUnit]:
+@private_names("FSDP1")
+def read_fsdp1(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
     """Read the units, in registration order."""
     states = fsdp1_states(visit)
     # Of nested wrappers around one module the outermost counts as what is above.
     wrappers = dict(reversed(states))
+    units: list[ReadUnit] = []
     for index, wrapper in states:
         above = next((wrappers[up] for up in visit.ancestors(index) if up in wrappers), None)
-        with private_names("FSDP1"):
-            unit = _read_unit(index, wrapper, above, visit, axes)
-        yield unit
+        units.append(_read_unit(index, wrapper, above, visit, axes))
+    return units
 
 
 def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNames) -> ReadUnit:

@@ -29,62 +29,56 @@ from pytest_fsdp_comm.sharding.units import (
     private_names,
     shown_dtype,
 )
-from pytest_fsdp_comm.tree.model import Precision, ShardUnit
+from pytest_fsdp_comm.tree.model import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from pytest_fsdp_comm.sharding.mesh import AxisNames
     from pytest_fsdp_comm.sharding.units import HeldParameter
     from pytest_fsdp_comm.sharding.walk import Visit
-    from pytest_fsdp_comm.tree.model import UnitKind
+    from pytest_fsdp_comm.tree.model import ShardUnit, UnitKind
 
 
+@private_names("FSDP2")
 def fsdp2_states(visit: Visit) -> list[tuple[FSDPModule, Any]]:
     """Each state with the first module that has it, in registration order."""
     found: dict[int, tuple[FSDPModule, Any]] = {}
     for _, module in visit.layers():
         if isinstance(module, FSDPModule):
-            with private_names("FSDP2"):
-                state = module._get_fsdp_state()
+            state = module._get_fsdp_state()
             found.setdefault(id(state), (module, state))
     return list(found.values())
 
 
-def fsdp2_meshes(visit: Visit) -> Iterator[DeviceMesh]:
+@private_names("FSDP2")
+def fsdp2_meshes(visit: Visit) -> list[DeviceMesh]:
     """The meshes of all units."""
-    for module, _ in fsdp2_states(visit):
-        for group in param_groups(module):  # type: ignore[arg-type]  # a module at runtime
-            with private_names("FSDP2"):
-                mesh = group.mesh_info.mesh
-            yield mesh
+    modules: list[Any] = [module for module, _ in fsdp2_states(visit)]
+    return [group.mesh_info.mesh for module in modules for group in param_groups(module)]
 
 
-def read_fsdp2(visit: Visit, axes: AxisNames) -> Iterator[ReadUnit]:
+@private_names("FSDP2")
+def read_fsdp2(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
     """Read the units, in registration order."""
     states = fsdp2_states(visit)
     own: dict[int, set[UnitKind]] = {}
     for module, state in states:
         for member in member_indices(_modules(state, module), visit.index_of):
             own.setdefault(member, set()).add(_kind(module))
+    units: list[ReadUnit] = []
     for module, state in states:
         members = member_indices(_modules(state, module), visit.index_of)
         kind = _kind(module)
         below = any(kind in own.get(above, ()) for above in visit.ancestors(members[0]))
-        with private_names("FSDP2"):
-            settled = state._is_root
-        is_root = not below if settled is None else bool(settled)
+        is_root = not below if state._is_root is None else bool(state._is_root)
+        unit = replace(UNGATHERED, kind=kind, modules=members, is_root=is_root)
         groups = param_groups(module)  # type: ignore[arg-type]  # a module at runtime
+        units += [_read_group(unit, state, group, visit, axes) for group in groups]
         if not groups:
-            empty = replace(UNGATHERED, kind=kind, modules=members, is_root=is_root)
-            yield ReadUnit(unit=empty, held=(), state=state)
-        for group in groups:
-            with private_names("FSDP2"):
-                unit = _read_group(kind, members, state, is_root, group, visit, axes)
-            yield unit
+            units.append(ReadUnit(unit=unit, held=(), state=state))
+    return units
 
 
 def _kind(module: FSDPModule) -> UnitKind:
@@ -95,28 +89,17 @@ def _modules(state: Any, module: Any) -> tuple[torch.nn.Module, ...]:
     return tuple(getattr(state, "_modules", ())) or (module,)
 
 
-def _read_group(  # noqa: PLR0913, PLR0917  # what a unit is made of
-    kind: UnitKind,
-    members: tuple[int, ...],
-    state: Any,
-    is_root: bool,
-    group: Any,
-    visit: Visit,
-    axes: AxisNames,
-) -> ReadUnit:
+def _read_group(unit: ShardUnit, state: Any, group: Any, visit: Visit, axes: AxisNames) -> ReadUnit:
     info = group.mesh_info
     shard_dim, replicate_dim = info.shard_mesh_dim, info.replicate_mesh_dim
     ranks = 1 if shard_dim is None else info.mesh.size(shard_dim)
     gathered = sum(_gathered_nbytes(param, group, ranks) for param in group.fsdp_params)
     whole = sum(_whole_nbytes(param, group) for param in group.fsdp_params)
-    unit = ShardUnit(
-        kind=kind,
-        modules=members,
-        parameters=(),
-        is_root=is_root,
+    unit = replace(
+        unit,
         shard_axis=None if shard_dim is None else axes.of_mesh(info.mesh, shard_dim),
         replicate_axis=None if replicate_dim is None else axes.of_mesh(info.mesh, replicate_dim),
-        reshard_after_forward=_reshard_after_forward(state, group, is_root),
+        reshard_after_forward=_reshard_after_forward(state, group, unit.is_root),
         precision=_precision(_policy(group.fsdp_params[0], group)),
         offload=isinstance(group.offload_policy, CPUOffloadPolicy),
         unshard_in_backward=group.unshard_in_backward,

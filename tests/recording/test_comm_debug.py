@@ -176,7 +176,7 @@ def test_attributes_and_noise_levels_are_those_of_torch(comm_mode, device_mesh, 
 
 @fake
 @ignore_hook_warning
-def test_backward_and_recomputation_are_told_apart_as_in_torch(comm_mode, device_mesh):
+def test_backward_and_recomputation_are_distinguished_as_in_torch(comm_mode, device_mesh):
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()

@@ -73,7 +73,7 @@ def test_watched_methods_of_fsdp_are_put_back():
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")
-def test_units_say_what_they_do_and_what_they_hold(device_mesh):
+def test_units_show_what_they_do_and_what_they_hold(device_mesh):
     model = shard(Model(), device_mesh())
     seen = []
 

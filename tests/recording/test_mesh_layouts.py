@@ -59,7 +59,7 @@ def test_groups_without_a_mesh_have_a_layout_too(comm_mode):
 
 
 @pytest.mark.distributed(world_size=8, backend="fake")
-def test_two_groups_of_one_name_are_told_apart(comm_mode):
+def test_two_groups_of_one_name_are_distinguished(comm_mode):
     groups = [dist.new_group(ranks, group_desc="tp") for ranks in ([0, 1], [0, 4], [0, 1])]
     with comm_mode:
         for group in groups:
@@ -74,7 +74,7 @@ def test_two_groups_of_one_name_are_told_apart(comm_mode):
 
 
 @pytest.mark.distributed(world_size=8, backend="fake")
-def test_irregular_groups_of_one_name_are_told_apart_by_their_ranks(comm_mode):
+def test_irregular_groups_of_one_name_are_distinguished_by_their_ranks(comm_mode):
     groups = [dist.new_group(ranks, group_desc="tp") for ranks in ([0, 1, 3], [0, 1, 4])]
     with comm_mode:
         for group in groups:

@@ -74,7 +74,7 @@ def test_each_call_is_one_event_with_its_bytes(comm_mode, dist_info):
 
 
 @pytest.mark.distributed(world_size=2)
-def test_object_collectives_are_told_apart(comm_mode):
+def test_object_collectives_have_their_own_source(comm_mode):
     with comm_mode:
         dist.all_gather_object([None, None], {"a": 1})
         dist.broadcast_object_list([1, 2], 0)

@@ -255,7 +255,7 @@ def test_all_ranks_gather_as_far_ahead_as_simulated_ones(comm_mode, device_mesh)
 
 @fake
 @pytest.mark.parametrize("name", FSDP2)
-def test_torchs_labels_say_the_same(comm_mode, device_mesh, name):
+def test_labels_of_torch_agree(comm_mode, device_mesh, name):
     arrange, _ = FSDP2[name]
     model, run = arrange(device_mesh)
     recorded(comm_mode, model, run)

@@ -159,7 +159,7 @@ def test_patterns_of_snapshots_are_owners(recorded):
 
 
 @fake
-def test_events_without_a_module_are_asked_for_by_no_module(comm_mode):
+def test_events_without_a_module_are_queried_as_no_module(comm_mode):
     model = nn.ReLU()
     with comm_mode(model):
         dist.all_reduce(torch.ones(1))

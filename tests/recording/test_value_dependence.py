@@ -336,14 +336,14 @@ def transformers(comm_mode, device_mesh):
     "work",
     [train, scale, set_up, checkpointed, compiled, harmless, even, objects, transformers],
 )
-def test_nothing_is_said_of_ordinary_training(comm_mode, device_mesh, work):
+def test_ordinary_training_has_no_gap(comm_mode, device_mesh, work):
     work(comm_mode, device_mesh)
     assert texts(comm_mode) == []
 
 
 @pytest.mark.distributed(world_size=2)
 @pytest.mark.parametrize("function", [item, nonzero, tolist])
-def test_nothing_is_said_where_values_are_exchanged(comm_mode, function):
+def test_values_that_are_exchanged_are_no_gap(comm_mode, function):
     model = Forward(function)
     with comm_mode(model):
         model(torch.ones(4))

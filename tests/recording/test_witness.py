@@ -234,7 +234,7 @@ def test_an_exception_is_not_replaced_by_the_warning(comm_mode):
 
 
 @ws2
-def test_a_merged_profile_says_which_ranks_miss_something(comm_mode, dist_info):
+def test_a_merged_profile_names_the_ranks_of_a_gap(comm_mode, dist_info):
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     gaps(comm_mode, lambda: backend.allreduce([data()]).wait())
     (of_both,) = comm_mode.merged_profile().gaps
@@ -391,13 +391,13 @@ def nested():
         *(on_threads, fsdp1, ddp, compiled, nested),
     ],
 )
-def test_nothing_is_said_of_what_was_recorded(comm_mode, work):
+def test_what_was_recorded_is_no_gap(comm_mode, work):
     assert gaps(comm_mode, work) == []
     assert comm_mode.events
 
 
 @ws2
-def test_nothing_is_said_of_what_was_sent_before_and_after(comm_mode):
+def test_what_was_sent_before_and_after_is_no_gap(comm_mode):
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     backend.allreduce([data()]).wait()
     assert gaps(comm_mode, lambda: dist.all_reduce(data(2))) == []

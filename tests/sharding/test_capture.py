@@ -492,7 +492,7 @@ def test_moving_to_another_dtype_after_sharding_is_seen():
     assert parameter(capture_tree(model), "layers.0.up.weight").dtype == "bfloat16"
 
 
-def test_an_unsharded_model_says_so():
+def test_an_unsharded_model_is_reported_as_such():
     tree = capture_tree(TokenModel())
     assert not tree.is_sharded
     assert not tree.units

@@ -205,7 +205,7 @@ def test_what_are_no_parts_is_refused(given_, problem):
     assert str(caught.value) == problem
 
 
-def test_ranks_of_a_pipeline_merge_and_say_who_has_which_stage():
+def test_merged_ranks_of_a_pipeline_show_their_stages():
     first = tree_facts(capture_tree(sharded(Stage([0, 1], embed=True))))
     second = tree_facts(capture_tree(sharded(Stage([2, 3], head=True))))
     text = format_profile(merge({0: first, 1: first, 2: second, 3: second}))

@@ -160,15 +160,6 @@ class UnitWatch:
         self._memory = GatheredMemory()
         self._unsharded_nbytes.clear()
 
-    def learn_groups(self, group: Any) -> None:
-        """Report the meshes of a parameter group. See Note [Reshard after forward]."""
-        self._groups.learn_mesh(group.mesh_info.mesh)
-        after = group.post_forward_mesh_info
-        if after is not None:
-            self._groups.learn_post_forward(
-                after.shard_process_group, group.mesh_info.shard_process_group
-            )
-
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Wrap FSDP's methods, and put them back."""
@@ -263,7 +254,7 @@ class UnitWatch:
         yield None
 
     def _unshard(self, group: Any, *_: Any, **__: Any) -> _Around:
-        self.learn_groups(group)
+        self._groups.learn_unit(group)
         self._learn_memory(group)
         pending = group._all_gather_result
         modules, gather = tuple(group.modules), self._prefetches.begin()
