@@ -13,6 +13,7 @@ the recording is right: ``tests/recording/test_comm_debug.py`` shows each differ
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
@@ -200,6 +201,8 @@ class CommDebugAnswers(ABC):
         tracker = mode.advanced_module_tracker
         tracker.module_helper_dict, tracker.module_parents_dict = modules, parents
         tracker.parent_dict, tracker.sharding_dict = called, self.get_sharding_info()
+        with contextlib.suppress(RecordingError):  # the model is gone, and only they with it
+            tracker.module_parameters_dict = self.get_parameter_info()
         return mode
 
 

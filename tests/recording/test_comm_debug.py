@@ -155,6 +155,7 @@ def test_attributes_and_noise_levels_are_those_of_torch(comm_mode, device_mesh, 
     ours, torchs = comm_mode.advanced_module_tracker, theirs.advanced_module_tracker
     for name in ("module_helper_dict", "module_parents_dict", "parent_dict", "sharding_dict"):
         assert getattr(ours, name) == getattr(torchs, name), name
+    assert list(ours.module_parameters_dict) == list(torchs.module_parameters_dict)
     tables, dumps = [], []
     for level in range(3):
         for mode in (comm_mode, theirs):
