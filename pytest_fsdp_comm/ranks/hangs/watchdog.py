@@ -19,8 +19,8 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import (
     LAST_WORDS,
     WATCHDOG,
+    Handshake,
     PositionAnswer,
-    WatchdogHandshake,
 )
 from pytest_fsdp_comm.ranks.wire.positions import Position
 
@@ -48,7 +48,7 @@ class Watchdog:
         self._pid = getpid()
         self._lock = _thread.allocate_lock()
         self._channel = Channel.connect(socket_path, WATCHDOG, within_s=within_s)
-        self._channel.send(WatchdogHandshake(rank=rank))
+        self._channel.send(Handshake(rank=rank, is_watchdog=True))
         # The thread inherits the mask: signals are for the main thread, whose stack is asked for.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
         try:

@@ -31,7 +31,7 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     Plan,
     Verdict,
 )
-from pytest_fsdp_comm.ranks.wire.results import Loss, RankResult
+from pytest_fsdp_comm.ranks.wire.results import RankResult
 from pytest_fsdp_comm.ranks.wire.text_store import StoreLostError
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
@@ -70,7 +70,7 @@ class Leader:
         self._others = range(1, launched.world_size)
         self._hosts: dict[int, str] = {}
         self._pulses: dict[int, Pulse] = {}
-        self._lost: dict[int, Loss] = {}
+        self._lost: dict[int, str] = {}
         self._meeting: Meeting | None = None
         self._began_at: float | None = None
 
@@ -334,6 +334,5 @@ def _which(meeting: Meeting) -> str:
     return f" (pytest session {number} of this launch)" if number > 1 else ""
 
 
-def _lost(reason: str, *, host: str | None = None) -> Loss:
-    where = f"on {host} " if host else ""
-    return Loss(of_one=f"{where}was lost: {reason}", of_several=f"{where}were lost: {reason}")
+def _lost(reason: str, *, host: str = "") -> str:
+    return f"was lost{f' on {host}' if host else ''}: {reason}"

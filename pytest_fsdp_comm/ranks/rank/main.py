@@ -35,7 +35,7 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     RANK,
     EndTests,
     Escape,
-    RankHandshake,
+    Handshake,
     RankMessage,
     RunTest,
     TestEnded,
@@ -120,7 +120,7 @@ class RankTemplate:
         else:
             debug_elsewhere(session.config, self._plugin.skip_debugger)
         channel = Channel.connect(spec.socket_path, RANK, within_s=spec.settings.timeout_s)
-        channel.send(RankHandshake(rank=rank))
+        channel.send(Handshake(rank=rank))
         if self._random_state is not None:
             # Python seeds a forked process anew.
             random.setstate(cast("tuple[Any, ...]", self._random_state))

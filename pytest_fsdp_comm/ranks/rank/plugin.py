@@ -26,9 +26,8 @@ from pytest_fsdp_comm.ranks.rank.process_group import is_default_group, join_gro
 from pytest_fsdp_comm.ranks.rank.random_states import RandomStates, equalize
 from pytest_fsdp_comm.ranks.rank.session_end import raise_lost_exceptions, run_exit_functions
 from pytest_fsdp_comm.ranks.wire.messages import (
-    DebuggerEntered,
-    DebuggerLeft,
     DebuggerSkipped,
+    Debugging,
     TimerCancelled,
     TimerSet,
 )
@@ -228,7 +227,6 @@ class RankPlugin:
             self._config.hook.pytest_report_teststatus(report=report, config=self._config)
         message = PhaseReport(
             report=_serializable(self._config, report),
-            made_at=time.time(),
             is_subtest=is_subtest(report),
             precedes_debugger=report.failed and self._config.pluginmanager.has_plugin("pdbinvoke"),
             nbytes_reported={log.name: log.nbytes_reported for log in self._logs},
@@ -261,11 +259,11 @@ class RankPlugin:
 
     def pytest_enter_pdb(self) -> None:
         """Reports that a human is at work."""
-        self._channel.send(DebuggerEntered())
+        self._channel.send(Debugging(has_begun=True))
 
     def pytest_leave_pdb(self) -> None:
         """Reports that the test goes on."""
-        self._channel.send(DebuggerLeft())
+        self._channel.send(Debugging(has_begun=False))
 
     def skip_debugger(self, frame: FrameType) -> None:
         """Reports that this rank came to a debugger without having the terminal."""
@@ -320,7 +318,9 @@ def _serializable(config: pytest.Config, report: pytest.TestReport) -> dict[str,
     texts = {name: shortened_texts(data[name]) for name in _TEXTS if name in data}
     recorded = data.get("user_properties", ())
     properties = [(name, _shortened_value(value)) for name, value in recorded]
-    return {**data, **texts, "user_properties": properties}
+    # A plugin's report may have no end.
+    stop = data.get("stop") or time.time()
+    return {**data, **texts, "user_properties": properties, "stop": stop}
 
 
 def _shortened_value(value: object) -> object:

@@ -25,7 +25,9 @@ class Echo:
         self._offsets: dict[tuple[int, str], int] = {}
 
     def copy(self) -> None:
-        """Writes the lines that are new."""
+        """Writes the lines that are new; does nothing where no stream is shown."""
+        if not self._spec.echoes:
+            return
         for rank in self._spec.ranks:
             for stream in self._spec.echoes:
                 with contextlib.suppress(FileNotFoundError):  # not yet, or no longer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
@@ -18,31 +18,28 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.wire.positions import Position
 
 
-class Progress(Protocol):
-    """Shows that a test is still running: after a while, then each time the time has doubled."""
+class Progress:
+    """Writes to the terminal that a test still runs: after a while, then at each doubling."""
 
-    @property
-    def first_after_s(self) -> float:
-        """Seconds after the test's start until it is shown first."""
+    def __init__(self, item: pytest.Item, reporter: Any) -> None:
+        """Begins with a test.
+
+        Args:
+            item: The test.
+            reporter: pytest's terminal reporter.
+        """
+        self._item = item
+        self._reporter = reporter
+        self.first_after_s = item.config.stash[OPTIONS].progress_s
+        """Seconds after the test's start until the first line."""
 
     def show(self, positions: Mapping[int, Position], *, after_s: float) -> None:
-        """Shows it.
+        """Writes one line.
 
         Args:
             positions: Where each rank is that answered.
             after_s: Seconds since the test's start.
         """
-
-
-class _TerminalLine:
-    """Writes a line to the terminal."""
-
-    def __init__(self, item: pytest.Item, reporter: Any) -> None:
-        self._item = item
-        self._reporter = reporter
-        self.first_after_s = item.config.stash[OPTIONS].progress_s
-
-    def show(self, positions: Mapping[int, Position], *, after_s: float) -> None:
         sites = {
             rank: "done"
             if position.activity is Activity.HAS_ENDED
@@ -63,4 +60,4 @@ def progress_on_terminal(item: pytest.Item) -> Progress | None:
     reporter = item.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or hasattr(item.config, "workerinput"):
         return None
-    return _TerminalLine(item, reporter)
+    return Progress(item, reporter)

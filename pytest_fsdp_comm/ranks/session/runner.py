@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +33,9 @@ from pytest_fsdp_comm.ranks.rank.process_group import gpus_of
 from pytest_fsdp_comm.ranks.rank.terminal import copied_terminal, kept_foreground
 from pytest_fsdp_comm.ranks.session.progress import progress_on_terminal
 from pytest_fsdp_comm.ranks.session.properties import merge_user_properties
-from pytest_fsdp_comm.ranks.session.rank_set import RankSet, UnendedRank
 from pytest_fsdp_comm.ranks.session.report_plugins import show_report_plugins
 from pytest_fsdp_comm.ranks.session.reruns import explain_no_rerun, run_with_reruns
-from pytest_fsdp_comm.ranks.session.supervision import Supervision
+from pytest_fsdp_comm.ranks.session.supervision import Supervision, UnendedRank
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
 from pytest_fsdp_comm.ranks.session.warnings import replay_warnings, warn_of_test
 from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, LAST_LOOK_S, PATIENCE_S
@@ -50,7 +49,7 @@ from pytest_fsdp_comm.ranks.wire.directories import (
     remove_directory,
 )
 from pytest_fsdp_comm.ranks.wire.rank_set import NextTest, RankSetSpec
-from pytest_fsdp_comm.ranks.wire.results import Loss, RankResult
+from pytest_fsdp_comm.ranks.wire.results import RankResult
 from pytest_fsdp_comm.ranks.wire.socket_paths import check_path, listen
 from pytest_fsdp_comm.text.codec import load_tagged
 
@@ -114,7 +113,7 @@ class RankRunner:
         self._base: _Base | None = None
         self._terminal: tuple[int, ...] = ()
         self._set_count = 0
-        self._rank_set: RankSet | None = None
+        self._kept: Supervision | None = None
         self._was_quit = False
         self._random_state: object = None
         self._problems: list[str] = []
@@ -235,7 +234,8 @@ class RankRunner:
         self._was_quit = any(result.escaped == QUIT for result in results.values())
         if self._was_quit:
             # Not a failure of the test, which just ends here.
-            results = {rank: replace(result, escaped=None) for rank, result in results.items()}
+            for result in results.values():
+                result.escaped = None
         reports = merge_reports(item, results, self._load, timeout_s=settings.timeout_s)
         replay_warnings(item.config, results.values())
         debugged = _debugged_rank(item.config, settings)
@@ -311,8 +311,8 @@ class RankRunner:
             # Not known: the ranks of others must follow, and who waits for slots has ranks ended
             # that only wait, without a word.
             return NextTest(is_none=False)
-        module, items = item.getparent(pytest.Module), self._session.items
-        while candidate is not None and candidate.getparent(pytest.Module) is module:
+        items = self._session.items
+        while candidate is not None and _module(candidate) is _module(item):
             index = self._indices[candidate]
             if SETTINGS in candidate.stash:
                 suits = candidate.stash[SETTINGS] == settings
@@ -355,8 +355,9 @@ class RankRunner:
                     # Starting a server takes a moment; the other ranks need not wait for it.
                     peers.has_failed_elsewhere(has_failed=True)
                 results = self._lose_ranks(settings, died, peers)
-            used = [found for found in (self._base, self._rank_set) if found is not None]
-            gone = [found.directory for found in used if has_vanished(found.directory)]
+            used = [self._base.directory] if self._base else []
+            used += [self._kept.spec.directory] if self._kept else []
+            gone = [directory for directory in used if has_vanished(directory)]
             if gone and not self._unpreparable:  # otherwise the server has removed it
                 self._vanished = gone[0]
             keeps = (
@@ -364,8 +365,8 @@ class RankRunner:
                 and self._vanished is None
                 # A new process collects one test.
                 and not self.fallback_reason
-                and self._rank_set is not None
-                and self._rank_set.supervision.is_reusable
+                and self._kept is not None
+                and self._kept.is_reusable
             )
             if peers is not None:
                 # The ranks live on meanwhile: a rank that ends breaks those that still run.
@@ -375,8 +376,8 @@ class RankRunner:
             # Ctrl-C, for example: no rank may outlive its test, and somebody waits.
             self._end_ranks(HURRIED_S, is_reported=False)
             raise
-        if keeps and self._rank_set is not None:
-            self._rank_set.processes.rest()
+        if keeps and self._kept is not None:
+            self._kept.processes.rest()
         else:
             self._end_ranks(PATIENCE_S)
         return results
@@ -391,19 +392,20 @@ class RankRunner:
     ) -> Callable[..., dict[int, RankResult]]:
         """Gives a test to the ranks that are kept for it, or starts new ones."""
         index = self._indices[item]
-        kept = self._rank_set
+        kept = self._kept
         reuses_ranks = (
             kept is not None
-            and kept.suits(item, settings)
-            and kept.supervision.can_run(index)
-            and not has_vanished(kept.directory)
+            and kept.spec.settings == settings
+            and _module(self._session.items[kept.spec.item_index]) is _module(item)
+            and kept.can_run(index)
+            and not has_vanished(kept.spec.directory)
         )
         if peers is not None:
             reuses_ranks = peers.begin(index, reuses_ranks=reuses_ranks)
         if self._unpreparable:
             raise ServerDiedError(self._unpreparable)
         if kept is not None and reuses_ranks and kept.processes.resume():
-            run = partial(kept.supervision.run_next, index, next_test)
+            run = partial(kept.run_next, index, next_test)
         elif peers is not None and reuses_ranks:
             # A new rank here could not join those that the other processes have kept.
             raise ServerDiedError
@@ -413,13 +415,13 @@ class RankRunner:
             if self._base is not None and self._base.server.has_died:
                 self._replace_server()
             try:
-                self._rank_set = self._start_ranks(item, settings, peers, next_test, spares)
+                self._kept = self._start_ranks(item, settings, peers, next_test, spares)
             except OSError as error:
                 # A server that cannot prepare ranks says why, and removes the directory.
                 if self._base is not None:
                     self._base.server.raise_if_failed()
                 raise _NotStartedError(str(error)) from None
-            run = partial(self._rank_set.supervision.run)
+            run = partial(self._kept.run)
         if peers is not None:
             run = partial(run, has_failed_elsewhere=peers.has_failed_elsewhere)
         return run
@@ -441,10 +443,9 @@ class RankRunner:
             how = self._replace_server()
             forked = "all ranks are" if peers is None else "it was"
             text = f"died with the process that {forked} forked from, which {how}"
-        lost = Loss(of_one=text, of_several=text)
         # With peers, theirs are their own to lose.
         ranks = settings.ranks if peers is None else (peers.local_rank().rank,)
-        return {rank: RankResult(rank=rank, lost=lost) for rank in ranks}
+        return {rank: RankResult(rank=rank, lost=text) for rank in ranks}
 
     def _start_ranks(
         self,
@@ -453,7 +454,7 @@ class RankRunner:
         peers: Peers | None,
         next_test: NextTest,
         spares: int,
-    ) -> RankSet:
+    ) -> Supervision:
         if self._base is None:
             raise RuntimeError("start() comes before run()")
         self._set_count += 1
@@ -480,14 +481,7 @@ class RankRunner:
             )
             listener = listen(spec.socket_path, 2 * len(spec.ranks))  # each has a watchdog
             processes = self._base.server.fork_ranks(spec, spares=spares)
-        return RankSet(
-            module=item.getparent(pytest.Module),
-            settings=settings,
-            nodeid=item.nodeid,
-            directory=directory,
-            supervision=Supervision(spec, listener, processes),
-            processes=processes,
-        )
+        return Supervision(spec, listener, processes)
 
     def _restore_directory(self, base: _Base, item: pytest.Item) -> None:
         """Makes the session's directory again if it has vanished since the last test began."""
@@ -505,9 +499,9 @@ class RankRunner:
             is_reported: Whether a test's report can say which are not; the end of the session is
                 told in any case.
         """
-        rank_set, self._rank_set = self._rank_set, None
-        if rank_set is not None:
-            problems, unended = rank_set.end(within_s)
+        ended, self._kept = self._kept, None
+        if ended is not None:
+            problems, unended = ended.end(within_s)
             self._problems += problems
             self._unended += unended
             if is_reported:
@@ -553,6 +547,10 @@ class RankRunner:
                 blamed.outcome = "failed"
                 blamed.longrepr = text
         return reports
+
+
+def _module(item: pytest.Item) -> pytest.Module | None:
+    return item.getparent(pytest.Module)
 
 
 def _describe_vanished(directory: Path, when: str) -> str:

@@ -6,26 +6,27 @@ import contextlib
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_fsdp_comm.ranks.hangs.process_state import is_alive, silent_activity
 from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack
 from pytest_fsdp_comm.ranks.rank.kept_output import MOST_ON_DISK_NBYTES, OutputFile, read_kept
 from pytest_fsdp_comm.ranks.session.echo import Echo
+from pytest_fsdp_comm.ranks.start.ending import start_time
 from pytest_fsdp_comm.ranks.start.fork_client import ServerDiedError
 from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.ranks.wire.directories import remove_directory
 from pytest_fsdp_comm.ranks.wire.messages import (
     LAST_WORDS,
     SUPERVISOR,
-    DebuggerEntered,
-    DebuggerLeft,
     DebuggerSkipped,
+    Debugging,
     EndTests,
+    Handshake,
     PositionAnswer,
     PositionQuestion,
-    RankHandshake,
     RankMessage,
     RunTest,
     SupervisorMessage,
@@ -33,18 +34,19 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     TestsEnded,
     TimerCancelled,
     TimerSet,
-    WatchdogHandshake,
 )
 from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
 from pytest_fsdp_comm.ranks.wire.rank_set import NextTest
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, Stopped, WarningSeen
 from pytest_fsdp_comm.text.codec import CodecError
+from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
     import socket
 
     from pytest_fsdp_comm.ranks.session.progress import Progress
-    from pytest_fsdp_comm.ranks.wire.rank_set import RankProcesses, RankSetSpec
+    from pytest_fsdp_comm.ranks.start.fork_client import ForkedRanks
+    from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 # Once a rank has failed, the others fail within a second of it (their connections close) or hang.
 GRACE_S = 1.0
@@ -59,8 +61,7 @@ _STREAMS = ("stdout", "stderr")
 _SEND_S = 1.0
 # More than a socket holds: a rank that goes on sending is not listened to for ever.
 _DRAINED_CHUNKS = 64
-_GREETING_NBYTES = 4096
-
+_HANDSHAKE_NBYTES = 4096
 
 _Channel: TypeAlias = Channel[SupervisorMessage, RankMessage]
 
@@ -69,48 +70,41 @@ HasFailedElsewhere = Callable[[bool], bool]
 that another process supervises has."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Rank:
-    """What is known so far of one rank's test."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnendedRank:
+    """A rank whose process was killed, and did not go."""
 
-    channel: _Channel | None = None
-    watchdog: _Channel | None = None
-    position: Position | None = None
-    reports: list[PhaseReport] = field(default_factory=list)
-    warnings: list[WarningSeen] = field(default_factory=list)
-    payloads: tuple[str, ...] | None = None
-    escaped: str | None = None
-    is_done: bool = False
-    can_run_another: bool = False
-    has_ended_tests: bool = False
-    status: int | None = None
-    ended_at: float | None = None
-    seen_alive_at: float | None = None
-    stopped: Stopped | None = None
-    stacks: str = ""
-    timer: TimerSet | None = None
-    is_debugging: bool = False
-    entered_debugger: bool = False
-    skipped_debuggers: list[str] = field(default_factory=list)
-    nbytes_reported: dict[str, int] = field(default_factory=dict)
-    has_failed_phase: bool = False
+    name: str
+    """The rank and its test."""
+    pid: int
+    started: str
+    """As `start_time` gives it."""
+    killed_at: float
+    """`time.monotonic`."""
 
-    @property
-    def is_over(self) -> bool:
-        return self.is_done or self.status is not None
+    def is_there(self) -> bool:
+        """Whether the process still exists."""
+        return start_time(self.pid) == self.started
 
-    @property
-    def has_failed(self) -> bool:
-        died = self.status is not None and not self.is_done
-        return self.has_failed_phase or self.escaped is not None or died
+    def describe(self, what: str) -> str:
+        """The problem as a text for those who can find out why.
+
+        Args:
+            what: What to say of the rank, such as ``has not ended``.
+        """
+        after_s = time.monotonic() - self.killed_at
+        return (
+            f"{self.name} {what}: its process {self.pid} still exists {after_s:.0f} s after "
+            "SIGKILL.\n"
+            f"Is a driver or a file server not responding? /proc/{self.pid}/stack (readable as "
+            "root) shows what it waits for."
+        )
 
 
 class Supervision:
-    """Supervises one rank set, for the tests that it runs one after another."""
+    """One rank set that lives, and what is known of it in the tests that it runs."""
 
-    def __init__(
-        self, spec: RankSetSpec, listener: socket.socket, processes: RankProcesses
-    ) -> None:
+    def __init__(self, spec: RankSetSpec, listener: socket.socket, processes: ForkedRanks) -> None:
         """Begins with a rank set that has just been started.
 
         Args:
@@ -118,16 +112,18 @@ class Supervision:
             listener: Listens at its socket path; closed with it.
             processes: Its processes.
         """
-        self._spec = spec
+        self.spec = spec
+        self.processes = processes
         self._listener = listener
         self._listener.settimeout(0.0)
-        self._processes = processes
-        self._ranks = {rank: _Rank() for rank in spec.ranks}
+        # Registered with a rank's number: its connection. Without one: the listener, the server of
+        # the processes, and connections of which the handshake has not come.
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
-        self._descriptor = processes.fileno()
-        if self._descriptor is not None:
-            self._selector.register(self._descriptor, selectors.EVENT_READ, None)
+        self._selector.register(processes, selectors.EVENT_READ, None)
+        self._channels: dict[int, _Channel] = {}
+        self._watchdogs: dict[int, _Channel] = {}
+        self._exited: set[int] = set()
         # The size of each log when a later test of the rank set began.
         self._log_starts: dict[tuple[int, str], int] = {}
         self._outputs = {
@@ -136,9 +132,17 @@ class Supervision:
             for stream in _STREAMS
         }
         self._bounded_at: float | None = None
-        self._echo = Echo(spec) if spec.echoes else None
+        self._echo = Echo(spec)
         self._questions = 0
-        self._next_test = spec.next_test
+        self._begin(spec.next_test)
+
+    def _begin(self, next_test: NextTest) -> None:
+        self._results = {rank: RankResult(rank=rank) for rank in self.spec.ranks}
+        self._timers: dict[int, TimerSet] = {}
+        self._debugging: set[int] = set()
+        self._ready: set[int] = set()
+        self._have_ended_tests: set[int] = set()
+        self._next_test = next_test
         self.is_reusable = False
         """Whether all ranks finished the last test and wait for another."""
 
@@ -160,13 +164,14 @@ class Supervision:
         Returns:
             What each rank did.
         """
-        deadline = started_at + self._spec.settings.timeout_s
+        results = self._results.values()
+        deadline = started_at + self.spec.settings.timeout_s
         progress_after_s = progress.first_after_s if progress else None
         first_failure: float | None = None
         was_debugged = False
-        while not all(rank.is_over for rank in self._ranks.values()):
+        while not all(result.is_over for result in results):
             now = time.monotonic()
-            if any(rank.is_debugging and not rank.is_over for rank in self._ranks.values()):
+            if any(result.rank in self._debugging and not result.is_over for result in results):
                 was_debugged = True
                 # Even if a rank has failed, it is the debugger's turn.
                 first_failure = None
@@ -184,7 +189,7 @@ class Supervision:
             if progress and progress_after_s is not None and after_s > progress_after_s:
                 progress.show(self._positions(), after_s=after_s)
                 progress_after_s = 2 * after_s
-            ends_at = min([deadline, *(timer.runs_out_at for timer in self._timers())])
+            ends_at = min([deadline, *(timer.runs_out_at for timer in self._running_timers())])
             # Time in a debugger is not the test's, and how much it was no longer matters.
             if now > ends_at and not was_debugged:
                 self._stop(Stopped.AT_DEADLINE)
@@ -192,17 +197,19 @@ class Supervision:
             self._wait(min(_POLL_S, max(ends_at - now, 0.001)))
             if self._bound_output():
                 break
-        self._look_back(has_failed_elsewhere)
-        if self._echo:
-            self._echo.copy()
-        self.is_reusable = not self._has_failed(None) and all(
-            rank.is_done and rank.can_run_another and rank.status is None
-            for rank in self._ranks.values()
+        # Once more: a rank may have failed and ended in one turn, and others wait for it.
+        if self._has_failed(has_failed_elsewhere):
+            self._locate_unstopped()
+        self._echo.copy()
+        self.is_reusable = not self._exited and all(
+            result.is_done and not result.has_failed and result.rank in self._ready
+            for result in results
         )
         if not self.is_reusable:
             # The fixtures that they kept end with this test, and what fails then is its failure.
             self._end_tests()
-        return {number: self._result(number, rank) for number, rank in self._ranks.items()}
+        self._note_what_was_left()
+        return dict(self._results)
 
     def run_next(
         self,
@@ -214,19 +221,13 @@ class Supervision:
         progress: Progress | None = None,
     ) -> dict[int, RankResult]:
         """Runs another test on the same ranks."""
-        self._next_test = next_test
-        for number, rank in self._ranks.items():
+        self._begin(next_test)
+        for rank in self.spec.ranks:
             for stream in _STREAMS:
-                size = 0
                 with contextlib.suppress(FileNotFoundError):
-                    size = self._spec.log_path(number, stream).stat().st_size
-                self._log_starts[number, stream] = size
-            self._ranks[number] = _Rank(channel=rank.channel, watchdog=rank.watchdog)
-            if rank.channel is not None:
-                self._selector.unregister(rank.channel)
-                self._selector.register(rank.channel, selectors.EVENT_READ, self._ranks[number])
-                with contextlib.suppress(OSError):  # it has died, which will be noticed
-                    rank.channel.send(RunTest(item_index=item_index, next_test=next_test))
+                    size = self.spec.log_path(rank, stream).stat().st_size
+                    self._log_starts[rank, stream] = size
+        self._tell(self._channels, RunTest(item_index=item_index, next_test=next_test))
         return self.run(
             started_at=started_at, has_failed_elsewhere=has_failed_elsewhere, progress=progress
         )
@@ -236,79 +237,98 @@ class Supervision:
         expected = self._next_test
         return not expected.is_none and expected.index in {None, item_index}
 
-    def late_failures(self) -> dict[int, PhaseReport]:
-        """What failed in ranks when fixtures ended that had been kept for another test."""
-        before = {number: len(rank.reports) for number, rank in self._ranks.items()}
+    def end(self, within_s: float) -> tuple[list[str], list[UnendedRank]]:
+        """Kills every process of the rank set, and removes what they shared.
+
+        Args:
+            within_s: How long to wait until they are gone.
+
+        Returns:
+            A problem for what failed in fixtures that were kept for a test which did not follow,
+            and the ranks that are not gone in time.
+        """
+        problems = self._late_problems()
+        killed_at = time.monotonic()
+        try:
+            unended = self.processes.end(within_s)
+        finally:
+            callers = [key.fileobj for key in self._selector.get_map().values()]
+            self._selector.close()
+            self._listener.close()
+            for channel in (*callers, *self._channels.values(), *self._watchdogs.values()):
+                if isinstance(channel, Channel):
+                    channel.close()
+        remove_directory(self.spec.directory)
+        return problems, [
+            UnendedRank(
+                name=f"rank {rank} of {self.spec.nodeid}",
+                pid=pid,
+                started=started,
+                killed_at=killed_at,
+            )
+            for rank, pid in unended.items()
+            if (started := start_time(pid))  # otherwise it has ended just now
+        ]
+
+    def _late_problems(self) -> list[str]:
+        """What failed in ranks as fixtures end that had been kept for another test."""
+        # What the test did has been reported: these are only the reports of what comes now.
+        self._results = {rank: replace(one, reports=()) for rank, one in self._results.items()}
         self._end_tests()
-        return {
-            number: report
-            for number, rank in self._ranks.items()
-            for report in rank.reports[before[number] :]
+        late = {
+            rank: _crash_text(report)
+            for rank, result in self._results.items()
+            for report in result.reports
             if report.has_failed
         }
+        return [
+            f"{name_ranks(ranks)}: a fixture that {self.spec.nodeid} or a later test of its module "
+            f"had set up failed at its end:\n{text}"
+            for ranks, text in fold_equal(late)
+        ]
 
     def _end_tests(self) -> None:
         """Has the ranks that wait for another test end what they kept for it, within a second."""
         if self._next_test.is_none:
             return
         self._next_test = NextTest()
-        waiting = [rank for rank in self._ranks.values() if rank.is_done and rank.status is None]
-        for rank in waiting:
-            if rank.channel is not None:
-                with contextlib.suppress(OSError):  # it died just now
-                    rank.channel.send(EndTests())
+        waiting = {rank for rank, result in self._results.items() if result.is_done}
+        self._tell(waiting - self._exited, EndTests())
         until = time.monotonic() + GRACE_S
         with contextlib.suppress(ServerDiedError):  # and with it the ranks
-            while time.monotonic() < until:
-                if all(rank.has_ended_tests or rank.status is not None for rank in waiting):
-                    break
+            while waiting - self._exited - self._have_ended_tests and time.monotonic() < until:
                 self._wait(_POLL_S)
 
-    def end(self, within_s: float) -> dict[int, int]:
-        """Kills every process of the rank set; see `RankProcesses.end`."""
-        try:
-            return self._processes.end(within_s)
-        finally:
-            callers = [key.fileobj for key in self._selector.get_map().values()]
-            self._selector.close()
-            self._listener.close()
-            known = [end for rank in self._ranks.values() for end in (rank.channel, rank.watchdog)]
-            for channel in (*callers, *known):
-                if isinstance(channel, Channel):
-                    channel.close()
+    def _tell(self, ranks: Iterable[int], message: RunTest | EndTests) -> None:
+        for rank in ranks:
+            if rank in self._channels:
+                with contextlib.suppress(OSError):  # it has died, which will be noticed
+                    self._channels[rank].send(message)
 
     def _has_failed(self, elsewhere: HasFailedElsewhere | None) -> bool:
         """Whether a rank has failed; passes it on to those that others supervise, and asks them."""
-        has_failed = any(rank.has_failed for rank in self._ranks.values())
+        has_failed = any(result.has_failed for result in self._results.values())
         return (elsewhere is not None and elsewhere(has_failed)) or has_failed
 
-    def _look_back(self, elsewhere: HasFailedElsewhere | None) -> None:
-        """Once more: a rank may have failed and ended in one turn, and others wait for it."""
-        if self._has_failed(elsewhere) and not any(rank.stopped for rank in self._ranks.values()):
-            # Those that failed because of another rank know what they sent.
-            self._locate()
-
-    def _timers(self) -> list[TimerSet]:
-        ranks = self._ranks.values()
-        return [rank.timer for rank in ranks if rank.timer is not None and not rank.is_over]
+    def _running_timers(self) -> list[TimerSet]:
+        return [timer for rank, timer in self._timers.items() if not self._results[rank].is_over]
 
     def _wait(self, timeout_s: float) -> None:
         events = self._selector.select(timeout_s)
         # Where nothing happens, asked to be sure.
-        may_have_ended = self._descriptor is None or not events
+        may_have_ended = not events
         for key, _ in events:
             if key.fileobj is self._listener:
                 self._accept()
-            elif isinstance(key.data, _Rank):
+            elif key.data is not None:
                 self._read(key.data)
             elif isinstance(key.fileobj, Channel):
-                self._greet(key.fileobj)
+                self._shake_hands(key.fileobj)
             else:
                 may_have_ended = True
         if may_have_ended:
             self._note_ends()
-        if self._echo:
-            self._echo.copy()
+        self._echo.copy()
 
     def _bound_output(self) -> bool:
         """Frees the disk of output that is not kept; whether a rank had to be stopped for its."""
@@ -316,47 +336,50 @@ class Supervision:
         if self._bounded_at is not None and now < self._bounded_at + _POLL_S:
             return False
         self._bounded_at = now
-        fast = [
-            number
-            for number, nbytes in self._release_output().items()
-            if nbytes > MOST_ON_DISK_NBYTES
-        ]
+        sizes = self._release_output().items()
+        fast = [rank for rank, nbytes in sizes if nbytes > MOST_ON_DISK_NBYTES]
         if not fast:
             return False
         self._stop(Stopped.AFTER_FAILURE)
-        for number in fast:
-            self._ranks[number].stopped = Stopped.TOO_MUCH_OUTPUT
-            self._ranks[number].ended_at = time.time()
+        for rank in fast:
+            self._results[rank].stopped = Stopped.TOO_MUCH_OUTPUT
+            self._results[rank].ended_at = time.time()
         return True
 
     def _release_output(self) -> dict[int, int]:
         """How many bytes of disk the largest file of each rank still takes."""
         return {
-            number: max(
-                self._outputs[number, stream].release(self._unread_from(number, rank, stream))
+            rank: max(
+                self._outputs[rank, stream].release(self._unread_from(rank, stream))
                 for stream in _STREAMS
             )
-            for number, rank in self._ranks.items()
+            for rank in self.spec.ranks
         }
 
-    def _unread_from(self, number: int, rank: _Rank, stream: str) -> int:
-        return rank.nbytes_reported.get(stream, self._log_starts.get((number, stream), 0))
+    def _unread_from(self, rank: int, stream: str) -> int:
+        """From which byte of a log on no report holds what the rank printed."""
+        reports = self._results[rank].reports
+        reported = reports[-1].nbytes_reported if reports else {}
+        return reported.get(stream, self._log_starts.get((rank, stream), 0))
 
     def _note_ends(self) -> None:
-        for number, status in self._processes.exit_statuses().items():
-            rank = self._ranks[number]
-            if rank.status is None:
-                # What it sent before its end is still in the socket.
+        for rank, status in self.processes.exit_statuses().items():
+            if rank not in self._exited:
+                # Note [Dead ranks are read first]: what a rank sent before its end is still in the
+                # socket, and may say that it finished the test, or why it failed. So nobody is
+                # called dead, or stopped, before its connection has been read to the end.
                 self._drain(rank)
-                rank.status = status
-                rank.ended_at = time.time()
+                self._exited.add(rank)
+                if not self._results[rank].is_done:
+                    self._results[rank].status = status
+                    self._results[rank].ended_at = time.time()
 
     def _note_survivors(self) -> None:
         """Notes which ranks outlive a failure: if they die later, that is not its cause."""
-        for number, rank in self._ranks.items():
+        for rank, result in self._results.items():
             looked_at = time.time()
-            if not rank.is_over and is_alive(self._processes.pid(number)):
-                rank.seen_alive_at = looked_at
+            if not result.is_over and is_alive(self.processes.pid(rank)):
+                result.seen_alive_at = looked_at
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # the caller has hung up
@@ -365,38 +388,38 @@ class Supervision:
             channel.settimeout(_SEND_S)
             self._selector.register(channel, selectors.EVENT_READ, None)
 
-    def _greet(self, channel: _Channel) -> None:
-        """Reads who has called, once that has come; anything but a greeting is a stranger's."""
+    def _shake_hands(self, channel: _Channel) -> None:
+        """Reads who has called, once that has come; what says anything else is a stranger."""
         handshake: RankMessage | None = None
         with contextlib.suppress(CodecError, OSError):
             handshake = next(channel.receive_available(), None)
             if (
                 handshake is None
                 and not channel.is_closed
-                and channel.nbytes_pending < _GREETING_NBYTES
+                and channel.nbytes_pending < _HANDSHAKE_NBYTES
             ):
                 return
         self._selector.unregister(channel)
         match handshake:
-            case WatchdogHandshake() if handshake.rank in self._ranks:
-                self._ranks[handshake.rank].watchdog = channel
-            case RankHandshake() if handshake.rank in self._ranks:
-                rank = self._ranks[handshake.rank]
-                rank.channel = channel
+            case Handshake(rank=rank, is_watchdog=True) if rank in self._results:
+                self._watchdogs[rank] = channel
+            case Handshake(rank=rank) if rank in self._results:
+                self._channels[rank] = channel
                 self._selector.register(channel, selectors.EVENT_READ, rank)
-                # What came in one piece with the greeting makes no descriptor readable again.
-                self._record_all(rank, channel, channel.take_pending)
+                # What came in one piece with the handshake makes no descriptor readable again.
+                self._record_all(rank, channel.take_pending)
             case _:
                 channel.close()
 
-    def _drain(self, rank: _Rank) -> None:
-        while rank.channel is None and self._admit():
+    def _drain(self, rank: int) -> None:
+        """Reads what a rank has sent; see Note [Dead ranks are read first]."""
+        while rank not in self._channels and self._admit():
             pass
         with contextlib.suppress(BlockingIOError):
             for _ in range(_DRAINED_CHUNKS):
-                if rank.channel is None or rank.channel.is_closed:
+                if rank not in self._channels or self._channels[rank].is_closed:
                     break
-                rank.channel.settimeout(0.0)
+                self._channels[rank].settimeout(0.0)
                 self._read(rank)
 
     def _admit(self) -> bool:
@@ -407,116 +430,159 @@ class Supervision:
                 self._accept()
                 found = True
             elif isinstance(key.fileobj, Channel) and key.data is None:
-                self._greet(key.fileobj)
+                self._shake_hands(key.fileobj)
                 found = True
         return found
 
-    def _read(self, rank: _Rank) -> None:
-        if rank.channel is not None:
-            self._record_all(rank, rank.channel, rank.channel.receive_available)
+    def _read(self, rank: int) -> None:
+        self._record_all(rank, self._channels[rank].receive_available)
 
-    def _record_all(
-        self, rank: _Rank, channel: _Channel, receive: Callable[[], Iterator[RankMessage]]
-    ) -> None:
+    def _record_all(self, rank: int, receive: Callable[[], Iterator[RankMessage]]) -> None:
+        channel = self._channels[rank]
         try:
             for message in receive():
-                _record(rank, message)
+                self._record(self._results[rank], message)
         except BlockingIOError:
             raise
         except (CodecError, OSError) as error:
             # The rank's test wrote to a descriptor that is not its own.
-            rank.escaped = f"a broken connection ({type(error).__name__}: {error})"
-            rank.ended_at = time.time()
+            result = self._results[rank]
+            result.escaped = f"a broken connection ({type(error).__name__}: {error})"
+            result.ended_at = time.time()
             channel.is_closed = True
         if channel.is_closed:
             self._selector.unregister(channel)
 
+    def _record(self, result: RankResult, message: RankMessage) -> None:
+        match message:
+            case PhaseReport():
+                self._record_report(result, message)
+            case WarningSeen():
+                result.warnings += (message,)
+            case TimerSet():
+                self._timers[result.rank] = message
+            case TimerCancelled():
+                self._timers.pop(result.rank, None)
+            case Debugging():
+                result.entered_debugger = True
+                self._note_debugging(result.rank, is_debugging=message.has_begun)
+            case DebuggerSkipped():
+                result.skipped_debuggers += (message.site,)
+            case TestEnded():
+                self._record_end(result, message)
+            case TestsEnded():
+                self._have_ended_tests.add(result.rank)
+            case Handshake() | PositionAnswer():
+                raise CodecError(f"expected what a rank reports, got {type(message).__name__}")
+
+    def _record_report(self, result: RankResult, report: PhaseReport) -> None:
+        result.reports += (report,)
+        result.has_failed_phase |= report.has_failed and not report.is_subtest
+        self._note_debugging(result.rank, is_debugging=report.precedes_debugger)
+
+    def _record_end(self, result: RankResult, ended: TestEnded) -> None:
+        if ended.last_report is not None:
+            self._record_report(result, ended.last_report)
+        result.payloads = ended.payloads
+        if ended.can_run_another:
+            self._ready.add(result.rank)
+        if ended.escaped is not None:
+            result.escaped = ended.escaped.text
+            result.ended_at = ended.escaped.at
+        result.is_done = True
+
+    def _note_debugging(self, rank: int, *, is_debugging: bool) -> None:
+        if is_debugging:
+            self._debugging.add(rank)
+        else:
+            self._debugging.discard(rank)
+
     def _stop(self, why: Stopped) -> None:
         """Notes where the ranks are that still run, then leaves them to `end`."""
-        running = {number: rank for number, rank in self._ranks.items() if not rank.is_over}
+        running = [result for result in self._results.values() if not result.is_over]
         # On a busy machine they may have ended the test, or a subtest, and not been heard yet.
-        for rank in running.values():
-            self._drain(rank)
+        for result in running:
+            self._drain(result.rank)
         self._locate()
-        for number, rank in running.items():
-            if rank.is_over:
+        for result in running:
+            if result.is_over:
                 continue
             # It may be long until `end`, where ranks of other processes are waited for: until then
             # it must neither write on nor wear out the machine.
-            self._processes.send_signal(number, signal.SIGSTOP)
+            self.processes.send_signal(result.rank, signal.SIGSTOP)
             if why is Stopped.AFTER_FAILURE:
-                self._drain(rank)
+                self._drain(result.rank)
             # Past the deadline it would be wrong: that it was asked may have freed it.
-            if rank.is_done:
-                self._processes.send_signal(number, signal.SIGCONT)
-                rank.position = Position(site="", activity=Activity.HAS_ENDED)
-                rank.stacks = ""
-            elif rank.status is None:
-                rank.stopped = why
+            if result.is_done:
+                self.processes.send_signal(result.rank, signal.SIGCONT)
+                result.position = Position(site="", activity=Activity.HAS_ENDED)
+                result.stacks = ""
+            elif result.status is None:
+                result.stopped = why
+
+    def _locate_unstopped(self) -> None:
+        """Locates the ranks where none was stopped: those that failed tell what they sent."""
+        if not any(result.stopped for result in self._results.values()):
+            self._locate()
 
     def _locate(self) -> None:
         """Finds out where every rank is that lives, and what each waits for."""
+        results = self._results.values()
         # All at one moment, as far as that goes: then who is silent, then what takes longer.
-        self._ask(self._ranks.values(), within_s=_ANSWER_S)
-        silent = {
-            number: rank
-            for number, rank in self._ranks.items()
-            if rank.position is None and not rank.is_over
-        }
-        answered = [rank for rank in self._ranks.values() if rank.position is not None]
+        self._ask(results, within_s=_ANSWER_S)
+        silent = [result for result in results if result.position is None and not result.is_over]
+        answered = [result for result in results if result.position is not None]
         self._ask(answered, within_s=_GROUPS_S, with_groups=True)
         # Last: the signal may interrupt what the rank does, which then goes on.
         self._dump_stacks(silent)
-        for rank in self._ranks.values():
-            if rank.position is None and rank.is_done:
-                rank.position = Position(site="", activity=Activity.HAS_ENDED)
-            if rank.position is not None and rank.position.activity.is_known:
-                rank.stacks = "\n".join(rank.position.stack)
+        for result in results:
+            if result.position is None and result.is_done:
+                result.position = Position(site="", activity=Activity.HAS_ENDED)
+            if result.position is not None and result.position.activity.is_known:
+                result.stacks = "\n".join(result.position.stack)
 
-    def _dump_stacks(self, silent: Mapping[int, _Rank]) -> None:
+    def _dump_stacks(self, silent: Iterable[RankResult]) -> None:
         """Finds out where ranks are that run no Python code of another thread than the main one."""
-        activities = {number: silent_activity(self._processes.pid(number)) for number in silent}
-        can_dump = [number for number in silent if activities[number] is Activity.SILENT]
-        for number in can_dump:
-            self._processes.send_signal(number, signal.SIGUSR1)
+        activities = {one.rank: silent_activity(self.processes.pid(one.rank)) for one in silent}
+        can_dump = [one for one in silent if activities[one.rank] is Activity.SILENT]
+        for result in can_dump:
+            self.processes.send_signal(result.rank, signal.SIGUSR1)
         until = time.monotonic() + _DUMP_S
         dumped = {}
-        for number, rank in silent.items():
-            path = self._spec.stacks_path(number)
-            frames = read_dump(path, until=until) if number in can_dump else []
+        for result in silent:
+            path = self.spec.stacks_path(result.rank)
+            frames = read_dump(path, until=until) if result in can_dump else []
             place = next((frame for frame in frames if frame.is_users), None)
-            rank.stacks = "\n".join(show_stack(frames))
-            dumped[number] = Position(
+            result.stacks = "\n".join(show_stack(frames))
+            dumped[result.rank] = Position(
                 site=place.site if place else "",
                 code=place.code if place else "",
-                activity=Activity.HOLDS_GIL if frames else activities[number],
+                activity=Activity.HOLDS_GIL if frames else activities[result.rank],
             )
-        self._ask([silent[number] for number in can_dump], within_s=_ANSWER_S, with_groups=True)
-        for number, rank in silent.items():
+        self._ask(can_dump, within_s=_ANSWER_S, with_groups=True)
+        for result in silent:
             # One that answers from the same place was only slow; from another one, the signal has
             # interrupted what it was in.
-            if rank.position is None or rank.position.site != dumped[number].site:
-                rank.position = dumped[number]
+            if result.position is None or result.position.site != dumped[result.rank].site:
+                result.position = dumped[result.rank]
 
-    def _ask(self, ranks: Iterable[_Rank], *, within_s: float, with_groups: bool = False) -> None:
+    def _ask(
+        self, results: Iterable[RankResult], *, within_s: float, with_groups: bool = False
+    ) -> None:
         """Asks ranks where they are; one that does not answer in time keeps what was known."""
         self._questions += 1
-        asked = []
-        for rank in ranks:
-            if rank.watchdog is not None:
-                # A dead one may have left its last words.
-                asked.append((rank, rank.watchdog))
-                with contextlib.suppress(OSError):
-                    rank.watchdog.settimeout(_SEND_S)
-                    rank.watchdog.send(
-                        PositionQuestion(number=self._questions, with_groups=with_groups)
-                    )
+        # A dead one may have left its last words.
+        asked = [(one, self._watchdogs[one.rank]) for one in results if one.rank in self._watchdogs]
+        for _, watchdog in asked:
+            with contextlib.suppress(OSError):
+                watchdog.settimeout(_SEND_S)
+                watchdog.send(PositionQuestion(number=self._questions, with_groups=with_groups))
         until = time.monotonic() + within_s
-        for rank, watchdog in asked:
+        for result, watchdog in asked:
             with contextlib.suppress(OSError, CodecError):
                 while True:
                     # What a dead one has said is there; its children may keep the socket open.
-                    left_s = until - time.monotonic() if rank.status is None else 0.0
+                    left_s = 0.0 if result.rank in self._exited else until - time.monotonic()
                     watchdog.settimeout(max(left_s, 0.001))
                     answer = watchdog.receive()
                     if answer is None:
@@ -526,94 +592,36 @@ class Supervision:
                         LAST_WORDS,
                         self._questions,
                     ):
-                        rank.position = answer.position
-                        if rank.is_done:
-                            rank.position = replace(rank.position, activity=Activity.HAS_ENDED)
+                        result.position = answer.position
+                        if result.is_done:
+                            result.position = replace(result.position, activity=Activity.HAS_ENDED)
                         break
 
     def _positions(self) -> dict[int, Position]:
         """Where the ranks are now; those without an answer are missing."""
-        for rank in self._ranks.values():
-            rank.position = None
-        self._ask(self._ranks.values(), within_s=_ANSWER_S)
-        ranks = self._ranks.items()
-        return {number: rank.position for number, rank in ranks if rank.position is not None}
+        for result in self._results.values():
+            result.position = None
+        self._ask(self._results.values(), within_s=_ANSWER_S)
+        positions = {rank: result.position for rank, result in self._results.items()}
+        return {rank: position for rank, position in positions.items() if position is not None}
 
-    def _result(self, number: int, rank: _Rank) -> RankResult:
-        return RankResult(
-            rank=number,
-            reports=tuple(rank.reports),
-            warnings=tuple(rank.warnings),
-            payloads=rank.payloads,
-            escaped=rank.escaped,
-            entered_debugger=rank.entered_debugger,
-            skipped_debuggers=tuple(rank.skipped_debuggers),
-            status=None if rank.is_done else rank.status,
-            ended_at=rank.ended_at,
-            seen_alive_at=rank.seen_alive_at,
-            stopped=rank.stopped,
-            timeout_s=min(
-                (
-                    timer.timeout_s
-                    for timer in self._timers()
-                    if timer.runs_out_at < time.monotonic()
-                ),
-                default=None,
-            ),
-            stacks=rank.stacks,
-            position=rank.position,
-            unreported={} if rank.is_done else self._unreported(number, rank),
-        )
-
-    def _unreported(self, number: int, rank: _Rank) -> dict[str, str]:
-        """What a rank printed in the phase that it did not end."""
-        found = {}
-        for stream in _STREAMS:
-            with (
-                contextlib.suppress(FileNotFoundError),
-                self._spec.log_path(number, stream).open("rb") as file,
-            ):
-                start = self._unread_from(number, rank, stream)
-                found[stream] = str(read_kept(file.fileno(), start)[0])
-        return {stream: text for stream, text in found.items() if text}
+    def _note_what_was_left(self) -> None:
+        """Completes the results of ranks that did not finish the test."""
+        now = time.monotonic()
+        limits = [one.timeout_s for one in self._running_timers() if one.runs_out_at < now]
+        for rank, result in self._results.items():
+            result.timeout_s = min(limits, default=None)
+            for stream in () if result.is_done else _STREAMS:
+                with (
+                    contextlib.suppress(FileNotFoundError),
+                    self.spec.log_path(rank, stream).open("rb") as file,
+                ):
+                    start = self._unread_from(rank, stream)
+                    if text := str(read_kept(file.fileno(), start)[0]):
+                        result.unreported[stream] = text
 
 
-def _record(rank: _Rank, message: RankMessage) -> None:
-    match message:
-        case PhaseReport():
-            _record_report(rank, message)
-        case WarningSeen():
-            rank.warnings.append(message)
-        case TimerSet() | TimerCancelled():
-            rank.timer = message if isinstance(message, TimerSet) else None
-        case DebuggerEntered():
-            rank.is_debugging = rank.entered_debugger = True
-        case DebuggerLeft():
-            rank.is_debugging = False
-        case DebuggerSkipped():
-            rank.skipped_debuggers.append(message.site)
-        case TestEnded():
-            _record_end(rank, message)
-        case TestsEnded():
-            rank.has_ended_tests = True
-        case RankHandshake() | WatchdogHandshake() | PositionAnswer():
-            raise CodecError(f"expected what a rank reports, got {type(message).__name__}")
-
-
-def _record_report(rank: _Rank, report: PhaseReport) -> None:
-    rank.is_debugging = report.precedes_debugger
-    rank.reports.append(report)
-    # After a failed subtest the test goes on.
-    rank.has_failed_phase |= report.has_failed and not report.is_subtest
-    rank.nbytes_reported = report.nbytes_reported
-
-
-def _record_end(rank: _Rank, ended: TestEnded) -> None:
-    if ended.last_report is not None:
-        _record_report(rank, ended.last_report)
-    rank.payloads = ended.payloads
-    rank.can_run_another = ended.can_run_another
-    if ended.escaped is not None:
-        rank.escaped = ended.escaped.text
-        rank.ended_at = ended.escaped.at
-    rank.is_done = True
+def _crash_text(sent: PhaseReport) -> str:
+    longrepr = sent.report["longrepr"]
+    crash = longrepr.get("reprcrash") if isinstance(longrepr, dict) else None
+    return str(crash["message"] if crash else longrepr)

@@ -31,19 +31,13 @@ class Role(Generic[_Sent, _Received]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankHandshake:
-    """First on a rank's connection."""
+class Handshake:
+    """First on each connection of a rank."""
 
     rank: int
     """The rank that calls."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchdogHandshake:
-    """First on the connection of a rank's watchdog."""
-
-    rank: int
-    """The rank whose watchdog calls."""
+    is_watchdog: bool = False
+    """Whether its watchdog does, on a connection of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +61,11 @@ class TimerCancelled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DebuggerEntered:
-    """A human is at work in a debugger; time does not count."""
+class Debugging:
+    """A human began or ended work in a debugger, in which time does not count."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DebuggerLeft:
-    """The test goes on."""
+    has_begun: bool
+    """Whether it began; otherwise the test goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,14 +123,12 @@ class PositionAnswer:
 
 
 RankMessage = (
-    RankHandshake
-    | WatchdogHandshake
+    Handshake
     | PhaseReport
     | WarningSeen
     | TimerSet
     | TimerCancelled
-    | DebuggerEntered
-    | DebuggerLeft
+    | Debugging
     | DebuggerSkipped
     | TestEnded
     | TestsEnded

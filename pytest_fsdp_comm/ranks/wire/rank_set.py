@@ -1,4 +1,4 @@
-"""A rank set as values: how its processes are started, and what can be done with them.
+"""A rank set as values: how its processes are started.
 
 A rank set runs one test or, with ``scope="module"``, several, one after another.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from pytest_fsdp_comm.options import DistributedSettings
 from pytest_fsdp_comm.text import codec
@@ -122,43 +122,3 @@ class RankSetSpec:
     def load(cls, text: str) -> RankSetSpec:
         """Reads what `dump` wrote."""
         return codec.load_document(cls, _KIND, _VERSION, text)
-
-
-class RankProcesses(Protocol):
-    """The processes of one rank set."""
-
-    def fileno(self) -> int | None:
-        """A descriptor that becomes readable when a process ended; None if there is none."""
-
-    def exit_statuses(self) -> dict[int, int]:
-        """The ranks whose process has ended.
-
-        Returns:
-            Exit status, or minus the signal's number, as `os.waitstatus_to_exitcode` gives it.
-        """
-
-    def pid(self, rank: int) -> int:
-        """The process that a rank is, or was."""
-
-    def send_signal(self, rank: int, number: int) -> None:
-        """Sends a signal to a rank, if it still lives."""
-
-    def rest(self) -> None:
-        """Notes that the ranks run nothing, but are kept for another test."""
-
-    def resume(self) -> bool:
-        """Notes that kept ranks are to run another test.
-
-        Returns:
-            Whether they still live.
-        """
-
-    def end(self, within_s: float) -> dict[int, int]:
-        """Kills every process that the ranks left, frees their slots, and returns after that.
-
-        Args:
-            within_s: How long to wait until they are gone.
-
-        Returns:
-            Process ids of the ranks that were killed and are still there.
-        """

@@ -26,9 +26,7 @@ class PhaseReport:
     """A report that pytest made in a rank: of a phase, or of a subtest within one."""
 
     report: dict[str, Any]
-    """As ``pytest_report_to_serializable`` gives it."""
-    made_at: float
-    """`time.time` on the rank."""
+    """As ``pytest_report_to_serializable`` gives it, with a ``stop``: `time.time` on the rank."""
     is_subtest: bool = False
     """Whether the phase goes on after it."""
     precedes_debugger: bool = False
@@ -49,9 +47,7 @@ class PhaseReport:
             for name in ("start", "stop")
             if self.report.get(name) is not None
         }
-        return dataclasses.replace(
-            self, report={**self.report, **times}, made_at=self.made_at + offset_s
-        )
+        return dataclasses.replace(self, report={**self.report, **times})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,26 +72,20 @@ class WarningSeen:
     """File, line and function, where pytest knows them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
-    """What happened to a rank of which nothing else is known."""
-
-    of_one: str
-    """To be read after the rank's name."""
-    of_several: str
-    """To be read after the names of ranks to which the same happened."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RankResult:
-    """What one rank did with one test, as far as it came."""
+    """What one rank did with one test so far: its supervisor writes here until the test ends."""
 
     rank: int
     """The rank, from 0."""
     reports: tuple[PhaseReport, ...] = ()
     """The phases and subtests that ended, in order."""
+    has_failed_phase: bool = False
+    """Whether a phase failed; after a failed subtest the test goes on."""
     warnings: tuple[WarningSeen, ...] = ()
     """The warnings, in order."""
+    is_done: bool = False
+    """Whether it finished the test."""
     payloads: tuple[str, ...] | None = None
     """What each extension sent; None if the rank did not come so far."""
     escaped: str | None = None
@@ -105,8 +95,8 @@ class RankResult:
     skipped_debuggers: tuple[str, ...] = ()
     """Where it came to a debugger and went on, as ``file:line``."""
     status: int | None = None
-    """Exit status, or minus the signal's number, of a rank that ended on its own; None if it
-    finished the test."""
+    """Exit status, or minus the signal's number, of a process that ended before the test did; None
+    if it did not."""
     ended_at: float | None = None
     """`time.time` of an end before the end of the test; None if it finished the test."""
     seen_alive_at: float | None = None
@@ -123,8 +113,24 @@ class RankResult:
     finished the test."""
     position: Position | None = None
     """Where it was when the rank set was stopped; None if nobody asked, or it did not answer."""
-    lost: Loss | None = None
-    """Of a rank that is gone with the process that should report on it; None if that answered."""
+    lost: str = ""
+    """What happened to a rank that is gone with the process that should report on it, to be read
+    after its name: ``was lost``; empty if that process answered."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more of this test can come from the rank."""
+        return self.is_done or self.status is not None
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the rank left the test before its end, on its own."""
+        return self.status is not None or self.escaped is not None or bool(self.lost)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the other ranks need not wait for this one any more."""
+        return self.has_failed_phase or self.has_died
 
     def shifted(self, offset_s: float) -> RankResult:
         """With every time moved onto another process's clock."""

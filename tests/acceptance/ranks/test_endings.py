@@ -269,7 +269,7 @@ from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 
 pytestmark = pytest.mark.distributed(world_size=2, timeout_s=20{more})
 
-HELLO = '{{"type": "RankHandshake", "rank": %s}}\\n'
+HELLO = '{{"type": "Handshake", "rank": %s}}\\n'
 SAID = [b"", b"no json\\n", b"[1]\\n", b'{{"rank": 0}}\\n', b"\\xff\\n"]
 SAID += [(HELLO % rank).encode() for rank in ("99", "[0]")]
 

@@ -199,8 +199,7 @@ def test_a_disk_that_cannot_be_freed_ends_the_rank(pytester):
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
         [
-            "rank 1 printed so much during call that its output took more than 8.0 MiB on disk, "
-            "and was ended.",
+            "rank 1 was ended, since its output during call took more than 8.0 MiB on disk.",
             "rank 0 was still running and was ended at:",
         ]
     )

@@ -548,7 +548,7 @@ def test_a_launched_process_that_dies_ends_the_whole_session(start_by_variables,
     ended = end(leader)
     assert end(silent).status == -signal.SIGKILL
     assert re.search(
-        rf"rank 1 on {host} was lost: its pytest process has been silent for "
+        rf"rank 1 was lost on {host}: its pytest process has been silent for "
         r"1\d s \(killed, or its machine or network failed\)",
         ended.out,
     )
@@ -572,7 +572,7 @@ def test_a_launched_process_that_dies_ends_the_whole_session(start_by_variables,
     ended = end(watched)
     first, second = ended.out.split("test session starts")[1:]
     assert "AssertionError: told before" in first
-    assert f"rank 1 on {host} was lost: its pytest process was gone" in first
+    assert f"rank 1 was lost on {host}: its pytest process was gone" in first
     assert "rank 0 was still running and was ended at:\n" in first
     assert "lost rank 1 of 2, so no other distributed test can run" in first
     assert "1 failed, 2 passed" in second

@@ -140,7 +140,7 @@ def test_an_argument_that_json_lacks_costs_no_report():
 
     report = {"user_properties": [("thing", Odd()), ("text", "\udcff")], "outcome": "passed"}
     with connected(messages.SUPERVISOR) as (ours, theirs):
-        theirs.send(messages.PhaseReport(report=report, made_at=1.0))
+        theirs.send(messages.PhaseReport(report=report))
         received = ours.receive()
     assert received.report["user_properties"] == [["thing", "<odd>"], ["text", "\udcff"]]
     assert not received.has_failed

@@ -15,10 +15,13 @@ from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank, RankSetSpec, StoreAd
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, Stopped
 from pytest_fsdp_comm.ranks.wire.socket_paths import listen
 
+# The end of a pipe that nobody writes into.
+NEVER_READABLE, _ = os.pipe()
+
 
 class NoProcesses:
     def fileno(self):
-        return None
+        return NEVER_READABLE
 
     def exit_statuses(self):
         return {}
@@ -49,8 +52,8 @@ def spec(tmp_path):
 def test_a_failure_that_comes_together_with_the_end_is_passed_on(spec, outcome):
     supervision = Supervision(spec, listen(spec.socket_path, 1), NoProcesses())
     rank = Channel.connect(spec.socket_path, messages.RANK)
-    rank.send(messages.RankHandshake(rank=1))
-    rank.send(PhaseReport(report={"outcome": outcome}, made_at=1.0))
+    rank.send(messages.Handshake(rank=1))
+    rank.send(PhaseReport(report={"outcome": outcome}))
     rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
     heard = []
 
@@ -85,14 +88,14 @@ class Pausing(NoProcesses):
         assert number == 1
         self.signals.append(signal_number)
         if signal_number == signal.SIGSTOP:
-            self._rank.send(PhaseReport(report={"outcome": "failed"}, made_at=1.0))
+            self._rank.send(PhaseReport(report={"outcome": "failed"}))
             self._rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
 
 
 def test_a_rank_that_ends_its_test_when_it_is_stopped_at_the_deadline_has_not_ended_it(spec):
     listener = listen(spec.socket_path, 1)
     rank = Channel.connect(spec.socket_path, messages.RANK)
-    rank.send(messages.RankHandshake(rank=1))
+    rank.send(messages.Handshake(rank=1))
     supervision = Supervision(spec, listener, Pausing(rank))
     try:
         results = supervision.run(started_at=time.monotonic() - 19.9)
@@ -107,7 +110,7 @@ def test_what_a_rank_says_while_it_is_stopped_beside_a_failed_one_is_heard(spec,
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
     listener = listen(spec.socket_path, 1)
     rank = Channel.connect(spec.socket_path, messages.RANK)
-    rank.send(messages.RankHandshake(rank=1))
+    rank.send(messages.Handshake(rank=1))
     processes = Pausing(rank)
     supervision = Supervision(spec, listener, processes)
     try:
@@ -125,7 +128,7 @@ def test_what_a_rank_says_while_it_is_stopped_beside_a_failed_one_is_heard(spec,
 def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(spec, monkeypatch):
     listener = listen(spec.socket_path, 1)
     rank = Channel.connect(spec.socket_path, messages.RANK)
-    rank.send(messages.RankHandshake(rank=1))
+    rank.send(messages.Handshake(rank=1))
     line = b'{"type":"DebuggerSkipped","site":"here"}\n'
     rank._connection.sendall(line)  # makes it readable, and stays there
 

@@ -5,7 +5,7 @@ import pytest
 from pytest_fsdp_comm.ranks.hangs.stacks import parse_dump, show_stack
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
 from pytest_fsdp_comm.ranks.wire.positions import GroupPosition, IssuedCollective, Position
-from pytest_fsdp_comm.ranks.wire.results import Loss, PhaseReport, RankResult, Stopped
+from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, Stopped
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -33,9 +33,7 @@ def merge(request):
     def run(*ranks):
         results = {}
         for rank, (phases, changes) in enumerate(ranks):
-            reports = tuple(
-                PhaseReport(report={"phase": phase}, made_at=phase[3]) for phase in phases
-            )
+            reports = tuple(PhaseReport(report={"phase": phase}) for phase in phases)
             results[rank] = RankResult(rank=rank, reports=reports, payloads=(), **changes)
         return merge_reports(item, results, load, timeout_s=7)
 
@@ -253,8 +251,8 @@ def test_stacks_show_user_code_first_and_none_of_pytest():
 
 
 def test_a_lost_rank_leads_whatever_the_others_say(merge):
-    was, were = (f"on host1 {verb} lost: nothing was heard for 15 s" for verb in ("was", "were"))
-    lost = {"lost": Loss(of_one=was, of_several=were)}
+    was, were = (f"{verb} lost on host1: nothing was heard for 15 s" for verb in ("was", "were"))
+    lost = {"lost": was}
     failed = rank(FAILED, "Connection closed by peer", at=1.0)
     reports = merge(failed, ([], lost))
     assert [report.when for report in reports] == ["setup", "call", "teardown"]
@@ -267,8 +265,8 @@ def test_a_result_moves_onto_another_clock():
     result = RankResult(
         rank=3,
         reports=(
-            PhaseReport(report={"when": "setup", "start": 1.0, "stop": 2.0}, made_at=3.0),
-            PhaseReport(report={"when": "call", "start": None}, made_at=4.0),
+            PhaseReport(report={"when": "setup", "start": 1.0, "stop": 2.0}),
+            PhaseReport(report={"when": "call", "start": None}),
         ),
         status=-9,
         ended_at=5.0,
@@ -278,8 +276,8 @@ def test_a_result_moves_onto_another_clock():
     assert result.shifted(0.0) == result
     late = result.shifted(100.0)
     assert late.reports == (
-        PhaseReport(report={"when": "setup", "start": 101.0, "stop": 102.0}, made_at=103.0),
-        PhaseReport(report={"when": "call", "start": None}, made_at=104.0),
+        PhaseReport(report={"when": "setup", "start": 101.0, "stop": 102.0}),
+        PhaseReport(report={"when": "call", "start": None}),
     )
     assert late.ended_at == 105.0
     assert late.seen_alive_at == 104.5
@@ -366,7 +364,7 @@ def test_what_a_backend_gave_up_on_comes_before_the_first_that_raised(merge):
         # `os.abort()`: no last words.
         {"status": -6, "ended_at": 3.0},
         {"escaped": "Exit: enough", "ended_at": 3.0},
-        {"lost": Loss(of_one="was lost", of_several="were lost")},
+        {"lost": "was lost"},
         # Later than what others say of it.
         {"status": -9, "ended_at": 9.0},
     ],
