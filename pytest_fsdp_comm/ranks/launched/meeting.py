@@ -1,7 +1,19 @@
 """How launched processes talk through their store.
 
 Rank 0's process is the leader: it announces the next test, and gathers what the ranks did with it.
-Messages are those of `wire.messages`, under the names of `Names`.
+The others follow. What each puts on the store, and where, test by test::
+
+    leader                                  follower R
+    plan            Plan                ->
+                                        <-  handshake/R         FollowerHandshake
+    test1/command   BeginTest           ->
+                                        <-  test1/result/R      FollowerResult
+    test1/verdict   Verdict             ->
+    ...
+    testN/command   EndSession          ->
+                                        <-  sign_off/R
+
+Whoever sees a rank of its own fail puts ``test1/failed`` there: the others have little time left.
 
 A launcher may run several pytest sessions, one after another, whose processes share one store.
 Every process counts its own there, and all of a session's names are below its number: the first
@@ -12,13 +24,11 @@ its session, and the counts with it.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from pytest_fsdp_comm.options import SETTINGS
-from pytest_fsdp_comm.ranks.launched.heartbeat import Heartbeat
+from pytest_fsdp_comm.ranks.launched.heartbeat import Heartbeat, Pulse
 from pytest_fsdp_comm.ranks.rank.network import no_network_problem
 from pytest_fsdp_comm.ranks.wire.exchange import StoreExchange
 from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank, StoreAddress
@@ -26,7 +36,7 @@ from pytest_fsdp_comm.ranks.wire.text_store import StoreLostError, TextStore, co
 from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     import pytest
 
@@ -40,38 +50,12 @@ _ASK_EVERY_S = 0.1
 _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.02
 
-_Message = TypeVar("_Message")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
-    """Names on the store that belong to one test."""
-
-    number: int
-    """The test's, among those of the launched processes, from 1."""
-
-    @property
-    def command(self) -> str:
-        """The leader's `LeaderCommand`."""
-        return f"command/{self.number}"
-
-    @property
-    def failed(self) -> str:
-        """Present once a rank has failed: the others have little time left."""
-        return f"failed/{self.number}"
-
-    def result(self, rank: int) -> str:
-        """A rank's `FollowerResult`."""
-        return f"result/{self.number}/{rank}"
-
-    @property
-    def verdict(self) -> str:
-        """The leader's `Verdict`."""
-        return f"verdict/{self.number}"
-
-
 PLAN = "plan"
 """The name of the leader's `Plan`."""
+# Present once a store that rank 0 serves is about to end.
+_CLOSED = "closed"
+
+_Message = TypeVar("_Message")
 
 
 def handshake(rank: int) -> str:
@@ -84,76 +68,173 @@ def sign_off(rank: int) -> str:
     return f"sign_off/{rank}"
 
 
-_CLOSED = "closed"
-"""The name that is present once a store that rank 0 serves is about to end."""
+def read(text: str, cls: type[_Message]) -> _Message:
+    """A message of a class from a text that is on the store."""
+    return load_tagged({cls.__name__: cls}, text)
 
 
-def _sessions(rank: int) -> str:
-    return f"sessions/{rank}"
+def fits(item: pytest.Item, launched: LaunchedRank) -> bool:
+    """Whether a distributed test can run on the ranks that were launched."""
+    settings = item.stash[SETTINGS]
+    return settings.backend == "fake" or settings.world_size == launched.world_size
 
 
 class Meeting:
-    """A process's connection to the others, and what both kinds of process do with it."""
+    """A launched process among the others: what leader and followers do alike as `Peers`."""
 
-    def __init__(self, launched: LaunchedRank, termination: Termination) -> None:
-        """Connects, and counts the session; `begin_heartbeat` comes before any test.
+    termination: Termination
+    """Notes the launcher's signal."""
+    store: TextStore
+    """What this session's processes put there for each other; from `connect` on."""
+    session_number: int
+    """This session's, among those of this process's rank, from 1; from `connect` on."""
+
+    def __init__(self, session: pytest.Session, launched: LaunchedRank) -> None:
+        """Stores the arguments; `connect` comes before any test.
 
         Args:
+            session: The session, after collection.
             launched: This process's rank.
-            termination: Notes the launcher's signal.
-
-        Raises:
-            StoreLostError: The store cannot be reached, or served, or ends.
         """
+        self.session = session
         self.launched = launched
-        self.termination = termination
-        self.test_count = 0
-        """The tests that have begun, so also the number of the last one."""
+        self.began_at = 0.0
+        """`time.time` at which the last test began here."""
+        self._launch: TextStore | None = None
+        self._test_count = 0
         self._set_number = 0
         self._number_in_set = 0
         self._asked_at: float | None = None
         self._has_failed = False
         self._heartbeat: Heartbeat | None = None
+        self._pulses: dict[int, Pulse] = {}
+
+    def connect(self) -> None:
+        """Connects, and counts the session; `begin_heartbeat` comes before any test.
+
+        Raises:
+            StoreLostError: The store cannot be reached, or served, or ends.
+        """
+        launched = self.launched
         address = StoreAddress(
             host=launched.host, port=launched.port, prefix=f"pytest-fsdp-comm/{launched.run_id}"
         )
         if problem := no_network_problem():
             raise StoreLostError(problem)  # at once, not after a wait that no signal interrupts
         serves = launched.is_leader and not launched.has_store
-        self._launch = TextStore(connect_store(address, timeout_s=MEET_TIMEOUT_S, serves=serves))
-        if self._launch.has(_CLOSED):
-            self._launch.close()
+        launch = TextStore(connect_store(address, timeout_s=MEET_TIMEOUT_S, serves=serves))
+        if launch.has(_CLOSED):
+            launch.close()
             raise StoreLostError("it belongs to the session before, which ends")
-        self.session_number = self._launch.count(_sessions(launched.rank), add=1)
-        """This session's, among those of this process's rank, from 1."""
+        self._launch = launch
+        self.session_number = launch.count(_sessions(launched.rank), add=1)
         self._address = address.below(f"session{self.session_number}")
-        self.store = self._launch.below(f"session{self.session_number}")
-        """What this session's processes put there for each other."""
+        self.store = launch.below(f"session{self.session_number}")
 
     @property
-    def names(self) -> Names:
-        """The names of the test that began last."""
-        return Names(number=self.test_count)
-
-    @property
-    def names_before_last(self) -> Names:
-        """The names of the test before the one that began last."""
-        return Names(number=self.test_count - 1)
-
-    @property
-    def next_names(self) -> Names:
-        """The names of the next test."""
-        return Names(number=self.test_count + 1)
+    def is_connected(self) -> bool:
+        """Whether the process takes part: between `connect` and `close`."""
+        return self._launch is not None
 
     def sessions_of(self, rank: int) -> int:
         """How many sessions another process has begun."""
-        return self._launch.count(_sessions(rank))
+        return 0 if self._launch is None else self._launch.count(_sessions(rank))
 
     def begin_heartbeat(self) -> None:
         """Starts a thread, which lives until `close`."""
         # A client of its own: no two threads may use one.
         client = TextStore(connect_store(self._address, timeout_s=MEET_TIMEOUT_S))
         self._heartbeat = Heartbeat(client, self.launched.rank)
+
+    def silence_s(self, rank: int) -> float:
+        """How long another process has given no sign of life, in seconds."""
+        if rank not in self._pulses:
+            self._pulses[rank] = Pulse(self.store, rank)
+        return self._pulses[rank].silence_s()
+
+    def name(self, what: str, ahead: int = 0) -> str:
+        """A name on the store that belongs to one test.
+
+        Args:
+            what: What is there.
+            ahead: Which test: 0 for the last that began, 1 for the next.
+        """
+        return f"test{self._test_count + ahead}/{what}"
+
+    def send(self, name: str, message: StoreMessage) -> None:
+        """Puts a message on the store."""
+        self.store.put(name, dump_tagged(message))
+
+    def await_texts(
+        self, names: Mapping[int, str], given_up: Callable[[Collection[int]], Collection[int]]
+    ) -> Iterator[tuple[int, str]]:
+        """Waits for a text of each of some processes: the one loop in which all of them wait.
+
+        Args:
+            names: Where each process puts its text, by rank.
+            given_up: Called between two looks with the ranks whose texts are missing; returns those
+                that are not waited for, which may come all the same while others are, or raises.
+
+        Yields:
+            Ranks and their texts, as they come.
+        """
+        missing = dict(names)
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            for rank, name in names.items():
+                if rank in missing and self.store.has(name):
+                    del missing[rank]
+                    yield rank, self.store.get(name)
+            if not missing or missing.keys() <= {*given_up(missing.keys())}:
+                return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def announce_close(self) -> None:
+        """Sends away who comes now, for the session after this one."""
+        if self._launch is not None:
+            self._launch.put(_CLOSED, "")
+
+    # What `Peers` asks of both.
+
+    def can_run(self, item: pytest.Item) -> bool:
+        """See `Peers`."""
+        return fits(item, self.launched)
+
+    def begin(self, index: int, *, reuses_ranks: bool) -> bool:
+        """Counts the next test; see `Peers`."""
+        del index
+        self._test_count += 1
+        self._has_failed = False
+        if reuses_ranks:
+            self._number_in_set += 1
+        else:
+            self._set_number, self._number_in_set = self._test_count, 0
+        self.began_at = time.time()
+        return reuses_ranks
+
+    def local_rank(self) -> LocalRank:
+        """See `Peers`."""
+        return LocalRank(
+            rank=self.launched.rank,
+            local_rank=self.launched.local_rank,
+            local_world_size=self.launched.local_world_size,
+            store=self._address.below(f"set{self._set_number}"),
+        )
+
+    def has_failed_elsewhere(self, has_failed: bool) -> bool:
+        """See `Peers`; a process that is to end has no time for its rank either."""
+        if self.termination.signalled_at is not None:
+            has_failed = True
+        if has_failed and not self._has_failed:
+            self._has_failed = True
+            self.store.put(self.name("failed"), "")
+        now = time.monotonic()
+        is_due = self._asked_at is None or now > self._asked_at + _ASK_EVERY_S
+        if not self._has_failed and is_due:
+            self._asked_at = now
+            self._has_failed = self.store.has(self.name("failed"))
+        return self._has_failed
 
     @contextlib.contextmanager
     def without_thread(self) -> Iterator[None]:
@@ -163,82 +244,22 @@ class Meeting:
         yield
         self.begin_heartbeat()
 
-    def begin(self, *, reuses_ranks: bool) -> None:
-        """Counts the next test.
-
-        Args:
-            reuses_ranks: Whether the ranks of the test before run it.
-        """
-        self.test_count += 1
-        self._has_failed = False
-        if reuses_ranks:
-            self._number_in_set += 1
-        else:
-            self._set_number, self._number_in_set = self.test_count, 0
-
-    def local_rank(self) -> LocalRank:
-        """The rank to start here for the test that began last."""
-        return LocalRank(
-            rank=self.launched.rank,
-            local_rank=self.launched.local_rank,
-            local_world_size=self.launched.local_world_size,
-            store=self._address.below(f"set{self._set_number}"),
-        )
-
     def forget_exchange(self) -> None:
         """Removes what this process's rank exchanged in the test, which may be large."""
         store = self.store.below(f"set{self._set_number}/test{self._number_in_set}")
         StoreExchange(store, self.launched.rank, ()).forget()
 
-    def has_failed_elsewhere(self, has_failed: bool) -> bool:
-        """See `Peers`; a process that is to end has no time for its rank either."""
-        if self.termination.signalled_at is not None:
-            has_failed = True
-        if has_failed and not self._has_failed:
-            self._has_failed = True
-            self.store.put(self.names.failed, "")
-        now = time.monotonic()
-        is_due = self._asked_at is None or now > self._asked_at + _ASK_EVERY_S
-        if not self._has_failed and is_due:
-            self._asked_at = now
-            self._has_failed = self.store.has(self.names.failed)
-        return self._has_failed
-
-    def send(self, name: str, message: StoreMessage) -> None:
-        """Puts a message on the store."""
-        self.store.put(name, dump_tagged(message))
-
-    def receive(self, name: str, heard: Mapping[str, type[_Message]]) -> _Message:
-        """Reads a message that is on the store.
-
-        Args:
-            name: Where it is.
-            heard: The classes that it may be of, by name.
-        """
-        return load_tagged(heard, self.store.get(name))
-
-    def announce_close(self) -> None:
-        """Sends away who comes now, for the session after this one."""
-        self._launch.put(_CLOSED, "")
-
     def close(self) -> None:
-        """Ends the thread that uses the store, and leaves it."""
+        """Ends the thread that uses the store, and leaves it; see `Peers`."""
         if self._heartbeat is not None:
             self._heartbeat.close()
-        self.store.close()
-        self._launch.close()
+        # With them goes the store that this process may serve.
+        self._pulses.clear()
+        if self._launch is not None:
+            self.store.close()
+            self._launch.close()
+            self._launch = None
 
 
-def fits(item: pytest.Item, launched: LaunchedRank) -> bool:
-    """Whether a distributed test can run on the ranks that were launched."""
-    settings = item.stash[SETTINGS]
-    return settings.backend == "fake" or settings.world_size == launched.world_size
-
-
-def polls() -> Iterator[None]:
-    """Yields for ever, with a pause in between that grows to a limit."""
-    pause_s = _FIRST_PAUSE_S
-    for _ in itertools.count():
-        yield
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+def _sessions(rank: int) -> str:
+    return f"sessions/{rank}"

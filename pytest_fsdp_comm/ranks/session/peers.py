@@ -1,11 +1,8 @@
-"""What a session asks of the processes that have a test's other ranks."""
+"""What a session needs of the processes that have a test's other ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
-
-from pytest_fsdp_comm.ranks.wire.results import RankResult
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,16 +12,7 @@ if TYPE_CHECKING:
     import pytest
 
     from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedResults:
-    """What came of a test in all processes."""
-
-    results: dict[int, RankResult]
-    """On the leader those of all ranks, elsewhere this process's."""
-    keeps: bool
-    """Whether all ranks are kept for another test."""
+    from pytest_fsdp_comm.ranks.wire.results import RankResult
 
 
 class Peers(Protocol):
@@ -56,12 +44,18 @@ class Peers(Protocol):
     def without_thread(self) -> AbstractContextManager[None]:
         """Within the block this process has no thread but its main one, so that it can fork."""
 
-    def share(self, results: Mapping[int, RankResult], *, can_keep: bool) -> SharedResults:
+    def share(
+        self, results: Mapping[int, RankResult], *, can_keep: bool
+    ) -> tuple[dict[int, RankResult], bool]:
         """Waits until every rank is done with the test.
 
         Args:
             results: What this process's rank did.
             can_keep: Whether it could run another test.
+
+        Returns:
+            What all ranks did on the leader, elsewhere this process's; and whether all ranks are
+            kept for another test.
         """
 
     def close(self) -> None:

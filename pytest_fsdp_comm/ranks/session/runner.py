@@ -370,8 +370,7 @@ class RankRunner:
             )
             if peers is not None:
                 # The ranks live on meanwhile: a rank that ends breaks those that still run.
-                shared = peers.share(results, can_keep=keeps)
-                results, keeps = shared.results, shared.keeps
+                results, keeps = peers.share(results, can_keep=keeps)
         except BaseException:
             # Ctrl-C, for example: no rank may outlive its test, and somebody waits.
             self._end_ranks(HURRIED_S, is_reported=False)

@@ -331,9 +331,6 @@ class EndSession:
     """The session's exit status."""
 
 
-LeaderCommand = BeginTest | EndSession
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowerResult:
     """What a follower's rank did with a test."""
@@ -370,5 +367,3 @@ FORK_CLIENT: Final[Role[ServerRequest, ServerReply]] = Role(_by_name(ServerReply
 SPARE: Final[Role[BecomeRank, BecomeRank]] = Role({"BecomeRank": BecomeRank})
 SPARES_OWNER: Final[Role[BecomeRank, BecomeRank]] = Role({})
 FORK_SERVER: Final[Role[ServerReply, ServerRequest]] = Role(_by_name(ServerRequest))
-FROM_LEADER: Final[Mapping[str, type[LeaderCommand]]] = _by_name(LeaderCommand)
-"""What followers read on the store, test after test."""

@@ -13,7 +13,6 @@ from pytest_fsdp_comm.ranks.launched import meeting as meeting_module
 from pytest_fsdp_comm.ranks.launched.follower import Follower, _EndedError
 from pytest_fsdp_comm.ranks.launched.leader import Leader
 from pytest_fsdp_comm.ranks.launched.meeting import PLAN, Meeting
-from pytest_fsdp_comm.ranks.launched.sigterm import Termination
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +48,14 @@ def _own_sigterm():
 
 
 @pytest.fixture
-def meet(pytestconfig):
+def meet(request):
     """Connects as a rank's process does."""
     meetings = []
 
     def meet(launched, rank=0, **changes):
         changed = dataclasses.replace(launched, rank=rank, **changes)
-        meetings.append(Meeting(changed, Termination(pytestconfig, defers=True)))
+        meetings.append(Meeting(request.session, changed))
+        meetings[-1].connect()
         return meetings[-1]
 
     yield meet
