@@ -226,7 +226,7 @@ class _Protocol:
         runner = item.config.stash[RUNNER]
         if not runner.can_run(item):
             return None
-        runner.run(item, nextitem, item.stash[options.SETTINGS])
+        runner.run(item, nextitem)
         return True
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.launched.agreement import describe_difference, positions
 from pytest_fsdp_comm.ranks.launched.meeting import (
     MEET_TIMEOUT_S,
@@ -263,8 +262,7 @@ def follow(
             runner.start()
         follower.shake_hands(problem)
         while isinstance(command := follower.await_command(), BeginTest):
-            item = session.items[command.item_index]
-            runner.run_unreported(item, item.stash[SETTINGS])
+            runner.run_unreported(session.items[command.item_index])
         status = command.status
     except (_EndedError, StoreLostError) as problem:
         what = f"the store is gone: {problem}" if isinstance(problem, StoreLostError) else problem

@@ -19,7 +19,6 @@ from pytest_fsdp_comm.ranks.launched.meeting import (
     sign_off,
 )
 from pytest_fsdp_comm.ranks.launched.sigterm import SIGTERM_REASON, Termination
-from pytest_fsdp_comm.ranks.rank.isolation import resolve_basetemp
 from pytest_fsdp_comm.ranks.wire.messages import (
     BeginTest,
     EndSession,
@@ -34,7 +33,6 @@ from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank
     from pytest_fsdp_comm.ranks.wire.messages import PlannedTest
@@ -93,10 +91,6 @@ class Leader(Meeting):
         hosts = {0: socket.gethostname(), **self._hosts}
         where = "; ".join(f"{name_ranks(ranks)} on {host}" for ranks, host in fold_equal(hosts))
         self._write_line(f"fsdp-comm: {where}")
-
-    def basetemp(self) -> Path:
-        """The session's own."""
-        return resolve_basetemp(self.session.config)
 
     def begin(self, index: int, *, reuses_ranks: bool) -> bool:
         """Makes every process run a test."""

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.launched.heartbeat import Heartbeat, Pulse
 from pytest_fsdp_comm.ranks.rank.network import no_network_problem
+from pytest_fsdp_comm.ranks.session.peers import Peers
 from pytest_fsdp_comm.ranks.wire.exchange import StoreExchange
 from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank, StoreAddress
 from pytest_fsdp_comm.ranks.wire.text_store import StoreLostError, TextStore, connect_store
@@ -79,9 +80,10 @@ def fits(item: pytest.Item, launched: LaunchedRank) -> bool:
     return settings.backend == "fake" or settings.world_size == launched.world_size
 
 
-class Meeting:
-    """A launched process among the others: what leader and followers do alike as `Peers`."""
+class Meeting(Peers):
+    """A launched process among the others: what leader and followers do alike."""
 
+    is_launched = True
     termination: Termination
     """Notes the launcher's signal."""
     store: TextStore
@@ -96,7 +98,7 @@ class Meeting:
             session: The session, after collection.
             launched: This process's rank.
         """
-        self.session = session
+        super().__init__(session)
         self.launched = launched
         self.began_at = 0.0
         """`time.time` at which the last test began here."""
@@ -194,8 +196,6 @@ class Meeting:
         """Sends away who comes now, for the session after this one."""
         if self._launch is not None:
             self._launch.put(_CLOSED, "")
-
-    # What `Peers` asks of both.
 
     def can_run(self, item: pytest.Item) -> bool:
         """See `Peers`."""

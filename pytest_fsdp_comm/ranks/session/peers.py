@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import contextlib
+from typing import TYPE_CHECKING
+
+from pytest_fsdp_comm.ranks.rank.isolation import resolve_basetemp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,16 +18,28 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.wire.results import RankResult
 
 
-class Peers(Protocol):
-    """The processes that have a test's other ranks, seen from one of them."""
+class Peers:
+    """The processes that have a test's other ranks, seen from one; this class, that there are none.
+
+    `ranks.launched` has those of a launcher.
+    """
+
+    is_launched = False
+    """Whether there are any."""
+
+    def __init__(self, session: pytest.Session) -> None:
+        """Stores the session."""
+        self.session = session
 
     def basetemp(self) -> Path:
         """Where temporary directories are, the same for every process."""
+        return resolve_basetemp(self.session.config)
 
-    def can_run(self, item: pytest.Item) -> bool:
-        """Whether a distributed test fits the ranks that were launched."""
+    def can_run(self, item: pytest.Item) -> bool:  # noqa: ARG002  # of subclasses
+        """Whether a distributed test fits the ranks that there are."""
+        return True
 
-    def begin(self, index: int, *, reuses_ranks: bool) -> bool:
+    def begin(self, index: int, *, reuses_ranks: bool) -> bool:  # noqa: ARG002  # of subclasses
         """Begins a test in every process.
 
         Args:
@@ -34,15 +49,19 @@ class Peers(Protocol):
         Returns:
             Whether kept ranks run it: the leader decides.
         """
+        return reuses_ranks
 
-    def local_rank(self) -> LocalRank:
-        """The rank to start here for the test that began."""
+    def local_rank(self) -> LocalRank | None:
+        """The only rank to start here for the test that began; None starts all of them."""
+        return None
 
-    def has_failed_elsewhere(self, has_failed: bool) -> bool:
-        """Reports whether this process's rank has failed; whether another one has."""
+    def has_failed_elsewhere(self, has_failed: bool) -> bool:  # noqa: ARG002  # of subclasses
+        """Reports whether a rank of this process has failed; whether another one has."""
+        return False
 
     def without_thread(self) -> AbstractContextManager[None]:
         """Within the block this process has no thread but its main one, so that it can fork."""
+        return contextlib.nullcontext()
 
     def share(
         self, results: Mapping[int, RankResult], *, can_keep: bool
@@ -50,13 +69,14 @@ class Peers(Protocol):
         """Waits until every rank is done with the test.
 
         Args:
-            results: What this process's rank did.
-            can_keep: Whether it could run another test.
+            results: What this process's ranks did.
+            can_keep: Whether they could run another test.
 
         Returns:
             What all ranks did on the leader, elsewhere this process's; and whether all ranks are
             kept for another test.
         """
+        return dict(results), can_keep
 
     def close(self) -> None:
         """Leaves the other processes."""

@@ -27,10 +27,10 @@ from pytest_fsdp_comm.ranks.rank.gpus import (
     visible_gpu_count,
     visible_gpu_names,
 )
-from pytest_fsdp_comm.ranks.rank.isolation import resolve_basetemp
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate
 from pytest_fsdp_comm.ranks.rank.process_group import gpus_of
 from pytest_fsdp_comm.ranks.rank.terminal import copied_terminal, kept_foreground
+from pytest_fsdp_comm.ranks.session.peers import Peers
 from pytest_fsdp_comm.ranks.session.progress import progress_on_terminal
 from pytest_fsdp_comm.ranks.session.properties import merge_user_properties
 from pytest_fsdp_comm.ranks.session.report_plugins import show_report_plugins
@@ -54,10 +54,9 @@ from pytest_fsdp_comm.ranks.wire.socket_paths import check_path, listen
 from pytest_fsdp_comm.text.codec import load_tagged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from pytest_fsdp_comm.options import DistributedSettings
-    from pytest_fsdp_comm.ranks.session.peers import Peers
     from pytest_fsdp_comm.ranks.start.fork_server import RunRank
     from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 
@@ -99,7 +98,7 @@ class RankRunner:
         Args:
             session: The session, after collection.
             extensions: What other rooms add to each test's way through the ranks.
-            peers: The processes that have the other ranks; None if all ranks are started here.
+            peers: The processes that have the other ranks; None if there are none.
             slots_directory: Through which the session's processes share ranks and GPUs; None if
                 this is the only one.
             preloaded: Modules that ranks find imported, beside torch's.
@@ -107,7 +106,8 @@ class RankRunner:
         self._session = session
         self._preloaded = preloaded
         self._extensions = extensions
-        self._peers = peers
+        self._alone = Peers(session)
+        self._peers = peers or self._alone
         self._slots_directory = slots_directory
         self._indices = {item: index for index, item in enumerate(session.items)}
         self._base: _Base | None = None
@@ -131,11 +131,11 @@ class RankRunner:
 
     def _start_base(self) -> _Base:
         directory = make_session_directory()
-        try:
-            return self._start_base_in(directory)
-        except BaseException:
-            remove_directory(directory)
-            raise
+        with contextlib.ExitStack() as stack:
+            stack.callback(remove_directory, directory)
+            base = self._start_base_in(directory)
+            stack.pop_all()
+        return base
 
     def _start_base_in(self, directory: Path) -> _Base:
         try:
@@ -143,7 +143,7 @@ class RankRunner:
         except FsdpCommError as error:
             self._unpreparable = str(error)
         # What a launcher started is its own bound, and has its GPUs by the local rank.
-        is_bounded = self._peers is None
+        is_bounded = not self._peers.is_launched
         shared = Path(self._slots_directory) if self._slots_directory else None
         users = SharedDirectory(shared) if shared else None
         slots = Slots(
@@ -177,7 +177,7 @@ class RankRunner:
             How that ended, to be read after "the process".
         """
         status = self._close_base()
-        with self._peers.without_thread() if self._peers else contextlib.nullcontext():
+        with self._peers.without_thread():
             self._base = self._start_base()
         self.explain_fallback()
         if status is None:
@@ -189,7 +189,7 @@ class RankRunner:
 
     def can_run(self, item: pytest.Item) -> bool:
         """Whether a distributed test fits the ranks that were launched; if not, it is skipped."""
-        return self._peers is None or self._peers.can_run(item)
+        return self._peers.can_run(item)
 
     def _gpus(self) -> tuple[str, ...]:
         settings = (item.stash.get(SETTINGS, None) for item in self._session.items)
@@ -209,12 +209,10 @@ class RankRunner:
                 yellow=True,
             )
 
-    def run(
-        self, item: pytest.Item, nextitem: pytest.Item | None, settings: DistributedSettings
-    ) -> None:
+    def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """Runs one test and logs its reports, as `pytest_runtest_protocol` must."""
         hook = item.ihook
-        attempt = partial(self._attempt, item, nextitem, settings)
+        attempt = partial(self._attempt, item, nextitem)
         if not run_with_reruns(item, nextitem, attempt):
             hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
             for report in attempt():
@@ -225,12 +223,11 @@ class RankRunner:
         if self._was_quit:
             pytest.exit(QUIT.removeprefix("Exit: "))
 
-    def _attempt(
-        self, item: pytest.Item, nextitem: pytest.Item | None, settings: DistributedSettings
-    ) -> list[pytest.TestReport]:
-        next_test = self._next_test(nextitem, item, settings)
+    def _attempt(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
+        settings = item.stash[SETTINGS]
+        next_test = self._next_test(nextitem, item)
         spares = self._spares(nextitem) if next_test.is_none else 0
-        results = self._run_ranks(item, settings, next_test, spares)
+        results = self._run_ranks(item, next_test, spares)
         self._was_quit = any(result.escaped == QUIT for result in results.values())
         if self._was_quit:
             # Not a failure of the test, which just ends here.
@@ -263,13 +260,13 @@ class RankRunner:
         for descriptor in self._terminal:
             os.close(descriptor)
         self._terminal = ()
-        if self._peers is not None:
-            self._peers.close()
+        self._peers.close()
 
-    def run_unreported(self, item: pytest.Item, settings: DistributedSettings) -> None:
+    def run_unreported(self, item: pytest.Item) -> None:
         """Runs this process's rank of a test that another process reports."""
         # Which test follows only the leader knows.
-        self._run_ranks(item, settings, NextTest(is_none=settings.scope == "test"), spares=0)
+        next_test = NextTest(is_none=item.stash[SETTINGS].scope == "test")
+        self._run_ranks(item, next_test, spares=0)
         self._write_problems()
 
     def _look_for_unended(self) -> list[str]:
@@ -293,21 +290,22 @@ class RankRunner:
         template = RankTemplate(self._session, self._extensions, random_state=self._random_state)
         return template.run_rank
 
-    def _next_test(
-        self, candidate: pytest.Item | None, item: pytest.Item, settings: DistributedSettings
-    ) -> NextTest:
+    def _peers_of(self, item: pytest.Item) -> Peers:
+        """The processes that have other ranks of a test; all fake ranks are in this one."""
+        return self._alone if item.stash[SETTINGS].backend == "fake" else self._peers
+
+    def _next_test(self, candidate: pytest.Item | None, item: pytest.Item) -> NextTest:
         """What follows a test on its ranks.
 
         Args:
             candidate: The session's next test.
             item: The test.
-            settings: How it runs on ranks.
         """
+        settings = item.stash[SETTINGS]
         if settings.scope == "test":
             return NextTest()
-        has_peers = self._peers is not None and settings.backend != "fake"
         is_bounded = self._session.config.stash[OPTIONS].rank_slots is not None
-        if has_peers or is_bounded or gpus_of(settings):
+        if self._peers_of(item).is_launched or is_bounded or gpus_of(settings):
             # Not known: the ranks of others must follow, and who waits for slots has ranks ended
             # that only wait, without a word.
             return NextTest(is_none=False)
@@ -325,52 +323,48 @@ class RankRunner:
         """How many ranks the next test starts here, if it does; new processes are not shared."""
         if nextitem is None or SETTINGS not in nextitem.stash or self.fallback_reason:
             return 0
-        settings = nextitem.stash[SETTINGS]
-        is_local = self._peers is None or settings.backend == "fake"
-        return len(settings.ranks) if is_local else 1
+        return 1 if self._peers_of(nextitem).is_launched else len(nextitem.stash[SETTINGS].ranks)
 
     def _run_ranks(
-        self,
-        item: pytest.Item,
-        settings: DistributedSettings,
-        next_test: NextTest,
-        spares: int,
+        self, item: pytest.Item, next_test: NextTest, spares: int
     ) -> dict[int, RankResult]:
-        peers = self._peers if settings.backend != "fake" else None
+        peers = self._peers_of(item)
         keeps = False
         died: ServerDiedError | _NotStartedError | None = None
         self._vanished = None
         try:
             try:
-                run = self._begin(item, settings, peers, next_test, spares)
+                ranks = self._begin(item, peers, next_test, spares)
                 with kept_foreground(self._terminal):
-                    # From here on: waiting for slots was not the test's fault.
-                    results = run(started_at=time.monotonic(), progress=progress_on_terminal(item))
+                    results = ranks.run(
+                        # From here on: waiting for slots was not the test's fault.
+                        started_at=time.monotonic(),
+                        has_failed_elsewhere=peers.has_failed_elsewhere,
+                        progress=progress_on_terminal(item),
+                    )
             except (ServerDiedError, _NotStartedError) as error:
                 died = error
             if died is not None:
                 # Not within the handler: in ranks of the next server, each exception would have
                 # this one as its context.
-                if peers is not None:
-                    # Starting a server takes a moment; the other ranks need not wait for it.
-                    peers.has_failed_elsewhere(has_failed=True)
-                results = self._lose_ranks(settings, died, peers)
+                # Starting a server takes a moment; the other ranks need not wait for it.
+                peers.has_failed_elsewhere(has_failed=True)
+                results = self._lose_ranks(item, died, peers)
             used = [self._base.directory] if self._base else []
             used += [self._kept.spec.directory] if self._kept else []
             gone = [directory for directory in used if has_vanished(directory)]
             if gone and not self._unpreparable:  # otherwise the server has removed it
                 self._vanished = gone[0]
             keeps = (
-                settings.scope == "module"
+                item.stash[SETTINGS].scope == "module"
                 and self._vanished is None
                 # A new process collects one test.
                 and not self.fallback_reason
                 and self._kept is not None
                 and self._kept.is_reusable
             )
-            if peers is not None:
-                # The ranks live on meanwhile: a rank that ends breaks those that still run.
-                results, keeps = peers.share(results, can_keep=keeps)
+            # The ranks live on meanwhile: a rank that ends breaks those that still run.
+            results, keeps = peers.share(results, can_keep=keeps)
         except BaseException:
             # Ctrl-C, for example: no rank may outlive its test, and somebody waits.
             self._end_ranks(HURRIED_S, is_reported=False)
@@ -382,54 +376,42 @@ class RankRunner:
         return results
 
     def _begin(
-        self,
-        item: pytest.Item,
-        settings: DistributedSettings,
-        peers: Peers | None,
-        next_test: NextTest,
-        spares: int,
-    ) -> Callable[..., dict[int, RankResult]]:
+        self, item: pytest.Item, peers: Peers, next_test: NextTest, spares: int
+    ) -> Supervision:
         """Gives a test to the ranks that are kept for it, or starts new ones."""
         index = self._indices[item]
         kept = self._kept
         reuses_ranks = (
             kept is not None
-            and kept.spec.settings == settings
+            and kept.spec.settings == item.stash[SETTINGS]
             and _module(self._session.items[kept.spec.item_index]) is _module(item)
             and kept.can_run(index)
             and not has_vanished(kept.spec.directory)
         )
-        if peers is not None:
-            reuses_ranks = peers.begin(index, reuses_ranks=reuses_ranks)
+        reuses_ranks = peers.begin(index, reuses_ranks=reuses_ranks)
         if self._unpreparable:
             raise ServerDiedError(self._unpreparable)
         if kept is not None and reuses_ranks and kept.processes.resume():
-            run = partial(kept.run_next, index, next_test)
-        elif peers is not None and reuses_ranks:
+            kept.begin_next(index, next_test)
+            return kept
+        if peers.is_launched and reuses_ranks:
             # A new rank here could not join those that the other processes have kept.
             raise ServerDiedError
-        else:
-            # Before waiting for slots: kept ranks hold some.
-            self._end_ranks(PATIENCE_S)
-            if self._base is not None and self._base.server.has_died:
-                self._replace_server()
-            try:
-                self._kept = self._start_ranks(item, settings, peers, next_test, spares)
-            except OSError as error:
-                # A server that cannot prepare ranks says why, and removes the directory.
-                if self._base is not None:
-                    self._base.server.raise_if_failed()
-                raise _NotStartedError(str(error)) from None
-            run = partial(self._kept.run)
-        if peers is not None:
-            run = partial(run, has_failed_elsewhere=peers.has_failed_elsewhere)
-        return run
+        # Before waiting for slots: kept ranks hold some.
+        self._end_ranks(PATIENCE_S)
+        if self._base is not None and self._base.server.has_died:
+            self._replace_server()
+        try:
+            self._kept = self._start_ranks(item, peers, next_test, spares)
+        except OSError as error:
+            # A server that cannot prepare ranks says why, and removes the directory.
+            if self._base is not None:
+                self._base.server.raise_if_failed()
+            raise _NotStartedError(str(error)) from None
+        return self._kept
 
     def _lose_ranks(
-        self,
-        settings: DistributedSettings,
-        error: ServerDiedError | _NotStartedError,
-        peers: Peers | None,
+        self, item: pytest.Item, error: ServerDiedError | _NotStartedError, peers: Peers
     ) -> dict[int, RankResult]:
         self._end_ranks(PATIENCE_S)
         if isinstance(error, _NotStartedError):
@@ -440,19 +422,15 @@ class RankRunner:
             text = f"could not be prepared: {error.reason}"
         else:
             how = self._replace_server()
-            forked = "all ranks are" if peers is None else "it was"
+            forked = "it was" if peers.is_launched else "all ranks are"
             text = f"died with the process that {forked} forked from, which {how}"
-        # With peers, theirs are their own to lose.
-        ranks = settings.ranks if peers is None else (peers.local_rank().rank,)
+        # Those of peers are their own to lose.
+        local = peers.local_rank()
+        ranks = (local.rank,) if local else item.stash[SETTINGS].ranks
         return {rank: RankResult(rank=rank, lost=text) for rank in ranks}
 
     def _start_ranks(
-        self,
-        item: pytest.Item,
-        settings: DistributedSettings,
-        peers: Peers | None,
-        next_test: NextTest,
-        spares: int,
+        self, item: pytest.Item, peers: Peers, next_test: NextTest, spares: int
     ) -> Supervision:
         if self._base is None:
             raise RuntimeError("start() comes before run()")
@@ -460,18 +438,17 @@ class RankRunner:
         self._restore_directory(self._base, item)
         directory = self._base.directory / str(self._set_count)
         directory.mkdir()
-        config = self._session.config
-        local = peers.local_rank() if peers else None
+        config, settings = self._session.config, item.stash[SETTINGS]
         with self._base.slots.turn(ranks=len(settings.ranks), gpus=gpus_of(settings)) as grant:
             spec = RankSetSpec(
                 item_index=self._indices[item],
                 nodeid=item.nodeid,
                 settings=settings,
                 directory=directory,
-                basetemp=peers.basetemp() if peers else resolve_basetemp(config),
+                basetemp=peers.basetemp(),
                 echoes=_echoes(config),
                 next_test=NextTest() if self.fallback_reason else next_test,
-                local=local,
+                local=peers.local_rank(),
                 terminal=self._terminal,
                 foreground=os.getpgrp(),
                 debugged_rank=_debugged_rank(config, settings),

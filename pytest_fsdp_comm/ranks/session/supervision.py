@@ -6,7 +6,6 @@ import contextlib
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -43,6 +42,7 @@ from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable, Iterable, Iterator
 
     from pytest_fsdp_comm.ranks.session.progress import Progress
     from pytest_fsdp_comm.ranks.start.fork_client import ForkedRanks
@@ -64,10 +64,6 @@ _DRAINED_CHUNKS = 64
 _HANDSHAKE_NBYTES = 4096
 
 _Channel: TypeAlias = Channel[SupervisorMessage, RankMessage]
-
-HasFailedElsewhere = Callable[[bool], bool]
-"""Called again and again while ranks run, with whether one of them has failed; returns whether one
-that another process supervises has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,19 +142,29 @@ class Supervision:
         self.is_reusable = False
         """Whether all ranks finished the last test and wait for another."""
 
+    def begin_next(self, item_index: int, next_test: NextTest) -> None:
+        """Gives another test to the same ranks; `run` watches it."""
+        self._begin(next_test)
+        for rank in self.spec.ranks:
+            for stream in _STREAMS:
+                with contextlib.suppress(FileNotFoundError):
+                    size = self.spec.log_path(rank, stream).stat().st_size
+                    self._log_starts[rank, stream] = size
+        self._tell(self._channels, RunTest(item_index=item_index, next_test=next_test))
+
     def run(
         self,
         *,
         started_at: float,
-        has_failed_elsewhere: HasFailedElsewhere | None = None,
+        has_failed_elsewhere: Callable[[bool], bool],
         progress: Progress | None = None,
     ) -> dict[int, RankResult]:
         """Waits until every rank finished the test, failed with a grace period, or ran out of time.
 
         Args:
             started_at: When the ranks were started for this test (`time.monotonic`).
-            has_failed_elsewhere: Asked for the ranks that other processes supervise; None if there
-                are none.
+            has_failed_elsewhere: Called again and again, with whether one of these ranks has
+                failed; returns whether one that another process supervises has.
             progress: Shows that the test still runs; None does not.
 
         Returns:
@@ -210,27 +216,6 @@ class Supervision:
             self._end_tests()
         self._note_what_was_left()
         return dict(self._results)
-
-    def run_next(
-        self,
-        item_index: int,
-        next_test: NextTest,
-        *,
-        started_at: float,
-        has_failed_elsewhere: HasFailedElsewhere | None = None,
-        progress: Progress | None = None,
-    ) -> dict[int, RankResult]:
-        """Runs another test on the same ranks."""
-        self._begin(next_test)
-        for rank in self.spec.ranks:
-            for stream in _STREAMS:
-                with contextlib.suppress(FileNotFoundError):
-                    size = self.spec.log_path(rank, stream).stat().st_size
-                    self._log_starts[rank, stream] = size
-        self._tell(self._channels, RunTest(item_index=item_index, next_test=next_test))
-        return self.run(
-            started_at=started_at, has_failed_elsewhere=has_failed_elsewhere, progress=progress
-        )
 
     def can_run(self, item_index: int) -> bool:
         """Whether the ranks expect a test, after one that they passed."""
@@ -305,10 +290,10 @@ class Supervision:
                 with contextlib.suppress(OSError):  # it has died, which will be noticed
                     self._channels[rank].send(message)
 
-    def _has_failed(self, elsewhere: HasFailedElsewhere | None) -> bool:
+    def _has_failed(self, elsewhere: Callable[[bool], bool]) -> bool:
         """Whether a rank has failed; passes it on to those that others supervise, and asks them."""
         has_failed = any(result.has_failed for result in self._results.values())
-        return (elsewhere is not None and elsewhere(has_failed)) or has_failed
+        return elsewhere(has_failed) or has_failed
 
     def _running_timers(self) -> list[TimerSet]:
         return [timer for rank, timer in self._timers.items() if not self._results[rank].is_over]

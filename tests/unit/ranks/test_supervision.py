@@ -98,7 +98,9 @@ def test_a_rank_that_ends_its_test_when_it_is_stopped_at_the_deadline_has_not_en
     rank.send(messages.Handshake(rank=1))
     supervision = Supervision(spec, listener, Pausing(rank))
     try:
-        results = supervision.run(started_at=time.monotonic() - 19.9)
+        results = supervision.run(
+            started_at=time.monotonic() - 19.9, has_failed_elsewhere=lambda _: False
+        )
     finally:
         supervision.end(0.0)
         rank.close()
@@ -141,7 +143,9 @@ def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(spec, monkey
     supervision._wait(1.0)
     monkeypatch.setattr(Channel, "_read_chunk", read_what_comes_faster_than_it_is_read)
     try:
-        results = supervision.run(started_at=time.monotonic() - 19.9)
+        results = supervision.run(
+            started_at=time.monotonic() - 19.9, has_failed_elsewhere=lambda _: False
+        )
     finally:
         supervision.end(0.0)
         rank.close()
