@@ -31,7 +31,7 @@ from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.launched.heartbeat import Heartbeat, Pulse
 from pytest_fsdp_comm.ranks.rank.network import no_network_problem
 from pytest_fsdp_comm.ranks.session.peers import Peers
-from pytest_fsdp_comm.ranks.wire.exchange import StoreExchange
+from pytest_fsdp_comm.ranks.wire.exchange import forget
 from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank, StoreAddress
 from pytest_fsdp_comm.ranks.wire.text_store import StoreLostError, TextStore, connect_store
 from pytest_fsdp_comm.text.codec import dump_tagged, load_tagged
@@ -247,7 +247,7 @@ class Meeting(Peers):
     def forget_exchange(self) -> None:
         """Removes what this process's rank exchanged in the test, which may be large."""
         store = self.store.below(f"set{self._set_number}/test{self._number_in_set}")
-        StoreExchange(store, self.launched.rank, ()).forget()
+        forget(store, self.launched.rank)
 
     def close(self) -> None:
         """Ends the thread that uses the store, and leaves it; see `Peers`."""

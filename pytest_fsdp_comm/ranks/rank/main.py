@@ -30,7 +30,7 @@ from pytest_fsdp_comm.ranks.rank.process_group import (
 from pytest_fsdp_comm.ranks.rank.session_end import forget_exit_functions
 from pytest_fsdp_comm.ranks.rank.terminal import RankTerminal
 from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks, StoreExchange
+from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks, RankExchange
 from pytest_fsdp_comm.ranks.wire.messages import (
     RANK,
     EndTests,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from pytest_fsdp_comm.ranks.wire.exchange import RankExchange
     from pytest_fsdp_comm.ranks.wire.extension import RankExtension
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
@@ -192,7 +191,7 @@ def _context(spec: RankSetSpec, rank: int, number: int, departures: Marks) -> Ra
         client = connect_store(
             local.store.below(f"test{number}"), timeout_s=settings.timeout_s + BEYOND_DEADLINE_S
         )
-        exchange = StoreExchange(TextStore(client), rank, settings.ranks)
+        exchange = RankExchange(TextStore(client), rank, settings.ranks)
     else:
         exchange = DirectoryExchange(
             spec.directory, rank, settings.ranks, number=number, departures=departures

@@ -6,7 +6,6 @@ have the same, which may be large, it costs the others nothing.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import hashlib
 import itertools
@@ -32,19 +31,21 @@ _LEFT_POLL_S = 0.05
 _COUNT = struct.Struct("<q")
 
 
-class RankExchange(abc.ABC):
+class RankExchange:
     """One rank's end of an exchange.
 
     Never a collective: it would be recorded, and would hang for ever beside a rank that failed.
     """
 
-    def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
+    def __init__(self, texts: TextStore | TextDirectory, rank: int, ranks: tuple[int, ...]) -> None:
         """Starts before the first comparison.
 
         Args:
+            texts: What the ranks of one test share, and nobody else.
             rank: This rank.
             ranks: All ranks that take part, ascending.
         """
+        self._texts = texts
         self._rank = rank
         self._ranks = ranks
         self._rounds = 0
@@ -68,33 +69,22 @@ class RankExchange(abc.ABC):
         self._rounds += 1
         digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         # The digest last: who sees it reads the text.
-        self._write(_text_name(self._rounds, self._rank), text)
-        self._write(f"{self._rounds}.{self._rank}", digest)
+        self._texts.put(_text_name(self._rounds, self._rank), text)
+        digests = self._share(
+            str(self._rounds),
+            digest,
+            f"rank {self._rank} made comparison {self._rounds} of comm_mode or fsdp_tree, but "
+            "rank {} ended the test without it; every rank must make the same comparisons in the "
+            "same order (is one inside an `if rank == ...`?)",
+        )
         texts = {digest: text}
-        digests = [self._await_digest(rank) for rank in self._ranks]
         for rank, other in zip(self._ranks, digests, strict=True):
             if other not in texts:
-                texts[other] = self._read(_text_name(self._rounds, rank))
+                texts[other] = self._texts.get(_text_name(self._rounds, rank))
         return [texts[other] for other in digests]
 
-    def _await_digest(self, rank: int) -> str:
-        return self._await(
-            f"{self._rounds}.{rank}",
-            rank,
-            f"rank {self._rank} made comparison {self._rounds} of comm_mode or fsdp_tree, but "
-            f"rank {rank} ended the test without it; every rank must make the same "
-            "comparisons in the same order (is one inside an `if rank == ...`?)",
-        )
-
     def meet(self, name: str) -> None:
-        """Waits until every rank has come to the same point.
-
-        Args:
-            name: The point's name; each is used once in a test.
-
-        Raises:
-            RanksDivergedError: Another rank ended the test before it.
-        """
+        """Waits until every rank has come to the same point; as `share` without a text."""
         self.share(name, "")
 
     def share(self, name: str, text: str) -> list[str]:
@@ -110,47 +100,42 @@ class RankExchange(abc.ABC):
         Raises:
             RanksDivergedError: Another rank ended the test before it.
         """
-        self._write(f"{name}.{self._rank}", text)
-        return [
-            self._await(f"{name}.{rank}", rank, f"rank {rank} ended the test before {name}")
-            for rank in self._ranks
-        ]
+        return self._share(name, text, f"rank {{}} ended the test before {name}")
 
     def leave(self) -> None:
         """Announces that this rank makes no more comparisons; does nothing in a forked process."""
         if getpid() == self._pid:
-            self._leave()
+            self._note_left()
 
-    @abc.abstractmethod
-    def _leave(self) -> None:
-        """Announces that this rank is done."""
+    def _share(self, name: str, text: str, complaint: str) -> list[str]:
+        self._texts.put(f"{name}.{self._rank}", text)
+        return [self._await(f"{name}.{rank}", rank, complaint.format(rank)) for rank in self._ranks]
 
+    # Its name and locals are read in `hangs.position`: whom this rank waits for.
     def _await(self, name: str, rank: int, complaint: str) -> str:
         pause_s = _FIRST_PAUSE_S
         # No deadline of its own: the supervisor ends the test at its deadline, with all stacks.
-        while not self._has(name):
+        while not self._texts.has(name):
             # Looked at again, since it may have been written just before the rank left.
-            if self._has_left(rank) and not self._has(name):
+            if self._has_left(rank) and not self._texts.has(name):
                 raise RanksDivergedError(complaint)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return self._read(name)
+        return self._texts.get(name)
 
-    @abc.abstractmethod
-    def _write(self, name: str, text: str) -> None:
-        """Makes a whole text visible to all ranks, in one step for readers."""
+    def _note_left(self) -> None:
+        self._texts.put(f"left.{self._rank}", "")
 
-    @abc.abstractmethod
-    def _has(self, name: str) -> bool:
-        """Whether a text is visible."""
-
-    @abc.abstractmethod
-    def _read(self, name: str) -> str:
-        """A text that is visible."""
-
-    @abc.abstractmethod
     def _has_left(self, rank: int) -> bool:
-        """Whether a rank is done."""
+        return self._texts.has(f"left.{rank}")
+
+
+def forget(texts: TextStore, rank: int) -> None:
+    """Removes from a store what a rank gave in an exchange, once every rank has left."""
+    for round_number in itertools.count(1):
+        texts.remove(_text_name(round_number, rank))
+        if not texts.remove(f"{round_number}.{rank}"):
+            return
 
 
 def _text_name(round_number: int, rank: int) -> str:
@@ -181,8 +166,55 @@ class Marks:
         return len(count) == _COUNT.size and _COUNT.unpack(count)[0] > number
 
 
+class TextDirectory:
+    """Texts under names, as in a `TextStore`, in files of ranks that share a machine."""
+
+    def __init__(self, directory: Path, prefix: str) -> None:
+        """Uses a directory.
+
+        Args:
+            directory: What the ranks of one rank set share, and nobody else.
+            prefix: What each file's name begins with.
+        """
+        self._directory = directory
+        self._prefix = prefix
+
+    def path(self, name: str) -> Path:
+        """The file of a name."""
+        return self._directory / f"{self._prefix}{name}"
+
+    def put(self, name: str, text: str) -> None:
+        """Makes a whole text visible, in one step for readers: by the rename."""
+        unfinished = self.path(f"{name}.unfinished")
+        with self.explaining_absence():
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.rename(self.path(name))
+
+    def has(self, name: str) -> bool:
+        """Whether there is a text."""
+        return self.path(name).exists()
+
+    def get(self, name: str) -> str:
+        """A text that is there."""
+        return self.path(name).read_text(encoding="utf-8")
+
+    @contextlib.contextmanager
+    def explaining_absence(self) -> Iterator[None]:
+        """Says in other words that the directory is gone, where the block cannot find it."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise FsdpCommError(
+                f"the other ranks are out of reach: {self._directory}, through which ranks "
+                "exchange what they have, has vanished. Did a test empty the temporary directory "
+                "(tempfile.gettempdir()), or a cleaner of it?"
+            ) from None
+
+
 class DirectoryExchange(RankExchange):
     """Through files of ranks that share a machine."""
+
+    _texts: TextDirectory
 
     def __init__(
         self,
@@ -202,19 +234,12 @@ class DirectoryExchange(RankExchange):
             number: Of the rank set's test, from 0.
             departures: Which tests the rank set's ranks have left.
         """
-        super().__init__(rank, ranks)
-        self._directory = directory
+        super().__init__(TextDirectory(directory, f"test{number}."), rank, ranks)
         self._number = number
         self._departures = departures
 
-    def _leave(self) -> None:
-        self._departures.mark(self._rank, self._number)
-
     def meet(self, name: str) -> None:
         """Waits until every rank has come to the same point: the last one wakes the others.
-
-        Each rank of each test waits here once, and looking again and again took a tenth of a
-        trivial test's processor time.
 
         Args:
             name: The point's name; each is used once in a test.
@@ -222,10 +247,14 @@ class DirectoryExchange(RankExchange):
         Raises:
             RanksDivergedError: Another rank ended the test before it.
         """
-        path = self._path(name)
-        with self._explaining_absence():
+        # Note [Last one rings]: each rank of each test waits here once, and looking for files again
+        # and again took a tenth of a trivial test's processor time. So arrivals are marks in one
+        # file, and the ranks sleep on a pipe by name, the bell. It is opened before this rank is
+        # marked, so it keeps what is written from then on; whoever finds all marks writes; and
+        # nobody reads, so it stays readable for all. The poll is only for ranks that have left.
+        path = self._texts.path(name)
+        with self._texts.explaining_absence():
             arrivals = Marks(path)
-        # Whoever comes first makes it. Opened before this rank is marked, it keeps what is written.
         bell_path = path.with_name(f"{path.name}.bell")
         with contextlib.suppress(FileExistsError):
             os.mkfifo(bell_path, 0o600)
@@ -234,7 +263,6 @@ class DirectoryExchange(RankExchange):
             arrivals.mark(self._rank, 0)
             missing = [rank for rank in self._ranks if not arrivals.has_marked(rank, 0)]
             if not missing:
-                # Nobody reads it: it stays readable for all.
                 os.write(bell, b"!")
             # Read by name in `hangs.position`: whom this rank waits for.
             while missing and not select.select([bell], [], [], _LEFT_POLL_S)[0]:
@@ -247,69 +275,8 @@ class DirectoryExchange(RankExchange):
             os.close(bell)
             arrivals.close()
 
-    def _write(self, name: str, text: str) -> None:
-        # The rename makes the whole text visible at once.
-        unfinished = self._path(f"{name}.unfinished")
-        with self._explaining_absence():
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.rename(self._path(name))
-
-    @contextlib.contextmanager
-    def _explaining_absence(self) -> Iterator[None]:
-        try:
-            yield
-        except FileNotFoundError:
-            raise FsdpCommError(
-                f"rank {self._rank} cannot reach the other ranks: {self._directory}, through which "
-                "they exchange what they have, has vanished. Did a test empty the temporary "
-                "directory (tempfile.gettempdir()), or a cleaner of it?"
-            ) from None
-
-    def _has(self, name: str) -> bool:
-        return self._path(name).exists()
-
-    def _read(self, name: str) -> str:
-        return self._path(name).read_text(encoding="utf-8")
+    def _note_left(self) -> None:
+        self._departures.mark(self._rank, self._number)
 
     def _has_left(self, rank: int) -> bool:
         return self._departures.has_marked(rank, self._number)
-
-    def _path(self, name: str) -> Path:
-        return self._directory / f"test{self._number}.{name}"
-
-
-class StoreExchange(RankExchange):
-    """Through a store that ranks of many machines reach."""
-
-    def __init__(self, store: TextStore, rank: int, ranks: tuple[int, ...]) -> None:
-        """Starts before the first comparison.
-
-        Args:
-            store: A store that the ranks of one test share, and nobody else.
-            rank: This rank.
-            ranks: All ranks that take part, ascending.
-        """
-        super().__init__(rank, ranks)
-        self._store = store
-
-    def _leave(self) -> None:
-        self._store.put(f"left.{self._rank}", "")
-
-    def forget(self) -> None:
-        """Removes what this rank gave, once every rank has left."""
-        for round_number in itertools.count(1):
-            self._store.remove(_text_name(round_number, self._rank))
-            if not self._store.remove(f"{round_number}.{self._rank}"):
-                return
-
-    def _write(self, name: str, text: str) -> None:
-        self._store.put(name, text)
-
-    def _has(self, name: str) -> bool:
-        return self._store.has(name)
-
-    def _read(self, name: str) -> str:
-        return self._store.get(name)
-
-    def _has_left(self, rank: int) -> bool:
-        return self._store.has(f"left.{rank}")

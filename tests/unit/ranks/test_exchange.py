@@ -8,7 +8,7 @@ import pytest
 from pytest_fsdp_comm.errors import RanksDivergedError
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.ranks.wire import exchange
-from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks
+from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks, TextDirectory
 
 
 def directory_exchange(path, rank, ranks, number=0):
@@ -45,14 +45,14 @@ def test_each_text_is_read_once(tmp_path, monkeypatch):
     ranks = tuple(range(5))
     ends = [directory_exchange(tmp_path, rank, ranks) for rank in ranks]
     sizes = []
-    read = DirectoryExchange._read
+    read = TextDirectory.get
 
     def noted(self, name):
         text = read(self, name)
         sizes.append(len(text))
         return text
 
-    monkeypatch.setattr(DirectoryExchange, "_read", noted)
+    monkeypatch.setattr(TextDirectory, "get", noted)
     same, other = "same" * 1000, "other" * 1000
     texts = [same, other, same, other, same]
     results = in_threads(*(partial(end, text) for end, text in zip(ends, texts, strict=True)))

@@ -7,7 +7,7 @@ import pytest
 
 from pytest_fsdp_comm.ranks.launched import heartbeat
 from pytest_fsdp_comm.ranks.launched.heartbeat import Heartbeat, Pulse
-from pytest_fsdp_comm.ranks.wire.exchange import StoreExchange
+from pytest_fsdp_comm.ranks.wire.exchange import RankExchange, forget
 from pytest_fsdp_comm.ranks.wire.rank_set import StoreAddress
 from pytest_fsdp_comm.ranks.wire.text_store import StoreLostError, TextStore, connect_store
 
@@ -55,7 +55,7 @@ def test_stores_below_different_names_are_apart(connect):
 
 
 def test_ranks_exchange_texts_and_leave_nothing(connect):
-    ends = {rank: StoreExchange(connect(), rank, (0, 1)) for rank in (0, 1)}
+    ends = {rank: RankExchange(connect(), rank, (0, 1)) for rank in (0, 1)}
     received = {}
 
     def run(rank):
@@ -72,8 +72,8 @@ def test_ranks_exchange_texts_and_leave_nothing(connect):
     store = connect()
     assert store.has("3.1")
     assert store.has("3.1.text")
-    for end in ends.values():
-        end.forget()
+    for rank in ends:
+        forget(connect(), rank)
     names = [f"{number}.{rank}" for number in (1, 2, 3) for rank in ends]
     assert not any(store.has(name) or store.has(f"{name}.text") for name in names)
 
