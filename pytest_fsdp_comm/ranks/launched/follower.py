@@ -25,6 +25,7 @@ from pytest_fsdp_comm.ranks.launched.program import leave_session, runs_pytest_o
 from pytest_fsdp_comm.ranks.launched.sigterm import SIGTERM_REASON, Termination
 from pytest_fsdp_comm.ranks.rank.main import save_coverage
 from pytest_fsdp_comm.ranks.rank.network import no_network_problem
+from pytest_fsdp_comm.ranks.session.runner import RankRunner
 from pytest_fsdp_comm.ranks.wire.messages import (
     BeginTest,
     EndSession,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank
-    from pytest_fsdp_comm.ranks.session.runner import RankRunner
+    from pytest_fsdp_comm.ranks.wire.extension import RankExtension
     from pytest_fsdp_comm.ranks.wire.results import RankResult
 
 # Longer than the leader waits for others: it runs code of users, which may hold the GIL.
@@ -236,10 +237,11 @@ class Follower(Meeting):
 
 
 def follow(
-    session: pytest.Session,
     follower: Follower,
-    make_runner: Callable[[], RankRunner],
     tests: Sequence[PlannedTest],
+    extensions: Sequence[RankExtension[Any]],
+    *,
+    preloaded: Sequence[str],
 ) -> NoReturn:
     """Runs this process's rank of every test that the leader announces, and ends the session.
 
@@ -247,16 +249,18 @@ def follow(
     leader alone, whatever plugins there are; so this session ends without it, as forked ranks do.
 
     Args:
-        session: The session, after collection.
-        follower: The other processes.
-        make_runner: Called once the tests are in the leader's order.
+        follower: This process.
         tests: As for `Follower.meet`.
+        extensions: As for `RankRunner`.
+        preloaded: As for `RankRunner`.
     """
+    session = follower.session
     status = int(pytest.ExitCode.INTERNAL_ERROR)
     runner: RankRunner | None = None
     try:
         problem = follower.meet(tests)
-        runner = make_runner()
+        # Its items are in the leader's order now.
+        runner = RankRunner(session, extensions, follower, preloaded=preloaded)
         if not problem:
             # Forks the fork server, before there is a thread.
             runner.start()

@@ -9,7 +9,6 @@ store. Rank 0's process alone runs the tests without ranks, reports, and writes.
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -54,9 +53,7 @@ def join_session(
     tests = tuple(_planned(item) for item in session.items)
     _skip_what_does_not_fit(session.items, launched)
     if not launched.is_leader:
-        follower = Follower(session, launched)
-        make_runner = partial(RankRunner, session, extensions, follower, preloaded=preloaded)
-        follow(session, follower, make_runner, tests)
+        follow(Follower(session, launched), tests, extensions, preloaded=preloaded)
     leader = Leader(session, launched)
     session.config.pluginmanager.register(leader, "fsdp-comm-leader")
     runner = session.config.stash[RUNNER] = RankRunner(

@@ -13,6 +13,7 @@ import pytest
 from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE, RANK_VARIABLE, SPEC_VARIABLE
 from pytest_fsdp_comm.ranks.rank.main import RankTemplate
 from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+from pytest_fsdp_comm.text.codec import load_tagged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,4 +54,5 @@ def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension
 
 
 def _read_spec() -> RankSetSpec:
-    return RankSetSpec.load(Path(os.environ[SPEC_VARIABLE]).read_text(encoding="utf-8"))
+    text = Path(os.environ[SPEC_VARIABLE]).read_text(encoding="utf-8")
+    return load_tagged({"RankSetSpec": RankSetSpec}, text)

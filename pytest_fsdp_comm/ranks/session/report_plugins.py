@@ -11,7 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_comm.ranks.session.reruns import rebuilt_error
+from pytest_fsdp_comm.ranks.session.reruns import drive, rebuilt_error
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -70,8 +70,4 @@ def _show_allure(item: pytest.Item, reports: Sequence[pytest.TestReport]) -> Non
 
 def _drive(wrapper: Generator[None, Any, None], result: object) -> None:
     """Runs a hook's wrapper of the old style around a result."""
-    next(wrapper)
-    try:
-        wrapper.send(SimpleNamespace(get_result=lambda: result))
-    except StopIteration:
-        return
+    drive(wrapper, SimpleNamespace(get_result=lambda: result))

@@ -10,6 +10,7 @@ keeps what it knows of a failure in its wrapper of ``pytest_runtest_makereport``
 from __future__ import annotations
 
 import builtins
+import contextlib
 import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.snapshots.failed_comparison import has_headline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     import pytest
 
@@ -98,12 +99,14 @@ def _note(plugin: Any, item: pytest.Item, report: pytest.TestReport) -> None:
     """Shows the plugin a report as if pytest had made it here."""
     error = rebuilt_error(report)
     call = SimpleNamespace(excinfo=SimpleNamespace(value=error) if error else None)
-    wrapper = plugin.pytest_runtest_makereport(item, call)
+    drive(plugin.pytest_runtest_makereport(item, call), report)
+
+
+def drive(wrapper: Generator[None, Any, Any], result: object) -> None:
+    """Runs a hook's wrapper around a result."""
     next(wrapper)
-    try:
-        wrapper.send(report)
-    except StopIteration:
-        return
+    with contextlib.suppress(StopIteration):
+        wrapper.send(result)
 
 
 def rebuilt_error(report: pytest.TestReport) -> BaseException | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -131,11 +130,11 @@ class RankRunner:
 
     def _start_base(self) -> _Base:
         directory = make_session_directory()
-        with contextlib.ExitStack() as stack:
-            stack.callback(remove_directory, directory)
-            base = self._start_base_in(directory)
-            stack.pop_all()
-        return base
+        try:
+            return self._start_base_in(directory)
+        except BaseException:
+            remove_directory(directory)
+            raise
 
     def _start_base_in(self, directory: Path) -> _Base:
         try:

@@ -501,7 +501,6 @@ class Supervision:
             if result.is_done:
                 self.processes.send_signal(result.rank, signal.SIGCONT)
                 result.position = Position(site="", activity=Activity.HAS_ENDED)
-                result.stacks = ""
             elif result.status is None:
                 result.stopped = why
 
@@ -523,8 +522,6 @@ class Supervision:
         for result in results:
             if result.position is None and result.is_done:
                 result.position = Position(site="", activity=Activity.HAS_ENDED)
-            if result.position is not None and result.position.activity.is_known:
-                result.stacks = "\n".join(result.position.stack)
 
     def _dump_stacks(self, silent: Iterable[RankResult]) -> None:
         """Finds out where ranks are that run no Python code of another thread than the main one."""
@@ -538,10 +535,10 @@ class Supervision:
             path = self.spec.stacks_path(result.rank)
             frames = read_dump(path, until=until) if result in can_dump else []
             place = next((frame for frame in frames if frame.is_users), None)
-            result.stacks = "\n".join(show_stack(frames))
             dumped[result.rank] = Position(
                 site=place.site if place else "",
                 code=place.code if place else "",
+                stack=show_stack(frames),
                 activity=Activity.HOLDS_GIL if frames else activities[result.rank],
             )
         self._ask(can_dump, within_s=_ANSWER_S, with_groups=True)

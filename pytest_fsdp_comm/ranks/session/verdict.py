@@ -22,7 +22,7 @@ from pytest_fsdp_comm.ranks.hangs.waiting import explain_mismatch, explain_waiti
 from pytest_fsdp_comm.ranks.rank.kept_output import MOST_ON_DISK_NBYTES
 from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
 from pytest_fsdp_comm.ranks.wire.results import RankResult, Stopped
-from pytest_fsdp_comm.ranks.wire.subtest_reports import is_subtest, name_subtest
+from pytest_fsdp_comm.ranks.wire.subtest_reports import name_subtest
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
@@ -172,7 +172,7 @@ def _loaded(result: RankResult, load: LoadReport) -> _Ran:
             # JSON has no tuples; pytest wants one for a skip.
             path, line, reason = longrepr
             report.longrepr = (path, line, reason)
-        if is_subtest(report):
+        if sent.is_subtest:
             name = name_subtest(report, sent.report)
             key = (name, counts[name])
             counts[name] += 1
@@ -338,7 +338,7 @@ def _timeouts(ranks: _Ranks, timeout_s: float) -> Iterable[_Failure]:
         *_waiting(ranks, blamed=()),
         *_unfailed_ranks({rank: own for rank, own in unlike.items() if own[0] != "passed"}),
         *list_stacks(
-            {rank: ranks[rank].result.stacks for rank in late},
+            _stacks(ranks, late),
             lambda at: (
                 f"{name_ranks(at)} {'is' if len(at) == 1 else 'are'} at (innermost frame first):"
             ),
@@ -366,6 +366,12 @@ def _too_much_output(ranks: _Ranks) -> Iterable[_Failure]:
 
 def _stopped(ranks: _Ranks, why: Stopped) -> list[int]:
     return [rank for rank, ran in ranks.items() if ran.result.stopped is why]
+
+
+def _stacks(ranks: _Ranks, stopped: Iterable[int]) -> dict[int, str]:
+    """Where ranks were, innermost frame first; empty where that is unknown."""
+    positions = {rank: ranks[rank].result.position for rank in stopped}
+    return {rank: "\n".join(at.stack) if at else "" for rank, at in positions.items()}
 
 
 def _waiting(ranks: _Ranks, *, blamed: Sequence[int]) -> list[str]:
@@ -456,7 +462,7 @@ def _story(failures: Sequence[_Failure], ranks: _Ranks) -> str:
     lines = list(_later(failures))
     stopped = _stopped(ranks, Stopped.AFTER_FAILURE)
     lines += list_stacks(
-        {rank: ranks[rank].result.stacks for rank in stopped},
+        _stacks(ranks, stopped),
         lambda at: f"{name_ranks(at)} {_was(at)} still running and {_was(at)} ended at:",
     )
     lines += _waiting(ranks, blamed=[*failed]) if stopped else []

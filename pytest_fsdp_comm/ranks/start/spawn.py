@@ -23,7 +23,7 @@ from pytest_fsdp_comm.ranks.start.fork_client import ForkServer
 from pytest_fsdp_comm.ranks.start.fork_server import serve
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import FORK_SERVER
-from pytest_fsdp_comm.text.codec import from_json, to_json
+from pytest_fsdp_comm.text.codec import dump_tagged, from_json, to_json
 
 if TYPE_CHECKING:
     import pytest
@@ -115,7 +115,7 @@ def main(text: str) -> NoReturn:
 def _become_rank(program: _Program, spec: RankSetSpec, rank: int) -> NoReturn:
     """Replaces this process by a pytest process, whose half is in `rank.spawned`."""
     file = spec.directory / f"rank{rank}.json"
-    file.write_text(spec.dump(), encoding="utf-8")
+    file.write_text(dump_tagged(spec), encoding="utf-8")
     for stream, descriptor in (("stdout", 1), ("stderr", 2)):
         log = os.open(spec.log_path(rank, stream), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, descriptor)

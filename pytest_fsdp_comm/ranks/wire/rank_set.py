@@ -8,13 +8,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from pytest_fsdp_comm.options import DistributedSettings
-from pytest_fsdp_comm.text import codec
-
-_KIND: Final = "rank set"
-_VERSION: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +108,3 @@ class RankSetSpec:
     def departures_path(self) -> Path:
         """Where the ranks note which tests they have left."""
         return self.directory / "departures"
-
-    def dump(self) -> str:
-        """The text that `load` reads, for ranks that are started as programs."""
-        return codec.dump_document(_KIND, _VERSION, self)
-
-    @classmethod
-    def load(cls, text: str) -> RankSetSpec:
-        """Reads what `dump` wrote."""
-        return codec.load_document(cls, _KIND, _VERSION, text)

@@ -106,8 +106,6 @@ class RankResult:
     """Why the supervisor ended it; None if it did not."""
     timeout_s: float | None = None
     """The timeout of pytest-timeout that ran out; None if it was the test's deadline or none."""
-    stacks: str = ""
-    """Where it was when it was stopped, innermost frame first; empty if unknown."""
     unreported: dict[str, str] = dataclasses.field(default_factory=dict)
     """What it printed in the phase that it did not end, by ``stdout`` and ``stderr``; empty if it
     finished the test."""

@@ -130,7 +130,7 @@ def test_a_message_on_the_store_comes_back_equal(cls, data):
 @given(drawn(RankSetSpec))
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_file_of_a_spawned_rank_comes_back_equal(spec):
-    assert RankSetSpec.load(spec.dump()) == spec
+    assert load_tagged({"RankSetSpec": RankSetSpec}, dump_tagged(spec)) == spec
 
 
 def test_an_argument_that_json_lacks_costs_no_report():

@@ -4,7 +4,12 @@ import pytest
 
 from pytest_fsdp_comm.ranks.hangs.stacks import parse_dump, show_stack
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
-from pytest_fsdp_comm.ranks.wire.positions import GroupPosition, IssuedCollective, Position
+from pytest_fsdp_comm.ranks.wire.positions import (
+    Activity,
+    GroupPosition,
+    IssuedCollective,
+    Position,
+)
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, Stopped
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
@@ -183,12 +188,17 @@ def test_what_a_rank_came_to_that_did_not_fail_is_told(merge):
     )
 
 
+def silent_at(site):
+    """Where a rank is that does not answer, but has dumped its stack."""
+    return Position(site="", stack=(site,), activity=Activity.SILENT)
+
+
 def test_a_deadline_shows_where_each_rank_is(merge):
     late = {"stopped": Stopped.AT_DEADLINE}
     reports = merge(
-        rank(None, stacks="a.py:1 in f", **late),
-        rank(None, stacks="a.py:1 in f", **late),
-        rank(None, stacks="b.py:2 in g", **late),
+        rank(None, position=silent_at("a.py:1 in f"), **late),
+        rank(None, position=silent_at("a.py:1 in f"), **late),
+        rank(None, position=silent_at("b.py:2 in g"), **late),
         rank(),
     )
     assert reports[1].longrepr.splitlines() == [
@@ -305,7 +315,7 @@ def reduced(numel):
     group = GroupPosition(
         name="0", axis="dp", is_shape=False, ranks=(0, 1, 2), collectives=(issued,)
     )
-    return {"position": Position(site="a.py:1 in f", groups=(group,))}
+    return {"position": Position(site="a.py:1 in f", stack=("a.py:1 in f",), groups=(group,))}
 
 
 ABORTED = {"status": -6, "ended_at": 4.3, "unreported": {"stderr": UNCAUGHT}}
@@ -323,7 +333,7 @@ def test_what_a_backend_gave_up_on_comes_before_the_rank_that_it_ended(merge):
     ranks = [
         rank(None, **ABORTED, **reduced(4)),
         rank(FAILED, CLOSED, at=4.1, **reduced(4)),
-        rank(None, stopped=Stopped.AFTER_FAILURE, stacks="a.py:1 in f", **reduced(8)),
+        rank(None, stopped=Stopped.AFTER_FAILURE, **reduced(8)),
     ]
     aborted = f"rank 0 was killed by signal 6 (SIGABRT) during call at a.py:1 in f{WHY}"
     assert lines(merge(*ranks))[:3] == [MISMATCH, aborted, f"rank 1 failed later: {CLOSED}"]
