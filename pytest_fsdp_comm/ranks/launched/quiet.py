@@ -7,23 +7,14 @@ tests/unit/ranks/test_isolation.py fails when it moves.
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
-from typing import Any, Final, TextIO
+from collections.abc import Callable
+from typing import Any, Final
 
 import pytest
 
 from pytest_fsdp_comm import upstream
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """A terminal that nothing is written to for now."""
-
-    terminal: TextIO
-    text: io.StringIO
-
-
-_HELD: Final = pytest.StashKey[_Held]()
+_RELEASE: Final = pytest.StashKey[Callable[[], None]]()
 
 
 def hold_terminal(config: pytest.Config) -> None:
@@ -32,36 +23,29 @@ def hold_terminal(config: pytest.Config) -> None:
     Raises:
         UpstreamChangedError: pytest has moved a private name.
     """
-    writer = _writer(config)
-    if writer is None:
+    if not config.pluginmanager.has_plugin("terminalreporter"):
         return
+    writer: Any = config.get_terminal_writer()
     if not hasattr(writer, "_file"):
         raise upstream.moved(
             "pytest",
             "TerminalWriter._file",
             "keeping all but one of the launched processes quiet relies on",
         )
-    terminal = writer._file
-    config.stash[_HELD] = held = _Held(terminal=terminal, text=io.StringIO())
-    writer._file = held.text
+    terminal, held = writer._file, io.StringIO()
+
+    def release() -> None:
+        terminal.write(held.getvalue())
+        terminal.flush()
+        writer._file = terminal
+
+    writer._file = held
+    config.stash[_RELEASE] = release
 
 
 def release_terminal(config: pytest.Config) -> None:
-    """Writes what was held back, and stops holding."""
-    held = config.stash.get(_HELD, None)
-    if held is None:
-        return
-    del config.stash[_HELD]
-    held.terminal.write(held.text.getvalue())
-    held.terminal.flush()
-    writer = _writer(config)
-    if writer is not None:
-        writer._file = held.terminal
-
-
-def _writer(config: pytest.Config) -> Any:
-    return (
-        config.get_terminal_writer()
-        if config.pluginmanager.has_plugin("terminalreporter")
-        else None
-    )
+    """Writes what was held back, and stops holding; does nothing where nothing was held."""
+    release = config.stash.get(_RELEASE, None)
+    if release is not None:
+        del config.stash[_RELEASE]
+        release()

@@ -300,18 +300,13 @@ class Supervision:
 
     def _wait(self, timeout_s: float) -> None:
         events = self._selector.select(timeout_s)
-        # Where nothing happens, asked to be sure.
-        may_have_ended = not events
         for key, _ in events:
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.data is not None:
+            if key.data is not None:
                 self._read(key.data)
-            elif isinstance(key.fileobj, Channel):
-                self._shake_hands(key.fileobj)
             else:
-                may_have_ended = True
-        if may_have_ended:
+                self._admit(key.fileobj)
+        # Where nothing happens, asked to be sure.
+        if not events or any(key.fileobj is self.processes for key, _ in events):
             self._note_ends()
         self._echo.copy()
 
@@ -366,12 +361,19 @@ class Supervision:
             if not result.is_over and is_alive(self.processes.pid(rank)):
                 result.seen_alive_at = looked_at
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # the caller has hung up
-            connection, _ = self._listener.accept()
-            channel = Channel(connection, SUPERVISOR)
-            channel.settimeout(_SEND_S)
-            self._selector.register(channel, selectors.EVENT_READ, None)
+    def _admit(self, readable: object) -> bool:
+        """Accepts who calls, or reads the handshake of who has; returns whether it was either."""
+        if isinstance(readable, Channel):
+            self._shake_hands(readable)
+        elif readable is self._listener:
+            with contextlib.suppress(OSError):  # the caller has hung up
+                connection, _ = self._listener.accept()
+                channel = Channel(connection, SUPERVISOR)
+                channel.settimeout(_SEND_S)
+                self._selector.register(channel, selectors.EVENT_READ, None)
+        else:
+            return False
+        return True
 
     def _shake_hands(self, channel: _Channel) -> None:
         """Reads who has called, once that has come; what says anything else is a stranger."""
@@ -398,7 +400,9 @@ class Supervision:
 
     def _drain(self, rank: int) -> None:
         """Reads what a rank has sent; see Note [Dead ranks are read first]."""
-        while rank not in self._channels and self._admit():
+        while rank not in self._channels and any(
+            self._admit(key.fileobj) for key, _ in self._selector.select(0) if key.data is None
+        ):
             pass
         with contextlib.suppress(BlockingIOError):
             for _ in range(_DRAINED_CHUNKS):
@@ -406,18 +410,6 @@ class Supervision:
                     break
                 self._channels[rank].settimeout(0.0)
                 self._read(rank)
-
-    def _admit(self) -> bool:
-        """Accepts those who have called; returns whether anybody had."""
-        found = False
-        for key, _ in self._selector.select(0):
-            if key.fileobj is self._listener:
-                self._accept()
-                found = True
-            elif isinstance(key.fileobj, Channel) and key.data is None:
-                self._shake_hands(key.fileobj)
-                found = True
-        return found
 
     def _read(self, rank: int) -> None:
         self._record_all(rank, self._channels[rank].receive_available)

@@ -76,25 +76,23 @@ def check_path(path: Path) -> None:
     Raises:
         FsdpCommError: The path is too long for this system.
     """
-    if not _is_short(path) and not _DESCRIPTORS.is_dir():
-        raise FsdpCommError(
-            "ranks connect through a socket in the temporary directory, whose path is "
-            f"{len(os.fsencode(path))} bytes long ({path}); without {_DESCRIPTORS}, this system "
-            f"allows only {_LONGEST}. Set TMPDIR to a directory with a shorter path, such as /tmp"
-        )
-
-
-def _is_short(path: Path) -> bool:
-    return len(os.fsencode(path)) <= _LONGEST
+    with contextlib.suppress(FileNotFoundError), _address_of(path):
+        pass
 
 
 @contextlib.contextmanager
 def _address_of(path: Path) -> Iterator[str]:
     """A name for a path that is short enough, while the block lasts."""
-    if _is_short(path):
+    nbytes = len(os.fsencode(path))
+    if nbytes <= _LONGEST:
         yield str(path)
         return
-    check_path(path)
+    if not _DESCRIPTORS.is_dir():
+        raise FsdpCommError(
+            "ranks connect through a socket in the temporary directory, whose path is "
+            f"{nbytes} bytes long ({path}); without {_DESCRIPTORS}, this system "
+            f"allows only {_LONGEST}. Set TMPDIR to a directory with a shorter path, such as /tmp"
+        )
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield str(_DESCRIPTORS / str(directory) / path.name)
