@@ -36,7 +36,6 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     EndTests,
     Escape,
     Handshake,
-    RankMessage,
     RunTest,
     TestEnded,
     TestsEnded,
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.wire.extension import RankExtension
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
-_Channel: TypeAlias = Channel[RankMessage, RunTest | EndTests]
+_Channel: TypeAlias = Channel[RunTest | EndTests]
 
 
 class RankTemplate:

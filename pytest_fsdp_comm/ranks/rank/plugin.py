@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from types import FrameType, SimpleNamespace
 
     from pytest_fsdp_comm.ranks.wire.channel import Channel
-    from pytest_fsdp_comm.ranks.wire.messages import EndTests, RankMessage, RunTest
+    from pytest_fsdp_comm.ranks.wire.messages import EndTests, RunTest
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 
@@ -57,7 +57,7 @@ class RankPlugin:
     Registered there, since pluggy's registration writes to memory that each rank would copy.
     """
 
-    _channel: Channel[RankMessage, RunTest | EndTests]
+    _channel: Channel[RunTest | EndTests]
     _pid: int
     _shares_random_states: bool
     _keeps_random_states: bool
@@ -79,7 +79,7 @@ class RankPlugin:
 
     def bind(
         self,
-        channel: Channel[RankMessage, RunTest | EndTests],
+        channel: Channel[RunTest | EndTests],
         spec: RankSetSpec,
         rank: int,
         *,

@@ -471,8 +471,8 @@ class RankRunner:
 
         Args:
             within_s: How long to wait until its ranks are gone.
-            is_reported: Whether a test's report can say which are not; the end of the session is
-                told in any case.
+            is_reported: Whether a test's report can name those that are not; `close` names them in
+                any case.
         """
         ended, self._kept = self._kept, None
         if ended is not None:

@@ -28,7 +28,6 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     PositionQuestion,
     RankMessage,
     RunTest,
-    SupervisorMessage,
     TestEnded,
     TestsEnded,
     TimerCancelled,
@@ -63,7 +62,7 @@ _SEND_S = 1.0
 _DRAINED_CHUNKS = 64
 _HANDSHAKE_NBYTES = 4096
 
-_Channel: TypeAlias = Channel[SupervisorMessage, RankMessage]
+_Channel: TypeAlias = Channel[RankMessage]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +112,7 @@ class Supervision:
         self._listener = listener
         self._listener.settimeout(0.0)
         # Registered with a rank's number: its connection. Without one: the listener, the server of
-        # the processes, and connections of which the handshake has not come.
+        # the processes, and connections whose handshake has not come.
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
         self._selector.register(processes, selectors.EVENT_READ, None)
@@ -291,7 +290,7 @@ class Supervision:
                     self._channels[rank].send(message)
 
     def _has_failed(self, elsewhere: Callable[[bool], bool]) -> bool:
-        """Whether a rank has failed; passes it on to those that others supervise, and asks them."""
+        """Whether a rank has failed, here or elsewhere; passes on whether one has here."""
         has_failed = any(result.has_failed for result in self._results.values())
         return elsewhere(has_failed) or has_failed
 
@@ -305,7 +304,7 @@ class Supervision:
                 self._read(key.data)
             else:
                 self._admit(key.fileobj)
-        # Where nothing happens, asked to be sure.
+        # Where nothing happens, it is checked to be sure.
         if not events or any(key.fileobj is self.processes for key, _ in events):
             self._note_ends()
         self._echo.copy()
@@ -376,7 +375,7 @@ class Supervision:
         return True
 
     def _shake_hands(self, channel: _Channel) -> None:
-        """Reads who has called, once that has come; what says anything else is a stranger."""
+        """Reads a caller's handshake, once it is whole; hangs up on anything else."""
         handshake: RankMessage | None = None
         with contextlib.suppress(CodecError, OSError):
             handshake = next(channel.receive_available(), None)
@@ -477,7 +476,7 @@ class Supervision:
     def _stop(self, why: Stopped) -> None:
         """Notes where the ranks are that still run, then leaves them to `end`."""
         running = [result for result in self._results.values() if not result.is_over]
-        # On a busy machine they may have ended the test, or a subtest, and not been heard yet.
+        # See Note [Dead ranks are read first]: on a busy machine they may have ended the test.
         for result in running:
             self._drain(result.rank)
         self._locate()
@@ -489,7 +488,7 @@ class Supervision:
             self.processes.send_signal(result.rank, signal.SIGSTOP)
             if why is Stopped.AFTER_FAILURE:
                 self._drain(result.rank)
-            # Past the deadline it would be wrong: that it was asked may have freed it.
+            # Not past the deadline: the question where it is may have freed it.
             if result.is_done:
                 self.processes.send_signal(result.rank, signal.SIGCONT)
                 result.position = Position(site="", activity=Activity.HAS_ENDED)
@@ -497,7 +496,7 @@ class Supervision:
                 result.stopped = why
 
     def _locate_unstopped(self) -> None:
-        """Locates the ranks where none was stopped: those that failed tell what they sent."""
+        """Locates the ranks where none was stopped: those that failed report what they called."""
         if not any(result.stopped for result in self._results.values()):
             self._locate()
 
@@ -545,7 +544,7 @@ class Supervision:
     ) -> None:
         """Asks ranks where they are; one that does not answer in time keeps what was known."""
         self._questions += 1
-        # A dead one may have left its last words.
+        # A dead one may have left its last word.
         asked = [(one, self._watchdogs[one.rank]) for one in results if one.rank in self._watchdogs]
         for _, watchdog in asked:
             with contextlib.suppress(OSError):
@@ -555,7 +554,7 @@ class Supervision:
         for result, watchdog in asked:
             with contextlib.suppress(OSError, CodecError):
                 while True:
-                    # What a dead one has said is there; its children may keep the socket open.
+                    # What a dead one sent is there; its children may keep the socket open.
                     left_s = 0.0 if result.rank in self._exited else until - time.monotonic()
                     watchdog.settimeout(max(left_s, 0.001))
                     answer = watchdog.receive()

@@ -473,7 +473,7 @@ def _story(failures: Sequence[_Failure], ranks: _Ranks) -> str:
                 for rank, ran in ranks.items()
                 if rank not in failed
                 and rank not in stopped
-                # That one died before this phase is told there.
+                # Of one that died before this phase, an earlier report tells.
                 and (first.when in ran.phases or not ran.result.has_died)
             }
         )

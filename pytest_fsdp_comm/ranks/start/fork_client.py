@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.start.slots import SharedDirectory
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
-_Channel: TypeAlias = Channel[ServerRequest, ServerReply]
+_Channel: TypeAlias = Channel[ServerReply]
 
 _Reply = TypeVar("_Reply", SetStarted, SetResumed, SetEnded)
 

@@ -10,30 +10,29 @@ from pytest_fsdp_comm.ranks.wire.socket_paths import connect
 from pytest_fsdp_comm.text.codec import CodecError, dump_tagged, load_tagged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from pytest_fsdp_comm.ranks.wire.messages import Role
+    from pytest_fsdp_comm.ranks.wire.messages import Message
 
-_Sent = TypeVar("_Sent")
 _Received = TypeVar("_Received")
 
 # Small enough to come from the heap: larger buffers are mapped, and unmapped, for each message.
 _CHUNK_NBYTES = 1 << 16
 
 
-class Channel(Generic[_Sent, _Received]):
+class Channel(Generic[_Received]):
     """One end of a connection."""
 
-    def __init__(self, connection: socket.socket, role: Role[_Sent, _Received]) -> None:
+    def __init__(self, connection: socket.socket, receives: Mapping[str, type[_Received]]) -> None:
         """Uses a connected socket from now on.
 
         Args:
             connection: Closed with the channel.
-            role: What this end says and hears.
+            receives: The messages that this end receives, by name.
         """
         self._connection = connection
-        self._role = role
+        self._receives = receives
         self._pid = getpid()
         self._pending = bytearray()
         self._searched_nbytes = 0
@@ -42,21 +41,21 @@ class Channel(Generic[_Sent, _Received]):
 
     @classmethod
     def connect(
-        cls, path: Path, role: Role[_Sent, _Received], *, within_s: float = 0.0
-    ) -> Channel[_Sent, _Received]:
+        cls, path: Path, receives: Mapping[str, type[_Received]], *, within_s: float = 0.0
+    ) -> Channel[_Received]:
         """Connects to a listening supervisor; see `socket_paths.connect`."""
-        return cls(connect(path, within_s=within_s), role)
+        return cls(connect(path, within_s=within_s), receives)
 
     @property
     def nbytes_pending(self) -> int:
-        """Bytes of a message of which the end has not come."""
+        """Bytes of a message whose end has not come."""
         return len(self._pending)
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors."""
         return self._connection.fileno()
 
-    def send(self, message: _Sent) -> None:
+    def send(self, message: Message) -> None:
         """Sends one message; blocks while the other end is busy.
 
         What JSON cannot carry travels as its ``repr``: a strange user property must not cost the
@@ -73,7 +72,7 @@ class Channel(Generic[_Sent, _Received]):
             The message; None once the other end is gone.
 
         Raises:
-            CodecError: It is none that this end hears.
+            CodecError: It is none that this end receives.
         """
         while not self._has_message():
             self._read_chunk()
@@ -85,7 +84,7 @@ class Channel(Generic[_Sent, _Received]):
         """Reads what is there, after a selector found it readable; never waits twice.
 
         Raises:
-            CodecError: The next message is none that this end hears; it is left out.
+            CodecError: The next message is none that this end receives; it is left out.
         """
         self._read_chunk()
         return self.take_pending()
@@ -135,4 +134,4 @@ class Channel(Generic[_Sent, _Received]):
             text = line.decode("ascii")  # what the codec writes, surrogates included
         except UnicodeDecodeError as problem:
             raise CodecError(f"expected a message as JSON, got other bytes: {problem}") from None
-        return load_tagged(self._role.heard, text)
+        return load_tagged(self._receives, text)

@@ -111,7 +111,7 @@ class RankExchange:
         self._texts.put(f"{name}.{self._rank}", text)
         return [self._await(f"{name}.{rank}", rank, complaint.format(rank)) for rank in self._ranks]
 
-    # Its name and locals are read in `hangs.position`: whom this rank waits for.
+    # `hangs.position` reads its name and locals to find which ranks this one waits for.
     def _await(self, name: str, rank: int, complaint: str) -> str:
         pause_s = _FIRST_PAUSE_S
         # No deadline of its own: the supervisor ends the test at its deadline, with all stacks.
@@ -200,7 +200,7 @@ class TextDirectory:
 
     @contextlib.contextmanager
     def explaining_absence(self) -> Iterator[None]:
-        """Says in other words that the directory is gone, where the block cannot find it."""
+        """Explains a file that the block cannot find: the directory is gone."""
         try:
             yield
         except FileNotFoundError:
@@ -264,7 +264,7 @@ class DirectoryExchange(RankExchange):
             missing = [rank for rank in self._ranks if not arrivals.has_marked(rank, 0)]
             if not missing:
                 os.write(bell, b"!")
-            # Read by name in `hangs.position`: whom this rank waits for.
+            # `hangs.position` reads the local `missing`: the ranks that this one waits for.
             while missing and not select.select([bell], [], [], _LEFT_POLL_S)[0]:
                 for rank in missing:
                     # Looked at again, since it may have come just before it left.

@@ -1,31 +1,18 @@
-"""What processes say to each other: a frozen value for each message, and who hears which.
+"""What processes send each other: a frozen value for each message, and who receives which.
 
 `Channel` carries these over a socket, `TextStore` the last section's. Every message is read
-strictly (`text.codec`): what is no message, or one that this end does not hear, is an error.
+strictly (`text.codec`): anything that the receiving end does not expect is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar, get_args
+from typing import Any, Final, get_args
 
 from pytest_fsdp_comm.ranks.wire.positions import Position
 from pytest_fsdp_comm.ranks.wire.rank_set import NextTest, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, WarningSeen
-
-_Sent = TypeVar("_Sent")
-_Received = TypeVar("_Received")
-
-
-@dataclass(frozen=True, slots=True)
-class Role(Generic[_Sent, _Received]):
-    """One end of a conversation."""
-
-    heard: Mapping[str, type[_Received]]
-    """The messages that this end hears, by name."""
-
 
 # From a rank to its supervisor; so are `PhaseReport` and `WarningSeen`, which a result holds.
 
@@ -360,10 +347,13 @@ def _by_name(union: object) -> dict[str, Any]:
     return {cls.__name__: cls for cls in get_args(union)}
 
 
-RANK: Final[Role[RankMessage, RunTest | EndTests]] = Role(_by_name(RunTest | EndTests))
-WATCHDOG: Final[Role[RankMessage, PositionQuestion]] = Role({"PositionQuestion": PositionQuestion})
-SUPERVISOR: Final[Role[SupervisorMessage, RankMessage]] = Role(_by_name(RankMessage))
-FORK_CLIENT: Final[Role[ServerRequest, ServerReply]] = Role(_by_name(ServerReply))
-SPARE: Final[Role[BecomeRank, BecomeRank]] = Role({"BecomeRank": BecomeRank})
-SPARES_OWNER: Final[Role[BecomeRank, BecomeRank]] = Role({})
-FORK_SERVER: Final[Role[ServerReply, ServerRequest]] = Role(_by_name(ServerRequest))
+# What each end of a channel receives, by name.
+RANK: Final[dict[str, type[RunTest | EndTests]]] = _by_name(RunTest | EndTests)
+WATCHDOG: Final[dict[str, type[PositionQuestion]]] = {"PositionQuestion": PositionQuestion}
+SUPERVISOR: Final[dict[str, type[RankMessage]]] = _by_name(RankMessage)
+FORK_CLIENT: Final[dict[str, type[ServerReply]]] = _by_name(ServerReply)
+FORK_SERVER: Final[dict[str, type[ServerRequest]]] = _by_name(ServerRequest)
+SPARE: Final[dict[str, type[BecomeRank]]] = {"BecomeRank": BecomeRank}
+SPARES_OWNER: Final[dict[str, type[BecomeRank]]] = {}
+
+Message = RankMessage | SupervisorMessage | ServerRequest | ServerReply | BecomeRank

@@ -1,4 +1,4 @@
-"""Ranks exchange texts through files, and say which rank does not come."""
+"""Ranks exchange texts through files, and name the rank that does not come."""
 
 import threading
 from functools import partial

@@ -1,4 +1,4 @@
-"""Several sessions of one launch: which processes meet, and what those that cannot are told."""
+"""Several sessions of one launch: which processes meet, and what errors the others get."""
 
 import dataclasses
 import signal
@@ -97,7 +97,7 @@ def test_a_restart_begins_anew_on_a_store_that_is_full(launched, meet):
     assert not after.store.has(PLAN)
 
 
-def test_a_process_that_comes_too_late_is_told(launched, meet, request):
+def test_a_process_that_comes_too_late_ends_with_a_reason(launched, meet, request):
     meet(launched)
     meet(launched)
     follower = Follower(request.session, dataclasses.replace(launched, rank=1))
@@ -107,15 +107,15 @@ def test_a_process_that_comes_too_late_is_told(launched, meet, request):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_process_that_nobody_joins_is_told(launched, meet, request, monkeypatch):
-    told = []
-    monkeypatch.setattr(follower_module, "_complain", lambda _, text: told.append(text))
+def test_a_process_that_nobody_joins_ends_with_a_reason(launched, meet, request, monkeypatch):
+    complaints = []
+    monkeypatch.setattr(follower_module, "_complain", lambda _, text: complaints.append(text))
     meet(launched, rank=1)
     follower = Follower(request.session, dataclasses.replace(launched, rank=1))
     what = r"rank 0 to begin pytest session 2 of this launch \(begun so far: 0\)"
     with pytest.raises(_EndedError, match=rf"waited 0\.3 s for {what}\. Do all ranks run the same"):
         follower.meet([])
-    assert [text.partition(" session")[0] for text in told] == [
+    assert [text.partition(" session")[0] for text in complaints] == [
         "rank 1: waiting for rank 0 to begin pytest"
     ]
 

@@ -59,8 +59,8 @@ ROLES = {
 ON_THE_STORE = typing.get_args(messages.StoreMessage)
 
 
-def heard_by(role):
-    return [pytest.param(role, cls, id=cls.__name__) for cls in role.heard.values()]
+def received_by(role):
+    return [pytest.param(role, cls, id=cls.__name__) for cls in role.values()]
 
 
 @contextlib.contextmanager
@@ -69,18 +69,18 @@ def connected(role):
     everything = {cls.__name__: cls for cls in all_messages()}
     with (
         contextlib.closing(Channel(ours, role)) as our,
-        contextlib.closing(Channel(theirs, messages.Role(everything))) as their,
+        contextlib.closing(Channel(theirs, everything)) as their,
     ):
         yield our, their
 
 
 def all_messages():
-    return [cls for role, _ in ROLES.values() for cls in role.heard.values()] + [*ON_THE_STORE]
+    return [cls for role, _ in ROLES.values() for cls in role.values()] + [*ON_THE_STORE]
 
 
 def test_each_frozen_dataclass_of_the_module_is_some_message():
     # Or part of one.
-    parts = {messages.Role, messages.Escape, messages.PlannedTest}
+    parts = {messages.Escape, messages.PlannedTest}
     own = {
         cls
         for cls in vars(messages).values()
@@ -93,17 +93,15 @@ def test_each_frozen_dataclass_of_the_module_is_some_message():
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_each_role_hears_what_the_other_end_says(name):
-    role, said = ROLES[name]
-    assert {*role.heard.values()} <= {*typing.get_args(said)}
-    heard = [
-        cls for other, union in ROLES.values() if union is said for cls in other.heard.values()
-    ]
-    assert {*heard} == {*typing.get_args(said)} - {type(None)}
+def test_each_end_receives_what_the_other_sends(name):
+    role, sent = ROLES[name]
+    assert {*role.values()} <= {*typing.get_args(sent)}
+    received = [cls for other, union in ROLES.values() if union is sent for cls in other.values()]
+    assert {*received} == {*typing.get_args(sent)} - {type(None)}
 
 
 @pytest.mark.parametrize(
-    ("role", "cls"), [case for role, _ in ROLES.values() for case in heard_by(role)]
+    ("role", "cls"), [case for role, _ in ROLES.values() for case in received_by(role)]
 )
 @given(data=st.data())
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,4 +1,4 @@
-"""What pytest-rerunfailures is told of a failure in a rank."""
+"""What pytest-rerunfailures learns of a failure in a rank."""
 
 import types
 

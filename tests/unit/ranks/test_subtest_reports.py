@@ -1,4 +1,4 @@
-"""The private names of subtests that merging their reports relies on, and what is said without."""
+"""The private names of subtests that merging their reports relies on, and errors without them."""
 
 import inspect
 import json

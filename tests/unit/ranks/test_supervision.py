@@ -1,4 +1,4 @@
-"""What a supervisor hears from ranks, and what it passes on, without any process."""
+"""What a supervisor receives from ranks, and what it passes on, without any process."""
 
 import os
 import signal
@@ -55,10 +55,10 @@ def test_a_failure_that_comes_together_with_the_end_is_passed_on(spec, outcome):
     rank.send(messages.Handshake(rank=1))
     rank.send(PhaseReport(report={"outcome": outcome}))
     rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
-    heard = []
+    reported = []
 
     def has_failed_elsewhere(has_failed):
-        heard.append(has_failed)
+        reported.append(has_failed)
         return False
 
     try:
@@ -68,7 +68,7 @@ def test_a_failure_that_comes_together_with_the_end_is_passed_on(spec, outcome):
     finally:
         supervision.end(0.0)
         rank.close()
-    assert heard[-1] == (outcome == "failed")
+    assert reported[-1] == (outcome == "failed")
     assert [report.has_failed for report in results[1].reports] == [outcome == "failed"]
     assert supervision.is_reusable == (outcome == "passed")
 
@@ -108,7 +108,7 @@ def test_a_rank_that_ends_its_test_when_it_is_stopped_at_the_deadline_has_not_en
     assert not supervision.is_reusable
 
 
-def test_what_a_rank_says_while_it_is_stopped_beside_a_failed_one_is_heard(spec, monkeypatch):
+def test_messages_of_a_rank_that_is_being_stopped_after_a_failure_count(spec, monkeypatch):
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
     listener = listen(spec.socket_path, 1)
     rank = Channel.connect(spec.socket_path, messages.RANK)
