@@ -209,7 +209,6 @@ def _prepare_ranks(
             preloaded=fixtures.imported_by(ours),
         )
         ranks.start()
-        ranks.explain_fallback()
     config.pluginmanager.register(_Protocol(), "fsdp-comm-protocol")
 
 

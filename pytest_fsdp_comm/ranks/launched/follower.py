@@ -262,7 +262,7 @@ def follow(
         # Its items are in the leader's order now.
         runner = RankRunner(session, extensions, follower, preloaded=preloaded)
         if not problem:
-            # Forks the fork server, before there is a thread.
+            # Before `shake_hands`: see Note [A thread that no fork meets].
             runner.start()
         follower.shake_hands(problem)
         while isinstance(command := follower.await_command(), BeginTest):

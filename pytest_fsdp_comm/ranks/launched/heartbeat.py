@@ -18,15 +18,18 @@ def _name(rank: int) -> str:
     return f"beat/{rank}"
 
 
+# Note [A thread that no fork meets]: the heartbeat is a thread, since the main one may be busy for
+# long with a test or with loading modules. A process with threads must not be forked, so it starts
+# after the fork server was forked, and stops while another one is (`Meeting.without_thread`). It
+# ends before the interpreter does: a thread that is inside the store then crashes the process. And
+# it has a client of its own, since no two threads may use one.
+
+
 class Heartbeat:
-    """Puts the time on the store, again and again, while this process lives."""
+    """Puts the time on the store, again and again; see Note [A thread that no fork meets]."""
 
     def __init__(self, store: TextStore, rank: int) -> None:
-        """Starts a thread.
-
-        A thread, since the main one may be busy for long with a test or with loading modules. It is
-        started after the fork server was forked, and stopped before the interpreter ends: a thread
-        that is inside the store then crashes the process.
+        """Starts the thread.
 
         Args:
             store: A client for this thread alone.

@@ -59,9 +59,8 @@ def join_session(
     runner = session.config.stash[RUNNER] = RankRunner(
         session, extensions, leader, preloaded=preloaded
     )
-    # Forks the fork server, before there is a thread.
+    # Before `meet`: see Note [A thread that no fork meets].
     runner.start()
-    runner.explain_fallback()
     leader.meet(tests)
 
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 # The other processes run no code of users: a silence is a death.
 _SILENT_AFTER_S = 15.0
-# After SIGTERM, which all processes of a machine get, until the living have answered: a second for
-# their ranks to fail, and the time of a dump.
+# After SIGTERM, until the living have answered: a second for their ranks to fail, and the time of a
+# dump.
 _LAST_ANSWERS_S = 4.0
 _SIGN_OFF_S = 10.0
 _EXPLAIN_AFTER_S = 10.0
@@ -146,7 +146,6 @@ class Leader(Meeting):
         """Sends every process the session's status, and waits until those alive have read it."""
         if not self.is_connected:
             return
-        # When the first process ends with a failure, the launcher ends the others.
         self.termination.ignore()
         with suppress(StoreLostError):
             if not self.launched.has_store:

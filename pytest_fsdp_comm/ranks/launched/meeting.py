@@ -143,8 +143,7 @@ class Meeting(Peers):
         return 0 if self._launch is None else self._launch.count(_sessions(rank))
 
     def begin_heartbeat(self) -> None:
-        """Starts a thread, which lives until `close`."""
-        # A client of its own: no two threads may use one.
+        """Starts a thread, which lives until `close`; see Note [A thread that no fork meets]."""
         client = TextStore(connect_store(self._address, timeout_s=MEET_TIMEOUT_S))
         self._heartbeat = Heartbeat(client, self.launched.rank)
 

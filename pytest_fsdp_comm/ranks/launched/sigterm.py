@@ -19,11 +19,16 @@ SIGTERM_REASON = (
 )
 
 
-class Termination:
-    """Notes SIGTERM, which a launcher sends to all of its processes when one of them has failed.
+# Note [SIGTERM from the launcher]: a launcher sends it to all of its processes when one of them has
+# ended with a failure. Its default would lose rank 0's report, since pytest writes failures at the
+# end of a session. So rank 0 finishes the test that runs, counts who does not answer within
+# seconds as the one that was gone, and ends its session as a failed one. The others deliver the
+# result of their rank, and end once nothing more can come. As they end, every process ignores the
+# signal: the first to end with a failure makes the launcher send it to those that still write.
 
-    Its default would lose rank 0's report: pytest writes failures at the end of a session.
-    """
+
+class Termination:
+    """Notes SIGTERM; see Note [SIGTERM from the launcher]."""
 
     def __init__(self, config: pytest.Config, *, defers: bool) -> None:
         """Handles SIGTERM from now on.

@@ -119,22 +119,24 @@ class RankRunner:
         self._unended: list[UnendedRank] = []
         self._vanished: Path | None = None
         self._unpreparable = ""
-        self.fallback_reason = ""
-        """Why ranks are started as new processes instead of forked; empty if they are forked."""
+        # Why ranks are started as new processes; empty if they are forked.
+        self._fallback_reason = ""
 
     def start(self) -> None:
         """Forks the fork server, unless the process is unsafe to fork."""
         self._terminal = copied_terminal(self._session.config)
         self._random_state = random.getstate()
-        self._base = self._start_base()
+        self._start_base()
 
-    def _start_base(self) -> _Base:
+    def _start_base(self) -> None:
         directory = make_session_directory()
         try:
-            return self._start_base_in(directory)
+            self._base = self._start_base_in(directory)
         except BaseException:
             remove_directory(directory)
             raise
+        if self._fallback_reason:
+            self._explain_fallback()
 
     def _start_base_in(self, directory: Path) -> _Base:
         try:
@@ -150,8 +152,8 @@ class RankRunner:
             ranks=self._session.config.stash[OPTIONS].rank_slots if is_bounded else None,
             gpus=self._gpus() if is_bounded else (),
         )
-        self.fallback_reason = unsafe_to_fork()
-        if self.fallback_reason:
+        self._fallback_reason = unsafe_to_fork()
+        if self._fallback_reason:
             server = spawn_server(self._session.config, directory, shared, self._terminal)
         else:
             end_openmp_threads()
@@ -177,8 +179,7 @@ class RankRunner:
         """
         status = self._close_base()
         with self._peers.without_thread():
-            self._base = self._start_base()
-        self.explain_fallback()
+            self._start_base()
         if status is None:
             return "has ended"
         if status < 0:
@@ -197,12 +198,12 @@ class RankRunner:
             return ()
         return visible_gpu_names(os.environ, visible_gpu_count())
 
-    def explain_fallback(self) -> None:
-        """Writes on the terminal why ranks are slow to start, if they are."""
+    def _explain_fallback(self) -> None:
+        """Writes on the terminal why ranks are slow to start."""
         reporter = self._session.config.pluginmanager.get_plugin("terminalreporter")
-        if self.fallback_reason and reporter is not None:
+        if reporter is not None:
             reporter.write_line(
-                f"fsdp-comm: {self.fallback_reason}, which a fork does not survive; ranks are "
+                f"fsdp-comm: {self._fallback_reason}, which a fork does not survive; ranks are "
                 "started as new pytest processes, which takes seconds per test. Move that into a "
                 "fixture to have ranks forked",
                 yellow=True,
@@ -294,19 +295,13 @@ class RankRunner:
         return self._alone if item.stash[SETTINGS].backend == "fake" else self._peers
 
     def _next_test(self, candidate: pytest.Item | None, item: pytest.Item) -> NextTest:
-        """What follows a test on its ranks.
-
-        Args:
-            candidate: The session's next test.
-            item: The test.
-        """
+        """What follows a test on its ranks, given the session's next; see Note [Kept ranks]."""
         settings = item.stash[SETTINGS]
         if settings.scope == "test":
             return NextTest()
         is_bounded = self._session.config.stash[OPTIONS].rank_slots is not None
         if self._peers_of(item).is_launched or is_bounded or gpus_of(settings):
-            # Not known: the ranks of others must follow, and who waits for slots has ranks ended
-            # that only wait, without a word.
+            # Not known: other processes' ranks must follow, and resting ranks may lose their slots.
             return NextTest(is_none=False)
         items = self._session.items
         while candidate is not None and _module(candidate) is _module(item):
@@ -320,7 +315,7 @@ class RankRunner:
 
     def _spares(self, nextitem: pytest.Item | None) -> int:
         """How many ranks the next test starts here, if it does; new processes are not shared."""
-        if nextitem is None or SETTINGS not in nextitem.stash or self.fallback_reason:
+        if nextitem is None or SETTINGS not in nextitem.stash or self._fallback_reason:
             return 0
         return 1 if self._peers_of(nextitem).is_launched else len(nextitem.stash[SETTINGS].ranks)
 
@@ -345,8 +340,8 @@ class RankRunner:
                 died = error
             if died is not None:
                 # Not within the handler: in ranks of the next server, each exception would have
-                # this one as its context.
-                # Starting a server takes a moment; the other ranks need not wait for it.
+                # this one as its context. Starting a server takes a moment, for which the other
+                # processes' ranks need not wait.
                 peers.has_failed_elsewhere(has_failed=True)
                 results = self._lose_ranks(item, died, peers)
             used = [self._base.directory] if self._base else []
@@ -358,7 +353,7 @@ class RankRunner:
                 item.stash[SETTINGS].scope == "module"
                 and self._vanished is None
                 # A new process collects one test.
-                and not self.fallback_reason
+                and not self._fallback_reason
                 and self._kept is not None
                 and self._kept.is_reusable
             )
@@ -446,7 +441,7 @@ class RankRunner:
                 directory=directory,
                 basetemp=peers.basetemp(),
                 echoes=_echoes(config),
-                next_test=NextTest() if self.fallback_reason else next_test,
+                next_test=NextTest() if self._fallback_reason else next_test,
                 local=peers.local_rank(),
                 terminal=self._terminal,
                 foreground=os.getpgrp(),

@@ -131,6 +131,13 @@ class Supervision:
         self._questions = 0
         self._begin(spec.next_test)
 
+    # Note [Kept ranks]: with scope="module" ranks run several tests. Each test comes with what is
+    # known of the next one. If it is sure to run on these ranks, or on none, the ranks keep the
+    # fixtures that both share, as pytest's own session would. After a test that all of them passed,
+    # with the process group as it was, they wait: for `RunTest`, for `EndTests` where the next test
+    # does not follow after all, or to be killed. What fails as those fixtures end late is no
+    # report's, and becomes a problem of the next test.
+
     def _begin(self, next_test: NextTest) -> None:
         self._results = {rank: RankResult(rank=rank) for rank in self.spec.ranks}
         self._timers: dict[int, TimerSet] = {}
@@ -502,20 +509,24 @@ class Supervision:
 
     def _locate(self) -> None:
         """Finds out where every rank is that lives, and what each waits for."""
+        # Note [Locating ranks]: a rank's watchdog, a thread, answers where the rank is. First all
+        # are asked at once for what is quick to read, so that the positions are of one moment.
+        # Those that answered are asked again with their groups, which takes processor time. Those
+        # that did not, since Python code holds the GIL, get a signal whose handler dumps the stack;
+        # last, since it may interrupt what a rank waits in, which then goes on. One that answers
+        # after that, from the same place, was only slow.
         results = self._results.values()
-        # All at one moment, as far as that goes: then who is silent, then what takes longer.
         self._ask(results, within_s=_ANSWER_S)
         silent = [result for result in results if result.position is None and not result.is_over]
         answered = [result for result in results if result.position is not None]
         self._ask(answered, within_s=_GROUPS_S, with_groups=True)
-        # Last: the signal may interrupt what the rank does, which then goes on.
         self._dump_stacks(silent)
         for result in results:
             if result.position is None and result.is_done:
                 result.position = Position(site="", activity=Activity.HAS_ENDED)
 
     def _dump_stacks(self, silent: Iterable[RankResult]) -> None:
-        """Finds out where ranks are that run no Python code of another thread than the main one."""
+        """Finds out where ranks are whose watchdog cannot run; see Note [Locating ranks]."""
         activities = {one.rank: silent_activity(self.processes.pid(one.rank)) for one in silent}
         can_dump = [one for one in silent if activities[one.rank] is Activity.SILENT]
         for result in can_dump:
@@ -534,8 +545,6 @@ class Supervision:
             )
         self._ask(can_dump, within_s=_ANSWER_S, with_groups=True)
         for result in silent:
-            # One that answers from the same place was only slow; from another one, the signal has
-            # interrupted what it was in.
             if result.position is None or result.position.site != dumped[result.rank].site:
                 result.position = dumped[result.rank]
 

@@ -1,8 +1,4 @@
-"""Merges what the ranks did with one test into the reports of one test.
-
-The worst outcome wins. The failure that leads is the one that happened first: the others are often
-only its echo ("connection closed by peer").
-"""
+"""Merges what the ranks did with one test into the reports of one test; the worst outcome wins."""
 
 from __future__ import annotations
 
@@ -29,7 +25,17 @@ from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 When = Literal["setup", "call", "teardown"]
 LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
 
-# A death is noticed after the others have seen its closed connections, under load by this much.
+# Note [First failure leads]: of several failures the one that happened first is the cause, and the
+# others are often only its echo ("connection closed by peer"). So failures are sorted by the time
+# at which they happened on their ranks, which takes some care:
+# - A phase failed when it ended; its report was made and sent later.
+# - A death is noticed after the others have seen its closed connections, under load by half a
+#   second, so it counts from that much earlier on; but not from before its process was last seen
+#   alive, which the supervisor notes once another rank has failed.
+# - A rank that an exception ended reports the time itself, but may have closed its connections as
+#   it unwound: the first echo after that half second dates it.
+# - A rank that is lost with the process that should report on it comes before all others, however
+#   late it was missed; one that only took too long comes after them.
 _REAPED_LATE_S = 0.5
 
 # What gloo and NCCL say where they give up; read in torch 2.13.
@@ -89,9 +95,8 @@ class _Failure:
     rank: int
     when: When
     at: float
-    """`time.time` on the rank, by which failures are sorted: the first one leads. Minus infinity if
-    the rank is lost with the process that should report on it, since what other ranks say is an
-    echo then, however late it was missed. Infinity if the rank only took too long."""
+    """`time.time` on the rank; minus infinity if the rank is lost, infinity if it only took too
+    long. See Note [First failure leads]."""
     report: pytest.TestReport | None = None
     """None if the rank died."""
     text: str
@@ -269,7 +274,6 @@ def _with_subtests(
 
 
 def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
-    # The phase's end is when it failed; the report was made and sent later.
     return _Failure(rank=rank, when=when, at=report.stop, report=report, text=_crash_line(report))
 
 
@@ -314,13 +318,12 @@ def _uncaught(result: RankResult) -> str:
 
 
 def _died_at(result: RankResult, raised: Iterable[_Failure]) -> float:
-    """When a rank died at the earliest, as far as that is known."""
+    """When a rank died at the earliest, as far as that is known; see Note [First failure leads]."""
     if result.ended_at is None:
         return 0.0
     earliest = result.ended_at - _REAPED_LATE_S
     if result.escaped is None:
         return max(earliest, result.seen_alive_at or earliest)
-    # The rank tells the time itself, but may have closed connections as it unwound until then.
     echoes = [one.at for one in raised if _GAVE_UP.search(one.raised)]
     return min((at for at in echoes if at >= earliest), default=result.ended_at)
 
