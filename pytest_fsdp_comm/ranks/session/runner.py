@@ -225,9 +225,7 @@ class RankRunner:
 
     def _attempt(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
         settings = item.stash[SETTINGS]
-        next_test = self._next_test(nextitem, item)
-        spares = self._spares(nextitem) if next_test.is_none else 0
-        results = self._run_ranks(item, next_test, spares)
+        results = self._run_ranks(item, nextitem)
         self._was_quit = any(result.escaped == QUIT for result in results.values())
         if self._was_quit:
             # Not a failure of the test, which just ends here.
@@ -264,9 +262,7 @@ class RankRunner:
 
     def run_unreported(self, item: pytest.Item) -> None:
         """Runs this process's rank of a test that another process reports."""
-        # Which test follows only the leader knows.
-        next_test = NextTest(is_none=item.stash[SETTINGS].scope == "test")
-        self._run_ranks(item, next_test, spares=0)
+        self._run_ranks(item, None)  # which test follows only the leader knows
         self._write_problems()
 
     def _look_for_unended(self) -> list[str]:
@@ -319,16 +315,14 @@ class RankRunner:
             return 0
         return 1 if self._peers_of(nextitem).is_launched else len(nextitem.stash[SETTINGS].ranks)
 
-    def _run_ranks(
-        self, item: pytest.Item, next_test: NextTest, spares: int
-    ) -> dict[int, RankResult]:
+    def _run_ranks(self, item: pytest.Item, nextitem: pytest.Item | None) -> dict[int, RankResult]:
         peers = self._peers_of(item)
         keeps = False
         died: ServerDiedError | _NotStartedError | None = None
         self._vanished = None
         try:
             try:
-                ranks = self._begin(item, peers, next_test, spares)
+                ranks = self._begin(item, nextitem, peers)
                 with kept_foreground(self._terminal):
                     results = ranks.run(
                         # From here on: waiting for slots was not the test's fault.
@@ -369,9 +363,7 @@ class RankRunner:
             self._end_ranks(PATIENCE_S)
         return results
 
-    def _begin(
-        self, item: pytest.Item, peers: Peers, next_test: NextTest, spares: int
-    ) -> Supervision:
+    def _begin(self, item: pytest.Item, nextitem: pytest.Item | None, peers: Peers) -> Supervision:
         """Gives a test to the ranks that are kept for it, or starts new ones."""
         index = self._indices[item]
         kept = self._kept
@@ -386,7 +378,7 @@ class RankRunner:
         if self._unpreparable:
             raise ServerDiedError(self._unpreparable)
         if kept is not None and reuses_ranks and kept.processes.resume():
-            kept.begin_next(index, next_test)
+            kept.begin_next(index, self._next_test(nextitem, item))
             return kept
         if peers.is_launched and reuses_ranks:
             # A new rank here could not join those that the other processes have kept.
@@ -396,7 +388,7 @@ class RankRunner:
         if self._base is not None and self._base.server.has_died:
             self._replace_server()
         try:
-            self._kept = self._start_ranks(item, peers, next_test, spares)
+            self._kept = self._start_ranks(item, nextitem, peers)
         except OSError as error:
             # A server that cannot prepare ranks says why, and removes the directory.
             if self._base is not None:
@@ -424,7 +416,7 @@ class RankRunner:
         return {rank: RankResult(rank=rank, lost=text) for rank in ranks}
 
     def _start_ranks(
-        self, item: pytest.Item, peers: Peers, next_test: NextTest, spares: int
+        self, item: pytest.Item, nextitem: pytest.Item | None, peers: Peers
     ) -> Supervision:
         if self._base is None:
             raise RuntimeError("start() comes before run()")
@@ -433,6 +425,8 @@ class RankRunner:
         directory = self._base.directory / str(self._set_count)
         directory.mkdir()
         config, settings = self._session.config, item.stash[SETTINGS]
+        next_test = NextTest() if self._fallback_reason else self._next_test(nextitem, item)
+        spares = self._spares(nextitem) if next_test.is_none else 0
         with self._base.slots.turn(ranks=len(settings.ranks), gpus=gpus_of(settings)) as grant:
             spec = RankSetSpec(
                 item_index=self._indices[item],
@@ -441,7 +435,7 @@ class RankRunner:
                 directory=directory,
                 basetemp=peers.basetemp(),
                 echoes=_echoes(config),
-                next_test=NextTest() if self._fallback_reason else next_test,
+                next_test=next_test,
                 local=peers.local_rank(),
                 terminal=self._terminal,
                 foreground=os.getpgrp(),
