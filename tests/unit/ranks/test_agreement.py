@@ -13,7 +13,7 @@ def test_the_leaders_order_is_followed():
     assert positions([], []) == []
 
 
-def test_a_test_that_is_there_twice_is_two_tests():
+def test_a_test_collected_twice_counts_as_two():
     assert positions(named("aba"), named("aab")) == [0, 2, 1]
     assert positions(named("aba"), named("abb")) is None
     assert positions(named("aa"), named("a")) is None
@@ -32,7 +32,7 @@ def test_the_first_of_many_are_named():
     )
 
 
-def test_other_settings_are_no_other_test():
+def test_a_test_with_other_settings_is_the_same_test():
     theirs = [*named("a"), *named("b", settings="")]
     ours = [*named("a", settings="4 ranks"), *named("b")]
     assert positions(theirs, ours) is None

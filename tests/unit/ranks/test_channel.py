@@ -47,14 +47,14 @@ def test_a_message_of_100_mb_is_received_in_seconds(channels):
     assert supervisor.nbytes_pending == 0
 
 
-def test_a_test_that_replaces_getpid_is_heard(channels, monkeypatch):
+def test_messages_arrive_from_a_test_that_replaces_getpid(channels, monkeypatch):
     rank, supervisor = channels
     monkeypatch.setattr("os.getpid", lambda: 1234)
     rank.send(skipped("here"))
     assert list(supervisor.receive_available()) == [skipped("here")]
 
 
-def test_messages_that_come_in_pieces_are_whole(channels):
+def test_messages_received_in_pieces_are_whole(channels):
     rank, supervisor = channels
     sent = [skipped(str(number)) for number in range(100)]
     data = b"".join(b'{"type":"DebuggerSkipped","site":"%d"}\n' % number for number in range(100))

@@ -46,7 +46,7 @@ def test_a_directory_that_cannot_be_removed_is_left(monkeypatch):
     directory.rmdir()
 
 
-def test_two_may_remove_a_directory():
+def test_two_processes_may_remove_the_same_directory():
     directory = make_session_directory()
     removing = [threading.Thread(target=remove_directory, args=(directory,)) for _ in range(2)]
     for thread in removing:
@@ -56,7 +56,7 @@ def test_two_may_remove_a_directory():
     assert not directory.exists()
 
 
-def test_what_cannot_be_seen_has_not_vanished(tmp_path, monkeypatch):
+def test_an_inaccessible_directory_has_not_vanished(tmp_path, monkeypatch):
     assert not has_vanished(tmp_path)
     assert has_vanished(tmp_path / "none")
     (tmp_path / "file").touch()

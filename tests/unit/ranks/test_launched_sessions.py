@@ -88,7 +88,7 @@ def test_each_process_counts_its_sessions(launched, meet):
     assert not second.store.has(PLAN)
 
 
-def test_a_restart_begins_anew_on_a_store_that_is_full(launched, meet):
+def test_a_restart_ignores_what_an_earlier_run_left_on_the_store(launched, meet):
     before = meet(launched)
     before.store.put(PLAN, "stale")
     wait_for(lambda: before.store.has(PLAN))
@@ -120,7 +120,7 @@ def test_a_process_that_nobody_joins_ends_with_a_reason(launched, meet, request,
     ]
 
 
-def test_rank_0_does_not_wait_for_who_is_further(launched, meet, request):
+def test_rank_0_does_not_wait_for_a_process_in_a_later_session(launched, meet, request):
     meet(launched, rank=1)
     meet(launched, rank=1)
     leader = Leader(request.session, launched)
@@ -129,7 +129,7 @@ def test_rank_0_does_not_wait_for_who_is_further(launched, meet, request):
     leader.close()
 
 
-def test_nobody_waits_for_a_store_without_a_network(launched, request, monkeypatch):
+def test_without_a_network_nobody_waits_for_the_store(launched, request, monkeypatch):
     for name in (meeting_module, follower_module):
         monkeypatch.setattr(name, "no_network_problem", lambda: "no network")
     changed = dataclasses.replace(launched, has_store=False)
@@ -150,7 +150,7 @@ def test_rank_0_waits_for_a_bounded_time(launched, meet, request):
     leader.close()
 
 
-def test_a_store_that_ends_sends_away_the_next_session(launched, meet):
+def test_a_closing_store_turns_away_the_next_session(launched, meet):
     from pytest_fsdp_comm.ranks.wire.text_store import StoreLostError
 
     serving = meet(launched)

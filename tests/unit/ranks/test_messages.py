@@ -78,7 +78,7 @@ def all_messages():
     return [cls for role, _ in ROLES.values() for cls in role.values()] + [*ON_THE_STORE]
 
 
-def test_each_frozen_dataclass_of_the_module_is_some_message():
+def test_every_frozen_dataclass_in_the_module_is_a_message():
     # Or part of one.
     parts = {messages.Escape, messages.PlannedTest}
     own = {
@@ -131,7 +131,7 @@ def test_the_file_of_a_spawned_rank_comes_back_equal(spec):
     assert load_tagged({"RankSetSpec": RankSetSpec}, dump_tagged(spec)) == spec
 
 
-def test_an_argument_that_json_lacks_costs_no_report():
+def test_a_value_that_json_cannot_hold_does_not_lose_the_report():
     class Odd:
         def __repr__(self):
             return "<odd>"
@@ -163,7 +163,7 @@ def test_an_argument_that_json_lacks_costs_no_report():
         (b'{"type": "RunTest", "item_index": 1, "x": 1}', "RunTest has an unknown 'x'"),
     ],
 )
-def test_what_is_no_message_is_named_and_left_out(line, complaint):
+def test_an_invalid_message_is_described_and_skipped(line, complaint):
     with connected(messages.RANK) as (ours, theirs):
         theirs._connection.sendall(line + b"\n")
         theirs.send(messages.RunTest(item_index=2, next_test=NextTest()))
@@ -173,7 +173,7 @@ def test_what_is_no_message_is_named_and_left_out(line, complaint):
         assert ours.receive() == messages.RunTest(item_index=2, next_test=NextTest())
 
 
-def test_a_message_that_comes_in_pieces_is_whole():
+def test_a_message_received_in_pieces_is_whole():
     line = dump_tagged(messages.RunTest(item_index=7, next_test=NextTest())).encode() + b"\n"
     with connected(messages.RANK) as (ours, theirs):
         for index in range(len(line) - 1):

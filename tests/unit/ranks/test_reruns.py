@@ -40,7 +40,7 @@ def test_an_error_is_rebuilt_by_name_and_text(message, kind, name, text):
     assert str(error) == text
 
 
-def test_a_headline_that_reads_like_an_error_is_none():
+def test_a_headline_that_reads_like_an_error_is_not_one():
     failed = report("rank 0: layers.3: +3 all_gather")
     assert type(rebuilt_error(failed)).__name__ == "3"
     failed.comm_headline = "layers.3: +3 all_gather"
@@ -49,7 +49,7 @@ def test_a_headline_that_reads_like_an_error_is_none():
     assert str(error) == "rank 0: layers.3: +3 all_gather"
 
 
-def test_a_death_is_no_python_error():
+def test_a_death_is_not_rebuilt_as_a_python_error():
     error = rebuilt_error(report("rank 1 was killed by signal 9 (SIGKILL)", crashed=False))
     assert type(error).__name__ == "RankFailure"
     assert str(error) == "rank 1 was killed by signal 9 (SIGKILL)"
@@ -63,7 +63,7 @@ def test_rerunfailures_has_the_names_that_are_replaced():
     assert plugin.pytest_runtest_makereport.__code__.co_varnames[:2] == ("item", "call")
 
 
-def test_a_name_that_moved_is_named():
+def test_a_moved_name_is_reported():
     manager = types.SimpleNamespace(get_plugin=lambda _: types.SimpleNamespace())
     item = types.SimpleNamespace(config=types.SimpleNamespace(pluginmanager=manager))
     with pytest.raises(

@@ -17,7 +17,7 @@ def bound(tmp_path):
         yield listener, tmp_path / "socket"
 
 
-def test_a_refused_connection_is_tried_again(bound):
+def test_a_refused_connection_is_retried(bound):
     listener, path = bound
     listening = threading.Timer(0.3, listener.listen)
     listening.start()
@@ -29,7 +29,7 @@ def test_a_refused_connection_is_tried_again(bound):
     listening.join()
 
 
-def test_a_connection_is_not_tried_for_ever(bound):
+def test_connection_retries_are_bounded(bound):
     _, path = bound
     began_at = time.monotonic()
     with pytest.raises(ConnectionRefusedError):
@@ -37,7 +37,7 @@ def test_a_connection_is_not_tried_for_ever(bound):
     assert 0.2 <= time.monotonic() - began_at < 10
 
 
-def test_nobody_waits_for_a_socket_that_is_not_there(tmp_path):
+def test_connecting_to_a_missing_socket_fails_at_once(tmp_path):
     began_at = time.monotonic()
     with pytest.raises(FileNotFoundError):
         connect(tmp_path / "none", within_s=60.0)

@@ -44,13 +44,13 @@ def test_a_report_keeps_its_name_and_arguments(request, data):
     assert named != name_subtest(load(request, data), data)
 
 
-def test_a_report_of_a_phase_is_no_subtest(request):
+def test_a_report_of_a_phase_is_not_a_subtest(request):
     item = request.node
     assert not is_subtest(pytest.TestReport(item.nodeid, item.location, {}, "passed", None, "call"))
 
 
 @pytest.mark.parametrize("missing", ["_subtest.context", "msg", "context"])
-def test_a_report_that_moved_is_named(request, data, missing):
+def test_a_moved_report_class_is_reported(request, data, missing):
     report = load(request, data)
     if missing == "context":
         del report.context
@@ -74,7 +74,7 @@ def test_capturing_is_looked_up_where_it_is_replaced(monkeypatch):
     assert subtests_of_pytest.capturing_output is not original
 
 
-def test_capturing_that_moved_is_named(monkeypatch):
+def test_moved_capturing_is_reported(monkeypatch):
     monkeypatch.delattr(subtests_of_pytest, "capturing_output")
     with pytest.raises(
         UpstreamChangedError, match=r"no longer has _pytest\.subtests\.capturing_output,"

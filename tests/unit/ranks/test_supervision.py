@@ -49,7 +49,7 @@ def spec(tmp_path):
 
 
 @pytest.mark.parametrize("outcome", ["failed", "passed"])
-def test_a_failure_that_comes_together_with_the_end_is_passed_on(spec, outcome):
+def test_a_failure_received_together_with_the_end_is_passed_on(spec, outcome):
     supervision = Supervision(spec, listen(spec.socket_path, 1), NoProcesses())
     rank = Channel.connect(spec.socket_path, messages.RANK)
     rank.send(messages.Handshake(rank=1))
@@ -92,7 +92,7 @@ class Pausing(NoProcesses):
             self._rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
 
 
-def test_a_rank_that_ends_its_test_when_it_is_stopped_at_the_deadline_has_not_ended_it(spec):
+def test_a_rank_that_ends_its_test_only_as_the_deadline_stops_it_has_missed_it(spec):
     listener = listen(spec.socket_path, 1)
     rank = Channel.connect(spec.socket_path, messages.RANK)
     rank.send(messages.Handshake(rank=1))

@@ -76,7 +76,7 @@ def test_the_first_failure_in_time_leads(merge):
     ]
 
 
-def test_equal_failures_are_told_once(merge):
+def test_equal_failures_are_shown_once(merge):
     reports = merge(rank(FAILED, "same"), rank(FAILED, "same"))
     assert reports[1].longrepr == "same"
 
@@ -150,7 +150,7 @@ def test_a_dead_rank_leads_and_says_how_it_died(merge, changes, text):
         ({"escaped": "KeyboardInterrupt"}, "left the test with KeyboardInterrupt"),
     ],
 )
-def test_a_failure_leads_that_a_rank_outlived(merge, death, says):
+def test_a_failure_leads_if_the_dead_rank_outlived_it(merge, death, says):
     dead = rank(None, ended_at=4.4, **death)
     assert lines(merge(rank(FAILED, "assert 0", at=4.0), dead)) == [
         "assert 0",
@@ -177,7 +177,7 @@ def test_a_rank_that_died_before_the_teardown_is_not_mentioned_there(merge):
     assert "rank 1 later: ended with exit status 3" in merge(late, dead)[-1].longrepr
 
 
-def test_what_a_rank_came_to_that_did_not_fail_is_told(merge):
+def test_outcomes_of_ranks_that_did_not_fail_are_shown(merge):
     found = lines(merge(rank(FAILED, "x"), rank(SKIPPED, "Skipped: on\x1b\n" + "y" * 300), rank()))
     assert found[2:] == [f"rank 1 skipped the test: on\\x1b {'y' * 190}...", "rank 2 did not fail"]
     many = [rank(SKIPPED, f"Skipped: {number}") for number in range(5)]
@@ -260,7 +260,7 @@ def test_stacks_show_user_code_first_and_none_of_pytest():
     assert show_stack(parse_dump("")) == ()
 
 
-def test_a_lost_rank_leads_whatever_the_others_say(merge):
+def test_a_lost_rank_leads_whatever_the_others_report(merge):
     was, were = (f"{verb} lost on host1: nothing was heard for 15 s" for verb in ("was", "were"))
     lost = {"lost": was}
     failed = rank(FAILED, "Connection closed by peer", at=1.0)
@@ -329,7 +329,7 @@ def lines(reports):
     return reports[1].longrepr.splitlines()
 
 
-def test_what_a_backend_gave_up_on_comes_before_the_rank_that_it_ended(merge):
+def test_a_mismatch_leads_before_the_rank_that_the_backend_aborted(merge):
     ranks = [
         rank(None, **ABORTED, **reduced(4)),
         rank(FAILED, CLOSED, at=4.1, **reduced(4)),
@@ -345,7 +345,7 @@ def test_what_a_backend_gave_up_on_comes_before_the_rank_that_it_ended(merge):
     assert MISMATCH not in lines(merge(*ranks))
 
 
-def test_what_a_backend_gave_up_on_comes_before_the_first_that_raised(merge):
+def test_a_mismatch_leads_before_the_first_error_that_the_backend_raised(merge):
     raised = f"Traceback of a rank\n{CLOSED}"
     ranks = [
         rank(FAILED, raised, at=2.0, **reduced(4)),
@@ -379,7 +379,7 @@ def test_what_a_backend_gave_up_on_comes_before_the_first_that_raised(merge):
         {"status": -9, "ended_at": 9.0},
     ],
 )
-def test_sizes_explain_nothing_where_a_rank_died_by_itself(merge, died):
+def test_a_mismatch_is_not_blamed_where_a_rank_died_by_itself(merge, died):
     failed = rank(FAILED, CLOSED, at=5.0, **reduced(4))
     reports = merge(failed, rank(None, **died), rank(FAILED, CLOSED, at=5.0, **reduced(8)))
     text = "\n".join(str(report.longrepr) for report in reports)
@@ -387,7 +387,7 @@ def test_sizes_explain_nothing_where_a_rank_died_by_itself(merge, died):
     assert " called " not in text
 
 
-def test_only_a_process_that_aborted_is_explained_by_what_it_did_not_catch(merge):
+def test_an_uncaught_exception_explains_only_an_aborted_process(merge):
     printed = {"unreported": {"stderr": UNCAUGHT}, "ended_at": 1.0}
     assert lines(merge(rank(None, status=-9, **printed)))[0] == (
         "rank 0 was killed by signal 9 (SIGKILL) during call"
