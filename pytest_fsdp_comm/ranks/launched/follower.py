@@ -71,12 +71,7 @@ class Follower(Meeting):
     _command: BeginTest | EndSession
 
     def __init__(self, session: pytest.Session, launched: LaunchedRank) -> None:
-        """Stores the arguments; `meet` connects.
-
-        Args:
-            session: The session, after collection.
-            launched: This process's rank.
-        """
+        """Stores the arguments, as `Meeting` does; `meet` connects."""
         super().__init__(session, launched)
         self.termination = Termination(session.config, defers=True)
 
@@ -110,11 +105,7 @@ class Follower(Meeting):
         return describe_difference(plan.tests, tests)
 
     def shake_hands(self, problem: str) -> None:
-        """Answers the leader, which from now on expects signs of life.
-
-        Args:
-            problem: What `meet` returned.
-        """
+        """Answers the leader with what `meet` returned; from now on it expects signs of life."""
         self.begin_heartbeat()
         self.send(
             handshake(self.launched.rank),
@@ -247,12 +238,6 @@ def follow(
 
     pytest's end of a session, with its reports, caches, JUnit files and snapshots, is for the
     leader alone, whatever plugins there are; so this session ends without it, as forked ranks do.
-
-    Args:
-        follower: This process.
-        tests: As for `Follower.meet`.
-        extensions: As for `RankRunner`.
-        preloaded: As for `RankRunner`.
     """
     session = follower.session
     status = int(pytest.ExitCode.INTERNAL_ERROR)

@@ -29,12 +29,7 @@ class Heartbeat:
     """Puts the time on the store, again and again; see Note [A thread that no fork meets]."""
 
     def __init__(self, store: TextStore, rank: int) -> None:
-        """Starts the thread.
-
-        Args:
-            store: A client for this thread alone.
-            rank: This process's rank.
-        """
+        """Starts the thread, with a client of the store for it alone."""
         self._store = store
         self._rank = rank
         self._has_ended = threading.Event()
@@ -64,12 +59,7 @@ class Pulse:
     """Listens to another process's heartbeat."""
 
     def __init__(self, store: TextStore, rank: int) -> None:
-        """Listens from now on.
-
-        Args:
-            store: A client for this thread.
-            rank: The other process's rank.
-        """
+        """Listens from now on, with the calling thread's client of the store."""
         self._store = store
         self._rank = rank
         self._beat: str | None = None

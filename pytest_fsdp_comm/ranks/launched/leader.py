@@ -52,12 +52,7 @@ class Leader(Meeting):
     """Rank 0's process, whose session pytest runs as usual."""
 
     def __init__(self, session: pytest.Session, launched: LaunchedRank) -> None:
-        """Stores the arguments; `meet` connects.
-
-        Args:
-            session: The session, after collection.
-            launched: This process's rank.
-        """
+        """Stores the arguments, as `Meeting` does; `meet` connects."""
         super().__init__(session, launched)
         self._others = range(1, launched.world_size)
         self._hosts: dict[int, str] = {}

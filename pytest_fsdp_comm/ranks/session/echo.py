@@ -16,11 +16,7 @@ class Echo:
     """Follows the logs of a rank set."""
 
     def __init__(self, spec: RankSetSpec) -> None:
-        """Follows each log from its start.
-
-        Args:
-            spec: The rank set's, with the streams to show.
-        """
+        """Follows each log from its start, of those streams that the rank set is to show."""
         self._spec = spec
         self._offsets: dict[tuple[int, str], int] = {}
 

@@ -22,12 +22,7 @@ class Progress:
     """Writes to the terminal that a test still runs: after a while, then at each doubling."""
 
     def __init__(self, item: pytest.Item, reporter: Any) -> None:
-        """Begins with a test.
-
-        Args:
-            item: The test.
-            reporter: pytest's terminal reporter.
-        """
+        """Begins with a test, on pytest's terminal reporter."""
         self._item = item
         self._reporter = reporter
         self.first_after_s = item.config.stash[OPTIONS].progress_s

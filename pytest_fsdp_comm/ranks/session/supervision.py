@@ -82,11 +82,7 @@ class UnendedRank:
         return start_time(self.pid) == self.started
 
     def describe(self, what: str) -> str:
-        """The problem as a text for those who can find out why.
-
-        Args:
-            what: What to say of the rank, such as ``has not ended``.
-        """
+        """A text for those who can find out why, after what is wrong: ``has not ended``."""
         after_s = time.monotonic() - self.killed_at
         return (
             f"{self.name} {what}: its process {self.pid} still exists {after_s:.0f} s after "
@@ -100,13 +96,7 @@ class Supervision:
     """One rank set that lives, and what is known of it in the tests that it runs."""
 
     def __init__(self, spec: RankSetSpec, listener: socket.socket, processes: ForkedRanks) -> None:
-        """Begins with a rank set that has just been started.
-
-        Args:
-            spec: How it was started.
-            listener: Listens at its socket path; closed with it.
-            processes: Its processes.
-        """
+        """Begins with a rank set that has just started, and the listener at its socket path."""
         self.spec = spec
         self.processes = processes
         self._listener = listener

@@ -170,12 +170,7 @@ class TextDirectory:
     """Texts under names, as in a `TextStore`, in files of ranks that share a machine."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
-        """Uses a directory.
-
-        Args:
-            directory: What the ranks of one rank set share, and nobody else.
-            prefix: What each file's name begins with.
-        """
+        """Uses a directory that nobody else shares; each file's name begins with the prefix."""
         self._directory = directory
         self._prefix = prefix
 
@@ -225,7 +220,7 @@ class DirectoryExchange(RankExchange):
         number: int,
         departures: Marks,
     ) -> None:
-        """Starts before the first comparison.
+        """Starts before the first comparison, as `RankExchange` does.
 
         Args:
             directory: What the ranks of one rank set share, and nobody else.

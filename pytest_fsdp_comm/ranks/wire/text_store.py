@@ -27,11 +27,7 @@ class TextStore:
     """One client of the store; not for use by several threads."""
 
     def __init__(self, store: Store) -> None:
-        """Wraps a client.
-
-        Args:
-            store: The client; used by this object alone.
-        """
+        """Wraps a client, which is used by this object alone."""
         self._store = store
 
     def close(self) -> None:
