@@ -56,17 +56,10 @@ def _rebuilt(warning: WarningSeen) -> warnings.WarningMessage:
         category = getattr(importlib.import_module(warning.category_module), warning.category_name)
     except (ImportError, AttributeError):
         category = UserWarning
-    return warnings.WarningMessage(
-        message=category(warning.text) if _accepts_text(category) else warning.text,
-        category=category,
-        filename=warning.filename,
-        lineno=warning.lineno,
-    )
-
-
-def _accepts_text(category: type[Warning]) -> bool:
     try:
-        category("")
+        message = category(warning.text)
     except TypeError:
-        return False
-    return True
+        message = warning.text
+    return warnings.WarningMessage(
+        message=message, category=category, filename=warning.filename, lineno=warning.lineno
+    )
