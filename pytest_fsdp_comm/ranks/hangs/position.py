@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, shortened_code, show_stack
 from pytest_fsdp_comm.ranks.wire import channel
@@ -58,34 +58,47 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
     # Documented for debuggers.
     innermost = sys._current_frames()
     frames = list(_outwards(innermost.get(threading.main_thread().ident or 0)))
-    stack = _stack(frames)
     raised = _reported_exception(frames)
-    if raised is None and stack and stack[0].path == channel.__file__:
-        # It waits for another test. pytest keeps what a call raised until the next one begins.
-        raised = getattr(sys, "last_value", None)
-    if raised is not None:
-        stack = _raising_frames(raised)
-    place = next((number for number, frame in enumerate(stack) if frame.is_users), None)
+    stack = _stack(frames) if raised is None else _raising_frames(raised)
+    user, call, waits = _users(stack), _unrecorded_call(frames), is_waiting(stack)
+    site = user.site if user else ""
+    main = _Thread(frames=frames, site=site if waits else "", is_waited_for=waits and call is None)
     return Position(
-        site="" if place is None else stack[place].site,
-        code="" if place is None or raised is not None else stack[place].code,
+        site=site,
+        code=user.code if user and raised is None else "",
         stack=show_stack(stack),
         module=_module(frames),
-        groups=_groups(since_ns, frames, innermost) if with_groups else (),
-        call=_unrecorded_call(frames),
-        is_waiting=_is_waiting(stack),
+        groups=_groups(since_ns, main, innermost) if with_groups else (),
+        call=call,
         activity=Activity.RUNS if raised is None else Activity.REPORTS,
     )
+
+
+class _Thread(NamedTuple):
+    """A thread that may wait in collectives."""
+
+    frames: Sequence[FrameType]
+    """Innermost first."""
+    site: str
+    """The innermost user code; empty where nothing waits."""
+    is_waited_for: bool
+    """Whether what it waits in keeps the main thread."""
+    name: str = ""
+    """Empty for the main thread."""
 
 
 def _stack(frames: Iterable[FrameType]) -> list[StackFrame]:
     return of_test(_described(frame.f_code, frame.f_lineno, frame.f_lasti) for frame in frames)
 
 
-def _is_waiting(stack: Sequence[StackFrame]) -> bool:
-    """Whether user code waits for torch."""
-    inner = list(itertools.takewhile(lambda frame: not frame.is_users, stack))
-    user = stack[len(inner)] if len(inner) < len(stack) else None
+def _users(stack: Iterable[StackFrame]) -> StackFrame | None:
+    return next((frame for frame in stack if frame.is_users), None)
+
+
+def is_waiting(stack: Sequence[StackFrame]) -> bool:
+    """Whether user code is inside torch, or waits for what it started there."""
+    user = _users(stack)
+    inner = itertools.takewhile(lambda frame: not frame.is_users, stack)
     return any(_TORCH.search(frame.path) for frame in inner) or (
         user is not None and _WAITING_CALL.search(user.code) is not None
     )
@@ -99,11 +112,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _described(code: CodeType, line: int | None, instruction: int) -> StackFrame:
     frame = StackFrame(path=code.co_filename, line=line or 0, name=code.co_name)
-    if not frame.is_users:
-        return frame
-    return StackFrame(
-        path=frame.path, line=frame.line, name=frame.name, code=_expression(code, instruction)
-    )
+    return replace(frame, code=_expression(code, instruction)) if frame.is_users else frame
 
 
 def _expression(code: CodeType, instruction: int) -> str:
@@ -121,6 +130,9 @@ def _expression(code: CodeType, instruction: int) -> str:
 
 def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
     """What the test has raised, if pytest is about to report it."""
+    if frames and frames[0].f_code.co_filename == channel.__file__:
+        # It waits for another test. pytest keeps what a call raised until the next one begins.
+        return getattr(sys, "last_value", None)
     for frame in frames:
         if frame.f_code.co_name == "pytest_runtest_makereport":
             # Of pytest's own hook and of wrappers alike; only shown to people, so it may go away.
@@ -132,12 +144,11 @@ def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
 
 def _raising_frames(error: BaseException) -> list[StackFrame]:
     frames: list[StackFrame] = []
-    traceback: TracebackType | None = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        frames.append(_described(code, traceback.tb_lineno, traceback.tb_lasti))
-        traceback = traceback.tb_next
-    return frames[::-1]
+    at: TracebackType | None = error.__traceback__
+    while at is not None:
+        frames.insert(0, _described(at.tb_frame.f_code, at.tb_lineno, at.tb_lasti))
+        at = at.tb_next
+    return frames
 
 
 def _is_c10d(frame: FrameType) -> bool:
@@ -152,16 +163,14 @@ def _unrecorded_call(frames: Sequence[FrameType]) -> UnrecordedCall | None:
             if frame.f_globals.get("__name__", "").endswith("wire.exchange"):
                 missing = (own["rank"],) if name == "_await" else own.get("missing")
                 if missing is not None:
-                    return UnrecordedCall(
-                        name=_exchange(own["name"]), ranks=tuple(missing), is_mutual=False
-                    )
+                    what = _exchange(own["name"])
+                    return UnrecordedCall(name=what, ranks=tuple(missing), is_mutual=False)
             if not _is_c10d(frame):
                 continue
-            if name in _MAKING_GROUPS:
-                return UnrecordedCall(name=name, ranks=_members(own), is_mutual=True)
-            if name == "monitored_barrier":
-                ranks = _ranks_of(own["group"])
-                return UnrecordedCall(name=name, ranks=ranks, is_mutual=True)
+            if name in _MAKING_GROUPS or name == "monitored_barrier":
+                # Of a group that is made, the arguments name the ranks, unless it has all.
+                ranks = own.get("ranks") or _ranks_of(own.get("group"))
+                return UnrecordedCall(name=name, ranks=tuple(sorted(ranks)), is_mutual=True)
             if name in ("recv", "send"):
                 word, role = ("from", "src") if name == "recv" else ("to", "dst")
                 peer = _peer(own, role)
@@ -174,17 +183,11 @@ def _unrecorded_call(frames: Sequence[FrameType]) -> UnrecordedCall | None:
 
 
 def _exchange(name: str) -> str:
-    """What a rank waits for by the name of a text that another rank is to give."""
+    """What a rank waits for, by the name of the text that another one has to give."""
     number, _, _ = name.rpartition(".")
     if number.isdecimal():
         return f"comparison {number} of comm_mode or fsdp_tree"
     return "the making of the process group"
-
-
-def _members(own: dict[str, Any]) -> tuple[int, ...]:
-    """The ranks of a group that is being made, from the arguments of the call."""
-    ranks = own.get("ranks")
-    return _ranks_of(None) if ranks is None else tuple(sorted(ranks))
 
 
 def _ranks_of(group: Any) -> tuple[int, ...]:
@@ -211,7 +214,7 @@ def _module(frames: Sequence[FrameType]) -> str:
     for frame in frames:
         self: Any = frame.f_locals.get("self")
         # Set from torch 2.6 to 2.15 once the unit has run; only shown to people, so it may go away.
-        unit = getattr(self, "_module_fqn", None) if _is_unit(self) else None
+        unit = getattr(self, "_module_fqn", None) if type(self).__name__ == "FSDPParamGroup" else ""
         if isinstance(unit, str) and unit and not called:
             return unit
         # As recording.owners.stack, whose contract test covers it.
@@ -223,54 +226,37 @@ def _module(frames: Sequence[FrameType]) -> str:
     return next((name for name, child in outermost.named_modules() if child is innermost), "")
 
 
-def _is_unit(thing: object) -> bool:
-    return type(thing).__name__ == "FSDPParamGroup"
-
-
 def _groups(
-    since_ns: int, frames: list[FrameType], innermost: Mapping[int, FrameType]
+    since_ns: int, main: _Thread, innermost: Mapping[int, FrameType]
 ) -> tuple[GroupPosition, ...]:
+    if "torch.distributed" not in sys.modules:
+        return ()
     from pytest_fsdp_comm.recording.flight_recorder import flown  # noqa: PLC0415  # loads torch
 
-    # For what others issue, autograd's C++ threads say, it is the main thread that waits.
-    waiting = {
-        thread.ident or 0: (thread, own, stack)
-        for thread in threading.enumerate()
-        if thread is not threading.main_thread() and type(thread).__name__ != "_DummyThread"
-        if (own := [*_outwards(innermost.get(thread.ident or 0))])
-        if _is_waiting(stack := _stack(own))
-    }
-    joined = [
-        frame.f_locals.get("self")
-        for frame in frames
-        if frame.f_code is threading.Thread.join.__code__
-    ]
-    issued: dict[str, list[IssuedCollective]] = {}
-    flights = flown(since_ns) if "torch.distributed" in sys.modules else []
+    flights = flown(since_ns)
+    threads = _waiting_threads(main, innermost)
     called = {flight.thread_id: flight for flight in flights}
+    issued: dict[str, list[IssuedCollective]] = {}
     for flight in flights:
-        collective = IssuedCollective(
-            seq=flight.seq,
-            kind=flight.kind,
-            nbytes=flight.nbytes,
-            is_done=flight.is_done,
-            sent=_sent(flight),
-            is_last=flight is flights[-1],
-        )
-        if not flight.is_done:
-            thread, own, stack = waiting.get(flight.thread_id, (None, frames, []))
-            call = next((frame for frame in own if _is_c10d(frame)), None)
-            # Those before run in the background, and were other calls.
-            is_call = flight is called[flight.thread_id]
-            collective = replace(
-                collective,
-                kind=_kind(flight.kind, call),
+        # For what others issue, autograd's C++ threads say, it is the main thread that waits.
+        thread = main if flight.is_done else threads.get(flight.thread_id, main)
+        call = next((frame for frame in thread.frames if _is_c10d(frame)), None)
+        # Those before run in the background, and were other calls.
+        is_call = not flight.is_done and flight is called[flight.thread_id]
+        issued.setdefault(flight.group, []).append(
+            IssuedCollective(
+                seq=flight.seq,
+                kind=flight.kind if flight.is_done else _kind(flight.kind, call),
+                nbytes=flight.nbytes,
+                is_done=flight.is_done,
+                sent=_sent(flight),
+                is_last=flight is flights[-1],
                 root=_root(flight.kind, call) if is_call else None,
-                thread=thread.name if thread else "",
-                site=next((frame.site for frame in stack if frame.is_users), ""),
-                is_joined=thread in joined,
+                is_waited_in=not flight.is_done and thread.is_waited_for,
+                thread=thread.name,
+                site=thread.site,
             )
-        issued.setdefault(flight.group, []).append(collective)
+        )
     ranks = _ranks_of_groups()
     axes = _axes()
     made: Counter[tuple[int, ...]] = Counter()
@@ -290,6 +276,27 @@ def _groups(
         )
         for name in dict.fromkeys((*issued, *ranks))
     )
+
+
+def _waiting_threads(main: _Thread, innermost: Mapping[int, FrameType]) -> dict[int, _Thread]:
+    """The other threads of Python that wait in torch, by their ident."""
+    joined = [
+        frame.f_locals.get("self")
+        for frame in main.frames
+        if frame.f_code is threading.Thread.join.__code__
+    ]
+    found = {}
+    for thread in threading.enumerate():
+        if thread is threading.main_thread() or type(thread).__name__ == "_DummyThread":
+            continue
+        frames = [*_outwards(innermost.get(thread.ident or 0))]
+        stack = _stack(frames)
+        if is_waiting(stack):
+            user = _users(stack)
+            found[thread.ident or 0] = _Thread(
+                frames, user.site if user else "", thread in joined, thread.name
+            )
+    return found
 
 
 def _sent(flight: Flight) -> str:
@@ -316,8 +323,6 @@ def _root(kind: str, call: FrameType | None) -> int | None:
 
 def _axes() -> dict[str, GroupAxis]:
     """How recordings name the groups; empty where that cannot be found out."""
-    if "torch.distributed" not in sys.modules:
-        return {}
     from pytest_fsdp_comm.recording.mesh_axes import axes_of_groups  # noqa: PLC0415  # loads torch
 
     # The main thread may change what is read here, and names only make the report nicer.

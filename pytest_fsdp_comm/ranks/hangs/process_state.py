@@ -1,7 +1,9 @@
-"""What the kernel says of a process that does not answer."""
+"""What the kernel says of a process that does not answer, or should be gone."""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from pathlib import Path
 from typing import Final
@@ -11,7 +13,8 @@ from pytest_fsdp_comm.ranks.wire.positions import Activity
 # Each read of a disk is such a wait; one that lasts is meant.
 _STUCK_AFTER_S: Final = 0.5
 _PAUSE_S: Final = 0.02
-_FLAGS: Final = 6
+# man 5 proc, counted from the state on.
+_FLAGS, _THREAD_COUNT, _STARTED = 6, 17, 19
 # linux/sched.h
 _PF_EXITING: Final = 0x4
 
@@ -19,30 +22,42 @@ _PF_EXITING: Final = 0x4
 def silent_activity(pid: int) -> Activity:
     """Why a process may be silent; `Activity.SILENT` where the kernel names no reason."""
     until = time.monotonic() + _STUCK_AFTER_S
-    while (letter := _state(pid)) == "D":
+    while (state := _stat(pid)[:1]) == ["D"]:
         if time.monotonic() > until:
             return Activity.IN_KERNEL
         time.sleep(_PAUSE_S)
-    return Activity.STOPPED if letter in ("T", "t") else Activity.SILENT
+    return Activity.STOPPED if state in (["T"], ["t"]) else Activity.SILENT
 
 
 def is_alive(pid: int) -> bool:
     """Whether a process runs, and has not begun to exit; False where the kernel does not say."""
-    # Set before the process's connections are closed, at which others may fail.
-    fields = _stat(pid).split()
-    return len(fields) > _FLAGS and fields[0] not in "ZX" and not int(fields[_FLAGS]) & _PF_EXITING
+    # The flag is set before the process's connections are closed, at which others may fail.
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in "ZX" and not int(fields[_FLAGS]) & _PF_EXITING
 
 
-def _state(pid: int) -> str:
-    """The process's state as one letter; empty where there is none."""
-    return _stat(pid)[:1]
+def start_time(pid: int) -> str:
+    """When a process started, which tells it from a later one of its number; empty if it has ended.
+
+    It has ended even if its parent has not waited for it yet.
+    """
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, PermissionError):
+        return ""  # it is gone, or somebody else's by now
+    fields = _stat(pid)
+    if not fields:
+        return "" if sys.platform == "linux" else "unknown"
+    # What the kernel does not release may be another thread than the main one.
+    has_ended = fields[0] in "ZX" and int(fields[_THREAD_COUNT]) <= 1
+    return "" if has_ended else fields[_STARTED]
 
 
-def _stat(pid: int) -> str:
-    """The fields of man 5 proc from the third on; empty where there are none."""
+def _stat(pid: int) -> list[str]:
+    """The fields of ``/proc/PID/stat`` from the state on; empty where there are none."""
     try:
         # The name before it may hold anything, parentheses and spaces included.
         _, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")
     except OSError:
-        return ""
-    return rest
+        return []
+    return rest.split()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _PAUSE_S = 0.005
 _SETTLED = 10
-_FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)')
+_FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
 # Frames of what runs the test explain nothing about it. This plugin's own are found by `_OWN`.
 _RUNNERS = re.compile(r"/(_pytest|pytest|pluggy|xdist|execnet)[/.]|/bin/[^/]+$|runpy(\.py|>)$")
 # Wherever it lies: of a clone, too.
@@ -99,10 +99,10 @@ def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
     """
     users = [frame for frame in frames if frame.is_users]
     if not users:
-        inner = [frame for frame in frames if not frame.path.startswith("<")][:1]
+        inner = [frame for frame in frames if not frame.path.startswith("<")]
         return tuple(
             f"in no code of the test, but in {frame.name} ({frame.path}:{frame.line})"
-            for frame in inner
+            for frame in inner[:1]
         )
     shown = [with_code(users[0].site, users[0].code), *(frame.site for frame in users[1:])]
     omitted = len(shown) - _INNERMOST_FRAMES - _OUTERMOST_FRAMES
@@ -130,16 +130,15 @@ def read_dump(path: Path, *, until: float) -> list[StackFrame]:
     text = ""
     unchanged = 0
     while True:
-        previous, text = text, _read(path)
+        previous = text
+        text = path.read_text(errors="backslashreplace") if path.exists() else ""
         unchanged = unchanged + 1 if text and text == previous else 0
         # It is written piece by piece. Where the signal met a thread that is not Python's, there is
         # no frame.
-        if unchanged and (_HAS_FRAME.search(text) or unchanged > _SETTLED):
-            break
-        if time.monotonic() > until:
-            break
+        is_whole = unchanged and (_HAS_FRAME.search(text) or unchanged > _SETTLED)
+        if is_whole or time.monotonic() > until:
+            return parse_dump(text)
         time.sleep(_PAUSE_S)
-    return parse_dump(text)
 
 
 def parse_dump(text: str) -> list[StackFrame]:
@@ -151,10 +150,5 @@ def parse_dump(text: str) -> list[StackFrame]:
             name=match["name"],
             code=shortened_code(linecache.getline(match["path"], int(match["line"]))),
         )
-        for match in map(_FRAME.match, text.splitlines())
-        if match
+        for match in _FRAME.finditer(text)
     )
-
-
-def _read(path: Path) -> str:
-    return path.read_text(errors="backslashreplace") if path.exists() else ""

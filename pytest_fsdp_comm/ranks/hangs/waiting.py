@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from pytest_fsdp_comm.ranks.hangs.stacks import with_code
 from pytest_fsdp_comm.ranks.wire.positions import ROOT_ROLES, Activity, IssuedCollective
@@ -17,7 +17,7 @@ from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks, write_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from pytest_fsdp_comm.ranks.wire.positions import GroupPosition, Position, UnrecordedCall
 
@@ -35,8 +35,36 @@ _RELATIVE_PEER: Final = re.compile(r"(send to|recv from) rank r[+-]")
 # differ.
 _EQUAL_SIZES: Final = ("all_reduce", "all_gather", "allgather", "reduce", "broadcast")
 
+_PLURALS: Final = {
+    "does": "do",
+    "has": "have",
+    "holds": "hold",
+    "is": "are",
+    "its": "their",
+    "reports": "report",
+    "runs": "run",
+    "waits": "wait",
+}
+_SINGULARS: Final = {word: word for word in _PLURALS}
 
-def explain_waiting(positions: Mapping[int, Position], *, blamed: Sequence[int] = ()) -> list[str]:
+_WHEREABOUTS: Final = {
+    Activity.RUNS: "{runs} no code of the test",
+    Activity.REPORTS: "failed{at}, and {reports} that",
+    Activity.HAS_ENDED: "{has} finished the test",
+    Activity.HOLDS_GIL: "{holds} the GIL{at}",
+    Activity.STOPPED: "{is} stopped (by SIGSTOP, Ctrl-Z or a debugger)",
+    Activity.IN_KERNEL: "{is} stuck in the kernel (a disk, a file server or a driver)",
+    Activity.SILENT: "{does} not respond",
+}
+
+_Positions: TypeAlias = Mapping[int, "Position"]
+_Issued: TypeAlias = Mapping[int, Mapping[int, IssuedCollective]]
+"""What each rank issued on a group, by its number."""
+_Write: TypeAlias = "Callable[[Sequence[int], int], str]"
+"""Words what ranks do, all of them the same, at a level: 0 is exact, 2 the vaguest."""
+
+
+def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> list[str]:
     """Explains a hang.
 
     Args:
@@ -50,30 +78,27 @@ def explain_waiting(positions: Mapping[int, Position], *, blamed: Sequence[int] 
         blamed ones.
     """
     stalls = [*_stalls(positions), *_call_stalls(positions)]
-    links = _Links(stall for stall in stalls if not stall.is_aside)
-    if links.guilty & {*blamed}:
+    reached = _reached(stalls)
+    guilty = _guilty(reached)
+    if guilty & {*blamed}:
         return []
-    lines = [*_cause(links, positions)]
-    stalls = [stall for stall in stalls if not stall.is_aside or not stall.missing & {*blamed}]
-    # Parallel groups of a mesh, whose ranks do the same: one story.
+    lines = [*_cause(reached, positions)]
+    # Parallel groups of a mesh, whose ranks do the same, are told as one.
     alike: defaultdict[str, list[_Stall]] = defaultdict(list)
-    for stall in sorted(
-        stalls, key=lambda stall: (stall.is_aside, not stall.missing & links.guilty)
-    ):
-        alike[stall.what].append(stall)
-    stories = list(alike.values())
-    for same in stories[:_MOST_STALLS]:
-        lines += _explain_stalls(same, links.waiting)
-    rest = {rank for same in stories[_MOST_STALLS:] for stall in same for rank in stall.waiting}
+    for stall in sorted(stalls, key=lambda stall: (stall.is_aside, not stall.missing & guilty)):
+        if not stall.is_aside or not stall.missing & {*blamed}:
+            alike[stall.what].append(stall)
+    same = list(alike.values())
+    for shown in same[:_MOST_STALLS]:
+        lines += _explain(shown, reached)
+    rest = {rank for more in same[_MOST_STALLS:] for stall in more for rank in stall.waiting}
     if rest:
-        wait = "waits" if len(rest) == 1 else "wait"
-        lines.append(
-            f"{name_ranks([*rest])} {wait} in {len(stories) - _MOST_STALLS} more, not shown"
-        )
+        more_text = f"in {len(same) - _MOST_STALLS} more, not shown"
+        lines.append(_say("{ranks} {waits} {more}", [*rest], more=more_text))
     return lines
 
 
-def explain_mismatch(positions: Mapping[int, Position], failed: Iterable[int]) -> str:
+def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:
     """Explains why a backend gave up, where what ranks called does not fit together.
 
     Args:
@@ -89,13 +114,11 @@ def explain_mismatch(positions: Mapping[int, Position], failed: Iterable[int]) -
         for seq in sorted(last):
             own = _issued(seq, issued)
             if _unequal(label, seq, own) or _unlike_roots(own):
-                return _mismatch(f"#{seq} of {label}", own, positions)
+                return _mismatch(f"#{seq} of {label}", own)
     return ""
 
 
-def _mismatch(
-    what: str, own: Mapping[int, IssuedCollective], positions: Mapping[int, Position]
-) -> str:
+def _mismatch(what: str, own: Mapping[int, IssuedCollective]) -> str:
     kinds = {one.kind for one in own.values()}
     called = f"called {min(kinds)}" if len(kinds) == 1 else "called"
     # Known of some ranks only: told where it tells them apart.
@@ -111,13 +134,9 @@ def _mismatch(
         for rank, one in own.items()
     }
     # Of one that raised elsewhere later, or has gone on, the place is not known any more.
-    sites = {
-        rank: one.site or (positions[rank].site if positions[rank].is_waiting else "")
-        for rank, one in own.items()
-        if one.is_last
-    }
     folded = [
-        (ranks, {sites.get(rank, "") for rank in ranks} - {""}) for ranks, _ in fold_equal(sent)
+        (ranks, {own[rank].site for rank in ranks if own[rank].is_last} - {""})
+        for ranks, _ in fold_equal(sent)
     ]
     places = {place for _, known in folded for place in known}
     if len(places) == 1 and all(known for _, known in folded):
@@ -160,7 +179,8 @@ def list_stacks(stacks: Mapping[int, str], title: Callable[[Sequence[int]], str]
             lines += [f"    {line}" for line in (stack or "position unknown").splitlines()]
     rest = [rank for ranks, _ in folded if ranks[0] not in shown for rank in ranks]
     if rest:
-        lines.append(f"{name_ranks(rest)} {_are(rest)} at {len(folded) - most} other places")
+        places = f"{len(folded) - most} other places"
+        lines.append(_say("{ranks} {is} at {places}", rest, places=places))
     return lines
 
 
@@ -170,128 +190,121 @@ class _Stall:
 
     what: str
     """In words; of parallel groups the same."""
-    waiting: Mapping[int, tuple[str, str]]
-    """The ranks that wait in it, with what each of them knows of it, and the line."""
+    waiting: Mapping[int, tuple[str, str, str]]
+    """The ranks that wait in it, and their words for it, from exact to vague."""
     missing: frozenset[int]
     """The ranks that they wait for."""
-    absences: Mapping[int, tuple[str, str]] = field(default_factory=dict)
-    """What the ranks did that do not wait in it, to be read after the name of one or of several."""
+    absent: Mapping[int, _Write]
+    """The ranks that do not wait in it and have answered, with what words their part in it."""
     notes: tuple[str, ...] = ()
     """Why nobody need be missing."""
     is_aside: bool = False
     """Whether the main threads do something else."""
 
 
-class _Links:
-    """Who waits for whom in the end."""
-
-    def __init__(self, stalls: Iterable[_Stall]) -> None:
-        """Follows each rank that waits.
-
-        Args:
-            stalls: All of them.
-        """
-        following: defaultdict[int, set[int]] = defaultdict(set)
-        for stall in stalls:
-            for rank in stall.waiting:
-                following[rank] |= stall.missing - {rank}
-        self.waiting = frozenset(following)
-        self.reached = {rank: _reachable(rank, following) for rank in following}
-        self.guilty = frozenset().union(*self.reached.values()) - self.waiting
-        """Those that are waited for and wait for nobody: the rest is their echo."""
-        self.circle = frozenset(
-            rank
-            for rank, reached in self.reached.items()
-            if rank in reached and not reached & self.guilty
-        )
-        """Those that wait for each other, and for nobody else."""
+# Note [Who waits for whom]: a rank points to those that are missing where it waits, in a collective
+# or a call. Following these arrows leads to ranks that wait for nobody: they are guilty, and every
+# other wait is their echo. Ranks from which no guilty one is reached, but they themselves are, wait
+# for each other in a circle. What only another thread waits in points nowhere: it keeps no rank.
 
 
-def _reachable(rank: int, following: Mapping[int, set[int]]) -> set[int]:
-    found: set[int] = set()
-    waiting = [rank]
-    while waiting:
-        new = following.get(waiting.pop(), set()) - found
-        found |= new
-        waiting += new
-    return found
+def _reached(stalls: Iterable[_Stall]) -> dict[int, set[int]]:
+    """The ranks that each waiting rank waits for, by way of others too."""
+    reached: defaultdict[int, set[int]] = defaultdict(set)
+    for stall in stalls:
+        for rank in () if stall.is_aside else stall.waiting:
+            reached[rank] |= stall.missing - {rank}
+    for via, further in reached.items():
+        for found in reached.values():
+            found.update(further if via in found else ())
+    return dict(reached)
 
 
-def _cause(links: _Links, positions: Mapping[int, Position]) -> Iterator[str]:
-    folded = fold_equal({rank: _whereabouts([rank], positions) for rank in links.guilty})
-    before: frozenset[int] = frozenset()
+def _guilty(reached: Mapping[int, set[int]]) -> set[int]:
+    return set().union(*reached.values()) - reached.keys()
+
+
+def _cause(reached: Mapping[int, set[int]], positions: _Positions) -> Iterator[str]:
+    guilty = _guilty(reached)
+    folded = fold_equal({rank: _whereabouts([rank], positions) for rank in guilty})
+    before: list[int] = []
     for number, (ranks, _) in enumerate(folded):
         left = len(folded) - number
         if number == _MOST_WAYS - 1 and left > 1:
             rest = [rank for others, _ in folded[number:] for rank in others]
             yield f"  and for {name_ranks(rest)}, at {left} other places"
             break
-        by = frozenset(rank for rank, reached in links.reached.items() if reached & {*ranks})
-        who = "all wait" if by == links.waiting and len(by) > 1 else _waits(sorted(by))
-        start = "  and" if by == before else who
+        by = sorted(rank for rank, found in reached.items() if found & {*ranks})
+        start = "all wait" if len(by) == len(reached) > 1 else _say("{ranks} {waits}", by)
+        start = "  and" if by == before else start
         yield f"{start} for {name_ranks(ranks)}{_whereabouts(ranks, positions)}"
         before = by
-    if links.circle:
-        yield f"{name_ranks([*links.circle])} wait for each other"
+    circle = [rank for rank, found in reached.items() if rank in found and not found & guilty]
+    if circle:
+        yield f"{name_ranks(circle)} wait for each other"
 
 
-def _waits(ranks: Sequence[int]) -> str:
-    return f"{name_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
+def _say(template: str, ranks: Sequence[int], **texts: str) -> str:
+    """Fills in a template, such as ``{ranks} {waits} in {text}``; verbs agree with the ranks."""
+    verbs = _SINGULARS if len(ranks) == 1 else _PLURALS
+    return template.format(ranks=name_ranks(ranks), **verbs, **texts)
 
 
-def _are(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
-
-
-def _whereabouts(ranks: Sequence[int], positions: Mapping[int, Position]) -> str:
+def _whereabouts(ranks: Sequence[int], positions: _Positions) -> str:
     """What ranks do that others wait for; all of them do the same."""
-    is_one = len(ranks) == 1
     position = positions.get(ranks[0])
     if position is None:
-        return f", which {_are(ranks)} dead"
+        return _say(", which {is} dead", ranks)
     site = with_code(position.site, position.code)
     at = f" at {site}" if site else ""
     if position.activity is Activity.RUNS and at:
         return f",{at}"
-    one, several = {
-        Activity.RUNS: ("runs no code of the test", "run no code of the test"),
-        Activity.REPORTS: ("failed{at}, and reports that", "failed{at}, and report that"),
-        Activity.HAS_ENDED: ("has finished the test", "have finished the test"),
-        Activity.HOLDS_GIL: ("holds the GIL{at}", "hold the GIL{at}"),
-        Activity.STOPPED: (
-            "is stopped (by SIGSTOP, Ctrl-Z or a debugger)",
-            "are stopped (by SIGSTOP, Ctrl-Z or a debugger)",
-        ),
-        Activity.IN_KERNEL: (
-            "is stuck in the kernel (a disk, a file server or a driver)",
-            "are stuck in the kernel (a disk, a file server or a driver)",
-        ),
-        Activity.SILENT: ("does not respond", "do not respond"),
-    }[position.activity]
-    return f", which {(one if is_one else several).replace('{at}', at)}"
+    return _say(f", which {_WHEREABOUTS[position.activity]}", ranks, at=at)
 
 
-def _by_group(
-    positions: Mapping[int, Position],
-) -> Iterator[tuple[str, tuple[int, ...], Mapping[int, Mapping[int, IssuedCollective]]]]:
-    """Each group's label, its ranks, and what each of them issued, by its number."""
+def _by_group(positions: _Positions) -> Iterator[tuple[str, tuple[int, ...], _Issued]]:
+    """Each group's label, its ranks, and what each of them issued."""
     groups: dict[tuple[str, tuple[int, ...]], dict[int, GroupPosition]] = {}
     for rank, position in positions.items():
         for group in position.groups:
             groups.setdefault((group.name, group.ranks), {})[rank] = group
-    labels = _labels(
-        {key: min(by_rank.values(), key=_vagueness) for key, by_rank in groups.items()}
-    )
+    named = {key: min(by_rank.values(), key=_vagueness) for key, by_rank in groups.items()}
     for key, by_rank in groups.items():
+        label = _label(named[key], [one for one in named.values() if one.axis == named[key].axis])
         issued = {
             rank: {one.seq: one for one in group.collectives} for rank, group in by_rank.items()
         }
-        yield labels[key], key[1] or tuple(sorted(by_rank)), issued
+        yield label, key[1] or tuple(sorted(by_rank)), issued
 
 
-def _issued(
-    seq: int, issued: Mapping[int, Mapping[int, IssuedCollective]]
-) -> dict[int, IssuedCollective]:
+def _label(group: GroupPosition, namesakes: Iterable[GroupPosition]) -> str:
+    """What people call a group."""
+    members = name_ranks(group.ranks) if group.ranks else "unknown ranks"
+    name = group.axis or f"group of {members}"
+    # Parallel groups of a mesh share a name on purpose. Others must be told apart.
+    rivals = [other for other in namesakes if {*other.ranks} & {*group.ranks}]
+    if group.axis and (group.is_shape or any(other.ranks != group.ranks for other in rivals)):
+        name = f"{group.axis} ({members})"
+    equals = [other.ordinal for other in rivals if other.ranks == group.ranks]
+    if len(equals) > 1:
+        return f"the {_ordinal(sorted(equals).index(group.ordinal) + 1)} {name}"
+    return name if group.axis else f"the {name}"
+
+
+def _ordinal(number: int) -> str:
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"
+
+
+def _vagueness(group: GroupPosition) -> int:
+    """How little a rank's name for a group says: some ranks may keep no mesh."""
+    if group.is_shape or not group.axis:
+        return 2
+    return 1 if group.axis == "world" else 0
+
+
+def _issued(seq: int, issued: _Issued) -> dict[int, IssuedCollective]:
     """What the ranks issued as one collective."""
     own = {rank: by_seq[seq] for rank, by_seq in issued.items() if seq in by_seq}
     # Once it is done, nothing tells gloo's reduce-scatter from the all-reduce that it runs it as.
@@ -302,67 +315,94 @@ def _issued(
     return own
 
 
-def _stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
+def _stalls(positions: _Positions) -> Iterator[_Stall]:
+    """What ranks wait in on each group: the first collective of main threads, and of others."""
     for label, members, issued in _by_group(positions):
         told: set[int] = set()
-        for waits in (_waits_in, _waits_aside):
+        for is_aside in (False, True):
             waited_in = {
                 one.seq
                 for rank, by_seq in issued.items()
                 for one in by_seq.values()
-                if waits(positions[rank], one)
+                if _waits(positions[rank], one, is_aside=is_aside)
             }
             if waited_in - told:
                 yield _stall(label, min(waited_in - told), issued, members, positions)
             told |= waited_in
 
 
-def _waits_in(position: Position, one: IssuedCollective) -> bool:
-    if one.is_done or position.activity is not Activity.RUNS:
-        return False
-    return one.is_joined if one.thread else position.is_waiting and position.call is None
-
-
-def _waits_aside(position: Position, one: IssuedCollective) -> bool:
-    return bool(one.thread) and not one.is_done and position.activity is Activity.RUNS
+def _waits(position: Position, one: IssuedCollective, *, is_aside: bool) -> bool:
+    waits = bool(one.thread) if is_aside else one.is_waited_in
+    return waits and not one.is_done and position.activity is Activity.RUNS
 
 
 def _stall(
-    label: str,
-    seq: int,
-    issued: Mapping[int, Mapping[int, IssuedCollective]],
-    members: Sequence[int],
-    positions: Mapping[int, Position],
+    label: str, seq: int, issued: _Issued, members: Sequence[int], positions: _Positions
 ) -> _Stall:
     own = _issued(seq, issued)
-    kept = {rank: one for rank, one in own.items() if _waits_in(positions[rank], one)}
-    aside = {rank: one for rank, one in own.items() if _waits_aside(positions[rank], one)}
-    waiting = kept or aside
+    kept, aside = (
+        [rank for rank, one in own.items() if _waits(positions[rank], one, is_aside=is_aside)]
+        for is_aside in (False, True)
+    )
+    what = f"#{seq} of {label}"
+    waiting = {}
+    for rank in kept or aside:
+        one, module = own[rank], positions[rank].module
+        serving = f" for {module}" if module and not one.thread else ""
+        thread = f" in thread {one.thread}" if one.thread else ""
+        text = f"{one.kind} {what}{serving} ({show_nbytes(one.nbytes)}){thread}"
+        waiting[rank] = (_at(text, one.site), text, what)
     unequal = _unequal(label, seq, own)
     notes = unequal or _unlike_roots(own)
     absent = [rank for rank in members if rank not in waiting]
     never = frozenset(rank for rank in absent if rank not in own)
     gone_on = frozenset(rank for rank in absent if rank in own and own[rank].is_done)
-    absences = {
-        rank: _absences(label, seq, issued.get(rank, {}), positions[rank], is_sized=bool(unequal))
-        for rank in absent
-        if rank in positions and positions[rank].activity.is_known
-    }
+
+    def write(ranks: Sequence[int], level: int) -> str:
+        before, more = issued.get(ranks[0], {}), ""
+        if one := own.get(ranks[0]):
+            thread = f" in thread {one.thread}" if one.thread else ""
+            text = "finished it" if one.is_done else f"issued it{thread}"
+            if unequal:
+                more = f" ({one.kind}, {show_nbytes(one.nbytes)})"
+        else:
+            text = "never issued it"
+            if before:
+                last = before[max(before)]
+                past = f"last of {label} was {last.kind} #{last.seq}"
+                more = _say(" ({its} {past})", ranks, past=past)
+        return f"{text}{'' if level > 1 else more}{_place(ranks, positions, level)}"
+
     return _Stall(
-        what=f"#{seq} of {label}",
-        waiting={
-            rank: (
-                _describe(label, one, positions[rank].module),
-                one.site if one.thread else positions[rank].site,
-            )
-            for rank, one in waiting.items()
-        },
+        what=what,
+        waiting=waiting,
         # Gloo may let a sender go before its receivers have all: waited for only if nobody else is.
         missing=never or (frozenset() if notes else gone_on),
-        absences=absences,
+        absent=dict.fromkeys(_answering(absent, positions), write),
         notes=notes,
         is_aside=not kept,
     )
+
+
+def _answering(ranks: Iterable[int], positions: _Positions) -> Iterator[int]:
+    return (rank for rank in ranks if rank in positions and positions[rank].activity.is_known)
+
+
+def _at(text: str, site: str) -> str:
+    return f"{text} at {site}" if site else text
+
+
+def _place(ranks: Sequence[int], positions: _Positions, level: int) -> str:
+    """Where ranks are that do not wait with others; empty unless it is asked for exactly."""
+    position = positions[ranks[0]]
+    if level > 0:
+        return ""
+    if position.activity is Activity.HAS_ENDED:
+        return _say(", and {has} finished the test", ranks)
+    site = with_code(position.site, position.code)
+    if position.activity is Activity.REPORTS:
+        return f", and failed at {site}"
+    return _say(", and {is} at {site}", ranks, site=site) if site else ""
 
 
 def _unequal(label: str, seq: int, own: Mapping[int, IssuedCollective]) -> tuple[str, ...]:
@@ -391,36 +431,36 @@ def _rooted(one: IssuedCollective) -> str:
     return f"{'to' if ROOT_ROLES[one.kind] == 'dst' else 'from'} {one.root}"
 
 
-def _call_stalls(positions: Mapping[int, Position]) -> Iterator[_Stall]:
+def _call_stalls(positions: _Positions) -> Iterator[_Stall]:
+    """What ranks wait in that are no collectives."""
     calls = {
         rank: position.call
         for rank, position in positions.items()
         if position.call is not None and position.activity is Activity.RUNS
     }
     peers = _peers(calls, positions)
+
+    def write(ranks: Sequence[int], level: int) -> str:
+        return f"{_say('{has} not called it', ranks)}{_place(ranks, positions, level)}"
+
     for call in dict.fromkeys(calls.values()):
         inside = [rank for rank, other in calls.items() if other == call]
         missing = frozenset(call.ranks).difference(inside)
         of = f" of {name_ranks(call.ranks)}" if call.is_mutual and call.ranks else ""
-        absences = {
-            rank: _with_place("has not called it", "have not called it", positions[rank])
-            for rank in sorted(missing)
-            if call.is_mutual and rank in positions and positions[rank].activity.is_known
-        }
+        # Sends, and receives, are told together: they may be links of a chain.
+        what = _PEER.sub(rf"\1{_OTHERS}", f"{call.name}{of}")
+        texts = {rank: peers.get(rank, f"{call.name}{of}") for rank in inside}
         yield _Stall(
-            # Sends, and receives, are told together: they may be links of a chain.
-            what=_PEER.sub(rf"\1{_OTHERS}", f"{call.name}{of}"),
+            what=what,
             waiting={
-                rank: (peers.get(rank, f"{call.name}{of}"), positions[rank].site) for rank in inside
+                rank: (_at(text, positions[rank].site), text, what) for rank, text in texts.items()
             },
             missing=missing,
-            absences=absences,
+            absent=dict.fromkeys(_answering(missing if call.is_mutual else (), positions), write),
         )
 
 
-def _peers(
-    calls: Mapping[int, UnrecordedCall], positions: Mapping[int, Position]
-) -> dict[int, str]:
+def _peers(calls: Mapping[int, UnrecordedCall], positions: _Positions) -> dict[int, str]:
     """Sends and receives in words relative to the rank, where many ranks do alike."""
     steps = {
         rank: (match[1], int(match[2]) - rank, positions[rank].site)
@@ -436,123 +476,31 @@ def _peers(
     }
 
 
-def _labels(
-    groups: Mapping[tuple[str, tuple[int, ...]], GroupPosition],
-) -> dict[tuple[str, tuple[int, ...]], str]:
-    """What people call each group."""
-    by_name: defaultdict[str, list[GroupPosition]] = defaultdict(list)
-    for group in groups.values():
-        by_name[group.axis].append(group)
-    return {key: _label(group, by_name[group.axis]) for key, group in groups.items()}
-
-
-def _label(group: GroupPosition, namesakes: Iterable[GroupPosition]) -> str:
-    members = name_ranks(group.ranks) if group.ranks else "unknown ranks"
-    name = group.axis or f"group of {members}"
-    if group.axis and group.is_shape:
-        name = f"{group.axis} ({members})"
-    # Parallel groups of a mesh share a name on purpose. Others must be told apart.
-    rivals = [other for other in namesakes if {*other.ranks} & {*group.ranks}]
-    if any(other.ranks != group.ranks for other in rivals) and not group.is_shape and group.axis:
-        name = f"{group.axis} ({members})"
-    equals = [other.ordinal for other in rivals if other.ranks == group.ranks]
-    if len(equals) > 1:
-        return f"the {_ordinal(sorted(equals).index(group.ordinal) + 1)} {name}"
-    return name if group.axis else f"the {name}"
-
-
-def _ordinal(number: int) -> str:
-    if number % 100 in (11, 12, 13):
-        return f"{number}th"
-    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"
-
-
-def _vagueness(group: GroupPosition) -> int:
-    """How little a rank's name for a group says: some ranks may keep no mesh."""
-    if group.is_shape or not group.axis:
-        return 2
-    return 1 if group.axis == "world" else 0
-
-
-def _describe(label: str, issued: IssuedCollective, module: str) -> str:
-    serving = f" for {module}" if module and not issued.thread else ""
-    thread = f" in thread {issued.thread}" if issued.thread else ""
-    size = show_nbytes(issued.nbytes)
-    return f"{issued.kind} #{issued.seq} of {label}{serving} ({size}){thread}"
-
-
-def _absences(
-    label: str,
-    seq: int,
-    own: Mapping[int, IssuedCollective],
-    position: Position,
-    *,
-    is_sized: bool,
-) -> tuple[str, str]:
-    """How ranks are past a collective that others wait in, or before it."""
-    if seq in own:
-        thread = f" in thread {own[seq].thread}" if own[seq].thread else ""
-        text = "finished it" if own[seq].is_done else f"issued it{thread}"
-        if is_sized:
-            text += f" ({own[seq].kind}, {show_nbytes(own[seq].nbytes)})"
-        return _with_place(text, text, position)
-    if not own:
-        return _with_place("never issued it", "never issued it", position)
-    last = own[max(own)]
-    return _with_place(
-        f"never issued it (its last of {label} was {last.kind} #{last.seq})",
-        f"never issued it (their last of {label} was {last.kind} #{last.seq})",
-        position,
-    )
-
-
-def _with_place(of_one: str, of_several: str, position: Position) -> tuple[str, str]:
-    if position.activity is Activity.HAS_ENDED:
-        return f"{of_one}, and has finished the test", f"{of_several}, and have finished the test"
-    site = with_code(position.site, position.code)
-    if position.activity is Activity.REPORTS:
-        return f"{of_one}, and failed at {site}", f"{of_several}, and failed at {site}"
-    if site:
-        return f"{of_one}, and is at {site}", f"{of_several}, and are at {site}"
-    return of_one, of_several
-
-
-def _explain_stalls(stalls: Sequence[_Stall], waiting: frozenset[int]) -> Iterator[str]:
+def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterator[str]:
     """Explains one stall, or those of parallel groups."""
-    waits = {rank: wait for stall in stalls for rank, wait in stall.waiting.items()}
-    described = {rank: text for rank, (text, _) in waits.items()}
-    placed = {rank: f"{text} at {site}" if site else text for rank, (text, site) in waits.items()}
-    whats = {rank: stall.what for stall in stalls for rank in stall.waiting}
+    waits = {rank: texts for stall in stalls for rank, texts in stall.waiting.items()}
     most = _MOST_PEERS if stalls[0].what.endswith(_OTHERS) else _MOST_WAYS
-    for ranks, text in _folded(placed, described, whats, most=most):
+    for ranks, text in _folded(waits, lambda ranks, level: waits[ranks[0]][level], most=most):
         each = f"each rank r of {write_ranks(ranks, separator=', ')} waits"
-        yield f"{each if _RELATIVE_PEER.match(text) else _waits(ranks)} in {text}"
+        start = each if _RELATIVE_PEER.match(text) else _say("{ranks} {waits}", ranks)
+        yield f"{start} in {text}"
     yield from dict.fromkeys(note for stall in stalls for note in stall.notes)
-    # Where a rank is that waits in something else is said there.
-    absences = {
-        rank: _cut(texts, ", and ") if rank in waiting else texts
-        for stall in stalls
-        for rank, texts in stall.absences.items()
-    }
-    for ranks, pair in _folded(
-        *(
-            {rank: "\n".join(_cut(texts, end)) for rank, texts in absences.items()}
-            for end in ("\n", ", and ", " (")
-        )
-    ):
-        of_one, _, of_several = pair.partition("\n")
-        yield f"{name_ranks(ranks)} {of_one if len(ranks) == 1 else of_several}"
+    absent = {rank: write for stall in stalls for rank, write in stall.absent.items()}
+
+    def write(ranks: Sequence[int], level: int) -> str:
+        # Where a rank is that waits in something else is said there.
+        return absent[ranks[0]](ranks, max(level, ranks[0] in reached))
+
+    for ranks, text in _folded(absent, write):
+        yield f"{name_ranks(ranks)} {text}"
 
 
-def _cut(texts: tuple[str, str], end: str) -> tuple[str, str]:
-    return texts[0].partition(end)[0], texts[1].partition(end)[0]
-
-
-def _folded(*texts: Mapping[int, str], most: int = _MOST_WAYS) -> list[tuple[list[int], str]]:
-    """Ranks with equal texts together; where these are too many, by the next, vaguer texts."""
-    folded: list[tuple[list[int], str]] = []
-    for by_rank in texts:
-        folded = fold_equal(by_rank)
+def _folded(
+    ranks: Iterable[int], write: _Write, *, most: int = _MOST_WAYS
+) -> list[tuple[list[int], str]]:
+    """Ranks with equal texts together; more vaguely where these are too many."""
+    for level in range(3):
+        folded = fold_equal({rank: write([rank], level) for rank in ranks})
         if len(folded) <= most:
             break
-    return folded
+    return [(found, write(found, level)) for found, _ in folded]

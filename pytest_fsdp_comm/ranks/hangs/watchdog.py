@@ -1,7 +1,4 @@
-"""A thread of a rank that reports where the rank is, while the main thread may be stuck.
-
-And the rank's last words, where C++ ends it: gloo's own thread, say, on a message of another size.
-"""
+"""A thread of a rank that reports where the rank is, while the main thread may be stuck."""
 
 from __future__ import annotations
 
@@ -28,13 +25,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+# Note [Quiet watchdog]: a test must not notice the thread. It is not one of threading's, whose
+# start waits for it, which costs each rank 3 ms, and which tests that list the threads would find.
+# Its mask, inherited, blocks every signal: they are for the main thread, whose stack is asked for.
+#
+# A position is also a rank's last word where C++ ends it (gloo does, on a message of another size):
+# std::terminate calls our handler on the thread with the exception that nothing catches, while the
+# main thread has released the GIL in its collective. The handler before ours names the exception on
+# stderr, and does not return. Without libstdc++, or before torch has loaded it, there is no word.
+
 # Made once in the process that ranks are forked from: it is an enumeration of 62 members.
 _ALL_SIGNALS: Final = signal.valid_signals()
 _HANDLER: Final = ctypes.CFUNCTYPE(None)
 
 
 class Watchdog:
-    """Answers the supervisor's questions over a connection of its own."""
+    """Answers the supervisor's questions over its own connection; see Note [Quiet watchdog]."""
 
     def __init__(self, socket_path: Path, rank: int, *, within_s: float) -> None:
         """Connects and starts the thread.
@@ -49,24 +55,19 @@ class Watchdog:
         self._lock = _thread.allocate_lock()
         self._channel = Channel.connect(socket_path, WATCHDOG, within_s=within_s)
         self._channel.send(Handshake(rank=rank, is_watchdog=True))
-        # The thread inherits the mask: signals are for the main thread, whose stack is asked for.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
         try:
-            # Not threading's: its start waits for the thread, which costs each rank 3 ms, and tests
-            # that look at the threads would find it.
             _thread.start_new_thread(self._answer, ())
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-        self._terminate: Any = None
-        with contextlib.suppress(OSError, AttributeError):  # another C++ library, or no torch yet
-            # Not loaded here: torch is to choose which one.
+        with contextlib.suppress(OSError, AttributeError):
+            # Not loaded here: torch chooses which one.
             library = ctypes.CDLL("libstdc++.so.6", mode=os.RTLD_NOLOAD)
             set_terminate = library["_ZSt13set_terminatePFvvE"]  # std::set_terminate
             set_terminate.restype, set_terminate.argtypes = ctypes.c_void_p, [_HANDLER]
             # Kept, since C++ does not keep it alive.
             self._speak_last = _HANDLER(self._on_terminate)
-            self._terminate = _HANDLER(set_terminate(self._speak_last))
+            self._terminate: Any = _HANDLER(set_terminate(self._speak_last))
 
     def begin_test(self) -> None:
         """Leaves out the collectives of an earlier test from now on."""
@@ -75,9 +76,9 @@ class Watchdog:
     def _answer(self) -> None:
         # Until the supervisor hangs up.
         while (question := self._channel.receive()) is not None:
-            self._say_position(question.number, with_groups=question.with_groups)
+            self._send_position(question.number, with_groups=question.with_groups)
 
-    def _say_position(self, number: int, *, with_groups: bool) -> None:
+    def _send_position(self, number: int, *, with_groups: bool) -> None:
         with self._lock:
             try:
                 position = read_position(self._began_ns, with_groups=with_groups)
@@ -86,11 +87,7 @@ class Watchdog:
             self._channel.send(PositionAnswer(number=number, position=position))
 
     def _on_terminate(self) -> None:
-        """Called on the thread with the exception that nothing catches, before the process aborts.
-
-        The main thread has released the GIL in the collective that it waits in.
-        """
         if getpid() == self._pid:
             with contextlib.suppress(OSError):
-                self._say_position(LAST_WORDS, with_groups=True)
-        self._terminate()  # names the exception on stderr, and does not return
+                self._send_position(LAST_WORDS, with_groups=True)
+        self._terminate()

@@ -127,27 +127,6 @@ def is_gone(pid: int) -> bool:
         return True  # reaped by somebody else
 
 
-def start_time(pid: int) -> str:
-    """When a process started, which tells it from a later one of its number; empty if it has ended.
-
-    It has ended even if its parent has not waited for it yet.
-    """
-    try:
-        os.kill(pid, 0)
-        # The name before it may hold anything, parentheses and spaces included.
-        _, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")
-    except ProcessLookupError:
-        return ""
-    except FileNotFoundError:
-        return "" if sys.platform == "linux" else "unknown"
-    except PermissionError:
-        return ""  # somebody else's by now
-    fields = rest.split()  # man 5 proc, from the third on
-    state, thread_count, started = fields[0], int(fields[17]), fields[19]
-    # What the kernel does not release may be another thread than the main one.
-    return "" if state in {"Z", "X"} and thread_count <= 1 else started
-
-
 def await_end(pid: int, *, within_s: float) -> int | None:
     """Waits for a child.
 

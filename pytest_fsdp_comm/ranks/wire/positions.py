@@ -1,4 +1,4 @@
-"""Where a rank is, as values: a rank reads its own, and `hangs` explains those of a rank set."""
+"""Where a rank is: one value, from the rank that reads it to the hang report that words it."""
 
 from __future__ import annotations
 
@@ -54,12 +54,13 @@ class IssuedCollective:
     root: int | None = None
     """The rank that it gathers or reduces to, or that it scatters or broadcasts from; None if
     there is none, or it is unknown: torch keeps it only while the call lasts."""
+    is_waited_in: bool = False
+    """Whether the main thread waits for it, itself or by joining the thread that does. False for
+    one that is done, and for one that only runs in the background."""
     thread: str = ""
     """The name of the Python thread that waits in it; empty for the main thread."""
     site: str = ""
-    """The innermost user code of that thread."""
-    is_joined: bool = False
-    """Whether the main thread waits for the end of that thread."""
+    """The innermost user code of the thread that waits in it; empty if none does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +106,8 @@ class Position:
     module: str = ""
     """FQN of the module or FSDP unit that runs; empty for the root or none."""
     groups: tuple[GroupPosition, ...] = ()
-    """Each process group of the rank; empty if nobody asked."""
+    """Each process group of the rank; empty unless the supervisor asked for them."""
     call: UnrecordedCall | None = None
-    """What it waits in, if not in a collective."""
-    is_waiting: bool = True
-    """Whether it is inside torch or waits for what it started there, and so in the first collective
-    that it has not finished; otherwise that only runs in the background."""
+    """What the main thread waits in, if not in a collective."""
     activity: Activity = Activity.RUNS
     """What the rank does there."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_fsdp_comm.ranks.hangs.process_state import start_time
 from pytest_fsdp_comm.ranks.start import ending, fork_client
 from pytest_fsdp_comm.ranks.start.fork_client import ForkedRanks, ServerDiedError
 from pytest_fsdp_comm.ranks.wire import messages
@@ -123,16 +124,16 @@ def test_a_child_that_does_not_end_is_not_waited_for():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_process_is_told_from_a_dead_one_and_from_a_later_one_of_its_number():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    started = ending.start_time(child.pid)
-    assert started == ending.start_time(child.pid) != ""
-    assert started != ending.start_time(os.getpid())
+    started = start_time(child.pid)
+    assert started == start_time(child.pid) != ""
+    assert started != start_time(os.getpid())
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     # Dead, but not waited for, which is the parent's to do.
-    assert ending.start_time(child.pid) == ""
+    assert start_time(child.pid) == ""
     child.wait()
     child.stdin.close()
-    assert ending.start_time(child.pid) == ""
+    assert start_time(child.pid) == ""
 
 
 EXIT_OF_THREAD = {"x86_64": 60, "aarch64": 93}  # asm/unistd.h
@@ -153,7 +154,7 @@ def test_a_process_of_which_a_thread_remains_is_there():
         while stat.read_text().rpartition(") ")[2][:1] != "Z":
             assert time.monotonic() < until
             time.sleep(0.02)
-        assert ending.start_time(child.pid)
+        assert start_time(child.pid)
     finally:
         child.kill()
         child.wait()

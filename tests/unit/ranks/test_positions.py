@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from pytest_fsdp_comm.ranks.hangs.position import read_position
+from pytest_fsdp_comm.ranks.hangs.position import _stack, is_waiting, read_position
 from pytest_fsdp_comm.ranks.hangs.process_state import is_alive, silent_activity
 from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, show_stack
 from pytest_fsdp_comm.ranks.rank import main
@@ -63,14 +63,14 @@ def test_reading_hundreds_of_positions_beside_a_busy_thread_crashes_nothing():
     assert (done.returncode, done.stdout) == (0, "read 1\n"), done.stderr
 
 
-def read_during(block, *, after_s=0.05):
+def read_during(block, *, after_s=0.05, read_it=lambda: read_position(0, with_groups=False)):
     """The position of this thread while it runs a block, which is given an event to end by."""
     found = []
     event = threading.Event()
 
     def read():
         time.sleep(after_s)
-        found.append(read_position(0, with_groups=False))
+        found.append(read_it())
         event.set()
 
     reader = threading.Thread(target=read)
@@ -78,6 +78,14 @@ def read_during(block, *, after_s=0.05):
     block(event)
     reader.join()
     return found[0]
+
+
+def waits_for_torch():
+    frame, stack = sys._current_frames()[threading.main_thread().ident], []
+    while frame is not None:
+        stack.append(frame)
+        frame = frame.f_back
+    return is_waiting(_stack(stack))
 
 
 def test_a_position_names_what_the_user_called():
@@ -88,17 +96,16 @@ def test_a_position_names_what_the_user_called():
     assert position.stack[-1].startswith("inside wait (")
     assert position.activity is Activity.RUNS
 
-    lock = threading.Lock()
-    lock.acquire()
-
     def wait_for_the_lock(event):
+        lock = threading.Lock()
+        lock.acquire()
         threading.Thread(target=lambda: event.wait(5) and lock.release()).start()
         lock.acquire()
 
     position = read_during(wait_for_the_lock)
     assert position.code == "lock.acquire()"
     # Nothing that torch started: a collective in the background is not what it waits in.
-    assert not position.is_waiting
+    assert not read_during(wait_for_the_lock, read_it=waits_for_torch)
 
 
 def test_who_waits_for_the_group_to_be_made_names_the_ranks_that_are_missing(tmp_path):
@@ -132,14 +139,14 @@ def test_what_waits_for_torch_is_told_from_what_does_not():
         work = Work(event)
         work.wait(5)
 
-    position = read_during(wait)
-    assert (position.code, position.is_waiting) == ("work.wait(5)", True)
+    assert read_during(wait).code == "work.wait(5)"
+    assert read_during(wait, read_it=waits_for_torch)
 
     def work_on(event):
         while not event.is_set():
             sum(range(1000))
 
-    assert not read_during(work_on).is_waiting
+    assert not read_during(work_on, read_it=waits_for_torch)
 
 
 def test_a_failure_that_pytest_reports_is_where_the_test_raised():

@@ -311,6 +311,7 @@ def reduced(numel):
         sent=f"{numel} float32",
         is_done=False,
         is_last=True,
+        site="a.py:1 in f",
     )
     group = GroupPosition(
         name="0", axis="dp", is_shape=False, ranks=(0, 1, 2), collectives=(issued,)

@@ -15,10 +15,26 @@ from pytest_fsdp_comm.ranks.wire.positions import (
 
 
 def position(
-    *issued, site="model.py:1 in forward", name="0", axis="dp", ordinal=1, more=(), **changes
+    *issued,
+    site="model.py:1 in forward",
+    name="0",
+    axis="dp",
+    ordinal=1,
+    more=(),
+    is_waiting=True,
+    **changes,
 ):
+    issued = at(site, *issued) if is_waiting else issued
     own = replace(group(*issued, name=name, axis=axis), ordinal=ordinal)
     return Position(site=site, groups=(own, *more), **changes)
+
+
+def at(site, *issued):
+    """Collectives of a main thread that waits; those of other threads know their own site."""
+    return tuple(
+        one if one.thread else replace(one, site=site, is_waited_in=not one.is_done)
+        for one in issued
+    )
 
 
 def group(*issued, name, axis):
@@ -127,7 +143,7 @@ def test_parallel_groups_of_a_mesh_tell_one_story():
             axis="dp",
             is_shape=False,
             ranks=(rank - rank % 2, rank - rank % 2 + 1),
-            collectives=() if rank % 2 else (waits(1),),
+            collectives=() if rank % 2 else at("a.py:1 in f", waits(1)),
         )
         for rank in range(64)
     }
@@ -154,7 +170,7 @@ def test_sixty_four_ranks_that_all_do_something_else_fit_on_a_screen():
                     axis=f"axis{first}",
                     is_shape=bool(first % 2),
                     ranks=(first, first + 1),
-                    collectives=(waits(rank + 1),),
+                    collectives=at(f"model.py:{rank} in forward", waits(rank + 1)),
                 )
                 for first in (rank - 1, rank)
             ),
@@ -170,7 +186,7 @@ def test_sixty_four_ranks_that_all_do_something_else_fit_on_a_screen():
     assert 20 < len(found) <= 38
     assert found[-1].startswith("ranks 3-63 are at 61 other places")
     assert all(len(line) < 200 for line in found)
-    same = Position(site="model.py:1 in f", groups=(group(waits(1), name="0", axis="dp"),))
+    same = position(waits(1), site="model.py:1 in f")
     same = replace(same, groups=(replace(same.groups[0], ranks=tuple(range(64))),))
     few = explain_waiting(dict.fromkeys(range(63), same) | {63: Position(site="b.py:2 in g")})
     assert few == [
@@ -382,7 +398,7 @@ def test_a_place_is_told_where_it_is_known():
         f"{sent} at model.py:1 in forward, in #1 of dp"
     )
     # They have raised elsewhere since, or gone on to another test.
-    gone = replace(one, is_waiting=False)
+    gone = position(called(4), is_waiting=False)
     assert explain_mismatch({0: gone, 1: other, 2: gone}, [0]) == f"{sent}, in #1 of dp"
     threaded = replace(called(4), thread="metrics", site="t.py:3 in run")
     assert explain_mismatch({0: position(threaded, is_waiting=False), 1: other}, [0]) == (
@@ -439,7 +455,7 @@ def test_threads_wait_beside_the_main_one():
     assert explain_waiting(positions) == lines
     # It is an echo, too.
     assert explain_waiting(positions, blamed=[2]) == []
-    joined = position(replace(one, is_joined=True), is_waiting=False, module="layers.3")
+    joined = position(replace(one, is_waited_in=True), is_waiting=False, module="layers.3")
     assert explain_waiting({0: joined, 1: joined, 2: away}) == [
         "all wait for rank 2, at away.py:1 in f",
         *lines,
