@@ -8,6 +8,7 @@ fails when one moves.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from _pytest.capture import MultiCapture
@@ -16,6 +17,7 @@ from _pytest.debugging import pytestPDB
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.ranks.rank.isolation import capture_manager
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
@@ -34,31 +36,25 @@ QUIT: str = "Exit: Quitting debugger"
 class _SuspendedCapture(MultiCapture[str]):
     """No capture, but the terminal where pytest suspends its capture for a debugger."""
 
-    def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+    def __init__(self, config: pytest.Config, terminal: RankTerminal) -> None:
         super().__init__(in_=None, out=None, err=None)
-        self._enter = enter
-        self._leave = leave
+        self._config = config
+        self._terminal = terminal
+        self._reporter: Any = config.pluginmanager.getplugin("terminalreporter")
+        self._log_writer = self._reporter._tw
 
     def suspend_capturing(self, in_: bool = False) -> None:
         super().suspend_capturing(in_)
         # Without the input it is suspended to write a line, which belongs into the logs.
         if in_:
-            self._enter()
+            self._terminal.enter()
+            # Where pytest shows the failure before it debugs it.
+            self._reporter._tw = create_terminal_writer(self._config)
 
     def resume_capturing(self) -> None:
-        self._leave()
+        self._terminal.leave()
+        self._reporter._tw = self._log_writer
         super().resume_capturing()
-
-
-class _NoDebugger:
-    """What a rank without the terminal gets for a debugger."""
-
-    def __init__(self, skip: Callable[[FrameType], None]) -> None:
-        self._skip = skip
-
-    def set_trace(self, frame: FrameType) -> None:
-        """Goes on."""
-        self._skip(frame)
 
 
 def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
@@ -67,28 +63,12 @@ def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
     Raises:
         UpstreamChangedError: pytest has moved a private name.
     """
-    manager: Any = config.pluginmanager.getplugin("capturemanager")
+    manager = capture_manager(config)
     if manager is None:
         # Then pytest suspends nothing for a debugger; the rank keeps the terminal while it lives.
         terminal.enter()
         return
-    if not (hasattr(manager, "_global_capturing") and hasattr(manager, "_method")):
-        raise upstream.moved(
-            "pytest", "CaptureManager._global_capturing, ._method", "running ranks relies on"
-        )
-    reporter: Any = config.pluginmanager.getplugin("terminalreporter")
-    log_writer = reporter._tw
-
-    def enter() -> None:
-        terminal.enter()
-        # Where pytest shows the failure before it debugs it.
-        reporter._tw = create_terminal_writer(config)
-
-    def leave() -> None:
-        terminal.leave()
-        reporter._tw = log_writer
-
-    manager._global_capturing = _SuspendedCapture(enter, leave)
+    manager._global_capturing = _SuspendedCapture(config, terminal)
     manager._global_capturing.start_capturing()
     # With "no", pytest would not resume what it suspended.
     manager._method = "fd"
@@ -101,7 +81,7 @@ def debug_elsewhere(config: pytest.Config, skip: Callable[[FrameType], None]) ->
         config: The rank's.
         skip: Called with the frame of each call of a debugger.
     """
-    _without_debuggers(config, lambda *_, **__: _NoDebugger(skip))
+    _without_debuggers(config, lambda *_, **__: SimpleNamespace(set_trace=skip))
 
 
 def refuse_debuggers(config: pytest.Config) -> None:

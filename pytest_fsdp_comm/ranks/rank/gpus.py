@@ -1,25 +1,28 @@
-"""Finds which GPUs this process may use, without starting CUDA, and whether somebody started it.
-
-``torch.cuda.device_count`` asks NVML, and only where that does not answer the CUDA driver itself;
-``torch.cuda.is_available`` asks the driver, unless ``PYTORCH_NVML_BASED_CUDA_CHECK=1`` is set. To
-ask the driver starts it, and a started driver does not survive a fork: torch refuses CUDA in the
-child. It notes the start in a handler that runs in forked children, so only one of these can tell
-(torch 2.13).
-"""
+"""Finds which GPUs this process may use, without starting CUDA, and whether somebody started it."""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank
+
+# Note [Started driver]: torch.cuda.device_count asks NVML, and only where that does not answer the
+# CUDA driver itself; torch.cuda.is_available asks the driver, unless
+# PYTORCH_NVML_BASED_CUDA_CHECK=1 is set. To ask the driver starts it, and a started driver does not
+# survive a fork: torch refuses CUDA in the child, and says that it cannot re-initialize it. It
+# notes the start in a handler that runs in forked children, so that only one of these can tell
+# (torch 2.13). Where the driver found no GPU, nothing was started that ranks need: they are forked
+# all the same, and told what torch says where there is none (read in 2.13 and 2.15). The private
+# names have contract tests in tests/unit/ranks/test_gpus.py.
 
 # What the NVIDIA and the ROCm kernel drivers create.
 _DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
@@ -36,7 +39,7 @@ def visible_gpu_count() -> int:
     """
     if not any(file.exists() for file in _DRIVER_FILES):
         return 0
-    import torch  # noqa: PLC0415  # see the docstring
+    import torch  # noqa: PLC0415  # as above
 
     count = _answer_of_child(torch.cuda.device_count)
     # Where CUDA has been started, asking here does no more harm.
@@ -58,7 +61,7 @@ def is_driver_started(torch: Any) -> bool:
 def no_gpu_error(torch: Any) -> str:
     """What torch says to whoever uses a GPU, where the CUDA driver was started and found none.
 
-    Kept, so that forked children know it, in which torch blames the fork instead.
+    Kept, so that forked children know it, in which torch blames the fork.
 
     Args:
         torch: The module. Its driver is started by this, if it is not yet.
@@ -77,10 +80,7 @@ def no_gpu_error(torch: Any) -> str:
 
 
 def name_missing_gpu() -> None:
-    """Has torch say in this process and its children that there is no GPU, where it asked before.
-
-    In forked processes it would say that it cannot re-initialize CUDA (read in 2.13 and 2.15).
-    """
+    """Has torch say in this process and its children that there is no GPU, if it found that out."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda._is_in_bad_fork():  # noqa: SLF001  # as above
         return
@@ -100,10 +100,7 @@ def _answer_of_child(ask: Callable[[], int]) -> int:
     """A small number from a forked child; `_UNUSABLE` if CUDA is unusable there."""
     import torch  # noqa: PLC0415  # the caller has loaded it
 
-    with warnings.catch_warnings():
-        # Threads that hold no lock which the child needs: see `fork_server.fork_quietly`.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
+    pid = fork_quietly()
     if pid == 0:
         status = _UNUSABLE
         try:

@@ -1,10 +1,4 @@
-"""Makes Hypothesis call a test alike on each rank.
-
-Its examples must be equal: a collective of one example meets the same one of the others. And it
-must not run an example again that failed, on that rank alone.
-Hypothesis 6.170 was read; `tests/unit/ranks/test_hypothesis_tests.py` fails when a
-private name moves.
-"""
+"""Makes Hypothesis call a test alike on each rank."""
 
 from __future__ import annotations
 
@@ -25,13 +19,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
+# Note [Equal examples]: a collective of one example meets the same one of the other ranks. So all
+# ranks draw from one seed, which depends on the state of `random`, which they share; a seed of the
+# user's wins. Of the settings those are left out that go by time (deadline), by files that ranks
+# would share (database), or that run an example again, on the rank alone where it failed (the
+# phases after the first failure). Even so Hypothesis runs a failed example once more: then the test
+# only draws what it drew, and fails in the same way. Private names of Hypothesis 6.170, each of
+# which has a test in tests/unit/ranks/test_hypothesis_tests.py.
+
+
 def align_examples(item: pytest.Item) -> None:
     """Prepares a test that Hypothesis calls; does nothing with others.
-
-    The examples are drawn from a seed that depends on the state of `random`, which ranks share. A
-    seed of the user's wins. Of the settings those are left out that go by time, by files that ranks
-    would share, or that run an example again: deadline, database, and the phases after the first
-    failure.
 
     Raises:
         UpstreamChangedError: Hypothesis has moved a private name.
@@ -84,12 +82,16 @@ def _ignore_local_constants() -> None:
 
 
 def _raising_its_first_failure(test: Callable[..., Any], hint: str) -> Callable[..., Any]:
-    """A test that, once it has failed, only draws what it drew, and fails in the same way."""
+    """A test that, once it has failed, calls nothing any more; see Note [Equal examples]."""
     from hypothesis.errors import HypothesisException  # noqa: PLC0415  # loaded already
 
     failures: list[BaseException] = []
     # What the last example drew within the test, from which of the test's `data()` arguments.
     drawn: list[tuple[int, Callable[..., Any]]] = []
+
+    def noted_draw(number: int, source: Any, *args: Any, **kwargs: Any) -> Any:
+        drawn.append((number, lambda draw, other: draw(other, *args, **kwargs)))
+        return type(source).draw(source, *args, **kwargs)
 
     @contextlib.contextmanager
     def watched(arguments: Iterable[Any]) -> Iterator[None]:
@@ -101,7 +103,7 @@ def _raising_its_first_failure(test: Callable[..., Any], hint: str) -> Callable[
             raise failures[0]
         drawn.clear()
         for number, source in enumerate(sources):
-            source.draw = partial(_noted_draw, drawn, number, source)
+            source.draw = partial(noted_draw, number, source)
         try:
             yield
         except (Exception, pytest.fail.Exception) as error:
@@ -124,15 +126,3 @@ def _raising_its_first_failure(test: Callable[..., Any], hint: str) -> Callable[
             return await test(*args, **kwargs)
 
     return call_async if inspect.iscoroutinefunction(test) else call
-
-
-def _noted_draw(
-    drawn: list[tuple[int, Callable[..., Any]]],
-    number: int,
-    source: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Draws as `data.draw` does, and notes how to do it again."""
-    drawn.append((number, lambda draw, other: draw(other, *args, **kwargs)))
-    return type(source).draw(source, *args, **kwargs)

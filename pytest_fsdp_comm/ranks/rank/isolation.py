@@ -103,18 +103,28 @@ def leave_to_parent(config: pytest.Config) -> LogTerminal:
     return terminal
 
 
+def capture_manager(config: pytest.Config) -> Any:
+    """Pytest's capture; None under ``-p no:capture``.
+
+    Raises:
+        UpstreamChangedError: pytest has moved a private name.
+    """
+    manager: Any = config.pluginmanager.getplugin("capturemanager")
+    if manager is None or (hasattr(manager, "_global_capturing") and hasattr(manager, "_method")):
+        return manager
+    raise upstream.moved(
+        "pytest", "CaptureManager._global_capturing, ._method", "running ranks relies on"
+    )
+
+
 def _release_capture(config: pytest.Config) -> None:
     """Replaces the parent's capture, whose temporary files are shared after a fork, by none.
 
     The rank's descriptors go to files of its own instead, which keep what came before a crash.
     """
-    manager: Any = config.pluginmanager.getplugin("capturemanager")
+    manager = capture_manager(config)
     if manager is None:
         return
-    if not (hasattr(manager, "_global_capturing") and hasattr(manager, "_method")):
-        raise upstream.moved(
-            "pytest", "CaptureManager._global_capturing, ._method", "running ranks relies on"
-        )
     # Kept alive: collected, its files would warn of not being closed, which -W error makes fatal.
     config.stash[_PARENTS_CAPTURE] = manager._global_capturing
     # Not stop_global_capturing(): it would write the parent's captured text to the terminal.

@@ -1,14 +1,4 @@
-"""What is kept of a long text: the first and the last part, in reports and on the disk.
-
-What a rank prints, what its exceptions say and whatever else its reports hold is cut in the rank:
-what is left out is never sent.
-
-A rank writes straight into files, which survive whatever becomes of it. Their disk is bounded from
-outside: the supervisor makes holes where nothing is kept, so that offsets in the file stay valid
-for those who write and read meanwhile, and the last words are never at risk. A pipe would need a
-reader at all times, and would lose its last words with that; a limit of the file's size
-(RLIMIT_FSIZE) ends the rank, and whatever else it writes.
-"""
+"""What is kept of a long text: the first and the last part, in reports and on the disk."""
 
 from __future__ import annotations
 
@@ -23,6 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+# Note [Kept output]: what a rank prints, what its exceptions say and whatever else its reports hold
+# is cut in the rank: what is left out is never sent. A rank writes straight into files, which
+# survive whatever becomes of it. Their disk is bounded from outside: the supervisor makes holes
+# where nothing is kept, so that offsets in the file stay valid for those who write and read
+# meanwhile, and the last words are never at risk. A pipe would need a reader at all times, and
+# would lose its last words with that; a limit of the file's size (RLIMIT_FSIZE) ends the rank, and
+# whatever else it writes.
 
 KEPT_NBYTES: Final = 256 << 10
 """Kept at either end of a text, such as what a rank writes to a stream in a phase of a test."""
@@ -155,7 +153,7 @@ def _left_out(count: int, unit: str) -> str:
 
 
 class OutputFile:
-    """A file that a rank writes to, whose disk is bounded."""
+    """A file that a rank writes to, whose disk is bounded; see Note [Kept output]."""
 
     def __init__(self, path: Path) -> None:
         """Begins with the whole file kept; it need not exist yet.
@@ -165,8 +163,8 @@ class OutputFile:
         """
         self._path = path
         self._size = 0
-        self._free_before = 0
-        self._free_middle = 0
+        # Where the holes end that were made: before the phase, and in its middle.
+        self._free = [0, 0]
 
     def release(self, start: int) -> int:
         """Frees the disk of what will not be read again.
@@ -178,23 +176,17 @@ class OutputFile:
             How many bytes of disk the file still occupies.
         """
         with contextlib.suppress(FileNotFoundError):  # it may vanish at any moment
-            return self._release(start)
+            status = os.stat(self._path)  # noqa: PTH116  # 20 times a second for each file
+            # Not up to the end: the rank may have begun another phase, whose report is still to
+            # come.
+            end, self._size = min(self._size, status.st_size), status.st_size
+            begins = (self._free[0], max(start + KEPT_NBYTES, self._free[1]))
+            for which, hole in enumerate(zip(begins, (start, end - KEPT_NBYTES), strict=True)):
+                if hole[1] - hole[0] > _HOLE_NBYTES:
+                    self._free[which] = self._punch(*hole)
+                    status = os.stat(self._path)  # noqa: PTH116  # as above
+            return status.st_blocks * _BLOCK_NBYTES
         return 0
-
-    def _release(self, start: int) -> int:
-        status = os.stat(self._path)  # noqa: PTH116  # 20 times a second for each file
-        # Not up to the end: the rank may have begun another phase, whose report is still to come.
-        end, self._size = min(self._size, status.st_size), status.st_size
-        middle = max(start + KEPT_NBYTES, self._free_middle)
-        has_middle = end - KEPT_NBYTES - middle > _HOLE_NBYTES
-        has_before = start - self._free_before > _HOLE_NBYTES
-        if has_middle:
-            self._free_middle = self._punch(middle, end - KEPT_NBYTES)
-        if has_before:
-            self._free_before = self._punch(self._free_before, start)
-        if has_middle or has_before:
-            status = os.stat(self._path)  # noqa: PTH116  # as above
-        return status.st_blocks * _BLOCK_NBYTES
 
     def _punch(self, start: int, end: int) -> int:
         """Makes a hole of whole pages; returns where the next one may start."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import random
@@ -16,16 +15,21 @@ from pytest_fsdp_comm.options import SETTINGS
 from pytest_fsdp_comm.ranks.hangs.watchdog import Watchdog
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT, RankContext
 from pytest_fsdp_comm.ranks.rank.debugger import debug_elsewhere, debug_here, refuse_debuggers
-from pytest_fsdp_comm.ranks.rank.forked_children import end_forked_child
 from pytest_fsdp_comm.ranks.rank.isolation import isolate_session, leave_to_parent
 from pytest_fsdp_comm.ranks.rank.kept_output import shortened
-from pytest_fsdp_comm.ranks.rank.multiprocessing_end import put_files_below, run_finalizers
 from pytest_fsdp_comm.ranks.rank.plugin import RankPlugin
 from pytest_fsdp_comm.ranks.rank.process_group import (
     BEYOND_DEADLINE_S,
     device_of,
     empty_compiler_caches,
     set_environment,
+)
+from pytest_fsdp_comm.ranks.rank.processes import (
+    end_forked_child,
+    flush_streams,
+    put_sockets_below,
+    redirect_output,
+    run_finalizers,
 )
 from pytest_fsdp_comm.ranks.rank.session_end import forget_exit_functions
 from pytest_fsdp_comm.ranks.rank.terminal import RankTerminal
@@ -97,7 +101,9 @@ class RankTemplate:
             rank: The rank that this process is from now on.
         """
         session = self._session
-        _redirect_output(spec, rank)
+        flush_streams()
+        redirect_output(spec, rank)
+        _write_through()
         # pytest enabled it for the terminal, where a rank's crash would write into the progress
         # line.
         faulthandler.enable(file=2)
@@ -107,7 +113,7 @@ class RankTemplate:
         stacks = spec.stacks_path(rank).open("w")
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=False)
         set_environment(spec.settings, rank, spec.gpus, spec.local)
-        put_files_below(spec.directory)
+        put_sockets_below(spec.directory)
         isolate_session(session.config, basetemp=spec.basetemp / f"rank{rank}")
         if "terminal" in spec.echoes:
             self._terminal.open(spec.log_path(rank, "terminal"))
@@ -159,7 +165,7 @@ class RankTemplate:
             )
             context.exchange.leave()
             save_coverage()
-            _flush()
+            flush_streams()
             channel.send(ended)
             command = channel.receive()
             number += 1
@@ -167,7 +173,7 @@ class RankTemplate:
             self._plugin.end_tests(item)
             self._end_process(item)
             save_coverage()
-            _flush()
+            flush_streams()
             channel.send(TestsEnded())
             # Its end is the supervisor's to decide.
             channel.receive()
@@ -232,14 +238,9 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _redirect_output(spec: RankSetSpec, rank: int) -> None:
-    """Sends descriptors 1 and 2 to files of this rank, which survive a crash."""
-    _flush()
+def _write_through() -> None:
+    """Makes Python's own streams anew: their buffers would be lost in a crash."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        log = os.open(spec.log_path(rank, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(log, descriptor)
-        os.close(log)
-        # Python's own buffer would be lost in a crash.
         stream = open(  # noqa: SIM115  # lives as long as the process
             descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
         )
@@ -248,12 +249,6 @@ def _redirect_output(spec: RankSetSpec, rank: int) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(ValueError, OSError, AttributeError):
-            stream.flush()
 
 
 def save_coverage() -> None:

@@ -91,12 +91,14 @@ def _name_problem(host: str) -> str:
     return ""
 
 
-def _interface_with(address: str) -> str | None:
-    wanted = ipaddress.ip_address(address.partition("%")[0])
+def _interface_with(name: str) -> str | None:
+    wanted = ipaddress.ip_address(name.partition("%")[0])
     if wanted.is_loopback:
         return "lo"
     if wanted.version == 4:  # noqa: PLR2004  # IPv4
-        return next((name for name in _names() if _ipv4_address(name) == wanted), None)
+        # Of the answer, the bytes of the address.
+        answers = ((name, _ask(name, _SIOCGIFADDR)[20:24]) for name in _names())
+        return next((name for name, address in answers if address == wanted.packed), None)
     lines = _IF_INET6.read_text().splitlines() if _IF_INET6.exists() else []
     owners = {line.split()[0]: line.split()[-1] for line in lines}
     return owners.get(wanted.packed.hex())
@@ -104,11 +106,6 @@ def _interface_with(address: str) -> str | None:
 
 def _names() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
-
-
-def _ipv4_address(name: str) -> ipaddress.IPv4Address | None:
-    answer = _ask(name, _SIOCGIFADDR)
-    return ipaddress.IPv4Address(answer[20:24]) if answer else None
 
 
 def _is_up(name: str) -> bool:

@@ -14,7 +14,6 @@ import pytest
 
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
-from pytest_fsdp_comm.ranks.rank.forked_children import end_forked_child
 from pytest_fsdp_comm.ranks.rank.hypothesis_tests import align_examples
 from pytest_fsdp_comm.ranks.rank.kept_output import (
     Kept,
@@ -23,7 +22,8 @@ from pytest_fsdp_comm.ranks.rank.kept_output import (
     shortened_texts,
 )
 from pytest_fsdp_comm.ranks.rank.process_group import is_default_group, join_group
-from pytest_fsdp_comm.ranks.rank.random_states import RandomStates, equalize
+from pytest_fsdp_comm.ranks.rank.processes import end_forked_child
+from pytest_fsdp_comm.ranks.rank.random_states import equalize, read_states, restore_states
 from pytest_fsdp_comm.ranks.rank.session_end import raise_lost_exceptions, run_exit_functions
 from pytest_fsdp_comm.ranks.wire.messages import (
     DebuggerSkipped,
@@ -73,7 +73,7 @@ class RankPlugin:
         self._held: PhaseReport | None = None
         self._group: object = None
         self._skipped: set[str] = set()
-        self._random_states: RandomStates | None = None
+        self._random_states: list[Any] | None = None
         self._has_failed_subtest = False
         capture_subtests(self._output_of_subtest)
 
@@ -137,18 +137,33 @@ class RankPlugin:
         Past every filter: Python, too, only prints it.
         """
         for text in run_exit_functions():
-            self._channel.send(
-                WarningSeen(
-                    text=shortened(text),
-                    category_module=pytest.__name__,
-                    category_name=pytest.PytestUnraisableExceptionWarning.__name__,
-                    filename=str(item.path),
-                    lineno=(item.location[1] or 0) + 1,
-                    when="runtest",
-                    nodeid=item.nodeid,
-                    location=None,
-                )
+            self._send_warning(
+                text,
+                pytest.PytestUnraisableExceptionWarning,
+                (str(item.path), (item.location[1] or 0) + 1),
+                item.nodeid,
             )
+
+    def _send_warning(
+        self,
+        text: str,
+        category: type[Warning],
+        place: tuple[str, int],
+        nodeid: str,
+        location: tuple[str, int, str] | None = None,
+    ) -> None:
+        self._channel.send(
+            WarningSeen(
+                text=shortened(text),
+                category_module=category.__module__,
+                category_name=category.__qualname__,
+                filename=place[0],
+                lineno=place[1],
+                when="runtest",
+                nodeid=nodeid,
+                location=location,
+            )
+        )
 
     # The skip marks are evaluated by a tryfirst hook, so that a skipped test makes no group; the
     # fixtures are set up by a hook that was registered before this one, and so runs after it.
@@ -162,34 +177,35 @@ class RankPlugin:
             if not self._shares_random_states:
                 equalize(context.exchange)
             if self._keeps_random_states:
-                self._random_states = RandomStates.read()
+                self._random_states = read_states()
         elif self._random_states is not None:
-            self._random_states.restore()
+            restore_states(self._random_states)
         align_examples(item)
 
     def can_run_another_test(self) -> bool:
         """Whether the rank still has the process group that it began with, if any."""
         return self._group is None or is_default_group(self._group)
 
-    # Innermost: a process that the phase forked must not go further. Not when a report is made:
-    # subtests make some within the call.
+    # Innermost: a process that the phase forked must not go further. What the phase wrote is added
+    # to the item before a report is made of it. Not when that is made: subtests make some within
+    # the call.
     @pytest.hookimpl(wrapper=True, trylast=True, specname="pytest_runtest_setup")
     def pytest_take_output_of_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Adds what the phase wrote to the item, before a report is made of it."""
+        """Adds the set-up's output."""
         __tracebackhide__ = True
         with self._output_of(item, "setup"):
             return (yield)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Adds output, as for the set-up."""
+        """Adds the test's output."""
         __tracebackhide__ = True
         with self._output_of(item, "call"):
             return (yield)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Adds output, as for the set-up."""
+        """Adds the teardown's output."""
         __tracebackhide__ = True
         with self._output_of(item, "teardown"):
             return (yield)
@@ -281,23 +297,13 @@ class RankPlugin:
         location: tuple[str, int, str] | None,
     ) -> None:
         """Sends a warning."""
-        if when != "runtest" or not self._logs:
-            # Of collection or, before `bind`, of tests that ran before a fork server was replaced:
-            # the pytest process has it, and pytest repeats it to every new plugin.
-            return
-        category = warning_message.category
-        self._channel.send(
-            WarningSeen(
-                text=shortened(str(warning_message.message)),
-                category_module=category.__module__,
-                category_name=category.__qualname__,
-                filename=warning_message.filename,
-                lineno=warning_message.lineno,
-                when=when,
-                nodeid=nodeid,
-                location=location,
+        # Of collection or, before `bind`, of tests that ran before a fork server was replaced, the
+        # pytest process has it, and pytest repeats it to every new plugin.
+        if when == "runtest" and self._logs:
+            text, place = str(warning_message.message), warning_message.filename
+            self._send_warning(
+                text, warning_message.category, (place, warning_message.lineno), nodeid, location
             )
-        )
 
 
 def _refuse_benchmark(item: pytest.Item) -> None:

@@ -21,7 +21,6 @@ from pytest_fsdp_comm.ranks.rank.network import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -146,7 +145,7 @@ def join_group(context: RankContext) -> object:
         store = connect_store(context.store.below("group"), timeout_s=timeout_s)
     else:
         store = dist.FileStore(  # type: ignore[attr-defined]  # not in torch's __all__, but documented
-            str(_store_file(context.directory)), context.world_size
+            str(context.directory / "store"), context.world_size
         )
     try:
         dist.init_process_group(
@@ -180,32 +179,21 @@ def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def _store_file(directory: Path) -> Path:
-    return directory / "store"
-
-
-def _module(name: str) -> object:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
 def _join_fake_group(rank: int, world_size: int) -> None:
     import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
 
     # Importing it registers the backend "fake". It is private, but the only in-process group that
     # torch has (read in 2.6, 2.9, 2.11, 2.13, 2.15).
     name = "torch.testing._internal.distributed.fake_pg"
-    store = getattr(_module(name), "FakeStore", None)
-    if store is None:
+    try:
+        store: Any = importlib.import_module(name).FakeStore
+    except (ImportError, AttributeError):
         raise upstream.moved(
             "torch",
             f"{name}.FakeStore",
             "the fake backend relies on",
             remedy="upgrade pytest-fsdp-comm, or run this test with backend='gloo'",
-        )
-
+        ) from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dist.init_process_group("fake", store=store(), rank=rank, world_size=world_size)

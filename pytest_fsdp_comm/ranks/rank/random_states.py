@@ -1,9 +1,4 @@
-"""The random numbers that ranks draw: the same on each, and in each test of kept ranks.
-
-Models, data and sharding are drawn at random in many tests, and have to be the same on all ranks.
-A fork copies the states of numpy and torch, but Python makes a new one for each child; spawned and
-launched ranks share no state at all.
-"""
+"""The random numbers that ranks draw: the same on each, and in each test of kept ranks."""
 
 from __future__ import annotations
 
@@ -12,78 +7,63 @@ import hashlib
 import importlib
 import random
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from pytest_fsdp_comm.ranks.wire.exchange import RankExchange
+
+# Note [Equal draws]: models, data and sharding are drawn at random in many tests, and have to be
+# the same on all ranks. A fork copies the states of numpy and torch, but Python makes a new one for
+# each child, so that a rank gets the one of the pytest process back; spawned and launched ranks
+# share no state at all, so that they compare theirs, and seed alike those libraries whose states
+# differ. What all ranks were seeded with stays. Kept ranks begin each test with the states of the
+# first.
 
 _LARGEST_SEED = 2**32 - 1  # numpy's
 
+_Generator: TypeAlias = "tuple[Callable[[], Any], Callable[[Any], object], Callable[[int], object]]"
+"""How to read, restore and seed a library's global generator."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomStates:
-    """The global random states of a process at one moment."""
 
-    python: Any
-    """`random.getstate`."""
-    numpy: Any
-    """``numpy.random.get_state``; None if numpy is not installed."""
-    torch: Any
-    """``torch.get_rng_state``."""
+def _generators() -> tuple[_Generator, _Generator | None, _Generator]:
+    """Those of Python, numpy and torch; None without numpy, which loads its own late."""
+    import torch  # noqa: PLC0415  # not in the pytest process
 
-    @classmethod
-    def read(cls) -> RandomStates:
-        """The states of this process now."""
-        import torch  # noqa: PLC0415  # not in the pytest process
+    numpy: Any = None
+    if "numpy" in sys.modules:
+        with contextlib.suppress(ImportError):
+            numpy = importlib.import_module("numpy.random")
+    return (
+        (random.getstate, random.setstate, random.seed),
+        (numpy.get_state, numpy.set_state, numpy.seed) if numpy else None,
+        (torch.get_rng_state, torch.set_rng_state, torch.manual_seed),
+    )
 
-        numpy_random = _numpy_random()
-        return cls(
-            python=random.getstate(),
-            numpy=numpy_random.get_state() if numpy_random else None,
-            torch=torch.get_rng_state(),
-        )
 
-    def restore(self) -> None:
-        """Puts this process into these states."""
-        import torch  # noqa: PLC0415  # not in the pytest process
+def read_states() -> list[Any]:
+    """The global random states of this process now; None for a library that is not there."""
+    return [generator and generator[0]() for generator in _generators()]
 
-        random.setstate(self.python)
-        if self.numpy is not None:
-            _numpy_random().set_state(self.numpy)
-        torch.set_rng_state(self.torch)
 
-    def digests(self) -> list[str]:
-        """What is compared between ranks, of each library."""
-        states = (self.python, self.numpy, self.torch.tolist())
-        return [hashlib.sha256(repr(state).encode()).hexdigest() for state in states]
+def restore_states(states: Sequence[Any]) -> None:
+    """Puts this process into states that it was in."""
+    for generator, state in zip(_generators(), states, strict=True):
+        if generator is not None and state is not None:
+            generator[1](state)
 
 
 def equalize(exchange: RankExchange) -> None:
     """Seeds those libraries alike whose states differ between the ranks of one test.
 
-    What all ranks were seeded with stays.
-
     Args:
         exchange: Of all ranks, each of which calls this once.
     """
-    import torch  # noqa: PLC0415  # not in the pytest process
-
-    digests = [found.split() for found in exchange.share("random", _joined(RandomStates.read()))]
-    numpy_random = _numpy_random()
-    seeds = (random.seed, numpy_random.seed if numpy_random else None, torch.manual_seed)
-    for seed, of_library in zip(seeds, zip(*digests, strict=True), strict=True):
-        if seed is not None and len(set(of_library)) > 1:
-            seed(int(of_library[0], 16) % _LARGEST_SEED)
-
-
-def _joined(states: RandomStates) -> str:
-    return " ".join(states.digests())
-
-
-def _numpy_random() -> Any:
-    """``numpy.random``, which numpy loads late and then seeds by chance; None without numpy."""
-    if "numpy" in sys.modules:
-        with contextlib.suppress(ImportError):
-            return importlib.import_module("numpy.random")
-    return None
+    # The text of a tensor leaves numbers out.
+    own = [state.tolist() if hasattr(state, "tolist") else state for state in read_states()]
+    digests = " ".join(hashlib.sha256(repr(state).encode()).hexdigest() for state in own)
+    found = [text.split() for text in exchange.share("random", digests)]
+    for generator, of_library in zip(_generators(), zip(*found, strict=True), strict=True):
+        if generator is not None and len(set(of_library)) > 1:
+            generator[2](int(of_library[0], 16) % _LARGEST_SEED)

@@ -38,7 +38,7 @@ def raise_lost_exceptions(item: pytest.Item) -> None:
 
 def forget_exit_functions() -> None:
     """Leaves what this process has registered with `atexit` so far to its parent."""
-    for finalizer in _live_finalizers():
+    for finalizer in weakref.finalize._select_for_exit():  # type: ignore[attr-defined]  # no public list
         finalizer.atexit = False
     atexit._clear()  # documented for tests only
     # Registered once a process, by the first finalizer.
@@ -66,15 +66,10 @@ def run_exit_functions() -> list[str]:
     if not has_exit_functions():
         return problems
 
-    def note(unraisable: sys.UnraisableHookArgs) -> None:
-        problems.append(
-            f"{unraisable.err_msg or 'Exception ignored in'}: {unraisable.object!r}\n\n"
-            + "".join(
-                traceback.format_exception(
-                    unraisable.exc_type, unraisable.exc_value, unraisable.exc_traceback
-                )
-            )
-        )
+    def note(raised: sys.UnraisableHookArgs) -> None:
+        what = f"{raised.err_msg or 'Exception ignored in'}: {raised.object!r}"
+        lines = traceback.format_exception(raised.exc_type, raised.exc_value, raised.exc_traceback)
+        problems.append(f"{what}\n\n{''.join(lines)}")
 
     before, sys.unraisablehook = sys.unraisablehook, note
     try:
@@ -82,7 +77,3 @@ def run_exit_functions() -> list[str]:
     finally:
         sys.unraisablehook = before
     return problems
-
-
-def _live_finalizers() -> list[weakref.finalize[Any, Any]]:
-    return weakref.finalize._select_for_exit()  # type: ignore[attr-defined,no-any-return]  # no public list

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm.ranks.rank.isolation import real_stdin
+from pytest_fsdp_comm.ranks.rank.processes import flush_streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,13 +37,12 @@ def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
 @contextlib.contextmanager
 def kept_foreground(terminal: Sequence[int]) -> Iterator[None]:
     """Keeps a terminal this process's, even where a rank dies that has taken it over."""
-    group = os.getpgrp()
-    has_it = bool(terminal) and _foreground(terminal[0]) == group
+    has_it = bool(terminal) and _foreground(terminal[0]) == os.getpgrp()
     try:
         yield
     finally:
         if has_it:
-            _pass_on(terminal[0], group)
+            _pass_on(terminal[0], os.getpgrp())
 
 
 def _foreground(descriptor: int) -> int | None:
@@ -80,7 +80,7 @@ class RankTerminal:
         """Connects this process's standard descriptors to the terminal."""
         if self._logs:
             return
-        _flush()
+        flush_streams()
         self._logs = [os.dup(descriptor) for descriptor in _STANDARD]
         for descriptor, target in zip(self._descriptors, _STANDARD, strict=True):
             os.dup2(descriptor, target)
@@ -94,7 +94,7 @@ class RankTerminal:
         """Connects them to the rank's logs again."""
         if not self._logs:
             return
-        _flush()
+        flush_streams()
         if _foreground(0) == os.getpgrp():
             _pass_on(0, self._pytests_group)
         for descriptor, target in zip(self._logs, _STANDARD, strict=True):
@@ -102,8 +102,3 @@ class RankTerminal:
             os.close(descriptor)
         self._logs = []
         sys.stdin = self._stdin
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()

@@ -157,7 +157,7 @@ class RankRunner:
             server = spawn_server(self._session.config, directory, shared, self._terminal)
         else:
             end_openmp_threads()
-            server = fork_server(self._prepare_ranks, directory, shared, users, self._preloaded)
+            server = fork_server(self._prepare_ranks, directory, users, self._preloaded)
         return _Base(directory=directory, slots=slots, users=users, server=server)
 
     def _close_base(self) -> int | None:
@@ -165,9 +165,9 @@ class RankRunner:
         base, self._base = self._base, None
         if base is None:
             return None
-        if base.users is not None:
-            base.users.leave()  # the server leaves later, and so may be the last one
         status = base.server.close()
+        if base.users is not None:
+            base.users.leave()
         remove_directory(base.directory)
         return status
 
@@ -295,9 +295,9 @@ class RankRunner:
         settings = item.stash[SETTINGS]
         if settings.scope == "test":
             return NextTest()
-        is_bounded = self._session.config.stash[OPTIONS].rank_slots is not None
-        if self._peers_of(item).is_launched or is_bounded or gpus_of(settings):
-            # Not known: other processes' ranks must follow, and resting ranks may lose their slots.
+        if self._peers_of(item).is_launched or self._is_bounded(settings):
+            # Not known: other processes' ranks must follow, and ranks that hold slots are kept only
+            # for a test that follows at once.
             return NextTest(is_none=False)
         items = self._session.items
         while candidate is not None and _module(candidate) is _module(item):
@@ -350,6 +350,7 @@ class RankRunner:
                 and not self._fallback_reason
                 and self._kept is not None
                 and self._kept.is_reusable
+                and not self._gives_up_slots(self._kept, nextitem)
             )
             # The ranks live on meanwhile: a rank that ends breaks those that still run.
             results, keeps = peers.share(results, can_keep=keeps)
@@ -357,11 +358,28 @@ class RankRunner:
             # Ctrl-C, for example: no rank may outlive its test, and somebody waits.
             self._end_ranks(HURRIED_S, is_reported=False)
             raise
-        if keeps and self._kept is not None:
-            self._kept.processes.rest()
-        else:
+        if not keeps:
             self._end_ranks(PATIENCE_S)
         return results
+
+    def _gives_up_slots(self, kept: Supervision, nextitem: pytest.Item | None) -> bool:
+        """Whether other processes could use the slots of ranks that are kept; see Note [Slots]."""
+        if self._base is None or self._base.users is None or self._peers.is_launched:
+            return False
+        if not self._is_bounded(kept.spec.settings):
+            return False
+        return not self._suits(kept, nextitem) or self._base.slots.are_wanted()
+
+    def _suits(self, kept: Supervision, item: pytest.Item | None) -> bool:
+        """Whether another test runs on the same ranks as those before."""
+        return (
+            item is not None
+            and kept.spec.settings == item.stash.get(SETTINGS, None)
+            and _module(self._session.items[kept.spec.item_index]) is _module(item)
+        )
+
+    def _is_bounded(self, settings: DistributedSettings) -> bool:
+        return self._session.config.stash[OPTIONS].rank_slots is not None or gpus_of(settings) > 0
 
     def _begin(self, item: pytest.Item, nextitem: pytest.Item | None, peers: Peers) -> Supervision:
         """Gives a test to the ranks that are kept for it, or starts new ones."""
@@ -369,15 +387,14 @@ class RankRunner:
         kept = self._kept
         reuses_ranks = (
             kept is not None
-            and kept.spec.settings == item.stash[SETTINGS]
-            and _module(self._session.items[kept.spec.item_index]) is _module(item)
+            and self._suits(kept, item)
             and kept.can_run(index)
             and not has_vanished(kept.spec.directory)
         )
         reuses_ranks = peers.begin(index, reuses_ranks=reuses_ranks)
         if self._unpreparable:
             raise ServerDiedError(self._unpreparable)
-        if kept is not None and reuses_ranks and kept.processes.resume():
+        if kept is not None and reuses_ranks and kept.processes.has_server():
             kept.begin_next(index, self._next_test(nextitem, item))
             return kept
         if peers.is_launched and reuses_ranks:

@@ -1,8 +1,4 @@
-"""Ends processes of ranks, and what these left, without ever waiting for long.
-
-A process that is killed may still not go: its kernel waits for a driver or a file server. Waiting
-for it would take for ever.
-"""
+"""Ends processes of ranks, and what these left, without ever waiting for long."""
 
 from __future__ import annotations
 
@@ -36,12 +32,20 @@ _CLEANED_WITHIN_S = 4.0
 # joblib has a copy of the first.
 _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
 
+# Note [Ending a process tree]: what a rank started may have left its process group and session, and
+# lost its parent. So the fork server adopts orphans (a subreaper), and finds whatever a rank left
+# among its own children, once the rank is dead. On other systems than Linux it can only kill the
+# ranks' process groups. Ranks are killed before that, without their groups: what cleans up after
+# others (multiprocessing's resource tracker, which removes shared memory, and torch's) does so once
+# the others are gone, and ends then; it has time for it. A process that is killed may still not go:
+# its kernel waits for a driver or a file server. Each wait is bounded, each process is waited for
+# once, and who is still there is reported. Should the server be killed itself, the kernel ends its
+# ranks, but not what these have started.
+
 
 def kill_groups(groups: Iterable[int]) -> None:
     """Kills whole process groups, of which some may be gone."""
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
+    kill(-group for group in groups)
 
 
 def kill(pids: Iterable[int]) -> None:
@@ -53,8 +57,6 @@ def kill(pids: Iterable[int]) -> None:
 
 def adopt_orphans() -> bool:
     """Makes this process the parent of each descendant that loses its own.
-
-    So it finds what ranks left, whatever group or session that has moved to.
 
     Returns:
         Whether the system can do that.
@@ -77,12 +79,9 @@ def end_with_parent(parent: int) -> None:
 def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
     """Kills and reaps this process's children, and their children, until none is left.
 
-    Those that clean up after others (multiprocessing's resource tracker, which removes shared
-    memory, and torch's) do so once the others are gone, and end then: they have time for it.
-
     Args:
         spared: Children that are none of these.
-        within_s: When to give up.
+        within_s: When to give up. Those that clean up after others have some seconds more.
 
     Returns:
         Those that are still there.

@@ -1,4 +1,4 @@
-"""Forked ranks and their fork server, seen from the pytest process."""
+"""Ranks and the server that starts them, seen from the pytest process."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ import socket
 import time
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, await_end, kill, kill_groups
-from pytest_fsdp_comm.ranks.start.fork_server import PRELOADED, fork_quietly, serve
+from pytest_fsdp_comm.ranks.start.fork_server import PRELOADED, serve
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.messages import (
     FORK_CLIENT,
     FORK_SERVER,
     EndSet,
     RankExited,
-    RestSet,
-    ResumeSet,
     ServerFailed,
     ServerReply,
     ServerRequest,
     SetEnded,
-    SetResumed,
     SetStarted,
     StartSet,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from pytest_fsdp_comm.ranks.start.fork_server import RunRank
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 
 _Channel: TypeAlias = Channel[ServerReply]
 
-_Reply = TypeVar("_Reply", SetStarted, SetResumed, SetEnded)
+_Reply = TypeVar("_Reply", SetStarted, SetEnded)
 
 # The first answer comes after torch has been loaded, perhaps from a busy file server.
 _PREPARED_WITHIN_S = 300.0
@@ -66,7 +64,7 @@ class ServerDiedError(Exception):
 
 
 class ForkServer:
-    """The fork server, seen from the pytest process."""
+    """The fork server, or the process that starts ranks, seen from the pytest process."""
 
     def __init__(self, start: Callable[[socket.socket, socket.socket], int]) -> None:
         """Starts the server.
@@ -98,7 +96,7 @@ class ForkServer:
         """
         self._sets += 1
         _ask(self._channel, StartSet(number=self._sets, spec=spec, spares=spares))
-        return ForkedRanks(self._channel, self._sets, kill=self.kill, holds_slots=bool(spec.slots))
+        return ForkedRanks(self._channel, self._sets, kill=self.kill)
 
     def raise_if_failed(self) -> None:
         """Reads what the server said last, if it has ended.
@@ -108,7 +106,7 @@ class ForkServer:
         """
         self._channel.settimeout(0.0)
         with contextlib.suppress(BlockingIOError):
-            _read_last_words(self._channel)
+            _raise_if_failed(self._channel.receive_available())
         self._channel.settimeout(None)
         if self._channel.is_closed:
             raise ServerDiedError
@@ -138,30 +136,26 @@ class ForkServer:
         return self._status
 
     def _reap(self, within_s: float) -> None:
-        if self._is_reaped:
-            return
-        try:
-            self._status = await_end(self._pid, within_s=within_s)
-        except ChildProcessError:
-            self._is_reaped = True  # by a test that waits for any child
-            return
-        self._is_reaped = self._status is not None
+        if not self._is_reaped:
+            try:
+                self._status = await_end(self._pid, within_s=within_s)
+                self._is_reaped = self._status is not None
+            except ChildProcessError:
+                self._is_reaped = True  # by a test that waits for any child
 
 
 def fork_server(
     prepare: Callable[[], RunRank],
     directory: Path,
-    shared: Path | None,
     users: SharedDirectory | None,
     preloaded: Sequence[str] = (),
 ) -> ForkServer:
-    """Forks the server from this process.
+    """Forks the server from this process; see Note [Fork server].
 
     Args:
         prepare: As for `fork_server.serve`.
         directory: As for `fork_server.serve`.
-        shared: As for `fork_server.serve`.
-        users: This process's own use of that.
+        users: This process's use of the slots' directory, where several processes use it.
         preloaded: Modules that ranks find imported, beside torch's.
     """
 
@@ -170,30 +164,31 @@ def fork_server(
         if pid == 0:
             ours.close()
             if users is not None:
-                users.forget()
-            modules = (*PRELOADED, *preloaded)
-            serve(Channel(theirs, FORK_SERVER), prepare, directory, shared, preloaded=modules)
+                users.close()
+            serve(
+                Channel(theirs, FORK_SERVER),
+                prepare,
+                directory,
+                users.path if users else None,
+                preloaded=(*PRELOADED, *preloaded),
+            )
         return pid
 
     return ForkServer(start)
 
 
 class ForkedRanks:
-    """One forked rank set, seen from the pytest process."""
+    """One rank set, seen from the pytest process."""
 
-    def __init__(
-        self, channel: _Channel, number: int, *, kill: Callable[[], None], holds_slots: bool
-    ) -> None:
+    def __init__(self, channel: _Channel, number: int, *, kill: Callable[[], None]) -> None:
         """Waits for the ranks' process ids.
 
         Args:
             channel: To the fork server.
             number: The rank set's, which is unique on the server.
             kill: Ends a server that does not answer.
-            holds_slots: Whether the server holds slots for the ranks.
         """
         self._kill_server = kill
-        self._holds_slots = holds_slots
         self._channel = channel
         self._number = number
         self._statuses: dict[int, int] = {}
@@ -205,11 +200,9 @@ class ForkedRanks:
 
     def exit_statuses(self) -> dict[int, int]:
         """The ranks that ended, with exit status or minus signal number."""
-        for reply in self._channel.take_pending():
-            self._take(reply)
+        self._take(self._channel.take_pending())
         while select.select([self._channel], [], [], 0)[0]:
-            for reply in self._channel.receive_available():
-                self._take(reply)
+            self._take(self._channel.receive_available())
             if self._channel.is_closed:
                 raise ServerDiedError
         return self._statuses
@@ -224,30 +217,22 @@ class ForkedRanks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[rank], number)
 
-    def rest(self) -> None:
-        """Lets the ranks be ended if another process wants their slots."""
-        if self._holds_slots:
-            with contextlib.suppress(ServerDiedError):  # `resume` will find it dead
-                _ask(self._channel, RestSet(number=self._number))
-
-    def resume(self) -> bool:
-        """Keeps the ranks from being ended for their slots.
-
-        Returns:
-            Whether they still live.
-        """
-        try:
-            if not self._holds_slots:
-                # They were not.
-                self.exit_statuses()
-                return True
-            _ask(self._channel, ResumeSet(number=self._number))
-            return self._await(SetResumed, _ANSWERED_WITHIN_S).is_alive
-        except ServerDiedError:
-            return False
+    def has_server(self) -> bool:
+        """Whether the server lives, and with it the ranks that have not ended."""
+        with contextlib.suppress(ServerDiedError):
+            self.exit_statuses()
+            return True
+        return False
 
     def end(self, within_s: float) -> dict[int, int]:
-        """Kills what is left, and waits until it is gone, but not for longer."""
+        """Kills every process that the ranks left, frees their slots, and returns after that.
+
+        Args:
+            within_s: How long to wait until they are gone.
+
+        Returns:
+            Process ids of the ranks that were killed and are still there.
+        """
         try:
             _ask(self._channel, EndSet(number=self._number, within_s=within_s))
             return self._await(SetEnded, within_s + _ANSWERED_WITHIN_S).unended
@@ -260,41 +245,34 @@ class ForkedRanks:
         """Waits for an answer; a server that gives none is killed."""
         until = time.monotonic() + within_s
         while True:
-            reply = self._receive(until)
-            self._take(reply)
+            self._channel.settimeout(max(until - time.monotonic(), 0.001))
+            reply = None
+            try:
+                reply = self._channel.receive()
+            except TimeoutError:
+                self._kill_server()
+            if reply is None:
+                raise ServerDiedError
+            self._take([reply])
             if isinstance(reply, cls) and reply.number == self._number:
                 return reply
 
-    def _receive(self, until: float) -> ServerReply:
-        self._channel.settimeout(max(until - time.monotonic(), 0.001))
-        try:
-            reply = self._channel.receive()
-        except TimeoutError:
-            self._kill_server()
-            raise ServerDiedError from None
-        if reply is None:
-            raise ServerDiedError
-        return reply
-
-    def _take(self, reply: ServerReply) -> None:
-        _raise_if_dead(reply)
-        if isinstance(reply, RankExited) and reply.number == self._number:
-            self._statuses[reply.rank] = reply.status
+    def _take(self, replies: Iterable[ServerReply]) -> None:
+        for reply in replies:
+            _raise_if_failed([reply])
+            if isinstance(reply, RankExited) and reply.number == self._number:
+                self._statuses[reply.rank] = reply.status
 
 
 def _ask(channel: _Channel, request: ServerRequest) -> None:
     try:
         channel.send(request)
     except OSError:
-        _read_last_words(channel)
+        _raise_if_failed(channel.receive_available())
         raise ServerDiedError from None
 
 
-def _read_last_words(channel: _Channel) -> None:
-    for reply in channel.receive_available():
-        _raise_if_dead(reply)
-
-
-def _raise_if_dead(reply: ServerReply) -> None:
-    if isinstance(reply, ServerFailed):
-        raise ServerDiedError(reply.reason)
+def _raise_if_failed(replies: Iterable[ServerReply]) -> None:
+    for reply in replies:
+        if isinstance(reply, ServerFailed):
+            raise ServerDiedError(reply.reason)

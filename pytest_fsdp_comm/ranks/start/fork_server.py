@@ -1,9 +1,4 @@
-"""The fork server: one quiet, single-threaded process from which all ranks are forked.
-
-It is forked from the pytest process after collection, before any test ran: at that moment the
-process holds the collected items, and no test has yet started a thread, done maths or touched CUDA,
-each of which makes a later fork hang or crash.
-"""
+"""The fork server: one quiet, single-threaded process from which all ranks are forked."""
 
 from __future__ import annotations
 
@@ -17,14 +12,14 @@ import socket
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from os import getpid
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.ranks.rank.processes import flush_streams, fork_quietly
 from pytest_fsdp_comm.ranks.start.ending import (
     HURRIED_S,
     PATIENCE_S,
@@ -45,23 +40,39 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     BecomeRank,
     EndSet,
     RankExited,
-    RestSet,
-    ResumeSet,
     ServerFailed,
     SetEnded,
-    SetResumed,
     SetStarted,
     StartSet,
 )
 from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from pytest_fsdp_comm.ranks.wire.messages import ServerRequest
 
     _Channel: TypeAlias = Channel[ServerRequest]
+
+# Note [Fork server]: it is forked from the pytest process after collection, before any test ran: at
+# that moment the process holds the collected items, and no test has yet started a thread, done
+# maths or touched CUDA, each of which makes a later fork hang or crash. It has to survive the
+# pytest process, and clean up after it: a terminal that is closed sends SIGHUP to the session's
+# group, Ctrl-C SIGINT, a launcher SIGTERM, and who ends a group may send SIGKILL to all of it. So
+# it has a group of its own and ignores these signals; the pytest process decides, and ends it by
+# hanging up.
+#
+# What it holds lives as long as each rank. gc.freeze: without it, a rank's first full collection
+# walks through a million objects, and copies their pages. Garbage is frozen too: freed, it would
+# leave holes in pages, which ranks would write into and so copy, and its finalizers are the pytest
+# process's. The collection after that, of nothing, takes no time and empties the interpreter's free
+# lists, as each rank's first one would. While modules are imported, nothing is garbage, and looking
+# for some takes a third of the time.
+
+# Note [Fork ahead]: while a rank set runs, the server forks the processes of the next one, as far
+# as the pytest process knows how many: each waits to read which rank it is. As the server does not
+# change between two forks, they are what they would be if forked later. One that has died meanwhile
+# is replaced by a fork. Those that nobody needed end with the server.
 
 # Imported once here, they cost nothing in a rank: an FSDP2 step in a fresh rank took 1.89 s without
 # and 0.18 s with them (torch 2.13, CPU).
@@ -74,32 +85,18 @@ PRELOADED = (
     "torch.testing._internal.distributed.fake_pg",
 )
 
-# How soon kept ranks give up slots that another process waits for.
-_WANTED_POLL_S = 0.05
 _HUNG_UP_POLL_S = 0.05
-# Moving everything takes as long as huge pages save within about 60 ranks; a session that starts
-# fewer should not pay for it.
-_COLLAPSES_AFTER_RANKS = 32
+_COLLAPSES_AFTER_RANKS = 32  # see Note [Huge pages]
 
 RunRank = Callable[[RankSetSpec, int], NoReturn]
 """What a process does as a rank, after its fork."""
-
-
-def fork_quietly() -> int:
-    """`os.fork` without the warning that Python 3.12 gives wherever a thread lives.
-
-    An xdist worker always has one, which never holds a lock that a rank needs.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
 
 
 def serve(
     channel: _Channel,
     prepare: Callable[[], RunRank],
     directory: Path,
-    shared: Path | None = None,
+    shared: Path | None,
     *,
     preloaded: Sequence[str],
 ) -> NoReturn:
@@ -110,40 +107,27 @@ def serve(
         prepare: Does here what every rank would do first, and returns what each does after its
             fork.
         directory: Removed in the end.
-        shared: The slots' directory, if other sessions use it too: removed by the last one.
+        shared: The slots' directory, if several processes use it: removed if none does any more.
         preloaded: Modules that every rank would import.
     """
-    # A terminal that is closed sends SIGHUP to the session's group, and who ends a group may send
-    # SIGKILL to all of it: this process has to survive the pytest process, and clean up after it.
-    at_sighup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    before: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     with contextlib.suppress(OSError):  # started as a group of its own
         os.setpgid(0, 0)
-    # Ctrl-C reaches the whole foreground group; the pytest process decides and then ends us.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A launcher ends the whole group with SIGTERM, and then, too, the pytest process decides.
-    at_sigterm = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     adopts = adopt_orphans()
-    users = SharedDirectory(shared) if shared is not None else None
     server: _Server | None = None
     status = 0
     collects = gc.isenabled()
     try:
-        # Nothing of what is imported is garbage: looking for some takes a third of the time.
         gc.disable()
         for name in preloaded:
             # A test that needs one that fails says so: torch.distributed.tensor.debug, for
             # example, needs numpy, which torch does not.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-        kept_signals: dict[int, Any] = {signal.SIGTERM: at_sigterm, signal.SIGHUP: at_sighup}
-        server = _Server(channel, prepare(), kept_signals, users, adopts=adopts)
-        # What is here now lives as long as each rank: without this, a rank's first full collection
-        # walks through it, and copies the pages of a million objects (see `gc.freeze`). Garbage
-        # too: freed, it would leave holes in pages, which ranks would write into and so copy, and
-        # its finalizers are the pytest process's.
+        ranks_signals = {**before, signal.SIGINT: signal.default_int_handler}
+        server = _Server(channel, prepare(), ranks_signals, adopts=adopts)
         gc.freeze()
-        # Of nothing, which takes no time: it empties the interpreter's free lists, as each rank's
-        # first full collection would.
         gc.collect()
         if collects:
             gc.enable()
@@ -158,8 +142,8 @@ def serve(
             server.kill_all()
         # Also where the pytest process was killed and could not.
         remove_directory(directory)
-        if users is not None:
-            users.leave()
+        if shared is not None:
+            SharedDirectory(shared).leave()
         os._exit(status)
 
 
@@ -174,16 +158,10 @@ class _RankSet:
     """Process ids of the ranks that are not reaped yet, by rank."""
     groups: tuple[int, ...] = ()
     """The process groups of all ranks, in which others may be left."""
-    is_resting: bool = False
-    """Whether the ranks are only kept, and give up slots that another process waits for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Spare:
-    """A process that was forked ahead, while a test ran, and waits to hear which rank it is.
-
-    As this process does not change between two forks, it is what it would be if forked later.
-    """
+class _Spare(NamedTuple):
+    """A process that was forked ahead."""
 
     pid: int
     channel: Channel[BecomeRank]
@@ -194,8 +172,7 @@ class _Server:
         self,
         channel: _Channel,
         run_rank: RunRank,
-        kept_signals: Mapping[int, Any],
-        users: SharedDirectory | None,
+        ranks_signals: Mapping[int, Any],
         *,
         adopts: bool,
     ) -> None:
@@ -203,28 +180,26 @@ class _Server:
         self._parent = os.getppid()
         self._channel = channel
         self._run_rank = run_rank
-        self._kept_signals = kept_signals
-        self._users = users
+        self._ranks_signals = {signal.SIGCHLD: signal.SIG_DFL, **ranks_signals}
         self._adopts = adopts
         self._sets: dict[int, _RankSet] = {}
         self._unended: list[int] = []  # killed in vain, by process id
         self._spares: list[_Spare] = []
         self._wanted_spares = 0
         self._rank_count = 0
-        self._collapsing: Iterator[None] | None = collapse_memory()
-        self._wakeup, write_end = socket.socketpair()
-        self._wakeup.settimeout(0.0)
-        write_end.settimeout(0.0)
-        self._write_end = write_end
+        self._collapsing = collapse_memory()
+        self._wakeup, self._write_end = socket.socketpair()
+        for end in (self._wakeup, self._write_end):
+            end.settimeout(0.0)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
 
     def run(self) -> None:
+        has_work = True
         while True:
-            waiting: list[Any] = [self._channel, self._wakeup]
-            readable, _, _ = select.select(waiting, [], [], self._idle_after_s())
-            if not readable:
-                self._prepare()
+            ends: list[Any] = [self._channel, self._wakeup]
+            readable, _, _ = select.select(ends, [], [], 0.0 if has_work else None)
+            has_work = bool(readable) or (has_work and self._work_ahead())
             if self._wakeup in readable:
                 self._wakeup.recv(4096)
                 self._reap()
@@ -235,41 +210,22 @@ class _Server:
                     self._handle(request)
                 if self._channel.is_closed:
                     return
-            # After the requests: ranks that have just been resumed are no longer resting.
-            wanted = [
-                n for n, kept in self._sets.items() if kept.is_resting and kept.slots.are_wanted
-            ]
-            for number in wanted:
-                self._kill(number, within_s=HURRIED_S)
 
-    def _idle_after_s(self) -> float | None:
-        """After how long without a request there is something else to do; None if never."""
-        if len(self._spares) < self._wanted_spares or self._can_collapse():
-            return 0.0
-        may_end = any(kept.is_resting and kept.slots.holds_any for kept in self._sets.values())
-        return _WANTED_POLL_S if may_end else None
-
-    def _can_collapse(self) -> bool:
-        return self._collapsing is not None and self._rank_count >= _COLLAPSES_AFTER_RANKS
-
-    def _prepare(self) -> None:
-        """Does a short piece of work for later rank sets, while nobody waits."""
+    def _work_ahead(self) -> bool:
+        """Does a short piece of work for later rank sets; returns whether there may be more."""
         if len(self._spares) < self._wanted_spares:
             self._fork_spare()
-        elif self._collapsing is not None and self._can_collapse():
-            try:
-                next(self._collapsing)
-            except StopIteration:
-                self._collapsing = None
+            return True
+        is_worth_it = self._rank_count >= _COLLAPSES_AFTER_RANKS
+        return is_worth_it and next(self._collapsing, self) is not self
 
     def kill_all(self) -> None:
         # Here, to be gone before this process.
-        spares = {number: spare.pid for number, spare in enumerate(self._spares)}
-        kill(spares.values())
-        self._await_ends(spares, self._patience_s())
+        kill(spare.pid for spare in self._spares)
         self._spares.clear()
         for number in list(self._sets):
             self._kill(number, within_s=self._patience_s())
+        kill_children(self._unended, within_s=self._patience_s())
 
     def _patience_s(self) -> float:
         """How long to wait for ends once there is no pytest process, or it waits for this one."""
@@ -280,14 +236,6 @@ class _Server:
             case StartSet():
                 self._start(request.number, request.spec)
                 self._wanted_spares = request.spares
-            case RestSet():
-                if request.number in self._sets:
-                    self._sets[request.number].is_resting = True
-            case ResumeSet():
-                kept = self._sets.get(request.number)
-                if kept is not None:
-                    kept.is_resting = False
-                self._channel.send(SetResumed(number=request.number, is_alive=kept is not None))
             case EndSet():
                 unended = self._kill(request.number, within_s=request.within_s)
                 self._channel.send(SetEnded(number=request.number, unended=unended))
@@ -304,11 +252,11 @@ class _Server:
 
     def _start_rank(self, spec: RankSetSpec, rank: int) -> int:
         while self._spares:
-            spare = self._spares.pop(0)
-            with contextlib.closing(spare.channel) as channel, contextlib.suppress(OSError):
-                if not is_gone(spare.pid):
+            pid, channel = self._spares.pop(0)
+            with contextlib.closing(channel), contextlib.suppress(OSError):
+                if not is_gone(pid):
                     channel.send(BecomeRank(spec=spec, rank=rank))
-                    return spare.pid
+                    return pid
         return self._fork(partial(self._run_rank, spec, rank))
 
     def _fork_spare(self) -> None:
@@ -325,11 +273,10 @@ class _Server:
 
         pid = self._fork(wait)
         theirs.close()
-        self._spares.append(_Spare(pid=pid, channel=Channel(ours, SPARES_OWNER)))
+        self._spares.append(_Spare(pid, Channel(ours, SPARES_OWNER)))
 
     def _fork(self, run: Callable[[], NoReturn]) -> int:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         pid = fork_quietly()
         if pid == 0:
             self._run_forked(run)
@@ -339,30 +286,24 @@ class _Server:
         return pid
 
     def _run_forked(self, run: Callable[[], NoReturn]) -> NoReturn:
-        status = 1
         try:
             end_with_parent(self._pid)
             os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            for number, handler in self._kept_signals.items():
+            for number, handler in self._ranks_signals.items():
                 signal.signal(number, handler or signal.SIG_DFL)
             # A descriptor of the pytest process's end would keep it from seeing the server's death.
-            self._channel.close()
-            self._wakeup.close()
-            self._write_end.close()
+            for own in (self._channel, self._wakeup, self._write_end):
+                own.close()
             for spare in self._spares:
                 spare.channel.close()
             for kept in self._sets.values():
-                kept.slots.forget()
-            if self._users is not None:
-                self._users.forget()
+                kept.slots.close()
             run()
         except BaseException:  # noqa: BLE001  # nothing may unwind into the copied pytest session
             sys.excepthook(*sys.exc_info())
         finally:
-            os._exit(status)
+            os._exit(1)
 
     def _reap(self) -> None:
         for number, kept in self._sets.items():
@@ -374,7 +315,7 @@ class _Server:
                     self._channel.send(RankExited(number=number, rank=rank, status=code))
 
     def _kill(self, number: int, *, within_s: float) -> dict[int, int]:
-        """Kills what a rank set left, and frees its slots.
+        """Kills what a rank set left, and frees its slots; see Note [Ending a process tree].
 
         Returns:
             Process ids of the ranks that are not gone in time.
@@ -382,7 +323,6 @@ class _Server:
         ended = self._sets.pop(number, None)
         if ended is None:
             return {}
-        # The ranks first, without their groups: some of what they started cleans up after them.
         kill(ended.pids.values())
         unended = self._await_ends(ended.pids, within_s)
         if unended or not self._adopts:
@@ -391,7 +331,6 @@ class _Server:
         running = [pid for other in self._sets.values() for pid in other.pids.values()]
         running += [spare.pid for spare in self._spares]
         self._unended += unended.values()
-        # Each is waited for once.
         self._unended += kill_children([*running, *self._unended], within_s=self._patience_s())
         ended.slots.release()
         return unended

@@ -1,10 +1,4 @@
-"""Keeps the memory that ranks are forked with in few pages.
-
-A fork copies the page table, and the end of each process walks through its copy: with torch and
-FSDP2 imported, that is 55,000 pages of 4 KiB, or 110 of 2 MiB. A fork took 7.6 ms and 1.4 ms, the
-end of a forked process that does nothing 9 ms and 3 ms (Linux 6.18). A rank that writes to a huge
-page still copies only the 4 KiB around.
-"""
+"""Keeps the memory that ranks are forked with in few pages."""
 
 from __future__ import annotations
 
@@ -17,6 +11,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Note [Huge pages]: a fork copies the page table, and the end of each process walks through its
+# copy: with torch and FSDP2 imported, that is 55,000 pages of 4 KiB, or 110 of 2 MiB. A fork took
+# 7.6 ms and 1.4 ms, the end of a forked process that does nothing 9 ms and 3 ms (Linux 6.18). A
+# rank that writes to a huge page still copies only the 4 KiB around. What the kernel cannot move
+# stays as it is. Moving everything takes as long as huge pages save within about 60 ranks; a
+# session that starts fewer should not pay for it, so that the fork server begins after half as
+# many, page by page, while nobody waits for it.
+
 _NBYTES = 2 << 20
 # linux/mman.h, since Linux 6.1; an older kernel refuses.
 _MADV_COLLAPSE = 25
@@ -25,8 +27,7 @@ _MADV_COLLAPSE = 25
 def collapse_memory() -> Iterator[None]:
     """Moves this process's private memory into huge pages, one with each step of the iterator.
 
-    What the kernel cannot move stays as it is. A step takes about a millisecond, much more on some
-    virtual machines.
+    A step takes about a millisecond, much more on some virtual machines.
     """
     if sys.platform != "linux":
         return

@@ -1,11 +1,4 @@
-"""Bounds what the pytest processes of one session use at once: ranks of tests, and GPUs.
-
-A slot is a file in a directory that these processes share, and whoever uses it holds its lock
-(`fcntl.flock`), which the kernel frees when the holder dies. Nobody can deadlock: slots are only
-taken in turn, by one process at a time, all of a test's slots together and none before all are
-free; and a process that holds slots never waits for others to end what it runs. Ranks that are kept
-for a later test run nothing, and give up their slots when these are wanted.
-"""
+"""Bounds what the pytest processes of one session use at once: ranks of tests, and GPUs."""
 
 from __future__ import annotations
 
@@ -16,6 +9,7 @@ import shutil
 import time
 import urllib.parse
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +20,13 @@ _PAUSE_S = 0.02
 _TURN = "turn"
 _WANTED = "wanted"
 _USERS = "users"
+
+# Note [Slots]: a slot is a file in a directory that the processes share, and whoever uses it holds
+# its lock (fcntl.flock), which the kernel frees when the holder dies. Nobody can deadlock: slots
+# are only taken in turn, by one process at a time, all of a test's slots together and none before
+# all are free; and a process that holds slots never waits for others to end what it runs. Ranks are
+# kept for the next test only if that follows at once, and no other process waits. A fork copies
+# descriptors, and with them locks: each child closes its copies.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +41,11 @@ class Grant:
 
 
 class SharedDirectory:
-    """The slots' directory, where several processes share it: the last one to leave removes it.
-
-    Whoever uses it holds a lock on a file in it, which the kernel frees when the holder dies.
-    """
+    """The slots' directory, where several processes share it: the last one to leave removes it."""
 
     def __init__(self, path: Path) -> None:
         """Makes the directory unless it is there, and uses it from now on."""
-        self._path = path
+        self.path = path
         while True:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
@@ -56,22 +54,22 @@ class SharedDirectory:
                 # The last user may just have removed it.
                 if os.fstat(self._descriptor).st_nlink:
                     return
-                os.close(self._descriptor)
+                self.close()
 
     def leave(self) -> None:
         """Ends the use of it, and removes it if nobody else uses it."""
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self._path, ignore_errors=True)
-        os.close(self._descriptor)
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Closes a forked child's copy, which would count as a use by its parent."""
         os.close(self._descriptor)
 
 
 class Slots:
-    """One pytest process's view of the session's slots."""
+    """One pytest process's view of the session's slots; see Note [Slots]."""
 
     def __init__(self, directory: Path, *, ranks: int | None, gpus: Sequence[str]) -> None:
         """Shares slots with the session's other processes.
@@ -82,8 +80,10 @@ class Slots:
             gpus: The GPUs that this process may use, by names that mean the same everywhere.
         """
         self._directory = directory
-        self._ranks = ranks
-        self._gpus = tuple(gpus)
+        self._bounds_ranks = ranks is not None
+        self._ranks = [directory / f"rank{number}" for number in range(ranks or 0)]
+        # A MIG device's name may hold slashes.
+        self._gpus = {directory / f"gpu-{urllib.parse.quote(name, safe='')}": name for name in gpus}
 
     @contextlib.contextmanager
     def turn(self, *, ranks: int, gpus: int) -> Iterator[Grant]:
@@ -100,19 +100,17 @@ class Slots:
             The slots to hold.
         """
         leased = gpus if gpus <= len(self._gpus) else 0
-        bounded = 0 if self._ranks is None else ranks
+        bounded = ranks if self._bounds_ranks else 0
         if not leased and not bounded:
             yield Grant()
             return
         # It may have vanished with others of the temporary directory.
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        rank_files = {self._directory / f"rank{n}": "" for n in range(self._ranks or 0)}
-        gpu_files = {self._directory / f"gpu-{_quoted(name)}": name for name in self._gpus}
         with _locked(self._directory / _TURN), contextlib.ExitStack() as wanting:
             is_waiting = False
             while True:
-                free_ranks = _free(rank_files, bounded)
-                free_gpus = _free(gpu_files, leased)
+                free_ranks = [*islice(filter(_is_free, self._ranks), bounded)]
+                free_gpus = [*islice(filter(_is_free, self._gpus), leased)]
                 if len(free_ranks) == bounded and len(free_gpus) == leased:
                     break
                 if not is_waiting:
@@ -120,9 +118,14 @@ class Slots:
                     is_waiting = True
                 time.sleep(_PAUSE_S)
             wanting.close()
-            yield Grant(
-                files=(*free_ranks, *free_gpus), gpus=tuple(gpu_files[file] for file in free_gpus)
-            )
+            names = tuple(self._gpus[file] for file in free_gpus)
+            yield Grant(files=(*free_ranks, *free_gpus), gpus=names)
+
+    def are_wanted(self) -> bool:
+        """Whether another process waits for slots."""
+        with contextlib.suppress(FileNotFoundError):  # nobody has taken any
+            return not _is_free(self._directory / _WANTED)
+        return False
 
 
 class HeldSlots:
@@ -134,48 +137,21 @@ class HeldSlots:
         Args:
             files: As `Grant.files`.
         """
-        self._files = tuple(files)
         self._descriptors = [_opened(file) for file in files]
         for descriptor in self._descriptors:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-
-    @property
-    def holds_any(self) -> bool:
-        """Whether there are slots here."""
-        return bool(self._files)
-
-    @property
-    def are_wanted(self) -> bool:
-        """Whether another process waits for slots, and there are some here."""
-        with contextlib.suppress(FileNotFoundError):  # those who wait do so in another directory
-            return self.holds_any and not _is_free(self._files[0].parent / _WANTED)
-        return False
 
     def release(self) -> None:
         """Frees the slots, even where a process forked from this one has copied descriptors."""
         for descriptor in self._descriptors:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
-        self.forget()
+        self.close()
 
-    def forget(self) -> None:
-        """Closes a forked child's copies, which would keep the slots from being freed by a death.
-
-        The parent's own hold stays.
-        """
+    def close(self) -> None:
+        """Closes a forked child's copies; the parent's own hold stays."""
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
-
-
-def _free(files: Sequence[Path] | dict[Path, str], count: int) -> list[Path]:
-    """The first free files, at most `count`."""
-    found: list[Path] = []
-    for file in files:
-        if len(found) == count:
-            break
-        if _is_free(file):
-            found.append(file)
-    return found
 
 
 def _opened(file: Path) -> int:
@@ -202,8 +178,3 @@ def _locked(file: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _quoted(name: str) -> str:
-    # A MIG device's name may hold slashes.
-    return urllib.parse.quote(name, safe="")

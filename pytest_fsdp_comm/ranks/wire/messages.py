@@ -170,22 +170,6 @@ class StartSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestSet:
-    """A rank set runs nothing: end it if another process wants its slots."""
-
-    number: int
-    """The rank set."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeSet:
-    """A resting rank set is to run a test."""
-
-    number: int
-    """The rank set."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EndSet:
     """Kill what is left of a rank set."""
 
@@ -195,7 +179,7 @@ class EndSet:
     """How long to wait until it is gone."""
 
 
-ServerRequest = StartSet | RestSet | ResumeSet | EndSet
+ServerRequest = StartSet | EndSet
 
 # From the fork server to a process that it has forked ahead.
 
@@ -236,16 +220,6 @@ class RankExited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetResumed:
-    """Answers `ResumeSet`."""
-
-    number: int
-    """The rank set."""
-    is_alive: bool
-    """Whether its ranks still live."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SetEnded:
     """Answers `EndSet`."""
 
@@ -263,7 +237,7 @@ class ServerFailed:
     """Why it cannot go on."""
 
 
-ServerReply = SetStarted | RankExited | SetResumed | SetEnded | ServerFailed
+ServerReply = SetStarted | RankExited | SetEnded | ServerFailed
 
 # Between launched processes. The leader is rank 0's, the followers are the others.
 

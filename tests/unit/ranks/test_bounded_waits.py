@@ -36,8 +36,8 @@ def started(number, **pids):
     return messages.SetStarted(number=number, pids=pids)
 
 
-def resume(number):
-    return messages.ResumeSet(number=number)
+def end(number):
+    return messages.EndSet(number=number, within_s=1.0)
 
 
 def test_a_server_that_does_not_answer_is_killed(channels, monkeypatch):
@@ -50,21 +50,20 @@ def test_a_server_that_does_not_answer_is_killed(channels, monkeypatch):
         killed.append(True)
 
     with pytest.raises(ServerDiedError):
-        ForkedRanks(ours, 1, kill=kill, holds_slots=True)
+        ForkedRanks(ours, 1, kill=kill)
     assert len(killed) == 1
     theirs.send(started(2, rank0=1))  # of another rank set
     theirs.send(started(1, rank0=2**22 + 1))  # of nobody
-    ranks = ForkedRanks(ours, 1, kill=kill, holds_slots=True)
-    assert not ranks.resume()
+    ranks = ForkedRanks(ours, 1, kill=kill)
     assert ranks.end(0.0) == {}
-    assert len(killed) == 3
+    assert len(killed) == 2
 
 
 def test_a_server_tells_which_ranks_it_could_not_end(channels):
     ours, theirs = channels
     theirs.send(started(1, rank0=10, rank1=11))
     theirs.send(messages.SetEnded(number=1, unended={1: 11}))
-    ranks = ForkedRanks(ours, 1, kill=lambda: None, holds_slots=False)
+    ranks = ForkedRanks(ours, 1, kill=lambda: None)
     assert ranks.end(0.0) == {1: 11}
     assert theirs.receive() == messages.EndSet(number=1, within_s=0.0)
 
@@ -73,11 +72,11 @@ def test_a_channel_is_deaf_to_a_forked_child_of_its_owner(channels):
     ours, theirs = channels
     pid = os.fork()
     if pid == 0:
-        ours.send(resume(1))
+        ours.send(end(1))
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    ours.send(resume(2))
-    assert theirs.receive() == resume(2)
+    ours.send(end(2))
+    assert theirs.receive() == end(2)
 
 
 def test_a_channel_knows_whether_the_other_end_is_gone(channels):

@@ -30,7 +30,7 @@ def server(tmp_path, monkeypatch):
     monkeypatch.setattr(fork_client, "PRELOADED", ())
     directory = tmp_path / "session"
     directory.mkdir()
-    found = fork_client.fork_server(lambda: run_rank, directory, None, None)
+    found = fork_client.fork_server(lambda: run_rank, directory, None)
     yield found
     everybody = children(found)
     found.close()
@@ -135,13 +135,13 @@ def test_what_a_server_said_before_it_ended_is_read_without_asking_it(server, tm
 
     directory = tmp_path / "failing"
     directory.mkdir()
-    failing = fork_client.fork_server(fail, directory, None, None)
+    failing = fork_client.fork_server(fail, directory, None)
     # Before its end, so that who misses the directory finds the reason.
     eventually(lambda: not directory.exists())
     with pytest.raises(fork_client.ServerDiedError, match="torch 9 no longer has name"):
         failing.raise_if_failed()
     failing.close()
-    killed = fork_client.fork_server(lambda: os.kill(os.getpid(), 9), directory, None, None)
+    killed = fork_client.fork_server(lambda: os.kill(os.getpid(), 9), directory, None)
     eventually(lambda: killed.has_died)
     with pytest.raises(fork_client.ServerDiedError, match="has died"):
         killed.raise_if_failed()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_fsdp_comm.ranks.rank.random_states import RandomStates, equalize
+from pytest_fsdp_comm.ranks.rank.random_states import equalize, read_states, restore_states
 
 
 class Exchange:
@@ -28,9 +28,9 @@ def drawn():
 
 @pytest.fixture(autouse=True)
 def _restored():
-    before = RandomStates.read()
+    before = read_states()
     yield
-    before.restore()
+    restore_states(before)
 
 
 def seed(python, numpy, of_torch):
@@ -64,8 +64,8 @@ def test_equal_states_stay_as_the_user_seeded_them():
 
 
 def test_states_come_back_as_they_were_read():
-    states = RandomStates.read()
+    states = read_states()
     first = drawn()
     assert drawn() != first
-    states.restore()
+    restore_states(states)
     assert drawn() == first

@@ -97,19 +97,17 @@ def test_a_large_test_is_not_overtaken(tmp_path):
 def test_waiting_is_seen_by_those_who_hold_slots(tmp_path):
     slots = Slots(tmp_path, ranks=1, gpus=())
     held, _ = take(slots, ranks=1)
-    assert held.holds_any
-    assert not held.are_wanted
+    assert not slots.are_wanted()
     waiting = start(lambda: take(slots, ranks=1))
     until = time.monotonic() + 20
-    while not held.are_wanted and time.monotonic() < until:
+    while not slots.are_wanted() and time.monotonic() < until:
         time.sleep(0.01)
-    assert held.are_wanted
+    assert slots.are_wanted()
     held.release()
     waiting.join(20)
     assert not waiting.is_alive()
-    idle = HeldSlots(())
-    assert not idle.holds_any
-    assert not idle.are_wanted
+    assert not slots.are_wanted()
+    assert not Slots(tmp_path / "none", ranks=1, gpus=()).are_wanted()
 
 
 def test_a_forked_child_keeps_no_slots(tmp_path):
@@ -194,7 +192,7 @@ def test_a_killed_user_of_a_shared_directory_keeps_nobody(tmp_path):
     user = SharedDirectory(path)
     child = os.fork()
     if not child:
-        user.forget()
+        user.close()
         SharedDirectory(path)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
