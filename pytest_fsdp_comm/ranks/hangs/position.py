@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from pytest_fsdp_comm.ranks.hangs.stacks import StackFrame, of_test, shortened_code, show_stack
 from pytest_fsdp_comm.ranks.wire import channel
 from pytest_fsdp_comm.ranks.wire.positions import (
+    PEER_ROLES,
     ROOT_ROLES,
     Activity,
     GroupPosition,
@@ -171,14 +172,10 @@ def _unrecorded_call(frames: Sequence[FrameType]) -> UnrecordedCall | None:
                 # Of a group that is made, the arguments name the ranks, unless it has all.
                 ranks = own.get("ranks") or _ranks_of(own.get("group"))
                 return UnrecordedCall(name=name, ranks=tuple(sorted(ranks)), is_mutual=True)
-            if name in ("recv", "send"):
-                word, role = ("from", "src") if name == "recv" else ("to", "dst")
-                peer = _peer(own, role)
-                return UnrecordedCall(
-                    name=name if peer is None else f"{name} {word} rank {peer}",
-                    ranks=() if peer is None else (peer,),
-                    is_mutual=False,
-                )
+            if name in PEER_ROLES:
+                peer = _peer(own, PEER_ROLES[name])
+                ranks = () if peer is None else (peer,)
+                return UnrecordedCall(name=name, ranks=ranks, is_mutual=False)
     return None
 
 
@@ -257,8 +254,7 @@ def _groups(
                 site=thread.site,
             )
         )
-    ranks = _ranks_of_groups()
-    axes = _axes()
+    ranks, axes = _made_groups()
     made: Counter[tuple[int, ...]] = Counter()
     ordinals: dict[str, int] = {}
     for name, members in ranks.items():
@@ -321,23 +317,20 @@ def _root(kind: str, call: FrameType | None) -> int | None:
     return None
 
 
-def _axes() -> dict[str, GroupAxis]:
-    """How recordings name the groups; empty where that cannot be found out."""
-    from pytest_fsdp_comm.recording.mesh_axes import axes_of_groups  # noqa: PLC0415  # loads torch
+def _made_groups() -> tuple[dict[str, tuple[int, ...]], dict[str, GroupAxis]]:
+    """The ranks of every process group of this rank, in order of creation, and how each is called.
 
-    # The main thread may change what is read here, and names only make the report nicer.
+    Less than that, where torch has moved a name or the main thread changes what is read here: it is
+    only shown to people.
+    """
+    from torch import distributed as dist  # noqa: PLC0415  # loaded already
+
+    from pytest_fsdp_comm.recording import mesh_axes  # noqa: PLC0415  # loads torch
+
+    ranks: dict[str, tuple[int, ...]] = {}
     with contextlib.suppress(Exception):
-        return axes_of_groups()
-    return {}
-
-
-def _ranks_of_groups() -> dict[str, tuple[int, ...]]:
-    """The members of every process group of this rank, in order of creation."""
-    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    # Private, but the only list of all groups (read in torch 2.6 to 2.15); only shown to people.
-    groups = getattr(getattr(c10d, "_world", None), "pg_group_ranks", {})
-    return {
-        group.group_name: tuple(sorted(ranks))
-        for group, ranks in list(groups.items())
-        if hasattr(group, "group_name")
-    }
+        for group in mesh_axes.process_groups():
+            ranks[group.group_name] = tuple(sorted(dist.get_process_group_ranks(group)))
+    with contextlib.suppress(Exception):
+        return ranks, mesh_axes.axes_of_groups()
+    return ranks, {}

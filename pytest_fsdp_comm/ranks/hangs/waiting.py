@@ -5,14 +5,13 @@ A report is read on a screen: ranks in the same state share a line, and the rest
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from pytest_fsdp_comm.ranks.hangs.stacks import with_code
-from pytest_fsdp_comm.ranks.wire.positions import ROOT_ROLES, Activity, IssuedCollective
+from pytest_fsdp_comm.ranks.wire.positions import PEER_ROLES, ROOT_ROLES, Activity, IssuedCollective
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks, write_ranks
 
@@ -27,10 +26,7 @@ _MOST_STALLS: Final = 3
 _MOST_STACKS: Final = 4
 # Ranks that wait for one other rank each.
 _MOST_PEERS: Final = 16
-_OTHERS: Final = " other ranks"
-_PEER: Final = re.compile(r"(send to|recv from) rank (\d+)")
-_RELATIVE_PEER: Final = re.compile(r"(send to|recv from) rank r[+-]")
-
+_PEER_WORDS: Final = {"src": "from", "dst": "to"}
 # Whose inputs torch wants of one shape on every rank. Those of scatter, gather and all-to-all may
 # differ.
 _EQUAL_SIZES: Final = ("all_reduce", "all_gather", "allgather", "reduce", "broadcast")
@@ -58,8 +54,6 @@ _WHEREABOUTS: Final = {
 }
 
 _Positions: TypeAlias = Mapping[int, "Position"]
-_Issued: TypeAlias = Mapping[int, Mapping[int, IssuedCollective]]
-"""What each rank issued on a group, by its number."""
 _Write: TypeAlias = "Callable[[Sequence[int], int], str]"
 """Words what ranks do, all of them the same, at a level: 0 is exact, 2 the vaguest."""
 
@@ -109,12 +103,12 @@ def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:
         ``rank 3 called all_reduce of 400,000 float32, ranks 0-2 of 4 float32, in #1 of world at
         test_it.py:9 in test_it``, the rarest first; empty if nothing differs.
     """
-    for label, _, issued in _by_group(positions):
-        last = {one.seq for rank in failed for one in issued.get(rank, {}).values() if one.is_last}
-        for seq in sorted(last):
-            own = _issued(seq, issued)
-            if _unequal(label, seq, own) or _unlike_roots(own):
-                return _mismatch(f"#{seq} of {label}", own)
+    for group in _groups(positions):
+        ended = [one for rank in failed for one in group.issued.get(rank, {}).values()]
+        for seq in sorted({one.seq for one in ended if one.is_last}):
+            what, own = f"#{seq} of {group.label}", group.issued_as(seq)
+            if _unequal(what, own) or _unlike_roots(own):
+                return _mismatch(what, own)
     return ""
 
 
@@ -150,15 +144,27 @@ def _mismatch(what: str, own: Mapping[int, IssuedCollective]) -> str:
 
 def _contrast(texts: Mapping[int, str], verb: str, verb_of_several: str) -> str:
     """What each rank does differently: ``rank 3 <verb> this, ranks 0-2 that``, the rarest first."""
-    folded = sorted(fold_equal(texts), key=lambda fold: len(fold[0]))
-    most = _MOST_WAYS if len(folded) <= _MOST_WAYS else _MOST_WAYS - 1
-    parts = [f"{name_ranks(ranks)} {text}" for ranks, text in folded[:most]]
-    ranks, text = folded[0]
+    shown, ways, rest = _cut(sorted(fold_equal(texts), key=_rarity), _MOST_WAYS)
+    parts = [f"{name_ranks(ranks)} {text}" for ranks, text in shown]
+    ranks, text = shown[0]
     parts[0] = f"{name_ranks(ranks)} {verb if len(ranks) == 1 else verb_of_several} {text}"
-    rest = [rank for ranks, _ in folded[most:] for rank in ranks]
     if rest:
-        parts.append(f"{name_ranks(rest)} in {len(folded) - most} other ways")
+        parts.append(f"{name_ranks(rest)} in {ways} other ways")
     return ", ".join(parts)
+
+
+_Folds: TypeAlias = list[tuple[list[int], str]]
+
+
+def _cut(folded: _Folds, most: int) -> tuple[_Folds, int, list[int]]:
+    """What to show, how many others there are, at least two if any, and the ranks of these."""
+    shown = folded if len(folded) <= most else folded[: most - 1]
+    rest = [rank for ranks, _ in folded[len(shown) :] for rank in ranks]
+    return shown, len(folded) - len(shown), rest
+
+
+def _rarity(fold: tuple[list[int], str]) -> int:
+    return len(fold[0])
 
 
 def list_stacks(stacks: Mapping[int, str], title: Callable[[Sequence[int]], str]) -> list[str]:
@@ -169,18 +175,13 @@ def list_stacks(stacks: Mapping[int, str], title: Callable[[Sequence[int]], str]
         title: What to write above a stack, given the ranks.
     """
     lines = []
-    folded = fold_equal(stacks)
-    most = _MOST_STACKS if len(folded) <= _MOST_STACKS else _MOST_STACKS - 1
-    # The rarest first: the rank that all wait for is mostly alone.
-    shown = {ranks[0] for ranks, _ in sorted(folded, key=lambda fold: len(fold[0]))[:most]}
-    for ranks, stack in folded:
-        if ranks[0] in shown:
-            lines.append(title(ranks))
-            lines += [f"    {line}" for line in (stack or "position unknown").splitlines()]
-    rest = [rank for ranks, _ in folded if ranks[0] not in shown for rank in ranks]
+    # The rarest: the rank that all wait for is mostly alone.
+    shown, places, rest = _cut(sorted(fold_equal(stacks), key=_rarity), _MOST_STACKS)
+    for ranks, stack in sorted(shown):
+        lines.append(title(ranks))
+        lines += [f"    {line}" for line in (stack or "position unknown").splitlines()]
     if rest:
-        places = f"{len(folded) - most} other places"
-        lines.append(_say("{ranks} {is} at {places}", rest, places=places))
+        lines.append(_say("{ranks} {is} at {places} other places", rest, places=str(places)))
     return lines
 
 
@@ -227,18 +228,16 @@ def _guilty(reached: Mapping[int, set[int]]) -> set[int]:
 def _cause(reached: Mapping[int, set[int]], positions: _Positions) -> Iterator[str]:
     guilty = _guilty(reached)
     folded = fold_equal({rank: _whereabouts([rank], positions) for rank in guilty})
+    shown, places, rest = _cut(folded, _MOST_WAYS)
     before: list[int] = []
-    for number, (ranks, _) in enumerate(folded):
-        left = len(folded) - number
-        if number == _MOST_WAYS - 1 and left > 1:
-            rest = [rank for others, _ in folded[number:] for rank in others]
-            yield f"  and for {name_ranks(rest)}, at {left} other places"
-            break
+    for ranks, _ in shown:
         by = sorted(rank for rank, found in reached.items() if found & {*ranks})
         start = "all wait" if len(by) == len(reached) > 1 else _say("{ranks} {waits}", by)
         start = "  and" if by == before else start
         yield f"{start} for {name_ranks(ranks)}{_whereabouts(ranks, positions)}"
         before = by
+    if rest:
+        yield f"  and for {name_ranks(rest)}, at {places} other places"
     circle = [rank for rank, found in reached.items() if rank in found and not found & guilty]
     if circle:
         yield f"{name_ranks(circle)} wait for each other"
@@ -262,19 +261,38 @@ def _whereabouts(ranks: Sequence[int], positions: _Positions) -> str:
     return _say(f", which {_WHEREABOUTS[position.activity]}", ranks, at=at)
 
 
-def _by_group(positions: _Positions) -> Iterator[tuple[str, tuple[int, ...], _Issued]]:
-    """Each group's label, its ranks, and what each of them issued."""
-    groups: dict[tuple[str, tuple[int, ...]], dict[int, GroupPosition]] = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """A process group, as all of its ranks see it."""
+
+    label: str
+    ranks: Sequence[int]
+    issued: Mapping[int, Mapping[int, IssuedCollective]]
+    """What each rank issued, by its number."""
+
+    def issued_as(self, seq: int) -> dict[int, IssuedCollective]:
+        """What the ranks issued as one collective."""
+        own = {rank: by_seq[seq] for rank, by_seq in self.issued.items() if seq in by_seq}
+        # Once it is done, nothing tells gloo's reduce-scatter from the all-reduce that it runs as.
+        if "reduce_scatter" in {one.kind for one in own.values()}:
+            for rank, one in own.items():
+                if one.is_done and one.kind == "all_reduce":
+                    own[rank] = replace(one, kind="reduce_scatter")
+        return own
+
+
+def _groups(positions: _Positions) -> Iterator[_Group]:
+    seen: defaultdict[object, dict[int, GroupPosition]] = defaultdict(dict)
     for rank, position in positions.items():
         for group in position.groups:
-            groups.setdefault((group.name, group.ranks), {})[rank] = group
-    named = {key: min(by_rank.values(), key=_vagueness) for key, by_rank in groups.items()}
-    for key, by_rank in groups.items():
-        label = _label(named[key], [one for one in named.values() if one.axis == named[key].axis])
-        issued = {
-            rank: {one.seq: one for one in group.collectives} for rank, group in by_rank.items()
-        }
-        yield label, key[1] or tuple(sorted(by_rank)), issued
+            seen[group.name, group.ranks][rank] = group
+    named = [min(by_rank.values(), key=_vagueness) for by_rank in seen.values()]
+    for group, by_rank in zip(named, seen.values(), strict=True):
+        yield _Group(
+            label=_label(group, [other for other in named if other.axis == group.axis]),
+            ranks=group.ranks or sorted(by_rank),
+            issued={rank: {one.seq: one for one in of.collectives} for rank, of in by_rank.items()},
+        )
 
 
 def _label(group: GroupPosition, namesakes: Iterable[GroupPosition]) -> str:
@@ -304,62 +322,47 @@ def _vagueness(group: GroupPosition) -> int:
     return 1 if group.axis == "world" else 0
 
 
-def _issued(seq: int, issued: _Issued) -> dict[int, IssuedCollective]:
-    """What the ranks issued as one collective."""
-    own = {rank: by_seq[seq] for rank, by_seq in issued.items() if seq in by_seq}
-    # Once it is done, nothing tells gloo's reduce-scatter from the all-reduce that it runs it as.
-    if "reduce_scatter" in {one.kind for one in own.values()}:
-        for rank, one in own.items():
-            if one.is_done and one.kind == "all_reduce":
-                own[rank] = replace(one, kind="reduce_scatter")
-    return own
-
-
 def _stalls(positions: _Positions) -> Iterator[_Stall]:
     """What ranks wait in on each group: the first collective of main threads, and of others."""
-    for label, members, issued in _by_group(positions):
-        told: set[int] = set()
+    for group in _groups(positions):
+        of_main_threads: set[int] = set()
         for is_aside in (False, True):
-            waited_in = {
-                one.seq
-                for rank, by_seq in issued.items()
+            waiting = {
+                (one.seq, rank)
+                for rank, by_seq in group.issued.items()
                 for one in by_seq.values()
-                if _waits(positions[rank], one, is_aside=is_aside)
+                if (one.thread if is_aside else one.is_waited_in)
+                and one.seq not in of_main_threads
+                and not one.is_done
+                and positions[rank].activity is Activity.RUNS
             }
-            if waited_in - told:
-                yield _stall(label, min(waited_in - told), issued, members, positions)
-            told |= waited_in
-
-
-def _waits(position: Position, one: IssuedCollective, *, is_aside: bool) -> bool:
-    waits = bool(one.thread) if is_aside else one.is_waited_in
-    return waits and not one.is_done and position.activity is Activity.RUNS
+            if waiting:
+                seq = min(waiting)[0]
+                ranks = sorted(rank for other, rank in waiting if other == seq)
+                yield _stall(group, seq, ranks, positions, is_aside=is_aside)
+            of_main_threads = {seq for seq, _ in waiting}
 
 
 def _stall(
-    label: str, seq: int, issued: _Issued, members: Sequence[int], positions: _Positions
+    group: _Group, seq: int, inside: Sequence[int], positions: _Positions, *, is_aside: bool
 ) -> _Stall:
-    own = _issued(seq, issued)
-    kept, aside = (
-        [rank for rank, one in own.items() if _waits(positions[rank], one, is_aside=is_aside)]
-        for is_aside in (False, True)
-    )
-    what = f"#{seq} of {label}"
+    own = group.issued_as(seq)
+    what = f"#{seq} of {group.label}"
     waiting = {}
-    for rank in kept or aside:
+    for rank in inside:
         one, module = own[rank], positions[rank].module
         serving = f" for {module}" if module and not one.thread else ""
         thread = f" in thread {one.thread}" if one.thread else ""
         text = f"{one.kind} {what}{serving} ({show_nbytes(one.nbytes)}){thread}"
         waiting[rank] = (_at(text, one.site), text, what)
-    unequal = _unequal(label, seq, own)
+    unequal = _unequal(what, own)
     notes = unequal or _unlike_roots(own)
-    absent = [rank for rank in members if rank not in waiting]
+    absent = [rank for rank in group.ranks if rank not in waiting]
     never = frozenset(rank for rank in absent if rank not in own)
     gone_on = frozenset(rank for rank in absent if rank in own and own[rank].is_done)
 
     def write(ranks: Sequence[int], level: int) -> str:
-        before, more = issued.get(ranks[0], {}), ""
+        before, more = group.issued.get(ranks[0], {}), ""
         if one := own.get(ranks[0]):
             thread = f" in thread {one.thread}" if one.thread else ""
             text = "finished it" if one.is_done else f"issued it{thread}"
@@ -369,7 +372,7 @@ def _stall(
             text = "never issued it"
             if before:
                 last = before[max(before)]
-                past = f"last of {label} was {last.kind} #{last.seq}"
+                past = f"last of {group.label} was {last.kind} #{last.seq}"
                 more = _say(" ({its} {past})", ranks, past=past)
         return f"{text}{'' if level > 1 else more}{_place(ranks, positions, level)}"
 
@@ -380,7 +383,7 @@ def _stall(
         missing=never or (frozenset() if notes else gone_on),
         absent=dict.fromkeys(_answering(absent, positions), write),
         notes=notes,
-        is_aside=not kept,
+        is_aside=is_aside,
     )
 
 
@@ -405,14 +408,14 @@ def _place(ranks: Sequence[int], positions: _Positions, level: int) -> str:
     return _say(", and {is} at {site}", ranks, site=site) if site else ""
 
 
-def _unequal(label: str, seq: int, own: Mapping[int, IssuedCollective]) -> tuple[str, ...]:
+def _unequal(what: str, own: Mapping[int, IssuedCollective]) -> tuple[str, ...]:
     """Why a collective that all ranks have issued does not end."""
     kinds = {one.kind for one in own.values()}
     if len(kinds) > 1:
-        return (f"  these differ: #{seq} of {label} must be the same collective on every rank",)
+        return (f"  these differ: {what} must be the same collective on every rank",)
     sizes = {one.nbytes for one in own.values()}
     if len(sizes) > 1 and next(iter(kinds)).lstrip("_").startswith(_EQUAL_SIZES):
-        return (f"  the sizes differ: #{seq} of {label} must have the same shape on every rank",)
+        return (f"  the sizes differ: {what} must have the same shape on every rank",)
     return ()
 
 
@@ -446,10 +449,13 @@ def _call_stalls(positions: _Positions) -> Iterator[_Stall]:
     for call in dict.fromkeys(calls.values()):
         inside = [rank for rank, other in calls.items() if other == call]
         missing = frozenset(call.ranks).difference(inside)
-        of = f" of {name_ranks(call.ranks)}" if call.is_mutual and call.ranks else ""
-        # Sends, and receives, are told together: they may be links of a chain.
-        what = _PEER.sub(rf"\1{_OTHERS}", f"{call.name}{of}")
-        texts = {rank: peers.get(rank, f"{call.name}{of}") for rank in inside}
+        what = f"{call.name} of {name_ranks(call.ranks)}" if call.is_mutual else call.name
+        texts = dict.fromkeys(inside, what)
+        if call.name in PEER_ROLES and call.ranks:
+            name = f"{call.name} {_PEER_WORDS[PEER_ROLES[call.name]]}"
+            texts = {rank: f"{name} rank {peers.get(rank, call.ranks[0])}" for rank in inside}
+            # Told together: they may be links of a chain.
+            what = f"{name} other ranks"
         yield _Stall(
             what=what,
             waiting={
@@ -461,29 +467,29 @@ def _call_stalls(positions: _Positions) -> Iterator[_Stall]:
 
 
 def _peers(calls: Mapping[int, UnrecordedCall], positions: _Positions) -> dict[int, str]:
-    """Sends and receives in words relative to the rank, where many ranks do alike."""
+    """The other rank relative to the rank, ``r-1``, where many ranks send or receive alike."""
     steps = {
-        rank: (match[1], int(match[2]) - rank, positions[rank].site)
+        rank: (call.name, call.ranks[0] - rank, positions[rank].site)
         for rank, call in calls.items()
-        if (match := _PEER.fullmatch(call.name))
+        if call.name in PEER_ROLES and call.ranks
     }
     counts = Counter(steps.values())
     # With the one that closes a ring, more than are listed one by one.
     return {
-        rank: f"{step[0]} rank r{step[1]:+}"
-        for rank, step in steps.items()
-        if counts[step] >= _MOST_WAYS - 1 and len(steps) >= _MOST_WAYS
+        rank: f"r{step:+}"
+        for rank, (name, step, site) in steps.items()
+        if counts[name, step, site] >= _MOST_WAYS - 1 and len(steps) >= _MOST_WAYS
     }
 
 
 def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterator[str]:
     """Explains one stall, or those of parallel groups."""
     waits = {rank: texts for stall in stalls for rank, texts in stall.waiting.items()}
-    most = _MOST_PEERS if stalls[0].what.endswith(_OTHERS) else _MOST_WAYS
+    most = _MOST_PEERS if stalls[0].what.endswith(" other ranks") else _MOST_WAYS
     for ranks, text in _folded(waits, lambda ranks, level: waits[ranks[0]][level], most=most):
         each = f"each rank r of {write_ranks(ranks, separator=', ')} waits"
-        start = each if _RELATIVE_PEER.match(text) else _say("{ranks} {waits}", ranks)
-        yield f"{start} in {text}"
+        is_relative = text.startswith(tuple(PEER_ROLES)) and " rank r" in text
+        yield f"{each if is_relative else _say('{ranks} {waits}', ranks)} in {text}"
     yield from dict.fromkeys(note for stall in stalls for note in stall.notes)
     absent = {rank: write for stall in stalls for rank, write in stall.absent.items()}
 

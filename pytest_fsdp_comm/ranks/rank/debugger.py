@@ -1,10 +1,4 @@
-"""Debuggers in ranks: one rank has the terminal, the others go on without.
-
-Private names of pytest 8.4 to 9.2, beside those in `isolation`: ``pytestPDB._init_pdb``, which
-every way into a debugger passes, and ``MultiCapture`` with ``CaptureManager._global_capturing``,
-which pytest suspends before and resumes after a debugger. ``tests/unit/ranks/test_isolation.py``
-fails when one moves.
-"""
+"""Debuggers in ranks: one rank has the terminal, the others go on without."""
 
 from __future__ import annotations
 
@@ -28,6 +22,12 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.ranks.rank.terminal import RankTerminal
     from pytest_fsdp_comm.ranks.wire.results import RankResult
+
+# Note [Debugging a rank]: every way into a debugger makes it by pytestPDB._init_pdb, and pytest
+# suspends its capture before and resumes it after one, input included. So the rank that debugs has
+# a capture that does nothing but take the terminal meanwhile; in the others, what makes a debugger
+# makes one that goes on. Private names of pytest 8.4 to 9.2, beside those in `isolation`;
+# tests/unit/ranks/test_isolation.py fails when one moves.
 
 QUIT: str = "Exit: Quitting debugger"
 """How the exception reads with which pytest ends the session when a debugger was quit."""
@@ -75,12 +75,7 @@ def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
 
 
 def debug_elsewhere(config: pytest.Config, skip: Callable[[FrameType], None]) -> None:
-    """Makes every way into a debugger go on, in a rank that has no terminal.
-
-    Args:
-        config: The rank's.
-        skip: Called with the frame of each call of a debugger.
-    """
+    """Makes each call of a debugger call `skip` with its frame, in a rank without the terminal."""
     _without_debuggers(config, lambda *_, **__: SimpleNamespace(set_trace=skip))
 
 

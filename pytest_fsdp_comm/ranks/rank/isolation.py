@@ -1,8 +1,4 @@
-"""Makes the copied pytest session in a rank silent and local to the rank.
-
-Private names of pytest 8.4 to 9.2 are used here and nowhere else in this package; each has a
-contract test in ``tests/unit/ranks/test_isolation.py``.
-"""
+"""Makes the copied pytest session in a rank silent and local to the rank."""
 
 from __future__ import annotations
 
@@ -21,6 +17,9 @@ from pytest_fsdp_comm import upstream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# Note [Private names of pytest]: those of 8.4 to 9.2 are used here and in `debugger`; each has a
+# contract test in tests/unit/ranks/test_isolation.py.
 
 # Plugins that write what only the parent may write: terminal, files, caches, xdist's channel.
 _PARENTS_PLUGINS = (

@@ -156,11 +156,7 @@ class OutputFile:
     """A file that a rank writes to, whose disk is bounded; see Note [Kept output]."""
 
     def __init__(self, path: Path) -> None:
-        """Begins with the whole file kept; it need not exist yet.
-
-        Args:
-            path: The file.
-        """
+        """Begins with the whole file kept; it need not exist yet."""
         self._path = path
         self._size = 0
         # Where the holes end that were made: before the phase, and in its middle.

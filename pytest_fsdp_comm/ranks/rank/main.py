@@ -94,12 +94,7 @@ class RankTemplate:
                 _ = item.location  # pytest caches it
 
     def run_rank(self, spec: RankSetSpec, rank: int) -> NoReturn:
-        """Runs tests until the supervisor hangs up, and ends the process.
-
-        Args:
-            spec: The rank set's.
-            rank: The rank that this process is from now on.
-        """
+        """Runs tests as a rank until the supervisor hangs up, and ends the process."""
         session = self._session
         flush_streams()
         redirect_output(spec, rank)
@@ -164,24 +159,25 @@ class RankTemplate:
                 can_run_another=self._plugin.can_run_another_test(),
             )
             context.exchange.leave()
-            save_coverage()
-            flush_streams()
-            channel.send(ended)
-            command = channel.receive()
+            command = _ask_for_next(channel, ended)
             number += 1
         if isinstance(command, EndTests):
             self._plugin.end_tests(item)
             self._end_process(item)
-            save_coverage()
-            flush_streams()
-            channel.send(TestsEnded())
             # Its end is the supervisor's to decide.
-            channel.receive()
+            _ask_for_next(channel, TestsEnded())
 
     def _end_process(self, item: pytest.Item) -> None:
         """Does what Python does as a process exits, which this one does not do by itself."""
         self._plugin.run_exit_functions(item)
         run_finalizers()
+
+
+def _ask_for_next(channel: _Channel, ended: TestEnded | TestsEnded) -> RunTest | EndTests | None:
+    save_coverage()
+    flush_streams()
+    channel.send(ended)
+    return channel.receive()
 
 
 def _context(spec: RankSetSpec, rank: int, number: int, departures: Marks) -> RankContext:

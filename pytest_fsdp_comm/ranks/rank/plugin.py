@@ -63,11 +63,7 @@ class RankPlugin:
     _keeps_random_states: bool
 
     def __init__(self, config: pytest.Config) -> None:
-        """Redirects the output of subtests.
-
-        Args:
-            config: The session's.
-        """
+        """Redirects the output of subtests."""
         self._config = config
         self._logs: list[_Log] = []
         self._held: PhaseReport | None = None
@@ -85,7 +81,7 @@ class RankPlugin:
         *,
         shares_random_states: bool,
     ) -> None:
-        """Connects the hooks to a rank, whose logs are read from their start.
+        """Connects the hooks to a rank and its supervisor; logs are read from their start.
 
         Args:
             channel: To the supervisor.
@@ -121,12 +117,9 @@ class RankPlugin:
             report = item.ihook.pytest_runtest_makereport(item=item, call=call)
             item.ihook.pytest_runtest_logreport(report=report)
 
+    # The last test gets the blame.
     def end_tests(self, item: pytest.Item) -> None:
-        """Ends the fixtures that were kept for a test which does not follow.
-
-        Args:
-            item: The last test, which gets the blame.
-        """
+        """Ends the fixtures that were kept for a test which does not follow the last one."""
         # As pytest's own session does at its end.
         self._report_failure(item, partial(item.session._setupstate.teardown_exact, None))  # noqa: SLF001
         self._report_failure(item, partial(raise_lost_exceptions, item))

@@ -54,16 +54,15 @@ def set_environment(
 ) -> None:
     """Sets the variables that torchrun would, the visible GPUs, and one thread per rank.
 
-    Ranks share the machine: with torch's default of a thread for each core they fight for it. Also,
-    OpenMP's pool does not survive a fork: a forked child that used the parent's pool hung 9 of 9
-    times, and never with one thread (torch 2.13, CPU).
-
     Args:
         settings: How the test runs on ranks.
         rank: This rank.
         gpus: The GPUs that the test's ranks may use; empty leaves the caller's list as it is.
         local: The rank on its machine; None if all ranks are on this one.
     """
+    # Ranks share the machine: with torch's default of a thread for each core they fight for it.
+    # Also, OpenMP's pool does not survive a fork: a forked child that used the parent's pool hung 9
+    # of 9 times, and never with one thread (torch 2.13, CPU).
     if gpus:
         os.environ[visible_gpus_variable(os.environ)] = ",".join(gpus)
     os.environ["RANK"] = str(rank)

@@ -71,9 +71,6 @@ def put_sockets_below(directory: Path) -> None:
     """Has managers, pools and servers put their sockets where they are removed in any case.
 
     Otherwise into a directory of each process, below ``TMPDIR``, that a killed one leaves behind.
-
-    Args:
-        directory: The rank set's.
     """
     process: Any = multiprocessing.process.current_process()
     config = getattr(process, "_config", None)

@@ -55,11 +55,7 @@ def restore_states(states: Sequence[Any]) -> None:
 
 
 def equalize(exchange: RankExchange) -> None:
-    """Seeds those libraries alike whose states differ between the ranks of one test.
-
-    Args:
-        exchange: Of all ranks, each of which calls this once.
-    """
+    """Seeds those libraries alike whose states differ between ranks, each of which calls this."""
     # The text of a tensor leaves numbers out.
     own = [state.tolist() if hasattr(state, "tolist") else state for state in read_states()]
     digests = " ".join(hashlib.sha256(repr(state).encode()).hexdigest() for state in own)

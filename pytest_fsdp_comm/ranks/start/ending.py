@@ -65,11 +65,7 @@ def adopt_orphans() -> bool:
 
 
 def end_with_parent(parent: int) -> None:
-    """Makes the kernel end this process, and a program that it becomes, when its parent ends.
-
-    Args:
-        parent: The process that has forked this one.
-    """
+    """Makes the kernel end this process, and a program that it becomes, when its parent ends."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

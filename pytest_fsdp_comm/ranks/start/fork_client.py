@@ -7,7 +7,8 @@ import os
 import select
 import socket
 import time
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from collections import defaultdict
+from typing import TYPE_CHECKING, TypeVar
 
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, await_end, kill, kill_groups
@@ -19,8 +20,6 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     EndSet,
     RankExited,
     ServerFailed,
-    ServerReply,
-    ServerRequest,
     SetEnded,
     SetStarted,
     StartSet,
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.ranks.start.fork_server import RunRank
     from pytest_fsdp_comm.ranks.start.slots import SharedDirectory
+    from pytest_fsdp_comm.ranks.wire.messages import ServerReply
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
-
-_Channel: TypeAlias = Channel[ServerReply]
 
 _Reply = TypeVar("_Reply", SetStarted, SetEnded)
 
@@ -81,6 +79,7 @@ class ForkServer:
         self._until_exit = os.dup(ours.fileno())
         self._channel = Channel(ours, FORK_CLIENT)
         self._sets = 0
+        self._statuses: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._status: int | None = None
         self._is_reaped = False
 
@@ -95,21 +94,61 @@ class ForkServer:
             ServerDiedError: The server is gone. Methods of the rank set raise it too.
         """
         self._sets += 1
-        _ask(self._channel, StartSet(number=self._sets, spec=spec, spares=spares))
-        return ForkedRanks(self._channel, self._sets, kill=self.kill)
+        request = StartSet(number=self._sets, spec=spec, spares=spares)
+        return ForkedRanks(self, self.ask(request, SetStarted, _PREPARED_WITHIN_S))
+
+    def ask(self, request: StartSet | EndSet, cls: type[_Reply], within_s: float) -> _Reply:
+        """Sends a request and waits for its answer; a server that gives none is killed."""
+        until = time.monotonic() + within_s
+        self._channel.settimeout(max(within_s, 0.001))
+        try:
+            self._channel.send(request)
+        except OSError:
+            self._take(self._channel.receive_available())
+            raise ServerDiedError from None
+        while True:
+            self._channel.settimeout(max(until - time.monotonic(), 0.001))
+            reply = None
+            try:
+                reply = self._channel.receive()
+            except TimeoutError:
+                self.kill()
+            if reply is None:
+                raise ServerDiedError
+            self._take([reply])
+            if isinstance(reply, cls) and reply.number == request.number:
+                return reply
+
+    def exit_statuses(self, number: int) -> dict[int, int]:
+        """The ranks of a set that ended, with exit status or minus signal number."""
+        self._take(self._channel.take_pending())
+        while select.select([self._channel], [], [], 0)[0]:
+            self.raise_if_failed()
+        return self._statuses[number]
 
     def raise_if_failed(self) -> None:
-        """Reads what the server said last, if it has ended.
+        """Reads what the server has said, its last words too if it has ended.
 
         Raises:
             ServerDiedError: It has.
         """
         self._channel.settimeout(0.0)
         with contextlib.suppress(BlockingIOError):
-            _raise_if_failed(self._channel.receive_available())
+            self._take(self._channel.receive_available())
         self._channel.settimeout(None)
         if self._channel.is_closed:
             raise ServerDiedError
+
+    def _take(self, replies: Iterable[ServerReply]) -> None:
+        for reply in replies:
+            if isinstance(reply, ServerFailed):
+                raise ServerDiedError(reply.reason)
+            if isinstance(reply, RankExited):
+                self._statuses[reply.number][reply.rank] = reply.status
+
+    def fileno(self) -> int:
+        """The connection, which becomes readable when a rank ended."""
+        return self._channel.fileno()
 
     def kill(self) -> None:
         """Ends the server immediately, and with it the ranks."""
@@ -150,13 +189,13 @@ def fork_server(
     users: SharedDirectory | None,
     preloaded: Sequence[str] = (),
 ) -> ForkServer:
-    """Forks the server from this process; see Note [Fork server].
+    """Forks the server from this process; arguments as for `fork_server.serve`.
 
     Args:
-        prepare: As for `fork_server.serve`.
-        directory: As for `fork_server.serve`.
+        prepare: As there.
+        directory: As there.
         users: This process's use of the slots' directory, where several processes use it.
-        preloaded: Modules that ranks find imported, beside torch's.
+        preloaded: As there, beside torch's.
     """
 
     def start(ours: socket.socket, theirs: socket.socket) -> int:
@@ -180,32 +219,19 @@ def fork_server(
 class ForkedRanks:
     """One rank set, seen from the pytest process."""
 
-    def __init__(self, channel: _Channel, number: int, *, kill: Callable[[], None]) -> None:
-        """Waits for the ranks' process ids.
-
-        Args:
-            channel: To the fork server.
-            number: The rank set's, which is unique on the server.
-            kill: Ends a server that does not answer.
-        """
-        self._kill_server = kill
-        self._channel = channel
-        self._number = number
-        self._statuses: dict[int, int] = {}
-        self._pids = self._await(SetStarted, _PREPARED_WITHIN_S).pids
+    def __init__(self, server: ForkServer, started: SetStarted) -> None:
+        """Stores what started the ranks, and what it said of them."""
+        self._server = server
+        self._number = started.number
+        self._pids = started.pids
 
     def fileno(self) -> int:
         """The server's connection, which becomes readable when a rank ended."""
-        return self._channel.fileno()
+        return self._server.fileno()
 
     def exit_statuses(self) -> dict[int, int]:
         """The ranks that ended, with exit status or minus signal number."""
-        self._take(self._channel.take_pending())
-        while select.select([self._channel], [], [], 0)[0]:
-            self._take(self._channel.receive_available())
-            if self._channel.is_closed:
-                raise ServerDiedError
-        return self._statuses
+        return self._server.exit_statuses(self._number)
 
     def pid(self, rank: int) -> int:
         """The process that a rank is, or was."""
@@ -233,46 +259,10 @@ class ForkedRanks:
         Returns:
             Process ids of the ranks that were killed and are still there.
         """
+        request = EndSet(number=self._number, within_s=within_s)
         try:
-            _ask(self._channel, EndSet(number=self._number, within_s=within_s))
-            return self._await(SetEnded, within_s + _ANSWERED_WITHIN_S).unended
+            return self._server.ask(request, SetEnded, within_s + _ANSWERED_WITHIN_S).unended
         except ServerDiedError:
             # Its ranks died with it (`end_with_parent`), but not what they had forked.
             kill_groups(self._pids.values())
             return {}
-
-    def _await(self, cls: type[_Reply], within_s: float) -> _Reply:
-        """Waits for an answer; a server that gives none is killed."""
-        until = time.monotonic() + within_s
-        while True:
-            self._channel.settimeout(max(until - time.monotonic(), 0.001))
-            reply = None
-            try:
-                reply = self._channel.receive()
-            except TimeoutError:
-                self._kill_server()
-            if reply is None:
-                raise ServerDiedError
-            self._take([reply])
-            if isinstance(reply, cls) and reply.number == self._number:
-                return reply
-
-    def _take(self, replies: Iterable[ServerReply]) -> None:
-        for reply in replies:
-            _raise_if_failed([reply])
-            if isinstance(reply, RankExited) and reply.number == self._number:
-                self._statuses[reply.rank] = reply.status
-
-
-def _ask(channel: _Channel, request: ServerRequest) -> None:
-    try:
-        channel.send(request)
-    except OSError:
-        _raise_if_failed(channel.receive_available())
-        raise ServerDiedError from None
-
-
-def _raise_if_failed(replies: Iterable[ServerReply]) -> None:
-    for reply in replies:
-        if isinstance(reply, ServerFailed):
-            raise ServerDiedError(reply.reason)

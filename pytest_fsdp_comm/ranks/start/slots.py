@@ -132,11 +132,7 @@ class HeldSlots:
     """Slots in use, until they are released or this process ends."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Locks slots that were granted, within the turn.
-
-        Args:
-            files: As `Grant.files`.
-        """
+        """Locks the files of slots that were granted, within the turn."""
         self._descriptors = [_opened(file) for file in files]
         for descriptor in self._descriptors:
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -8,6 +8,8 @@ from typing import Final
 
 ROOT_ROLES: Final = {"broadcast": "src", "gather": "dst", "reduce": "dst", "scatter": "src"}
 """How torch calls the one rank that a collective gives to, or takes from."""
+PEER_ROLES: Final = {"recv": "src", "send": "dst"}
+"""Likewise of calls between two ranks."""
 
 
 class Activity(StrEnum):
@@ -86,9 +88,9 @@ class UnrecordedCall:
     """A call that waits for other ranks, and is no collective that the flight recorder knows."""
 
     name: str
-    """What the rank waits in, such as ``new_group`` or ``recv from rank 1``."""
+    """What the rank waits in, such as ``new_group`` or ``recv``."""
     ranks: tuple[int, ...]
-    """The ranks that it may wait for, itself not left out."""
+    """The ranks that it may wait for, itself not left out; empty if any."""
     is_mutual: bool
     """Whether these ranks have to make the same call."""
 

@@ -14,7 +14,7 @@ import pytest
 
 from pytest_fsdp_comm.ranks.hangs.process_state import start_time
 from pytest_fsdp_comm.ranks.start import ending, fork_client
-from pytest_fsdp_comm.ranks.start.fork_client import ForkedRanks, ServerDiedError
+from pytest_fsdp_comm.ranks.start.fork_client import ForkedRanks, ForkServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.text.codec import CodecError
@@ -40,31 +40,43 @@ def end(number):
     return messages.EndSet(number=number, within_s=1.0)
 
 
-def test_a_server_that_does_not_answer_is_killed(channels, monkeypatch):
-    ours, theirs = channels
+@pytest.fixture
+def server(monkeypatch):
+    """A server that has not started, its end of the connection, and how often it was killed."""
+    ends, killed = [], []
+
+    def start(_, theirs):
+        ends.append(Channel(theirs.dup(), messages.FORK_SERVER))
+        return 0
+
+    monkeypatch.setattr(ForkServer, "kill", lambda _: killed.append(True))
+    found = ForkServer(start)
+    yield found, ends[0], killed
+    ends[0].close()
+    found._channel.close()
+    os.close(found._until_exit)
+
+
+def test_a_server_that_does_not_answer_is_killed(server, monkeypatch):
+    ours, theirs, killed = server
     for name in ("_PREPARED_WITHIN_S", "_ANSWERED_WITHIN_S"):
         monkeypatch.setattr(fork_client, name, 0.05)
-    killed = []
-
-    def kill():
-        killed.append(True)
-
-    with pytest.raises(ServerDiedError):
-        ForkedRanks(ours, 1, kill=kill)
-    assert len(killed) == 1
     theirs.send(started(2, rank0=1))  # of another rank set
-    theirs.send(started(1, rank0=2**22 + 1))  # of nobody
-    ranks = ForkedRanks(ours, 1, kill=kill)
+    with pytest.raises(ServerDiedError):
+        ours.ask(end(1), messages.SetStarted, 0.05)
+    assert len(killed) == 1
+    ranks = ForkedRanks(ours, started(1, rank0=2**22 + 1))  # of nobody
     assert ranks.end(0.0) == {}
     assert len(killed) == 2
 
 
-def test_a_server_tells_which_ranks_it_could_not_end(channels):
-    ours, theirs = channels
-    theirs.send(started(1, rank0=10, rank1=11))
+def test_a_server_tells_which_ranks_it_could_not_end(server):
+    ours, theirs, _ = server
+    theirs.send(messages.RankExited(number=1, rank=0, status=3))
     theirs.send(messages.SetEnded(number=1, unended={1: 11}))
-    ranks = ForkedRanks(ours, 1, kill=lambda: None)
+    ranks = ForkedRanks(ours, started(1, rank0=10, rank1=11))
     assert ranks.end(0.0) == {1: 11}
+    assert ranks.exit_statuses() == {0: 3}
     assert theirs.receive() == messages.EndSet(number=1, within_s=0.0)
 
 

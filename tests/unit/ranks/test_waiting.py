@@ -243,7 +243,7 @@ def test_calls_that_are_no_collectives_keep_ranks_too():
         "rank 0 waits in new_group of ranks 0-1 at a.py:1 in f",
         "rank 1 has not called it, and has finished the test",
     ]
-    receives = UnrecordedCall(name="recv from rank 1", ranks=(1,), is_mutual=False)
+    receives = UnrecordedCall(name="recv", ranks=(1,), is_mutual=False)
     receives = Position(site="a.py:2 in f", call=receives)
     assert explain_waiting({0: receives, 1: Position(site="b.py:1 in g")}) == [
         "rank 0 waits for rank 1, at b.py:1 in g",
@@ -480,11 +480,11 @@ def test_a_thread_is_named_that_waits_in_the_group_of_the_main_one():
     assert "rank 0 issued it in thread metrics (reduce, 8 B)" in "\n".join(found)
 
 
-def chain(step, *, size, first=0, verb="recv from", sites=1):
+def chain(step, *, size, first=0, verb="recv", sites=1):
     return {
         rank: Position(
             site=f"a.py:{rank % sites} in f",
-            call=UnrecordedCall(name=f"{verb} rank {peer}", ranks=(peer,), is_mutual=False),
+            call=UnrecordedCall(name=verb, ranks=(peer,), is_mutual=False),
         )
         for rank in range(first, size)
         for peer in [(rank + step) % size]
@@ -504,7 +504,7 @@ def test_a_ring_is_shown_whole():
         f"rank 0 waits in recv from rank 63 {at}",
         f"each rank r of 1-63 waits in recv from rank r-1 {at}",
     ]
-    assert explain_waiting(chain(2, size=64, verb="send to"))[1:] == [
+    assert explain_waiting(chain(2, size=64, verb="send"))[1:] == [
         f"each rank r of 0-61 waits in send to rank r+2 {at}",
         f"rank 62 waits in send to rank 0 {at}",
         f"rank 63 waits in send to rank 1 {at}",
