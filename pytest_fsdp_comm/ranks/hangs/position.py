@@ -13,7 +13,7 @@ import linecache
 import re
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -255,11 +255,9 @@ def _groups(
             )
         )
     ranks, axes = _made_groups()
-    made: Counter[tuple[int, ...]] = Counter()
-    ordinals: dict[str, int] = {}
+    alike: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
     for name, members in ranks.items():
-        made[members] += 1
-        ordinals[name] = made[members]
+        alike[members].append(name)
     # Also the groups in which this rank has issued nothing: it may be the one that is waited for.
     return tuple(
         GroupPosition(
@@ -268,7 +266,7 @@ def _groups(
             is_shape=name in axes and axes[name].is_shape,
             ranks=ranks.get(name, ()),
             collectives=tuple(issued.get(name, [])[-_KEPT_COLLECTIVES:]),
-            ordinal=ordinals.get(name, 1),
+            ordinal=alike[ranks[name]].index(name) + 1 if name in ranks else 1,
         )
         for name in dict.fromkeys((*issued, *ranks))
     )

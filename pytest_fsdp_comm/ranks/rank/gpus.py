@@ -47,11 +47,7 @@ def visible_gpu_count() -> int:
 
 
 def is_driver_started(torch: Any) -> bool:
-    """Whether this process has started the CUDA driver, by whatever call of torch.
-
-    Args:
-        torch: The module, which is loaded.
-    """
+    """Whether this process has started the CUDA driver, by whatever call of torch."""
     # Builds of torch without CUDA lack the name, and need no fork.
     has_cuda = hasattr(torch._C, "_cuda_isInBadFork")  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
     return has_cuda and _answer_of_child(lambda: 0) == _UNUSABLE
@@ -61,10 +57,7 @@ def is_driver_started(torch: Any) -> bool:
 def no_gpu_error(torch: Any) -> str:
     """What torch says to whoever uses a GPU, where the CUDA driver was started and found none.
 
-    Kept, so that forked children know it, in which torch blames the fork.
-
-    Args:
-        torch: The module. Its driver is started by this, if it is not yet.
+    Kept, so that forked children know it, in which torch blames the fork. Starts the driver.
 
     Returns:
         The error's text; empty if there are GPUs.

@@ -1,4 +1,4 @@
-"""What to do where torch only says which state its default process group is in."""
+"""Adds what to do to torch's errors about its default process group."""
 
 from __future__ import annotations
 
@@ -44,12 +44,7 @@ test.
 
 
 def add_remedy(error: BaseException, item: pytest.Item) -> None:
-    """Adds a note to an error of torch about the default process group.
-
-    Args:
-        error: What the test or one of its fixtures raised.
-        item: The test.
-    """
+    """Adds a note to an error of torch about the default process group."""
     if not isinstance(error, ValueError):
         return
     text = str(error)

@@ -86,11 +86,11 @@ def _raising_its_first_failure(test: Callable[..., Any], hint: str) -> Callable[
     from hypothesis.errors import HypothesisException  # noqa: PLC0415  # loaded already
 
     failures: list[BaseException] = []
-    # What the last example drew within the test, from which of the test's `data()` arguments.
-    drawn: list[tuple[int, Callable[..., Any]]] = []
+    # What the last example drew within the test: from which of its `data()` arguments, and how.
+    drawn: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
 
     def noted_draw(number: int, source: Any, *args: Any, **kwargs: Any) -> Any:
-        drawn.append((number, lambda draw, other: draw(other, *args, **kwargs)))
+        drawn.append((number, args, kwargs))
         return type(source).draw(source, *args, **kwargs)
 
     @contextlib.contextmanager
@@ -98,8 +98,8 @@ def _raising_its_first_failure(test: Callable[..., Any], hint: str) -> Callable[
         __tracebackhide__ = True
         sources = [given for given in arguments if type(given).__name__ == "DataObject"]
         if failures:
-            for number, draw in drawn:
-                draw(type(sources[number]).draw, sources[number])
+            for number, args, kwargs in drawn:
+                type(sources[number]).draw(sources[number], *args, **kwargs)
             raise failures[0]
         drawn.clear()
         for number, source in enumerate(sources):

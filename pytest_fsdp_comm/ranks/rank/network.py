@@ -43,9 +43,6 @@ def interface_towards(host: str, port: int) -> str | None:
 def gloo_problem(environment: Mapping[str, str]) -> str:
     """What of this machine's network keeps gloo from connecting, and what to do about it.
 
-    Args:
-        environment: The rank's environment variables.
-
     Returns:
         Empty if nothing is known to.
     """

@@ -51,6 +51,20 @@ if TYPE_CHECKING:
 _TEXTS = ("longrepr", "sections", "wasxfail", "_subtest.context")
 
 
+def _takes_output(when: str) -> Any:
+    """A hook that adds to the item what a phase writes."""
+
+    # Innermost: a process that the phase forked must not go further. Not when a report is made:
+    # subtests make some within the call.
+    @pytest.hookimpl(wrapper=True, trylast=True, specname=f"pytest_runtest_{when}")
+    def hook(self: RankPlugin, item: pytest.Item) -> Generator[None, Any, Any]:
+        __tracebackhide__ = True
+        with self._output_of(item, when):
+            return (yield)
+
+    return hook
+
+
 class RankPlugin:
     """Registered in the process that ranks are forked from; `bind` makes it a rank's.
 
@@ -179,29 +193,10 @@ class RankPlugin:
         """Whether the rank still has the process group that it began with, if any."""
         return self._group is None or is_default_group(self._group)
 
-    # Innermost: a process that the phase forked must not go further. What the phase wrote is added
-    # to the item before a report is made of it. Not when that is made: subtests make some within
-    # the call.
-    @pytest.hookimpl(wrapper=True, trylast=True, specname="pytest_runtest_setup")
-    def pytest_take_output_of_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Adds the set-up's output."""
-        __tracebackhide__ = True
-        with self._output_of(item, "setup"):
-            return (yield)
-
-    @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Adds the test's output."""
-        __tracebackhide__ = True
-        with self._output_of(item, "call"):
-            return (yield)
-
-    @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Adds the teardown's output."""
-        __tracebackhide__ = True
-        with self._output_of(item, "teardown"):
-            return (yield)
+    # pytest_runtest_setup is taken, by what makes the group.
+    pytest_take_output_of_setup = _takes_output("setup")
+    pytest_runtest_call = _takes_output("call")
+    pytest_runtest_teardown = _takes_output("teardown")
 
     @contextlib.contextmanager
     def _output_of(self, item: pytest.Item, when: str) -> Iterator[None]:

@@ -47,10 +47,8 @@ def forget_exit_functions() -> None:
 
 
 def has_exit_functions() -> bool:
-    """Whether something was registered with `atexit`, or a finalizer made, since then.
-
-    To find out by running them takes 0.7 ms: it looks at each finalizer that there was before.
-    """
+    """Whether something was registered with `atexit`, or a finalizer made, since then."""
+    # To find out by running them takes 0.7 ms: it looks at each finalizer that there was before.
     # Private: where it has moved, they are run. `finalize` sets it, to be sorted anew.
     has_finalizers: bool = getattr(weakref.finalize, "_dirty", True)
     return has_finalizers or atexit._ncallbacks() > 1

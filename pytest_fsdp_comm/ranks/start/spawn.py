@@ -38,8 +38,8 @@ def spawn_server(
 
     Args:
         config: The session's.
-        directory: As for `fork_server.serve`.
-        shared: As for `fork_server.serve`.
+        directory: As for `fork_server.serve`, like `shared`.
+        shared: None if no other process uses the slots.
         terminal: As `RankSetSpec.terminal`.
     """
     # By now a path may exist, which moves the root directory where it is a word of its own.
