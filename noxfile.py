@@ -6,6 +6,7 @@ import nox
 
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["check"]
+UNIT = ("tests/unit", "tests/typing")
 
 
 @nox.session
@@ -15,7 +16,15 @@ def check(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
     session.run("lint-imports")
-    session.run("pytest", "-q", "-n", "2", *(session.posargs or ("tests/unit", "tests/typing")))
+    quick = ("-m", "not costly", "--hypothesis-profile", "quick")
+    session.run("pytest", "-q", "-n", "2", *quick, *(session.posargs or UNIT))
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """What `check` leaves out: mutated and hostile files, and all examples of properties."""
+    session.run("pytest", "-q", "-n", "2", *(session.posargs or UNIT))
+    session.run("python", "tests/fuzzing.py", "--mutations", "100000", "--seed", "7")
 
 
 @nox.session

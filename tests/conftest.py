@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 # A runner with two busy cores takes seconds for what takes milliseconds elsewhere: the first draw
 # fills Unicode's tables.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("suite"), max_examples=15)  # `nox -s check`
 settings.load_profile("suite")
 
 

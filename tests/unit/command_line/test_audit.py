@@ -118,6 +118,7 @@ def test_a_file_that_a_link_gives_another_name_has_the_tests_of_both(project, wr
     ]
 
 
+@pytest.mark.costly
 def test_audit_collects_via_pytest(write, fsdp_comm):
     write("tests/test_a.py", MODULE)
     write(

@@ -208,6 +208,7 @@ DRIVER = {
 }
 
 
+@pytest.mark.costly
 def test_git_diff_tells_the_story_of_both_sides_and_stays_a_patch(write, git, project, fsdp_comm):
     page = (Path(__file__).parents[3] / "docs/command-line.md").read_text()
     for name, value in DRIVER.items():

@@ -4,6 +4,7 @@ import fuzzing
 import pytest
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["comm", "tree"])
 def test_thousands_of_mutations_are_refused_or_read_as_they_are_written(kind):
     found = fuzzing.fuzz(kind, mutations=4_000, seed=1)

@@ -254,6 +254,7 @@ def cost(file):
     return json.loads(done.stdout)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", COSTLY)
 def test_a_refused_file_costs_little(tmp_path, name):
     file = tmp_path / "x.comm"
@@ -265,6 +266,7 @@ def test_a_refused_file_costs_little(tmp_path, name):
     assert seconds < 5
 
 
+@pytest.mark.costly
 def test_the_cost_of_a_file_is_seen(tmp_path):
     file = tmp_path / "x.comm"
     file.write_text(f"{COSTLY['a long line']}total x\nend\n")
@@ -291,6 +293,7 @@ def layers_of_experts(layers, experts):
     )
 
 
+@pytest.mark.costly
 def test_a_hundred_layers_of_hundreds_of_experts_are_read(tmp_path):
     file = tmp_path / "x.comm"
     file.write_text(layers_of_experts(126, 256))
