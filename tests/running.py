@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+# What tests start sessions with that they do not signal; a warm one in acceptance/ (see warm.py).
+PYTHON = sys.executable
 QUICK_END = ("-p", "no:hypothesispytest")
 
 
@@ -19,13 +21,13 @@ def command_lines():
     return lines
 
 
-def start(path, *arguments):
+def start(path, *arguments, python=sys.executable):
     environment = {**os.environ, "TMPDIR": str(path), "OMP_NUM_THREADS": "1"}
     for name in ("PYTEST_XDIST_WORKER", "CI"):
         environment.pop(name, None)
     return subprocess.Popen(
         # Hypothesis loads itself at the end of a session, which takes seconds on a busy machine.
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *QUICK_END, *arguments],
+        [python, "-m", "pytest", "-p", "no:cacheprovider", *QUICK_END, *arguments],
         cwd=path,
         env=environment,
         stdout=subprocess.PIPE,

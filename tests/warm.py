@@ -4,11 +4,16 @@ The import takes two thirds of a short session's processor time, and the accepta
 hundreds of sessions. Apart from it a session begins as by ``python -m pytest``: no plugin of pytest
 and nothing of this project is imported before. A test whose point is what a session imports, or
 what a list of processes shows, is marked ``cold``.
+
+`WarmStarter.python` is a program for what starts a Python itself: a shell, torchrun, mpirun, xdist.
+It takes ``-m``, ``-c`` or a script, and passes on the signals that end a program; its pid is not
+that of the process that runs them.
 """
 
 import atexit
 import contextlib
 import gc
+import importlib.util
 import json
 import os
 import runpy
@@ -24,7 +29,7 @@ import threading
 from pathlib import Path
 
 _MOST_NBYTES = 1 << 20
-_WORKER = """\
+_PYTHON = """\
 #!/bin/sh
 exec {python} -IS {program} {socket} "$@"
 """
@@ -40,15 +45,15 @@ class WarmStarter:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(self._directory / "socket"))
         listener.listen()
-        self._worker = self._directory / "python"
-        self._worker.write_text(
-            _WORKER.format(
+        self.python = str(self._directory / "python")
+        Path(self.python).write_text(
+            _PYTHON.format(
                 python=shlex.quote(sys.executable),
-                program=shlex.quote(str(Path(__file__).with_name("warm_worker.py"))),
+                program=shlex.quote(str(Path(__file__).with_name("warm_python.py"))),
                 socket=shlex.quote(str(self._directory / "socket")),
             )
         )
-        self._worker.chmod(0o700)
+        Path(self.python).chmod(0o700)
         with theirs, listener:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             environment.pop("PYTHONPATH", None)
@@ -65,8 +70,8 @@ class WarmStarter:
         stdin, unwritten = os.pipe()
         os.close(unwritten)
         request = {
-            "arguments": arguments,
-            "worker": str(self._worker),
+            "command": ["-m", "pytest", *arguments],
+            "python": self.python,
             "directory": str(directory or Path.cwd()),
             "environment": environment or {**os.environ},
         }
@@ -170,12 +175,12 @@ def run(request):
     sys.path[:0] = [request["directory"], *filter(None, added.split(os.pathsep))]
     status = 0
     try:
-        if "worker" in request:
-            become_pytest(request)
-        else:
-            become_worker(request)
+        become_python(request["command"], request["python"])
     except SystemExit as end:
         status = end.code or 0
+        if isinstance(status, str):
+            sys.stderr.write(f"{status}\n")
+            status = 1
     # As the interpreter ends, but without taking torch's modules apart, which copies all of them.
     threading._shutdown()
     atexit._run_exitfuncs()
@@ -184,12 +189,48 @@ def run(request):
     os._exit(status)
 
 
-def become_pytest(request):
-    """Runs pytest as ``python -m pytest`` does."""
-    if {"-n", "-n2"}.intersection(request["arguments"]):
-        warm_workers(request["worker"])
-    sys.argv = ["pytest", *request["arguments"]]
-    runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+def keep_compiled(*packages):
+    """Reads the code of `packages` once for all sessions, which import them anew.
+
+    Reading it takes a short session and its ranks a sixth of their processor time.
+    """
+    from _pytest.assertion import rewrite
+
+    read = rewrite._read_pyc
+    kept = {}
+    for package in packages:
+        (directory,) = importlib.util.find_spec(package).submodule_search_locations
+        for source in Path(directory).rglob("*.py"):
+            file = rewrite.get_cache_dir(source) / f"{source.stem}{rewrite.PYC_TAIL}"
+            modified = source.stat().st_mtime_ns
+            code = read(source, file) or rewrite._rewrite_test(source, None)[1]
+            kept[source] = modified, code
+
+    def read_kept(source, *others):
+        modified, code = kept.get(source, (None, None))
+        is_kept = code is not None and source.stat().st_mtime_ns == modified
+        return code if is_kept else read(source, *others)
+
+    rewrite._read_pyc = read_kept
+
+
+def become_python(command, python):
+    """Runs what ``python *command`` does."""
+    if command[0] == "-u":
+        command = command[1:]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)
+    if command[:2] == ["-m", "pytest"] and {"-n", "-n2"}.intersection(command):
+        warm_workers(python)
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    elif command[0] == "-c":
+        sys.argv = ["-c", *command[2:]]
+        exec(compile(command[1], "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102  # as -c
+    else:
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")
 
 
 def warm_workers(program):
@@ -205,26 +246,21 @@ def warm_workers(program):
     execnet.Group.makegateway = makegateway
 
 
-def become_worker(request):
-    """Runs what execnet starts as ``python -u -c code``."""
-    *options, code = request["python"]
-    assert options == ["-u", "-c"], options
-    sys.argv = ["-c"]
-    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102  # execnet's
-
-
 if __name__ == "__main__":
     sockets = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
     with sockets[0] as requests_, sockets[1] as listener_:
         # What sessions import later, and pytest's own modules, as ``python -m pytest`` does first.
-        import pytest  # noqa: F401  # see above
+        import _pytest.config
         import torch.distributed.device_mesh
         import torch.distributed.fsdp
         import torch.distributed.tensor.debug
         import torch.distributed.tensor.parallel
         import torch.testing._internal.distributed.fake_pg  # noqa: F401  # see above
 
-        # What torch made outlives every session: no collection need look at it.
+        for name in _pytest.config.default_plugins:
+            importlib.import_module(f"_pytest.{name}")
+        keep_compiled("pytest_fsdp_comm", "syrupy", "xdist")
+        # What was imported outlives every session: no collection need look at it.
         gc.collect()
         gc.freeze()
         # Looked up by the import; a session may have another.

@@ -5,6 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import running
 from warm import WarmStarter
 
 # Plugins that change a run are tested on purpose, in test_other_plugins.py.
@@ -27,9 +28,10 @@ def _default_signals():
             signal.signal(number, lambda *_: None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def _warm_starter():
-    with contextlib.closing(WarmStarter()) as starter:
+    with contextlib.closing(WarmStarter()) as starter, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "PYTHON", starter.python)
         yield starter
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+import running
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +98,7 @@ def run(project, *arguments, status, **environment):
     disabled = ("asyncio", "hypothesispytest", "randomly", "rerunfailures", "timeout")
     kept["PYTEST_ADDOPTS"] = " ".join(f"-p no:{name}" for name in disabled)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        [running.PYTHON, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
         cwd=project,
         env={**kept, **environment},
         capture_output=True,
@@ -115,7 +116,7 @@ LINK = (
 )
 
 
-def test_the_summary_of_the_step_is_written_once_below_that_of_others(repository):
+def test_the_summary_is_appended_once_below_those_of_other_steps(repository):
     top, _, _, _ = repository
     text = (top / FIRST).read_text()
     assert text.startswith("of a step before\n\n### Communication: ")
@@ -135,12 +136,12 @@ def test_the_summary_of_the_step_is_written_once_below_that_of_others(repository
     assert "1 snapshot file unused:" in text
 
 
-def test_elsewhere_a_file_has_the_same_as_markdown(repository):
+def test_outside_github_a_file_gets_the_same_markdown(repository):
     top, project, _, _ = repository
     assert (project / "out/s.md").read_text() == (top / FIRST).read_text().partition("\n\n")[2]
 
 
-def test_annotations_have_paths_of_the_checkout(repository):
+def test_annotations_have_paths_relative_to_the_checkout(repository):
     _, _, out, _ = repository
     found = re.findall(r"^::error file=(.*?),line=(\d+),title=(.*?)::", out, re.MULTILINE)
     tests, gone = "tests/test_step.py", "snapshots/tests/test_step/test_gone.ws1.comm"
@@ -157,7 +158,7 @@ def test_annotations_have_paths_of_the_checkout(repository):
     ]
 
 
-def test_junit_xml_has_headline_cost_and_file_of_each_test(repository):
+def test_junit_xml_has_the_headline_cost_and_file_of_each_test(repository):
     _, project, _, _ = repository
     properties = {
         case.get("name"): [(one.get("name"), one.get("value")) for one in case.iter("property")]
@@ -173,7 +174,7 @@ def test_junit_xml_has_headline_cost_and_file_of_each_test(repository):
     assert properties["test_names[a|b`]"][0][1] == f"{place}/test_names[a%7Cb%60].ws1.comm"
 
 
-def test_a_session_that_passes_has_a_line_and_no_annotation(repository):
+def test_a_passing_session_writes_one_line_and_no_annotation(repository):
     top, project, _, github = repository
     before = (top / SUMMARY).read_text()
     out = run(project, "-k", "names", NBYTES="100", status=0, **github)
@@ -189,7 +190,7 @@ def test_a_session_that_passes_has_a_line_and_no_annotation(repository):
     assert (top / SUMMARY).read_text() == after
 
 
-def test_a_summary_that_cannot_be_written_fails_no_test_but_is_said(repository):
+def test_an_unwritable_summary_is_reported_and_fails_no_test(repository):
     top, project, _, github = repository
     broken = {**github, "GITHUB_STEP_SUMMARY": str(top)}
     arguments = ("-k", "names", f"--comm-summary={top}")
@@ -199,7 +200,7 @@ def test_a_summary_that_cannot_be_written_fails_no_test_but_is_said(repository):
     assert "2 passed" in out
 
 
-def test_the_composite_action_runs_in_a_sub_folder_and_leaves_what_can_be_accepted(
+def test_the_composite_action_runs_in_a_sub_folder_and_keeps_differences_to_accept(
     repository, tmp_path
 ):
     top, project, _, github = repository
@@ -211,7 +212,7 @@ def test_the_composite_action_runs_in_a_sub_folder_and_leaves_what_can_be_accept
     given = page["jobs"]["communication"]["steps"][-1]
     assert given["uses"].split("/", 2)[2].startswith(".github/actions/communication-gate@v")
     assert given["with"].keys() <= inputs.keys()
-    inputs |= {"working-directory": "packages/my model", "python": sys.executable}
+    inputs |= {"working-directory": "packages/my model", "python": running.PYTHON}
     inputs["arguments"] = '-k "names or nothing"\n-p no:randomly --tb=line "-x"'
     environment = {
         name: re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda match: inputs[match[1]], value)

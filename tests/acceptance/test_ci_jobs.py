@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import running
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +112,7 @@ def recorded(tmp_path_factory):
     python, pip = shlex.quote(sys.executable), shlex.quote(str(programs / "pip.py"))
     for name, lines in {
         "pip": [f'exec {python} {pip} "$@"'],
-        "pytest": [f'exec {python} -m pytest {" ".join(OFF)} -pno:randomly "$@"'],
+        "pytest": [f'exec {running.PYTHON} -m pytest {" ".join(OFF)} -pno:randomly "$@"'],
         "python": [
             f'if [ "$1 $2" = "-m pip" ]; then shift 2; exec {python} {pip} "$@"; fi',
             f'if [ "$1 $2" = "-m pytest" ]; then shift 2; exec {programs}/pytest "$@"; fi',
@@ -295,7 +296,7 @@ def matrix_of(job):
         )
     ],
 )
-def test_the_workflows_of_the_page_gate_their_project(runner, job, folder, values, is_changed):
+def test_the_workflows_on_the_page_gate_a_project(runner, job, folder, values, is_changed):
     runner = runner(folder, is_changed=is_changed).github(job, values)
     assert runner.installed.read_text().startswith("-e .[test] pytest-fsdp-comm"), runner.output
     if is_changed:
@@ -318,7 +319,7 @@ def test_the_workflow_to_copy_gates_a_project(runner, is_changed):
 
 
 @pytest.mark.parametrize(("index", "is_changed"), [(0, False), (1, True)])
-def test_the_job_for_gitlab_gates_a_project(runner, index, is_changed):
+def test_the_gitlab_job_gates_a_project(runner, index, is_changed):
     ((name, values),) = GITLAB["parallel"]["matrix"][0].items()
     runner = runner(".", is_changed=is_changed).gitlab(GITLAB, {name: values[index]})
     assert "-e .[test]" in runner.installed.read_text()
@@ -333,7 +334,7 @@ def test_the_job_for_gitlab_gates_a_project(runner, index, is_changed):
         check_green(runner)
 
 
-def test_nothing_can_be_installed_where_no_project_is(runner):
+def test_nothing_can_be_installed_outside_a_project(runner):
     """What stands in for pip refuses what pip would refuse."""
     _, in_sub_folder = GITHUB
     job = {**in_sub_folder, "steps": [dict(step) for step in in_sub_folder["steps"]]}

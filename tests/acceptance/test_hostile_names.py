@@ -3,10 +3,10 @@
 import os
 import re
 import subprocess
-import sys
 import unicodedata
 
 import pytest
+import running
 from markdown_it import MarkdownIt
 
 # As it stands in the source of a test: no control character is in the file itself.
@@ -172,7 +172,7 @@ def run_pytest():
             environment.pop(name, None)
         process = subprocess.run(
             # In this order: GitHub gets the annotations of the first nine.
-            [sys.executable, "-m", "pytest", *PLUGINS, *arguments],
+            [running.PYTHON, "-m", "pytest", *PLUGINS, *arguments],
             cwd=top,
             env=environment,
             capture_output=True,
@@ -194,7 +194,7 @@ def hostile(tmp_path_factory, run_pytest):
     return run(tmp_path_factory, run_pytest, LOCAL)
 
 
-def test_no_name_steers_a_terminal(plain):
+def test_no_name_controls_the_terminal(plain):
     _, output = plain
     assert "11 failed" in output
     assert not raw(output)
@@ -209,7 +209,7 @@ def test_no_name_steers_a_terminal(plain):
 
 
 @pytest.mark.parametrize("session", ["plain", "hostile"])
-def test_no_name_reaches_a_file_as_it_is(request, session):
+def test_names_are_escaped_in_every_file(request, session):
     top, _ = request.getfixturevalue(session)
     # Of a directory, pytest itself writes the name into its XML.
     files = [top / "junit.xml"] if session == "plain" else []
@@ -234,7 +234,7 @@ def test_each_failed_test_is_one_annotation(request, session):
     assert not any(map(raw, commands))
 
 
-def test_annotations_have_the_whole_name_of_a_test(plain):
+def test_annotations_name_tests_in_full(plain):
     _, output = plain
     (command,) = [
         line for line in output.splitlines() if line.startswith("::error") and "100%25" in line

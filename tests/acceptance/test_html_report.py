@@ -4,8 +4,8 @@ import html
 import re
 
 import pytest
+import running
 from page_checks import check_page
-from running import start
 
 from pytest_fsdp_comm.run_report.session import check_directory
 
@@ -68,7 +68,7 @@ def index_of(directory):
 
 
 def end(path, *arguments):
-    process = start(path, "-p", "no:randomly", *arguments)
+    process = running.start(path, "-p", "no:randomly", *arguments, python=running.PYTHON)
     out, _ = process.communicate(timeout=120)
     return process.returncode, out
 
@@ -93,7 +93,7 @@ DIRECTORIES = pytest.mark.parametrize("directory", ["alone", "of/workers"])
 
 
 @DIRECTORIES
-def test_the_index_has_each_test_once_failures_first(reported, directory):
+def test_the_index_lists_each_test_once_failures_first(reported, directory):
     path, ended = reported
     assert f"fsdp-comm: report: {directory}/index.html" in ended[directory][1]
     rows = index_of(path / directory)
@@ -128,7 +128,7 @@ def test_a_failed_comparison_reads_as_on_the_terminal(reported, directory):
 
 
 @DIRECTORIES
-def test_tests_that_compare_nothing_have_a_page_too(reported, directory):
+def test_recordings_that_were_not_compared_have_a_page_too(reported, directory):
     path, _ = reported
     rows = index_of(path / directory)
     recorded, tree, died = (
@@ -151,7 +151,7 @@ def test_an_unwritable_directory_is_refused(tmp_path, place):
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_an_unwritable_report_directory_stops_the_session_before_any_test(pytester):
+def test_no_test_runs_if_the_report_cannot_be_written(pytester):
     pytester.makepyfile("def test_it(): pass")
     (pytester.path / "file").write_text("kept")
     result = pytester.runpytest_subprocess("--comm-report", "file")

@@ -7,10 +7,10 @@ it a path of tests.
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import running
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {"--comm-artifacts": "received", "--comm-report": "index.html", "--comm-summary": ""}
@@ -69,7 +69,7 @@ def run(project, *arguments, **variables):
     names = ("asyncio", "hypothesispytest", "randomly", "rerunfailures", "timeout", "cacheprovider")
     off = [f"-pno:{name}" for name in names]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", *off, *arguments],
+        [running.PYTHON, "-m", "pytest", *off, *arguments],
         cwd=project,
         env={**os.environ, **variables},
         capture_output=True,
@@ -100,7 +100,7 @@ def check_refused(done, project, option, path):
 @pytest.mark.parametrize("place", ["inside", "outside"])
 @pytest.mark.parametrize("glue", [" ", "="], ids=["space", "equals"])
 @pytest.mark.parametrize(("option", "left"), OPTIONS.items(), ids=OPTIONS)
-def test_a_path_of_ours_moves_nothing_or_is_refused(project, option, left, glue, place):
+def test_a_path_option_never_moves_the_root_directory_unnoticed(project, option, left, glue, place):
     top = project if place == "inside" else project.parents[2]
     new, existing = (top / f"of ours{option}{glue.strip()}" / name for name in ("new", "existing"))
     existing.parent.mkdir()
@@ -134,7 +134,7 @@ def test_a_path_is_refused_from_the_environment_and_from_a_file_too(project, tmp
     assert "--comm-artifacts=DIR" in done.stdout
 
 
-def test_of_two_paths_both_are_named_and_so_is_the_wrong_ini_file(project, tmp_path):
+def test_two_refused_paths_are_both_named_with_the_wrong_ini_file(project, tmp_path):
     (tmp_path / "tox.ini").write_text("[pytest]\n")
     (report := tmp_path / "report").mkdir()
     arguments = ("--comm-summary", "a b.md", "--comm-report", report)
@@ -156,13 +156,13 @@ def test_of_two_paths_both_are_named_and_so_is_the_wrong_ini_file(project, tmp_p
         ("--comm-report", "{outside}", "tests/test_step.py::test_step"),
     ],
 )
-def test_a_path_that_moves_nothing_is_taken_as_it_is(project, tmp_path, arguments):
+def test_a_path_that_moves_nothing_is_accepted(project, tmp_path, arguments):
     given = [argument.format(outside=tmp_path) for argument in arguments]
     check_compared_as_here(run(project, *given), project)
     assert (tmp_path / "index.html").exists()
 
 
-def test_an_ini_file_may_have_a_path_as_a_word_of_its_own(project, tmp_path):
+def test_an_ini_file_may_set_a_path_as_a_separate_word(project, tmp_path):
     ini = (project / "pytest.ini").read_text()
     option = f"addopts = --comm-artifacts {tmp_path} "
     (project / "pytest.ini").write_text(ini.replace("addopts = ", option))
@@ -173,7 +173,7 @@ def test_an_ini_file_may_have_a_path_as_a_word_of_its_own(project, tmp_path):
     assert (tmp_path / "received").exists()
 
 
-def test_what_another_plugins_option_moves_is_not_laid_to_ours(project, tmp_path):
+def test_a_root_moved_by_another_plugins_option_is_not_blamed_on_ours(project, tmp_path):
     plugin = "def pytest_addoption(parser):\n    parser.addoption('--other')\n"
     (tmp_path / "other.py").write_text(plugin)
     (tmp_path / "tox.ini").write_text("[pytest]\n")
@@ -184,7 +184,7 @@ def test_what_another_plugins_option_moves_is_not_laid_to_ours(project, tmp_path
     assert done.stderr == ""
 
 
-def test_spawned_ranks_take_a_path_as_their_session_did(project, tmp_path):
+def test_spawned_ranks_resolve_paths_as_their_session_does(project, tmp_path):
     """Though it exists by then, and where they look for it the project would not be found."""
     (project / "test_ranks.py").write_text(RANKS)
     conftest = (project / "conftest.py").read_text()

@@ -4,6 +4,7 @@ import os
 import sys
 
 import pytest
+import running
 
 SOURCE = """
 import pytest
@@ -43,7 +44,7 @@ def test_ranks_start_below_a_long_tmpdir(pytester, monkeypatch, length, argument
     tests = 1 if conftest else 3
     pytester.makepyfile(SOURCE.format(length=length, tests=tests))
     result = pytester.run(
-        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, timeout=100
+        running.PYTHON, "-m", "pytest", "-p", "no:cacheprovider", *arguments, timeout=100
     )
     result.assert_outcomes(passed=tests)
     assert not [name for name in os.listdir(directory) if name.startswith("fsdp-comm")]  # noqa: PTH208  # see above

@@ -5,9 +5,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+import running
 
 TRAINING = """
 KEPT = False
@@ -80,7 +80,7 @@ class Project:
 
     def run(self, *arguments, cwd="."):
         return subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+            [running.PYTHON, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
             cwd=self.path / cwd,
             capture_output=True,
             text=True,
@@ -89,9 +89,8 @@ class Project:
         )
 
     def shell(self, command, cwd="."):
-        found = Path(sys.executable).parent
         return subprocess.run(  # noqa: S602  # as the user would paste it
-            command.replace("pytest ", f"{found}/python -m pytest -p no:cacheprovider ", 1),
+            command.replace("pytest ", f"{running.PYTHON} -m pytest -p no:cacheprovider ", 1),
             shell=True,
             cwd=self.path / cwd,
             capture_output=True,
@@ -304,26 +303,29 @@ def test_the_first_of_two_assertions_says_that_the_second_was_not_reached(change
     assert "not compared:" not in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("other", "came"),
-    [
-        ("{}", "got an empty dict"),
-        ("{1: comm_mode}", "got a dict with the keys [1]"),
-        ("{'': comm_mode}", "got a dict with the keys ['']"),
-        ("{'comm': {'x': comm_mode}}", "got a dict with the keys ['x']"),
-        ("[comm_mode]", "got list"),
-    ],
-)
-def test_a_dict_that_compares_nothing_fails(pytester, other, came):
+NOT_COMPARABLE = {
+    "{}": "got an empty dict",
+    "{1: comm_mode}": "got a dict with the keys [1]",
+    "{'': comm_mode}": "got a dict with the keys ['']",
+    "{'comm': {'x': comm_mode}}": "got a dict with the keys ['x']",
+    "[comm_mode]": "got list",
+}
+
+
+def test_a_dict_that_compares_nothing_fails(pytester):
     pytester.makepyfile(
-        f"def test_it(comm_mode, comm_snapshot):\n    assert {other} == comm_snapshot\n"
+        "\n".join(
+            f"def test_{n}(comm_mode, comm_snapshot):\n    assert {other} == comm_snapshot"
+            for n, other in enumerate(NOT_COMPARABLE)
+        )
     )
     for arguments in ((), ("--snapshot-update",)):
         result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
-        result.assert_outcomes(failed=1)
-        assert (
-            "comm_snapshot compares comm_mode, fsdp_tree(model), or a dict of these by name such "
-            f'as {{"comm": comm_mode, "tree": fsdp_tree(model)}}, {came}; for other values use '
-            "syrupy's plain `snapshot` fixture" in result.stdout.str()
-        )
+        result.assert_outcomes(failed=len(NOT_COMPARABLE))
+        for got in NOT_COMPARABLE.values():
+            assert (
+                "comm_snapshot compares comm_mode, fsdp_tree(model), or a dict of these by name "
+                f'such as {{"comm": comm_mode, "tree": fsdp_tree(model)}}, {got}; for other values '
+                "use syrupy's plain `snapshot` fixture" in result.stdout.str()
+            )
     assert not (pytester.path / "snapshots").exists()

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 import pytest
+import running
 
 CONFTEST = """
 import pytest
@@ -76,7 +77,7 @@ ALL = {
 
 # Whatever else is installed takes longer to import than a case takes to run.
 PLUGINS = ("syrupy", "pytest_fsdp_comm.plugin", "xdist")
-PYTEST = [sys.executable, "-m", "pytest", *(f"-p{name}" for name in PLUGINS)]
+PYTEST = ["-m", "pytest", *(f"-p{name}" for name in PLUGINS)]
 
 
 class Project:
@@ -95,7 +96,7 @@ class Project:
 
     def run(self, *arguments, cwd="."):
         return subprocess.run(
-            [*PYTEST, *arguments],
+            [running.PYTHON, *PYTEST, *arguments],
             cwd=self.path / cwd,
             env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             capture_output=True,
@@ -456,7 +457,7 @@ def test_an_interrupted_update_removes_nothing(project, arguments):
     project.edit(*NO_B_TWO)
     project.edit(TEST_A, "    pass", "    import time; open('at', 'w'); time.sleep(30)")
     process = subprocess.Popen(
-        [*PYTEST, "--snapshot-update", *arguments],
+        [sys.executable, *PYTEST, "--snapshot-update", *arguments],
         cwd=project.path,
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         stdout=subprocess.PIPE,
@@ -771,7 +772,7 @@ def test_an_update_keeps_what_another_session_recorded_meanwhile(tmp_path, argum
     module = module.replace("[1, 2]", "[2]")
     project.write("test_p.py", module)
     process = subprocess.Popen(
-        [*PYTEST, "--snapshot-update", *arguments],
+        [running.PYTHON, *PYTEST, "--snapshot-update", *arguments],
         cwd=tmp_path,
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "SLOW": "1"},
         stdout=subprocess.PIPE,

@@ -3,10 +3,10 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import running
 
 MODELS = Path(__file__).parents[2] / "models.py"
 
@@ -101,7 +101,7 @@ def snapshots(tmp_path_factory):
     names = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_ADDOPTS", "CI")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--snapshot-update"],
+        [running.PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "--snapshot-update"],
         cwd=project,
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -1,6 +1,6 @@
-"""What a warm session starts as the Python of an xdist worker: stands for one that was forked.
+"""Stands for a Python that `warm.py` forks (see there).
 
-Asks the process of `warm.py` for the worker, with its own streams, and ends when and as that does.
+Asks that process for one with its own streams, and ends when and as that does.
 """
 
 import json
@@ -14,7 +14,10 @@ def main():
     _, path, *arguments = sys.argv
     status, theirs = os.pipe()
     directory = os.getcwd()  # noqa: PTH109  # pathlib takes longer to import than all the rest
-    request = {"python": arguments, "directory": directory, "environment": {**os.environ}}
+    python = os.path.join(os.path.dirname(path), "python")  # noqa: PTH118, PTH120  # see above
+    environment = {**os.environ}
+    request = {"command": arguments, "python": python}
+    request |= {"directory": directory, "environment": environment}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(path)
         socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2, theirs])
@@ -22,7 +25,8 @@ def main():
     # Who waits for the end of a stream waits for the worker's.
     for descriptor in (0, 1, 2, theirs):
         os.close(descriptor)
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(worker, signal.SIGTERM))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: os.kill(worker, number))
     ended = int(os.read(status, 32))
     if ended < 0:
         os.kill(os.getpid(), -ended)
