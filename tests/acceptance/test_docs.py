@@ -26,7 +26,7 @@ def lines_of(files):
     return {line.strip() for file in files for line in file.read_text().splitlines()}
 
 
-def test_the_pages_show_what_happens(pytester):
+def test_the_pages_show_real_output(pytester):
     arguments = ("-p", "no:cacheprovider", "--snapshot-disable-unused")
     tests = {
         f"test_{name}_{number}": code

@@ -60,7 +60,7 @@ def test_without_ranks(fsdp_tree):
     run(pytester).assert_outcomes(passed=3)
 
 
-def test_capturing_leaves_a_recording_as_it_is(project):
+def test_capturing_a_tree_does_not_change_a_recording(project):
     pytester = project("""
 @pytest.mark.distributed
 @pytest.mark.parametrize("captures", [False, True])
@@ -81,7 +81,7 @@ def test_tree(captures, fsdp_tree, comm_mode, device_mesh):
     run(pytester).assert_outcomes(passed=2)
 
 
-def test_bytes_are_those_that_are_sent(project):
+def test_the_bytes_of_a_tree_are_the_bytes_sent(project):
     """Sizes that do not divide, under every kind of sharding, against the recorder."""
     pytester = project("""
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
@@ -146,7 +146,7 @@ def test_tree(fsdp_tree, device_mesh, comm_snapshot):
 """
 
 
-def test_a_changed_tree_fails_in_the_words_of_the_domain(project):
+def test_a_changed_tree_fails_in_fsdp_terms(project):
     pytester = project(SNAPSHOT_TEST)
     run(pytester, "--snapshot-update").assert_outcomes(passed=1)
     (file,) = pytester.path.glob("snapshots/**/*.comm")
@@ -171,7 +171,7 @@ def test_a_changed_tree_fails_in_the_words_of_the_domain(project):
     assert "accept: pytest --snapshot-update" in result.stdout.str()
 
 
-def test_a_model_without_a_wrapper_is_no_snapshot(project):
+def test_an_unwrapped_model_cannot_become_a_snapshot(project):
     pytester = project("""
 @pytest.mark.distributed
 def test_tree(fsdp_tree, comm_snapshot):
@@ -200,7 +200,7 @@ def test_tree(wrap, fsdp_tree, comm_snapshot, tmp_path):
 """
 
 
-def test_a_replicated_model_has_a_tree_that_is_shown_saved_and_compared(project):
+def test_the_tree_of_a_replicated_model_is_shown_saved_and_compared(project):
     pytester = project(REPLICATED_TEST)
     result = run(pytester, "--snapshot-update", "-s")
     result.assert_outcomes(passed=2)

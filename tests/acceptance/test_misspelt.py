@@ -101,7 +101,7 @@ def output(run_session):
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_a_misspelt_name_lists_what_there_is(output, name):
+def test_a_misspelt_name_is_answered_with_the_existing_names(output, name):
     _, _, report = output.partition(f"_ {name} _")
     report = re.split("\n____|\n====", report)[0]
     (error,) = [line for line in report.splitlines() if line[:4] == "E   "]
@@ -109,5 +109,5 @@ def test_a_misspelt_name_lists_what_there_is(output, name):
     assert "suggestions.py" not in report
 
 
-def test_right_names_are_as_ever(output):
+def test_correct_names_work_as_before(output):
     assert "11 failed, 1 passed" in output

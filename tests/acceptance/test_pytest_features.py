@@ -130,7 +130,7 @@ def test_what_passes_still_passes_with_warnings_as_errors(run):
     result.assert_outcomes(passed=3, failed=1, deselected=3)
 
 
-def test_a_warning_of_collection_comes_once(pytester):
+def test_a_collection_warning_is_shown_once(pytester):
     pytester.makepyfile(
         """
         import warnings

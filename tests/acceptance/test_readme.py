@@ -33,7 +33,7 @@ def test_the_first_test_fails_then_records_what_is_shown_then_fails_as_shown(pyt
     assert failed in result.stdout.str()
 
 
-def test_the_two_commands_are_those_of_ci_and_what_they_run_is_told():
+def test_the_two_commands_match_ci_and_the_readme_says_what_they_run():
     commands = blocks("console")[0].splitlines()
     assert commands == ["$ python3 run.py demo", "$ python3 run.py test"]
     ci = (ROOT / ".ci" / "run").read_text().splitlines()

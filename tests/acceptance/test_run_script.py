@@ -109,7 +109,7 @@ def test_a_failed_installation_is_repeated_by_the_next_run(project):
     assert installations(made) == [INSTALLS]
 
 
-def test_it_installs_again_when_what_is_installed_does_not_fit(project, environment):
+def test_it_reinstalls_when_the_installation_is_outdated(project, environment):
     def runs(**changed):
         before = len(installations(environment))
         result = project.run("test", VIRTUAL_ENV=str(environment), **changed)
@@ -133,7 +133,7 @@ def test_it_installs_again_when_what_is_installed_does_not_fit(project, environm
     assert not (project.path / ".venv").exists()
 
 
-def test_another_clone_does_not_take_the_installation_of_this_one(project, environment):
+def test_another_clone_does_not_reuse_the_installation_of_this_one(project, environment):
     assert project.run("test", python=str(environment / "bin" / "python")).returncode == 3
     other = project.path.with_name("other")
     project.path.rename(other)
@@ -160,7 +160,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize("case", SAYS)
-def test_an_environment_that_cannot_be_used_is_refused(project, tmp_path, case):
+def test_an_unusable_environment_is_refused(project, tmp_path, case):
     environment = tmp_path / "env"
     if case in PYTHONS:
         python = environment / "bin" / "python"
@@ -173,14 +173,14 @@ def test_an_environment_that_cannot_be_used_is_refused(project, tmp_path, case):
     assert result.stdout == ""
 
 
-def test_a_venv_that_cannot_be_made_is_explained(project):
+def test_a_failed_venv_creation_is_explained(project):
     (project.path / ".venv").write_text("a file in its place")
     result = project.run("demo")
     assert result.returncode == 2
     assert f"-m venv {project.path / '.venv'}` failed, see above. On Debian" in result.stderr
 
 
-def test_help_and_mistakes_print_the_usage_and_install_nothing(project):
+def test_help_and_wrong_arguments_print_the_usage_and_install_nothing(project):
     asked = project.run("--help")
     assert (asked.returncode, asked.stderr) == (0, "")
     for words in ("run.py demo", "run.py test", "pytest --world-size 4 examples", "pytest -n 4"):
@@ -191,7 +191,7 @@ def test_help_and_mistakes_print_the_usage_and_install_nothing(project):
     assert not (project.path / ".venv").exists()
 
 
-def test_an_old_python_reads_why_it_is_not_enough(project):
+def test_an_old_python_is_refused_with_the_required_version(project):
     source = (project.path / "run.py").read_text()
     ast.parse(source, feature_version=(3, 6))
     code = (

@@ -61,7 +61,7 @@ def test_bad_markers_stop_an_xdist_session_too(project):
     assert "INTERNALERROR" not in result.stdout.str()
 
 
-def test_of_many_bad_markers_the_first_are_shown_and_the_others_counted(project):
+def test_the_first_of_many_bad_markers_are_shown_and_the_others_counted(project):
     tests = [f"@pytest.mark.distributed({-n})\ndef test_{n:02}(): pass\n" for n in range(25)]
     result = project("import pytest\n" + "".join(tests)).runpytest_subprocess()
     lines = result.stderr.lines
@@ -88,7 +88,7 @@ def test_all_bad_options_are_shown_at_once(project):
     ]
 
 
-def test_a_bad_marker_of_a_deselected_test_stops_nobody(project):
+def test_a_bad_marker_on_a_deselected_test_does_not_stop_the_session(project):
     result = project(FAULTY).runpytest_subprocess("-k", "test_plain")
     result.assert_outcomes(passed=1, deselected=2)
 
@@ -196,7 +196,7 @@ def test_markers_and_fixtures_are_described(project):
 
 
 @pytest.mark.cold
-def test_no_torch_until_a_distributed_test_is_collected(project):
+def test_torch_is_imported_only_once_a_distributed_test_is_collected(project):
     pytester = project("""
         import sys
 
@@ -261,7 +261,7 @@ def test_distributed_tests_run_without_xdist(project):
 
 
 @pytest.mark.cold
-def test_an_unsuitable_syrupy_is_named_with_its_version(project, monkeypatch):
+def test_an_unsupported_syrupy_is_named_with_its_version(project, monkeypatch):
     import syrupy
 
     pytester = project("def test_plain(): pass")
@@ -282,7 +282,7 @@ def test_an_unsuitable_syrupy_is_named_with_its_version(project, monkeypatch):
 
 
 @pytest.mark.cold
-def test_where_torch_is_missing_tests_that_need_it_name_it_first_and_others_run(project):
+def test_without_torch_tests_that_need_it_name_it_first_and_others_run(project):
     pytester = project("""
         import pytest
 

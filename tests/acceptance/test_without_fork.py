@@ -94,7 +94,7 @@ def test_each_distributed_test_says_what_it_needs_and_others_run(no_fork, pytest
     ]
 
 
-def test_snapshots_of_tests_that_could_not_run_stay(no_fork, pytester):
+def test_snapshots_of_tests_that_could_not_run_are_kept(no_fork, pytester):
     kept = pytester.mkdir("snapshots") / "test_it" / "test_ranks.ws2.comm"
     kept.parent.mkdir()
     kept.write_text("reviewed")
@@ -102,7 +102,7 @@ def test_snapshots_of_tests_that_could_not_run_stay(no_fork, pytester):
     assert kept.read_text() == "reviewed"
 
 
-def test_collecting_and_sessions_without_distributed_tests_are_as_ever(no_fork):
+def test_collecting_and_sessions_without_distributed_tests_are_unaffected(no_fork):
     result = no_fork("--collect-only", "-q")
     assert result.ret == 0
     assert "6 tests collected" in result.stdout.str()
@@ -111,7 +111,7 @@ def test_collecting_and_sessions_without_distributed_tests_are_as_ever(no_fork):
     assert "need Linux" not in result.stdout.str()
 
 
-def test_commands_run_there(pytester):
+def test_commands_run_without_fork(pytester):
     (pytester.path / "no_fork.py").write_text(NO_FORK)
     pytester.mkdir("snapshots")
     start = "import no_fork; from pytest_fsdp_comm.command_line.main import main; main()"

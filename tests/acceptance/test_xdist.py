@@ -133,7 +133,7 @@ def test_kept_ranks_give_up_slots_that_others_want(run, pytester):
         assert pids["after", rank] == pids["again", rank], "nobody wanted these slots"
 
 
-def test_waiting_for_slots_is_not_the_tests_time(run):
+def test_waiting_for_slots_does_not_count_as_test_time(run):
     result, notes = run(
         TIMED
         + """
@@ -201,7 +201,7 @@ ending.kill = spare
 """
 
 
-def test_what_a_test_leaves_running_keeps_no_slot(run, pytester):
+def test_a_process_left_running_holds_no_slot(run, pytester):
     pytester.makeconftest(UNKILLABLE_DAEMONS)
     result, notes = run(
         TIMED

@@ -8,7 +8,7 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 PACKAGE = ROOT / "pytest_fsdp_comm"
 
 
-def test_every_file_and_room_that_is_named_exists():
+def test_every_file_and_room_named_on_the_page_exists():
     named = set(re.findall(r"`([\w/]+(?:\.py|/))`", PAGE))
     assert len(named) > 30
     for name in named:
@@ -17,7 +17,7 @@ def test_every_file_and_room_that_is_named_exists():
         assert any(found), name
 
 
-def test_every_test_that_is_named_exists():
+def test_every_test_named_on_the_page_exists():
     """In the package, the documents, the settings and the tests themselves."""
     places = [PACKAGE, ROOT / "docs", ROOT / "tests", ROOT / "benchmarks"]
     files = [file for place in places for file in place.rglob("*") if file.suffix in {".py", ".md"}]

@@ -70,7 +70,7 @@ def told(*reports):
     return session._read_outcomes(state, pytest.ExitCode.TESTS_FAILED)
 
 
-def test_a_test_that_passes_when_it_runs_again_has_not_failed():
+def test_a_test_that_passes_on_a_rerun_has_not_failed():
     again = [report("setup", "passed"), report(headline="a: +1")]
     assert len(told(*again).failed) == 1
     assert (
@@ -78,7 +78,7 @@ def test_a_test_that_passes_when_it_runs_again_has_not_failed():
     )
 
 
-def test_the_first_failure_counts_unless_a_comparison_comes_after_it():
+def test_the_first_failure_counts_unless_a_comparison_follows():
     (failed,) = told(report(), report("teardown")).failed
     assert (failed.reason, failed.comparisons.headline) == ("assert 1", "")
     # The comparison of a subtest is known to the report of the test.

@@ -67,7 +67,7 @@ def test_commands_on_pages_have_options_that_exist(pytestconfig):
     assert named > 10
 
 
-def test_paths_of_ours_follow_an_equals_sign(pytestconfig):
+def test_path_options_on_pages_have_an_equals_sign(pytestconfig):
     """As words of their own they may move pytest's root directory: test_root_directory.py."""
     parser = Parser(_ispytest=True)
     add_options(parser)
@@ -83,7 +83,7 @@ def test_paths_of_ours_follow_an_equals_sign(pytestconfig):
             assert re.findall(rf"{option}\s+[^\s|]+", text) == [], file
 
 
-def test_the_table_of_settings_is_that_of_the_code():
+def test_the_table_of_settings_matches_the_code():
     table = runpy.run_path(str(DOCS / "settings_table.py"))["table"]()
     page = (DOCS / "reference" / "options.md").read_text()
     assert table in page, "run: python docs/settings_table.py"
@@ -119,7 +119,7 @@ def test_the_readme_is_short_and_begins_with_the_problem():
     assert "![" in problem
 
 
-def test_what_is_not_released_is_not_to_be_installed_from_pypi():
+def test_an_unreleased_version_is_not_installed_from_pypi():
     is_released = re.search(r"(?m)^## \[\d", (ROOT / "CHANGELOG.md").read_text()) is not None
     workflow = ROOT / ".github/workflows/communication-gate.yml"
     for file in [ROOT / "README.md", *DOCS.rglob("*.md"), workflow]:

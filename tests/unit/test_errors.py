@@ -16,12 +16,12 @@ from pytest_fsdp_comm.errors import FsdpCommError, RecordingError, printable
         ("\u202e\u2028\udc80\U000e0001", r"\u202e\u2028\udc80\U000e0001"),
     ],
 )
-def test_what_is_printable_stays_and_all_else_is_written_as_in_python(text, shown):
+def test_printable_characters_stay_and_others_are_escaped_as_in_python(text, shown):
     assert printable(text) == shown
     assert printable(text).isprintable()
 
 
-def test_line_breaks_stay_where_they_are_meant():
+def test_intended_line_breaks_are_kept():
     assert printable("a\n\tb\r", "\n\t") == "a\n\tb\\r"
 
 

@@ -72,13 +72,13 @@ def test_slurm_sets_rank_and_sizes_but_no_store():
         ({"SLURM_TASKS_PER_NODE": ""}, 10),
     ],
 )
-def test_slurm_writes_the_tasks_of_nodes_in_short(variables, expected):
+def test_slurm_abbreviates_tasks_per_node(variables, expected):
     environment = {**SLURM, "SLURM_NTASKS": "10", **variables}
     assert read_launched_rank(environment).local_world_size == expected
 
 
 @pytest.mark.parametrize("text", ["4(x)", "4x2", "(x2)", "4(x2),", "0", "4(x0)", "-4", "four", "٤"])
-def test_other_forms_of_the_tasks_of_nodes_are_errors(text):
+def test_other_forms_of_tasks_per_node_are_errors(text):
     with pytest.raises(ValueError, match="environment variable ") as caught:
         read_launched_rank({**SLURM, "SLURM_TASKS_PER_NODE": text})
     assert str(caught.value) == (
@@ -89,7 +89,7 @@ def test_other_forms_of_the_tasks_of_nodes_are_errors(text):
     )
 
 
-def test_nodes_that_differ_need_the_number_of_this_one():
+def test_nodes_of_different_sizes_need_the_number_of_this_node():
     environment = {**SLURM, "SLURM_TASKS_PER_NODE": "3,1"}
     with pytest.raises(ValueError, match="SLURM_NODEID must say which one this is, and it is not"):
         read_launched_rank(environment)
@@ -120,7 +120,7 @@ def test_variables_of_torch_win_over_those_of_mpirun():
     assert read_launched_rank({**OPEN_MPI, "RANK": "9", "WORLD_SIZE": "16"}) is None
 
 
-def test_a_step_of_slurm_has_its_own_number_of_tasks():
+def test_a_slurm_step_has_its_own_number_of_tasks():
     environment = {**STEP, **MASTER, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
     launched = read_launched_rank({**environment, "SLURM_LOCALID": "1"})
     assert (launched.rank, launched.world_size, launched.local_world_size) == (1, 2, 2)
@@ -157,7 +157,7 @@ def test_a_step_of_slurm_has_its_own_number_of_tasks():
         ({**OPEN_MPI, "MASTER_ADDR": "host0"}, "process 2 of 4", "-x MASTER_PORT=29500"),
     ],
 )
-def test_processes_that_cannot_meet_are_told_how_to(monkeypatch, environment, named, command):
+def test_processes_without_an_address_get_the_remedy(monkeypatch, environment, named, command):
     monkeypatch.setattr(launch_environment, "_has_terminal", lambda: False)
     assert read_launched_rank(environment) is None
     text = explain_separate_processes(environment)
@@ -189,7 +189,7 @@ def test_processes_that_cannot_meet_are_told_how_to(monkeypatch, environment, na
         {**STEP, INSIDE_VARIABLE: "1"},
     ],
 )
-def test_one_process_and_those_that_can_meet_are_not_explained(monkeypatch, environment):
+def test_one_process_or_processes_with_an_address_get_no_remedy(monkeypatch, environment):
     monkeypatch.setattr(launch_environment, "_has_terminal", lambda: True)
     assert explain_separate_processes(environment) == ""
 
@@ -217,7 +217,7 @@ def test_one_process_and_those_that_can_meet_are_not_explained(monkeypatch, envi
         {**TORCHRUN, INSIDE_VARIABLE: "1"},
     ],
 )
-def test_no_rank_is_read_where_no_launcher_started_ranks(environment):
+def test_without_a_launcher_no_rank_is_read(environment):
     assert read_launched_rank(environment) is None
 
 

@@ -88,7 +88,7 @@ def test_the_world_size_is_given_by_position_or_name():
     assert settle(4).variant == "ws4"
 
 
-def test_a_list_parametrizes():
+def test_a_list_of_world_sizes_parametrizes_the_test():
     assert marker_world_sizes(pytest.mark.distributed([2, 4]).mark) == (2, 4)
     assert marker_world_sizes(pytest.mark.distributed(world_size=(3,)).mark) == (3,)
     assert marker_world_sizes(pytest.mark.distributed(4).mark) is None
@@ -103,7 +103,7 @@ def test_default_backend_follows_the_visible_gpus(gpus, device, backend):
     assert settle(2, gpus=gpus, device=device).backend == backend
 
 
-def test_gpus_are_not_counted_where_the_answer_does_not_matter():
+def test_gpus_are_not_counted_unless_the_number_matters():
     def count():
         pytest.fail("asked for the GPUs")
 
@@ -169,7 +169,7 @@ def test_bad_arguments_are_refused_with_a_remedy(args, kwargs, text):
     assert problem(*args, **kwargs) == text
 
 
-def test_simulated_ranks_have_no_gpu_wherever_the_backend_comes_from():
+def test_simulated_ranks_have_no_gpu_however_the_backend_was_chosen():
     simulated = session_options(backend="fake")
     assert problem(device="cuda", options=simulated).startswith(
         "device='cuda' with the fake backend"

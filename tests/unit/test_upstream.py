@@ -11,7 +11,7 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import UpstreamChangedError
 
 
-def test_a_name_that_moved_is_named_with_the_versions_that_were_read():
+def test_a_moved_private_name_is_reported_with_the_versions_known_to_have_it():
     error = upstream.moved("torch", "torch.nn.x", "the recorder relies on")
     assert isinstance(error, UpstreamChangedError)
     assert re.fullmatch(
@@ -26,7 +26,7 @@ def test_a_single_version_and_another_remedy_are_named():
     assert str(error).endswith("was written for syrupy 7.0: use it, or drop it")
 
 
-def test_a_misread_part_is_named_with_its_error():
+def test_a_part_that_could_not_be_read_is_named_with_its_error():
     error = upstream.misread("torch", "FSDP2 that fsdp_tree reads", AttributeError("no _x"))
     assert re.match(
         r"torch \S+ moved a private name of FSDP2 that fsdp_tree reads: no _x; pytest-fsdp-comm "
@@ -35,7 +35,7 @@ def test_a_misread_part_is_named_with_its_error():
     )
 
 
-def test_a_package_that_is_not_installed_is_named_without_a_version(monkeypatch):
+def test_a_missing_package_is_named_without_a_version(monkeypatch):
     monkeypatch.setitem(upstream.VERSIONS_READ, "absent-package", "1.0")
     error = upstream.moved("absent-package", "x", "y relies on")
     assert str(error).startswith("absent-package no longer has x, which y relies on; ")
@@ -66,7 +66,7 @@ def test_another_version_is_refused_with_the_command_that_installs_one(name, ver
     )
 
 
-def test_versions_that_suit_pass():
+def test_supported_versions_pass():
     for pytest_version in ("8.4", "8.4.2", "9.0.0rc1", "10.1.dev3+g12"):
         upstream.check_versions({"pytest": pytest_version, "syrupy": "7.0.2"})
 
