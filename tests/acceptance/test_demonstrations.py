@@ -8,10 +8,10 @@ import html
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import running
 
 pytest.importorskip("transformers")
 
@@ -166,7 +166,7 @@ def test_accepting_a_change_takes_the_command_that_the_failure_names(llama):
     command = next(line for line in text.splitlines() if "accept:" in line).split("accept: ")[1]
     before = llama.snapshots()
     # As pasted into a shell, from where the user ran pytest.
-    python = f"{sys.executable} -m pytest -p no:cacheprovider"
+    python = f"{running.PYTHON} -m pytest -p no:cacheprovider"
     accepted = subprocess.run(  # noqa: S602  # as above
         command.replace("pytest", python, 1), shell=True, cwd=llama.pytester.path, check=False
     )
