@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import running
 
 from pytest_fsdp_comm.launch_environment import INSIDE_VARIABLE
 
@@ -55,8 +56,9 @@ def test_step{marker_name}(device_mesh, comm_mode, fsdp_tree, comm_snapshot):
     assert fsdp_tree(model) == comm_snapshot(name="tree")
 """
 PYTEST = ("-m", "pytest", "-p", "no:cacheprovider")
+TORCHRUN = ("-m", "torch.distributed.run")
 # It chooses a free port itself.
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+STANDALONE = ("--standalone", "--nproc-per-node", "2")
 PORTS = itertools.count()
 
 
@@ -162,8 +164,13 @@ def start_by_variables(start_alone):
     return start_by_variables
 
 
+def start_python(path, *command, **variables):
+    # torchrun starts its workers with the second.
+    return start(path, [running.PYTHON, *command], PYTHON_EXEC=running.PYTHON, **variables)
+
+
 def start_torchrun(path, *command, options=(), **variables):
-    return start(path, [*TORCHRUN, *options, *command], **variables)
+    return start_python(path, *TORCHRUN, *STANDALONE, *options, *command, **variables)
 
 
 def project(path, *parts, ini="[pytest]\n"):
@@ -451,7 +458,7 @@ def test_two_agents_stop_at_the_same_test(tmp_path):
     (shown,) = re.findall(r"^\$ torchrun (.*) -m pytest$", PAGE, re.MULTILINE)
     options = shown.replace("host0:29500", f"localhost:{free_port()}").split()
     options[options.index("--nproc-per-node") + 1] = "1"
-    agents = [start(path, [*TORCHRUN[:3], *options, *PYTEST, "-x"]) for _ in range(2)]
+    agents = [start_python(path, *TORCHRUN, *options, *PYTEST, "-x") for _ in range(2)]
     ended = [end(agent) for agent in agents]
     (report,) = (one.out for one in ended if one.out)
     assert "1 failed, 1 passed" in report
@@ -470,7 +477,8 @@ def run(*arguments):
 
 rank = os.environ["RANK"]
 statuses = [run("test_a.py"), run("test_b.py"), run(f"test_{'ab'[int(rank)]}.py"), run("test_a.py")]
-own = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_b.py"])
+command = [os.environ["PYTHON_EXEC"], "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_b.py"]
+own = subprocess.run(command)
 pathlib.Path(f"statuses{rank}").write_text(f"{statuses} {own.returncode}")
 """
 SUM = """
@@ -502,8 +510,9 @@ def test_sessions_of_one_launch_follow_each_other(tmp_path, launcher):
         # Rank 0 serves the store, and each time another one.
         port = str(free_port())
         variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        command = [sys.executable, "program.py"]
-        both = [start(tmp_path, command, RANK=str(rank), **variables) for rank in (0, 1)]
+        both = [
+            start_python(tmp_path, "program.py", RANK=str(rank), **variables) for rank in (0, 1)
+        ]
         ended, follower = map(end, both)
         assert follower == Ended(0, "", "")
         told = "in whatever order:"
@@ -711,7 +720,7 @@ def test_mpirun_starts_one_session_or_none(tmp_path, flavour, has_address):
         "-np",
         "2",
         *options,
-        sys.executable,
+        running.PYTHON,
         *PYTEST,
         "--snapshot-update",
         "--color=no",
