@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import shutil
 import stat
 from pathlib import Path
 
@@ -88,9 +89,17 @@ def project(pytester):
     return Project(pytester)
 
 
+@pytest.fixture(scope="module")
+def snapshots(run_session):
+    """What the first update writes."""
+    session = run_session(SOURCE, "--snapshot-update")
+    assert session.status == 0, session.output
+    return session.path / "snapshots"
+
+
 @pytest.fixture
-def recorded(project):
-    project.update().assert_outcomes(passed=1)
+def recorded(project, snapshots):
+    shutil.copytree(snapshots, project.path / "snapshots")
     assert project.files() == [COMM, TREE]
     return project
 
@@ -280,6 +289,20 @@ def test_last(snapshot):
 """
 
 
+@pytest.fixture(scope="module")
+def plain_snapshots(run_session):
+    session = run_session(PLAIN.format(failing="pass"), "--snapshot-update")
+    assert session.status == 0, session.output
+    return session.path / "__snapshots__"
+
+
+@pytest.fixture
+def amber(pytester, plain_snapshots):
+    """The file of a project that has recorded syrupy's own snapshots."""
+    shutil.copytree(plain_snapshots, pytester.path / "__snapshots__")
+    return pytester.path / "__snapshots__" / "test_it.ambr"
+
+
 @pytest.mark.parametrize(
     ("failing", "arguments"),
     [
@@ -289,28 +312,22 @@ def test_last(snapshot):
         ("if n == 1: pytest.skip()", ()),
         ("if n == 1: pytest.exit('enough')", ()),
         ("if n == 1: os._exit(3)", ("-n", "2")),
-        ("pass", ("test_plain.py::test_plain[2]",)),
+        ("pass", ("test_it.py::test_plain[2]",)),
     ],
 )
-def test_plain_snapshots_of_distributed_tests_are_kept_as_well(pytester, failing, arguments):
-    pytester.makepyfile(test_plain=PLAIN.format(failing="pass"))
-    pytester.runpytest_subprocess("--snapshot-update").assert_outcomes(passed=5)
-    amber = pytester.path / "__snapshots__" / "test_plain.ambr"
+def test_plain_snapshots_of_distributed_tests_are_kept_as_well(pytester, amber, failing, arguments):
     before = amber.read_text()
     assert before.count("# name:") == 6
-    pytester.makepyfile(test_plain=PLAIN.format(failing=failing))
+    pytester.makepyfile(test_it=PLAIN.format(failing=failing))
     result = pytester.runpytest_subprocess("--snapshot-update", *arguments)
     assert "deleted" not in result.stdout.str()
     assert amber.read_text() == before
 
 
 @pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["serial", "xdist"])
-def test_plain_snapshots_that_a_passed_test_did_not_ask_for_are_removed(pytester, arguments):
-    pytester.makepyfile(test_plain=PLAIN.format(failing="pass"))
-    pytester.runpytest_subprocess("--snapshot-update").assert_outcomes(passed=5)
-    amber = pytester.path / "__snapshots__" / "test_plain.ambr"
+def test_plain_snapshots_that_a_passed_test_did_not_ask_for_are_removed(pytester, amber, arguments):
     source = PLAIN.format(failing="pass").replace('    assert "named" == snapshot(name="x")\n', "")
-    pytester.makepyfile(test_plain=source)
+    pytester.makepyfile(test_it=source)
     result = pytester.runpytest_subprocess("--snapshot-update", *arguments)
     result.stdout.fnmatch_lines(["*1 unused snapshot deleted.*"])
     assert amber.read_text().count("# name:") == 5
@@ -815,11 +832,10 @@ def test_the_command_of_a_partial_run_is_one_that_works(project):
 
 
 @pytest.mark.parametrize("mark", ["xfail", "xfail(strict=True)", "xfail(raises=AssertionError)"])
-def test_a_comparison_that_is_expected_to_fail_fails_as_expected(project, mark):
-    project.update()
-    project.edit("WIDTH = 8", "WIDTH = 16")
-    project.edit("@pytest.mark.distributed", f"@pytest.mark.{mark}\n@pytest.mark.distributed")
-    result = project.run("-rx")
+def test_a_comparison_that_is_expected_to_fail_fails_as_expected(recorded, mark):
+    recorded.edit("WIDTH = 8", "WIDTH = 16")
+    recorded.edit("@pytest.mark.distributed", f"@pytest.mark.{mark}\n@pytest.mark.distributed")
+    result = recorded.run("-rx")
     result.assert_outcomes(xfailed=1)
     assert "went on" not in result.stdout.str()
 
@@ -832,20 +848,19 @@ def check(value, snapshot):
 
 @pytest.mark.parametrize("way", ["helper", "plain", "variable"])
 def test_a_comparison_whose_assertion_pytest_does_not_rewrite_is_explained_all_the_same(
-    project, way
+    recorded, way
 ):
     """In a module that is no test module and no conftest, say."""
-    project.pytester.makepyfile(helper=HELPER)
+    recorded.pytester.makepyfile(helper=HELPER)
     old = "    assert comm_mode == comm_snapshot\n"
-    project.edit("import pytest\n", "import pytest\nimport helper\n")
+    recorded.edit("import pytest\n", "import pytest\nimport helper\n")
     if way == "helper":
-        project.edit(old, "    helper.check(comm_mode, comm_snapshot)\n")
+        recorded.edit(old, "    helper.check(comm_mode, comm_snapshot)\n")
     elif way == "variable":
-        project.edit(old, "    is_same = comm_mode == comm_snapshot\n    assert is_same\n")
+        recorded.edit(old, "    is_same = comm_mode == comm_snapshot\n    assert is_same\n")
     arguments = ["--assert=plain"] if way == "plain" else []
-    project.update(*arguments)
-    project.edit("WIDTH = 8", "WIDTH = 16")
-    result = project.run("--comm-artifacts=art", "--comm-summary=s.md", *arguments)
+    recorded.edit("WIDTH = 8", "WIDTH = 16")
+    result = recorded.run("--comm-artifacts=art", "--comm-summary=s.md", *arguments)
     result.stdout.fnmatch_lines(
         [
             f"*comm_mode differs from {COMM}",
@@ -854,8 +869,8 @@ def test_a_comparison_whose_assertion_pytest_does_not_rewrite_is_explained_all_t
             "FAILED test_it.py::test_step - other sizes of parameters: *",
         ]
     )
-    assert (project.path / "art" / "received").is_dir()
-    assert "another reason" not in (project.path / "s.md").read_text()
+    assert (recorded.path / "art" / "received").is_dir()
+    assert "another reason" not in (recorded.path / "s.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -866,22 +881,19 @@ def test_a_comparison_whose_assertion_pytest_does_not_rewrite_is_explained_all_t
         "assert comm_mode == comm_snapshot; assert not comm_mode",
     ],
 )
-def test_another_failure_is_not_explained_by_a_comparison(project, after):
-    old = "    assert comm_mode == comm_snapshot\n"
-    project.update()
+def test_another_failure_is_not_explained_by_a_comparison(recorded, after):
     if "is_same" in after:
-        project.edit("WIDTH = 8", "WIDTH = 16")
-    project.edit(old, f"    {after}\n")
-    result = project.run()
+        recorded.edit("WIDTH = 8", "WIDTH = 16")
+    recorded.edit("    assert comm_mode == comm_snapshot\n", f"    {after}\n")
+    result = recorded.run()
     result.assert_outcomes(failed=1)
     assert "differs from" not in result.stdout.str()
 
 
-def test_artifacts_that_cannot_be_kept_cost_no_story(project):
-    project.update()
-    project.edit("WIDTH = 8", "WIDTH = 16")
-    (project.path / "file").touch()
-    result = project.run("--comm-artifacts=file/inside")
+def test_artifacts_that_cannot_be_kept_cost_no_story(recorded):
+    recorded.edit("WIDTH = 8", "WIDTH = 16")
+    (recorded.path / "file").touch()
+    result = recorded.run("--comm-artifacts=file/inside")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
         [
@@ -890,9 +902,9 @@ def test_artifacts_that_cannot_be_kept_cost_no_story(project):
         ]
     )
     # One that is in the way later on.
-    (project.path / "art").mkdir()
-    (project.path / "art" / "received").touch()
-    result = project.run("--comm-artifacts=art")
+    (recorded.path / "art").mkdir()
+    (recorded.path / "art" / "received").touch()
+    result = recorded.run("--comm-artifacts=art")
     result.assert_outcomes(failed=1, warnings=1)
     result.stdout.fnmatch_lines(
         [
