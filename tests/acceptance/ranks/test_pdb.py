@@ -23,26 +23,37 @@ def test_failing(dist_info):
     dist.barrier()
     assert dist_info.rank > 5, word
 
+@pytest.mark.distributed(world_size=2)
+def test_after():
+    pass
+"""
+BREAKPOINT = """
 @pytest.mark.distributed(world_size=3, timeout_s={timeout_s})
-def test_breakpoint(dist_info):
+def test_breakpoint{number}(dist_info):
     print("printed by", dist_info.rank)
     {breakpoint}
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == 3
-
-@pytest.mark.distributed(world_size=2)
-def test_after():
-    pass
 """
+
+
+def source(*breakpoints, timeout_s=60):
+    tests = [
+        BREAKPOINT.format(breakpoint=line, number=number or "", timeout_s=timeout_s)
+        for number, line in enumerate(breakpoints or ["breakpoint()"])
+    ]
+    # Before the last test.
+    first, mark, last = SOURCE.rpartition("@pytest.mark.distributed")
+    return "".join([first, *tests, "\n", mark, last])
 
 
 @pytest.fixture
 def spawn(pytester):
     children = []
 
-    def spawn(arguments, *, breakpoint_="breakpoint()", timeout_s=60):
-        pytester.makepyfile(test_it=SOURCE.format(breakpoint=breakpoint_, timeout_s=timeout_s))
+    def spawn(arguments, *, breakpoints=(), timeout_s=60):
+        pytester.makepyfile(test_it=source(*breakpoints, timeout_s=timeout_s))
         child = pytester.spawn_pytest(f"-p no:cacheprovider {arguments}", expect_timeout=60)
         children.append(child)
         return child
@@ -84,25 +95,25 @@ def test_pdb_debugs_the_failure_of_the_chosen_rank_only(spawn, arguments, rank):
     assert "Pdb" not in shown, "no other rank debugs"
 
 
-@pytest.mark.parametrize("way", ["breakpoint()", "import pdb; pdb.set_trace()",
-                                 "pytest.set_trace()"])  # fmt: skip
-def test_a_breakpoint_suspends_the_deadline_of_the_test(spawn, way):
-    child = spawn("--pdb-rank 1 -k breakpoint", breakpoint_=way, timeout_s=6)
-    child.expect("PDB set_trace")
-    child.expect(PROMPT)
-    assert evaluated(child, "dist_info.rank") == "1"
-    # Beyond the test's deadline; the others are in the collective.
-    time.sleep(7)
-    assert evaluated(child, "'total' in locals()") == "False"
-    # From Python 3.13 on, a debugger stops at the line that calls it, and not after it.
-    for _ in range(2 if sys.version_info >= (3, 13) else 1):
-        child.sendline("n")
+def test_a_breakpoint_suspends_the_deadline_of_the_test(spawn):
+    ways = ("breakpoint()", "import pdb; pdb.set_trace()", "pytest.set_trace()")
+    child = spawn("--pdb-rank 1 -k breakpoint", breakpoints=ways, timeout_s=6)
+    for _ in ways:
+        child.expect("PDB set_trace")
         child.expect(PROMPT)
-    assert "all_reduce" in child.before.decode()
-    child.sendline("c")
-    child.expect("PDB continue")
+        assert evaluated(child, "dist_info.rank") == "1"
+        # Beyond the test's deadline; the others are in the collective.
+        time.sleep(7)
+        assert evaluated(child, "'total' in locals()") == "False"
+        # From Python 3.13 on, a debugger stops at the line that calls it, and not after it.
+        for _ in range(2 if sys.version_info >= (3, 13) else 1):
+            child.sendline("n")
+            child.expect(PROMPT)
+        assert "all_reduce" in child.before.decode()
+        child.sendline("c")
+        child.expect("PDB continue")
     shown = rest(child)
-    assert "1 passed, 2 deselected" in shown, "the others say nothing of their breakpoints"
+    assert "3 passed, 2 deselected" in shown, "the others say nothing of their breakpoints"
     assert "Pdb" not in shown
 
 
@@ -191,7 +202,7 @@ def test_breakpoint(dist_info):
 
 
 def test_without_a_terminal_the_debugger_reads_the_end(pytester):
-    pytester.makepyfile(test_it=SOURCE.format(breakpoint="breakpoint()", timeout_s=60))
+    pytester.makepyfile(test_it=source())
     result = pytester.runpytest_subprocess("-k", "breakpoint or after", "-p", "no:cacheprovider")
     # As without this plugin.
     result.assert_outcomes(failed=1, passed=1, deselected=1)
@@ -206,7 +217,7 @@ def test_a_pdb_rank_that_is_no_rank_is_refused(pytester, argument):
 
 
 def test_a_pdb_rank_that_a_test_does_not_run_stops_the_session(pytester):
-    pytester.makepyfile(test_it=SOURCE.format(breakpoint="breakpoint()", timeout_s=60))
+    pytester.makepyfile(test_it=source())
     result = pytester.runpytest_subprocess("--pdb", "--pdb-rank=2", "-p", "no:cacheprovider")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert (
@@ -218,7 +229,7 @@ def test_a_pdb_rank_that_a_test_does_not_run_stops_the_session(pytester):
 
 def test_debugging_under_xdist_is_refused(pytester):
     pytest.importorskip("xdist")
-    pytester.makepyfile(test_it=SOURCE.format(breakpoint="breakpoint()", timeout_s=60))
+    pytester.makepyfile(test_it=source())
     result = pytester.runpytest_subprocess("-n", "2", "--pdb-rank", "1")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert (
