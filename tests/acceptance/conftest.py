@@ -9,9 +9,9 @@ import running
 from warm import WarmStarter
 
 # Plugins that change a run are tested on purpose, in test_other_plugins.py.
-# Hypothesis is not used there, and takes as long to import as a small session to run.
+# Neither anyio nor Hypothesis is used there; both take long to import.
 _OFF = (
-    *("asyncio", "hypothesispytest", "randomly", "rerunfailures", "timeout"),
+    *("anyio", "asyncio", "hypothesispytest", "randomly", "rerunfailures", "timeout"),
     *("allure_pytest", "benchmark", "flaky", "html", "html_fixtures", "metadata"),
     *("pytest-retry", "pytest_forked", "pytest_jsonreport"),
 )
