@@ -1,4 +1,4 @@
-"""Tasks: `check`, `record` and `accept` are tiers of the tests (see tests/README.md)."""
+"""Tasks: `check`, `fuzz`, `record` and `accept` are tiers of the tests (see tests/README.md)."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def check(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """What `check` leaves out: mutated and hostile files, and all examples of properties."""
     session.run("pytest", "-q", "-n", "2", *(session.posargs or UNIT))
-    session.run("python", "tests/fuzzing.py", "--mutations", "100000", "--seed", "7")
+    session.run("python", "tests/fuzzing.py", "--mutations", "50000", "--seed", "7")
 
 
 @nox.session
