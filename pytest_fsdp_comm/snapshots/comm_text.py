@@ -89,7 +89,9 @@ def format_profile(profile: CommProfile) -> str:
 
 def _comm_lines(profile: CommProfile) -> list[str]:
     """All lines but the first."""
-    records: defaultdict[tuple[Phase, Subject], list[tuple[str | None, str]]] = defaultdict(list)
+    names_of: defaultdict[tuple[Phase, Subject], defaultdict[str, list[str | None]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     # Rows share long lists of ranks, and those of siblings their calls: each is written once, and
     # known by its identity, since a tuple is hashed anew each time.
     ranks_of: dict[int, str] = {}
@@ -100,7 +102,7 @@ def _comm_lines(profile: CommProfile) -> list[str]:
             if id(row.ranks) not in ranks_of:
                 ranks_of[id(row.ranks)] = write_ranks(row.ranks)
             words_of[place] = with_ranks(_row_content(row), ranks_of[id(row.ranks)])
-        records[row.phase, row.subject].append((row.owner, words_of[place]))
+        names_of[row.phase, row.subject][words_of[place]].append(row.owner)
     return [
         *world_lines(profile.world_size, profile.recorded_ranks, profile.mesh_axes),
         *([] if profile.shows_async else [_ASYNC_UNKNOWN]),
@@ -109,7 +111,7 @@ def _comm_lines(profile: CommProfile) -> list[str]:
             f"{phase} {line}"
             for phase in Phase
             for subject in SUBJECTS
-            for line in folded_lines(records[phase, subject])
+            for line in folded_lines(names_of[phase, subject])
         ),
         *(with_ranks(f"{_PEAK}{one.nbytes:_} B", write_ranks(one.ranks)) for one in profile.peaks),
         # So that a lost line is noticed.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -177,18 +176,12 @@ def with_ranks(content: str, ranks: str) -> str:
     return f"{content} {RANKS}{ranks}" if ranks else content
 
 
-def folded_lines(records: Iterable[tuple[str | None, str]]) -> list[str]:
-    """Folds the names of equal content.
-
-    Args:
-        records: Name and content of each; None stands for no module.
+def folded_lines(names_of: Mapping[str, Sequence[str | None]]) -> list[str]:
+    """Folds the names of each content, of which None stands for no module.
 
     Returns:
         Pattern and content of each line, sorted naturally by first names, those of no module last.
     """
-    names_of: defaultdict[str, list[str | None]] = defaultdict(list)
-    for name, content in records:
-        names_of[content].append(name)
     lines: list[tuple[tuple[object, ...], str]] = []
     for content, names in names_of.items():
         for pattern in fold_fqns(name for name in names if name is not None):

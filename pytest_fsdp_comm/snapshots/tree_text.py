@@ -23,8 +23,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any, Final, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, get_args
 
 from pytest_fsdp_comm.errors import quoted_part
 from pytest_fsdp_comm.snapshots.lines import END, INDENT, NUMBER, header
@@ -42,11 +43,13 @@ from pytest_fsdp_comm.tree.model import Precision, UnitKind
 from pytest_fsdp_comm.tree.profile import TreeProfile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pytest_fsdp_comm.snapshots.lines import SnapshotLines
     from pytest_fsdp_comm.snapshots.records import World
 
+
+_Facts = TypeVar("_Facts")
 
 # What the words of a record are, in both directions.
 
@@ -217,11 +220,9 @@ def _tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
     units = (
         line
         for group, held in sorted(facts.units.items())
-        for line in folded_lines((name, _unit_content(unit, group)) for name, unit in held.items())
+        for line in _folded(held, partial(_unit_content, group=group))
     )
-    parameters = folded_lines(
-        (fqn, _parameter_content(parameter)) for fqn, parameter in facts.parameters.items()
-    )
+    parameters = _folded(facts.parameters, _parameter_content)
     # So that a lost line is noticed.
     totals = sum(map(len, facts.units.values())), len(facts.parameters)
     return [
@@ -231,6 +232,13 @@ def _tree_lines(facts: TreeFacts, recorded: Sequence[int] = ()) -> list[str]:
         f"total {totals[0]} units, {totals[1]} parameters",
         END,
     ]
+
+
+def _folded(facts: Mapping[str, _Facts], content: Callable[[_Facts], str]) -> list[str]:
+    names_of: defaultdict[str, list[str | None]] = defaultdict(list)
+    for name, one in facts.items():
+        names_of[content(one)].append(name)
+    return folded_lines(names_of)
 
 
 def read_tree(lines: SnapshotLines) -> TreeProfile:
