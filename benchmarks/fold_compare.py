@@ -16,7 +16,7 @@ from collections import Counter
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Collective, Phase, Recording, Role, Source
-from pytest_fsdp_comm.comm.json import dump_recording
+from pytest_fsdp_comm.comm.json import dump_recordings
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import CommProfile, Row, fold, merge, sort_rows
 from pytest_fsdp_comm.snapshots.comm_text import format_profile, read_comm
@@ -33,7 +33,7 @@ def main() -> None:
     count = parser.parse_args().events
     recording = _recording(count)
     started = time.perf_counter()
-    dump_recording(recording)
+    dump_recordings([recording])
     as_json = time.perf_counter() - started
     started = time.perf_counter()
     Counter((event.phase, event.owner, event.kind, event.axis) for event in recording.collectives)

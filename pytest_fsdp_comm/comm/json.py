@@ -16,7 +16,6 @@ JSON_VERSION: Final = 1
 """Rises when an older reader would misread the document."""
 
 _KIND: Final = "recording"
-_KIND_OF_SEVERAL: Final = "recordings"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,21 +26,6 @@ class _Recordings:
     """In the order of their ranks."""
 
 
-def dump_recording(recording: Recording) -> str:
-    """Writes a recording as JSON."""
-    return dump_document(_KIND, JSON_VERSION, recording)
-
-
-def load_recording(text: str) -> Recording:
-    """Reads what `dump_recording` wrote.
-
-    Raises:
-        CodecError: The text is not JSON, of another kind or version, or says where it is no
-            recording.
-    """
-    return load_document(Recording, _KIND, JSON_VERSION, text)
-
-
 def dump_recordings(recordings: Sequence[Recording]) -> str:
     """Writes what several ranks recorded in one block as JSON.
 
@@ -49,19 +33,17 @@ def dump_recordings(recordings: Sequence[Recording]) -> str:
         recordings: In the order of their ranks.
     """
     value = _Recordings(recordings=tuple(recordings))
-    return dump_document(_KIND_OF_SEVERAL, JSON_VERSION, value)
+    return dump_document(_KIND, JSON_VERSION, value)
 
 
 def load_recordings(text: str) -> tuple[Recording, ...]:
-    """Reads what `dump_recordings` or `dump_recording` wrote.
+    """Reads what `dump_recordings` wrote.
 
     Raises:
-        CodecError: As `load_recording`.
+        CodecError: The text is not JSON, of another kind or version, or says where it is no
+            recording.
     """
-    if kind_of_document(text) == _KIND_OF_SEVERAL:
-        found = load_document(_Recordings, _KIND_OF_SEVERAL, JSON_VERSION, text)
-        return found.recordings
-    return (load_recording(text),)
+    return load_document(_Recordings, _KIND, JSON_VERSION, text).recordings
 
 
 def kind_of_document(text: str) -> str | None:

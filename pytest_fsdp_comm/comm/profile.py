@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import Field, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import (
     TYPE_CHECKING,
     Any,
-    ClassVar,
     Final,
     Literal,
     NamedTuple,
@@ -44,20 +43,6 @@ _KIND_ORDER: Final = {kind: place for place, kind in enumerate(COLLECTIVE_KINDS)
 
 # That of the embedding, in `_MaskPartial` (torch 2.6 to 2.13): its width is no change of placement.
 _SHAPE: Final = re.compile(r"(?:, )?offset_shape=torch\.Size\(\[[^\]]*\]\)")
-
-
-class OfRanks(Protocol):
-    """What holds for some of the recorded ranks."""
-
-    # What `dataclasses.replace` asks of a value.
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks for which this holds, ascending; empty for all ranks."""
-
-
-_OfRanks = TypeVar("_OfRanks", bound=OfRanks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +181,23 @@ class CommProfile:
 
     def totals(self) -> tuple[Total, ...]:
         """Counts and bytes of each kind and axis over all phases and owners, by kind."""
-        return sum_up(((row, 1, len(row.ranks)) for row in self.collectives), self.num_ranks)
+        is_common = not any(row.ranks for row in self.collectives)
+        counts: Counter[tuple[str, str]] = Counter()
+        nbytes: Counter[tuple[str, str]] = Counter()
+        for row in self.collectives:
+            times = 1 if is_common else len(row.ranks) or self.num_ranks
+            counts[row.what, row.axis] += times * row.count
+            nbytes[row.what, row.axis] += times * row.nbytes
+        return tuple(
+            Total(
+                kind=what[0],
+                axis=what[1],
+                count=counts[what],
+                nbytes=nbytes[what],
+                num_ranks=1 if is_common else self.num_ranks,
+            )
+            for what in sorted(counts, key=lambda what: _kind_order(*what))
+        )
 
 
 class OnRanks(Protocol):
@@ -217,33 +218,8 @@ def has_further_ranks(profile: OnRanks, other: OnRanks) -> bool:
     return not ranks.issubset(other.recorded_ranks or range(other.world_size))
 
 
-def sum_up(rows: Iterable[tuple[Row, int, int]], num_ranks: int) -> tuple[Total, ...]:
-    """Adds rows up.
-
-    Args:
-        rows: Each with the number of owners that have it, and with the number of ranks that do; 0
-            for all of them.
-        num_ranks: How many ranks were recorded.
-    """
-    held = list(rows)
-    is_common = not any(ranks for _, _, ranks in held)
-    counts: Counter[tuple[str, str]] = Counter()
-    nbytes: Counter[tuple[str, str]] = Counter()
-    for row, owners, ranks in held:
-        times = owners * (1 if is_common else ranks or num_ranks)
-        what = (row.what, row.axis)
-        counts[what] += times * row.count
-        nbytes[what] += times * row.nbytes
-    return tuple(
-        Total(
-            kind=what[0],
-            axis=what[1],
-            count=counts[what],
-            nbytes=nbytes[what],
-            num_ranks=1 if is_common else num_ranks,
-        )
-        for what in sorted(counts, key=lambda what: _kind_order(*what))
-    )
+_OfRanks = TypeVar("_OfRanks", Row, GatheredPeak, Gap)
+"""What holds for some of the recorded ranks, or for all where it has none."""
 
 
 def fold(recording: Recording) -> CommProfile:

@@ -11,7 +11,7 @@ from oracle import gloo_and_fake
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from pytest_fsdp_comm.comm.json import dump_recording, load_recording
+from pytest_fsdp_comm.comm.json import dump_recordings, load_recordings
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -48,7 +48,7 @@ def test_peers_are_counted_from_the_rank_itself(comm_mode, dist_info):
             work.wait()
     # The same on every rank, the last one too.
     assert peers(comm_mode) == [("send", 1), ("recv", 3), ("send", 1), ("recv", 1)]
-    assert load_recording(dump_recording(comm_mode.recording)) == comm_mode.recording
+    assert load_recordings(dump_recordings([comm_mode.recording]))[0] == comm_mode.recording
 
 
 @pytest.mark.distributed(world_size=2)

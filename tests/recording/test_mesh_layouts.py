@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pytest_fsdp_comm.comm.json import dump_recording, load_recording
+from pytest_fsdp_comm.comm.json import dump_recordings, load_recordings
 from pytest_fsdp_comm.comm.mesh import dims_of
 from pytest_fsdp_comm.errors import RecordingError
 
@@ -40,7 +40,7 @@ def test_axes_of_meshes_lie_as_their_groups_do(comm_mode, device_mesh):
         "col": ((4, 4),),
         "world": ((16, 1),),
     }
-    assert load_recording(dump_recording(comm_mode.recording)) == comm_mode.recording
+    assert load_recordings(dump_recordings([comm_mode.recording]))[0] == comm_mode.recording
 
 
 @pytest.mark.distributed(world_size=8, backend="fake")

@@ -14,7 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from pytest_fsdp_comm.comm.json import dump_recording, load_recording
+from pytest_fsdp_comm.comm.json import dump_recordings, load_recordings
 
 LAYERS = 4
 fake = pytest.mark.distributed(world_size=4, backend="fake", scope="module")
@@ -233,7 +233,7 @@ def recorded(comm_mode, model, run):
     # Nothing else has a distance.
     assert {e.ahead for e in comm_mode.events if e.kind != "all_gather"} <= {None}
     assert {e.ahead for e in comm_mode.reshards if e.action != "unshard"} <= {None}
-    assert load_recording(dump_recording(comm_mode.recording)) == comm_mode.recording
+    assert load_recordings(dump_recordings([comm_mode.recording]))[0] == comm_mode.recording
     return by_phase(comm_mode)
 
 

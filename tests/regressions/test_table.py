@@ -20,7 +20,7 @@ from regressions.table import both_sides, record, write
 
 from pytest_fsdp_comm.comm.cost import Cost
 from pytest_fsdp_comm.comm.diff import compare
-from pytest_fsdp_comm.comm.json import dump_recording
+from pytest_fsdp_comm.comm.json import dump_recordings
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
 
 DIRECTORY = os.environ.get("FSDP_COMM_TABLE")
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def leave(case, texts, recording):
     folder = Path(DIRECTORY) / case.name
     write(folder, texts)
-    (folder / "new.json").write_text(dump_recording(recording), encoding="utf-8")
+    (folder / "new.json").write_text(dump_recordings([recording]), encoding="utf-8")
     known = {name: getattr(case, name) for name in case.__slots__ if name != "build"}
     (folder / "case.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from pytest_fsdp_comm.comm.events import Gap, Recording
-from pytest_fsdp_comm.comm.json import dump_recording, load_recording
+from pytest_fsdp_comm.comm.json import dump_recordings, load_recordings
 from pytest_fsdp_comm.comm.profile import fold, merge
 from pytest_fsdp_comm.errors import IncompleteRecordingError, UnseenCollectivesWarning
 from pytest_fsdp_comm.snapshots.completeness import check_completeness
@@ -30,7 +30,7 @@ def refusal(profile, *, unseen="error", allow_value_dependent=False):
 
 
 def test_gaps_are_part_of_the_json():
-    assert load_recording(dump_recording(recording(0, UNSEEN, READ))).gaps == (UNSEEN, READ)
+    assert load_recordings(dump_recordings([recording(0, UNSEEN, READ)]))[0].gaps == (UNSEEN, READ)
     profile = merged([UNSEEN], [])
     assert from_json(type(profile), to_json(profile), where="profile").gaps == profile.gaps
 

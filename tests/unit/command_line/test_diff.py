@@ -7,7 +7,7 @@ import pytest
 import sample_profiles
 from sample_files import TREE, recording
 
-from pytest_fsdp_comm.comm.json import dump_recording
+from pytest_fsdp_comm.comm.json import dump_recordings
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
 OLD, NEW = (format_profile(sample_profiles.profile(layers=layers)) for layers in (3, 4))
@@ -66,8 +66,8 @@ def test_equal_files_and_those_that_differ_in_what_is_not_compared_exit_with_0(w
 
 
 def test_a_recording_is_compared_with_a_snapshot(write, fsdp_comm):
-    write("one.json", dump_recording(recording(1)))
-    write("more.json", dump_recording(recording(1, calls=3)))
+    write("one.json", dump_recordings([recording(1)]))
+    write("more.json", dump_recordings([recording(1, calls=3)]))
     told = fsdp_comm("diff", "one.json", "more.json")
     assert told.status == 1
     # Recorded code has a place, which a snapshot has not.

@@ -12,7 +12,7 @@ import pytest
 import sample_profiles
 from sample_files import TREE, recording
 
-from pytest_fsdp_comm.comm.json import dump_recording, dump_recordings
+from pytest_fsdp_comm.comm.json import dump_recordings
 from pytest_fsdp_comm.comm.profile import GatheredPeak
 from pytest_fsdp_comm.command_line.main import main
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
@@ -64,7 +64,7 @@ def test_ranks_that_differ_are_summed_up_and_labelled(write, fsdp_comm):
 
 
 def test_a_recording_of_one_rank_is_shown_as_such(write, fsdp_comm):
-    write("one.json", dump_recording(recording(1)))
+    write("one.json", dump_recordings([recording(1)]))
     first = fsdp_comm("show", "one.json").lines[0]
     assert first == "communication of 2 ranks, recorded on rank 1 (torch 2.13.0, gloo)"
 

@@ -4,12 +4,12 @@ import json
 
 from sample_files import recording
 
-from pytest_fsdp_comm.comm.json import dump_recording, dump_recordings
+from pytest_fsdp_comm.comm.json import dump_recordings
 
 
 def test_recordings_of_several_ranks_become_one_trace(write, fsdp_comm, project):
-    write("1.json", dump_recording(recording(1)))
-    write("0.json", dump_recording(recording(0)))
+    write("1.json", dump_recordings([recording(1)]))
+    write("0.json", dump_recordings([recording(0)]))
     made = fsdp_comm("trace", "1.json", "0.json")
     assert (made.status, made.lines) == (0, ["1.trace.json: open it at https://ui.perfetto.dev"])
     trace = json.loads((project / "1.trace.json").read_text())
@@ -20,7 +20,7 @@ def test_recordings_of_several_ranks_become_one_trace(write, fsdp_comm, project)
 
 
 def test_what_is_no_recording_or_of_one_rank_twice_is_an_error(write, fsdp_comm, project):
-    write("a.json", dump_recording(recording(1)))
+    write("a.json", dump_recordings([recording(1)]))
     twice = fsdp_comm("trace", "a.json", "a.json")
     assert twice.status == 2
     assert "a.json, a.json: expected recordings of different ranks" in twice.err

@@ -20,7 +20,7 @@ from pytest_fsdp_comm.comm.events import (
     Source,
     Timing,
 )
-from pytest_fsdp_comm.comm.json import dump_recording, load_recording
+from pytest_fsdp_comm.comm.json import dump_recordings, load_recordings
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import (
     CommProfile,
@@ -145,7 +145,7 @@ def recordings(draw, rank=0):
 
 @given(recordings())
 def test_a_recording_survives_json(recording):
-    assert load_recording(dump_recording(recording)) == recording
+    assert load_recordings(dump_recordings([recording]))[0] == recording
 
 
 @given(recordings())
@@ -385,14 +385,16 @@ def test_an_older_format_names_the_update():
 
 
 def test_json_of_another_kind_or_version_is_refused():
-    document = dump_recording(Recording(rank=0, world_size=1, backend="", torch_version="2"))
+    document = dump_recordings([Recording(rank=0, world_size=1, backend="", torch_version="2")])
     later = document.replace('"version":1', '"version":2')
     refused = r"^expected a recording (of JSON version 1|as JSON)"
-    for wrong in ("{}", "[]", "not json", later, document.replace("recording", "tree", 1)):
+    for wrong in ("{}", "[]", "not json", later, document.replace('"recording"', '"tree"', 1)):
         with pytest.raises(FsdpCommError, match=refused):
-            load_recording(wrong)
-    with pytest.raises(FsdpCommError, match=r"^recording\.rank: expected int, got '0'"):
-        load_recording(document.replace('"rank":0', '"rank":"0"'))
+            load_recordings(wrong)
+    with pytest.raises(
+        FsdpCommError, match=r"^recording\.recordings\[0\]\.rank: expected int, got '0'"
+    ):
+        load_recordings(document.replace('"rank":0', '"rank":"0"'))
 
 
 def test_sites_are_for_reading_not_for_comparing():
