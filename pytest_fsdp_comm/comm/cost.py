@@ -51,25 +51,15 @@ class Volume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveCost:
-    """The calls of one kind over one axis."""
+class PartCost:
+    """The calls of one kind over one axis, or all calls over it."""
 
-    kind: str
-    """As `events.Collective.kind`."""
-    axis: str
-    """Name of the mesh axis."""
-    before: Volume
-    after: Volume
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AxisCost:
-    """All calls over one axis."""
-
+    kind: str = ""
+    """As `events.Collective.kind`; empty for all kinds."""
     axis: str
     """Name of the mesh axis."""
     link: Link | None
-    """How fast it is; None if the user does not say."""
+    """How fast the axis is; None if the user does not say."""
     before: Volume
     after: Volume
 
@@ -85,15 +75,27 @@ class Cost:
 
     ranks: tuple[int, ...] = ()
     """The ranks with these calls, ascending; empty for all that both sides recorded."""
-    collectives: tuple[CollectiveCost, ...] = ()
+    collectives: tuple[PartCost, ...] = ()
     """What either side has, sorted by axis and kind."""
-    axes: tuple[AxisCost, ...] = ()
-    """What either side has, sorted by name."""
     peak_before: int = 0
     """Most bytes of parameters that were gathered at once; 0 if none were."""
     peak_after: int = 0
     peak_ranks: tuple[int, ...] = ()
     """The ranks with these peaks, ascending; empty for all that both sides recorded."""
+
+    @property
+    def axes(self) -> tuple[PartCost, ...]:
+        """All calls over each axis that either side has, sorted by name."""
+        by_axis = itertools.groupby(self.collectives, key=lambda one: (one.axis, one.link))
+        return tuple(
+            PartCost(
+                axis=axis,
+                link=link,
+                before=sum((one.before for one in alike), Volume()),
+                after=sum((one.after for one in alike), Volume()),
+            )
+            for (axis, link), alike in ((place, list(group)) for place, group in by_axis)
+        )
 
     @property
     def before(self) -> Volume:
@@ -165,9 +167,10 @@ def cost_of_change(old: CommProfile, new: CommProfile, links: Links | None = Non
     peak, peak_ranks = _largest(peaks, alike, lambda pair: (abs(pair[1] - pair[0]), pair[1]))
     links = links or Links()
     collectives = tuple(
-        CollectiveCost(
+        PartCost(
             kind=kind,
             axis=axis,
+            link=links.of(axis),
             before=_timed(kind, axis, was, old, links),
             after=_timed(kind, axis, now, new, links),
         )
@@ -176,7 +179,6 @@ def cost_of_change(old: CommProfile, new: CommProfile, links: Links | None = Non
     return Cost(
         ranks=ranks,
         collectives=collectives,
-        axes=_axes(collectives, links),
         peak_before=peak[0],
         peak_after=peak[1],
         peak_ranks=peak_ranks,
@@ -284,16 +286,3 @@ def _timed(kind: str, axis: str, volume: Volume, profile: CommProfile, links: Li
         kind, count=volume.count, nbytes=volume.nbytes, group_size=max(sizes, default=1), link=link
     )
     return replace(volume, seconds=seconds)
-
-
-def _axes(collectives: Sequence[CollectiveCost], links: Links) -> tuple[AxisCost, ...]:
-    by_axis = itertools.groupby(collectives, key=lambda one: one.axis)
-    return tuple(
-        AxisCost(
-            axis=axis,
-            link=links.of(axis),
-            before=sum((one.before for one in alike), Volume()),
-            after=sum((one.after for one in alike), Volume()),
-        )
-        for axis, alike in ((axis, list(group)) for axis, group in by_axis)
-    )

@@ -12,7 +12,7 @@ from pytest_fsdp_comm.text.rank_lists import name_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pytest_fsdp_comm.comm.cost import AxisCost, CollectiveCost, Cost, Volume
+    from pytest_fsdp_comm.comm.cost import Cost, PartCost, Volume
 
 _WIDTH: Final = 120
 _MAX_RANKS_TEXT: Final = 24
@@ -62,16 +62,16 @@ def _filled(statements: Iterable[str], width: int) -> list[str]:
     return lines
 
 
-def _changed(cost: Cost, number: Callable[[Volume], int]) -> list[CollectiveCost]:
+def _changed(cost: Cost, number: Callable[[Volume], int]) -> list[PartCost]:
     """The kinds of which a number differs, the largest difference first."""
 
-    def growth(one: CollectiveCost) -> int:
+    def growth(one: PartCost) -> int:
         return number(one.after) - number(one.before)
 
     return sorted(filter(growth, cost.collectives), key=lambda one: -abs(growth(one)))
 
 
-def _bytes(cost: Cost, changed: Sequence[CollectiveCost]) -> tuple[list[str], list[str]]:
+def _bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str]]:
     """What is said of the whole, and then of each kind."""
     used = [one for one in cost.collectives if one.before.nbytes or one.after.nbytes]
     num_kinds = Counter(one.axis for one in used)
@@ -101,10 +101,10 @@ def _bytes(cost: Cost, changed: Sequence[CollectiveCost]) -> tuple[list[str], li
     return [head, *axes], [f"{_what(one)} {_growth(one)} ({_sides(one)})" for one in changed]
 
 
-def _calls(cost: Cost, changed: Sequence[CollectiveCost]) -> tuple[list[str], list[str]]:
+def _calls(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str]]:
     """As `_bytes`."""
 
-    def stated(one: CollectiveCost | Cost, where: str) -> str:
+    def stated(one: PartCost | Cost, where: str) -> str:
         was, now = one.before.count, one.after.count
         if was == now:
             return f"calls unchanged {where} ({now} {_whose(cost)})"
@@ -119,7 +119,7 @@ def _calls(cost: Cost, changed: Sequence[CollectiveCost]) -> tuple[list[str], li
     ]
 
 
-def _peak(cost: Cost, changed: Sequence[CollectiveCost]) -> list[str]:
+def _peak(cost: Cost, changed: Sequence[PartCost]) -> list[str]:
     before, after = cost.peak_before, cost.peak_after
     if before == after:
         # What is gathered more often need not be held at once.
@@ -164,7 +164,7 @@ def _seconds(cost: Cost) -> tuple[list[str], list[str]]:
     return [f"about {whole}", "without overlap", *missing], parts
 
 
-def _times(one: AxisCost | Cost, where: str) -> str:
+def _times(one: PartCost | Cost, where: str) -> str:
     """``1.2 -> 2.0 ms on dp``, ``950 us -> 1.2 ms on dp``, ``9.0 ms on dp as before``."""
     old, new = one.before.seconds or 0.0, one.after.seconds or 0.0
     # More digits than three would say more than an estimate knows.
@@ -195,15 +195,15 @@ def _cut(statements: Sequence[str], width: int) -> list[str]:
     return []
 
 
-def _what(one: CollectiveCost) -> str:
+def _what(one: PartCost) -> str:
     return f"{one.kind}[{one.axis}]"
 
 
-def _growth(one: AxisCost | CollectiveCost | Cost) -> str:
+def _growth(one: PartCost | Cost) -> str:
     return show_growth(one.before.nbytes, one.after.nbytes)
 
 
-def _sides(one: CollectiveCost | Cost) -> str:
+def _sides(one: PartCost | Cost) -> str:
     return show_nbytes_change(one.before.nbytes, one.after.nbytes)
 
 
