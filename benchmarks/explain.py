@@ -4,8 +4,8 @@
 
 A training step under FSDP and tensor parallelism, made up: nine modules a layer with rows of their
 own. Each case changes it in one way, in several, or at random. Printed are the CPU seconds of
-comparing and of explaining, their ratio, whether the story is exact, and its steps. Exit status 1
-if a story of one step takes more than 0.2 CPU seconds or one of several more than 0.5.
+comparing and of explaining, their ratio, whether the explanation is exact, and its steps. Exit
+status 1 if one step takes more than 0.2 CPU seconds to find, or several more than 0.5.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AXES: Final = (
     MeshAxis(name="tp", size=8, dims=((8, 1),)),
 )
 _MOST_S: Final = {1: 0.2, 2: 0.5}
-"""CPU seconds for a story of one step, and of several."""
+"""CPU seconds for an explanation of one step, and of several."""
 
 
 def _step(
@@ -117,14 +117,14 @@ def main() -> int:
         started = time.process_time()
         _ = old == new, old.totals(), new.totals()
         compared = time.process_time()
-        story = explain(old, new)
+        explained = explain(old, new)
         explained_s = time.process_time() - compared
-        steps = [step.kind for step in story.steps]
+        steps = [step.kind for step in explained.steps]
         print(
             f"{name:34} {explained_s:6.3f} s, {explained_s / (compared - started):6.0f} x totals, "
-            f"{'exact' if story.is_exact else 'rows left'}: {', '.join(steps) or 'no step'}"
+            f"{'exact' if explained.is_exact else 'rows left'}: {', '.join(steps) or 'no step'}"
         )
-        if story.is_exact:
+        if explained.is_exact:
             is_slow |= explained_s > _MOST_S[min(len(steps), 2)]
     return int(is_slow)
 

@@ -1,7 +1,7 @@
-"""Why a difference may have come about: readings of a whole story.
+"""Why a difference may have come about: readings of a whole explanation.
 
-A step of a story is exact, so a cause explains all rows of its steps. It is named where these steps
-are those of something that is known to happen; where several things send the same, all are named.
+A step is exact, so a cause explains all of its rows. A step itself names what its rows suggest;
+here the trees of the test, a change of torch's own, and several steps together decide.
 docs/causes.md has for each what would refute it, and ``tests/regressions`` its cases.
 """
 

@@ -45,7 +45,7 @@ def render_comparison(
         notes: Circumstances of the recording.
     """
     head = [f"comm_mode differs from {snapshot}"]
-    told = [f"  {line}" for line in _story_lines(comparison)]
+    told = [f"  {line}" for line in _step_lines(comparison)]
     cost = [f"  {line}" for line in cost_lines(comparison.cost)]
     # The cost tells it better.
     told_twice = "memory" if any("peak gathered" in line for line in cost) else ""
@@ -81,12 +81,12 @@ def render_comparison(
     )
 
 
-def _story_lines(comparison: Comparison) -> list[str]:
+def _step_lines(comparison: Comparison) -> list[str]:
     return [step.line + _site_of(step, comparison.sites) for step in comparison.steps]
 
 
 def _told(comparison: Comparison) -> Iterator[str]:
-    """The steps of the story, each with its causes."""
+    """The steps of the explanation, each with its causes."""
     for step in comparison.steps:
         causes = [cause.text for cause in comparison.causes if step in cause.steps]
         yield "; likely: ".join((step.line, *causes))

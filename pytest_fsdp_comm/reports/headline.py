@@ -44,8 +44,8 @@ def headline(changes: Sequence[Change | TreeChange]) -> str:
     return f"{lines[0]}, {len(lines) - 1} more" if len(lines) > 1 else lines[0]
 
 
-def headline_of_story(comparison: Comparison) -> str:
-    """What the story tells first, in one line; empty if that is of single modules, or not all.
+def headline_of_steps(comparison: Comparison) -> str:
+    """What is told first, in one line; empty if that is of single modules, or not all.
 
     Of single modules, the largest of their changes says as much in fewer words.
     """

@@ -14,7 +14,7 @@ from pytest_fsdp_comm.comm.diff import Change
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
 from pytest_fsdp_comm.reports.explanation import ACCEPT, FailureText
-from pytest_fsdp_comm.reports.headline import headline, headline_of_story
+from pytest_fsdp_comm.reports.headline import headline, headline_of_steps
 from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
 from pytest_fsdp_comm.text.fqn import name_owners
@@ -69,7 +69,7 @@ def explain_profiles(
             explanation = render_comparison(found, snapshot=where, accept=accept, notes=new.notes)
             explanation = _with_versions(_within_scope(explanation, old, new), old, new)
             return Difference(
-                explanation=explanation, changes=found.changes, text=headline_of_story(found)
+                explanation=explanation, changes=found.changes, text=headline_of_steps(found)
             )
         case TreeProfile() as old, TreeProfile() as new:
             changes = tree_diff.compare(old, new)

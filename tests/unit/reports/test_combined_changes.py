@@ -17,7 +17,7 @@ from pytest_fsdp_comm.reports.explanation import (
     show_everything,
     show_on_screen,
 )
-from pytest_fsdp_comm.reports.headline import headline, headline_of_story
+from pytest_fsdp_comm.reports.headline import headline, headline_of_steps
 
 ACCEPT = "pytest --snapshot-update x"
 COMMAND = f"  accept: {ACCEPT}"
@@ -288,7 +288,7 @@ def test_a_regression_is_told_before_what_hides_it_and_each_change_has_its_cause
     explained = render_comparison(comparison, snapshot="x", accept="")
     reduced = "gradients of (root), layers.{0..2} reduced 1 -> 4 times (reduce_scatter)"
     # In the fewest words, the largest change of single modules.
-    assert not headline_of_story(comparison)
+    assert not headline_of_steps(comparison)
     assert re.fullmatch(r"\S+: \+3 reduce_scatter( each)?, \d+ more", headline(comparison.changes))
     assert [line.partition("; likely: ")[0] for line in explained.told] == [
         f"{reduced}, gathers as before",

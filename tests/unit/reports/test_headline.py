@@ -7,7 +7,7 @@ from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.diff import Change, Comparison, compare
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.profile import Row
-from pytest_fsdp_comm.reports.headline import headline, headline_of_story
+from pytest_fsdp_comm.reports.headline import headline, headline_of_steps
 from pytest_fsdp_comm.tree.diff import TreeChange
 
 
@@ -134,11 +134,11 @@ def test_the_headline_is(changes, text):
 
 def test_a_change_of_the_whole_is_its_own_headline():
     old = profile()
-    assert headline_of_story(compare(old, profile(5))) == (
+    assert headline_of_steps(compare(old, profile(5))) == (
         "layers: 3 -> 5 modules, each as its siblings"
     )
-    assert headline_of_story(compare(old, renamed(twice(old)))) == "layers is blocks now, 1 more"
+    assert headline_of_steps(compare(old, renamed(twice(old)))) == "layers is blocks now, 1 more"
     # Of single modules, the largest change says more.
     for new in (kept(old), profile(extra=[unit("head", 64)])):
-        assert not headline_of_story(compare(old, new))
-    assert not headline_of_story(Comparison(changes=()))
+        assert not headline_of_steps(compare(old, new))
+    assert not headline_of_steps(Comparison(changes=()))
