@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # Note [Limits of a file]: a broken file costs two seconds and 200 MB at most, wherever it is broken
 # (tests/unit/snapshots/test_limits.py). It has at most `MAX_BYTES` and `MAX_LINES`;
 # `text.fqn.MAX_NAMES` names in all lines together, in `MAX_NAME_TEXT` characters as they are
-# written, and with `MAX_NUMBERS` numbers each; `MAX_RANKS` ranks in all lists together, and as many
-# in the groups of all axes; `MAX_WORLD_SIZE` ranks in the world; numbers of at most 18 digits.
+# written; `MAX_RANKS` ranks in all lists together, and as many in the groups of all axes;
+# `MAX_WORLD_SIZE` ranks in the world; numbers of at most 18 digits.
 
 FORMAT_VERSION: Final = 2
 """Rises when an older reader would misread a snapshot."""
@@ -37,8 +37,6 @@ MAX_WORLD_SIZE: Final = 131_072
 """As `pytest_fsdp_comm.options.MAX_SIMULATED`."""
 MAX_NAME_TEXT: Final = 1_000_000
 """100 characters for each of the most lines."""
-MAX_NUMBERS: Final = 8
-"""``layers.3.experts.7`` has two."""
 
 END: Final = "end"
 INDENT: Final = "  "

@@ -28,6 +28,10 @@ MAX_NAMES: Final = 131_072
 """The most FQNs that a pattern, or a whole snapshot, may stand for: those of 60 layers of 256
 experts with 8 lines each. A reader lists them, 15 microseconds each."""
 
+MAX_NUMBERS: Final = 8
+"""How many numbers of an FQN fold, from the left, as folding costs their square; others are text.
+``layers.3.experts.7`` has two, a unit such as ``a.0+a.1`` those of all its modules."""
+
 _MAX_PATTERNS: Final = 3
 _RESERVED: Final = frozenset("\\{}(),#")
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))|\\")
@@ -188,7 +192,7 @@ def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     words = [""]
     numbers = []
     for token in _SEPARATOR.split(fqn):
-        if _FOLDABLE.fullmatch(token):
+        if len(numbers) < MAX_NUMBERS and _FOLDABLE.fullmatch(token):
             numbers.append(int(token))
             words.append("")
         else:
@@ -323,9 +327,14 @@ def read_pattern(text: str) -> Pattern:
     box: list[Ranges] = []
     for before, token, after in zip(("", *tokens), tokens, (*tokens[1:], ""), strict=False):
         if token[0] == "{" and {before, after} <= {"", ".", "+"}:
+            if len(box) == MAX_NUMBERS:
+                raise ValueError(
+                    f"too many numbers in {quoted_part(text)}: expected {{...}} among the first "
+                    f"{MAX_NUMBERS} alone"
+                )
             box.append(_read_ranges(token, text))
             parts.append([])
-        elif _FOLDABLE.fullmatch(token):
+        elif len(box) < MAX_NUMBERS and _FOLDABLE.fullmatch(token):
             box.append(((int(token), int(token)),))
             parts.append([])
         else:

@@ -85,7 +85,7 @@ def refused(kind, text):
         ("{0..3}", "{0..03}", "bad numbers {0..03} in 'layers.{0..03}"),
         ("{0..3}", "{0,1..3}", "bad numbers {0,1..3} in 'layers.{0,1..3}"),
         ("{0..3}", "{3}", "bad numbers {3} in 'layers.{3}"),
-        ("{0..3}", ".".join("0123456789"), "too many numbers in 'layers.0.1.2"),
+        ("{0..3}", "0.1.2.3.4.5.6.7.{0..3}", "too many numbers in 'layers.0.1.2"),
         ("layers", "l\\x61yers", "bad name"),
         ("end\n", "end", "the file ends with 'end'; expected 'end' as the last line"),
         ("# pytest-fsdp-comm 2 ", "# pytest-fsdp-comm 9 ", "line 1: the snapshot has format 9, "),
