@@ -77,7 +77,7 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
     if guilty & {*blamed}:
         return []
     lines = [*_cause(reached, positions)]
-    # Parallel groups of a mesh, whose ranks do the same, are told as one.
+    # Parallel groups of a mesh, whose ranks do the same, share an explanation.
     alike: defaultdict[str, list[_Stall]] = defaultdict(list)
     for stall in sorted(stalls, key=lambda stall: (stall.is_aside, not stall.missing & guilty)):
         if not stall.is_aside or not stall.missing & {*blamed}:
@@ -115,7 +115,7 @@ def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:
 def _mismatch(what: str, own: Mapping[int, IssuedCollective]) -> str:
     kinds = {one.kind for one in own.values()}
     called = f"called {min(kinds)}" if len(kinds) == 1 else "called"
-    # Known of some ranks only: told where it tells them apart.
+    # Known of some ranks only: shown where it distinguishes them.
     shows_root = bool(_unlike_roots(own))
     sent = {
         rank: " ".join(
@@ -396,7 +396,7 @@ def _at(text: str, site: str) -> str:
 
 
 def _place(ranks: Sequence[int], positions: _Positions, level: int) -> str:
-    """Where ranks are that do not wait with others; empty unless it is asked for exactly."""
+    """Where ranks are that do not wait with others; empty above level 0."""
     position = positions[ranks[0]]
     if level > 0:
         return ""
@@ -454,7 +454,7 @@ def _call_stalls(positions: _Positions) -> Iterator[_Stall]:
         if call.name in PEER_ROLES and call.ranks:
             name = f"{call.name} {_PEER_WORDS[PEER_ROLES[call.name]]}"
             texts = {rank: f"{name} rank {peers.get(rank, call.ranks[0])}" for rank in inside}
-            # Told together: they may be links of a chain.
+            # Explained together: they may be links of a chain.
             what = f"{name} other ranks"
         yield _Stall(
             what=what,
@@ -494,7 +494,7 @@ def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterato
     absent = {rank: write for stall in stalls for rank, write in stall.absent.items()}
 
     def write(ranks: Sequence[int], level: int) -> str:
-        # Where a rank is that waits in something else is said there.
+        # A rank that waits in something else has its place in the line about that.
         return absent[ranks[0]](ranks, max(level, ranks[0] in reached))
 
     for ranks, text in _folded(absent, write):

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 # Note [Quiet watchdog]: a test must not notice the thread. It is not one of threading's, whose
 # start waits for it, which costs each rank 3 ms, and which tests that list the threads would find.
-# Its mask, inherited, blocks every signal: they are for the main thread, whose stack is asked for.
+# Its mask, inherited, blocks every signal: they are for the main thread, whose stack a signal
+# dumps.
 #
 # A position is also a rank's last word where C++ ends it (gloo does, on a message of another size):
 # std::terminate calls our handler on the thread with the exception that nothing catches, while the

@@ -1,4 +1,4 @@
-"""Finds which GPUs this process may use, without starting CUDA, and whether somebody started it."""
+"""Finds which GPUs this process may use, without starting CUDA, and whether CUDA was started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # survive a fork: torch refuses CUDA in the child, and says that it cannot re-initialize it. It
 # notes the start in a handler that runs in forked children, so that only one of these can tell
 # (torch 2.13). Where the driver found no GPU, nothing was started that ranks need: they are forked
-# all the same, and told what torch says where there is none (read in 2.13 and 2.15). The private
+# all the same, and fail with torch's error for a missing GPU (read in 2.13 and 2.15). The private
 # names have contract tests in tests/unit/ranks/test_gpus.py.
 
 # What the NVIDIA and the ROCm kernel drivers create.
@@ -34,7 +34,7 @@ _MOST = 254
 def visible_gpu_count() -> int:
     """Number of GPUs in the caller's visible list; 0 without a driver.
 
-    Importing torch takes seconds, so it is only asked on a machine with a driver, and in a forked
+    Importing torch takes seconds, so this asks it only on a machine with a driver, and in a forked
     child, so that no answer makes a later fork unsafe.
     """
     if not any(file.exists() for file in _DRIVER_FILES):

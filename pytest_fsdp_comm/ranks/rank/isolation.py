@@ -75,7 +75,7 @@ def leave_to_parent(config: pytest.Config) -> LogTerminal:
     """Takes out what writes for the whole session or stops it, and torch's debug logs.
 
     Returns:
-        What stands for the terminal now.
+        The terminal reporter from now on.
     """
     manager = config.pluginmanager
     for name in _PARENTS_PLUGINS:

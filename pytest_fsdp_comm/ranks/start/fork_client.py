@@ -220,7 +220,7 @@ class ForkedRanks:
     """One rank set, seen from the pytest process."""
 
     def __init__(self, server: ForkServer, started: SetStarted) -> None:
-        """Stores what started the ranks, and what it said of them."""
+        """Stores the server and its answer."""
         self._server = server
         self._number = started.number
         self._pids = started.pids

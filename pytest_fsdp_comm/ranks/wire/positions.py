@@ -108,7 +108,7 @@ class Position:
     module: str = ""
     """FQN of the module or FSDP unit that runs; empty for the root or none."""
     groups: tuple[GroupPosition, ...] = ()
-    """Each process group of the rank; empty unless the supervisor asked for them."""
+    """Each process group of the rank; empty if only the place was read."""
     call: UnrecordedCall | None = None
     """What the main thread waits in, if not in a collective."""
     activity: Activity = Activity.RUNS
