@@ -190,7 +190,7 @@ def name_owners(owners: Iterable[str | None]) -> str:
 def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Splits an FQN into its numbers and the text before, between and after them."""
     words = [""]
-    numbers = []
+    numbers: list[int] = []
     for token in _SEPARATOR.split(fqn):
         if len(numbers) < MAX_NUMBERS and _FOLDABLE.fullmatch(token):
             numbers.append(int(token))
