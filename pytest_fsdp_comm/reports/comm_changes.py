@@ -73,7 +73,6 @@ def render_comparison(
     return FailureText(
         short=tuple(short),
         full=tuple(full),
-        is_cut=short != full,
         compared="comm_mode",
         snapshot=snapshot,
         cost=tuple(cost[:shown]),

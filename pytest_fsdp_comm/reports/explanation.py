@@ -48,8 +48,6 @@ class FailureText:
     """What fits where pytest cuts: the first changes, the first cause, the command."""
     full: tuple[str, ...]
     """Everything."""
-    is_cut: bool
-    """Whether `short` leaves something out."""
     compared: str = ""
     """What differs, ``comm_mode`` or ``fsdp_tree``; empty if there was nothing to compare with."""
     snapshot: str = ""

@@ -49,6 +49,4 @@ def render_tree_changes(
     left_out = len(lines) - len(shown)
     more = [f"{LEFT_OUT}{left_out} more, below"] if left_out else []
     short = (head, *shown, *more, *tail)
-    return FailureText(
-        short=short, full=full, is_cut=bool(left_out), compared="fsdp_tree", snapshot=snapshot
-    )
+    return FailureText(short=short, full=full, compared="fsdp_tree", snapshot=snapshot)

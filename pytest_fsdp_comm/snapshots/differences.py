@@ -94,7 +94,7 @@ def bare_explanation(new: Profile, *, where: str, accept: str, why: str = "") ->
         *([f"  {why}"] if why else []),
         *([f"{ACCEPT}{accept}"] if accept else []),
     )
-    return FailureText(short=lines, full=lines, is_cut=False, compared=compared, snapshot=where)
+    return FailureText(short=lines, full=lines, compared=compared, snapshot=where)
 
 
 def headline_of_values(differences: Mapping[str, Difference]) -> str:

@@ -193,13 +193,13 @@ def _explain(
         where = show_path(Path(result.snapshot_location), item.config.rootpath)
         if result.exception is not None:
             lines = tuple(describe_error(result, item.config.rootpath).splitlines())
-            explanation = FailureText(short=lines, full=lines, is_cut=False)
+            explanation = FailureText(short=lines, full=lines)
             text = describe_problem(result.exception, where=where)
             differences[name] = Difference(explanation=explanation, text=text)
         elif result.recalled_data is None:
             lines = (f"there is no snapshot {where} yet",)
             lines += (f"{RECORD}{accept}", READ) if accept else ()
-            explanation = FailureText(short=lines, full=lines, is_cut=False)
+            explanation = FailureText(short=lines, full=lines)
             differences[name] = Difference(explanation=explanation, text="no snapshot yet")
         for old, new in _compared_profiles(result):
             differences[name] = explain_profiles(

@@ -129,7 +129,6 @@ def propose_names(between: Between) -> Iterator[Step]:
                 and {template(moved[owner] or "") for owner in changes} <= templates
             ):
                 yield replace(step, is_leaf=is_leaf)
-    yield from _wrapped(between)
 
 
 def _without_common_end(old: str, new: str) -> tuple[str, str]:
@@ -151,23 +150,6 @@ def _is_rename(between: Between, step: Renamed, changes: list[Owner]) -> bool:
     return bool(below) or all(
         between.state[owner] is between.target[step.name(owner)] for owner in changes
     )
-
-
-def _wrapped(between: Between) -> Iterator[Step]:
-    """A whole that moved below a name, or out of it: a root that stays the root tells nothing."""
-    for wraps in (True, False):
-        outer, inner = between.sides(came=wraps)
-        below = {owner.split(".")[0] for owner in inner if owner}
-        known = [owner for owner in outer if owner]
-        if len(below) != 1 or not known:
-            continue
-        prefix = below.pop()
-        if all(f"{prefix}.{owner}" in inner for owner in known):
-            for keeps_root in (True, False):
-                old, new = (ROOT_FQN, prefix) if wraps else (prefix, ROOT_FQN)
-                step = Renamed(old=old, new=new, keeps_root=keeps_root)
-                if len(set(map(step.name, between.state))) == len(between.state):
-                    yield step
 
 
 @dataclass(frozen=True, kw_only=True)

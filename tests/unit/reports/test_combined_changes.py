@@ -27,7 +27,6 @@ def failure(name, *short, full=None, difference=(), compared="", snapshot="", co
     explanation = FailureText(
         short=short,
         full=full or short,
-        is_cut=full is not None,
         compared=compared,
         snapshot=snapshot,
         cost=cost,
