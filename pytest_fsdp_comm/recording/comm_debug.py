@@ -104,9 +104,8 @@ class CommDebugAnswers(ABC):
                 "and the table of noise level 0, need no trace"
             )
         found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-        for module, operation in operations:
-            copied = {name: [*v] if isinstance(v, list) else v for name, v in operation.items()}
-            found.setdefault(module, {"operations_list": []})["operations_list"].append(copied)
+        for module, operation in operations():
+            found.setdefault(module, {"operations_list": []})["operations_list"].append(operation)
         return found
 
     @property

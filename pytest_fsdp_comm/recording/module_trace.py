@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +22,7 @@ from pytest_fsdp_comm.recording.owners.stack import innermost_module, running_mo
 from pytest_fsdp_comm.recording.subclasses import is_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -70,9 +70,9 @@ class ModuleTrace:
     keys: Mapping[str, tuple[str, ...]]
     """FQN of each owner -> CommDebugMode's names of the module and of those around it that have a
     forward, outermost first."""
-    operations: tuple[tuple[str, dict[str, Any]], ...] | None = None
-    """CommDebugMode's name of the module and its dictionary of each operation, in the order of
-    dispatch; None if operations were not traced."""
+    operations: Callable[[], Iterator[tuple[str, dict[str, Any]]]] | None = None
+    """Makes, in the order of dispatch, CommDebugMode's name of the module and its dictionary of
+    each operation; None if operations were not traced."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +83,28 @@ class _Seen:
     placements: dict[str, Placements]
     callers: tuple[_Seen, ...] | None = None
     """None unless its forward ran."""
+
+
+# A tuple for each of the many operations, and CommDebugMode's dictionary only where a test looks.
+_Noted = tuple["_Seen | None", Any, bool, bool, tuple[Any, ...]]
+
+
+def _operation_dicts(
+    operations: Iterable[_Noted], names: Mapping[_Seen | None, str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    for seen, func, is_backward, is_recompute, dtensors in operations:
+        shapes, placements, mesh = dtensors or ((), (), "")
+        yield (
+            names[seen],
+            {
+                "name": func,
+                "input_shape": [*shapes],
+                "input_sharding": [*placements],
+                "device_mesh": mesh,
+                "is_bw": is_backward,
+                "is_activation_checkpointing": is_recompute,
+            },
+        )
 
 
 class ModuleTracer:
@@ -97,7 +119,7 @@ class ModuleTracer:
         mode_of = upstream.look_up("torch", "torch._C", "_get_dispatch_mode", use)
         key: Any = upstream.look_up("torch", "torch._C", "_TorchDispatchModeKey", use)
         self._fake_mode: Callable[[], Any] = functools.partial(mode_of, key.FAKE)
-        self._operations: list[tuple[_Seen | None, dict[str, Any]]] = []
+        self._operations: list[_Noted] = []
         self._seen: dict[int, _Seen] = {}  # by identity, valid while the module lives
         self._called: list[_Seen] = []
 
@@ -117,16 +139,13 @@ class ModuleTracer:
         # An operation on fake tensors does nothing: DTensor runs it to learn what it would return.
         if dtensor_args is None and self._fake_mode() is not None:
             return
-        dtensors = [arg for arg in dtensor_args or () if is_dtensor(arg)]
-        operation = {
-            "name": func,
-            "input_shape": [arg.shape for arg in dtensors],
-            "input_sharding": [arg.placements for arg in dtensors],
-            "device_mesh": str(dtensors[-1].device_mesh) if dtensors else "",
-            "is_bw": is_backward,
-            "is_activation_checkpointing": is_backward and running is not None,
-        }
-        self._operations.append((seen, operation))
+        dtensors: tuple[Any, ...] = ()
+        if dtensor_args is not None:
+            found = [arg for arg in dtensor_args if is_dtensor(arg)]
+            mesh = str(found[-1].device_mesh) if found else ""
+            dtensors = ([arg.shape for arg in found], [arg.placements for arg in found], mesh)
+        is_recompute = is_backward and running is not None
+        self._operations.append((seen, func, is_backward, is_recompute, dtensors))
 
     def _acting_in_backward(self) -> _Seen | None:
         issuer = self._units.issuer
@@ -134,8 +153,8 @@ class ModuleTracer:
             return self._note_module(issuer[0])
         # To search the model for each parameter would take long; its gradient was just computed.
         if self._backward.adds_gradient() and self._operations:
-            seen, operation = self._operations[-1]
-            if operation["is_bw"]:
+            seen, _, is_backward, *_ = self._operations[-1]
+            if is_backward:
                 return seen
         module = self._backward.module_of_current_node()
         return None if module is None else self._note_module(module)
@@ -179,7 +198,11 @@ class ModuleTracer:
         return ModuleTrace(
             modules=lambda: called,
             keys=_keys_of_owners(owners, roots, names, keys),
-            operations=tuple((name(seen), operation) for seen, operation in self._operations),
+            operations=functools.partial(
+                _operation_dicts,
+                tuple(self._operations),
+                {seen: name(seen) for seen in {noted[0] for noted in self._operations}},
+            ),
         )
 
     def clear(self) -> None:
