@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from page_checks import check_page
-from pytest_fsdp_comm.reports.story_lines import name_owners
 from report_values import KIB, compared, profile_of, read, record_step, result
 
 from pytest_fsdp_comm.comm.cost import cost_of_change
@@ -27,6 +26,7 @@ from pytest_fsdp_comm.reports.html.timeline import (
     timeline_of,
 )
 from pytest_fsdp_comm.reports.html.values import Record, Run
+from pytest_fsdp_comm.text.fqn import name_owners
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'{{7*7}}\N{BUG}\u2028\udc80"
 
