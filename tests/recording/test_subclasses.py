@@ -214,7 +214,7 @@ def test_float8_in_a_dtensor_is_recorded_as_float8(comm_mode, device_mesh, dtype
 
 
 @gloo_and_fake(2)
-def test_a_result_that_nobody_has_waited_for_is_no_second_call(comm_mode, device_mesh):
+def test_a_result_that_was_not_waited_for_is_no_second_call(comm_mode, device_mesh):
     mesh = device_mesh()
     world = dist.group.WORLD
 

@@ -132,7 +132,7 @@ def test_a_thread_is_named_also_if_it_sent_what_was_recorded_later(comm_mode):
 
 
 @ws2
-def test_an_operation_that_no_table_knows_is_what_was_sent(comm_mode):
+def test_an_unknown_operation_is_recorded_as_it_was_sent(comm_mode):
     library = torch.library.Library("_c10d_functional", "FRAGMENT")
     library.define("odd_reduce(Tensor input, str group_name) -> Tensor")
 

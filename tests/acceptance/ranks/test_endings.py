@@ -176,7 +176,7 @@ def spared(pytester):
 
 
 @pytest.mark.parametrize("scope", ["module", "test"])
-def test_a_rank_that_is_there_at_the_very_end_is_told(pytester, spared, scope):
+def test_a_rank_that_outlives_the_session_is_reported(pytester, spared, scope):
     pytester.makeconftest(UNKILLABLE.format(patience_s=1.0))
     pytester.makepyfile(test_it=STUCK.format(more=f", scope='{scope}'") + STAYING)
     result = pytester.runpytest_subprocess(*PYTEST, "-k", "immortal or before", timeout=60)
@@ -213,7 +213,7 @@ server.kill = kill_slowly
 @pytest.mark.parametrize(
     "conftest", [SLOW_TO_DIE, UNKILLABLE.format(patience_s=1.0)], ids=["slowly", "with the server"]
 )
-def test_kept_ranks_that_die_late_are_not_told(pytester, conftest):
+def test_kept_ranks_that_die_late_are_not_reported(pytester, conftest):
     pytester.makeconftest(conftest)
     pytester.makepyfile(test_it=STUCK.format(more=", scope='module'"))
     result = pytester.runpytest_subprocess(*PYTEST, *ONLY_STUCK, timeout=60)

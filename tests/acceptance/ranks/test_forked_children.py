@@ -87,7 +87,7 @@ UNSAFE = (
 )
 
 
-def test_a_forked_child_never_speaks_for_a_spawned_rank(pytester):
+def test_a_forked_child_never_reports_for_a_spawned_rank(pytester):
     pytester.makeconftest(UNSAFE)
     pytester.makepyfile(SOURCE.replace("{more}", ""))
     arguments = ("-p", "no:cacheprovider", "-k", "test_child_returns and not later")
@@ -97,7 +97,7 @@ def test_a_forked_child_never_speaks_for_a_spawned_rank(pytester):
 
 
 @pytest.mark.parametrize("more", ["", ", scope='module'"], ids=["forked", "kept"])
-def test_a_forked_child_never_speaks_for_its_rank(pytester, more):
+def test_a_forked_child_never_reports_for_its_rank(pytester, more):
     pytester.makepyfile(SOURCE.replace("{more}", more))
     arguments = ("-p", "no:cacheprovider", "-v", "-rA")
     result = pytester.runpytest_subprocess(*arguments, timeout=300)

@@ -232,7 +232,7 @@ def test_chain(dist_info):
     dist.recv(torch.ones(1), dist_info.rank - 1)
     dist.send(torch.ones(1), dist_info.rank + 1)
 
-def test_a_failure_says_nothing_of_its_echo(dist_info):
+def test_a_failure_does_not_mention_those_that_follow_from_it(dist_info):
     if dist_info.rank == 1:
         raise ValueError("early")
     dist.all_reduce(torch.ones(4))
@@ -491,7 +491,7 @@ def test_the_stacks_follow(reports):
     assert all(len(text.splitlines()) < 40 for text in reports.values())
 
 
-def test_echoes_of_a_failure_are_not_explained(reports):
+def test_failures_that_follow_from_another_are_not_explained(reports):
     text = reports["a_failure_says_nothing_of_its_echo"]
     assert "ValueError: early" in text
     assert "rank 1 failed first" in text

@@ -40,7 +40,7 @@ def test_progress_is_printed_each_time_the_duration_doubles(project):
     ]
 
 
-def test_under_xdist_nothing_is_told(project):
+def test_under_xdist_nothing_is_printed(project):
     result = project.runpytest_subprocess("-n", "1")
     result.assert_outcomes(passed=2)
     assert "still running" not in result.stdout.str()

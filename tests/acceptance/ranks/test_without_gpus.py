@@ -87,7 +87,7 @@ def test_using_a_gpu_names_the_missing_driver(use):
 
 
 @pytest.mark.parametrize("ask", ASKS)
-def test_ranks_are_forked_whatever_was_asked_of_cuda(run_session, ask):
+def test_ranks_are_forked_whatever_was_queried_of_cuda(run_session, ask):
     conftest = f"{STAND_IN}\ntry:\n    {ASKS[ask]}\nexcept RuntimeError:\n    pass\n"
     result = run_session(TEST, conftest=conftest)
     assert "which a fork does not survive" not in result.output

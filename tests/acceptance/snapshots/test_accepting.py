@@ -217,7 +217,7 @@ def test_the_printed_command_repeats_what_the_project_s_own_options_chose(record
     assert project.run(*arguments).returncode == 0
 
 
-def test_a_broken_file_among_several_is_told_without_a_command_that_would_fail(changed):
+def test_a_broken_file_among_several_is_reported_without_a_command_that_would_fail(changed):
     place = changed.path / "snapshots/tests/test_other"
     (place / "test_step.ws2.comm").write_text("garbage\n")
     result = changed.run("tests/test_other.py", "--comm-artifacts", "kept")
@@ -232,7 +232,7 @@ def test_a_broken_file_among_several_is_told_without_a_command_that_would_fail(c
     assert not list((changed.path / "kept").rglob("*.comm"))
 
 
-def test_one_assertion_tells_and_keeps_all_its_comparisons(changed):
+def test_one_assertion_reports_and_keeps_all_its_comparisons(changed):
     before = changed.files()
     result = changed.run("tests/test_other.py", "--comm-artifacts", "kept")
     assert result.returncode == 1

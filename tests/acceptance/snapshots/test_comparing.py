@@ -325,7 +325,7 @@ def test_plain_snapshots_of_distributed_tests_are_kept_as_well(pytester, amber, 
 
 
 @pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["serial", "xdist"])
-def test_plain_snapshots_that_a_passed_test_did_not_ask_for_are_removed(pytester, amber, arguments):
+def test_plain_snapshots_that_a_passed_test_did_not_compare_are_removed(pytester, amber, arguments):
     source = PLAIN.format(failing="pass").replace('    assert "named" == snapshot(name="x")\n', "")
     pytester.makepyfile(test_it=source)
     result = pytester.runpytest_subprocess("--snapshot-update", *arguments)
@@ -669,7 +669,7 @@ def test_comparing_anything_but_a_recording_tree_or_dict_fails(project):
     explained(result, "comm_snapshot compares comm_mode, fsdp_tree(model), or a dict", "got list")
 
 
-def test_ranks_that_differ_are_told_and_compared(project):
+def test_ranks_that_differ_are_named_and_compared(project):
     project.edit("assert fsdp_tree", "assert True or fsdp_tree")
     project.edit(
         ".sum().backward()",
@@ -783,7 +783,7 @@ def test_asked(comm_mode, comm_snapshot):
 """
 
 
-def test_blocks_that_nobody_looked_at_do_not_pass_with_the_last_one(project):
+def test_a_block_that_was_never_compared_does_not_pass_with_the_last_one(project):
     (project.path / "test_it.py").write_text(BLOCKS)
     result = project.update()
     result.assert_outcomes(passed=2, failed=1)
@@ -917,7 +917,7 @@ def test_artifacts_that_cannot_be_kept_cost_no_story(recorded):
     )
 
 
-def test_a_missing_snapshot_is_told_in_ci_with_the_command_that_records_it(project):
+def test_a_missing_snapshot_is_reported_in_ci_with_the_command_that_records_it(project):
     result = project.run("--comm-summary=s.md")
     result.assert_outcomes(failed=1)
     summary = (project.path / "s.md").read_text()

@@ -227,7 +227,7 @@ def test_a_model_that_ran_or_need_not_is_compared(pytester):
     assert len(files) == len(RIGHT)
 
 
-def test_of_several_ranks_those_are_named_whose_part_did_not_run(pytester):
+def test_ranks_whose_part_of_the_model_did_not_run_are_named(pytester):
     pytester.makepyfile(
         HEAD
         + """

@@ -333,7 +333,7 @@ UNUSED = {name: case for name, case in CASES.items() if case.gone or name in ALS
 
 
 @pytest.mark.parametrize("case", UNUSED.values(), ids=list(UNUSED))
-def test_a_run_without_an_update_tells_the_same_files(project, case):
+def test_a_run_without_an_update_lists_the_same_files(project, case):
     prepare(project, case)
     result = project.run(*arguments(case), cwd=case.cwd)
     disabled = "--snapshot-disable-unused" in case.args
@@ -496,7 +496,7 @@ def test_what_a_hook_leaves_out_is_still_there(project):
 
 
 @pytest.mark.parametrize("leave", ["pytest.skip('')", "pytest.xfail('')"])
-def test_a_test_of_which_a_subtest_did_not_run_to_its_end_loses_nothing(tmp_path, leave):
+def test_a_test_with_an_unfinished_subtest_loses_nothing(tmp_path, leave):
     pytest.importorskip("_pytest.subtests")
     project = Project(tmp_path)
     project.write("conftest.py", CONFTEST)

@@ -207,7 +207,7 @@ def clipped(old, change="(_NormPartial(2.0))->(Replicate())"):
         (clipped(profile(), "(Partial(sum))->(Replicate())"), profile(), []),
     ],
 )
-def test_clipping_that_is_gone_is_told_first(old, new, beginnings):
+def test_removed_clipping_comes_first(old, new, beginnings):
     causes = [cause.text for cause in compare(old, new).causes]
     assert len(causes) == len(beginnings)
     assert all(text.startswith(begin) for text, begin in zip(causes, beginnings, strict=True))

@@ -104,7 +104,7 @@ PAIRS = list(itertools.permutations(PLANTED, 2))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_pairs_of_changes_are_told_exactly_and_nothing_else_is(seed):
+def test_pairs_of_changes_are_explained_exactly_and_without_anything_else(seed):
     chance = random.Random(seed)  # noqa: S311  # profiles are no secrets
     exact = 0
     for first, second in PAIRS:
@@ -161,7 +161,7 @@ def test_an_innocent_neighbour_of_a_cause_is_not_called_so(new, never):
     assert never not in "\n".join(text.full)
 
 
-def test_a_head_that_is_split_off_and_called_for_each_chunk_is_told_as_both():
+def test_a_head_that_is_split_off_and_called_for_each_chunk_is_named_as_both():
     rows = unit("head", 1_024)
     rows = [times(one, 4) if one.what == "all_gather" else one for one in rows]
     layers = unit("layers.0", NBYTES)

@@ -98,7 +98,7 @@ def test_a_dead_rank_and_one_that_holds_the_gil_are_both_blamed():
     ]
 
 
-def test_a_group_has_the_best_name_that_a_rank_knows():
+def test_a_group_has_the_most_specific_name_of_any_rank():
     found = explain_waiting(
         {
             0: position(waits(1), axis="world"),

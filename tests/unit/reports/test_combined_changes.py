@@ -103,7 +103,7 @@ def test_nothing_is_left_out():
         (500, ["comm: one", "tree: two", "... and more, below"]),
     ],
 )
-def test_what_a_change_costs_comes_before_it_where_there_is_room(length, expected):
+def test_the_cost_of_a_change_comes_first_where_there_is_room(length, expected):
     cost = "  cost" + length * "."
     three = "  three" + 200 * "."
     one = "  one" + 200 * "."
@@ -115,7 +115,7 @@ def test_what_a_change_costs_comes_before_it_where_there_is_room(length, expecte
     assert [line.strip().rstrip(".") for line in lines] == expected
 
 
-def test_a_difference_that_fits_stands_below_and_nothing_twice():
+def test_a_difference_that_fits_is_shown_once_below():
     shown = show_on_screen([comm(3, difference=["- old", "+ new"])], accept=ACCEPT)
     assert shown.lines == (
         "comm_mode differs from a.ws4.comm",
@@ -234,7 +234,7 @@ def test_everything_is_all_changes_and_causes_once_and_the_whole_difference():
     assert alone.below == ("- old",) * 30
 
 
-def test_what_is_not_compared_is_said_first_and_another_cure_before_the_command():
+def test_what_is_not_compared_comes_first_and_another_cure_before_the_command():
     relaxed = comm(3).explanation.within("sizes apart", "pass the option")
     assert relaxed.short == (
         "comm_mode differs from a.ws4.comm, sizes apart",
@@ -280,7 +280,7 @@ def test_what_a_change_costs_comes_first_whatever_the_order_of_the_values():
     assert lines == ["  comm: +1 % bytes", "  comm: two", "  before: one"]
 
 
-def test_a_regression_is_told_before_what_hides_it_and_each_change_has_its_cause():
+def test_a_regression_comes_before_the_changes_that_hide_it_and_each_has_its_cause():
     """Other element types, which are the larger change, beside gradients reduced too often."""
     old = profile()
     comparison = compare(old, reduced_often(in_bfloat16(old)))

@@ -224,7 +224,7 @@ def test_the_peak_is_told_where_it_changes_or_was_expected_to():
     ]
 
 
-def test_pickled_objects_are_said_to_be_left_out():
+def test_a_cost_says_that_pickled_objects_are_left_out():
     assert lines([gather((1, 8), objects=1)], [gather((1, 8), objects=3)]) == [
         "calls with pickled objects 1 -> 3 per rank and step (bytes unknown, left out)"
     ]

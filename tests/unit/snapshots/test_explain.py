@@ -49,7 +49,7 @@ def test_what_chooses_and_reports_is_left_out(given, kept):
         ("", "2.13.0", ""),
     ],
 )
-def test_another_torch_is_told_in_the_first_line(recorded, now, said):
+def test_another_torch_is_named_in_the_first_line(recorded, now, said):
     old = SnapshotText.of(replace(profile(), torch_version=recorded), where="old")
     new = replace(twice(profile()), torch_version=now)
     # The version comes out of the file, whose first line is free otherwise.
