@@ -51,15 +51,7 @@ class Review:
 
 
 def read_review(config: pytest.Config, environment: Mapping[str, str]) -> Review | None:
-    """Finds out where to report the outcome of a session.
-
-    Args:
-        config: Of the session.
-        environment: Of the process.
-
-    Returns:
-        None if nowhere.
-    """
+    """Find out where to report the outcome of a session; None if nowhere."""
     summary = config.stash[OPTIONS].summary_file
     # A session that a test of another session runs is none that anybody reviews.
     is_own = "PYTEST_CURRENT_TEST" not in environment
@@ -84,12 +76,7 @@ class CiSession:
     """Registered in the one process that reports the outcome."""
 
     def __init__(self, config: pytest.Config, review: Review) -> None:
-        """Starts before the first test.
-
-        Args:
-            config: Of the session.
-            review: Where to report it.
-        """
+        """Begin before the first test."""
         self._config = config
         self._review = review
         # By test: the last report of one that was run again counts.
@@ -99,7 +86,7 @@ class CiSession:
         self._outcomes: Outcomes | None = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Notes what a test compared, and whether it failed; in xdist's controller, too."""
+        """Note what a test compared, and whether it failed; in xdist's controller, too."""
         comparisons = comparisons_of(report)
         if comparisons is not None:
             self._compared[report.nodeid] = comparisons.files
@@ -123,7 +110,7 @@ class CiSession:
     # After the wrappers around it, which decide what is unused and whether that is a failure.
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Writes the summaries, once."""
+        """Write the summaries, once."""
         self._outcomes = outcomes = self._read_outcomes(session, exitstatus)
         from pytest_fsdp_comm.reports.ci import markdown  # noqa: PLC0415  # in CI only
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""A text that neither steers a terminal nor begins a line: ``\x1b`` in place of an escape.
-
-    Every name passes it that is not written as in a snapshot, where it comes in or where it leaves.
-
-    Args:
-        text: Whatever a user, torch or a file called something.
-        keep: The control characters that are meant: line breaks, in a text of several lines.
-    """
+    r"""Replace what steers a terminal or begins a line, unless `keep` has it: ``\x1b``."""
+    # Every name passes it that is not written as in a snapshot, where it comes in or where it
+    # leaves.
     if text.isprintable():
         return text
     return "".join(
@@ -21,7 +16,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def quoted(text: str) -> str:
-    """Quotes what came, cut so that an error stays short: at most 100 characters."""
+    """Quote what came, cut so that an error stays short: at most 100 characters."""
     return _quoted(text, 100)
 
 
@@ -40,7 +35,7 @@ class FsdpCommError(Exception):
     """Base of every error that this plugin raises on purpose."""
 
     def __init__(self, text: str = "") -> None:
-        """Says what is wrong, in one or more lines."""
+        """Say what is wrong, in one or more lines."""
         super().__init__(printable(text, "\n"))
 
 

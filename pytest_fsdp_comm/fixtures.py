@@ -125,7 +125,7 @@ def device_mesh(dist_info: DistInfo) -> MakeDeviceMesh:
 
 
 def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
-    """Fills in the axis of size -1.
+    """Fill in the axis of size -1.
 
     Raises:
         FsdpCommError: The product of the sizes is not the world size.

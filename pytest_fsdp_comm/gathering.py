@@ -25,16 +25,10 @@ _Value = TypeVar("_Value")
 
 
 def gather_alike(gather: Callable[[str], list[str]], label: str, value: _Value) -> list[_Value]:
-    """Exchanges values of one class with the other ranks.
+    """Exchange values of one class, which have a label, with the other ranks: theirs in rank order.
 
-    Args:
-        gather: The exchange, from this rank's text to those of all recorded ranks.
-        label: What the value is, in one line, e.g. ``comm_mode``.
-        value: This rank's value, of a class that the codec knows.
-
-    Returns:
-        The values in rank order; those of equal texts are one object, and so are equal entries of
-        tuples of different ones (see Note [Exchanged lines]).
+    Values of equal texts are one object, and so are equal entries of tuples of different ones (see
+    Note [Exchanged lines]).
 
     Raises:
         RanksDivergedError: Another rank exchanged something else.
@@ -65,7 +59,7 @@ def gather_alike(gather: Callable[[str], list[str]], label: str, value: _Value) 
 
 
 def _kinds_of_entries(cls: type) -> dict[str, Any]:
-    """The classes of what the tuples of any length in a dataclass hold, by the names of these."""
+    """The classes of what the tuples of any length in a dataclass hold, by their names."""
     hints = typing.get_type_hints(cls) if is_dataclass(cls) else {}
     return {
         name: typing.get_args(hint)[0]

@@ -108,19 +108,14 @@ def is_spawned_rank() -> bool:
 
 
 def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
-    """Reads the launcher's variables.
-
-    Args:
-        environment: Such as `os.environ`.
-
-    Returns:
-        None if no launcher started this process, if it started one only (which starts the ranks of
-        its tests itself), or if it names no store to meet at (as in a SLURM batch script, which is
-        not started once for each task).
+    """Read the launcher's variables.
 
     Raises:
         ValueError: A variable has no valid value; the text says what was expected and what came.
     """
+    # None if no launcher started this process, if it started one only (which starts the ranks of
+    # its tests itself), or if it names no store to meet at (as in a SLURM batch script, which is
+    # not started once for each task).
     launcher = _find_launcher(environment)
     if launcher is None or not _has_address(environment):
         return None
@@ -152,16 +147,8 @@ def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def explain_separate_processes(environment: Mapping[str, str]) -> str:
-    """Says what to do where a launcher started several processes that cannot meet.
-
-    Each would run the whole session, and write the same files.
-
-    Args:
-        environment: Such as `os.environ`.
-
-    Returns:
-        Empty if this process is one of a launch that `read_launched_rank` reads, or the only one.
-    """
+    """Say what to do where a launcher started processes that cannot meet; empty elsewhere."""
+    # Each would run the whole session, and write the same files.
     launcher = _find_launcher(environment)
     if launcher is None or launcher is _SLURM or _has_address(environment):
         return ""
@@ -183,7 +170,7 @@ def explain_separate_processes(environment: Mapping[str, str]) -> str:
 
 
 def _find_launcher(environment: Mapping[str, str]) -> _Launcher | None:
-    """Finds what started this process; see Note [What launchers tell]."""
+    """Find what started this process; see Note [What launchers tell]."""
     if INSIDE_VARIABLE in environment:
         return None
     for launcher in (_TORCHRUN, _OPEN_MPI, _HYDRA, _SLURM_STEP, _PMI, _SLURM):
@@ -242,7 +229,7 @@ def _slurm_local_world_size(environment: Mapping[str, str], world_size: int) -> 
 
 
 def _tasks_per_node(name: str, text: str) -> list[int]:
-    """Reads SLURM's short form, such as ``4(x2),2``, into a number for each node."""
+    """Read SLURM's short form, such as ``4(x2),2``, into a number for each node."""
     counts: list[int] = []
     for part in text.split(","):
         match = _TASKS.fullmatch(part)

@@ -50,12 +50,7 @@ _ALIASES: Final = {
 
 
 def marker_world_sizes(mark: pytest.Mark) -> tuple[int, ...] | None:
-    """The world sizes that a marker parametrizes over.
-
-    Returns:
-        The sizes of a valid list; None if the marker names none or one, or an invalid list, which
-        `resolve` will report with its test.
-    """
+    """The world sizes of a marker with a valid list; None for any other, which `resolve` judges."""
     try:
         sizes = _parse_arguments(mark)["world_size"]
     except BadValueError:
@@ -70,13 +65,10 @@ def resolve(
     parametrized: int | None,
     count_gpus: Callable[[], int],
 ) -> DistributedSettings:
-    """Combines a marker with the session's options. A value of the marker wins.
+    """Combine a marker with the session's options. A value of the marker wins.
 
-    Args:
-        mark: The test's ``distributed`` marker.
-        options: What command line and ini set.
-        parametrized: This item's world size if the marker lists several; None otherwise.
-        count_gpus: Says how many GPUs are visible; called only where the answer matters.
+    `parametrized` is the item's world size if the marker lists several; `count_gpus` is called only
+    where the answer matters.
 
     Raises:
         ValueError: An argument is unknown, ill-typed or out of range. The text does not name the
@@ -190,11 +182,10 @@ def _parse_world_sizes(given: Sequence[object]) -> tuple[int, ...]:
 def resolve_items(
     session: pytest.Session, items: list[pytest.Item], *, count_gpus: Callable[[], int]
 ) -> None:
-    """Puts `SETTINGS` on the stash of every distributed item.
+    """Put `SETTINGS` on the stash of every distributed item, or `refuse` all wrong markers.
 
     Raises:
-        pytest.UsageError: At least one marker is wrong; the text lists each with its test. In an
-            xdist worker the session is stopped with the same text instead.
+        pytest.UsageError: At least one marker is wrong; the text lists each with its test.
     """
     problems: dict[str, None] = {}
     for item in items:
@@ -215,7 +206,7 @@ def resolve_items(
 
 
 def refuse(session: pytest.Session, items: list[pytest.Item], text: str) -> None:
-    """Ends a session before any test.
+    """End a session before any test.
 
     Raises:
         pytest.UsageError: With the text; in an xdist worker the session is stopped with it instead.
@@ -230,7 +221,7 @@ def refuse(session: pytest.Session, items: list[pytest.Item], text: str) -> None
 
 
 def _check_room(world_size: int, backend: Backend, num_running: int, slots: int | None) -> None:
-    """Refuses more ranks than this machine, or the session, starts."""
+    """Refuse more ranks than this machine, or the session, starts."""
     if backend != "fake" and world_size > MAX_PROCESSES:
         raise BadValueError(
             f"world_size: {world_size} ranks are too many processes for one machine (at most "

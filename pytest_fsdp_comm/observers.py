@@ -18,15 +18,10 @@ class Observer(Protocol):
     """Keeps what the running test makes."""
 
     def note_comparison(self, assertion: SnapshotAssertion, values: Mapping[str, object]) -> None:
-        """Keeps a comparison that was just made.
-
-        Args:
-            assertion: A `snapshots.extension.CommSnapshot`, which has the results.
-            values: What was compared, by name; ``""`` for one without.
-        """
+        """Keep a comparison of a `CommSnapshot`; a value without a name has the name ``""``."""
 
     def note_tree(self, tree: ShardTree) -> None:
-        """Keeps a tree that ``fsdp_tree`` has just made."""
+        """Keep a tree that ``fsdp_tree`` has just made."""
 
 
 OBSERVER: Final = pytest.StashKey[Observer]()

@@ -63,7 +63,7 @@ class BadValueError(ValueError):
 
 
 def parse_whole_number(value: object, *, expected: str, least: int, most: float = math.inf) -> int:
-    """Parses an int, or a decimal text; bools are refused.
+    """Parse an int, or a decimal text; bools are refused.
 
     Raises:
         BadValueError: It is something else, or out of range.
@@ -86,7 +86,7 @@ parse_world_size = partial(
 
 
 def parse_timeout_s(value: object) -> float:
-    """Parses a deadline in seconds, greater than 0 and finite.
+    """Parse a deadline in seconds, greater than 0 and finite.
 
     Raises:
         BadValueError: It is something else.
@@ -101,7 +101,7 @@ def parse_timeout_s(value: object) -> float:
 
 
 def parse_choice(value: Any, *, allowed: Sequence[Any]) -> Any:
-    """Returns a value that is one of a few.
+    """Return a value that is one of a few.
 
     Raises:
         BadValueError: It is none of them.
@@ -115,7 +115,7 @@ parse_backend = partial(parse_choice, allowed=get_args(Backend))
 
 
 def _parse_artifacts_dir(directory: Path) -> Path:
-    """Refuses a directory that cannot be made, before what differs would be lost for it."""
+    """Refuse a directory that cannot be made, before what differs would be lost for it."""
     found = next(path for path in (directory, *directory.parents) if path.exists())
     if not found.is_dir():
         raise BadValueError(
@@ -151,7 +151,7 @@ def _setting(
     default: Any = None,
     default_text: str = "",
 ) -> Any:
-    """Declares a field that users spell ``--flag=METAVAR``, ``ini_name``, ``ini_name=LINES``."""
+    """Declare a field that users spell ``--flag=METAVAR``, ``ini_name``, ``ini_name=LINES``."""
     spellings = {
         name[:2] == "--": (name, value) for name, value in re.findall(r"([\w-]+)=?(\S*)", spelled)
     }
@@ -301,11 +301,7 @@ OPTIONS: Final = pytest.StashKey[SessionOptions]()
 
 
 def show_problems(problems: Sequence[str]) -> str:
-    """Puts usage errors under one headline, each on a line; one alone needs none.
-
-    Args:
-        problems: At least one.
-    """
+    """Put usage errors under one headline, each on a line; one alone needs none."""
     if len(problems) == 1:
         return problems[0]
     more = len(problems) - _MAX_PROBLEMS
@@ -319,7 +315,7 @@ def show_problems(problems: Sequence[str]) -> str:
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """Registers the command line options and ini values."""
+    """Register the command line options and ini values."""
     group = parser.getgroup("fsdp-comm", "communication regression tests (pytest-fsdp-comm)")
     for flag, metavar, ini, has_lines, _, text, default in _DECLARED.values():
         known = [f"ini: {ini}"] if flag and ini else []
@@ -339,7 +335,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def join_paths(arguments: Iterable[str]) -> list[str]:
-    """The arguments, with each of our options that takes a path and its value as one word."""
+    """Write each of our options that takes a path and its value as one word."""
     words = iter(arguments)
     return [
         f"{word}={value}" if (value := word in PATH_OPTIONS and next(words, None)) else word
@@ -348,11 +344,7 @@ def join_paths(arguments: Iterable[str]) -> list[str]:
 
 
 def refuse_moved_root(config: pytest.Config, parser: pytest.Parser) -> None:
-    """Checks that no path of ours has moved pytest's root directory (Note [Moved root]).
-
-    Args:
-        config: The session's, before any conftest is loaded.
-        parser: Of the command line, with the options of all plugins.
+    """Check that no path of ours has moved pytest's root directory (Note [Moved root]).
 
     Raises:
         pytest.UsageError: One has; the text says how to write it.
@@ -403,7 +395,7 @@ def refuse_moved_root(config: pytest.Config, parser: pytest.Parser) -> None:
 
 
 def read_session_options(config: pytest.Config) -> SessionOptions:
-    """Parses command line and ini.
+    """Parse command line and ini.
 
     Raises:
         pytest.UsageError: Values are ill-typed or out of range; the text says where each came from.
@@ -437,7 +429,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
 
 
 def _given(config: pytest.Config, setting: Setting) -> tuple[str, Any]:
-    """Finds where a setting is given, to begin an error with, and its text; None if nowhere."""
+    """Find where a setting is given, to begin an error with, and its text; None if nowhere."""
     given = config.getoption(setting.flag) if setting.flag else None
     if setting.flag in PATH_OPTIONS:
         # Relative to where the user typed it, as with --junitxml.
@@ -477,7 +469,7 @@ def _read_snapshot_dir(config: pytest.Config) -> Path:
 
 
 def describe(options: SessionOptions) -> str:
-    """Returns the line of the report header."""
+    """Return the line of the report header."""
     backend = options.backend or "nccl with enough GPUs, else gloo"
     text = f"fsdp-comm: world size {options.world_size}, backend {backend}"
     if launched := options.launched:

@@ -41,18 +41,18 @@ _NEEDS_FORK: Final = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Registers options and ini values."""
+    """Register options and ini values."""
     options.add_options(parser)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser) -> None:
-    """Refuses options that made pytest look for its settings elsewhere."""
+    """Refuse options that made pytest look for its settings elsewhere."""
     options.refuse_moved_root(early_config, parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the marker and the fixtures, and parses the options."""
+    """Register the marker and the fixtures, and parse the options."""
     _check_versions(config)
     config.pluginmanager.register(fixtures, "fsdp-comm-fixtures")
     arguments = "".join(f"\n    {name}: {text}" for name, text in options.MARKER_ARGUMENTS.items())
@@ -100,7 +100,7 @@ def _check_versions(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
-    """Gives an xdist worker what it shares with the others."""
+    """Give an xdist worker what it shares with the others."""
     stash = node.config.stash
     if _SLOTS not in stash:
         # Made by the first worker that needs it, and removed by the last one: this process may be
@@ -111,13 +111,13 @@ def pytest_configure_node(node: WorkerController) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Says what distributed tests without arguments will use."""
+    """Say what distributed tests without arguments will use."""
     return options.describe(config.stash[options.OPTIONS])
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Keeps all but one of the processes that a launcher started from writing to the terminal."""
+    """Keep all but one of the processes that a launcher started from the terminal."""
     launched = session.config.stash[options.OPTIONS].launched
     if launched and not launched.is_leader and not is_spawned_rank():
         from pytest_fsdp_comm.ranks.launched import quiet  # noqa: PLC0415  # in such a process only
@@ -127,7 +127,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrizes over a marker's list of world sizes, as the last part of the test's id."""
+    """Parametrize over a marker's list of world sizes, as the last part of the test's id."""
     mark = metafunc.definition.get_closest_marker(options.MARKER_NAME)
     sizes = marker.marker_world_sizes(mark) if mark else None
     if sizes:
@@ -138,7 +138,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
-    """Resolves every selected test's settings; bad markers stop the session before any test."""
+    """Resolve every selected test's settings; bad markers stop the session before any test."""
     launched = session.config.stash[options.OPTIONS].launched
     marker.resolve_items(session, items, count_gpus=partial(usable_gpu_count, launched))
     runs_ours = any(map(marker.uses_plugin, items)) and not session.config.option.collectonly
@@ -148,7 +148,7 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Prepares ranks before the first test can make a fork unsafe."""
+    """Prepare ranks before the first test can make a fork unsafe."""
     ours = [item for item in session.items if marker.uses_plugin(item)]
     launched = session.config.stash[options.OPTIONS].launched
     if ours and _CAN_FORK:
@@ -162,7 +162,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 @pytest.hookimpl
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fails a test that cannot run where torch is missing or ranks cannot be forked."""
+    """Fail a test that cannot run where torch is missing or ranks cannot be forked."""
     # After marks that skip it, and before code of its own, which would fail with a consequence.
     is_distributed = options.SETTINGS in item.stash
     if is_distributed or {"comm_mode", "fsdp_tree"}.intersection(getattr(item, "fixturenames", ())):
@@ -219,7 +219,7 @@ class _Protocol:
     def pytest_runtest_protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> bool | None:
-        """Runs a distributed test on its ranks instead of here."""
+        """Run a distributed test on its ranks instead of here."""
         if options.SETTINGS not in item.stash or RANK_CONTEXT in item.config.stash:
             return None
         runner = item.config.stash[RUNNER]
@@ -231,7 +231,7 @@ class _Protocol:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item) -> bool | None:
-    """Leaves a distributed test's timeout of pytest-timeout to its ranks."""
+    """Leave a distributed test's timeout of pytest-timeout to its ranks."""
     # Here it would end the session, or count the wait for other tests' ranks.
     return True if options.SETTINGS in item.stash else None
 
@@ -240,7 +240,7 @@ def pytest_timeout_set_timer(item: pytest.Item) -> bool | None:
 def pytest_assertrepr_compare(
     op: str, left: object, right: object
 ) -> Generator[None, list[list[str]], list[list[str]]]:
-    """Leads the explanation of a failed comparison with the change in the domain's words."""
+    """Lead the explanation of a failed comparison with the change in the domain's words."""
     explanations = yield
     sides = (left, right)
     if _is_any(sides, "comm.questions", "Answer"):
@@ -262,7 +262,7 @@ def pytest_assertrepr_compare(
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Explains failed assertions about findings and comparisons, and torch's group errors."""
+    """Explain failed assertions about findings and comparisons, and torch's group errors."""
     error = call.excinfo.value if call.excinfo else None
     if isinstance(error, ValueError) and "torch" in sys.modules:
         from pytest_fsdp_comm.ranks.rank.group_errors import add_remedy  # noqa: PLC0415  # on failure only
@@ -285,7 +285,7 @@ def pytest_runtest_makereport(
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter,
 ) -> Generator[None, None, None]:
-    """Has failed comparisons printed in colour: outermost, as pytest prints in a wrapper too."""
+    """Have failed comparisons printed in colour: outermost, as pytest prints in a wrapper too."""
     with failed_comparison.painted(terminalreporter):
         yield
 
@@ -300,7 +300,7 @@ def _is_any(values: Iterable[object], module: str, name: str) -> bool:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Ends every rank."""
+    """End every rank."""
     runner = config.stash.get(RUNNER, None)
     if runner is not None:
         runner.close()

@@ -33,10 +33,7 @@ _UPGRADE: Final = "upgrade pytest-fsdp-comm"
 
 
 def check_versions(installed: Mapping[str, str]) -> None:
-    """Refuses packages that this one does not work with.
-
-    Args:
-        installed: Versions, by the names in `REQUIRED`.
+    """Refuse installed versions, by the names in `REQUIRED`, that this package does not work with.
 
     Raises:
         UpstreamChangedError: A version is another than required.
@@ -72,13 +69,7 @@ def missing_torch() -> str:
 
 
 def look_up(package: str, module: str, name: str, use: str) -> Any:
-    """Returns a name of a module.
-
-    Args:
-        package: As `VERSIONS_READ` has it.
-        module: Where it is, as one would import it.
-        name: What is needed.
-        use: What relies on it, as for `moved`.
+    """Return a name of a module of a package in `VERSIONS_READ`; `use` as for `moved`.
 
     Raises:
         UpstreamChangedError: It no longer exists.
@@ -90,25 +81,12 @@ def look_up(package: str, module: str, name: str, use: str) -> Any:
 
 
 def moved(package: str, name: str, use: str, *, remedy: str = _UPGRADE) -> UpstreamChangedError:
-    """Makes the error about a name that no longer exists.
-
-    Args:
-        package: As `VERSIONS_READ` has it.
-        name: What is missing, as one would import it.
-        use: What relies on it, read after "which": ``the recorder relies on``.
-        remedy: What helps besides another version of the package.
-    """
+    """Make the error about a name that no longer exists; `use` is read after "which"."""
     return _changed(package, f"no longer has {name}, which {use}", remedy)
 
 
 def misread(package: str, what: str, problem: object) -> UpstreamChangedError:
-    """Makes the error about a name that is missing within something larger.
-
-    Args:
-        package: As `VERSIONS_READ` has it.
-        what: What was read, read after "moved a private name of".
-        problem: What Python said.
-    """
+    """Make the error about a name within `what`, read after "moved a private name of"."""
     return _changed(package, f"moved a private name of {what}: {problem}", _UPGRADE)
 
 

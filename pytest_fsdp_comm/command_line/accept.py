@@ -62,7 +62,7 @@ _Change: TypeAlias = tuple[Path, Pair]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs ``fsdp-comm accept``."""
+    """Run ``fsdp-comm accept``."""
     project = find_project(Path.cwd())
     chosen = project.snapshot_dir
     root = project.root
@@ -113,18 +113,12 @@ def accept(  # noqa: PLR0913  # each a choice of the user's
     anchor: Path,
     ask: Callable[[], Answer],
 ) -> Accepted:
-    """Shows what each test received, and writes what is accepted.
+    """Show what each test received, and write what is accepted.
 
-    Args:
-        directory: As ``--comm-artifacts`` left it.
-        snapshot_dir: The directory of the snapshots; absolute. Nothing outside of it is written.
-        links: How fast axes are.
-        printer: Where stories go.
-        anchor: The directory whose tree the snapshots mirror.
-        ask: Whether to accept what was shown of a test; not asked again after ``all``.
+    `ask` is not called again after ``all``; nothing outside of `snapshot_dir` is written.
 
     Raises:
-        FsdpCommError: The directory holds no artifacts.
+        FsdpCommError: `directory` holds no artifacts.
     """
     groups, refused = _read_all(directory, snapshot_dir, anchor)
     unanswered = sum(map(len, groups.values()))
@@ -214,7 +208,6 @@ def _change(artifacts: Artifacts, target: Path, snapshot_dir: Path) -> _Change |
 
 
 def _body(text: SnapshotText | None) -> str | None:
-    """What is compared: all but the first line."""
     return None if text is None else text.partition("\n")[2]
 
 
@@ -229,7 +222,7 @@ _OTHER_BASE: Final = {
 
 
 def _check_test(path: Path, anchor: Path) -> None:
-    """Refuses a file whose test is not here, which no run would ever read."""
+    """Refuse a file whose test is not here, which no run would ever read."""
     test = read_basename(path.stem)
     if test is None:
         raise FsdpCommError(
@@ -255,7 +248,7 @@ def _check_test(path: Path, anchor: Path) -> None:
 
 
 def _check_kind_and_ranks(received: SnapshotText, current: SnapshotText | None, name: str) -> None:
-    """Refuses what its file cannot be about."""
+    """Refuse what its file cannot be about."""
     came = received.lines.kind
     kind = current.lines.kind if current is not None else came
     if came != kind:
@@ -339,7 +332,7 @@ def _write(target: Path, pair: Pair, snapshot_dir: Path) -> None:
 
 
 def ask_on_terminal() -> Answer:
-    """Asks until the answer is one; the end of the input quits."""
+    """Ask until the answer is one; the end of the input quits."""
     while True:
         sys.stdout.flush()
         try:

@@ -32,7 +32,7 @@ _LONGEST_QUOTE: Final = 20
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs ``fsdp-comm audit``."""
+    """Run ``fsdp-comm audit``."""
     arguments = [*options.arguments, *options.rest[1:]]
     collections = [
         _collect([*([f"--world-size={size}"] if size else []), *arguments])

@@ -36,7 +36,7 @@ _HEAD: Final = "HEAD"
 
 
 def run_diff(options: argparse.Namespace) -> int:
-    """Runs ``fsdp-comm diff``."""
+    """Run ``fsdp-comm diff``."""
     links = find_project(Path.cwd()).links
     pairs, problems = pairs_of([*options.sides, *options.rest], Path.cwd())
     differs = _print_stories(pairs, links, Printer(options.color), with_lines=options.lines)
@@ -44,11 +44,7 @@ def run_diff(options: argparse.Namespace) -> int:
 
 
 def pairs_of(arguments: Sequence[str], directory: Path) -> tuple[list[Pair], Problems]:
-    """Finds what the arguments of ``diff`` name.
-
-    Args:
-        arguments: Two files or directories; or revisions as for ``git diff``, then paths.
-        directory: The working directory.
+    """Find what the arguments of ``diff`` name: two files or directories, or revisions, then paths.
 
     Raises:
         FsdpCommError: They name neither, or a file is broken.
@@ -147,11 +143,7 @@ def _pairs_on_disk(names: Sequence[str], directory: Path) -> tuple[list[Pair], P
 
 
 def pairs_in_directories(names: Sequence[str], directory: Path) -> tuple[list[Pair], Problems]:
-    """Pairs the files of two directories, one of which may be missing.
-
-    Args:
-        names: The older and the newer one.
-        directory: The working directory.
+    """Pair the files of an older and a newer directory, one of which may be missing.
 
     Raises:
         FsdpCommError: There is no snapshot in either.
@@ -177,7 +169,7 @@ def pairs_in_directories(names: Sequence[str], directory: Path) -> tuple[list[Pa
 def _print_stories(
     pairs: Sequence[Pair], links: Links, printer: Printer, *, with_lines: bool = False
 ) -> bool:
-    """Prints what differs; returns whether anything that is compared does."""
+    """Print what differs; return whether anything that is compared does."""
     stories = tell(pairs, links)
     is_first = True
     for pair, story in zip(pairs, stories, strict=True):
@@ -190,13 +182,11 @@ def _print_stories(
 
 
 def run_git_diff(options: argparse.Namespace) -> int:
-    """Runs ``fsdp-comm git-diff``, what git starts for a file as ``diff.<driver>.command``.
-
-    git gives a path, then file, hash and mode of the old side and of the new one; after a rename
-    the new path and a header; a path alone if it is unmerged. It takes an exit status other than 0
-    for the end of its own work, so a file that is no snapshot is shown as lines, and settings that
-    cannot be read are left out.
-    """
+    """Run ``fsdp-comm git-diff``, what git starts for a file as ``diff.<driver>.command``."""
+    # git gives a path, then file, hash and mode of the old side and of the new one; after a rename
+    # the new path and a header; a path alone if it is unmerged. It takes an exit status other than
+    # 0 for the end of its own work, so a file that is no snapshot is shown as lines, and settings
+    # that cannot be read are left out.
     printer, arguments = Printer("auto"), options.arguments
     try:
         # git starts this at the top, whichever project the file is of.

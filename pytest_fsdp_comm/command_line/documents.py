@@ -25,14 +25,9 @@ NOWHERE: Final = "/dev/null"
 
 
 def read_document(path: Path, *, where: str = "") -> SnapshotText:
-    """Reads a file.
+    """Read a snapshot, or JSON as the snapshot that it would be; its profile then has call sites.
 
-    Args:
-        path: A snapshot, or JSON of a recording, of several, or of a tree.
-        where: The file, as the user would type it; empty for the path itself.
-
-    Returns:
-        The snapshot, or what a snapshot of the JSON would be; its profile then has call sites.
+    `where` is the file as the user would type it; empty for the path itself.
 
     Raises:
         FsdpCommError: There is no such file, it is a directory, or it is broken; the text says in
@@ -55,10 +50,7 @@ def read_document(path: Path, *, where: str = "") -> SnapshotText:
 
 
 def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
-    """Reads what ``fsdp_tree.save`` or ``comm_mode.save`` wrote; arguments as above.
-
-    Returns:
-        A tree, or recordings of one block in the order of their ranks.
+    """Read a tree as tests save it, or recordings of one block in the order of their ranks.
 
     Raises:
         FsdpCommError: There is no such file, or it holds something else.
@@ -79,7 +71,7 @@ def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
 
 
 def sort_ranks(recordings: Sequence[Recording], *, where: str) -> list[Recording]:
-    """Recordings of one block in the order of their ranks.
+    """Sort recordings of one block by rank.
 
     Raises:
         FsdpCommError: They are not of different ranks of one world.

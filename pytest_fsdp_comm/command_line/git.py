@@ -32,10 +32,7 @@ class Repository:
     """The repository that a directory is in."""
 
     def __init__(self, directory: Path) -> None:
-        """Looks for the repository.
-
-        Args:
-            directory: Usually the working directory; names of files are relative to it.
+        """Find the repository; names of files are relative to `directory`.
 
         Raises:
             FsdpCommError: There is none, or git is not installed.
@@ -66,17 +63,11 @@ class Repository:
         return commit
 
     def merge_base(self, old: str, new: str) -> str | None:
-        """The id of the commit where two commits parted; None if they have no common ancestor."""
+        """The id of the commit where two parted; None if they have no common ancestor."""
         return self._find("merge-base", old, new)
 
     def changed_files(self, commits: Sequence[str], paths: Sequence[str]) -> Iterator[ChangedFile]:
-        """The snapshot files that differ, in git's order.
-
-        Args:
-            commits: The ids of both sides; of the older one alone to compare with the files on
-                disk.
-            paths: Files and directories to look at; none for all.
-        """
+        """List snapshots that differ, in git's order; one commit is compared with the disk."""
         is_on_disk = len(commits) == 1
         raw = self._run(
             *("diff", "--raw", "-z", "--no-abbrev", "--no-ext-diff", "--find-renames", *commits),
@@ -157,7 +148,7 @@ class Repository:
 
 
 def unknown_revision(name: str) -> FsdpCommError:
-    """The error of a name that git does not know."""
+    """Make the error of a name that git does not know."""
     return FsdpCommError(
         f"git knows no revision {name!r}; in a shallow clone, as CI makes them, fetch it first: "
         f"git fetch origin {name}"

@@ -1,8 +1,4 @@
-"""The program ``fsdp-comm``: its arguments, its errors, its exit statuses.
-
-argparse, as git starts the program for every file that it shows: over an empty interpreter it costs
-7 ms, click 29 and typer 75 (CPU, Python 3.11), and there is nothing here that only they can do.
-"""
+"""The program ``fsdp-comm``: its arguments, its errors, its exit statuses."""
 
 from __future__ import annotations
 
@@ -18,6 +14,9 @@ from pytest_fsdp_comm.errors import FsdpCommError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# Why argparse: git starts the program for every file that it shows. Over an empty interpreter it
+# costs 7 ms, click 29 and typer 75 (CPU, Python 3.11), and nothing here needs either of them.
+
 _DIFF = """\
 tell how snapshots differ: what a change costs, what changed and why
 
@@ -32,14 +31,7 @@ exit status: 0 if nothing that is compared differs, 1 if something does, 2 for e
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program.
-
-    Args:
-        arguments: Without the program's name; None for those of the process.
-
-    Returns:
-        The exit status.
-    """
+    """Run the program with the arguments of the process, or others; return the exit status."""
     # A file's name may be no UTF-8, and a C locale no UTF-8 at all.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]  # a text stream

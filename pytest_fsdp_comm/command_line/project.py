@@ -36,10 +36,7 @@ class Project:
 
 
 def find_project(start: Path) -> Project:
-    """Reads the settings of the project that a directory is in.
-
-    Args:
-        start: Absolute; usually the working directory.
+    """Read the settings of the project that an absolute directory is in.
 
     Raises:
         FsdpCommError: A file of settings cannot be read.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs ``fsdp-comm report``."""
+    """Run ``fsdp-comm report``."""
     arguments = [*options.sides, *options.rest]
     if len(arguments) == 1 and (Path.cwd() / arguments[0] / RECEIVED).is_dir():
         # A first recording has nothing that it was compared with.

@@ -38,7 +38,7 @@ _ELEMENT: Final = re.compile(r"(?:float|int|uint|bfloat|complex)([0-9]+)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs ``fsdp-comm show``."""
+    """Run ``fsdp-comm show``."""
     printer = Printer("never")
     for number, name in enumerate(options.files):
         path = Path(name)
@@ -125,7 +125,7 @@ def _time(seconds: float) -> str:
 
 
 def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Lines of equal columns, numbers to the right, the last one open."""
+    """Align columns, numbers to the right, the last one open."""
     table = [tuple(row) for row in rows]
     if not table:
         return

@@ -54,12 +54,7 @@ class Story:
 
 
 def tell(pairs: Sequence[Pair], links: Links) -> list[Story]:
-    """Tells each pair's story.
-
-    Args:
-        pairs: Of any files; the comm and tree snapshots of one test explain each other.
-        links: How fast axes are.
-    """
+    """Tell how each pair differs; the comm and tree snapshots of one test explain each other."""
     groups: defaultdict[object, list[Pair]] = defaultdict(list)
     for pair in pairs:
         groups[test_of(pair)].append(pair)
@@ -123,14 +118,7 @@ def summary_lines(profile: Profile) -> Iterator[str]:
 
 
 def patch_lines(old: str | None, new: str | None, old_path: str, new_path: str) -> Iterator[str]:
-    """The lines that differ, as a patch that ``git apply`` understands.
-
-    Args:
-        old: The text; None if there is no file.
-        new: As `old`.
-        old_path: Relative to the top of the repository.
-        new_path: As `old_path`.
-    """
+    """Yield the lines that differ, as ``git apply`` reads them; None is a missing file."""
     return difflib.unified_diff(
         (old or "").splitlines(),
         (new or "").splitlines(),

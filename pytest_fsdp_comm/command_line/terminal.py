@@ -27,23 +27,19 @@ class Printer:
     """Writes lines to standard output."""
 
     def __init__(self, when: When) -> None:
-        """Decides about colours.
-
-        Args:
-            when: ``auto`` for a terminal, or a pager that git started, unless ``NO_COLOR`` is set.
-        """
+        """Colour if ``always``; ``auto`` on a terminal or in git's pager without ``NO_COLOR``."""
         shows = sys.stdout.isatty() or os.environ.get("GIT_PAGER_IN_USE") == "true"
         # https://no-color.org: the variable's presence counts, unless it is empty.
         is_auto = shows and not os.environ.get("NO_COLOR")
         self._colors = is_auto if when == "auto" else when == "always"
 
     def lines(self, lines: Iterable[str]) -> None:
-        """Prints lines of a story, each in the colour of what it says."""
+        """Print lines of a story, each in the colour of what it says."""
         for line in lines:
             self._line(line, markup_of(line))
 
     def patch(self, lines: Iterable[str]) -> None:
-        """Prints lines of a patch in git's colours."""
+        """Print lines of a patch in git's colours."""
         for line in lines:
             name = "bold" if line.startswith(("---", "+++")) else _PATCH.get(line[:1], "")
             self._line(line, [name] if name else [])
@@ -55,7 +51,7 @@ class Printer:
 
 
 def print_problems(problems: Iterable[str]) -> int:
-    """Prints problems with single files on standard error; returns the exit status."""
+    """Print problems with single files on standard error; return the exit status."""
     status = SAME
     for problem in problems:
         print(f"fsdp-comm: {problem}", file=sys.stderr)  # noqa: T201  # an error's place

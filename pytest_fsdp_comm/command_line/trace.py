@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs ``fsdp-comm trace``."""
+    """Run ``fsdp-comm trace``."""
     recordings: list[Recording] = []
     for name in options.files:
         saved = read_json(Path(name), where=name)

@@ -27,16 +27,7 @@ _Position: TypeAlias = "tuple[bool, NaturalKey]"
 
 
 def explain_answer(operator: str, left: object, right: object) -> list[str]:
-    """Says what was counted, one line for each kind of collective.
-
-    Args:
-        operator: Of the comparison that failed: ``==``.
-        left: Its left side.
-        right: Its right side; one of the two, or both, is an `Answer`.
-
-    Returns:
-        The comparison and at most a screen of lines.
-    """
+    """Say, in at most a screen of lines, what each `Answer` among two sides was counted from."""
     answers = [side for side in (left, right) if isinstance(side, Answer)]
     asked = " and ".join(f"{answer!r} is {answer.evidence.asked}" for answer in answers)
     lines = [f"{left!r} {operator} {right!r}, where {asked}"]

@@ -39,17 +39,12 @@ def markup_of(line: str) -> Mapping[str, bool]:
 
 
 class Painter:
-    """pytest's writer of the terminal, which prints a failed comparison line by line.
+    """pytest's writer of the terminal, which prints a failed comparison line by line."""
 
-    Whether there are colours at all stays pytest's decision.
-    """
+    # Whether there are colours at all stays pytest's decision.
 
     def __init__(self, writer: Any) -> None:
-        """Passes everything else on.
-
-        Args:
-            writer: pytest's ``TerminalWriter``.
-        """
+        """Pass everything else on to pytest's ``TerminalWriter``."""
         self._writer = writer
         self._explains = False
         self._is_below = False
@@ -59,12 +54,12 @@ class Painter:
         return getattr(self._writer, name)
 
     def sep(self, sepchar: str, title: str | None = None, *args: Any, **markup: bool) -> None:
-        """Begins a section."""
+        """Begin a section."""
         self._is_below = title == SECTION
         self._writer.sep(sepchar, title, *args, **markup)
 
     def line(self, s: str = "", **markup: bool) -> None:
-        """Writes a line, or all lines of a section."""
+        """Write a line, or all lines of a section."""
         if self._is_below:
             for line in s.splitlines():
                 self._writer.line(line, **markup_of(line))

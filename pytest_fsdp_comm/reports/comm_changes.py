@@ -36,14 +36,7 @@ _SHORT_COST: Final = 2
 def render_comparison(
     comparison: Comparison, *, snapshot: str, accept: str, notes: Sequence[str] = ()
 ) -> FailureText:
-    """Explains a failed comparison, the most important line first.
-
-    Args:
-        comparison: What differs.
-        snapshot: Path of the snapshot, as the user would type it.
-        accept: The command that accepts the change; empty if none does.
-        notes: Circumstances of the recording.
-    """
+    """Explain a failed comparison, the most important line first; `accept` may be empty."""
     head = [f"comm_mode differs from {snapshot}"]
     told = [f"  {line}" for line in _step_lines(comparison)]
     cost = [f"  {line}" for line in cost_lines(comparison.cost)]
@@ -85,14 +78,14 @@ def _step_lines(comparison: Comparison) -> list[str]:
 
 
 def _told(comparison: Comparison) -> Iterator[str]:
-    """The steps of the explanation, each with its causes."""
+    """Each step of the explanation with its causes."""
     for step in comparison.steps:
         causes = [cause.text for cause in comparison.causes if step in cause.steps]
         yield "; likely: ".join((step.line, *causes))
 
 
 def _site_of(step: Step, sites: Sites) -> str:
-    """Where the first of the collectives was issued that a step adds."""
+    """Where the first collective that a step adds was issued."""
     if not isinstance(step, Replaced):
         return ""
     for owner in step.about or step.owners:

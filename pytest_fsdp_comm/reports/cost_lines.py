@@ -20,18 +20,10 @@ _TIMES: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
-    """Says what a change costs: the whole first, then its parts, the largest first.
-
-    ``+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank and step), +32 % in all, peak gathered
-    unchanged`` and ``about 1.2 -> 2.0 ms a step on dp (50 GB/s, 10 us), without overlap``.
-
-    Args:
-        cost: Of all that was recorded, which the lines call a step.
-        width: Most characters of a line, unless a single statement has more.
-
-    Returns:
-        No lines if calls, bytes, peak and seconds are unchanged.
-    """
+    """State what a change costs, the whole first, then its parts, the largest first."""
+    # For example ``+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank and step), +32 % in all,
+    # peak gathered unchanged`` and ``about 1.2 -> 2.0 ms a step on dp (50 GB/s, 10 us), without
+    # overlap``. No lines if calls, bytes, peak and seconds are unchanged.
     by_bytes = _changed(cost, lambda volume: volume.nbytes)
     by_count = _changed(cost, lambda volume: volume.count)
     whole: list[str] = []
@@ -52,7 +44,6 @@ def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
 
 
 def _filled(statements: Iterable[str], width: int) -> list[str]:
-    """Joins statements to lines."""
     lines: list[str] = []
     for statement in statements:
         if lines and len(lines[-1]) + len(", ") + len(statement) <= width:
@@ -63,7 +54,7 @@ def _filled(statements: Iterable[str], width: int) -> list[str]:
 
 
 def _changed(cost: Cost, number: Callable[[Volume], int]) -> list[PartCost]:
-    """The kinds of which a number differs, the largest difference first."""
+    """The kinds whose number differs, the largest difference first."""
 
     def growth(one: PartCost) -> int:
         return number(one.after) - number(one.before)
@@ -72,7 +63,7 @@ def _changed(cost: Cost, number: Callable[[Volume], int]) -> list[PartCost]:
 
 
 def _bytes(cost: Cost, changed: Sequence[PartCost]) -> tuple[list[str], list[str]]:
-    """What is said of the whole, and then of each kind."""
+    """What to say of the whole, and then of each kind."""
     used = [one for one in cost.collectives if one.before.nbytes or one.after.nbytes]
     num_kinds = Counter(one.axis for one in used)
     axes = [
@@ -139,7 +130,7 @@ def _objects(cost: Cost, *, is_alone: bool) -> list[str]:
 
 
 def _seconds(cost: Cost) -> tuple[list[str], list[str]]:
-    """What is said of all axes, and then of each; nothing if none has a link."""
+    """What to say of all axes, and then of each; nothing if none has a link."""
     links = {axis.axis: axis.link.text for axis in cost.axes if axis.link}
     if not links:
         return [], []

@@ -67,12 +67,7 @@ class FailureText:
             object.__setattr__(self, name, lines)
 
     def within(self, scope: str, cure: str = "") -> FailureText:
-        """The same, whose first line also says something of the comparison as a whole.
-
-        Args:
-            scope: To be read after the snapshot's path.
-            cure: Another one than to accept the change; empty for none.
-        """
+        """Add `scope` behind the snapshot's path, and another `cure`, which may be empty."""
         cures = (f"{CURE}{cure}",) if cure else ()
 
         def scoped(lines: tuple[str, ...]) -> tuple[str, ...]:
@@ -106,13 +101,7 @@ class Shown:
 
 
 def show_on_screen(failures: Sequence[Failure], *, accept: str, beside: str = "") -> Shown:
-    """What fits on a screen of 24 lines of 80 characters, the most important line first.
-
-    Args:
-        failures: At least one.
-        accept: The command that accepts the changes, the same for all; empty if none does.
-        beside: A line about what was not compared; empty for none.
-    """
+    """Fit failures on a screen of 24 lines of 80 characters, the most important line first."""
     is_alone = len(failures) == 1
     short = failures[0].explanation.short if is_alone else combine(failures, accept=accept)
     above = _fitted(_with_beside(short, beside))
@@ -123,7 +112,7 @@ def show_on_screen(failures: Sequence[Failure], *, accept: str, beside: str = ""
 
 
 def show_everything(failures: Sequence[Failure], *, accept: str, beside: str = "") -> Shown:
-    """All changes and causes, and the lines of the files that differ; arguments as above."""
+    """Show all changes and causes, and the lines of the files that differ."""
     if len(failures) == 1:
         full = _with_beside(failures[0].explanation.full, beside)
         return Shown(lines=tuple(full), below=failures[0].difference)
@@ -151,15 +140,7 @@ def show_everything(failures: Sequence[Failure], *, accept: str, beside: str = "
 
 
 def combine(failures: Sequence[Failure], *, accept: str) -> tuple[str, ...]:
-    """Explains several failed comparisons of one assertion in the space of one.
-
-    Args:
-        failures: At least two, each with the name of its value.
-        accept: The command that accepts the changes, the same for all; empty if none does.
-
-    Returns:
-        What fits where pytest cuts: of each the first lines, in turn, then the first cause.
-    """
+    """Explain failed comparisons of one assertion in the space of one; `accept` may be empty."""
     head = _head(failures)
     first = int(_all_compared(failures))
     # What a change costs comes first, whatever the order of the values.
@@ -198,7 +179,7 @@ def combine(failures: Sequence[Failure], *, accept: str) -> tuple[str, ...]:
 
 
 def _with_beside(lines: Sequence[str], beside: str) -> list[str]:
-    """Puts a line before the command, which comes last."""
+    """Put a line before the command, which comes last."""
     place = next(
         (place for place, line in enumerate(lines) if line.startswith(_COMMANDS)), len(lines)
     )
@@ -217,7 +198,7 @@ def _commands(failures: Sequence[Failure], accept: str) -> list[str]:
 
 
 def _fitted(above: Sequence[str]) -> list[str]:
-    """Leaves out the last changes where pytest would cut the end, which has the command."""
+    """Leave out the last changes where pytest would cut the end, which has the command."""
     lines = list(above)
     kept = (LIKELY, LEFT_OUT, CURE, BESIDE, *_COMMANDS)
     changes = [line for line in lines if line.startswith("  ") and not line.startswith(kept)]
@@ -251,7 +232,7 @@ def _all_compared(failures: Sequence[Failure]) -> bool:
 
 
 def _not_shown(failure: Failure, above: Sequence[str]) -> list[str]:
-    """The lines of a failure that are not above, causes first."""
+    """List the lines of a failure that are not above, causes first."""
     full = failure.explanation.full
     lines = full[1:] if failure.explanation.compared else full
     rest = [
@@ -264,7 +245,7 @@ def _not_shown(failure: Failure, above: Sequence[str]) -> list[str]:
 
 
 def _below(failures: Sequence[Failure], rest: dict[str, list[str]], room: int) -> Iterable[str]:
-    """What the lines above do not say, as far as there is room, and what is left out."""
+    """Yield what the lines above do not say, as far as there is room, and what is left out."""
     several = len(failures) > 1
     room -= len(failures) if several else 0
     kept, hidden = _in_turn(rest, room)
@@ -287,7 +268,7 @@ def _below(failures: Sequence[Failure], rest: dict[str, list[str]], room: int) -
 
 
 def _in_turn(rest: Mapping[str, Sequence[str]], room: int) -> tuple[dict[str, list[str]], int]:
-    """The first lines of each, a line of each in turn, and how many there are besides."""
+    """Keep the first lines of each, a line of each in turn; count those besides."""
     lines = [
         (name, _clipped(lines[number]))
         for number in range(max(map(len, rest.values())))
@@ -304,12 +285,10 @@ def _in_turn(rest: Mapping[str, Sequence[str]], room: int) -> tuple[dict[str, li
 
 
 def _says_something(failure: Failure) -> bool:
-    """Whether the explanation has more than its head and the command."""
     return any(not line.startswith(_COMMANDS) for line in failure.explanation.full[1:])
 
 
 def _first(lines: Sequence[str], room: int) -> list[str]:
-    """As many lines as there is room for."""
     rows = accumulate(map(_rows, lines))
     return [line for line, used in zip(lines, rows, strict=True) if used <= room]
 
@@ -319,7 +298,6 @@ def _heading(failure: Failure) -> str:
 
 
 def _rows(line: str, margin: int = 0) -> int:
-    """How many rows of the screen a line fills."""
     return max(1, -(-(margin + len(line)) // _SCREEN_COLUMNS))
 
 

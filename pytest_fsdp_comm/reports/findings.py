@@ -15,14 +15,10 @@ _ORIGIN: Final = re.compile(r" \+( +)(?:where|and  ) (.*)")
 
 
 def explain_findings(error: AssertionError) -> None:
-    """Writes the findings that an assertion was about into its message.
-
-    pytest asks no hook about ``assert not tree.findings``, and shortens each value to one line of
-    240 characters. What it wrote of where the findings come from is left out: the tree, the model.
-
-    Args:
-        error: As pytest raised it; untouched if its text shows no findings.
-    """
+    """Write the findings that an assertion was about into its message, if that shows any."""
+    # pytest asks no hook about ``assert not tree.findings``, and shortens each value to one line of
+    # 240 characters. What it wrote of where the findings come from is left out: the tree, the
+    # model.
     if len(error.args) != 1 or not isinstance(error.args[0], str):
         return
     message: str = error.args[0]

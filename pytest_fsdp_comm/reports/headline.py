@@ -22,14 +22,9 @@ _PHRASE: Final = re.compile(r"(?:ahead|peer|root) \S+|\S+")
 
 
 def headline(changes: Sequence[Change | TreeChange]) -> str:
-    """The module and the change to know of first: ``lm_head: +8 all_gather, 3 more``.
-
-    A frame, such as the world size, comes before everything that follows from it; then the largest
-    change, over all phases of the step.
-
-    Args:
-        changes: At least one, of one or several comparisons.
-    """
+    """Name the module and the change to know of first: ``lm_head: +8 all_gather, 3 more``."""
+    # A frame, such as the world size, comes before everything that follows from it; then the
+    # largest change, over all phases of the step.
     sent = [change for change in changes if isinstance(change, Change)]
     # Unshards repeat their all-gathers.
     loud = [change for change in sent if change.subject != "reshard"] or sent
@@ -45,10 +40,8 @@ def headline(changes: Sequence[Change | TreeChange]) -> str:
 
 
 def headline_of_steps(comparison: Comparison) -> str:
-    """What is told first, in one line; empty if that is of single modules, or not all.
-
-    Of single modules, the largest of their changes says as much in fewer words.
-    """
+    """Tell the first step in one line; empty if it is of single modules, or not all is told."""
+    # Of single modules, the largest of their changes says as much in fewer words.
     if (
         not comparison.steps
         or comparison.explanation is None
@@ -62,11 +55,9 @@ def headline_of_steps(comparison: Comparison) -> str:
 
 
 def weight(change: Change) -> tuple[bool, bool, int]:
-    """Sorts what costs most to the front.
-
-    What was sent comes before what FSDP did to send it, since unshards repeat their all-gathers,
-    and before what this held in memory; what is new comes before what is gone.
-    """
+    """Sort what costs most to the front."""
+    # What was sent comes before what FSDP did to send it, since unshards repeat their all-gathers,
+    # and before what this held in memory; what is new comes before what is gone.
     before = sum(amount.nbytes for amount in change.before)
     after = sum(amount.nbytes for amount in change.after)
     growth = (after - before) * len(change.owners)
@@ -134,6 +125,5 @@ def _calls(change: Change) -> str:
 
 
 def _phrases(amounts: Sequence[Row]) -> dict[str, None]:
-    """What is said of the calls, each phrase once."""
     calls = (str(one) for amount in amounts for one in amount.calls)
     return dict.fromkeys(phrase for one in calls for phrase in _PHRASE.findall(one))

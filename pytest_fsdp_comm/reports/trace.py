@@ -1,9 +1,4 @@
-"""Recordings as a trace that Perfetto and ``chrome://tracing`` open.
-
-Ranks are processes, axes their threads. What a unit gathers is an asynchronous span from unshard to
-reshard, since spans of units overlap, and a counter of bytes. A recording knows the order of what
-it has, and no times: each record has the same time for itself, in the order of the rank.
-"""
+"""Recordings as a trace that Perfetto and ``chrome://tracing`` open."""
 
 from __future__ import annotations
 
@@ -24,6 +19,11 @@ Event: TypeAlias = dict[str, Any]
 """An event as the format has it."""
 _Sent: TypeAlias = Collective | Redistribution | HostDeviceCopy
 
+# Note [Time in a trace]
+# Ranks are processes, axes their threads. What a unit gathers is an asynchronous span from unshard
+# to reshard, since spans of units overlap, and a counter of bytes. A recording knows the order of
+# what it has, and no times: each record gets a step of its own, in the order of the rank.
+
 STEP_US: Final = 1_000
 """Microseconds for each record."""
 _DURATION_US: Final = 800
@@ -38,11 +38,7 @@ _BEFORE: Final = -1
 
 
 def dump_trace(recordings: Sequence[Recording]) -> str:
-    """Writes a trace in the JSON format of Chrome's trace events.
-
-    Args:
-        recordings: What some ranks recorded in one block, in the order of the ranks.
-    """
+    """Write what ranks recorded in one block, in their order, as Chrome's trace events in JSON."""
     events = [event for recording in recordings for event in _rank_events(recording)]
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"time": _ABOUT}}
     return json.dumps(document, separators=(",", ":"))
@@ -153,15 +149,9 @@ class Gathered(NamedTuple):
 
 
 def gathered_spans(reshards: Sequence[Reshard], *, end: int) -> list[Gathered]:
-    """Pairs each unshard with the reshard that frees what it gathered.
-
-    A unit that is resharded first was gathered before the recording, and one that is not resharded
-    stays so beyond its end.
-
-    Args:
-        reshards: In order.
-        end: The place after the last record.
-    """
+    """Pair each unshard with the reshard that frees what it gathered."""
+    # A unit that is resharded first was gathered before the recording, and one that is not
+    # resharded stays so until `end`, the place after the last record.
     spans: list[Gathered] = []
     since: dict[str | None, Reshard] = {}
     for one in reshards:

@@ -23,13 +23,7 @@ _SHORT_CHANGES: Final = 4
 def render_tree_changes(
     changes: Sequence[TreeChange], *, snapshot: str, accept: str
 ) -> FailureText:
-    """Explains a failed comparison of trees, the most important line first.
-
-    Args:
-        changes: What differs, as `pytest_fsdp_comm.tree.diff.compare_trees` orders it.
-        snapshot: Path of the snapshot, as the user would type it.
-        accept: The command that accepts the change; empty if none does.
-    """
+    """Explain how trees differ, the most important line first; `accept` may be empty."""
     head = f"fsdp_tree differs from {snapshot}"
     lines = [
         f"  {subject}: {', '.join(change.what for change in same)}"

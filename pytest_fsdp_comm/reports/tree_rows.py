@@ -48,7 +48,7 @@ class TreeRow:
 
 
 def tree_rows(tree: ShardTree) -> Iterator[TreeRow]:
-    """The rows of a tree, parents first, in registration order."""
+    """Yield the rows of a tree, parents first, in registration order."""
     # Of None: the roots, which are several where pipeline stages are drawn together.
     children: defaultdict[int | None, list[int]] = defaultdict(list)
     for index, node in enumerate(tree.modules):
@@ -84,7 +84,6 @@ def tree_rows(tree: ShardTree) -> Iterator[TreeRow]:
 
 
 def _group_key(tree: ShardTree, index: int, likeness: Sequence[int]) -> tuple[bool, int]:
-    """Equal for numbered siblings that look alike."""
     is_numbered = tree.modules[index].name.isdecimal()
     return (is_numbered, likeness[index] if is_numbered else index)
 
@@ -137,12 +136,12 @@ def relation_words(row: TreeRow) -> str:
 
 
 def mark(unit: ShardUnit) -> str:
-    """Whether a unit is sharded at all, in capitals."""
+    """Say in capitals whether a unit is sharded at all."""
     return "FULLY SHARDED" if unit.is_fully_sharded else "REPLICATED"
 
 
 def policy_words(unit: ShardUnit) -> str:
-    """A unit's policy for people: ``dp=4, stays unsharded after forward, bfloat16``."""
+    """Word a unit's policy: ``dp=4, stays unsharded after forward, bfloat16``."""
     words = [f"{axis.name}={axis.size}" for axis in (unit.shard_axis,) if axis is not None]
     if unit.replicate_axis is not None:
         copies = f"{unit.replicate_axis.name}={unit.replicate_axis.size}"
@@ -163,7 +162,7 @@ def policy_words(unit: ShardUnit) -> str:
 
 
 def placement_words(parameter: ParameterNode) -> str:
-    """Where a parameter's parts are: ``Shard(0)@dp``; ``whole on each rank`` without a mesh."""
+    """Word where a parameter's parts are: ``Shard(0)@dp``, or ``whole on each rank``."""
     parts = ", ".join(f"{entry.text}@{entry.axis}" for entry in parameter.placements)
     return parts or "whole on each rank"
 

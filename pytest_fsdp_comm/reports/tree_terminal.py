@@ -38,12 +38,7 @@ _STYLES: Final = {
 
 
 def render_tree(tree: ShardTree, *, color: bool = False) -> str:
-    """Draws a tree in columns: modules and parameters, policy or placement, bytes of each unit.
-
-    Args:
-        tree: What to draw.
-        color: Whether to colour, for a terminal.
-    """
+    """Draw modules and parameters in columns: policy or placement, bytes of each unit."""
 
     def painted(text: str, style: str) -> str:
         code = _STYLES[style]

@@ -48,12 +48,12 @@ _UNCOMPARED: Final = Compared(name="", kind="comm", verdict="uncompared")
 
 
 class Notes:
-    """Registered once in each process that runs tests; carries the notes of ranks out of them."""
+    """What the tests of this process compared; carries the notes of ranks out of them."""
 
     payload_type: Final = Record
 
     def __init__(self) -> None:
-        """Begins before the first test."""
+        """Begin before the first test."""
         self._compared: list[Compared] = []
         # Those that are in `_compared`.
         self._recordings: list[Recording] = []
@@ -64,7 +64,7 @@ class Notes:
     # In the process that runs the test: see Note [What each rank keeps].
 
     def note_comparison(self, assertion: SnapshotAssertion, values: Mapping[str, object]) -> None:
-        """Keeps what was compared, and explains what differs while all of it is at hand."""
+        """Keep what was compared, and explain what differs while all of it is at hand."""
         item = assertion.test_location.item
         if not isinstance(assertion, CommSnapshot):
             raise TypeError(f"expected a CommSnapshot, got {assertion!r}")
@@ -86,18 +86,18 @@ class Notes:
         self._compared.append(compared)
 
     def note_tree(self, tree: ShardTree) -> None:
-        """Keeps the last tree, in case that it is not compared."""
+        """Keep the last tree, in case that it is not compared."""
         self._tree = tree
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
-        """Forgets what a test left behind that was interrupted."""
+        """Forget what a test left behind that was interrupted."""
         self._forget()
 
     # Before fixtures end.
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        """Keeps what was recorded and compared with nothing."""
+        """Keep what was recorded and compared with nothing."""
         recording = _recording_of((getattr(item, "funcargs", None) or {}).get("comm_mode"))
         is_lowest = _is_lowest_rank(item)
         if recording is not None and not any(recording is one for one in self._recordings):
@@ -108,12 +108,12 @@ class Notes:
             self._add(replace(_UNCOMPARED, kind="tree", tree=view), None)
 
     def enter_rank(self, config: pytest.Config) -> None:
-        """Leaves the writing to the pytest process."""
+        """Leave the writing to the pytest process."""
         if config.pluginmanager.has_plugin(SESSION_PLUGIN):
             config.pluginmanager.unregister(name=SESSION_PLUGIN)
 
     def rank_payload(self, item: pytest.Item) -> Record:
-        """What the test compared and recorded in this rank."""
+        """Hand over what the test compared and recorded in this rank."""
         del item
         record = Record(compared=tuple(self._compared), left_out=self._left_out)
         self._forget()
@@ -127,7 +127,7 @@ class Notes:
     def merge(
         self, item: pytest.Item, payloads: Mapping[int, Record], *, has_failed: bool
     ) -> list[str]:
-        """Keeps what the ranks of a test sent, until it is reported."""
+        """Keep what the ranks of a test sent, until it is reported."""
         del has_failed
         settings = item.stash[SETTINGS]
         self._records[item.nodeid] = Record(
@@ -140,7 +140,7 @@ class Notes:
         return []
 
     def take_record(self, item: pytest.Item) -> Record:
-        """What is known of a test that has ended; of one without ranks, what this process noted."""
+        """Hand over what is known of a test that has ended."""
         if SETTINGS in item.stash:
             return self._records.pop(item.nodeid, Record())
         return self.rank_payload(item)

@@ -40,7 +40,7 @@ _NOTES: Final = pytest.StashKey["Notes"]()
 
 
 def register(config: pytest.Config) -> None:
-    """Prepares a process of a session that writes a report.
+    """Prepare a process of a session that writes a report.
 
     Raises:
         pytest.UsageError: The report could not be written there.
@@ -70,7 +70,7 @@ def rank_extensions(config: pytest.Config) -> list[RankExtension[Any]]:
 
 
 def check_directory(directory: Path) -> None:
-    """Makes the directory before the first test, which may take long.
+    """Make the directory before the first test, which may take long.
 
     Raises:
         pytest.UsageError: It cannot be made, or written.
@@ -99,13 +99,7 @@ class SessionReport:
     """Registered in the process that reports, and in each worker of xdist."""
 
     def __init__(self, config: pytest.Config, notes: Notes, directory: Path | None) -> None:
-        """Begins before collection.
-
-        Args:
-            config: Of the session.
-            notes: What the tests of this process compare and record.
-            directory: Where the report is written; None in a worker, whose controller writes it.
-        """
+        """Begin before collection; a worker, whose controller writes, has no directory."""
         self._config = config
         self._notes = notes
         self._directory = directory
@@ -116,7 +110,7 @@ class SessionReport:
         self._written = ""
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Notes which tests the report is about."""
+        """Note which tests the report is about."""
         self._ours = {
             item.nodeid: item
             for item in session.items
@@ -125,7 +119,7 @@ class SessionReport:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Takes over a phase's outcome, and what its test recorded."""
+        """Take over a phase's outcome, and what its test recorded."""
         if RANK_CONTEXT in self._config.stash:
             return
         item = self._ours.get(report.nodeid)
@@ -169,7 +163,7 @@ class SessionReport:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Writes the report, of what there is if the session was interrupted."""
+        """Write the report, of what there is if the session was interrupted."""
         if self._directory is None or RANK_CONTEXT in self._config.stash:
             return
         from pytest_fsdp_comm.reports.html.values import Run  # noqa: PLC0415  # as above
@@ -193,13 +187,12 @@ class SessionReport:
             self._written = f"report: {shown}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Says where the report is."""
+        """Say where the report is."""
         if self._written:
             terminalreporter.write_line(f"fsdp-comm: {self._written}")
 
 
 def _outcome(report: pytest.TestReport) -> Outcome | None:
-    """What a phase says about its test; None if nothing."""
     if report.failed:
         return "failed" if report.when == "call" else "error"
     if report.skipped:

@@ -19,7 +19,7 @@ _HEAD: Final = 400
 
 
 def write_report(run: Run, directory: Path) -> None:
-    """Writes ``index.html`` and ``tests/*.html``, and removes pages of an earlier run.
+    """Write ``index.html`` and ``tests/*.html``, and remove pages of an earlier run.
 
     Raises:
         OSError: Something could not be written.

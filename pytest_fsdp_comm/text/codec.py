@@ -36,13 +36,9 @@ class CodecError(FsdpCommError):
 
 
 def to_json(value: Any) -> Any:
-    """A value as what `json` can write.
-
-    Args:
-        value: A dataclass, or what `from_json` can give for one of its fields. An object of any
-            other class becomes its ``repr``, and so does a number that JSON has not: what a plugin
-            hangs onto a report must not cost the whole report.
-    """
+    """Turn a value into what `json` can write."""
+    # An object of a class that `from_json` does not know becomes its repr, and so does a number
+    # that JSON has not: what a plugin hangs onto a report must not cost the whole report.
     cls = type(value)
     if cls in _PLAIN:
         return value
@@ -55,11 +51,11 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(cls: type[_Value], data: Any, *, where: str = "") -> _Value:
-    """A value of a class from what `to_json` made of one.
+    """Read a value of a class from what `to_json` made of one.
 
     Args:
-        cls: The class; its fields may hold str, int, float, bool, None, Path, Enum, Literal, Any,
-            dataclasses, and tuples, dicts and unions of these.
+        cls: Its fields may hold str, int, float, bool, None, Path, Enum, Literal, Any, dataclasses,
+            and tuples, dicts and unions of these.
         data: What `json` read.
         where: What the data is, to begin an error with.
 
@@ -70,19 +66,15 @@ def from_json(cls: type[_Value], data: Any, *, where: str = "") -> _Value:
 
 
 def dump_tagged(value: Any) -> str:
-    """One of several dataclasses on one line, with the name of its class."""
+    """Write one of several dataclasses on one line, with the name of its class."""
     return _write({_TAG: type(value).__name__, **to_json(value)})
 
 
 def load_tagged(classes: Mapping[str, type[_Value]], text: str) -> _Value:
-    """Reads what `dump_tagged` wrote.
-
-    Args:
-        classes: The classes that it may be, by name.
-        text: The line.
+    """Read what `dump_tagged` wrote.
 
     Raises:
-        CodecError: It is none of them.
+        CodecError: It is none of the classes.
     """
     data = _parse(text, "a message")
     name = data.pop(_TAG, None) if isinstance(data, dict) else None
@@ -92,12 +84,12 @@ def load_tagged(classes: Mapping[str, type[_Value]], text: str) -> _Value:
 
 
 def dump_document(kind: str, version: int, value: Any) -> str:
-    """A dataclass as JSON that says what it is, for other programs and later ones."""
+    """Write a dataclass as JSON that says what it is, for other programs and later ones."""
     return _write({"kind": kind, "version": version, "value": to_json(value)})
 
 
 def load_document(cls: type[_Value], kind: str, version: int, text: str) -> _Value:
-    """Reads what `dump_document` wrote.
+    """Read what `dump_document` wrote.
 
     Raises:
         CodecError: The text is not JSON, of another kind or version, or not of the class.
@@ -125,7 +117,6 @@ def _parse(text: str, what: str) -> Any:
 
 @cache
 def _field_names(cls: Hashable) -> tuple[str, ...] | None:
-    """The names of a dataclass's fields; None for any other class."""
     return tuple(entry.name for entry in fields(cls)) if is_dataclass(cls) else None
 
 
@@ -216,7 +207,7 @@ def _read_enum(cls: type[Enum], data: Any, where: str) -> Any:
 
 
 def _read_union(readers: list[_Reader], is_optional: bool, data: Any, where: str) -> Any:
-    """Reads the first of the alternatives that the data fits; None is tried first."""
+    """Read the first of the alternatives that the data fits; None is tried first."""
     if data is None and is_optional:
         return None
     for read in readers[:-1]:

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``.
-
-    Args:
-        count: How many.
-        noun: What, in the singular; takes an s.
-    """
+    """Write ``1 rank``, ``2 ranks``; the noun is in the singular, and takes an s."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def cut(text: str, most: int) -> str:
-    """A text of several lines, or its beginning and how much more there is.
-
-    Args:
-        text: The text.
-        most: Characters, at least 60.
-    """
+    """Cut a text to so many characters, at least 60, and say how many more there are."""
     if len(text) <= most:
         return text
     kept = text[: most - 40]

@@ -56,7 +56,7 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def natural_key(fqn: str) -> NaturalKey:
-    """Sorts FQNs as people count: parents before children, ``layers.2`` before ``layers.10``."""
+    """Sort FQNs as people count: parents before children, ``layers.2`` before ``layers.10``."""
     segments = tuple(
         tuple(_natural_part(part) for part in _DIGITS.split(segment) if part)
         for segment in fqn.split(".")
@@ -74,29 +74,20 @@ def _natural_part(part: str) -> _NaturalPart:
 
 
 def escape(fqn: str) -> str:
-    r"""Writes one FQN without whitespace, braces, parentheses, commas, ``#`` or backslashes.
-
-    Returns:
-        The FQN with each such character, and each that is not printable, as ``\xHH``, ``\uHHHH`` or
-        ``\UHHHHHHHH``; `ROOT_TEXT` for the root.
-    """
+    """Write an FQN as one word: reserved characters as escapes, the root as `ROOT_TEXT`."""
     return _escape_word(fqn) if fqn else ROOT_TEXT
 
 
 def write_word(text: str) -> str:
-    """Writes any text without whitespace, other characters as `escape` does.
-
-    Unlike names, placements keep their parentheses and commas.
-    """
+    """Write any text without whitespace; unlike `escape`, keep parentheses and commas."""
     return _escape_word(text, reserved="\\")
 
 
 def read_word(text: str) -> str:
-    """Reads what `write_word` wrote.
+    """Read what `write_word` wrote; to check the rest, the caller writes the word again.
 
     Raises:
-        ValueError: It has an escape that `escape` never writes. The caller checks the rest by
-            writing the word again.
+        ValueError: It has an escape that `escape` never writes.
     """
 
     def unescaped(match: re.Match[str]) -> str:
@@ -127,7 +118,7 @@ def _escape_word(text: str, reserved: Container[str] = _RESERVED) -> str:
 
 
 def unescape(text: str) -> str:
-    """Reads what `escape` wrote.
+    """Read what `escape` wrote.
 
     Raises:
         ValueError: `escape` would write it otherwise, or never.
@@ -149,18 +140,10 @@ def _unescape_word(text: str) -> str:
 
 
 def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
-    """Writes a set of FQNs as few patterns, folding numbers that form a full product.
-
-    Innermost numbers are folded first, so that the odd block stands out whole: eight experts in
-    layers 0 to 2 and four in layer 3 become ``layers.{0..2}.experts.{0..7}`` and
-    ``layers.3.experts.{0..3}``.
-
-    Args:
-        fqns: In any order; duplicates count once.
-
-    Returns:
-        Patterns in natural order of the first FQN of each. Every FQN is in exactly one.
-    """
+    """Write a set of FQNs as few patterns, in natural order of the first FQN of each."""
+    # Numbers that form a full product are folded, the innermost first, so that the odd block stands
+    # out whole: eight experts in layers 0 to 2 and four in layer 3 become
+    # `layers.{0..2}.experts.{0..7}` and `layers.3.experts.{0..3}`.
     by_words: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for fqn in dict.fromkeys(fqns):
         words, numbers = _split_numbers(fqn)
@@ -174,11 +157,7 @@ def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
 
 
 def name_owners(owners: Iterable[str | None]) -> str:
-    """Names modules by few patterns: ``(root), layers.{0..3} and 2 more``.
-
-    Args:
-        owners: FQNs; None stands for no module.
-    """
+    """Name modules, None for none, by few patterns: ``(root), layers.{0..3} and 2 more``."""
     held = list(owners)
     patterns = [*fold_fqns(name for name in held if name is not None)]
     patterns += [NO_MODULE] if None in held else []
@@ -188,7 +167,7 @@ def name_owners(owners: Iterable[str | None]) -> str:
 
 
 def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Splits an FQN into its numbers and the text before, between and after them."""
+    """Split an FQN into the text before, between and after its numbers, and these."""
     words = [""]
     numbers: list[int] = []
     for token in _SEPARATOR.split(fqn):
@@ -201,7 +180,7 @@ def _split_numbers(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _fold_points(points: Sequence[tuple[int, ...]]) -> list[Box]:
-    """Partitions points into boxes, innermost numbers first."""
+    """Partition points into boxes, innermost numbers first."""
     boxes: list[Box] = [tuple((number,) for number in point) for point in points]
     for axis in reversed(range(len(points[0]))):
         merged: dict[Box, list[int]] = {}
@@ -249,7 +228,7 @@ class Pattern:
         return size
 
     def expand(self) -> tuple[str, ...]:
-        """Its FQNs, the last number running fastest."""
+        """List its FQNs, the last number running fastest."""
         if self.words == (ROOT_TEXT,):
             return ("",)
         words = [*map(_unescape_word, self.words)]
@@ -258,7 +237,7 @@ class Pattern:
 
 
 def expand(pattern: str) -> tuple[str, ...]:
-    """Lists the FQNs of a pattern, the last number running fastest.
+    """List the FQNs of a pattern, the last number running fastest.
 
     Raises:
         ValueError: The text is no pattern that `fold_fqns` writes; it says where and what was
@@ -268,12 +247,7 @@ def expand(pattern: str) -> tuple[str, ...]:
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """Compiles a pattern in which ``*`` matches one segment or a part of one.
-
-    The FQNs are not listed, so that large numbers cost nothing.
-
-    Returns:
-        A function that says whether an FQN matches.
+    """Make a function that matches FQNs with a pattern, whose ``*`` is a segment or a part of one.
 
     Raises:
         ValueError: As `expand`.
@@ -301,7 +275,7 @@ def matcher(pattern: str) -> Callable[[str], bool]:
 
 
 def _check_braces(between: str, pattern: str) -> None:
-    """Refuses a brace that is left between those that belong together."""
+    """Refuse a brace that is left between those that belong together."""
     brace = next((character for character in between if character in "{}"), "")
     if brace:
         raise ValueError(
@@ -310,16 +284,15 @@ def _check_braces(between: str, pattern: str) -> None:
 
 
 def first_name(pattern: str) -> str:
-    """Returns the first FQN of a valid pattern."""
+    """Return the first FQN of a valid pattern."""
     return unescape(re.sub(r"\{([0-9]+)[^{}]*\}", r"\1", pattern))
 
 
 def read_pattern(text: str) -> Pattern:
-    """Takes a pattern apart; the work does not grow with the number of its FQNs.
+    """Take a pattern apart; the work does not grow with the number of its FQNs.
 
     Raises:
-        ValueError: The text is no pattern that `fold_fqns` writes; it says where and what was
-            expected.
+        ValueError: As `expand`.
     """
     _check_braces(_TOKEN.sub("", text), text)
     tokens = _TOKEN.findall(text)

@@ -12,7 +12,7 @@ _FACTOR: Final = 3
 
 
 def show_nbytes(nbytes: int) -> str:
-    """Rounds to one decimal in the largest binary unit that leaves at least 1: ``512.0 KiB``."""
+    """Round to one decimal in the largest binary unit that leaves at least 1: ``512.0 KiB``."""
     amount = float(nbytes)
     for unit in _UNITS[:-1]:
         # Rounds up to the next unit rather than write "1024.0 KiB".
@@ -23,10 +23,8 @@ def show_nbytes(nbytes: int) -> str:
 
 
 def show_nbytes_change(old: int, new: int) -> str:
-    """Both sides, rounded as by `show_nbytes` unless that makes them equal.
-
-    ``1.4 -> 2.3 MiB``, ``512 B -> 2.0 KiB``, ``0 -> 2.0 KiB``, ``74_000 -> 74_008 B``.
-    """
+    """Write both sides, rounded as by `show_nbytes` unless that makes them equal."""
+    # `1.4 -> 2.3 MiB`, `512 B -> 2.0 KiB`, `0 -> 2.0 KiB`, `74_000 -> 74_008 B`.
     before, after = show_nbytes(old), show_nbytes(new)
     if before == after and old != new:
         return f"{old:_} -> {new:_} B"
@@ -37,11 +35,8 @@ def show_nbytes_change(old: int, new: int) -> str:
 
 
 def show_growth(old: float, new: float) -> str:
-    """How much more or less one number is than another, so that no change looks like none.
-
-    ``+63 %``, ``-0.3 %``, ``x4.0`` from three times on, ``unchanged``, ``new`` where there was
-    nothing.
-    """
+    """Say how much more or less one number is than another, so that no change looks like none."""
+    # `+63 %`, `-0.3 %`, `x4.0` from three times on, `unchanged`, `new` where there was nothing.
     if old == new:
         return "unchanged"
     if not old:

@@ -10,12 +10,7 @@ from pytest_fsdp_comm.errors import printable
 
 
 def show_path(path: str | Path, root: Path | None = None) -> str:
-    """A path relative to a directory where it lies below it, and whole elsewhere; `printable`.
-
-    Args:
-        path: An absolute path.
-        root: The directory; None for the working directory, which may be gone.
-    """
+    """Write a path relative to `root` or the working directory if below it; `printable`."""
     try:
         return printable(str(Path(path).relative_to(root or Path.cwd())))
     except (ValueError, OSError):
@@ -23,7 +18,7 @@ def show_path(path: str | Path, root: Path | None = None) -> str:
 
 
 def shell_word(text: str) -> str:
-    """A word of a command as one types it: in bash's ``$'...'`` where it is not printable."""
+    """Quote a word of a command: in bash's ``$'...'`` where it is not printable."""
     if text.isprintable():
         return shlex.quote(text)
     written = (
@@ -36,16 +31,8 @@ def shell_word(text: str) -> str:
 
 
 def anchor_of(snapshot_dir: Path, root: Path) -> Path:
-    """The directory whose tree the snapshots mirror.
-
-    Args:
-        snapshot_dir: Absolute directory of all snapshots.
-        root: pytest's root directory.
-
-    Returns:
-        The root directory; or, where several projects share a snapshot directory above theirs, the
-        directory that it is in.
-    """
+    """The directory whose tree the snapshots mirror: pytest's root, mostly."""
+    # Where several projects share a snapshot directory above theirs, the directory that it is in.
     above = snapshot_dir.parent
     shares = root.is_relative_to(above) or root.resolve().is_relative_to(above)
     return above if shares else root

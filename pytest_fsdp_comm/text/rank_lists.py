@@ -29,7 +29,7 @@ _ENTRY: Final = re.compile(rf"(0|{_NUMBER})(?:-({_NUMBER})(?:(?::({_NUMBER}))?/(
 
 
 def runs_of(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending numbers as first and last of each run: ``0, 1, 2, 5`` as ``(0, 2), (5, 5)``."""
+    """First and last of each run of ascending numbers: ``0, 1, 2, 5`` as ``(0, 2), (5, 5)``."""
     if not numbers:
         return ()
     runs = []
@@ -43,13 +43,13 @@ def runs_of(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """``rank 2``, ``ranks 0-3`` or ``ranks 0, 2-3``."""
+    """Write ``rank 2``, ``ranks 0-3`` or ``ranks 0, 2-3``."""
     text = write_ranks(sorted(ranks), separator=", ")
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
 def write_ranks(ranks: Sequence[int], *, separator: str = ",") -> str:
-    """Ascending ranks as ``0,2-3``; empty for none."""
+    """Write ascending ranks as ``0,2-3``; empty for none."""
     return separator.join(_entries(runs_of(ranks)))
 
 
@@ -72,11 +72,7 @@ def _entries(runs: Sequence[tuple[int, int]]) -> Iterator[str]:
 
 
 def read_ranks(text: str, world_size: int) -> tuple[int, ...]:
-    """Reads what `write_ranks` wrote, at most at the cost of listing all ranks.
-
-    Args:
-        text: ``0,2-3``; not empty.
-        world_size: How many ranks there are.
+    """Read what `write_ranks` wrote, at most at the cost of listing all ranks.
 
     Raises:
         ValueError: There are no such ranks, or they are written otherwise.
@@ -118,7 +114,7 @@ def ranks_or_empty_if_all(ranks: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def fold_equal(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """Ranks with equal texts together, in order of their lowest rank."""
+    """Group ranks by equal texts, in order of their lowest rank."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(texts):
         groups.setdefault(texts[rank], []).append(rank)

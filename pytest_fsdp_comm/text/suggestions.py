@@ -26,7 +26,7 @@ def did_you_mean(meant: str) -> str:
 
 
 class NamedAttributes:
-    """Has every attribute that it lacks answered by what there is."""
+    """Answers for every attribute that is missing with what there is."""
 
     __slots__ = ()
 
@@ -53,12 +53,7 @@ class NamedAttributes:
 def shows_usage(
     called: str, *, usage: str = ""
 ) -> Callable[[Callable[_Given, _Result]], Callable[_Given, _Result]]:
-    """Has a function that is called with wrong arguments say which it takes.
-
-    Args:
-        called: How a test writes the function.
-        usage: How it is called; empty for its own arguments.
-    """
+    """Make a call with wrong arguments say how to write `called`: as `usage`, unless empty."""
 
     def decorate(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
         @functools.wraps(function)

@@ -33,7 +33,7 @@ class TreeChange:
     """The probable cause; empty if the pattern fits none."""
 
     def __str__(self) -> str:
-        """The change in one line, with its probable cause."""
+        """Write the change in one line, with its probable cause."""
         cause = f" (likely: {self.likely})" if self.likely else ""
         return f"{self.subject}: {self.what}{cause}"
 
@@ -47,19 +47,9 @@ _Fact = TypeVar("_Fact")
 
 
 def compare(old: TreeProfile, new: TreeProfile) -> tuple[TreeChange, ...]:
-    """Compares a snapshot with what was captured.
-
-    Where the snapshot has all ranks, but only some were recorded now (the fake backend), only these
-    are compared.
-
-    Args:
-        old: The snapshot.
-        new: What was captured.
-
-    Returns:
-        All that differs; empty if nothing does. Where ranks differ among themselves, each change
-        says which ranks have it.
-    """
+    """Compare a snapshot with what was captured; empty if nothing differs."""
+    # Where the snapshot has all ranks, but only some were recorded now (the fake backend), only
+    # these are compared. Where ranks differ among themselves, each change says which ranks have it.
     if new.recorded_ranks and not old.recorded_ranks:
         old = old.restricted(new.recorded_ranks)
     changes: list[TreeChange] = []
@@ -76,7 +66,7 @@ def compare(old: TreeProfile, new: TreeProfile) -> tuple[TreeChange, ...]:
 
 
 def _changes_by_rank(old: TreeProfile, new: TreeProfile) -> Iterator[TreeChange]:
-    """Yields the changes of the ranks that both have, each with the ranks that have it."""
+    """Yield the changes of the ranks that both have, each with the ranks that have it."""
     # Each rank knows its own groups of a mesh that lies irregularly.
     meshes = [
         merge_axes(chain.from_iterable(tree.mesh_axes for tree in at.trees.values()))
@@ -120,16 +110,7 @@ def _mesh_changes(old: tuple[MeshAxis, ...], new: tuple[MeshAxis, ...]) -> Itera
 
 
 def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
-    """Compares two trees.
-
-    Args:
-        old: Mostly from a snapshot.
-        new: Mostly from a live tree, by `pytest_fsdp_comm.tree.facts.tree_facts`.
-
-    Returns:
-        The changes: of the world and its mesh, then of units, then of parameters, each in natural
-        order. Empty if the trees are equal.
-    """
+    """List the changes of world, mesh, units and parameters, each in natural order."""
     units = _units_by_label(old), _units_by_label(new)
     likely = _NO_ROOT if "" in units[0] and "" not in units[1] else ""
     return (
@@ -156,7 +137,7 @@ def _differences(
     new: Mapping[str, _Fact],
     describe: Callable[[_Fact | None, _Fact | None], Iterator[str]],
 ) -> Iterator[TreeChange]:
-    """Yields what changed of facts by name, names with equal changes folded into one."""
+    """Yield what changed of facts by name, names with equal changes folded into one."""
     names_of: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in dict.fromkeys((*old, *new)):
         before, after = old.get(name), new.get(name)
@@ -190,7 +171,7 @@ def _unit_changes(old: UnitFacts | None, new: UnitFacts | None) -> Iterator[str]
 
 
 def _value_changes(old: object, new: object, *names: str) -> Iterator[str]:
-    """Yields how the named fields of two dataclasses differ, or all of their fields."""
+    """Yield how the named fields of two dataclasses differ, or all of their fields."""
     for name in names or [entry.name for entry in fields(old)]:  # type: ignore[arg-type]  # see above
         before, after = getattr(old, name), getattr(new, name)
         if before != after:

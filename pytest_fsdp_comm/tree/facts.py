@@ -38,10 +38,8 @@ class UnitFacts:
 
 
 def policy_change(old: UnitFacts, new: UnitFacts) -> str:
-    """What became of a unit's policy after forward, as its author set it; empty if nothing did.
-
-    Of FSDP1, that is the sharding strategy.
-    """
+    """Word what became of a unit's policy after forward; empty if nothing did."""
+    # As its author set it: of FSDP1, that is the sharding strategy.
     if old.reshard_after_forward == new.reshard_after_forward:
         return ""
     if "fsdp1" not in {old.kind, new.kind}:
@@ -90,7 +88,7 @@ class TreeFacts:
 
 
 def tree_facts(tree: ShardTree) -> TreeFacts:
-    """Selects from a tree what is compared."""
+    """Select from a tree what is compared."""
     names = [tree.unit_name(index) for index in range(len(tree.units))]
     seen: Counter[str] = Counter()
     units: defaultdict[int, dict[str, UnitFacts]] = defaultdict(dict)

@@ -14,12 +14,12 @@ _KIND: Final = "tree"
 
 
 def dump_tree(tree: ShardTree) -> str:
-    """Writes a tree as JSON; its modules, parameters and units refer to each other by index."""
+    """Write a tree as JSON; its modules, parameters and units refer to each other by index."""
     return dump_document(_KIND, JSON_VERSION, tree)
 
 
 def load_tree(text: str) -> ShardTree:
-    """Reads what `dump_tree` wrote.
+    """Read what `dump_tree` wrote.
 
     Raises:
         CodecError: The text is not JSON, of another kind or version, or says where it is no tree.

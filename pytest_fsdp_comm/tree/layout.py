@@ -46,12 +46,7 @@ class FlatRange:
 def local_numels(
     shape: Sequence[int], placements: Sequence[AxisPlacement], flat: FlatRange | None
 ) -> tuple[int, ...]:
-    """Elements that each rank of the mesh keeps, without padding.
-
-    Returns:
-        One number for each mesh coordinate, the last axis running fastest; a single one without a
-        mesh.
-    """
+    """Elements that each rank keeps, without padding; the last axis runs fastest."""
     coordinates = product(*(range(placement.size) for placement in placements))
     if flat is None:
         return tuple(_local_numel(shape, placements, place) for place in coordinates)

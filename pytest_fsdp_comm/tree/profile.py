@@ -1,7 +1,4 @@
-"""The trees of all ranks of a test: what is compared with a snapshot.
-
-`fold` makes the profile of one rank's tree, `merge` that of all ranks.
-"""
+"""The trees of all ranks of a test: what is compared with a snapshot."""
 
 from __future__ import annotations
 
@@ -44,11 +41,7 @@ class TreeProfile:
         return next(iter(self.trees.values())).world_size
 
     def restricted(self, ranks: Sequence[int]) -> TreeProfile:
-        """The profile as if only some of its ranks had been recorded.
-
-        Args:
-            ranks: The ranks to keep, ascending.
-        """
+        """Make the profile as if only some of its ranks had been recorded, which ascend."""
         kept = frozenset(ranks)
         trees = [
             (tuple(filter(kept.__contains__, held or ranks)), facts)
@@ -66,7 +59,7 @@ class TreeProfile:
 
 
 def fold(tree: ShardTree) -> TreeProfile:
-    """Selects from one rank's tree what is compared."""
+    """Select from one rank's tree what is compared."""
     return merge(
         {tree.rank: tree_facts(tree)}, backend=tree.backend, torch_version=tree.torch_version
     )
@@ -75,15 +68,8 @@ def fold(tree: ShardTree) -> TreeProfile:
 def merge(
     trees: Mapping[int, TreeFacts], *, backend: str = "", torch_version: str = ""
 ) -> TreeProfile:
-    """Merges the trees of the recorded ranks; equal ones become one.
-
-    Ranks with the same tree may share one object, which is then looked at once.
-
-    Args:
-        trees: By rank, ascending.
-        backend: As `TreeProfile.backend`.
-        torch_version: As `TreeProfile.torch_version`.
-    """
+    """Merge the trees of the recorded ranks, which ascend; equal ones become one."""
+    # Ranks with the same tree may share one object, which is then looked at once.
     contents = {key: _content(facts) for key, facts in _distinct(trees).items()}
     groups: dict[Hashable, tuple[TreeFacts, list[int]]] = {}
     for rank, facts in trees.items():
@@ -112,15 +98,9 @@ def _content(facts: TreeFacts) -> Hashable:
 
 
 def ranks_of_stages(trees: Mapping[int, TreeFacts]) -> list[list[int]]:
-    """The ranks that run the same stage of a pipeline, or all ranks where there is none.
-
-    Args:
-        trees: By rank, ascending.
-
-    Returns:
-        Ranks whose trees have a parameter name in common, or are linked by others that do;
-        ascending, in the order of their lowest.
-    """
+    """Group ranks by the stage of a pipeline that they run; all are one where there is none."""
+    # Ranks of a stage have a parameter name in common, or are linked by others that do. Both ranks
+    # and groups ascend.
     names_of = {key: frozenset(facts.parameters) for key, facts in _distinct(trees).items()}
     alike: dict[frozenset[str], list[int]] = {}
     for rank, facts in trees.items():

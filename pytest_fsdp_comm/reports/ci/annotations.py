@@ -70,14 +70,7 @@ def _name(nodeid: str) -> str:
 
 
 def command(level: Level, *, title: str, message: str, place: Place | None) -> str:
-    """One workflow command.
-
-    Args:
-        level: How bad it is.
-        title: In one line.
-        message: May have several lines.
-        place: What it is about; None for no file.
-    """
+    """Write one workflow command: a title in one line, a message in one or more."""
     where = f"file={_property(place.path)},line={place.line}," if place is not None else ""
     return f"::{level} {where}title={_property(title[:_MAX_TITLE])}::{_data(message)}"
 

@@ -27,16 +27,8 @@ _MARKUP: Final = re.compile(
 
 
 def render_summary(outcomes: Outcomes, source: str = "", *, room: int = MAX_NBYTES) -> str:
-    """Writes the summary.
-
-    Args:
-        outcomes: Of the session.
-        source: Address of the checkout on GitHub, which tests are linked to; empty if unknown.
-        room: The most bytes. What does not fit is left out, and that is said.
-
-    Returns:
-        The text; empty if there is no room for its first line.
-    """
+    """Write the summary in at most `room` bytes; empty if its first line has no room."""
+    # Tests are linked to `source`, the address of the checkout on GitHub, unless it is empty.
     budget = _Budget(room)
     if not budget.add(_headline(outcomes) + "\n\n"):
         return ""
@@ -65,7 +57,7 @@ class _Budget:
         self._room = room
 
     def add(self, text: str, *, reserved: int = 0) -> bool:
-        """Adds a text if it fits; returns whether it does."""
+        """Add a text if it fits; return whether it does."""
         size = len(text.encode("utf-8", "replace"))
         if size + reserved > self._room:
             return False
@@ -74,7 +66,7 @@ class _Budget:
         return True
 
     def add_each(self, texts: Sequence[str], more: str) -> None:
-        """Adds the first texts, as many as fit, and how many are left out."""
+        """Add the first texts, as many as fit, and how many are left out."""
         for place, text in enumerate(texts):
             if not self.add(text, reserved=self._RESERVED):
                 self.add(more.format(len(texts) - place))
@@ -137,13 +129,13 @@ def _cell(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """A text in one line that Markdown and HTML show as it is, in tables too."""
+    """Write a text as one line that Markdown and HTML show as it is, in tables too."""
     line = printable(" ".join(text.split()))
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", line)
 
 
 def fenced(text: str) -> str:
-    """A text as a block of code, whatever backticks it has."""
+    """Write a text as a block of code, whatever backticks it has."""
     shown = printable(text, "\n\t")
     longest = max(map(len, re.findall(r"`+", shown)), default=0)
     fence = "`" * max(3, longest + 1)

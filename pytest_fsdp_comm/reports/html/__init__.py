@@ -1,5 +1,2 @@
-"""A run as pages of HTML.
-
-In: what tests compared and recorded, as `values`. Out: the text of each page, complete in itself.
-May know the rooms that `reports` may know; jinja2 is imported when a page is made.
-"""
+"""A run as pages of HTML."""
+# Values in, texts of pages out, each complete in itself; jinja2 is imported when a page is made.

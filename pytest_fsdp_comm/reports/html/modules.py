@@ -70,12 +70,7 @@ class _Node:
 
 
 def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
-    """Adds up what modules send.
-
-    Args:
-        old: The snapshot, as `comm.diff.comparable` leaves it; `new` if there is none.
-        new: What was recorded.
-    """
+    """Add up what modules send; `old` is `new` where there is no snapshot."""
     of_rank = ""
     if any(row.ranks for profile in (old, new) for row in profile.collectives):
         rank = (new.recorded_ranks or (0,))[0]

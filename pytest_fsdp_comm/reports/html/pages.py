@@ -1,4 +1,4 @@
-"""The text of each page: templates filled with what the other modules of this room draw."""
+"""Fill the templates of each page with what the other modules of this room draw."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ _STATUS: Final = {
 
 
 def status_of(result: Result) -> Status:
-    """What to call a test: its worst comparison, or its failure for another reason."""
+    """Name a test by its worst comparison, or by its failure for another reason."""
     if result.outcome == "xfailed":
         return _STATUS["xfailed"]
     found = [_STATUS[one.verdict] for one in result.record.compared]
@@ -138,12 +138,7 @@ class _TestRow:
 def render_pages(
     run: Run, read: Callable[[str], CommProfile | TreeProfile]
 ) -> Iterator[tuple[str, str]]:
-    """The path and text of each page, which link each other: the tests one by one, then the index.
-
-    Args:
-        run: What the report is about.
-        read: Reads the text of a snapshot.
-    """
+    """Yield path and text of each page: the tests one by one, then the index that links them."""
     rows = []
     for result in run.tests:
         sections = [
@@ -215,7 +210,7 @@ def _test_page(result: Result, row: _TestRow, sections: Sequence[dict[str, Any]]
 def _section(
     prefix: str, one: Compared, read: Callable[[str], CommProfile | TreeProfile]
 ) -> dict[str, Any]:
-    """What the template of a section shows of a value; `prefix` begins each of its ids."""
+    """What the template shows of a value; `prefix` begins each of its ids."""
 
     def profile(text: str) -> CommProfile | TreeProfile | None:
         try:
@@ -259,13 +254,13 @@ def _section(
 
 
 def tree_page(tree: ShardTree) -> str:
-    """A page about one tree alone."""
+    """Render a page about one tree alone."""
     view = TreeView.of(tree, _MAX_TREE_ROWS)
     return _render("tree.html.jinja", view=view)
 
 
 def page_name(nodeid: str) -> str:
-    """The file name of a test's page: the same in each run, and different for each test."""
+    """Name the file of a test's page: the same in each run, and different for each test."""
     path, _, name = nodeid.partition("::")
     module = path.rpartition("/")[2].removesuffix(".py")
     slug = re.sub(r"[^A-Za-z0-9]+", "-", f"{module}-{name}")[:_MAX_SLUG].strip("-")
@@ -294,7 +289,7 @@ def _index_title(rows: Sequence[_TestRow]) -> str:
 
 
 def _cut(text: str) -> str:
-    """The first lines of a headline, each as long as is read in a table."""
+    """Shorten a headline to as many lines, each as long, as a table has room for."""
     first = text.splitlines()[:_MAX_HEADLINES]
     return "\n".join(
         line if len(line) <= _MAX_HEADLINE else f"{line[:_MAX_HEADLINE]}..." for line in first
@@ -302,10 +297,7 @@ def _cut(text: str) -> str:
 
 
 def _texts(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Lines of an explanation but its first one, which names the file, each after its label.
-
-    A change has no label.
-    """
+    """Yield all lines but the first, which names the file, each after its label or none."""
     for line in lines[1:] if len(lines) > 1 else lines:
         if line != READ:
             start = next((start for start in _LABELS if line.startswith(start)), "")
@@ -323,7 +315,7 @@ def _texts(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _data(sections: Sequence[dict[str, Any]]) -> str:
-    """The JSON of a page: see Note [One JSON of a page]."""
+    """Write the JSON of a page: see Note [One JSON of a page]."""
     entries: dict[tuple[str | int | None, ...], int] = {}
 
     def place(one: Entry) -> int:
@@ -405,5 +397,5 @@ def _asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """By which the policy names a style or a script: see Note [Nothing runs but ours]."""
+    """See Note [Nothing runs but ours]."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

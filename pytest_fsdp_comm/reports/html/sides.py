@@ -1,4 +1,4 @@
-"""Before and after, side by side: every row of a snapshot beside what was recorded."""
+"""Every row of a snapshot beside what was recorded."""
 
 from __future__ import annotations
 
@@ -62,12 +62,7 @@ class SideRow:
 
 
 def side_rows(old: CommProfile, new: CommProfile) -> list[SideRow]:
-    """Puts the rows of two profiles beside each other, in each phase first those that differ.
-
-    Args:
-        old: The snapshot, as `comparable` leaves it.
-        new: What was recorded, likewise.
-    """
+    """Put the rows of `comparable` profiles side by side, in each phase first those that differ."""
     before, after = ({at: _amounts(rows) for at, rows in _by_place(s.rows)} for s in (old, new))
     # What is gone comes last among its kind.
     places = sorted(dict.fromkeys((*after, *before)), key=lambda at: SUBJECTS.index(at[1].subject))
@@ -81,7 +76,7 @@ def side_rows(old: CommProfile, new: CommProfile) -> list[SideRow]:
 
 
 def line_rows(old: str, new: str) -> list[SideRow]:
-    """Puts the lines of two snapshots beside each other, without those that frame them."""
+    """Put the lines of two snapshots side by side, without those that frame them."""
     before, after = (
         [line for line in text.splitlines() if not line.startswith("#") and line != "end"]
         for text in (old, new)

@@ -54,7 +54,7 @@ class Timeline:
     """Later entries that are not kept."""
 
     def first(self, count: int) -> Timeline:
-        """The same without what happened after the first `count` entries."""
+        """Drop what happened after the first `count` entries."""
         order = self.order[:count]
         return replace(
             self,
@@ -65,7 +65,7 @@ class Timeline:
 
 
 def timeline_of(recording: Recording) -> Timeline:
-    """Puts a recording in order; the first `MAX_ENTRIES` are kept."""
+    """Put a recording in order; the first `MAX_ENTRIES` are kept."""
     records: list[Collective | Reshard] = [*recording.collectives, *recording.reshards]
     records.sort(key=attrgetter("index"))
     entries: dict[Entry, int] = {}
@@ -121,12 +121,7 @@ class ListRow:
 
 
 def list_entries(timeline: Timeline, differing: Collection[str | None] = ()) -> Iterator[ListRow]:
-    """Lists all entries in order; equal stretches, such as layers and steps, are folded.
-
-    Args:
-        timeline: What is listed.
-        differing: Modules to mark.
-    """
+    """List all entries in order, equal stretches folded; marks those of `differing` modules."""
     likeness = _likeness(timeline)
     at = 0
     while at < len(likeness):
@@ -165,7 +160,7 @@ def _likeness(timeline: Timeline) -> list[int]:
 
 
 def _repetition(likeness: Sequence[int], at: int) -> tuple[int, int]:
-    """The period that covers most from a place on, and how often it repeats there; see the note."""
+    """The period that covers most from a place on, and how often it repeats there."""
     best, covered = (1, 1), 1
     for period in range(1, min(_LONGEST_PERIOD, (len(likeness) - at) // 2) + 1):
         if likeness[at] != likeness[at + period]:

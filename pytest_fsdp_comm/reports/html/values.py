@@ -34,7 +34,7 @@ class TreeView:
 
     @classmethod
     def of(cls, tree: ShardTree, most: int) -> TreeView:
-        """The view of a tree, with so many rows at most."""
+        """View a tree with at most `most` rows."""
         rows = tree_rows(tree)
         return cls(
             title=tree.modules[0].class_name,

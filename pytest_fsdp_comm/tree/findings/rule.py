@@ -38,7 +38,7 @@ class Rule(NamedTuple):
     """Yields what breaks the rule: in a `Wrapping`, or in texts of ranks."""
 
     def findings(self, subject: object, level: Level) -> Iterator[Finding]:
-        """Yields a finding for each group of cases that differ in nothing but names."""
+        """Yield a finding for each group of cases that differ in nothing but names."""
         alike: dict[tuple[str, str, int | None], list[Case]] = {}
         for case in self.cases(subject):
             key = (case.reason, case.cure or self.cure, case.nbytes)
@@ -59,5 +59,5 @@ class Rule(NamedTuple):
 def rule(
     code: str, level: Level, *, cure: str
 ) -> Callable[[Callable[[Any], Iterator[Case]]], Rule]:
-    """Makes a `Rule` of a function that yields its cases."""
+    """Make a `Rule` of a function that yields its cases."""
     return lambda cases: Rule(code, level, cure, cases)

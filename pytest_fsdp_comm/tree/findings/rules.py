@@ -25,7 +25,7 @@ RULES: Final = tuple(
 
 
 def find(tree: ShardTree, settings: FindingSettings) -> tuple[Finding, ...]:
-    """Returns the wrapping mistakes of one rank's tree, errors first."""
+    """Find the wrapping mistakes of one rank's tree, errors first."""
     wrapping = Wrapping(tree, settings.thresholds)
     found = [
         finding
@@ -37,12 +37,7 @@ def find(tree: ShardTree, settings: FindingSettings) -> tuple[Finding, ...]:
 
 
 def find_between_ranks(texts: Mapping[int, str], settings: FindingSettings) -> tuple[Finding, ...]:
-    """Compares the trees of ranks that should be alike.
-
-    Args:
-        texts: What `pytest_fsdp_comm.snapshots.tree_text.format_profile` writes, by rank.
-        settings: Of the project.
-    """
+    """Compare trees of ranks that should be alike, as `tree_text.format_profile` writes them."""
     return _apply(mistakes.ranks_differ, texts, settings)
 
 

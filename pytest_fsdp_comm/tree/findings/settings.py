@@ -44,11 +44,7 @@ class FindingSettings:
 
 
 def parse_settings(lines: Iterable[str]) -> FindingSettings:
-    """Reads the lines of the ini value ``fsdp_comm_findings``.
-
-    Args:
-        lines: ``<code> = error``, ``warning`` or ``off``; or a threshold of `Thresholds` such as
-            ``small_nbytes = 4096``. ``all = off`` sets every code; later lines win.
+    """Read ini ``fsdp_comm_findings``: lines of a code or ``all`` and its level, or of a threshold.
 
     Raises:
         ValueError: A line is neither; the text says what is allowed.

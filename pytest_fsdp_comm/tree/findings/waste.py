@@ -110,12 +110,9 @@ def mixed_frozen(wrapping: Wrapping) -> Iterator[Case]:
 
 
 def _parting_trainable(wrapping: Wrapping, unit: ShardUnit) -> tuple[str, int, int, int]:
-    """Units of their own for all trainable parameters, if modules allow it.
-
-    Returns:
-        What the modules hold, how many become units, the bytes that a step no longer sends, and how
-        many more collectives it has.
-    """
+    """Give all trainable parameters units of their own, if modules allow it."""
+    # Returns what the modules hold, how many become units, the bytes that a step no longer sends,
+    # and how many more collectives it has.
     modules = wrapping.separable(unit, trainable=True)
     parameters = wrapping.parameters(unit)
     trainable = sum(parameter.trainable for parameter in parameters)
@@ -127,7 +124,7 @@ def _parting_trainable(wrapping: Wrapping, unit: ShardUnit) -> tuple[str, int, i
 
 
 def _parting_frozen(wrapping: Wrapping, unit: ShardUnit) -> tuple[str, int, int, int]:
-    """Units of their own for the frozen modules that are large enough, as `_parting_trainable`."""
+    """As `_parting_trainable`, for the frozen modules that are large enough."""
     worth = []
     for parameters in wrapping.separable(unit, trainable=False).values():
         saved = sum(reduced_nbytes(entry, unit) for entry in parameters)

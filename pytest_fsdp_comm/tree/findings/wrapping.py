@@ -113,10 +113,8 @@ class Wrapping:
         return islice(self.around(unit.modules[0]), 1, None)
 
     def enclosing_unit(self, unit: ShardUnit) -> ShardUnit | None:
-        """The unit that would manage a unit's parameters if that were none.
-
-        None if nothing is around it, or if that has several units, one a mesh.
-        """
+        """The unit that would manage a unit's parameters if that were none."""
+        # None if nothing is around it, or if that has several units, one a mesh.
         units = next((self.units_of[at] for at in self.above(unit) if at in self.units_of), ())
         return units[0] if len(units) == 1 else None
 
@@ -125,10 +123,8 @@ class Wrapping:
         return max(self.ends[at] for at in unit.modules)
 
     def in_order_of_forward(self) -> list[tuple[int, ShardUnit]]:
-        """The units with parameters, with their indices, as their forwards end.
-
-        Taking modules to run in the order of their registration.
-        """
+        """The units with parameters, with their indices, as their forwards end."""
+        # Taking modules to run in the order of their registration.
 
         def end_of_forward(entry: tuple[int, ShardUnit]) -> tuple[int, int]:
             # What ends together is nested, and the inner one ends first.
@@ -138,16 +134,9 @@ class Wrapping:
         return sorted(units, key=end_of_forward)
 
     def separable(self, unit: ShardUnit, *, trainable: bool) -> dict[int, list[ParameterNode]]:
-        """Modules below a unit's that could be units of its trainable, or frozen, parameters.
-
-        Args:
-            unit: Of one module.
-            trainable: Which parameters.
-
-        Returns:
-            The fewest modules, each with its parameters. Left out are parameters whose module holds
-            some of the other sort too.
-        """
+        """The fewest modules below a unit's that hold only its trainable, or frozen, parameters."""
+        # Each with its parameters. Left out are parameters whose module holds some of the other
+        # sort too.
         held: defaultdict[int, set[bool]] = defaultdict(set)
         for parameter in self.parameters(unit):
             for module in self.around(parameter.module):
