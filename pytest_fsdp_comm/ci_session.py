@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.snapshots.unused_session import UnusedSnapshots
 
+# Between the summaries of two sessions.
 _BREAK: Final = "\n\n"
-"""Between the summaries of two sessions."""
 _TO_ITS_END: Final = frozenset(
     {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED}
 )

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.comm_mode import CommMode
     from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 
+# What each fixture imports when a test first requests it.
 _IMPORTED: Final = {
     "comm_mode": "pytest_fsdp_comm.recording.comm_mode",
     "fsdp_tree": "pytest_fsdp_comm.fsdp_tree",
 }
-"""What each fixture imports when a test first requests it."""
 
 
 def imported_by(items: Iterable[pytest.Item]) -> list[str]:

@@ -32,6 +32,7 @@ from pytest_fsdp_comm.options import (
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.suggestions import closest, did_you_mean
 
+# What an argument of the marker may be, by name; `ranks` depend on the others.
 _PARSERS: Final[dict[str, Callable[[Any], Any]]] = {
     "world_size": parse_world_size,
     "backend": parse_backend,
@@ -39,14 +40,13 @@ _PARSERS: Final[dict[str, Callable[[Any], Any]]] = {
     "timeout_s": parse_timeout_s,
     "device": partial(parse_choice, allowed=get_args(Device)),
 }
-"""What an argument of the marker may be, by name; ``ranks`` depend on the others."""
+# What other tools call the arguments.
 _ALIASES: Final = {
     "nprocs": "world_size",
     "n": "world_size",
     "num_ranks": "world_size",
     "timeout": "timeout_s",
 }
-"""What other tools call the arguments."""
 
 
 def marker_world_sizes(mark: pytest.Mark) -> tuple[int, ...] | None:

@@ -54,8 +54,8 @@ MAX_PROCESSES: Final = 256
 2.13, CPU) outgrow a machine, and a simulation shows the same."""
 MAX_SIMULATED: Final = 131_072
 """Largest world size with ``fake``: 16 times the largest mesh that the recorder was measured on."""
+# A screen.
 _MAX_PROBLEMS: Final = 20
-"""A screen."""
 
 
 class BadValueError(ValueError):
@@ -260,10 +260,10 @@ class SessionOptions:
     )
 
 
+# By field.
 _DECLARED: Final[dict[str, Setting]] = {
     entry.name: entry.metadata["setting"] for entry in fields(SessionOptions) if entry.metadata
 }
-"""By field."""
 PATH_OPTIONS: Final = tuple(
     setting.flag for setting in _DECLARED.values() if setting.metavar in {"DIR", "FILE"}
 )

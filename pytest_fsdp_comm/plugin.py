@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.launch_environment import LaunchedRank
     from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 
+# In xdist's controller: the directory through which its workers share ranks and GPUs.
 _SLOTS: Final = pytest.StashKey[str]()
-"""In xdist's controller: the directory through which its workers share ranks and GPUs."""
+# In xdist's workers: the key of that directory in `config.workerinput`.
 _SLOTS_INPUT: Final = "fsdp_comm_slots"
-"""In xdist's workers: the key of that directory in ``config.workerinput``."""
 # Windows has neither fcntl nor sockets by paths, either: what starts ranks cannot be imported.
 _CAN_FORK: Final = hasattr(os, "fork")
 _NEEDS_FORK: Final = (

@@ -57,8 +57,8 @@ QUESTION: Final = "accept? [y]es, [n]o (skip), [a]ll, [q]uit: "
 # (`_change`); and only for a test that is here (`_check_test`), of its kind and its ranks. What
 # fails a check is refused, and the rest goes on.
 
+# The file that may be written, and what it is now beside what CI received.
 _Change: TypeAlias = tuple[Path, Pair]
-"""The file that may be written, and what it is now beside what CI received."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -211,6 +211,7 @@ def _body(text: SnapshotText | None) -> str | None:
     return None if text is None else text.partition("\n")[2]
 
 
+# By whether the file is missing here, and was missing in CI.
 _OTHER_BASE: Final = {
     (False, False): "{} is not the file that CI compared with: it has changed since, or here. "
     "Check out the commit that CI ran, or run CI on this one",
@@ -218,7 +219,6 @@ _OTHER_BASE: Final = {
     (True, False): "CI compared with a {}, which is not here. Check out the commit that CI ran, or "
     "name the directory of the snapshots with --snapshots",
 }
-"""By whether the file is missing here, and was missing in CI."""
 
 
 def _check_test(path: Path, anchor: Path) -> None:

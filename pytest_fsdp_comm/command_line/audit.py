@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+# pytest's exit statuses of a collection that ended well, the second one without a test.
 _COLLECTED: Final = frozenset({0, 5})
-"""pytest's exit statuses of a collection that ended well, the second one without a test."""
 _LONGEST_QUOTE: Final = 20
 
 

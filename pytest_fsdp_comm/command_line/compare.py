@@ -29,8 +29,8 @@ Problems: TypeAlias = list[str]
 
 _File = TypeVar("_File")
 
+# Of a file that was not renamed.
 _GIT_ARGUMENTS: Final = 7
-"""Of a file that was not renamed."""
 _RANGE: Final = re.compile(r"(?P<old>.*?)(?P<dots>\.{2,3})(?P<new>.*)")
 _HEAD: Final = "HEAD"
 

@@ -15,6 +15,7 @@ from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.command_line.documents import read_document, read_json
 from pytest_fsdp_comm.command_line.project import find_project
 from pytest_fsdp_comm.command_line.terminal import SAME, Printer
+from pytest_fsdp_comm.reports.cost_lines import show_seconds
 from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
@@ -34,6 +35,7 @@ _PHASES: Final = tuple(map(str, Phase))
 _FRAME: Final = ("world_size ", "mesh ", "total ")
 _MADE: Final = re.compile(r" \| (.+?)(?: \(not compared\))?$")
 """What a snapshot was recorded with, in its first line."""
+_AMOUNT: Final = re.compile(r"[0-9.]+( [KMGTP]?i?B)?")
 _ELEMENT: Final = re.compile(r"(?:float|int|uint|bfloat|complex)([0-9]+)")
 
 
@@ -75,7 +77,8 @@ def _show_comm(text: SnapshotText, profile: CommProfile, links: Links) -> Iterat
     yield f"mesh: {show_mesh(profile.mesh_axes)}"
     for peak in profile.peaks:
         on = f" on {name_ranks(peak.ranks)}" if peak.ranks else ""
-        yield f"peak gathered: {_exact(peak.nbytes)}{on}"
+        # As textconv of git it must not hide a change that rounding does.
+        yield f"peak gathered: {show_nbytes(peak.nbytes)} ({peak.nbytes:_} B){on}"
     if not profile.sizes_activations:
         yield "sizes of activations: not compared"
     totals = sorted(profile.totals(), key=lambda total: total.axis)
@@ -105,23 +108,11 @@ def _totals(profile: CommProfile, totals: Sequence[Total], links: Links) -> Iter
         speed = ""
         # Ranks that differ have no seconds together.
         if cost and cost.link and cost.after.seconds is not None and alike[0].num_ranks == 1:
-            speed = f"about {_time(cost.after.seconds)} at {cost.link.text}"
+            speed = f"about {show_seconds(cost.after.seconds, 3)} at {cost.link.text}"
         nbytes = sum(total.nbytes for total in alike)
         yield (axis, f"{sum(total.count for total in alike)}", show_nbytes(nbytes), speed)
         for total in alike:
             yield (f"  {total.kind}", f"{total.count}", show_nbytes(total.nbytes))
-
-
-def _exact(nbytes: int) -> str:
-    # As textconv of git it must not hide a change that rounding does.
-    return f"{show_nbytes(nbytes)} ({nbytes:_} B)"
-
-
-def _time(seconds: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
 
 
 def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -136,14 +127,10 @@ def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
     ]
     for row in table:
         cells = [
-            cell.rjust(width) if _is_amount(cell) else cell.ljust(width)
+            cell.rjust(width) if _AMOUNT.fullmatch(cell) else cell.ljust(width)
             for cell, width in zip(row, widths, strict=False)
         ]
         yield f"  {'  '.join(cells)}".rstrip()
-
-
-def _is_amount(cell: str) -> bool:
-    return bool(re.match(r"[0-9.]+( [KMGTP]?i?B)?$", cell))
 
 
 def _show_tree(text: SnapshotText, profile: TreeProfile) -> Iterator[str]:

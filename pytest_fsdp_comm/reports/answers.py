@@ -20,10 +20,10 @@ _MAX_LINES: Final = 20
 _MAX_SIZES: Final = 3
 _PHASES: Final = tuple(Phase)
 
+# Bytes of a call and how many calls have them, by bytes.
 _Sizes: TypeAlias = tuple[tuple[int, int], ...]
-"""Bytes of a call and how many calls have them, by bytes."""
+# Whether there is no module, and the first module.
 _Position: TypeAlias = "tuple[bool, NaturalKey]"
-"""Whether there is no module, and the first module."""
 
 
 def explain_answer(operator: str, left: object, right: object) -> list[str]:

@@ -15,6 +15,7 @@ _GREEN: Final = {"green": True}
 _YELLOW: Final = {"yellow": True}
 _BOLD: Final = {"bold": True}
 
+# How lines begin that have a colour, the first that matches; commands and all others have none.
 _STYLES: Final = tuple(
     (re.compile(pattern), markup)
     for pattern, markup in (
@@ -30,7 +31,6 @@ _STYLES: Final = tuple(
         (r"\S(?!vv shows)", _BOLD),
     )
 )
-"""How lines begin that have a colour, the first that matches; commands and all others have none."""
 
 
 def markup_of(line: str) -> Mapping[str, bool]:

@@ -8,20 +8,14 @@ from typing import TYPE_CHECKING, Final
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.steps import Replaced
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
-from pytest_fsdp_comm.reports.explanation import (
-    LEFT_OUT,
-    LIKELY,
-    SHORT_CHARACTERS,
-    SHORT_LINES,
-    FailureText,
-)
+from pytest_fsdp_comm.reports.explanation import LIKELY, FailureText, fit_changes, fits
 from pytest_fsdp_comm.reports.headline import weight
 from pytest_fsdp_comm.text.fqn import fold_fqns, name_owners
 from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from pytest_fsdp_comm.comm.calls import Calls
     from pytest_fsdp_comm.comm.diff import Change, Comparison, Sites
@@ -38,7 +32,7 @@ def render_comparison(
 ) -> FailureText:
     """Explain a failed comparison, the most important line first; `accept` may be empty."""
     head = [f"comm_mode differs from {snapshot}"]
-    told = [f"  {line}" for line in _step_lines(comparison)]
+    told = [f"  {step.line}{_site_of(step, comparison.sites)}" for step in comparison.steps]
     cost = [f"  {line}" for line in cost_lines(comparison.cost)]
     # The cost tells it better.
     told_twice = "memory" if any("peak gathered" in line for line in cost) else ""
@@ -55,33 +49,26 @@ def render_comparison(
     full = [*head, *cost, *told, *lines, *causes, *(f"  note: {note}" for note in notes), *tail]
     # The command, which comes last, must not be what pytest cuts.
     for shown in range(_SHORT_COST, -1, -1):
-        short = _cut(
+        short = fit_changes(
             [*head, *cost[:shown]],
             [*told, *lines[:shown_lines]],
             [*causes[:1], *tail],
             left_out=len(told) + len(lines),
         )
-        if _fits(short):
+        if fits(short):
             break
+    steps = [
+        (step.line, *(cause.text for cause in comparison.causes if step in cause.steps))
+        for step in comparison.steps
+    ]
     return FailureText(
-        short=tuple(short),
+        short=short,
         full=tuple(full),
         compared="comm_mode",
         snapshot=snapshot,
         cost=tuple(cost[:shown]),
-        told=tuple(_told(comparison)),
+        told=tuple(map("; likely: ".join, steps)),
     )
-
-
-def _step_lines(comparison: Comparison) -> list[str]:
-    return [step.line + _site_of(step, comparison.sites) for step in comparison.steps]
-
-
-def _told(comparison: Comparison) -> Iterator[str]:
-    """Each step of the explanation with its causes."""
-    for step in comparison.steps:
-        causes = [cause.text for cause in comparison.causes if step in cause.steps]
-        yield "; likely: ".join((step.line, *causes))
 
 
 def _site_of(step: Step, sites: Sites) -> str:
@@ -98,27 +85,6 @@ def _site_of(step: Step, sites: Sites) -> str:
     return ""
 
 
-def _cut(
-    head: Sequence[str], lines: Sequence[str], tail: Sequence[str], *, left_out: int
-) -> list[str]:
-    """As many lines as fit, at least one."""
-    for shown in range(len(lines), 0, -1):
-        hidden = left_out - shown
-        more = [f"{LEFT_OUT}{hidden} more {_plural('change', hidden)}, below"] if hidden else []
-        text = [*head, *lines[:shown], *more, *tail]
-        if _fits(text) or shown == 1:
-            return text
-    return [*head, *tail]
-
-
-def _fits(text: Sequence[str]) -> bool:
-    return len(text) <= SHORT_LINES and sum(map(len, text)) <= SHORT_CHARACTERS
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
-
-
 def _change_line(change: Change) -> str:
     if change.phase is None:
         return f"{change.what}: {change.old_text} -> {change.new_text}"
@@ -130,15 +96,12 @@ def _change_line(change: Change) -> str:
 
 def _amounts(change: Change) -> str:
     each = ", each" if len(change.owners) > 1 else ""
-    if len(change.before) <= 1 and len(change.after) <= 1 and not _by_rank(change):
+    differ = any(amount.ranks for amount in (*change.before, *change.after))
+    if len(change.before) <= 1 and len(change.after) <= 1 and not differ:
         before = change.before[0] if change.before else None
         after = change.after[0] if change.after else None
         return f"{_simple(before, after)}{each}"
     return f"{_listed(change.before)} -> {_listed(change.after)}{each}"
-
-
-def _by_rank(change: Change) -> bool:
-    return any(amount.ranks for amount in (*change.before, *change.after))
 
 
 def _simple(before: Row | None, after: Row | None) -> str:
@@ -165,22 +128,15 @@ def _without(amount: Row, other: Row) -> str:
 
 
 def _listed(amounts: Sequence[Row]) -> str:
-    if not amounts:
-        return "0"
-    return " / ".join(
-        f"{amount.count} ({_listed_calls(amount)}) on {_ranks(amount.ranks)}" for amount in amounts
-    )
-
-
-def _listed_calls(amount: Row) -> str:
-    # Ranks may differ in what a sum does not show, such as their peers.
-    if len(amount.calls) == 1:
-        return str(amount.calls[0]).partition(" ")[2] or "no bytes"
-    return f"{show_nbytes(amount.nbytes)} in all"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return name_ranks(ranks) if ranks else "all ranks"
+    listed = []
+    for amount in amounts:
+        calls = f"{show_nbytes(amount.nbytes)} in all"
+        # Ranks may differ in what a sum does not show, such as their peers.
+        if len(amount.calls) == 1:
+            calls = str(amount.calls[0]).partition(" ")[2] or "no bytes"
+        ranks = name_ranks(amount.ranks) if amount.ranks else "all ranks"
+        listed.append(f"{amount.count} ({calls}) on {ranks}")
+    return " / ".join(listed) or "0"
 
 
 def _site(change: Change) -> str:

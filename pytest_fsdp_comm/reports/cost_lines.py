@@ -160,15 +160,16 @@ def _times(one: PartCost | Cost, where: str) -> str:
     old, new = one.before.seconds or 0.0, one.after.seconds or 0.0
     # More digits than three would say more than an estimate knows.
     for digits in (2, 3):
-        before, after = _time(old, digits), _time(new, digits)
+        before, after = show_seconds(old, digits), show_seconds(new, digits)
         if before != after:
             amount, _, unit = before.partition(" ")
             is_shared = unit == after.partition(" ")[2] or not old
             return f"{amount if is_shared else before} -> {after} {where}"
-    return f"{_time(new, 2)} {where} as before"
+    return f"{show_seconds(new)} {where} as before"
 
 
-def _time(seconds: float, digits: int) -> str:
+def show_seconds(seconds: float, digits: int = 2) -> str:
+    """Write a time with so many digits: ``1.2 ms``."""
     unit, scale = next((known for known in _TIMES.items() if seconds >= known[1]), ("us", 1e-6))
     if not seconds:
         return f"0 {unit}"

@@ -100,6 +100,27 @@ class Shown:
     """As a section of the report; empty for none."""
 
 
+def fit_changes(
+    head: Sequence[str], changes: Sequence[str], tail: Sequence[str], *, left_out: int = 0
+) -> tuple[str, ...]:
+    """Keep as many changes as pytest does not cut, at least one, and count those left out."""
+    left_out = left_out or len(changes)
+    text = [*head, *tail]
+    for shown in range(len(changes), 0, -1):
+        hidden = left_out - shown
+        what = "change" if hidden == 1 else "changes"
+        more = [f"{LEFT_OUT}{hidden} more {what}, below"] if hidden else []
+        text = [*head, *changes[:shown], *more, *tail]
+        if fits(text):
+            break
+    return tuple(text)
+
+
+def fits(text: Sequence[str]) -> bool:
+    """Whether pytest shows all of a text."""
+    return len(text) <= SHORT_LINES and sum(map(len, text)) <= SHORT_CHARACTERS
+
+
 def show_on_screen(failures: Sequence[Failure], *, accept: str, beside: str = "") -> Shown:
     """Fit failures on a screen of 24 lines of 80 characters, the most important line first."""
     is_alone = len(failures) == 1
@@ -255,7 +276,12 @@ def _below(failures: Sequence[Failure], rest: dict[str, list[str]], room: int) -
         lines: Sequence[str] = failure.difference
         if lines and (hidden or sum(map(_rows, lines)) > room):
             files += 1
-            lines = () if _says_something(failure) else _first(lines, room)
+            is_explained = any(
+                not line.startswith(_COMMANDS) for line in failure.explanation.full[1:]
+            )
+            used = accumulate(map(_rows, lines))
+            fitting = [line for line, rows in zip(lines, used, strict=True) if rows <= room]
+            lines = () if is_explained else fitting
         room -= sum(map(_rows, lines))
         kept[failure.name] += lines
     for failure in failures:
@@ -282,15 +308,6 @@ def _in_turn(rest: Mapping[str, Sequence[str]], room: int) -> tuple[dict[str, li
             return kept, len(lines) - place
         kept[name].append(line)
     return kept, 0
-
-
-def _says_something(failure: Failure) -> bool:
-    return any(not line.startswith(_COMMANDS) for line in failure.explanation.full[1:])
-
-
-def _first(lines: Sequence[str], room: int) -> list[str]:
-    rows = accumulate(map(_rows, lines))
-    return [line for line, used in zip(lines, rows, strict=True) if used <= room]
 
 
 def _heading(failure: Failure) -> str:

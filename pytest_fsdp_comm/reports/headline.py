@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.diff import Change
 from pytest_fsdp_comm.comm.explanation.steps import Replaced
-from pytest_fsdp_comm.text.fqn import NO_MODULE, fold_fqns
+from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.text.nbytes import show_nbytes_change
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
@@ -71,7 +71,8 @@ def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:
     if first.phase is None:
         return f"{first.what}: {first.old_text} -> {first.new_text}"
     what = first.what if has_axes else _kind(first)
-    where, each = _owners(first.owners), " each" if len(first.owners) > 1 else ""
+    where = name_owners(first.owners, most=1)
+    each = " each" if len(first.owners) > 1 else ""
     before = [amount for change in phases for amount in change.before]
     after = [amount for change in phases for amount in change.after]
     if any(amount.ranks for amount in (*before, *after)):
@@ -89,13 +90,6 @@ def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:
 
 def _kind(change: Change) -> str:
     return change.what.partition("[")[0]
-
-
-def _owners(owners: Sequence[str | None]) -> str:
-    patterns = [*fold_fqns(name for name in owners if name is not None)]
-    patterns += [NO_MODULE] if None in owners else []
-    more = f" and {len(patterns) - 1} more" if len(patterns) > 1 else ""
-    return f"{patterns[0]}{more}"
 
 
 def _count(amounts: Sequence[Row]) -> int:

@@ -26,8 +26,8 @@ _Sent: TypeAlias = Collective | Redistribution | HostDeviceCopy
 
 STEP_US: Final = 1_000
 """Microseconds for each record."""
+# Of a record: less than a step, so that those of one thread never overlap.
 _DURATION_US: Final = 800
-"""Of a record: less than a step, so that those of one thread never overlap."""
 
 _PHASES: Final = "phases"
 _REDISTRIBUTIONS: Final = "redistributions"

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from pytest_fsdp_comm.reports.explanation import (
-    LEFT_OUT,
-    LIKELY,
-    SHORT_CHARACTERS,
-    FailureText,
-)
+from pytest_fsdp_comm.reports.explanation import LIKELY, FailureText, fit_changes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_fsdp_comm.tree.diff import TreeChange
-
-_SHORT_CHANGES: Final = 4
 
 
 def render_tree_changes(
@@ -31,16 +24,9 @@ def render_tree_changes(
     ]
     causes = [f"{LIKELY}{cause}" for cause in dict.fromkeys(c.likely for c in changes) if cause]
     command = [f"  accept: {accept}"] if accept else []
-    tail = [*causes[:1], *command]
-    full = (head, *lines, *causes, *command)
-    room = SHORT_CHARACTERS - sum(map(len, (head, *tail)))
-    shown: list[str] = []
-    for line in lines[:_SHORT_CHANGES]:
-        room -= len(line)
-        if room < 0 and shown:
-            break
-        shown.append(line)
-    left_out = len(lines) - len(shown)
-    more = [f"{LEFT_OUT}{left_out} more, below"] if left_out else []
-    short = (head, *shown, *more, *tail)
-    return FailureText(short=short, full=full, compared="fsdp_tree", snapshot=snapshot)
+    return FailureText(
+        short=fit_changes([head], lines, [*causes[:1], *command]),
+        full=(head, *lines, *causes, *command),
+        compared="fsdp_tree",
+        snapshot=snapshot,
+    )

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree
 
+# Module or parameter, policy or placement, gathered, kept, and a style.
 _Line = tuple[str, str, str, str, str]
-"""Module or parameter, policy or placement, gathered, kept, and a style."""
 
 _HEADINGS: Final[_Line] = ("module", "policy or placement", "gathered", "kept", "dim")
 _STYLES: Final = {

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 SESSION_PLUGIN: Final = "fsdp-comm-report"
 """The name of the plugin that writes, which no rank needs."""
 
+# Rows of a tree that are kept.
 _MAX_ROWS: Final = 600
-"""Rows of a tree that are kept."""
+# Values that are kept of one test: a test that compares in a loop must not fill the memory.
 _MAX_COMPARISONS: Final = 50
-"""Values that are kept of one test: a test that compares in a loop must not fill the memory."""
 _UNCOMPARED: Final = Compared(name="", kind="comm", verdict="uncompared")
 
 

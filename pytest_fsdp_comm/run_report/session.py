@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.reports.html.values import Outcome, Result
     from pytest_fsdp_comm.run_report.notes import Notes
 
+# The attribute of a report by which a worker of xdist gives its controller a test's record.
 _RECORD: Final = "comm_record"
-"""The attribute of a report by which a worker of xdist gives its controller a test's record."""
 _KIND: Final = "record"
 _VERSION: Final = 1
 
+# Fixtures that record, of tests without the marker too.
 _RECORDING: Final = frozenset({"comm_mode", "fsdp_tree"})
-"""Fixtures that record, of tests without the marker too."""
+# Characters of a failure's report that are shown: the last ones.
 _MAX_PROBLEM: Final = 8_000
-"""Characters of a failure's report that are shown: the last ones."""
 _MAX_MESSAGE: Final = 300
 
 _NOTES: Final = pytest.StashKey["Notes"]()

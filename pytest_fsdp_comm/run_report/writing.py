@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.reports.html.values import Run
 
+# Characters within which a page of ours names its generator.
 _HEAD: Final = 400
-"""Characters within which a page of ours names its generator."""
 
 
 def write_report(run: Run, directory: Path) -> None:

@@ -32,7 +32,6 @@ MAX_NUMBERS: Final = 8
 """How many numbers of an FQN fold, from the left, as folding costs their square; others are text.
 ``layers.3.experts.7`` has two, a unit such as ``a.0+a.1`` those of all its modules."""
 
-_MAX_PATTERNS: Final = 3
 _RESERVED: Final = frozenset("\\{}(),#")
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))|\\")
 _DIGITS: Final = re.compile(r"([0-9]+)")
@@ -156,13 +155,13 @@ def fold_fqns(fqns: Iterable[str]) -> tuple[str, ...]:
     return tuple(pattern for _, pattern in sorted(folded, key=lambda entry: entry[0]))
 
 
-def name_owners(owners: Iterable[str | None]) -> str:
+def name_owners(owners: Iterable[str | None], *, most: int = 3) -> str:
     """Name modules, None for none, by few patterns: ``(root), layers.{0..3} and 2 more``."""
     held = list(owners)
     patterns = [*fold_fqns(name for name in held if name is not None)]
     patterns += [NO_MODULE] if None in held else []
-    more = len(patterns) - _MAX_PATTERNS
-    shown = ", ".join(patterns[:_MAX_PATTERNS])
+    more = len(patterns) - most
+    shown = ", ".join(patterns[:most])
     return f"{shown} and {more} more" if more > 0 else shown
 
 

@@ -11,10 +11,10 @@ from pytest_fsdp_comm.text.nbytes import show_nbytes
 
 Level = Literal["error", "warning"]
 
+# What 80 columns leave of a line in the report of a failed test method.
 _WIDTH: Final = 66
-"""What 80 columns leave of a line in the report of a failed test method."""
+# What 80 columns leave of a line that begins with `E assert not`.
 _MAX_REPR: Final = 61
-"""What 80 columns leave of a line that begins with ``E       assert not``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

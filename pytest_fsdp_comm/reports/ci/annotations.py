@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 Level = Literal["error", "warning", "notice"]
 
+# GitHub shows 10 of a level in a step: the last one says how many there are besides.
 _MOST: Final = 9
-"""GitHub shows 10 of a level in a step: the last one says how many there are besides."""
 _MAX_MESSAGE: Final = 4_000
 _MAX_TITLE: Final = 200
 

@@ -56,10 +56,10 @@ GENERATOR: Final = "pytest-fsdp-comm report"
 
 MAX_PAGE: Final = 1_000_000
 """Bytes of a page."""
+# Entries of timelines on a page, shared by all of its charts.
 _ENTRIES: Final = 12_000
-"""Entries of timelines on a page, shared by all of its charts."""
+# Where a page is too large with fewer, whole values are left out.
 _FEW_ENTRIES: Final = 1_000
-"""Where a page is too large with fewer, whole values are left out."""
 _MAX_CHARTS: Final = 8
 _MAX_TESTS: Final = 1_500
 """Tests of the index, which take about 400 bytes each."""
@@ -71,8 +71,9 @@ _FILE_PART: Final = re.compile(r"\.ws\d+\.(.+)\.comm$")
 _MADE_WITH: Final = re.compile(r"#[^\n|]*\| ([^\n]*) \(not compared\)")
 _MAX_ROWS: Final = 300
 """Rows of a table."""
+# Levels that are indented: so many classes the style sheet has.
 _MAX_DEPTH: Final = 12
-"""Levels that are indented: so many classes the style sheet has."""
+# How lines of an explanation begin that are no changes.
 _LABELS: Final = {
     LIKELY: "likely",
     ACCEPT: "accept",
@@ -80,7 +81,6 @@ _LABELS: Final = {
     CURE: "or",
     "  note: ": "note",
 }
-"""How lines of an explanation begin that are no changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,16 +19,14 @@ def test_few_changes_are_shown_in_full():
         "  accept: pytest --snapshot-update",
     )
     assert explanation.full == explanation.short
-    assert explanation.short == explanation.full
 
 
 def test_many_changes_are_cut_before_pytest_cuts_them():
     changes = [TreeChange(subject=f"a{index}", what="gone", likely="x") for index in range(9)]
     explanation = render_tree_changes(changes, **WHERE)
-    assert explanation.short != explanation.full
     assert len(explanation.short) <= 8
     assert explanation.short[5:] == (
-        "  ... and 5 more, below",
+        "  ... and 5 more changes, below",
         "  likely: x",
         "  accept: pytest --snapshot-update",
     )
@@ -39,4 +37,4 @@ def test_a_long_line_is_never_left_out_altogether():
     changes = [TreeChange(subject=name * 1000, what="gone") for name in "ab"]
     explanation = render_tree_changes(changes, **WHERE)
     assert [line for line in explanation.short if "gone" in line]
-    assert "  ... and 1 more, below" in explanation.short
+    assert "  ... and 1 more change, below" in explanation.short
