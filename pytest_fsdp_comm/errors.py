@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 
 def printable(text: str, keep: str = "") -> str:
     r"""Replace what steers a terminal or begins a line, unless `keep` has it: ``\x1b``."""
@@ -15,20 +17,15 @@ def printable(text: str, keep: str = "") -> str:
     )
 
 
-def quoted(text: str) -> str:
-    """Quote what came, cut so that an error stays short: at most 100 characters."""
-    return _quoted(text, 100)
-
-
-def quoted_part(text: str) -> str:
-    """As `quoted`, of a part of a line that may be quoted too: at most 50 characters."""
-    return _quoted(text, 50)
-
-
-def _quoted(text: str, most: int) -> str:
+def quoted(text: str, most: int = 100) -> str:
+    """Quote what came, cut to so many characters, so that an error stays short."""
     shown = repr(text[:most])
     is_whole = len(text) <= most and len(shown) <= most
     return shown if is_whole else f"{shown[: most - 4]}...{shown[0]}"
+
+
+# Of a part of a line that may be quoted too.
+quoted_part = partial(quoted, most=50)
 
 
 class FsdpCommError(Exception):

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.observers import OBSERVER
-from pytest_fsdp_comm.options import OPTIONS
+from pytest_fsdp_comm.options import OBSERVER, OPTIONS
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.text.suggestions import NamedAttributes, shows_usage
 
@@ -125,11 +124,7 @@ def device_mesh(dist_info: DistInfo) -> MakeDeviceMesh:
 
 
 def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
-    """Fill in the axis of size -1.
-
-    Raises:
-        FsdpCommError: The product of the sizes is not the world size.
-    """
+    """Fill in the axis of size -1; FsdpCommError if the product is not the world size."""
     given = math.prod(size for size in axes.values() if size != -1)
     open_axes = [name for name, size in axes.items() if size == -1]
     sizes = {

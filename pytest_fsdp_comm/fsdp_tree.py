@@ -19,7 +19,7 @@ from pytest_fsdp_comm.text.suggestions import NamedAttributes, shows_usage
 from pytest_fsdp_comm.tree.facts import tree_facts
 from pytest_fsdp_comm.tree.findings.rules import compares_ranks, find_between_ranks
 from pytest_fsdp_comm.tree.findings.settings import FindingSettings
-from pytest_fsdp_comm.tree.json import dump_tree
+from pytest_fsdp_comm.tree.model import dump_tree
 from pytest_fsdp_comm.tree.profile import TreeProfile, ranks_of_stages
 
 if TYPE_CHECKING:

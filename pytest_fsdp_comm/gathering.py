@@ -25,13 +25,10 @@ _Value = TypeVar("_Value")
 
 
 def gather_alike(gather: Callable[[str], list[str]], label: str, value: _Value) -> list[_Value]:
-    """Exchange values of one class, which have a label, with the other ranks: theirs in rank order.
-
-    Values of equal texts are one object, and so are equal entries of tuples of different ones (see
-    Note [Exchanged lines]).
+    """Exchange values of one class with the other ranks, and return all of them in rank order.
 
     Raises:
-        RanksDivergedError: Another rank exchanged something else.
+        RanksDivergedError: Another rank exchanged something of another label.
     """
     kinds = _kinds_of_entries(type(value))
     data = to_json(value)
@@ -40,6 +37,7 @@ def gather_alike(gather: Callable[[str], list[str]], label: str, value: _Value) 
     lines = ([label, data, counts], *(entry for listed in entries.values() for entry in listed))
     texts = gather("\n".join(json.dumps(line, separators=(",", ":")) for line in lines))
     readers = {name: cache(partial(_read_entry, kind)) for name, kind in kinds.items()}
+    # Values of equal texts are one object, and so are equal entries of tuples of different ones.
     values: dict[str, _Value] = {}
     others: set[str] = set()
     for text in dict.fromkeys(texts):

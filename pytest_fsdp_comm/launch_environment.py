@@ -108,11 +108,10 @@ def is_spawned_rank() -> bool:
 
 
 def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
-    """Read the launcher's variables.
-
-    Raises:
-        ValueError: A variable has no valid value; the text says what was expected and what came.
-    """
+    """Read the launcher's variables; ValueError says what was expected of one, and what came."""
+    # None if no launcher started this process, if it started one only (which starts the ranks of
+    # its tests itself), or if it names no store to meet at (as in a SLURM batch script, which is
+    # not started once for each task).
     # None if no launcher started this process, if it started one only (which starts the ranks of
     # its tests itself), or if it names no store to meet at (as in a SLURM batch script, which is
     # not started once for each task).

@@ -65,15 +65,10 @@ def resolve(
     parametrized: int | None,
     count_gpus: Callable[[], int],
 ) -> DistributedSettings:
-    """Combine a marker with the session's options. A value of the marker wins.
-
-    `parametrized` is the item's world size if the marker lists several; `count_gpus` is called only
-    where the answer matters.
-
-    Raises:
-        ValueError: An argument is unknown, ill-typed or out of range. The text does not name the
-            test: the caller knows it.
-    """
+    """Combine a marker with the session's options; BadValueError if an argument is wrong."""
+    # A value of the marker wins. `parametrized` is the item's world size if the marker lists
+    # several; `count_gpus` is called only where the answer matters. Errors do not name the test,
+    # which the caller knows.
     given = _parse_arguments(mark)
     size = given["world_size"]
     world_size = (parametrized if isinstance(size, tuple) else size) or options.world_size
@@ -182,11 +177,7 @@ def _parse_world_sizes(given: Sequence[object]) -> tuple[int, ...]:
 def resolve_items(
     session: pytest.Session, items: list[pytest.Item], *, count_gpus: Callable[[], int]
 ) -> None:
-    """Put `SETTINGS` on the stash of every distributed item, or `refuse` all wrong markers.
-
-    Raises:
-        pytest.UsageError: At least one marker is wrong; the text lists each with its test.
-    """
+    """Put `SETTINGS` on the stash of every distributed item, or `refuse` all wrong markers."""
     problems: dict[str, None] = {}
     for item in items:
         mark = item.get_closest_marker(MARKER_NAME)
@@ -206,11 +197,7 @@ def resolve_items(
 
 
 def refuse(session: pytest.Session, items: list[pytest.Item], text: str) -> None:
-    """End a session before any test.
-
-    Raises:
-        pytest.UsageError: With the text; in an xdist worker the session is stopped with it instead.
-    """
+    """End a session before any test: by a usage error, or in an xdist worker in order."""
     if hasattr(session.config, "workerinput"):
         # A UsageError in a worker reaches the controller as an internal error or a failed assertion
         # of its scheduler (xdist 3.8): no items and a reason end it in order, before any test.

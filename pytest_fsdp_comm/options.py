@@ -63,11 +63,7 @@ class BadValueError(ValueError):
 
 
 def parse_whole_number(value: object, *, expected: str, least: int, most: float = math.inf) -> int:
-    """Parse an int, or a decimal text; bools are refused.
-
-    Raises:
-        BadValueError: It is something else, or out of range.
-    """
+    """Parse an int, or a decimal text, in a range; BadValueError for others, and for bools."""
     number = value
     if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]+\s*", value):
         number = int(value)
@@ -86,11 +82,7 @@ parse_world_size = partial(
 
 
 def parse_timeout_s(value: object) -> float:
-    """Parse a deadline in seconds, greater than 0 and finite.
-
-    Raises:
-        BadValueError: It is something else.
-    """
+    """Parse a deadline in seconds, greater than 0 and finite; BadValueError for others."""
     try:
         seconds = float(value)  # type: ignore[arg-type]  # what float() rejects is reported below
     except (TypeError, ValueError):
@@ -101,11 +93,7 @@ def parse_timeout_s(value: object) -> float:
 
 
 def parse_choice(value: Any, *, allowed: Sequence[Any]) -> Any:
-    """Return a value that is one of a few.
-
-    Raises:
-        BadValueError: It is none of them.
-    """
+    """Return a value that is one of a few; BadValueError for others."""
     if value not in allowed:
         raise BadValueError(f"expected one of {', '.join(map(str, allowed))}, got {value!r}")
     return value
@@ -298,6 +286,9 @@ SETTINGS: Final = pytest.StashKey[DistributedSettings]()
 """On an item's stash: present exactly if the test is distributed."""
 OPTIONS: Final = pytest.StashKey[SessionOptions]()
 """On the config's stash, from ``pytest_configure`` on."""
+OBSERVER: Final = pytest.StashKey[Any]()
+"""On the config's stash, exactly if a report is written: the `run_report.notes.Notes`, to which
+fixtures pass on what they make, and which is in a room above theirs."""
 
 
 def show_problems(problems: Sequence[str]) -> str:
@@ -344,11 +335,7 @@ def join_paths(arguments: Iterable[str]) -> list[str]:
 
 
 def refuse_moved_root(config: pytest.Config, parser: pytest.Parser) -> None:
-    """Check that no path of ours has moved pytest's root directory (Note [Moved root]).
-
-    Raises:
-        pytest.UsageError: One has; the text says how to write it.
-    """
+    """Raise a usage error if a path of ours has moved pytest's root (Note [Moved root])."""
     given = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
     given += map(str, config.invocation_params.args)
     # Those have one argument a line. A worker of xdist has the environment, but maybe not the file.
@@ -395,11 +382,7 @@ def refuse_moved_root(config: pytest.Config, parser: pytest.Parser) -> None:
 
 
 def read_session_options(config: pytest.Config) -> SessionOptions:
-    """Parse command line and ini.
-
-    Raises:
-        pytest.UsageError: Values are ill-typed or out of range; the text says where each came from.
-    """
+    """Parse command line and ini; a usage error says where each wrong value came from."""
     problems: list[str] = []
 
     def attempt(where: str, parse: Callable[[Any], Any], given: Any) -> Any:

@@ -33,11 +33,7 @@ _UPGRADE: Final = "upgrade pytest-fsdp-comm"
 
 
 def check_versions(installed: Mapping[str, str]) -> None:
-    """Refuse installed versions, by the names in `REQUIRED`, that this package does not work with.
-
-    Raises:
-        UpstreamChangedError: A version is another than required.
-    """
+    """Raise UpstreamChangedError for a version, by the names in `REQUIRED`, that does not work."""
     for name, version in installed.items():
         required = REQUIRED[name]
         for relation, limit in re.findall(r"(>=|<)([0-9.]+)", required):
@@ -69,11 +65,7 @@ def missing_torch() -> str:
 
 
 def look_up(package: str, module: str, name: str, use: str) -> Any:
-    """Return a name of a module of a package in `VERSIONS_READ`; `use` as for `moved`.
-
-    Raises:
-        UpstreamChangedError: It no longer exists.
-    """
+    """Return a name of a module, or raise `moved_error` if it no longer exists."""
     found = getattr(importlib.import_module(module), name, None)
     if found is None:
         raise moved(package, f"{module}.{name}", use)

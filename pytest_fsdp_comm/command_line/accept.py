@@ -113,13 +113,8 @@ def accept(  # noqa: PLR0913  # each a choice of the user's
     anchor: Path,
     ask: Callable[[], Answer],
 ) -> Accepted:
-    """Show what each test received, and write what is accepted.
-
-    `ask` is not called again after ``all``; nothing outside of `snapshot_dir` is written.
-
-    Raises:
-        FsdpCommError: `directory` holds no artifacts.
-    """
+    """Show what each test received, and write what is accepted, all of it below `snapshot_dir`."""
+    # `ask` is not called again after `all`.
     groups, refused = _read_all(directory, snapshot_dir, anchor)
     unanswered = sum(map(len, groups.values()))
     written = skipped = 0

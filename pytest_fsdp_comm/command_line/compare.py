@@ -44,11 +44,7 @@ def run_diff(options: argparse.Namespace) -> int:
 
 
 def pairs_of(arguments: Sequence[str], directory: Path) -> tuple[list[Pair], Problems]:
-    """Find what the arguments of ``diff`` name: two files or directories, or revisions, then paths.
-
-    Raises:
-        FsdpCommError: They name neither, or a file is broken.
-    """
+    """Find what the arguments of ``diff`` name: files, directories, or revisions and then paths."""
     has_separator = "--" in arguments
     place = list(arguments).index("--") if has_separator else len(arguments)
     names, paths = list(arguments[:place]), list(arguments[place + 1 :])
@@ -143,11 +139,7 @@ def _pairs_on_disk(names: Sequence[str], directory: Path) -> tuple[list[Pair], P
 
 
 def pairs_in_directories(names: Sequence[str], directory: Path) -> tuple[list[Pair], Problems]:
-    """Pair the files of an older and a newer directory, one of which may be missing.
-
-    Raises:
-        FsdpCommError: There is no snapshot in either.
-    """
+    """Pair the files of an older and a newer directory, one of which may be missing."""
     sides = [directory / name for name in names]
     found = [
         {str(file.relative_to(side)) for file in side.rglob(f"*{SUFFIX}") if file.is_file()}

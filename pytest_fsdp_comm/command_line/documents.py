@@ -10,8 +10,7 @@ from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.files import read_snapshot
 from pytest_fsdp_comm.text.codec import CodecError
-from pytest_fsdp_comm.tree.json import load_tree
-from pytest_fsdp_comm.tree.model import ShardTree
+from pytest_fsdp_comm.tree.model import ShardTree, load_tree
 from pytest_fsdp_comm.tree.profile import fold as fold_tree
 
 if TYPE_CHECKING:
@@ -25,14 +24,9 @@ NOWHERE: Final = "/dev/null"
 
 
 def read_document(path: Path, *, where: str = "") -> SnapshotText:
-    """Read a snapshot, or JSON as the snapshot that it would be; its profile then has call sites.
-
-    `where` is the file as the user would type it; empty for the path itself.
-
-    Raises:
-        FsdpCommError: There is no such file, it is a directory, or it is broken; the text says in
-            which line, and what was expected.
-    """
+    """Read a snapshot, or JSON as the snapshot that it would be."""
+    # The profile of JSON has call sites. `where` is the file as the user would type it; empty for
+    # the path itself.
     where = where or str(path)
     if path.is_dir():
         raise FsdpCommError(
@@ -50,11 +44,7 @@ def read_document(path: Path, *, where: str = "") -> SnapshotText:
 
 
 def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
-    """Read a tree as tests save it, or recordings of one block in the order of their ranks.
-
-    Raises:
-        FsdpCommError: There is no such file, or it holds something else.
-    """
+    """Read a tree as tests save it, or recordings of one block in the order of their ranks."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -71,11 +61,7 @@ def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
 
 
 def sort_ranks(recordings: Sequence[Recording], *, where: str) -> list[Recording]:
-    """Sort recordings of one block by rank.
-
-    Raises:
-        FsdpCommError: They are not of different ranks of one world.
-    """
+    """Sort recordings of one block by rank; refuse any others."""
     ordered = sorted(recordings, key=lambda recording: recording.rank)
     ranks = [recording.rank for recording in ordered]
     sizes = {recording.world_size for recording in ordered}

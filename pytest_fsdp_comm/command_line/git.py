@@ -32,11 +32,7 @@ class Repository:
     """The repository that a directory is in."""
 
     def __init__(self, directory: Path) -> None:
-        """Find the repository; names of files are relative to `directory`.
-
-        Raises:
-            FsdpCommError: There is none, or git is not installed.
-        """
+        """Find the repository; names of files are relative to `directory`."""
         self._directory = directory
         found = self._find("rev-parse", "--show-toplevel")
         if found is None:
@@ -52,11 +48,7 @@ class Repository:
         return self._find("rev-parse", *options, f"{revision}^{{commit}}")
 
     def known_commit(self, revision: str) -> str:
-        """As `commit`.
-
-        Raises:
-            FsdpCommError: There is no such commit.
-        """
+        """As `commit`, of a name that must stand for one."""
         commit = self.commit(revision)
         if commit is None:
             raise unknown_revision(revision)

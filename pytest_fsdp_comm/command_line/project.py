@@ -36,11 +36,7 @@ class Project:
 
 
 def find_project(start: Path) -> Project:
-    """Read the settings of the project that an absolute directory is in.
-
-    Raises:
-        FsdpCommError: A file of settings cannot be read.
-    """
+    """Read the settings of the project that an absolute directory is in."""
     for directory in (start, *start.parents):
         for file in map(directory.joinpath, _FILES):
             settings = _read_settings(file) if file.is_file() else None

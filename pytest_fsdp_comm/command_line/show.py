@@ -20,6 +20,7 @@ from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import name_ranks
+from pytest_fsdp_comm.tree.facts import itemsize
 from pytest_fsdp_comm.tree.model import ShardTree
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ _FRAME: Final = ("world_size ", "mesh ", "total ")
 _MADE: Final = re.compile(r" \| (.+?)(?: \(not compared\))?$")
 """What a snapshot was recorded with, in its first line."""
 _AMOUNT: Final = re.compile(r"[0-9.]+( [KMGTP]?i?B)?")
-_ELEMENT: Final = re.compile(r"(?:float|int|uint|bfloat|complex)([0-9]+)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -141,21 +141,11 @@ def _show_tree(text: SnapshotText, profile: TreeProfile) -> Iterator[str]:
     else:
         yield f"mesh: {show_mesh(tree.mesh_axes)}"
         units = sum(map(len, tree.units.values()))
-        numel = sum(math.prod(one.shape) for one in tree.parameters.values())
-        sizes = [_element_nbytes(one.dtype) for one in tree.parameters.values()]
-        in_all = sum(
-            math.prod(one.shape) * size
-            for one, size in zip(tree.parameters.values(), sizes, strict=True)
-        )
-        nbytes = f", {show_nbytes(in_all)}" if all(sizes) else ""
-        parameters = counted(len(tree.parameters), "parameter")
-        yield f"{counted(units, 'unit')}; {parameters} of {numel:_} elements{nbytes}"
+        held = [(math.prod(one.shape), itemsize(one.dtype)) for one in tree.parameters.values()]
+        numel = sum(count for count, _ in held)
+        nbytes = show_nbytes(sum(count * size for count, size in held))
+        parameters = counted(len(held), "parameter")
+        yield f"{counted(units, 'unit')}; {parameters} of {numel:_} elements, {nbytes}"
     yield ""
     # All but the first line, what was said above, and the last line.
     yield from (line for line in text.splitlines()[1:-1] if not line.startswith(_FRAME))
-
-
-def _element_nbytes(dtype: str) -> int:
-    """Bytes of one element; 0 if the name does not say."""
-    match = _ELEMENT.match(dtype)
-    return int(match[1]) // 8 if match else 0

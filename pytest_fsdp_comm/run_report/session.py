@@ -11,8 +11,7 @@ import pytest
 
 from pytest_fsdp_comm.launch_environment import is_spawned_rank
 from pytest_fsdp_comm.marker import uses_plugin
-from pytest_fsdp_comm.observers import OBSERVER
-from pytest_fsdp_comm.options import OPTIONS, join_paths
+from pytest_fsdp_comm.options import OBSERVER, OPTIONS, join_paths
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.snapshots.failed_comparison import first_line
 from pytest_fsdp_comm.text.codec import dump_document, load_document
@@ -40,11 +39,7 @@ _NOTES: Final = pytest.StashKey["Notes"]()
 
 
 def register(config: pytest.Config) -> None:
-    """Prepare a process of a session that writes a report.
-
-    Raises:
-        pytest.UsageError: The report could not be written there.
-    """
+    """Prepare a process of a session that writes a report, or raise a usage error."""
     directory = config.stash[OPTIONS].report_dir
     if directory is None or config.option.collectonly:
         return
@@ -70,11 +65,7 @@ def rank_extensions(config: pytest.Config) -> list[RankExtension[Any]]:
 
 
 def check_directory(directory: Path) -> None:
-    """Make the directory before the first test, which may take long.
-
-    Raises:
-        pytest.UsageError: It cannot be made, or written.
-    """
+    """Make the directory before the first test, which may take long, or raise a usage error."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):

@@ -17,8 +17,7 @@ from pytest_fsdp_comm.comm.profile import CommProfile, has_further_ranks, withou
 from pytest_fsdp_comm.errors import EmptyRecordingError, FsdpCommError, SnapshotFormatError
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
-from pytest_fsdp_comm.observers import OBSERVER
-from pytest_fsdp_comm.options import OPTIONS, SETTINGS
+from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS
 from pytest_fsdp_comm.snapshots.artifacts import Artifacts
 from pytest_fsdp_comm.snapshots.completeness import check_completeness
 from pytest_fsdp_comm.snapshots.documents import SnapshotText

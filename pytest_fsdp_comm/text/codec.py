@@ -71,11 +71,7 @@ def dump_tagged(value: Any) -> str:
 
 
 def load_tagged(classes: Mapping[str, type[_Value]], text: str) -> _Value:
-    """Read what `dump_tagged` wrote.
-
-    Raises:
-        CodecError: It is none of the classes.
-    """
+    """Read what `dump_tagged` wrote of one of some classes, or raise CodecError."""
     data = _parse(text, "a message")
     name = data.pop(_TAG, None) if isinstance(data, dict) else None
     if not isinstance(name, str) or name not in classes:
@@ -89,11 +85,7 @@ def dump_document(kind: str, version: int, value: Any) -> str:
 
 
 def load_document(cls: type[_Value], kind: str, version: int, text: str) -> _Value:
-    """Read what `dump_document` wrote.
-
-    Raises:
-        CodecError: The text is not JSON, of another kind or version, or not of the class.
-    """
+    """Read what `dump_document` wrote, or raise CodecError for another kind or version too."""
     data = _parse(text, f"a {kind}")
     got = (data.get("kind"), data.get("version")) if isinstance(data, dict) else data
     if got != (kind, version):
@@ -144,7 +136,7 @@ def _reader(kind: Any) -> _Reader:
         case typing.Any:
             reader = _same
         case typing.Literal:
-            reader = partial(_read_choice, arguments)
+            reader = partial(_read_choice, {value: value for value in arguments})
         case typing.Union | types.UnionType:
             readers = [_reader(one) for one in arguments if one is not types.NoneType]
             reader = partial(_read_union, readers, len(readers) < len(arguments))
@@ -158,7 +150,7 @@ def _reader(kind: Any) -> _Reader:
         case type() as cls if is_dataclass(cls):
             reader = partial(_read_dataclass, cls)
         case type() as cls if issubclass(cls, Enum):
-            reader = partial(_read_enum, cls)
+            reader = partial(_read_choice, {member.value: member for member in cls})
         case type() as cls if issubclass(cls, PurePath):
             reader = partial(_read_path, cls)
         case type() as cls if cls in _PLAIN or cls is float:
@@ -191,19 +183,12 @@ def _read_path(cls: type[PurePath], data: Any, where: str) -> PurePath:
     return cls(data)
 
 
-def _read_choice(values: tuple[Any, ...], data: Any, where: str) -> Any:
-    # Not `in`: 1 equals True.
-    if not any(type(data) is type(value) and data == value for value in values):
-        raise _unexpected(where, f"one of {', '.join(map(repr, values))}", data)
-    return data
-
-
-def _read_enum(cls: type[Enum], data: Any, where: str) -> Any:
-    try:
-        return cls(data)
-    except ValueError:
-        values = ", ".join(repr(member.value) for member in cls)
-        raise _unexpected(where, f"one of {values}", data) from None
+def _read_choice(choices: Mapping[Any, Any], data: Any, where: str) -> Any:
+    for value, chosen in choices.items():
+        # Not `in`: 1 equals True.
+        if type(data) is type(value) and data == value:
+            return chosen
+    raise _unexpected(where, f"one of {', '.join(map(repr, choices))}", data)
 
 
 def _read_union(readers: list[_Reader], is_optional: bool, data: Any, where: str) -> Any:

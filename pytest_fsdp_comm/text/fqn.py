@@ -83,11 +83,8 @@ def write_word(text: str) -> str:
 
 
 def read_word(text: str) -> str:
-    """Read what `write_word` wrote; to check the rest, the caller writes the word again.
-
-    Raises:
-        ValueError: It has an escape that `escape` never writes.
-    """
+    """Read what `write_word` wrote; ValueError for an escape that `escape` never writes."""
+    # To check the rest, the caller writes the word again.
 
     def unescaped(match: re.Match[str]) -> str:
         digits = match[1] or match[2] or match[3]
@@ -117,11 +114,7 @@ def _escape_word(text: str, reserved: Container[str] = _RESERVED) -> str:
 
 
 def unescape(text: str) -> str:
-    """Read what `escape` wrote.
-
-    Raises:
-        ValueError: `escape` would write it otherwise, or never.
-    """
+    """Read what `escape` wrote; ValueError for what it would write otherwise, or never."""
     if not text:
         raise ValueError(f"the name is missing: expected {ROOT_TEXT} for the root")
     return "" if text == ROOT_TEXT else _unescape_word(text)
@@ -236,21 +229,12 @@ class Pattern:
 
 
 def expand(pattern: str) -> tuple[str, ...]:
-    """List the FQNs of a pattern, the last number running fastest.
-
-    Raises:
-        ValueError: The text is no pattern that `fold_fqns` writes; it says where and what was
-            expected.
-    """
+    """List the FQNs of a pattern, the last number running fastest; ValueError as `read_pattern`."""
     return read_pattern(pattern).expand()
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """Make a function that matches FQNs with a pattern, whose ``*`` is a segment or a part of one.
-
-    Raises:
-        ValueError: As `expand`.
-    """
+    """Match FQNs with a pattern whose ``*`` is (part of) a segment; ValueError as `expand`."""
     if pattern == ROOT_TEXT:
         return lambda fqn: not fqn
     parts = _BRACES.split(pattern)
@@ -288,11 +272,8 @@ def first_name(pattern: str) -> str:
 
 
 def read_pattern(text: str) -> Pattern:
-    """Take a pattern apart; the work does not grow with the number of its FQNs.
-
-    Raises:
-        ValueError: As `expand`.
-    """
+    """Take a pattern apart; ValueError where the text is none that `fold_fqns` writes."""
+    # It says where, and what was expected. The work does not grow with the number of its FQNs.
     _check_braces(_TOKEN.sub("", text), text)
     tokens = _TOKEN.findall(text)
     parts: list[list[str]] = [[]]

@@ -72,11 +72,7 @@ def _entries(runs: Sequence[tuple[int, int]]) -> Iterator[str]:
 
 
 def read_ranks(text: str, world_size: int) -> tuple[int, ...]:
-    """Read what `write_ranks` wrote, at most at the cost of listing all ranks.
-
-    Raises:
-        ValueError: There are no such ranks, or they are written otherwise.
-    """
+    """Read what `write_ranks` wrote, or raise ValueError, at the cost of listing all ranks."""
     ranks: list[int] = []
     for entry in text.split(","):
         listed = _read_entry(entry, world_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -85,6 +86,12 @@ class TreeFacts:
     have several units (parameters on different meshes)."""
     parameters: Mapping[str, ParameterFacts]
     """By FQN."""
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element; 1 if the name, such as ``bool``, has no number of bits."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits else 1
 
 
 def tree_facts(tree: ShardTree) -> TreeFacts:

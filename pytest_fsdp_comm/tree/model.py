@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.errors import printable
+from pytest_fsdp_comm.text.codec import dump_document, load_document
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.suggestions import NamedAttributes
 from pytest_fsdp_comm.tree.finding import Finding, Findings
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 MAX_INDENT: Final = 40
 """Levels that the outline indents and writes full FQNs for; deeper ones show their own name."""
+
+JSON_VERSION: Final = 1
+"""Rises when an older reader would misread the JSON of a tree."""
 
 UnitKind = Literal["fsdp2", "fsdp1", "replicate", "ddp"]
 
@@ -290,3 +294,13 @@ class ShardTree(NamedAttributes):
             if node.alias_of is not None:
                 shown += f" is {self.module_fqn(node.alias_of) or '(root)'}"
             yield printable(shown)
+
+
+def dump_tree(tree: ShardTree) -> str:
+    """Write a tree as JSON; its modules, parameters and units refer to each other by index."""
+    return dump_document("tree", JSON_VERSION, tree)
+
+
+def load_tree(text: str) -> ShardTree:
+    """Read what `dump_tree` wrote, or raise CodecError."""
+    return load_document(ShardTree, "tree", JSON_VERSION, text)

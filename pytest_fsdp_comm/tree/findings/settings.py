@@ -44,11 +44,8 @@ class FindingSettings:
 
 
 def parse_settings(lines: Iterable[str]) -> FindingSettings:
-    """Read ini ``fsdp_comm_findings``: lines of a code or ``all`` and its level, or of a threshold.
-
-    Raises:
-        ValueError: A line is neither; the text says what is allowed.
-    """
+    """Read the lines of ini ``fsdp_comm_findings``; ValueError says what is allowed."""
+    # A line sets the level of a code, or of `all`, or a threshold; later lines win.
     given = [line for line in map(str.strip, lines) if line]
     if not given:
         return FindingSettings()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from pytest_fsdp_comm.tree.facts import itemsize
 from pytest_fsdp_comm.tree.findings.settings import Thresholds
 from pytest_fsdp_comm.tree.model import ShardTree
 
@@ -186,16 +186,11 @@ def reductions(unit: ShardUnit) -> int:
 
 def gathered_itemsize(parameter: ParameterNode, unit: ShardUnit) -> int:
     """Bytes of each element that gathering a parameter sends."""
-    return _itemsize(unit.precision.param_dtype or parameter.dtype)
+    return itemsize(unit.precision.param_dtype or parameter.dtype)
 
 
 def reduced_nbytes(parameter: ParameterNode, unit: ShardUnit) -> int:
     """Bytes that reducing a parameter's gradient sends, padding not counted."""
     precision = unit.precision
     dtype = precision.reduce_dtype or precision.param_dtype or parameter.dtype
-    return parameter.numel * _itemsize(dtype)
-
-
-def _itemsize(dtype: str) -> int:
-    bits = re.search(r"\d+", dtype)
-    return int(bits[0]) // 8 if bits else 1
+    return parameter.numel * itemsize(dtype)
