@@ -68,16 +68,18 @@ def look_up(package: str, module: str, name: str, use: str) -> Any:
     """Return a name of a module, or raise `moved_error` if it no longer exists."""
     found = getattr(importlib.import_module(module), name, None)
     if found is None:
-        raise moved(package, f"{module}.{name}", use)
+        raise moved_error(package, f"{module}.{name}", use)
     return found
 
 
-def moved(package: str, name: str, use: str, *, remedy: str = _UPGRADE) -> UpstreamChangedError:
+def moved_error(
+    package: str, name: str, use: str, *, remedy: str = _UPGRADE
+) -> UpstreamChangedError:
     """Make the error about a name that no longer exists; `use` is read after "which"."""
     return _changed(package, f"no longer has {name}, which {use}", remedy)
 
 
-def misread(package: str, what: str, problem: object) -> UpstreamChangedError:
+def misread_error(package: str, what: str, problem: object) -> UpstreamChangedError:
     """Make the error about a name within `what`, read after "moved a private name of"."""
     return _changed(package, f"moved a private name of {what}: {problem}", _UPGRADE)
 

@@ -39,7 +39,7 @@ class RedistributionWatch:
                 found[name] for name in ("current_spec", "target_spec", "local_tensor")
             )
         except KeyError as missing:
-            raise upstream.misread("torch", "redistribute_local_tensor", missing) from missing
+            raise upstream.misread_error("torch", "redistribute_local_tensor", missing) from missing
         self._groups.learn_mesh(current.mesh)
         infos = found.get("optimized_transform_infos", found.get("transform_infos", []))
         step = next((n for n, info in enumerate(infos) if info is found.get("transform_info")), 0)

@@ -98,7 +98,7 @@ def private_names(what: str) -> Iterator[None]:
     try:
         yield
     except AttributeError as missing:
-        raise upstream.misread("torch", f"{what} that fsdp_tree reads", missing) from missing
+        raise upstream.misread_error("torch", f"{what} that fsdp_tree reads", missing) from missing
 
 
 def shown_dtype(dtype: torch.dtype | None) -> str | None:

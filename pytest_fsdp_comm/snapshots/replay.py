@@ -165,7 +165,7 @@ def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
         assertion(name=made.index)
     else:
         if not hasattr(assertion, "_executions"):
-            raise upstream.moved("syrupy", "SnapshotAssertion._executions", _USE)
+            raise upstream.moved_error("syrupy", "SnapshotAssertion._executions", _USE)
         assertion._executions = made.index
     if assertion == (base64.b64decode(made.data) if made.is_bytes else made.data):
         return ""
@@ -209,11 +209,11 @@ def _extension_class(item: pytest.Item, made: RankAssertion) -> type[AbstractSyr
 def _session(config: pytest.Config) -> Any:
     session = getattr(config, "_syrupy", None)
     if session is None:
-        raise upstream.moved("syrupy", "config._syrupy", _USE)
+        raise upstream.moved_error("syrupy", "config._syrupy", _USE)
     return session
 
 
 def _get(session: Any, name: str) -> Any:
     if not hasattr(session, name):
-        raise upstream.moved("syrupy", f"SnapshotSession.{name}", _USE)
+        raise upstream.moved_error("syrupy", f"SnapshotSession.{name}", _USE)
     return getattr(session, name)

@@ -12,7 +12,7 @@ from pytest_fsdp_comm.errors import UpstreamChangedError
 
 
 def test_a_moved_private_name_is_reported_with_the_versions_known_to_have_it():
-    error = upstream.moved("torch", "torch.nn.x", "the recorder relies on")
+    error = upstream.moved_error("torch", "torch.nn.x", "the recorder relies on")
     assert isinstance(error, UpstreamChangedError)
     assert re.fullmatch(
         r"torch \S+ no longer has torch\.nn\.x, which the recorder relies on; pytest-fsdp-comm "
@@ -22,12 +22,12 @@ def test_a_moved_private_name_is_reported_with_the_versions_known_to_have_it():
 
 
 def test_a_single_version_and_another_remedy_are_named():
-    error = upstream.moved("syrupy", "config._syrupy", "snapshots rely on", remedy="drop it")
+    error = upstream.moved_error("syrupy", "config._syrupy", "snapshots rely on", remedy="drop it")
     assert str(error).endswith("was written for syrupy 7.0: use it, or drop it")
 
 
 def test_a_part_that_could_not_be_read_is_named_with_its_error():
-    error = upstream.misread("torch", "FSDP2 that fsdp_tree reads", AttributeError("no _x"))
+    error = upstream.misread_error("torch", "FSDP2 that fsdp_tree reads", AttributeError("no _x"))
     assert re.match(
         r"torch \S+ moved a private name of FSDP2 that fsdp_tree reads: no _x; pytest-fsdp-comm "
         r"was written for torch",
@@ -37,14 +37,14 @@ def test_a_part_that_could_not_be_read_is_named_with_its_error():
 
 def test_a_missing_package_is_named_without_a_version(monkeypatch):
     monkeypatch.setitem(upstream.VERSIONS_READ, "absent-package", "1.0")
-    error = upstream.moved("absent-package", "x", "y relies on")
+    error = upstream.moved_error("absent-package", "x", "y relies on")
     assert str(error).startswith("absent-package no longer has x, which y relies on; ")
 
 
 @pytest.mark.parametrize("package", upstream.VERSIONS_READ)
 def test_the_listed_packages_are_named_as_they_are_installed(package):
     pytest.importorskip(package.replace("-", "_"))
-    assert re.match(rf"{package} \d", str(upstream.moved(package, "x", "y")))
+    assert re.match(rf"{package} \d", str(upstream.moved_error(package, "x", "y")))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def hold_terminal(config: pytest.Config) -> None:
         return
     writer: Any = config.get_terminal_writer()
     if not hasattr(writer, "_file"):
-        raise upstream.moved(
+        raise upstream.moved_error(
             "pytest",
             "TerminalWriter._file",
             "keeping all but one of the launched processes quiet relies on",

@@ -127,5 +127,5 @@ def _without_debuggers(config: pytest.Config, init: Callable[..., Any]) -> None:
         if config.pluginmanager.has_plugin(name):
             config.pluginmanager.unregister(name=name)
     if not hasattr(pytestPDB, "_init_pdb"):
-        raise upstream.moved("pytest", "pytestPDB._init_pdb", "running ranks relies on")
+        raise upstream.moved_error("pytest", "pytestPDB._init_pdb", "running ranks relies on")
     pytestPDB._init_pdb = staticmethod(init)  # type: ignore[method-assign]  # see the docstring

@@ -40,7 +40,7 @@ def align_examples(item: pytest.Item) -> None:
         return
     function = getattr(test, "__func__", test)
     if not hasattr(core, "global_force_seed"):
-        raise upstream.moved(
+        raise upstream.moved_error(
             "hypothesis",
             "core.global_force_seed",
             "equal examples on all ranks rely on",

@@ -111,7 +111,7 @@ def capture_manager(config: pytest.Config) -> Any:
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     if manager is None or (hasattr(manager, "_global_capturing") and hasattr(manager, "_method")):
         return manager
-    raise upstream.moved(
+    raise upstream.moved_error(
         "pytest", "CaptureManager._global_capturing, ._method", "running ranks relies on"
     )
 
@@ -137,7 +137,7 @@ def _move_basetemp(config: pytest.Config, basetemp: Path) -> None:
     if factory is None:
         return
     if not hasattr(factory, "_basetemp"):
-        raise upstream.moved("pytest", "TempPathFactory._basetemp", "running ranks relies on")
+        raise upstream.moved_error("pytest", "TempPathFactory._basetemp", "running ranks relies on")
     basetemp.mkdir(mode=0o700, parents=True, exist_ok=True)
     factory._basetemp = basetemp
 
@@ -172,6 +172,6 @@ def resolve_basetemp(config: pytest.Config) -> Path:
         return Path(tempfile.gettempdir())
     factory: Any = getattr(config, "_tmp_path_factory", None)
     if factory is None:
-        raise upstream.moved("pytest", "config._tmp_path_factory", "running ranks relies on")
+        raise upstream.moved_error("pytest", "config._tmp_path_factory", "running ranks relies on")
     path: Path = factory.getbasetemp()
     return path

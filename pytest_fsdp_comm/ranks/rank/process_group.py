@@ -187,7 +187,7 @@ def _join_fake_group(rank: int, world_size: int) -> None:
     try:
         store: Any = importlib.import_module(name).FakeStore
     except (ImportError, AttributeError):
-        raise upstream.moved(
+        raise upstream.moved_error(
             "torch",
             f"{name}.FakeStore",
             "the fake backend relies on",

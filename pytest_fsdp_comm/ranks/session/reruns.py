@@ -50,7 +50,7 @@ def run_with_reruns(
     if plugin is None:
         return False
     if not hasattr(plugin, "runtestprotocol"):
-        raise upstream.moved(
+        raise upstream.moved_error(
             "pytest-rerunfailures",
             "runtestprotocol",
             "reruns of distributed tests rely on",

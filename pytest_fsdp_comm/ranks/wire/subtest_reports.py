@@ -45,7 +45,7 @@ def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
     """
     context: Any = getattr(report, "context", None)
     if _CONTEXT not in data or not {"msg", "kwargs"} <= data[_CONTEXT].keys() or context is None:
-        raise upstream.moved(
+        raise upstream.moved_error(
             "pytest", "SubtestReport.context of msg and kwargs", "running ranks relies on"
         )
     # Frozen, and right about it, but nobody has seen it yet.
@@ -70,7 +70,7 @@ def capture_subtests(capture: Callable[[Any], Any]) -> None:
             continue
         for needed in ("capturing_output", "Captured"):
             if not hasattr(module, needed):
-                raise upstream.moved("pytest", f"{name}.{needed}", "running ranks relies on")
+                raise upstream.moved_error("pytest", f"{name}.{needed}", "running ranks relies on")
         module.capturing_output = _capturing_output(module.Captured, capture)
 
 

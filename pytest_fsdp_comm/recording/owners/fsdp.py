@@ -167,7 +167,7 @@ class UnitWatch:
             for holder, name, around in [*self._fsdp2(), *self._fsdp1()]:
                 original = holder.__dict__.get(name)
                 if original is None:
-                    raise upstream.moved(
+                    raise upstream.moved_error(
                         "torch",
                         f"{_qualified(holder)}.{name}",
                         "the recorder relies on to find the owner of a collective",
@@ -366,7 +366,7 @@ def fsdp_root(module: nn.Module) -> nn.Module | None:
                 found: nn.Module = state._modules[0]
                 return found
     except AttributeError as problem:
-        raise upstream.misread("torch", "FSDPState", problem) from problem
+        raise upstream.misread_error("torch", "FSDPState", problem) from problem
     return None
 
 
@@ -415,7 +415,7 @@ def _states(names: str) -> list[enum.Enum]:
     states = upstream.look_up("torch", module, kind, use)
     for member in members:
         if not hasattr(states, member):
-            raise upstream.moved("torch", f"{name}.{member}", use)
+            raise upstream.moved_error("torch", f"{name}.{member}", use)
     return [getattr(states, member) for member in members]
 
 

@@ -269,7 +269,9 @@ def _forward_method_code() -> CodeType:
     for constant in registering.co_consts:
         if isinstance(constant, CodeType) and constant.co_name == "wrapped_method":
             return constant
-    raise upstream.moved("torch", f"torch.distributed.fsdp.{name}.<locals>.wrapped_method", _USE)
+    raise upstream.moved_error(
+        "torch", f"torch.distributed.fsdp.{name}.<locals>.wrapped_method", _USE
+    )
 
 
 @functools.cache
@@ -285,7 +287,7 @@ def _clipping_codes() -> dict[int, CodeType]:
     names = ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm")
     fsdp1 = _look_up("torch.distributed.fsdp", "FullyShardedDataParallel")
     if not hasattr(fsdp1, "clip_grad_norm_"):
-        raise upstream.moved("torch", f"{fsdp1.__qualname__}.clip_grad_norm_", _USE)
+        raise upstream.moved_error("torch", f"{fsdp1.__qualname__}.clip_grad_norm_", _USE)
     codes = [_code("torch.nn.utils", name) for name in names]
     codes.append(inspect.unwrap(fsdp1.clip_grad_norm_).__code__)
     return {id(code): code for code in codes}
