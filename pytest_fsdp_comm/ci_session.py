@@ -184,11 +184,9 @@ class CiSession:
         return self._place(self._config.rootpath / file, (line or 0) + 1)
 
     def _place(self, path: Path, line: int) -> Place | None:
-        try:
-            relative = Path(os.path.abspath(path)).relative_to(self._review.top)  # noqa: PTH100  # links stay
-        except ValueError:
-            try:
-                relative = path.resolve().relative_to(self._review.top.resolve())
-            except ValueError:
-                return None
-        return Place(path=relative.as_posix(), line=line)
+        top = self._review.top
+        # Links stay where the path as it is lies in the checkout.
+        for at, below in ((Path(os.path.abspath(path)), top), (path.resolve(), top.resolve())):  # noqa: PTH100  # see above
+            if at.is_relative_to(below):
+                return Place(path=at.relative_to(below).as_posix(), line=line)
+        return None

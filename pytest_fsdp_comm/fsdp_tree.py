@@ -145,16 +145,21 @@ class TreeFactory(NamedAttributes):
         Raises:
             FsdpCommError: The path ends otherwise.
         """
-        renderers = {".html": _page, ".json": dump_tree}
-        render = renderers.get(Path(path).suffix)
-        if render is None:
-            raise FsdpCommError(
-                f"fsdp_tree.save writes .html and .json files, got {os.fspath(path)!r}; use one "
-                "of these extensions"
-            )
+        match Path(path).suffix:
+            case ".json":
+                text = dump_tree(tree)
+            case ".html":
+                from pytest_fsdp_comm.reports.html.pages import tree_page  # noqa: PLC0415  # few tests need it
+
+                text = tree_page(tree)
+            case _:
+                raise FsdpCommError(
+                    f"fsdp_tree.save writes .html and .json files, got {os.fspath(path)!r}; use "
+                    "one of these extensions"
+                )
         # Where every rank writes the same file, each replaces it as a whole.
         unfinished = Path(path).with_name(f".{Path(path).name[:200]}.{getpid()}")
-        unfinished.write_text(render(tree), encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
 
     @shows_usage("fsdp_tree.states")
@@ -180,9 +185,3 @@ class TreeFactory(NamedAttributes):
             RecordingError: It is not a module, or is half built.
         """
         return list_handles(model)
-
-
-def _page(tree: ShardTree) -> str:
-    from pytest_fsdp_comm.reports.html.pages import tree_page  # noqa: PLC0415  # few tests need it
-
-    return tree_page(tree)

@@ -117,7 +117,7 @@ def uses_plugin(item: pytest.Item) -> bool:
 def snapshot_variant(item: pytest.Item) -> str:
     """``ws4``, the part of a file name that names the world size; ``ws1`` without ranks."""
     settings = item.stash.get(SETTINGS, None)
-    return settings.variant if settings else "ws1"
+    return f"ws{settings.world_size if settings else 1}"
 
 
 def snapshot_test_name(item: pytest.Item) -> str:

@@ -276,11 +276,6 @@ class DistributedSettings:
     device: Device | None
     """``cpu``, ``cuda``; None lets the backend decide."""
 
-    @property
-    def variant(self) -> str:
-        """The part of a snapshot's file name that names the world size, e.g. ``ws4``."""
-        return f"ws{self.world_size}"
-
 
 SETTINGS: Final = pytest.StashKey[DistributedSettings]()
 """On an item's stash: present exactly if the test is distributed."""

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.command_line.git import ChangedFile
     from pytest_fsdp_comm.snapshots.documents import SnapshotText
 
-Problems: TypeAlias = list[str]
-"""Why files could not be read."""
+Pairs: TypeAlias = tuple[list[Pair], list[str]]
+"""What to compare, and why other files could not be read."""
 
 _File = TypeVar("_File")
 
@@ -43,7 +43,7 @@ def run_diff(options: argparse.Namespace) -> int:
     return print_problems(problems) or (DIFFERENT if differs else SAME)
 
 
-def pairs_of(arguments: Sequence[str], directory: Path) -> tuple[list[Pair], Problems]:
+def pairs_of(arguments: Sequence[str], directory: Path) -> Pairs:
     """Find what the arguments of ``diff`` name: files, directories, or revisions and then paths."""
     has_separator = "--" in arguments
     place = list(arguments).index("--") if has_separator else len(arguments)
@@ -59,7 +59,7 @@ def pairs_of(arguments: Sequence[str], directory: Path) -> tuple[list[Pair], Pro
 
 def _pairs_in_git(
     names: Sequence[str], paths: Sequence[str], directory: Path, *, has_separator: bool
-) -> tuple[list[Pair], Problems]:
+) -> Pairs:
     repository = Repository(directory)
     is_path = bool(names) and not has_separator and (directory / names[0]).exists()
     found = _RANGE.fullmatch(names[0]) if names and not is_path else None
@@ -100,9 +100,7 @@ def _pairs_in_git(
     return _read_all(repository.changed_files(commits, [*rest, *paths]), pair_of)
 
 
-def _read_all(
-    files: Iterable[_File], pair_of: Callable[[_File], Pair]
-) -> tuple[list[Pair], Problems]:
+def _read_all(files: Iterable[_File], pair_of: Callable[[_File], Pair]) -> Pairs:
     pairs, problems = [], []
     for file in files:
         try:
@@ -125,7 +123,7 @@ def _check_paths(names: Sequence[str], directory: Path, *, has_separator: bool) 
             )
 
 
-def _pairs_on_disk(names: Sequence[str], directory: Path) -> tuple[list[Pair], Problems]:
+def _pairs_on_disk(names: Sequence[str], directory: Path) -> Pairs:
     old, new = names
     sides = [directory / name for name in names]
     are_directories = [side.is_dir() for side in sides]
@@ -138,7 +136,7 @@ def _pairs_on_disk(names: Sequence[str], directory: Path) -> tuple[list[Pair], P
     return [Pair(old=was, new=now, old_path=old, new_path=new)], []
 
 
-def pairs_in_directories(names: Sequence[str], directory: Path) -> tuple[list[Pair], Problems]:
+def pairs_in_directories(names: Sequence[str], directory: Path) -> Pairs:
     """Pair the files of an older and a newer directory, one of which may be missing."""
     sides = [directory / name for name in names]
     found = [

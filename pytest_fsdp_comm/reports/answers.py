@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_fsdp_comm.comm.events import Collective
-    from pytest_fsdp_comm.comm.questions import Evidence
 
 # A screen. pytest itself cuts an explanation at 8 lines, except in CI and with -vv.
 _MAX_LINES: Final = 20
@@ -34,16 +33,18 @@ def explain_answer(operator: str, left: object, right: object) -> list[str]:
     for answer in answers:
         if len(answers) > 1:
             lines.append(f"{answer.evidence.asked}:")
-        lines += _cut(_evidence_lines(answer.evidence), _MAX_LINES // len(answers))
+        evidence = answer.evidence
+        found = _grouped(evidence.matching or evidence.recorded)
+        if not evidence.recorded:
+            found = ["the recording has no collectives"]
+        elif not evidence.matching:
+            found.insert(0, "nothing matches; the recording has:")
+        most = _MAX_LINES // len(answers)
+        if len(found) > most:
+            more = len(found) - most + 1
+            found[most - 1 :] = [f"... and {more} more; comm_mode.events has all"]
+        lines += found
     return lines
-
-
-def _evidence_lines(evidence: Evidence) -> list[str]:
-    if evidence.matching:
-        return _grouped(evidence.matching)
-    if not evidence.recorded:
-        return ["the recording has no collectives"]
-    return ["nothing matches; the recording has:", *_grouped(evidence.recorded)]
 
 
 def _grouped(events: Sequence[Collective]) -> list[str]:
@@ -82,9 +83,3 @@ def _patterns(owners: Sequence[str | None]) -> Iterator[tuple[_Position, str]]:
         yield (False, natural_key(expand(pattern)[0])), pattern
     if None in owners:
         yield (True, natural_key("")), NO_MODULE
-
-
-def _cut(lines: Sequence[str], most: int) -> list[str]:
-    if len(lines) <= most:
-        return list(lines)
-    return [*lines[: most - 1], f"... and {len(lines) - most + 1} more; comm_mode.events has all"]

@@ -138,7 +138,11 @@ class SessionReport:
         outcome = _outcome(report) or result.outcome
         is_worse = result.outcome not in {"failed", "error"} and outcome in {"failed", "error"}
         if is_worse:
-            result = replace(result, problem=_problem(report), message=_message(report))
+            problem, line = report.longreprtext, first_line(report)
+            if len(problem) > _MAX_PROBLEM:
+                problem = f"...{problem[-_MAX_PROBLEM:]}"
+            message = line if len(line) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]}..."
+            result = replace(result, problem=problem, message=message)
         if is_worse or result.outcome == "unfinished":
             result = replace(result, outcome=outcome)
         if report.when == "teardown":
@@ -190,13 +194,3 @@ def _outcome(report: pytest.TestReport) -> Outcome | None:
         return "xfailed" if hasattr(report, "wasxfail") else "skipped"
     # Not of an attempt that is followed by another, which neither passed nor failed.
     return "passed" if report.passed and report.when == "call" else None
-
-
-def _problem(report: pytest.TestReport) -> str:
-    text = report.longreprtext
-    return text if len(text) <= _MAX_PROBLEM else f"...{text[-_MAX_PROBLEM:]}"
-
-
-def _message(report: pytest.TestReport) -> str:
-    line = first_line(report)
-    return line if len(line) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]}..."

@@ -15,7 +15,6 @@ from pytest_fsdp_comm.tree.facts import policy_change
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from pytest_fsdp_comm.comm.mesh import MeshAxis
     from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
     from pytest_fsdp_comm.tree.profile import TreeProfile
 
@@ -59,7 +58,7 @@ def compare(old: TreeProfile, new: TreeProfile) -> tuple[TreeChange, ...]:
     if old.common is not None and new.common is not None:
         changes += compare_trees(old.common, new.common)
     elif old.world_size != new.world_size:
-        changes += _world_changes(old.world_size, new.world_size)
+        changes += _frame_change("world_size", old.world_size, new.world_size)
     else:
         changes += _changes_by_rank(old, new)
     return tuple(changes)
@@ -68,11 +67,11 @@ def compare(old: TreeProfile, new: TreeProfile) -> tuple[TreeChange, ...]:
 def _changes_by_rank(old: TreeProfile, new: TreeProfile) -> Iterator[TreeChange]:
     """Yield the changes of the ranks that both have, each with the ranks that have it."""
     # Each rank knows its own groups of a mesh that lies irregularly.
-    meshes = [
+    was, now = (
         merge_axes(chain.from_iterable(tree.mesh_axes for tree in at.trees.values()))
         for at in (old, new)
-    ]
-    mesh_changes = list(_mesh_changes(*meshes))
+    )
+    mesh_changes = _frame_change("mesh", was, now, show_mesh)
     yield from mesh_changes
     before, after = ({rank: id(tree) for rank, tree in _by_rank(at)} for at in (old, new))
     trees = {
@@ -84,8 +83,8 @@ def _changes_by_rank(old: TreeProfile, new: TreeProfile) -> Iterator[TreeChange]
     for rank in sorted(before.keys() & after.keys()):
         ranks_of[before[rank], after[rank]].append(rank)
     found: defaultdict[TreeChange, list[int]] = defaultdict(list)
-    for (was, now), ranks in ranks_of.items():
-        for change in compare_trees(trees[was], trees[now]):
+    for pair, ranks in ranks_of.items():
+        for change in compare_trees(*(trees[at] for at in pair)):
             found[change] += ranks
     for change, ranks in found.items():
         is_everywhere = len(ranks) == len(before.keys() & after.keys())
@@ -99,14 +98,11 @@ def _by_rank(profile: TreeProfile) -> Iterator[tuple[int, TreeFacts]]:
         yield from ((rank, tree) for rank in ranks or everyone)
 
 
-def _world_changes(old: int, new: int) -> Iterator[TreeChange]:
-    if old != new:
-        yield TreeChange(subject="world_size", what=f"{old} -> {new}")
-
-
-def _mesh_changes(old: tuple[MeshAxis, ...], new: tuple[MeshAxis, ...]) -> Iterator[TreeChange]:
-    if old != new:
-        yield TreeChange(subject="mesh", what=f"{show_mesh(old)} -> {show_mesh(new)}")
+def _frame_change(
+    subject: str, old: _Fact, new: _Fact, show: Callable[[_Fact], str] = str
+) -> list[TreeChange]:
+    change = TreeChange(subject=subject, what=f"{show(old)} -> {show(new)}")
+    return [change] if old != new else []
 
 
 def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
@@ -114,8 +110,8 @@ def compare_trees(old: TreeFacts, new: TreeFacts) -> tuple[TreeChange, ...]:
     units = _units_by_label(old), _units_by_label(new)
     likely = _NO_ROOT if "" in units[0] and "" not in units[1] else ""
     return (
-        *_world_changes(old.world_size, new.world_size),
-        *_mesh_changes(old.mesh_axes, new.mesh_axes),
+        *_frame_change("world_size", old.world_size, new.world_size),
+        *_frame_change("mesh", old.mesh_axes, new.mesh_axes, show_mesh),
         *(
             replace(change, likely=likely) if change.what == _NEW_ROOT else change
             for change in _differences(*units, _unit_changes)

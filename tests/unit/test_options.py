@@ -85,7 +85,6 @@ def test_the_markers_value_wins_over_the_option():
 
 def test_the_world_size_is_given_by_position_or_name():
     assert settle(4) == settle(world_size=4)
-    assert settle(4).variant == "ws4"
 
 
 def test_a_list_of_world_sizes_parametrizes_the_test():
