@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import syrupy
 from _pytest.config.argparsing import Parser
@@ -86,36 +86,17 @@ def _syrupy() -> Iterator[tuple[str, str, str]]:
 
 
 def _settings() -> Iterator[tuple[list[str], str, str]]:
-    parser = Parser(_ispytest=True)
-    options.add_options(parser)
-    group = parser.getgroup("fsdp-comm")
-    ini_values: dict[str, Any] = parser._inidict  # noqa: SLF001  # as pytest shows them in --help
-    unnamed, arguments = set(ini_values), dict(options.MARKER_ARGUMENTS)
-    for option in group.options:
-        (flag,), attributes = option.names(), option.attrs()
-        meaning, ini, default = _read(attributes["help"])
-        names = [f"`{flag}={attributes['metavar']}`"]
-        if ini:
-            unnamed.remove(ini)
-            names.append(f"ini `{ini}`")
-            argument = ini.removeprefix("fsdp_comm_")
-            if arguments.pop(argument, None):
-                names.append(f"marker `{argument}`")
-        yield names, default, meaning
-    for ini in ini_values:
-        if ini in unnamed:
-            meaning, _, default = _read(ini_values[ini][0])
-            yield [f"ini `{ini}`"], default, meaning
+    arguments = dict(options.MARKER_ARGUMENTS)
+    for setting in sorted(options.DECLARED.values(), key=lambda setting: not setting.flag):
+        names = [f"`{setting.flag}={setting.metavar}`"] if setting.flag else []
+        names += [f"ini `{setting.ini}`"] if setting.ini else []
+        argument = setting.ini.removeprefix("fsdp_comm_")
+        if setting.flag and arguments.pop(argument, None):
+            names.append(f"marker `{argument}`")
+        yield names, setting.default_text, setting.text
     for argument, text in arguments.items():
-        meaning, _, default = _read(text)
+        meaning, _, default = text.removesuffix(")").partition(" (default: ")
         yield [f"marker `{argument}`"], default, meaning
-
-
-def _read(text: str) -> tuple[str, str, str]:
-    """Takes ``(ini: ...; default: ...)`` off the end of a help text, if it is there."""
-    meaning, _, rest = text.rpartition(" (")
-    found = re.fullmatch(r"(?:ini: (\w+))?(?:; )?(?:default:? (.+))?\)", rest)
-    return (meaning, found[1] or "", found[2] or "") if found else (text, "", "")
 
 
 def _variables() -> Iterator[tuple[list[str], str, str]]:

@@ -43,14 +43,7 @@ class TreeFactory(NamedAttributes):
         ranks: Sequence[int] = (),
         note: Callable[[ShardTree], None] | None = None,
     ) -> None:
-        """Sets up how trees are judged and exchanged.
-
-        Args:
-            findings: What counts as a finding; None for the defaults.
-            gather: Exchanges a text between the ranks of a test, never by a recorded collective.
-            ranks: The ranks that exchange, ascending; empty if they count from 0.
-            note: Gets each tree that is made; None where nobody asks for them.
-        """
+        """Keep how trees are judged, and how `ranks` (empty if from 0) exchange and note them."""
         self._findings = findings or FindingSettings()
         self._note = note
         self._gather = gather

@@ -248,12 +248,12 @@ class SessionOptions:
     )
 
 
-# By field.
-_DECLARED: Final[dict[str, Setting]] = {
+DECLARED: Final[dict[str, Setting]] = {
     entry.name: entry.metadata["setting"] for entry in fields(SessionOptions) if entry.metadata
 }
+"""How users set each field; docs/settings_table.py writes them as a table."""
 PATH_OPTIONS: Final = tuple(
-    setting.flag for setting in _DECLARED.values() if setting.metavar in {"DIR", "FILE"}
+    setting.flag for setting in DECLARED.values() if setting.metavar in {"DIR", "FILE"}
 )
 """The command line options that take a path."""
 
@@ -303,7 +303,7 @@ def show_problems(problems: Sequence[str]) -> str:
 def add_options(parser: pytest.Parser) -> None:
     """Register the command line options and ini values."""
     group = parser.getgroup("fsdp-comm", "communication regression tests (pytest-fsdp-comm)")
-    for flag, metavar, ini, has_lines, _, text, default in _DECLARED.values():
+    for flag, metavar, ini, has_lines, _, text, default in DECLARED.values():
         known = [f"ini: {ini}"] if flag and ini else []
         known += [f"default: {default}"] if default else []
         described = f"{text} ({'; '.join(known)})" if known else text
@@ -388,7 +388,7 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
             return None
 
     values: dict[str, Any] = {}
-    for name, setting in _DECLARED.items():
+    for name, setting in DECLARED.items():
         where, given = _given(config, setting)
         if given is not None:
             values[name] = attempt(where, setting.parse, given)

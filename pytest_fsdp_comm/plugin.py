@@ -186,10 +186,8 @@ def _prepare_ranks(
         replay.RankSnapshots(),
         properties.SuitePropertiesOfRanks(),
     ]
-    if config.stash[options.OPTIONS].report_dir is not None:
-        from pytest_fsdp_comm.run_report import session as run_report  # noqa: PLC0415  # as above
-
-        extensions += run_report.rank_extensions(config)
+    if options.OBSERVER in config.stash:
+        extensions.append(config.stash[options.OBSERVER])
     if is_spawned_rank():
         from pytest_fsdp_comm.ranks.rank import spawned  # noqa: PLC0415  # as above
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -20,7 +20,6 @@ from pytest_fsdp_comm.text.paths import shell_word, show_path
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pytest_fsdp_comm.ranks.wire.extension import RankExtension
     from pytest_fsdp_comm.reports.html.values import Outcome, Result
     from pytest_fsdp_comm.run_report.notes import Notes
 
@@ -34,8 +33,6 @@ _RECORDING: Final = frozenset({"comm_mode", "fsdp_tree"})
 # Characters of a failure's report that are shown: the last ones.
 _MAX_PROBLEM: Final = 8_000
 _MAX_MESSAGE: Final = 300
-
-_NOTES: Final = pytest.StashKey["Notes"]()
 
 
 def register(config: pytest.Config) -> None:
@@ -51,17 +48,11 @@ def register(config: pytest.Config) -> None:
     # Now that it is known that a report will be made.
     from pytest_fsdp_comm.run_report.notes import SESSION_PLUGIN, Notes  # noqa: PLC0415
 
-    notes = config.stash[_NOTES] = config.stash[OBSERVER] = Notes()
+    notes = config.stash[OBSERVER] = Notes()
     config.pluginmanager.register(notes, "fsdp-comm-notes")
     if not is_other:
         plugin = SessionReport(config, notes, None if is_worker else directory)
         config.pluginmanager.register(plugin, SESSION_PLUGIN)
-
-
-def rank_extensions(config: pytest.Config) -> list[RankExtension[Any]]:
-    """What ranks carry out for the report; empty if the session writes none."""
-    notes = config.stash.get(_NOTES, None)
-    return [] if notes is None else [notes]
 
 
 def check_directory(directory: Path) -> None:

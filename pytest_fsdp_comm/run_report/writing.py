@@ -19,11 +19,7 @@ _HEAD: Final = 400
 
 
 def write_report(run: Run, directory: Path) -> None:
-    """Write ``index.html`` and ``tests/*.html``, and remove pages of an earlier run.
-
-    Raises:
-        OSError: Something could not be written.
-    """
+    """Write index and pages, or raise OSError; remove pages of an earlier run."""
     tests = directory / "tests"
     tests.mkdir(parents=True, exist_ok=True)
     written = set()

@@ -51,17 +51,10 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(cls: type[_Value], data: Any, *, where: str = "") -> _Value:
-    """Read a value of a class from what `to_json` made of one.
-
-    Args:
-        cls: Its fields may hold str, int, float, bool, None, Path, Enum, Literal, Any, dataclasses,
-            and tuples, dicts and unions of these.
-        data: What `json` read.
-        where: What the data is, to begin an error with.
-
-    Raises:
-        CodecError: The data is not of the class: says which field, what was expected, what came.
-    """
+    """Read a value of a class from what `to_json` made of one, or raise CodecError."""
+    # Fields may hold str, int, float, bool, None, Path, Enum, Literal, Any, dataclasses, and
+    # tuples, dicts and unions of these. `where` begins an error, which says what was expected and
+    # what came.
     return cast("_Value", _reader(cast("Hashable", cls))(data, where or cls.__name__))
 
 
