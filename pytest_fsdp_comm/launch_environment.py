@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+# Environment variable that a launched pytest sets: a pytest that one of its tests runs inherits the
+# launcher's variables, but is none of its ranks.
 INSIDE_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCHED"
-"""Environment variable that a launched pytest sets: a pytest that one of its tests runs inherits
-the launcher's variables, but is none of its ranks."""
+# Environment variable of a spawned rank: the path of its `RankSetSpec`.
 SPEC_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
-"""Environment variable of a spawned rank: the path of its `RankSetSpec`."""
+# Environment variable of a spawned rank: its number.
 RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
-"""Environment variable of a spawned rank: its number."""
 
 # Note [What launchers tell]: torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; so do
 # many scripts. Under mpirun and srun the first two may be absent, and variables of their own hold

@@ -46,14 +46,14 @@ MARKER_ARGUMENTS: Final = {
 }
 """The marker's arguments, each with what it does. Those without a default here default to the
 field of `SessionOptions` of the same name."""
+# Name of the fixture that carries a parametrized world size.
 WORLD_SIZE_PARAM: Final = "_fsdp_comm_world_size"
-"""Name of the fixture that carries a parametrized world size."""
 
+# Largest world size with a process for each rank: beyond it, 200 MB per rank once torch ran (torch
+# 2.13, CPU) outgrow a machine, and a simulation shows the same.
 MAX_PROCESSES: Final = 256
-"""Largest world size with a process for each rank: beyond it, 200 MB per rank once torch ran (torch
-2.13, CPU) outgrow a machine, and a simulation shows the same."""
+# Largest world size with `fake`: 16 times the largest mesh that the recorder was measured on.
 MAX_SIMULATED: Final = 131_072
-"""Largest world size with ``fake``: 16 times the largest mesh that the recorder was measured on."""
 # A screen.
 _MAX_PROBLEMS: Final = 20
 
@@ -248,14 +248,14 @@ class SessionOptions:
     )
 
 
+# How users set each field; docs/settings_table.py writes them as a table.
 DECLARED: Final[dict[str, Setting]] = {
     entry.name: entry.metadata["setting"] for entry in fields(SessionOptions) if entry.metadata
 }
-"""How users set each field; docs/settings_table.py writes them as a table."""
+# The command line options that take a path.
 PATH_OPTIONS: Final = tuple(
     setting.flag for setting in DECLARED.values() if setting.metavar in {"DIR", "FILE"}
 )
-"""The command line options that take a path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,13 +277,13 @@ class DistributedSettings:
     """``cpu``, ``cuda``; None lets the backend decide."""
 
 
+# On an item's stash: present exactly if the test is distributed.
 SETTINGS: Final = pytest.StashKey[DistributedSettings]()
-"""On an item's stash: present exactly if the test is distributed."""
+# On the config's stash, from `pytest_configure` on.
 OPTIONS: Final = pytest.StashKey[SessionOptions]()
-"""On the config's stash, from ``pytest_configure`` on."""
+# On the config's stash, exactly if a report is written: the `run_report.notes.Notes`, to which
+# fixtures pass on what they make, and which is in a room above theirs.
 OBSERVER: Final = pytest.StashKey[Any]()
-"""On the config's stash, exactly if a report is written: the `run_report.notes.Notes`, to which
-fixtures pass on what they make, and which is in a room above theirs."""
 
 
 def show_problems(problems: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # Note [Private names]: every private name is used in a module that says so, has a contract test,
 # and is looked up so that its absence becomes one of these errors.
 
+# The versions whose source was read for the private names that are used here.
 VERSIONS_READ: Final = {
     "hypothesis": "6.170",
     "pytest": "8.4 to 9.2",
@@ -24,10 +25,9 @@ VERSIONS_READ: Final = {
     "syrupy": "7.0",
     "torch": "2.6 to 2.15",
 }
-"""The versions whose source was read for the private names that are used here."""
 
+# As in pyproject.toml, of what a session imports before any test.
 REQUIRED: Final = {"pytest": ">=8.4", "syrupy": ">=7,<8"}
-"""As in pyproject.toml, of what a session imports before any test."""
 
 _UPGRADE: Final = "upgrade pytest-fsdp-comm"
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.command_line.git import ChangedFile
     from pytest_fsdp_comm.snapshots.documents import SnapshotText
 
+# What to compare, and why other files could not be read.
 Pairs: TypeAlias = tuple[list[Pair], list[str]]
-"""What to compare, and why other files could not be read."""
 
 _File = TypeVar("_File")
 

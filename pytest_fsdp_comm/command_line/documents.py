@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.events import Recording
 
+# What git calls the file of a side that has none.
 NOWHERE: Final = "/dev/null"
-"""What git calls the file of a side that has none."""
 
 
 def read_document(path: Path, *, where: str = "") -> SnapshotText:

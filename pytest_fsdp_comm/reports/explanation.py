@@ -12,8 +12,8 @@ from pytest_fsdp_comm.errors import printable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+# The title of what stands below pytest's explanation.
 SECTION: Final = "comparison"
-"""The title of what stands below pytest's explanation."""
 LIKELY: Final = "  likely: "
 LEFT_OUT: Final = "  ... and "
 CURE: Final = "  or "

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.events import Recording, Reshard
 
+# An event as the format has it.
 Event: TypeAlias = dict[str, Any]
-"""An event as the format has it."""
 _Sent: TypeAlias = Collective | Redistribution | HostDeviceCopy
 
 # Note [Time in a trace]
@@ -24,8 +24,8 @@ _Sent: TypeAlias = Collective | Redistribution | HostDeviceCopy
 # to reshard, since spans of units overlap, and a counter of bytes. A recording knows the order of
 # what it has, and no times: each record gets a step of its own, in the order of the rank.
 
+# Microseconds for each record.
 STEP_US: Final = 1_000
-"""Microseconds for each record."""
 # Of a record: less than a step, so that those of one thread never overlap.
 _DURATION_US: Final = 800
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.tree.model import ShardTree
 
+# Levels that a drawing indents; deeper rows stay at this one.
 MAX_DEPTH: Final = 40
-"""Levels that a drawing indents; deeper rows stay at this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.events import Recording
     from pytest_fsdp_comm.comm.profile import CommProfile
 
+# The name of the plugin that writes, which no rank needs.
 SESSION_PLUGIN: Final = "fsdp-comm-report"
-"""The name of the plugin that writes, which no rank needs."""
 
 # Rows of a tree that are kept.
 _MAX_ROWS: Final = 600

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 # names. `fold_fqns` writes patterns and `expand` reads them; one undoes the other, whatever the
 # names hold. `matcher` checks whether a name matches one.
 
+# How the root's FQN, which is empty, is written. Parentheses in names are escaped.
 ROOT_TEXT: Final = "(root)"
-"""How the root's FQN, which is empty, is written. Parentheses in names are escaped."""
 
+# What is written where there is no module.
 NO_MODULE: Final = "(no-module)"
-"""What is written where there is no module."""
 
+# The most FQNs that a pattern, or a whole snapshot, may stand for: those of 60 layers of 256
+# experts with 8 lines each. A reader lists them, 15 microseconds each.
 MAX_NAMES: Final = 131_072
-"""The most FQNs that a pattern, or a whole snapshot, may stand for: those of 60 layers of 256
-experts with 8 lines each. A reader lists them, 15 microseconds each."""
 
+# How many numbers of an FQN fold, from the left, as folding costs their square; others are text.
+# `layers.3.experts.7` has two, a unit such as `a.0+a.1` those of all its modules.
 MAX_NUMBERS: Final = 8
-"""How many numbers of an FQN fold, from the left, as folding costs their square; others are text.
-``layers.3.experts.7`` has two, a unit such as ``a.0+a.1`` those of all its modules."""
 
 _RESERVED: Final = frozenset("\\{}(),#")
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))|\\")
@@ -48,10 +48,10 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9_.+-]+")
 _NaturalPart: TypeAlias = tuple[bool, int, str]
 NaturalKey: TypeAlias = tuple[tuple[tuple[_NaturalPart, ...], ...], str]
 """What `natural_key` gives: its order alone is of use."""
+# The numbers at each numbered position of an FQN, ascending.
 Box: TypeAlias = tuple[tuple[int, ...], ...]
-"""The numbers at each numbered position of an FQN, ascending."""
+# The same numbers as first and last of each run; ascending, with a gap between two runs.
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""The same numbers as first and last of each run; ascending, with a gap between two runs."""
 
 
 def natural_key(fqn: str) -> NaturalKey:

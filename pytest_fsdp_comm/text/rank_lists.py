@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 # - the others are listed one by one, in ascending order: `0,2-3`.
 # The Linux kernel lists CPUs so, but writes `:1` too, and may cut the last run short.
 
+# The fewest runs that are written as one: `0,2,4` reads faster than a stride.
 FOLDED: Final = 4
-"""The fewest runs that are written as one: ``0,2,4`` reads faster than a stride."""
+# A regular expression that every list of ranks matches.
 RANKS_PATTERN: Final = r"[0-9][0-9,:/-]*"
-"""A regular expression that every list of ranks matches."""
 
 _NUMBER: Final = r"[1-9][0-9]{0,8}"
 _ENTRY: Final = re.compile(rf"(0|{_NUMBER})(?:-({_NUMBER})(?:(?::({_NUMBER}))?/({_NUMBER}))?)?")

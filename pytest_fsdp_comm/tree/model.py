@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 # in the tree. FQNs are put together on request: in a chain of 100,000 modules they would take
 # gigabytes.
 
+# Levels that the outline indents and writes full FQNs for; deeper ones show their own name.
 MAX_INDENT: Final = 40
-"""Levels that the outline indents and writes full FQNs for; deeper ones show their own name."""
 
+# Rises when an older reader would misread the JSON of a tree.
 JSON_VERSION: Final = 1
-"""Rises when an older reader would misread the JSON of a tree."""
 
 UnitKind = Literal["fsdp2", "fsdp1", "replicate", "ddp"]
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Outcomes
 
+# The longest summary. GitHub drops all of one beyond 1 MiB in a step.
 MAX_NBYTES: Final = 900_000
-"""The longest summary. GitHub drops all of one beyond 1 MiB in a step."""
 
 _MAX_CELL: Final = 400
 _MAX_STORY: Final = 20_000

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.profile import CommProfile
 
+# Axis and phase.
 Column: TypeAlias = tuple[str, str]
-"""Axis and phase."""
+# Bytes on one rank before and after.
 Cell: TypeAlias = tuple[int, int]
-"""Bytes on one rank before and after."""
 
 _PHASES: Final = {phase.value: place for place, phase in enumerate(Phase)}
 

@@ -51,11 +51,11 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.tree.model import ShardTree
     from pytest_fsdp_comm.tree.profile import TreeProfile
 
+# What a page names as its generator, near its beginning.
 GENERATOR: Final = "pytest-fsdp-comm report"
-"""What a page names as its generator, near its beginning."""
 
+# Bytes of a page.
 MAX_PAGE: Final = 1_000_000
-"""Bytes of a page."""
 # Entries of timelines on a page, shared by all of its charts.
 _ENTRIES: Final = 12_000
 # Where a page is too large with fewer, whole values are left out.

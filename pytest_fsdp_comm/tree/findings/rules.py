@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.tree.findings.settings import FindingSettings
     from pytest_fsdp_comm.tree.model import ShardTree
 
+# First what makes training wrong, then what costs more than it needs; in order of declaration.
 RULES: Final = tuple(
     declared
     for module in (mistakes, waste)
     for declared in vars(module).values()
     if isinstance(declared, Rule)
 )
-"""First what makes training wrong, then what costs more than it needs; in order of declaration."""
 
 
 def find(tree: ShardTree, settings: FindingSettings) -> tuple[Finding, ...]:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.tree.model import ParameterNode, ShardUnit
 
+# Kinds of units that shard their parameters and gather them.
 GATHERING: Final = ("fsdp2", "fsdp1")
-"""Kinds of units that shard their parameters and gather them."""
 
 _SMALL_SHARE: Final = 16
 
