@@ -132,6 +132,11 @@ class Setting(NamedTuple):
     """Empty if the default is not worth a word."""
 
 
+# Note [Declared once]: a field of `SessionOptions` that users can set carries a `Setting`. From
+# `DECLARED` come the options and ini values that pytest knows, the parsing of what is given, and
+# the table in docs/reference/options.md, so that a setting is declared in one place.
+
+
 def _setting(
     spelled: str,
     parse: Callable[[Any], Any],

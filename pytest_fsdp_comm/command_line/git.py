@@ -58,6 +58,11 @@ class Repository:
         """The id of the commit where two parted; None if they have no common ancestor."""
         return self._find("merge-base", old, new)
 
+    # Note [Contents of revisions]: `git diff --raw -z` names both contents of a file by the ids of
+    # their blobs, which one `git cat-file --batch` then gives in the order of the request: one
+    # process for all files, instead of two for each. Files on disk have no id, and those that git
+    # does not track are in no diff, so they are listed separately.
+
     def changed_files(self, commits: Sequence[str], paths: Sequence[str]) -> Iterator[ChangedFile]:
         """List snapshots that differ, in git's order; one commit is compared with the disk."""
         is_on_disk = len(commits) == 1

@@ -35,6 +35,11 @@ class Project:
     """Of ini ``fsdp_comm_links``."""
 
 
+# Note [Settings without pytest]: importing pytest takes longer than most commands run, so its rules
+# are repeated here (9.2): which files hold settings, in which order, and which of them make their
+# directory the root even if they are empty. Options of the command line are not there to be known.
+
+
 def find_project(start: Path) -> Project:
     """Read the settings of the project that an absolute directory is in."""
     for directory in (start, *start.parents):

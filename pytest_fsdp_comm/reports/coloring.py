@@ -41,7 +41,9 @@ def markup_of(line: str) -> Mapping[str, bool]:
 class Painter:
     """pytest's writer of the terminal, which prints a failed comparison line by line."""
 
-    # Whether there are colours at all stays pytest's decision.
+    # Whether there are colours at all stays pytest's decision. It prints a failure's lines in bold
+    # red, each after a mark, `E` and blanks; those after `assert` explain it, and are painted by
+    # what they say. The section below comes as one text.
 
     def __init__(self, writer: Any) -> None:
         """Pass everything else on to pytest's ``TerminalWriter``."""

@@ -47,6 +47,12 @@ class TreeRow:
         return len(self.parameters) > 1 or bool(self.units and self.parameters)
 
 
+# Note [Rows that are alike]: numbered siblings, such as the layers of a stack, share a row if they
+# look the same with all that is below them. `_likeness` numbers what looks alike, from the leaves
+# to the root, so that no subtree is compared with another. Where only the policy differs, as for a
+# last layer that stays unsharded, each has a row, and one refers to the contents of the other.
+
+
 def tree_rows(tree: ShardTree) -> Iterator[TreeRow]:
     """Yield the rows of a tree, parents first, in registration order."""
     # Of None: the roots, which are several where pipeline stages are drawn together.

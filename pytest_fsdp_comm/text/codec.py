@@ -120,6 +120,11 @@ def _key(key: Any) -> str:
     return key if isinstance(key, str) else str(to_json(key))
 
 
+# Note [Readers]: what reads a value of an annotation is put together once for each annotation, of
+# what reads its parts: resolving the names in a dataclass's annotations costs more than reading
+# one, and ranks send many messages.
+
+
 @cache
 def _reader(kind: Any) -> _Reader:
     """What reads values of an annotation: called with the data and what to call it in an error."""

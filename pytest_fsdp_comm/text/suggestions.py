@@ -61,6 +61,8 @@ def shows_usage(
             __tracebackhide__ = True
             try:
                 return function(*args, **kwargs)
+            # Looked at afterwards, so that a call that is right costs nothing; a TypeError from
+            # inside of the function stays as it is.
             except TypeError:
                 wrong = _wrong_arguments(function, args, kwargs)
                 if not wrong:
