@@ -64,24 +64,21 @@ def shows_usage(
             # Looked at afterwards, so that a call that is right costs nothing; a TypeError from
             # inside of the function stays as it is.
             except TypeError:
-                wrong = _wrong_arguments(function, args, kwargs)
-                if not wrong:
+                text = _explain_arguments(called, usage, function, args, kwargs)
+                if not text:
                     raise
-            problem, signature, meant = wrong
-            raise TypeError(
-                f"{called}: {problem}; write {usage or f'{called}{signature}'}{meant}"
-            ) from None
+            raise TypeError(text) from None
 
         return call
 
     return decorate
 
 
-def _wrong_arguments(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[TypeError, inspect.Signature, str] | None:
-    """What is wrong with a method's arguments, what it takes, and which name was meant, if any."""
-    signature = inspect.signature(function)
+def _explain_arguments(
+    called: str, usage: str, method: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> str:
+    """Say what is wrong with a method's arguments, and what it takes; empty if nothing is."""
+    signature = inspect.signature(method)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as problem:
@@ -91,5 +88,6 @@ def _wrong_arguments(
         ]
         names = [parameter.name for parameter in bare]
         unknown = next((name for name in kwargs if name not in names), "")
-        return problem, inspect.Signature(bare), did_you_mean(closest(unknown, names))
-    return None
+        takes = usage or f"{called}{inspect.Signature(bare)}"
+        return f"{called}: {problem}; write {takes}{did_you_mean(closest(unknown, names))}"
+    return ""
