@@ -8,6 +8,7 @@ from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.errors import printable
+from pytest_fsdp_comm.text.counts import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -319,5 +320,5 @@ def _rows(line: str, margin: int = 0) -> int:
 
 
 def _clipped(line: str) -> str:
-    is_whole = len(line) <= _LONGEST or line.startswith(_COMMANDS)
-    return line if is_whole or not line.startswith("  ") else f"{line[: _LONGEST - 3]}..."
+    is_change = line.startswith("  ") and not line.startswith(_COMMANDS)
+    return shorten(line, _LONGEST) if is_change else line

@@ -15,6 +15,7 @@ from pytest_fsdp_comm.options import OBSERVER, OPTIONS, join_paths
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.snapshots.failed_comparison import first_line
 from pytest_fsdp_comm.text.codec import dump_document, load_document
+from pytest_fsdp_comm.text.counts import shorten
 from pytest_fsdp_comm.text.paths import shell_word, show_path
 
 if TYPE_CHECKING:
@@ -129,10 +130,9 @@ class SessionReport:
         outcome = _outcome(report) or result.outcome
         is_worse = result.outcome not in {"failed", "error"} and outcome in {"failed", "error"}
         if is_worse:
-            problem, line = report.longreprtext, first_line(report)
+            problem, message = report.longreprtext, shorten(first_line(report), _MAX_MESSAGE)
             if len(problem) > _MAX_PROBLEM:
                 problem = f"...{problem[-_MAX_PROBLEM:]}"
-            message = line if len(line) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]}..."
             result = replace(result, problem=problem, message=message)
         if is_worse or result.outcome == "unfinished":
             result = replace(result, outcome=outcome)

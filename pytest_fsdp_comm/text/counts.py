@@ -14,3 +14,8 @@ def cut(text: str, most: int) -> str:
         return text
     kept = text[: most - 40]
     return f"{kept}\n... and {len(text) - len(kept):_} more characters"
+
+
+def shorten(line: str, most: int) -> str:
+    """Cut a line to at most so many characters."""
+    return line if len(line) <= most else f"{line[: most - 3]}..."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.text.counts import counted, cut
+from pytest_fsdp_comm.text.counts import counted, cut, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -125,7 +125,7 @@ def _unused(outcomes: Outcomes) -> str:
 
 
 def _cell(text: str) -> str:
-    return plain(text if len(text) <= _MAX_CELL else f"{text[: _MAX_CELL - 3]}...")
+    return plain(shorten(text, _MAX_CELL))
 
 
 def plain(text: str) -> str:

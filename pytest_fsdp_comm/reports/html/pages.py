@@ -36,7 +36,7 @@ from pytest_fsdp_comm.reports.tree_rows import (
     policy_words,
     relation_words,
 )
-from pytest_fsdp_comm.text.counts import counted
+from pytest_fsdp_comm.text.counts import counted, shorten
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import name_ranks
@@ -291,9 +291,7 @@ def _index_title(rows: Sequence[_TestRow]) -> str:
 def _cut(text: str) -> str:
     """Shorten a headline to as many lines, each as long, as a table has room for."""
     first = text.splitlines()[:_MAX_HEADLINES]
-    return "\n".join(
-        line if len(line) <= _MAX_HEADLINE else f"{line[:_MAX_HEADLINE]}..." for line in first
-    )
+    return "\n".join(shorten(line, _MAX_HEADLINE) for line in first)
 
 
 def _texts(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
