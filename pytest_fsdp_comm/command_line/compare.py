@@ -38,30 +38,28 @@ _HEAD: Final = "HEAD"
 def run_diff(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm diff``."""
     links = find_project(Path.cwd()).links
-    pairs, problems = pairs_of([*options.sides, *options.rest], Path.cwd())
+    pairs, problems = pairs_of([*options.sides, *options.rest])
     differs = _print_stories(pairs, links, Printer(options.color), with_lines=options.lines)
     return print_problems(problems) or (DIFFERENT if differs else SAME)
 
 
-def pairs_of(arguments: Sequence[str], directory: Path) -> Pairs:
+def pairs_of(arguments: Sequence[str]) -> Pairs:
     """Find what the arguments of ``diff`` name: files, directories, or revisions and then paths."""
     has_separator = "--" in arguments
     place = list(arguments).index("--") if has_separator else len(arguments)
     names, paths = list(arguments[:place]), list(arguments[place + 1 :])
     if not has_separator:
-        if len(names) == 2 and all((directory / name).exists() for name in names):  # noqa: PLR2004  # two sides
-            return _pairs_on_disk(names, directory)
-        if len(names) == 1 and (directory / names[0]).is_file():
+        if len(names) == 2 and all(Path(name).exists() for name in names):  # noqa: PLR2004  # two sides
+            return _pairs_on_disk(names)
+        if len(names) == 1 and Path(names[0]).is_file():
             # As for git: that file, as it is, against its last commit.
             names, paths = [], names
-    return _pairs_in_git(names, paths, directory, has_separator=has_separator)
+    return _pairs_in_git(names, paths, has_separator=has_separator)
 
 
-def _pairs_in_git(
-    names: Sequence[str], paths: Sequence[str], directory: Path, *, has_separator: bool
-) -> Pairs:
-    repository = Repository(directory)
-    is_path = bool(names) and not has_separator and (directory / names[0]).exists()
+def _pairs_in_git(names: Sequence[str], paths: Sequence[str], *, has_separator: bool) -> Pairs:
+    repository = Repository()
+    is_path = bool(names) and not has_separator and Path(names[0]).exists()
     found = _RANGE.fullmatch(names[0]) if names and not is_path else None
     if found:
         shown, rest = [found["old"] or _HEAD, found["new"] or _HEAD], names[1:]
@@ -75,7 +73,7 @@ def _pairs_in_git(
         known = takewhile(bool, map(repository.commit, names[:2]))
         commits = [commit for commit in known if commit]
         shown, rest = list(names[: len(commits)]), names[len(commits) :]
-    _check_paths(rest, directory, has_separator=has_separator)
+    _check_paths(rest, has_separator=has_separator)
     if not commits:
         head = repository.commit(_HEAD)
         if head is None:
@@ -110,12 +108,12 @@ def _read_all(files: Iterable[_File], pair_of: Callable[[_File], Pair]) -> Pairs
     return pairs, problems
 
 
-def _check_paths(names: Sequence[str], directory: Path, *, has_separator: bool) -> None:
+def _check_paths(names: Sequence[str], *, has_separator: bool) -> None:
     for name in names:
         if has_separator:
             raise unknown_revision(name)
         # What is gone now may have been there: git then wants a "--" before it.
-        if not (directory / name).exists():
+        if not Path(name).exists():
             raise FsdpCommError(
                 f"{name!r} is neither a file or directory here nor a revision of git; expected "
                 "two files, two directories, or revisions such as main..HEAD and then paths. Put "
@@ -123,12 +121,12 @@ def _check_paths(names: Sequence[str], directory: Path, *, has_separator: bool) 
             )
 
 
-def _pairs_on_disk(names: Sequence[str], directory: Path) -> Pairs:
+def _pairs_on_disk(names: Sequence[str]) -> Pairs:
     old, new = names
-    sides = [directory / name for name in names]
+    sides = [Path(name) for name in names]
     are_directories = [side.is_dir() for side in sides]
     if all(are_directories):
-        return pairs_in_directories(names, directory)
+        return pairs_in_directories(names)
     if any(are_directories):
         one, other = (old, new) if are_directories[0] else (new, old)
         raise FsdpCommError(f"{one} is a directory and {other} is not; expected two of a kind")
@@ -136,9 +134,9 @@ def _pairs_on_disk(names: Sequence[str], directory: Path) -> Pairs:
     return [Pair(old=was, new=now, old_path=old, new_path=new)], []
 
 
-def pairs_in_directories(names: Sequence[str], directory: Path) -> Pairs:
+def pairs_in_directories(names: Sequence[str]) -> Pairs:
     """Pair the files of an older and a newer directory, one of which may be missing."""
-    sides = [directory / name for name in names]
+    sides = [Path(name) for name in names]
     found = [
         {str(file.relative_to(side)) for file in side.rglob(f"*{SUFFIX}") if file.is_file()}
         for side in sides

@@ -29,15 +29,14 @@ class ChangedFile:
 
 
 class Repository:
-    """The repository that a directory is in."""
+    """The repository that the working directory is in."""
 
-    def __init__(self, directory: Path) -> None:
-        """Find the repository; names of files are relative to `directory`."""
-        self._directory = directory
+    def __init__(self) -> None:
+        """Find the repository."""
         found = self._find("rev-parse", "--show-toplevel")
         if found is None:
             raise FsdpCommError(
-                f"{directory} is in no working tree of git; run this command inside of a "
+                f"{Path.cwd()} is in no working tree of git; run this command inside of a "
                 "repository, or name two files"
             )
         self.top = Path(found)
@@ -94,7 +93,7 @@ class Repository:
     def _untracked(self, paths: Sequence[str]) -> Iterator[ChangedFile]:
         listed = self._run(
             *("ls-files", "--others", "--exclude-standard", "--full-name", "-z", "--", *paths),
-            directory=self._directory if paths else self.top,
+            directory=None if paths else self.top,
         )
         for path in listed.split("\0"):
             if path.endswith(SUFFIX):
@@ -133,7 +132,7 @@ class Repository:
         try:
             return subprocess.run(  # noqa: S603  # no shell; revisions follow --end-of-options
                 ["git", *arguments],  # noqa: S607  # the user's git
-                cwd=directory or self._directory,
+                cwd=directory,
                 input=given.encode(),
                 capture_output=True,
                 check=False,

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 def run(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm report``."""
     arguments = [*options.sides, *options.rest]
-    if len(arguments) == 1 and (Path.cwd() / arguments[0] / RECEIVED).is_dir():
+    if len(arguments) == 1 and Path(arguments[0], RECEIVED).is_dir():
         # A first recording has nothing that it was compared with.
         sides = [os.path.join(arguments[0], side) for side in (EXPECTED, RECEIVED)]  # noqa: PTH118  # shown as given
-        pairs, problems = pairs_in_directories(sides, Path.cwd())
+        pairs, problems = pairs_in_directories(sides)
     else:
-        pairs, problems = pairs_of(arguments, Path.cwd())
+        pairs, problems = pairs_of(arguments)
     tests: dict[object, list[tuple[Pair, Story]]] = {}
     for pair, story in zip(pairs, tell(pairs, find_project(Path.cwd()).links), strict=True):
         tests.setdefault(test_of(pair), []).append((pair, story))
