@@ -53,7 +53,7 @@ class Review:
 def read_review(config: pytest.Config, environment: Mapping[str, str]) -> Review | None:
     """Find out where to report the outcome of a session; None if nowhere."""
     summary = config.stash[OPTIONS].summary_file
-    # A session that a test of another session runs is none that anybody reviews.
+    # Nobody reviews a session that a test of another session runs.
     is_own = "PYTEST_CURRENT_TEST" not in environment
     step = environment.get("GITHUB_STEP_SUMMARY", "") if is_own else ""
     annotates = is_own and environment.get("GITHUB_ACTIONS") == "true"

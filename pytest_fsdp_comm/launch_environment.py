@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 # Environment variable that a launched pytest sets: a pytest that one of its tests runs inherits the
-# launcher's variables, but is none of its ranks.
+# launcher's variables, but is not one of its ranks.
 INSIDE_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCHED"
 # Environment variable of a spawned rank: the path of its `RankSetSpec`.
 SPEC_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"

@@ -49,7 +49,7 @@ QUESTION: Final = "accept? [y]es, [n]o (skip), [a]ll, [q]uit: "
 
 
 # Note [Artifacts of a fork]
-# What CI received may come from a pull request of anybody, who then chose its names, texts and
+# What CI received may come from anybody's pull request, whose author chose its names, texts and
 # links. So no link in it is followed, neither to read nor to compare (`_received`,
 # `_check_no_link`), and no name that steers a terminal is printed. A file is written only inside
 # the snapshot directory, wherever links of ours lead, which is checked again right before the
@@ -136,7 +136,7 @@ def accept(  # noqa: PLR0913  # each a choice of the user's
                 refused[target.relative_to(snapshot_dir)] = str(problem)
             else:
                 written += 1
-    # At the end, where nobody misses them.
+    # Last, so that refusals are not overlooked.
     for path, why in refused.items():
         printer.lines([f"{path}: refused", f"  {why}", ""])
     return Accepted(written=written, skipped=skipped + unanswered, refused=len(refused))

@@ -47,7 +47,7 @@ class Repository:
         return self._find("rev-parse", *options, f"{revision}^{{commit}}")
 
     def known_commit(self, revision: str) -> str:
-        """As `commit`, of a name that must stand for one."""
+        """Like `commit`, but raise FsdpCommError if there is none."""
         commit = self.commit(revision)
         if commit is None:
             raise unknown_revision(revision)

@@ -34,7 +34,7 @@ def render_comparison(
     head = [f"comm_mode differs from {snapshot}"]
     told = [f"  {step.line}{_site_of(step, comparison.sites)}" for step in comparison.steps]
     cost = [f"  {line}" for line in cost_lines(comparison.cost)]
-    # The cost tells it better.
+    # The lines about the cost say it better.
     told_twice = "memory" if any("peak gathered" in line for line in cost) else ""
     left = sorted((one for one in comparison.left if one.subject != told_twice), key=weight)
     loud = [one for one in left if one.subject != "reshard"] or left

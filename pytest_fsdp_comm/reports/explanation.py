@@ -13,7 +13,7 @@ from pytest_fsdp_comm.text.counts import shorten
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-# The title of what stands below pytest's explanation.
+# The title of the section below pytest's explanation.
 SECTION: Final = "comparison"
 LIKELY: Final = "  likely: "
 LEFT_OUT: Final = "  ... and "
@@ -178,7 +178,7 @@ def combine(failures: Sequence[Failure], *, accept: str) -> tuple[str, ...]:
         name: [line for line in body if not line.startswith(shared)]
         for name, body in bodies.items()
     }
-    # What something costs stands before what changed, and gives way to it.
+    # Costs come before changes, but make room for them.
     for name, body in bodies.items():
         body[1:1] = costs[name]
     shown: dict[str, list[str]] = {name: [] for name in bodies}

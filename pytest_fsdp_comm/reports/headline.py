@@ -40,7 +40,7 @@ def headline(changes: Sequence[Change | TreeChange]) -> str:
 
 
 def headline_of_steps(comparison: Comparison) -> str:
-    """Tell the first step in one line; empty if it is of single modules, or not all is told."""
+    """Tell the first step in one line; empty for single modules and inexact explanations."""
     # Of single modules, the largest of their changes says as much in fewer words.
     if (
         not comparison.steps

@@ -73,7 +73,7 @@ def check_directory(directory: Path) -> None:
 # Note [A worker's records]
 # Under xdist the controller writes the report, and only reports of phases travel to it. A worker
 # hangs a test's record onto the report of its teardown, as text, and an empty text onto the others
-# of the test, which tells them from tests that are none of ours. It must do so before the hook of
+# of the test, which tells them from tests that are not ours. It must do so before the hook of
 # xdist that sends the report (tryfirst), and the controller takes it off again before other plugins
 # see it, which may write all attributes of a report to a file.
 

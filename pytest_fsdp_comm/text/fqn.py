@@ -272,7 +272,7 @@ def first_name(pattern: str) -> str:
 
 
 def read_pattern(text: str) -> Pattern:
-    """Take a pattern apart; ValueError where the text is none that `fold_fqns` writes."""
+    """Take a pattern apart; ValueError if `fold_fqns` would not write it so."""
     # It says where, and what was expected. The work does not grow with the number of its FQNs.
     _check_braces(_TOKEN.sub("", text), text)
     tokens = _TOKEN.findall(text)

@@ -98,7 +98,7 @@ def _content(facts: TreeFacts) -> Hashable:
 
 
 def ranks_of_stages(trees: Mapping[int, TreeFacts]) -> list[list[int]]:
-    """Group ranks by the stage of a pipeline that they run; all are one where there is none."""
+    """Group ranks by the pipeline stage that they run; without a pipeline there is one group."""
     # Ranks of a stage have a parameter name in common, or are linked by others that do. Both ranks
     # and groups ascend.
     names_of = {key: frozenset(facts.parameters) for key, facts in _distinct(trees).items()}

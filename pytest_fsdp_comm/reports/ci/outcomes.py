@@ -60,7 +60,7 @@ class UnusedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """All that is said of a session."""
+    """What a summary and annotations say about a session."""
 
     compared_tests: int
     """How many tests compared something and passed, or failed by it."""

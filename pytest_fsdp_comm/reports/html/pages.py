@@ -335,7 +335,7 @@ def _data(sections: Sequence[dict[str, Any]]) -> str:
 
 
 # Note [Nothing runs but ours]
-# Names of tests, modules and axes are anybody's. In the text jinja escapes them (`autoescape`),
+# Names of tests, modules and axes can be anything. In the text jinja escapes them (`autoescape`),
 # with control characters written out (`_printable`), and the JSON has no "<" that could end its
 # element. Behind that, the page's policy allows the one style sheet and the one script whose
 # digests it names, and nothing to be loaded. It forbids style attributes too, so the script places
