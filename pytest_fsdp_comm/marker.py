@@ -114,6 +114,12 @@ def uses_plugin(item: pytest.Item) -> bool:
     return SETTINGS in item.stash or "comm_snapshot" in getattr(item, "fixturenames", ())
 
 
+def may_record(item: pytest.Item) -> bool:
+    """Whether a test runs on ranks or requests a fixture that records."""
+    fixtures = {"comm_mode", "fsdp_tree"}.intersection(getattr(item, "fixturenames", ()))
+    return SETTINGS in item.stash or bool(fixtures)
+
+
 def snapshot_variant(item: pytest.Item) -> str:
     """``ws4``, the part of a file name that names the world size; ``ws1`` without ranks."""
     settings = item.stash.get(SETTINGS, None)

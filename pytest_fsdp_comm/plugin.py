@@ -164,12 +164,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail a test that cannot run where torch is missing or ranks cannot be forked."""
     # After marks that skip it, and before code of its own, which would fail with a consequence.
-    is_distributed = options.SETTINGS in item.stash
-    if is_distributed or {"comm_mode", "fsdp_tree"}.intersection(getattr(item, "fixturenames", ())):
-        missing = upstream.missing_torch()
-        if missing:
-            pytest.fail(missing, pytrace=False)
-    if is_distributed and not _CAN_FORK:
+    if marker.may_record(item) and (missing := upstream.missing_torch()):
+        pytest.fail(missing, pytrace=False)
+    if options.SETTINGS in item.stash and not _CAN_FORK:
         pytest.fail(_NEEDS_FORK, pytrace=False)
 
 

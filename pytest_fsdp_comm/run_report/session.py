@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from pytest_fsdp_comm.launch_environment import is_spawned_rank
-from pytest_fsdp_comm.marker import uses_plugin
+from pytest_fsdp_comm.marker import may_record, uses_plugin
 from pytest_fsdp_comm.options import OBSERVER, OPTIONS, join_paths
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.snapshots.failed_comparison import first_line
@@ -29,8 +29,6 @@ _RECORD: Final = "comm_record"
 _KIND: Final = "record"
 _VERSION: Final = 1
 
-# Fixtures that record, of tests without the marker too.
-_RECORDING: Final = frozenset({"comm_mode", "fsdp_tree"})
 # Characters of a failure's report that are shown: the last ones.
 _MAX_PROBLEM: Final = 8_000
 _MAX_MESSAGE: Final = 300
@@ -95,9 +93,7 @@ class SessionReport:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Note which tests the report is about."""
         self._ours = {
-            item.nodeid: item
-            for item in session.items
-            if uses_plugin(item) or _RECORDING & set(getattr(item, "fixturenames", ()))
+            item.nodeid: item for item in session.items if uses_plugin(item) or may_record(item)
         }
 
     @pytest.hookimpl(tryfirst=True)

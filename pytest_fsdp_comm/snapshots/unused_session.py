@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
-from pytest_fsdp_comm.options import OPTIONS, SETTINGS, WORLD_SIZE_PARAM
+from pytest_fsdp_comm.marker import may_record, snapshot_test_name, snapshot_variant
+from pytest_fsdp_comm.options import OPTIONS, WORLD_SIZE_PARAM
 from pytest_fsdp_comm.snapshots.names import (
     SUFFIX,
     function_of,
@@ -150,7 +150,7 @@ class UnusedSnapshots:
         self.collected = _Session(
             modules=self._modules(selected, is_selection=is_selection),
             selected_count=len({item.nodeid for item in session.items}),
-            ours=tuple(item.nodeid for item in session.items if _is_ours(item)),
+            ours=tuple(item.nodeid for item in session.items if may_record(item)),
             is_selection=is_selection,
             compared=(),
         )
@@ -380,11 +380,6 @@ class UnusedSnapshots:
             shown = show_path(unused.path, self._config.rootpath)
             terminalreporter.write_line(f"  {shown}: {unused.doubt}")
         terminalreporter.write_line("Delete by hand what belongs to tests that are gone.")
-
-
-def _is_ours(item: pytest.Item) -> bool:
-    fixtures = {"comm_mode", "fsdp_tree"}.intersection(getattr(item, "fixturenames", ()))
-    return SETTINGS in item.stash or bool(fixtures)
 
 
 def _is_narrowed(config: pytest.Config) -> bool:
