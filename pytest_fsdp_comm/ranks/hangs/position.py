@@ -1,9 +1,4 @@
-"""Reads where this rank is: its line of user code, its module, and how far its groups have come.
-
-Read on a thread of the rank itself, while its main thread may be stuck in a collective, which
-releases the GIL. The order comes from torch's flight recorder, which watches gloo and NCCL from
-torch 2.13 on with no setting, but no point-to-point calls, and nothing of the fake group.
-"""
+"""Reads where this rank is: its line of user code, its module, and how far its groups have come."""
 
 from __future__ import annotations
 
@@ -36,6 +31,12 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.flight_recorder import Flight
     from pytest_fsdp_comm.recording.mesh_axes import GroupAxis
 
+# Note [Reading a stuck rank]: a thread of the rank itself reads, while the main thread may be stuck
+# in a collective, which releases the GIL. The order comes from torch's flight recorder, which from
+# torch 2.13 on watches gloo and NCCL with no setting, but no point-to-point calls, and nothing of
+# the fake group. All of it is only shown to people: where a private name of torch or pytest has
+# moved, that part is left out.
+
 # Enough to compare ranks: the collective that one waits in, and what the others issued instead.
 _KEPT_COLLECTIVES = 16
 _INSTRUCTION_NBYTES: Final = 2
@@ -50,12 +51,7 @@ _MAKING_GROUPS: Final = ("new_group", "split_group", "init_process_group")
 
 
 def read_position(since_ns: int, *, with_groups: bool) -> Position:
-    """Reads where the main thread is.
-
-    Args:
-        since_ns: Collectives before this time (`time.time_ns`) belong to another test.
-        with_groups: Whether to read the process groups too.
-    """
+    """Reads where the main thread is; collectives before `time.time_ns` are another test's."""
     # Documented for debuggers.
     innermost = sys._current_frames()
     frames = list(_outwards(innermost.get(threading.main_thread().ident or 0)))
@@ -76,8 +72,6 @@ def read_position(since_ns: int, *, with_groups: bool) -> Position:
 
 
 class _Thread(NamedTuple):
-    """A thread that may wait in collectives."""
-
     frames: Sequence[FrameType]
     """Innermost first."""
     site: str
@@ -117,7 +111,7 @@ def _described(code: CodeType, line: int | None, instruction: int) -> StackFrame
 
 
 def _expression(code: CodeType, instruction: int) -> str:
-    """The source of what an instruction evaluates; empty if the source is not to be had."""
+    """The source of what an instruction evaluates; empty without source."""
     positions = itertools.islice(code.co_positions(), instruction // _INSTRUCTION_NBYTES, None)
     first, last, start, end = next(positions, (None, None, None, None))
     if first is None or last is None or start is None or end is None:
@@ -130,13 +124,13 @@ def _expression(code: CodeType, instruction: int) -> str:
 
 
 def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
-    """What the test has raised, if pytest is about to report it."""
+    """The exception of the test that pytest is about to report."""
     if frames and frames[0].f_code.co_filename == channel.__file__:
         # It waits for another test. pytest keeps what a call raised until the next one begins.
         return getattr(sys, "last_value", None)
     for frame in frames:
         if frame.f_code.co_name == "pytest_runtest_makereport":
-            # Of pytest's own hook and of wrappers alike; only shown to people, so it may go away.
+            # Of pytest's own hook and of wrappers alike.
             raised = getattr(getattr(frame.f_locals.get("call"), "excinfo", None), "value", None)
             if isinstance(raised, BaseException):
                 return raised
@@ -157,14 +151,17 @@ def _is_c10d(frame: FrameType) -> bool:
 
 
 def _unrecorded_call(frames: Sequence[FrameType]) -> UnrecordedCall | None:
-    """What the main thread waits in that the flight recorder does not know; None if in nothing."""
-    with contextlib.suppress(Exception):  # a name of torch has moved: the stack is shown anyway
+    """The call in which the main thread waits unknown to the flight recorder; None if in none."""
+    with contextlib.suppress(Exception):  # see Note [Reading a stuck rank]
         for frame in frames:
             name, own = frame.f_code.co_name, frame.f_locals
             if frame.f_globals.get("__name__", "").endswith("wire.exchange"):
                 missing = (own["rank"],) if name == "_await" else own.get("missing")
                 if missing is not None:
-                    what = _exchange(own["name"])
+                    number, _, _ = own["name"].rpartition(".")
+                    what = f"comparison {number} of comm_mode or fsdp_tree"
+                    if not number.isdecimal():
+                        what = "the making of the process group"
                     return UnrecordedCall(name=what, ranks=tuple(missing), is_mutual=False)
             if not _is_c10d(frame):
                 continue
@@ -179,14 +176,6 @@ def _unrecorded_call(frames: Sequence[FrameType]) -> UnrecordedCall | None:
     return None
 
 
-def _exchange(name: str) -> str:
-    """What a rank waits for, by the name of the text that another one has to give."""
-    number, _, _ = name.rpartition(".")
-    if number.isdecimal():
-        return f"comparison {number} of comm_mode or fsdp_tree"
-    return "the making of the process group"
-
-
 def _ranks_of(group: Any) -> tuple[int, ...]:
     import torch.distributed as dist  # noqa: PLC0415  # loaded: the rank is inside of it
 
@@ -194,7 +183,7 @@ def _ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def _peer(own: dict[str, Any], role: str) -> int | None:
-    """The default group's rank that a point-to-point call names; None for any."""
+    """The default group's rank that a call names; None for any."""
     peer = own[role]
     if peer is None and own[f"group_{role}"] is not None:
         peer = _ranks_of(own["group"])[own[f"group_{role}"]]
@@ -202,7 +191,7 @@ def _peer(own: dict[str, Any], role: str) -> int | None:
 
 
 def _module(frames: Sequence[FrameType]) -> str:
-    """The module that runs in forward; in backward, where none does, the FSDP unit that acts."""
+    """The FQN of the module that runs in forward, or of the FSDP unit that acts in backward."""
     if "torch" not in sys.modules:
         return ""
     from torch import nn  # noqa: PLC0415  # not before the test does
@@ -210,7 +199,7 @@ def _module(frames: Sequence[FrameType]) -> str:
     called: list[nn.Module] = []
     for frame in frames:
         self: Any = frame.f_locals.get("self")
-        # Set from torch 2.6 to 2.15 once the unit has run; only shown to people, so it may go away.
+        # Set from torch 2.6 to 2.15 once the unit has run.
         unit = getattr(self, "_module_fqn", None) if type(self).__name__ == "FSDPParamGroup" else ""
         if isinstance(unit, str) and unit and not called:
             return unit
@@ -273,7 +262,7 @@ def _groups(
 
 
 def _waiting_threads(main: _Thread, innermost: Mapping[int, FrameType]) -> dict[int, _Thread]:
-    """The other threads of Python that wait in torch, by their ident."""
+    """Python's other threads that wait in torch, by `threading.Thread.ident`."""
     joined = [
         frame.f_locals.get("self")
         for frame in main.frames
@@ -310,16 +299,15 @@ def _kind(kind: str, call: FrameType | None) -> str:
 def _root(kind: str, call: FrameType | None) -> int | None:
     """The rank that a call gives to or takes from; None where it is unknown."""
     if call and call.f_code.co_name == kind and kind in ROOT_ROLES:
-        with contextlib.suppress(Exception):  # a name of torch has moved
+        with contextlib.suppress(Exception):  # see Note [Reading a stuck rank]
             return _peer(call.f_locals, ROOT_ROLES[kind])
     return None
 
 
 def _made_groups() -> tuple[dict[str, tuple[int, ...]], dict[str, GroupAxis]]:
-    """The ranks of every process group of this rank, in order of creation, and how each is called.
+    """The ranks of every process group of this rank, in order of creation, and the groups' axes.
 
-    Less than that, where torch has moved a name or the main thread changes what is read here: it is
-    only shown to people.
+    See Note [Reading a stuck rank]; the main thread, too, may change what is read here.
     """
     from torch import distributed as dist  # noqa: PLC0415  # loaded already
 

@@ -1,7 +1,4 @@
-"""Explains which rank waits for which, from where each is in the order of collectives.
-
-A report is read on a screen: ranks in the same state share a line, and the rest is counted.
-"""
+"""Explains which rank waits for which, from where each is in the order of collectives."""
 
 from __future__ import annotations
 
@@ -16,17 +13,20 @@ from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks, write_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from pytest_fsdp_comm.ranks.wire.positions import GroupPosition, Position, UnrecordedCall
 
-# Of whatever ranks do in different ways: beyond it only how many ways there are helps.
+# Note [What fits on a screen]: ranks in the same state share a line. Where that leaves too many
+# lines, they are written more vaguely, so that more ranks share one. If there are still too many,
+# the rarest are shown, since the rank that all wait for is mostly alone, and the rest is counted.
 _MOST_WAYS: Final = 4
 _MOST_STALLS: Final = 3
 _MOST_STACKS: Final = 4
 # Ranks that wait for one other rank each.
 _MOST_PEERS: Final = 16
 _PEER_WORDS: Final = {"src": "from", "dst": "to"}
+_PEER_CALLS: Final = tuple(f"{{waits}} in {name}" for name in PEER_ROLES)
 # Whose inputs torch wants of one shape on every rank. Those of scatter, gather and all-to-all may
 # differ.
 _EQUAL_SIZES: Final = ("all_reduce", "all_gather", "allgather", "reduce", "broadcast")
@@ -40,6 +40,7 @@ _PLURALS: Final = {
     "reports": "report",
     "runs": "run",
     "waits": "wait",
+    "was": "were",
 }
 _SINGULARS: Final = {word: word for word in _PLURALS}
 
@@ -54,22 +55,16 @@ _WHEREABOUTS: Final = {
 }
 
 _Positions: TypeAlias = Mapping[int, "Position"]
-_Write: TypeAlias = "Callable[[Sequence[int], int], str]"
-"""Words what ranks do, all of them the same, at a level: 0 is exact, 2 the vaguest."""
+_Words: TypeAlias = tuple[str, str, str]
+"""What ranks do, from exact to vague; a template of `_say`, to be read after their names."""
 
 
 def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> list[str]:
-    """Explains a hang.
+    """Explains a hang, given where each rank is that lives, and which are known to have failed.
 
-    Args:
-        positions: Where each rank is; dead ranks are missing.
-        blamed: Ranks that are known to have failed.
-
-    Returns:
-        A line like ``all wait for rank 3, at model.py:90 in forward`` where that is known; then
-        lines like ``ranks 0-1 wait in all_gather #7 of dp for layers.3 (512 B) at model.py:88`` and
-        ``rank 3 never issued it, and is at model.py:90``. Empty if no rank waits, or some wait for
-        blamed ones.
+    A line like ``all wait for rank 3, at model.py:90 in forward`` where that is known; then lines
+    like ``ranks 0-1 wait in all_gather #7 of dp for layers.3 (512 B) at model.py:88`` and ``rank 3
+    never issued it, and is at model.py:90``. Empty if no rank waits, or some wait for blamed ones.
     """
     stalls = [*_stalls(positions), *_call_stalls(positions)]
     reached = _reached(stalls)
@@ -93,15 +88,10 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
 
 
 def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:
-    """Explains why a backend gave up, where what ranks called does not fit together.
+    """Explains why a backend gave up in the last collective of some of the failed ranks.
 
-    Args:
-        positions: Where each rank is or, of one that the backend has ended, was.
-        failed: The ranks whose last collective the backend may have given up.
-
-    Returns:
-        ``rank 3 called all_reduce of 400,000 float32, ranks 0-2 of 4 float32, in #1 of world at
-        test_it.py:9 in test_it``, the rarest first; empty if nothing differs.
+    ``rank 3 called all_reduce of 400,000 float32, ranks 0-2 of 4 float32, in #1 of world at
+    test_it.py:9 in test_it``, the rarest first; empty if what ranks called does not differ.
     """
     for group in _groups(positions):
         ended = [one for rank in failed for one in group.issued.get(rank, {}).values()]
@@ -143,7 +133,7 @@ def _mismatch(what: str, own: Mapping[int, IssuedCollective]) -> str:
 
 
 def _contrast(texts: Mapping[int, str], verb: str, verb_of_several: str) -> str:
-    """What each rank does differently: ``rank 3 <verb> this, ranks 0-2 that``, the rarest first."""
+    """``rank 3 <verb> this, ranks 0-2 that``, the rarest first."""
     shown, ways, rest = _cut(sorted(fold_equal(texts), key=_rarity), _MOST_WAYS)
     parts = [f"{name_ranks(ranks)} {text}" for ranks, text in shown]
     ranks, text = shown[0]
@@ -157,7 +147,7 @@ _Folds: TypeAlias = list[tuple[list[int], str]]
 
 
 def _cut(folded: _Folds, most: int) -> tuple[_Folds, int, list[int]]:
-    """What to show, how many others there are, at least two if any, and the ranks of these."""
+    """The folds to show, how many others there are (never one), and the ranks of these."""
     shown = folded if len(folded) <= most else folded[: most - 1]
     rest = [rank for ranks, _ in folded[len(shown) :] for rank in ranks]
     return shown, len(folded) - len(shown), rest
@@ -167,18 +157,12 @@ def _rarity(fold: tuple[list[int], str]) -> int:
     return len(fold[0])
 
 
-def list_stacks(stacks: Mapping[int, str], title: Callable[[Sequence[int]], str]) -> list[str]:
-    """Lists where ranks are, those at the same place together.
-
-    Args:
-        stacks: The stack of each rank, a line for each frame; empty if unknown.
-        title: What to write above a stack, given the ranks.
-    """
+def list_stacks(stacks: Mapping[int, str], title: str) -> list[str]:
+    """Lists ranks' stacks, empty if unknown, each below a title such as ``{ranks} {is} at:``."""
     lines = []
-    # The rarest: the rank that all wait for is mostly alone.
     shown, places, rest = _cut(sorted(fold_equal(stacks), key=_rarity), _MOST_STACKS)
     for ranks, stack in sorted(shown):
-        lines.append(title(ranks))
+        lines.append(_say(title, ranks))
         lines += [f"    {line}" for line in (stack or "position unknown").splitlines()]
     if rest:
         lines.append(_say("{ranks} {is} at {places} other places", rest, places=str(places)))
@@ -191,12 +175,12 @@ class _Stall:
 
     what: str
     """In words; of parallel groups the same."""
-    waiting: Mapping[int, tuple[str, str, str]]
-    """The ranks that wait in it, and their words for it, from exact to vague."""
+    waiting: Mapping[int, _Words]
+    """The ranks that wait in it, and their words for it."""
     missing: frozenset[int]
     """The ranks that they wait for."""
-    absent: Mapping[int, _Write]
-    """The ranks that do not wait in it and have answered, with what words their part in it."""
+    absent: Mapping[int, _Words]
+    """The ranks that do not wait in it and have answered, and what they did instead."""
     notes: tuple[str, ...] = ()
     """Why nobody need be missing."""
     is_aside: bool = False
@@ -210,7 +194,7 @@ class _Stall:
 
 
 def _reached(stalls: Iterable[_Stall]) -> dict[int, set[int]]:
-    """The ranks that each waiting rank waits for, by way of others too."""
+    """The ranks that each waiting rank waits for, directly or through others."""
     reached: defaultdict[int, set[int]] = defaultdict(set)
     for stall in stalls:
         for rank in () if stall.is_aside else stall.waiting:
@@ -244,13 +228,18 @@ def _cause(reached: Mapping[int, set[int]], positions: _Positions) -> Iterator[s
 
 
 def _say(template: str, ranks: Sequence[int], **texts: str) -> str:
-    """Fills in a template, such as ``{ranks} {waits} in {text}``; verbs agree with the ranks."""
+    """Fills in a template, such as ``{ranks} {waits} in {text}``, with verbs for one or several."""
     verbs = _SINGULARS if len(ranks) == 1 else _PLURALS
     return template.format(ranks=name_ranks(ranks), **verbs, **texts)
 
 
+def _verbatim(text: str) -> str:
+    """A text as part of a template: paths, names and code may hold braces."""
+    return text.replace("{", "{{").replace("}", "}}")
+
+
 def _whereabouts(ranks: Sequence[int], positions: _Positions) -> str:
-    """What ranks do that others wait for; all of them do the same."""
+    # All of them do the same.
     position = positions.get(ranks[0])
     if position is None:
         return _say(", which {is} dead", ranks)
@@ -296,7 +285,6 @@ def _groups(positions: _Positions) -> Iterator[_Group]:
 
 
 def _label(group: GroupPosition, namesakes: Iterable[GroupPosition]) -> str:
-    """What people call a group."""
     members = name_ranks(group.ranks) if group.ranks else "unknown ranks"
     name = group.axis or f"group of {members}"
     # Parallel groups of a mesh share a name on purpose. Others must be told apart.
@@ -323,7 +311,7 @@ def _vagueness(group: GroupPosition) -> int:
 
 
 def _stalls(positions: _Positions) -> Iterator[_Stall]:
-    """What ranks wait in on each group: the first collective of main threads, and of others."""
+    """On each group, the first collective that main threads wait in, and that of other threads."""
     for group in _groups(positions):
         of_main_threads: set[int] = set()
         for is_aside in (False, True):
@@ -354,34 +342,35 @@ def _stall(
         serving = f" for {module}" if module and not one.thread else ""
         thread = f" in thread {one.thread}" if one.thread else ""
         text = f"{one.kind} {what}{serving} ({show_nbytes(one.nbytes)}){thread}"
-        waiting[rank] = (_at(text, one.site), text, what)
+        waiting[rank] = _waits(text, one.site, what)
     unequal = _unequal(what, own)
     notes = unequal or _unlike_roots(own)
     absent = [rank for rank in group.ranks if rank not in waiting]
     never = frozenset(rank for rank in absent if rank not in own)
     gone_on = frozenset(rank for rank in absent if rank in own and own[rank].is_done)
 
-    def write(ranks: Sequence[int], level: int) -> str:
-        before, more = group.issued.get(ranks[0], {}), ""
-        if one := own.get(ranks[0]):
-            thread = f" in thread {one.thread}" if one.thread else ""
-            text = "finished it" if one.is_done else f"issued it{thread}"
+    absent_words = {}
+    for rank in _answering(absent, positions):
+        before, more = group.issued.get(rank, {}), ""
+        if issued := own.get(rank):
+            thread = _verbatim(f" in thread {issued.thread}") if issued.thread else ""
+            text = "finished it" if issued.is_done else f"issued it{thread}"
             if unequal:
-                more = f" ({one.kind}, {show_nbytes(one.nbytes)})"
+                more = f" ({issued.kind}, {show_nbytes(issued.nbytes)})"
         else:
             text = "never issued it"
             if before:
                 last = before[max(before)]
                 past = f"last of {group.label} was {last.kind} #{last.seq}"
-                more = _say(" ({its} {past})", ranks, past=past)
-        return f"{text}{'' if level > 1 else more}{_place(ranks, positions, level)}"
+                more = f" ({{its}} {_verbatim(past)})"
+        absent_words[rank] = (f"{text}{more}{_place(positions[rank])}", f"{text}{more}", text)
 
     return _Stall(
         what=what,
         waiting=waiting,
         # Gloo may let a sender go before its receivers have all: waited for only if nobody else is.
         missing=never or (frozenset() if notes else gone_on),
-        absent=dict.fromkeys(_answering(absent, positions), write),
+        absent=absent_words,
         notes=notes,
         is_aside=is_aside,
     )
@@ -391,25 +380,25 @@ def _answering(ranks: Iterable[int], positions: _Positions) -> Iterator[int]:
     return (rank for rank in ranks if rank in positions and positions[rank].activity.is_known)
 
 
-def _at(text: str, site: str) -> str:
-    return f"{text} at {site}" if site else text
+def _waits(text: str, site: str, what: str) -> _Words:
+    """The words for what ranks wait in."""
+    at = f"{text} at {site}" if site else text
+    exact, vague, vaguest = (f"{{waits}} in {_verbatim(words)}" for words in (at, text, what))
+    return exact, vague, vaguest
 
 
-def _place(ranks: Sequence[int], positions: _Positions, level: int) -> str:
-    """Where ranks are that do not wait with others; empty above level 0."""
-    position = positions[ranks[0]]
-    if level > 0:
-        return ""
+def _place(position: Position) -> str:
+    """Where a rank is that does not wait with others, as part of a template."""
     if position.activity is Activity.HAS_ENDED:
-        return _say(", and {has} finished the test", ranks)
-    site = with_code(position.site, position.code)
+        return ", and {has} finished the test"
+    site = _verbatim(with_code(position.site, position.code))
     if position.activity is Activity.REPORTS:
         return f", and failed at {site}"
-    return _say(", and {is} at {site}", ranks, site=site) if site else ""
+    return f", and {{is}} at {site}" if site else ""
 
 
 def _unequal(what: str, own: Mapping[int, IssuedCollective]) -> tuple[str, ...]:
-    """Why a collective that all ranks have issued does not end."""
+    """A note on why a collective that all ranks have issued does not end; empty if none."""
     kinds = {one.kind for one in own.values()}
     if len(kinds) > 1:
         return (f"  these differ: {what} must be the same collective on every rank",)
@@ -420,7 +409,7 @@ def _unequal(what: str, own: Mapping[int, IssuedCollective]) -> tuple[str, ...]:
 
 
 def _unlike_roots(own: Mapping[int, IssuedCollective]) -> tuple[str, ...]:
-    """Likewise, of collectives of one kind."""
+    """Likewise for collectives of one kind."""
     roots = {rank: one for rank, one in own.items() if one.root is not None}
     if len({one.root for one in roots.values()}) <= 1:
         return ()
@@ -435,17 +424,14 @@ def _rooted(one: IssuedCollective) -> str:
 
 
 def _call_stalls(positions: _Positions) -> Iterator[_Stall]:
-    """What ranks wait in that are no collectives."""
+    """Each call, other than a collective, in which ranks wait."""
     calls = {
         rank: position.call
         for rank, position in positions.items()
         if position.call is not None and position.activity is Activity.RUNS
     }
     peers = _peers(calls, positions)
-
-    def write(ranks: Sequence[int], level: int) -> str:
-        return f"{_say('{has} not called it', ranks)}{_place(ranks, positions, level)}"
-
+    not_called = "{has} not called it"
     for call in dict.fromkeys(calls.values()):
         inside = [rank for rank, other in calls.items() if other == call]
         missing = frozenset(call.ranks).difference(inside)
@@ -459,10 +445,13 @@ def _call_stalls(positions: _Positions) -> Iterator[_Stall]:
         yield _Stall(
             what=what,
             waiting={
-                rank: (_at(text, positions[rank].site), text, what) for rank, text in texts.items()
+                rank: _waits(text, positions[rank].site, what) for rank, text in texts.items()
             },
             missing=missing,
-            absent=dict.fromkeys(_answering(missing if call.is_mutual else (), positions), write),
+            absent={
+                rank: (f"{not_called}{_place(positions[rank])}", not_called, not_called)
+                for rank in _answering(missing if call.is_mutual else (), positions)
+            },
         )
 
 
@@ -484,29 +473,29 @@ def _peers(calls: Mapping[int, UnrecordedCall], positions: _Positions) -> dict[i
 
 def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterator[str]:
     """Explains one stall, or those of parallel groups."""
-    waits = {rank: texts for stall in stalls for rank, texts in stall.waiting.items()}
+    waits = {rank: words for stall in stalls for rank, words in stall.waiting.items()}
     most = _MOST_PEERS if stalls[0].what.endswith(" other ranks") else _MOST_WAYS
-    for ranks, text in _folded(waits, lambda ranks, level: waits[ranks[0]][level], most=most):
-        each = f"each rank r of {write_ranks(ranks, separator=', ')} waits"
-        is_relative = text.startswith(tuple(PEER_ROLES)) and " rank r" in text
-        yield f"{each if is_relative else _say('{ranks} {waits}', ranks)} in {text}"
+    for ranks, words in _folded(waits, most=most):
+        if " rank r" in words and words.startswith(_PEER_CALLS):
+            each = f"each rank r of {write_ranks(ranks, separator=', ')}"
+            yield _say(f"{each} {words}", ranks[:1])
+        else:
+            yield _say(f"{{ranks}} {words}", ranks)
     yield from dict.fromkeys(note for stall in stalls for note in stall.notes)
-    absent = {rank: write for stall in stalls for rank, write in stall.absent.items()}
+    # A rank that waits in something else has its place in the line about that.
+    absent = {
+        rank: (words[1], *words[1:]) if rank in reached else words
+        for stall in stalls
+        for rank, words in stall.absent.items()
+    }
+    for ranks, text in _folded(absent):
+        yield _say(f"{{ranks}} {text}", ranks)
 
-    def write(ranks: Sequence[int], level: int) -> str:
-        # A rank that waits in something else has its place in the line about that.
-        return absent[ranks[0]](ranks, max(level, ranks[0] in reached))
 
-    for ranks, text in _folded(absent, write):
-        yield f"{name_ranks(ranks)} {text}"
-
-
-def _folded(
-    ranks: Iterable[int], write: _Write, *, most: int = _MOST_WAYS
-) -> list[tuple[list[int], str]]:
-    """Ranks with equal texts together; more vaguely where these are too many."""
+def _folded(words: Mapping[int, _Words], most: int = _MOST_WAYS) -> _Folds:
+    """Ranks with equal words together; see Note [What fits on a screen]."""
     for level in range(3):
-        folded = fold_equal({rank: write([rank], level) for rank in ranks})
+        folded = fold_equal({rank: words[rank][level] for rank in words})
         if len(folded) <= most:
             break
-    return [(found, write(found, level)) for found, _ in folded]
+    return folded

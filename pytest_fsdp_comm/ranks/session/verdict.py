@@ -57,19 +57,15 @@ _LONGEST_REASON = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subtest:
-    """One rank's report of a subtest."""
-
     key: tuple[str, int]
     """Its name and arguments, and how often they came before on the rank."""
     when: When
-    """The phase that the rank was in."""
+    """The phase in which it ran."""
     report: pytest.TestReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ran:
-    """What one rank did, with its reports loaded."""
-
     result: RankResult
     phases: dict[When, pytest.TestReport] = field(default_factory=dict)
     """One report for each phase that ended."""
@@ -77,7 +73,7 @@ class _Ran:
 
     @property
     def unfinished(self) -> When:
-        """The phase that the rank was in last."""
+        """The phase in which the rank was last."""
         return next((when for when in _PHASES if when not in self.phases), "teardown")
 
     @property
@@ -90,8 +86,6 @@ _Ranks = Mapping[int, _Ran]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
-    """One rank's failure."""
-
     rank: int
     when: When
     at: float
@@ -111,18 +105,9 @@ class _Failure:
 def merge_reports(
     item: pytest.Item, results: Mapping[int, RankResult], load: LoadReport, *, timeout_s: float
 ) -> list[pytest.TestReport]:
-    """Makes the test's reports: set-up, call unless set-up ended the test, and teardown.
+    """Makes the reports to log: set-up, call unless set-up ended the test, and teardown.
 
-    Those of subtests come before that of the phase that they ran in.
-
-    Args:
-        item: The test.
-        results: What each rank did.
-        load: Makes a report of its serialized form.
-        timeout_s: The test's deadline, for the text.
-
-    Returns:
-        The reports to log, in order.
+    Reports of subtests come before that of the phase in which they ran.
     """
     ranks = {rank: _loaded(result, load) for rank, result in sorted(results.items())}
     subtests = _merged_subtests(ranks)
@@ -145,7 +130,7 @@ def merge_reports(
     # Before any report gets the sections of all ranks: a phase that a rank did not end shows those
     # of the phase before.
     sections = {when: _sections(ranks, when) for when in _PHASES}
-    merged = []
+    merged: dict[When, pytest.TestReport] = {}
     for when in _PHASES:
         present = [ran.phases[when] for ran in ranks.values() if when in ran.phases]
         blamed = [one for one in failures if (one.when == "teardown") == (when == "teardown")]
@@ -156,18 +141,24 @@ def merge_reports(
             report = next((report for report in present if report.passed), present[0])
         else:
             continue
-        merged.append(_completed(report, present, sections[when]))
+        merged[when] = _completed(report, present, sections[when])
     if not failures:
-        merged = _with_disagreement(item, merged, ranks, sections["call"])
-    return _with_subtests(_without_call_after_failed_setup(merged), subtests)
+        _add_disagreement(item, merged, ranks, sections["call"])
+    setup, call = merged.get("setup"), merged.get("call")
+    # Some ranks may have come to the call while another failed in set-up. A call that failed though
+    # the set-up skipped the test is a plugin's doing, and counts.
+    if setup and call and (setup.failed or (setup.skipped and not call.failed)):
+        del merged["call"]
+    return [
+        report
+        for when in _PHASES
+        for report in (*subtests[when], *([merged[when]] if when in merged else []))
+    ]
 
 
 def _loaded(result: RankResult, load: LoadReport) -> _Ran:
-    """A rank's reports: one for each phase, and those of subtests.
-
-    A plugin may add reports to those of pytest, several of a phase or of a phase of its own: the
-    first failed one counts.
-    """
+    # A plugin may add reports to those of pytest, several of a phase or of a phase of its own: the
+    # first failed one counts.
     ran = _Ran(result=result)
     counts: Counter[str] = Counter()
     for sent in result.reports:
@@ -192,9 +183,9 @@ def _loaded(result: RankResult, load: LoadReport) -> _Ran:
 
 
 def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
-    """One report for each subtest that a rank ran, in order, by the phase that it ran in.
+    """One report for each subtest that a rank ran, in order, by the phase in which it ran.
 
-    None of one that did not fail, if a rank died, or was ended, before its end.
+    A subtest that did not fail has none if a rank died, or was ended, before the subtest's end.
     """
     by_key: dict[tuple[str, int], dict[int, _Subtest]] = {}
     for rank, ran in ranks.items():
@@ -219,12 +210,7 @@ def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
 def _merged_subtest(
     on_ranks: Mapping[int, _Subtest], may_have_begun: Mapping[int, bool]
 ) -> pytest.TestReport:
-    """One report of a subtest.
-
-    Args:
-        on_ranks: Those of the ranks that ended it.
-        may_have_begun: For each other rank, whether it may have begun it.
-    """
+    """One report of a subtest, given which of the ranks that did not end it may have begun it."""
     reports = {rank: sub.report for rank, sub in on_ranks.items()}
     failures = sorted(
         [
@@ -258,19 +244,6 @@ def _merged_subtest(
             report.outcome = "failed"
             report.longrepr = _disagreement(outcomes)
     return _completed(report, [*reports.values()], sections)
-
-
-def _with_subtests(
-    phases: list[pytest.TestReport], subtests: Mapping[When, list[pytest.TestReport]]
-) -> list[pytest.TestReport]:
-    """Puts the reports of subtests before that of their phase, which may be missing."""
-    left = dict(subtests)
-    found: list[pytest.TestReport] = []
-    for report in phases:
-        for when in _PHASES[: _PHASES.index(report.when) + 1]:
-            found += left.pop(when, [])
-        found.append(report)
-    return [*found, *(report for rest in left.values() for report in rest)]
 
 
 def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
@@ -318,7 +291,7 @@ def _uncaught(result: RankResult) -> str:
 
 
 def _died_at(result: RankResult, raised: Iterable[_Failure]) -> float:
-    """When a rank died at the earliest, as far as that is known; see Note [First failure leads]."""
+    """The earliest time at which a rank may have died; see Note [First failure leads]."""
     if result.ended_at is None:
         return 0.0
     earliest = result.ended_at - _REAPED_LATE_S
@@ -342,9 +315,7 @@ def _timeouts(ranks: _Ranks, timeout_s: float) -> Iterable[_Failure]:
         *_unfailed_ranks({rank: own for rank, own in unlike.items() if own[0] != "passed"}),
         *list_stacks(
             _stacks(ranks, late),
-            lambda at: (
-                f"{name_ranks(at)} {'is' if len(at) == 1 else 'are'} at (innermost frame first):"
-            ),
+            "{ranks} {is} at (innermost frame first):",
         ),
         *([f"{name_ranks(finished)} had finished."] if finished else []),
     ]
@@ -378,15 +349,7 @@ def _stacks(ranks: _Ranks, stopped: Iterable[int]) -> dict[int, str]:
 
 
 def _waiting(ranks: _Ranks, *, blamed: Sequence[int]) -> list[str]:
-    """Which rank waits for which in a collective.
-
-    Args:
-        ranks: What each rank did.
-        blamed: Ranks whose failure the text shows already: that others wait for them is no news.
-
-    Returns:
-        Lines; empty if no rank waits, or it is unknown.
-    """
+    """Which rank waits for which; that others wait for a blamed rank is no news."""
     positions = {
         rank: ran.result.position or Position(site="", activity=Activity.SILENT)
         for rank, ran in ranks.items()
@@ -459,14 +422,14 @@ def _alike(failures: Sequence[_Failure]) -> list[int]:
 
 
 def _story(failures: Sequence[_Failure], ranks: _Ranks) -> str:
-    """What the ranks did that did not fail like the first; empty if there are none."""
+    """What ranks did that failed unlike the first, or not; empty if there are none."""
     first = failures[0]
     failed = {failure.rank for failure in failures}
     lines = list(_later(failures))
     stopped = _stopped(ranks, Stopped.AFTER_FAILURE)
     lines += list_stacks(
         _stacks(ranks, stopped),
-        lambda at: f"{name_ranks(at)} {_was(at)} still running and {_was(at)} ended at:",
+        "{ranks} {was} still running and {was} ended at:",
     )
     lines += _waiting(ranks, blamed=[*failed]) if stopped else []
     if first.at < math.inf:
@@ -497,42 +460,32 @@ def _later(failures: Sequence[_Failure]) -> Iterable[str]:
 def _unfailed_ranks(
     outcomes: Mapping[int, _Outcome], *, skipped: str = "skipped the test"
 ) -> list[str]:
-    """What the ranks came to that did not fail."""
     words = {"passed": "did not fail", _SKIPPED: skipped}
-    texts = kinds = {rank: words.get(kind, kind) for rank, (kind, _) in outcomes.items()}
-    if len({*outcomes.values()}) <= _MOST_REASONS:
-        reasons = {rank: printable(reason, "\n") for rank, (_, reason) in outcomes.items()}
-        texts = {
-            rank: f"{kinds[rank]}: {shortened_code(reason, _LONGEST_REASON)}"
-            if reason
-            else kinds[rank]
-            for rank, reason in reasons.items()
-        }
+    shows_reasons = len({*outcomes.values()}) <= _MOST_REASONS
+    texts = {}
+    for rank, (kind, reason) in outcomes.items():
+        shown = shortened_code(printable(reason, "\n"), _LONGEST_REASON) if shows_reasons else ""
+        texts[rank] = ": ".join(filter(None, [words.get(kind, kind), shown]))
     return [f"{name_ranks(ranks)} {text}" for ranks, text in fold_equal(texts)]
 
 
-def _was(ranks: Sequence[int]) -> str:
-    return "was" if len(ranks) == 1 else "were"
-
-
-def _with_disagreement(
+def _add_disagreement(
     item: pytest.Item,
-    merged: list[pytest.TestReport],
+    merged: dict[When, pytest.TestReport],
     ranks: _Ranks,
     sections: list[tuple[str, str]],
-) -> list[pytest.TestReport]:
-    """Adds a failure where no rank failed, but ranks came to different outcomes."""
+) -> None:
+    """Makes the test fail where no rank failed, but ranks came to different outcomes."""
     outcomes = {rank: ran.outcome for rank, ran in ranks.items()}
+    present = [*merged.values()]
     if _agree(outcomes):
-        _give_reasons(merged, outcomes)
-        return merged
-    failed = _completed(_new_report(item, "call", _disagreement(outcomes)), merged, sections)
-    by_phase = {report.when: report for report in merged}
-    if setup := by_phase.get("setup"):
+        _give_reasons(present, outcomes)
+        return
+    if setup := merged.get("setup"):
         setup.outcome = "passed"
         setup.longrepr = None
-    by_phase["call"] = failed
-    return [by_phase[when] for when in _PHASES if when in by_phase]
+    failed = _new_report(item, "call", _disagreement(outcomes))
+    merged["call"] = _completed(failed, present, sections)
 
 
 def _disagreement(outcomes: Mapping[int, _Outcome]) -> str:
@@ -568,7 +521,7 @@ def _agree(outcomes: Mapping[int, _Outcome]) -> bool:
 
 
 def _give_reasons(merged: Iterable[pytest.TestReport], outcomes: Mapping[int, _Outcome]) -> None:
-    """Gives what was skipped, or failed as expected, the reasons of all ranks, each once."""
+    """Gives the first skip or expected failure the reasons of all ranks, each once."""
     folded = fold_equal({rank: reason for rank, (_, reason) in outcomes.items()})
     if len(folded) == 1:
         return
@@ -584,17 +537,6 @@ def _give_reasons(merged: Iterable[pytest.TestReport], outcomes: Mapping[int, _O
             text = f"{_SKIP_PREFIX}{text}"
             report.longrepr = (*longrepr[:2], text) if isinstance(longrepr, tuple) else text
             return
-
-
-def _without_call_after_failed_setup(
-    merged: list[pytest.TestReport],
-) -> list[pytest.TestReport]:
-    # Some ranks may have come to the call while another failed in set-up. A call that failed though
-    # the set-up skipped the test is a plugin's doing, and counts.
-    if merged and merged[0].when == "setup" and not merged[0].passed:
-        counts = merged[0].skipped
-        return [report for report in merged if report.when != "call" or (counts and report.failed)]
-    return merged
 
 
 def _sections(ranks: _Ranks, when: When) -> list[tuple[str, str]]:

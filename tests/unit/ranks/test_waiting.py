@@ -181,7 +181,7 @@ def test_sixty_four_ranks_that_all_do_something_else_fit_on_a_screen():
     stack = "\n".join(f"model.py:{{rank}} in f{n}" for n in range(5))
     found += list_stacks(
         {rank: stack.replace("{rank}", str(rank)) for rank in positions},
-        lambda ranks: f"{len(ranks)} at:",
+        "{ranks} {is} at:",
     )
     assert 20 < len(found) <= 38
     assert found[-1].startswith("ranks 3-63 are at 61 other places")
