@@ -1,4 +1,4 @@
-"""Compares the tests that launched processes collected: the set must be equal, the order not."""
+"""Compares the tests that launched processes collected, which may differ in their order only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from pytest_fsdp_comm.ranks.wire.messages import PlannedTest
 
@@ -22,22 +22,17 @@ _MOST_SHOWN = 4
 
 def positions(theirs: Sequence[PlannedTest], ours: Sequence[PlannedTest]) -> list[int] | None:
     """Where each of the leader's tests is among a follower's; None if the sets differ."""
+    if Counter(theirs) != Counter(ours):
+        return None
+    # One test may be there several times (--keep-duplicates).
     places: dict[PlannedTest, deque[int]] = defaultdict(deque)
     for place, test in enumerate(ours):
         places[test].append(place)
-    if len(theirs) != len(ours) or Counter(theirs) != Counter(ours):
-        return None
-    # One test may be there several times (--keep-duplicates).
     return [places[test].popleft() for test in theirs]
 
 
 def describe_difference(theirs: Sequence[PlannedTest], ours: Sequence[PlannedTest]) -> str:
-    """What a follower lacks and has of its own, to be read after its rank; empty if nothing.
-
-    Args:
-        theirs: The leader's tests.
-        ours: The follower's.
-    """
+    """What a follower lacks and has of its own, to be read after its rank; empty if nothing."""
     lacked = Counter(theirs) - Counter(ours)
     added = Counter(ours) - Counter(theirs)
     # A test with other settings is one test, not two.
@@ -65,8 +60,7 @@ def _unchanged(tests: Counter[PlannedTest], changed: Mapping[str, object]) -> li
     return [test.nodeid for test in tests.elements() if test.nodeid not in changed]
 
 
-def _shown(lines: Iterable[str]) -> str:
-    all_lines = list(lines)
-    more = len(all_lines) - _MOST_SHOWN
-    shown = [*all_lines[:_MOST_SHOWN], *([f"... and {more} more"] if more > 0 else [])]
+def _shown(lines: list[str]) -> str:
+    more = len(lines) - _MOST_SHOWN
+    shown = [*lines[:_MOST_SHOWN], *([f"... and {more} more"] if more > 0 else [])]
     return "".join(f"\n    {line}" for line in shown)

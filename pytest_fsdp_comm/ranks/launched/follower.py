@@ -52,8 +52,6 @@ _LAST_WORDS_S = 5.0
 _EXPLAIN_AFTER_S = 60.0
 _RECONNECT_S = 0.1
 
-
-# What the leader may announce.
 _COMMANDS: Mapping[str, type[BeginTest | EndSession]] = {
     "BeginTest": BeginTest,
     "EndSession": EndSession,
@@ -61,7 +59,7 @@ _COMMANDS: Mapping[str, type[BeginTest | EndSession]] = {
 
 
 class _EndedError(Exception):
-    """This process must end before the session does; the text says why."""
+    """This process must end before the leader's session does; the text says why."""
 
 
 class Follower(Meeting):
@@ -71,21 +69,14 @@ class Follower(Meeting):
     _command: BeginTest | EndSession
 
     def __init__(self, session: pytest.Session, launched: LaunchedRank) -> None:
-        """Stores the arguments, as `Meeting` does; `meet` connects."""
+        """Handles SIGTERM from now on; `meet` connects."""
         super().__init__(session, launched)
         self.termination = Termination(session.config, defers=True)
 
     def meet(self, tests: Sequence[PlannedTest]) -> str:
-        """Brings this process's tests into the leader's order, and sets the leader's seed.
+        """Brings the session's tests into the leader's order, and sets the leader's seed.
 
-        Args:
-            tests: This process's, in order.
-
-        Returns:
-            How they differ from the leader's; empty if only in order.
-
-        Raises:
-            _EndedError: The leader did not come.
+        Returns how the tests differ from the leader's; empty if only in order.
         """
         plan = self._plan = self._await_plan()
         config = self.session.config
@@ -105,7 +96,7 @@ class Follower(Meeting):
         return describe_difference(plan.tests, tests)
 
     def shake_hands(self, problem: str) -> None:
-        """Answers the leader with what `meet` returned; from now on it expects signs of life."""
+        """Answers the leader with what `meet` returned, and gives signs of life from now on."""
         self.begin_heartbeat()
         self.send(
             handshake(self.launched.rank),
@@ -113,24 +104,24 @@ class Follower(Meeting):
         )
 
     def await_command(self) -> BeginTest | EndSession:
-        """Waits for what the leader announces next."""
+        """Waits for the leader's next announcement."""
         text = self._await(self.name("command", ahead=1), self._look_for_leader)
         self._command = load_tagged(_COMMANDS, text)
         return self._command
 
     def basetemp(self) -> Path:
-        """The leader's, so that on one machine the ranks' directories are beside each other."""
+        """The leader's: on one machine the ranks' directories are beside each other."""
         return self._plan.basetemp
 
     def begin(self, index: int, *, reuses_ranks: bool) -> bool:
-        """Begins the test that the leader announced, on the ranks that it decided for."""
+        """See `Peers`; whether kept ranks run the test is what the leader announced."""
         reuses_ranks = isinstance(self._command, BeginTest) and self._command.reuses_ranks
         return super().begin(index, reuses_ranks=reuses_ranks)
 
     def share(
         self, results: Mapping[int, RankResult], *, can_keep: bool
     ) -> tuple[dict[int, RankResult], bool]:
-        """Sends what this process's rank did, and waits until the others are done."""
+        """See `Peers`."""
         self.send(
             self.name(f"result/{self.launched.rank}"),
             FollowerResult(
@@ -153,15 +144,7 @@ class Follower(Meeting):
             super().close()
 
     def _await(self, name: str, look: Callable[[], None]) -> str:
-        """Waits for a text of the leader's, however long its own tests last.
-
-        Args:
-            name: The text's.
-            look: Called between two looks; raises where the wait is in vain.
-
-        Raises:
-            _EndedError: The launcher has ended this process.
-        """
+        """Waits for a text of the leader's until `look` raises, however long its own tests last."""
 
         def given_up(_: Collection[int]) -> Collection[int]:
             signalled_at = self.termination.signalled_at
@@ -200,7 +183,7 @@ class Follower(Meeting):
                 time.sleep(_RECONNECT_S)
 
     def _looking_for_session(self, until: float) -> Callable[[], None]:
-        """What to do between two looks for the leader's plan, which may wait until some time."""
+        """What raises, or explains the wait, between two looks for the leader's plan."""
         number = self.session_number
         explains_at = time.monotonic() + _EXPLAIN_AFTER_S
 
@@ -234,11 +217,9 @@ def follow(
     *,
     preloaded: Sequence[str],
 ) -> NoReturn:
-    """Runs this process's rank of every test that the leader announces, and ends the session.
-
-    pytest's end of a session, with its reports, caches, JUnit files and snapshots, is for the
-    leader alone, whatever plugins there are; so this session ends without it, as forked ranks do.
-    """
+    """Runs this process's rank of every test that the leader announces, and ends the session."""
+    # pytest's end of a session, with its reports, caches, JUnit files and snapshots, is for the
+    # leader alone, whatever plugins there are; so this session ends without it, as forked ranks do.
     session = follower.session
     status = int(pytest.ExitCode.INTERNAL_ERROR)
     runner: RankRunner | None = None

@@ -1,10 +1,4 @@
-"""Runs a session in processes that an outside launcher started, each with one rank.
-
-Every process collects the same tests. For each distributed test each of them starts its own rank
-from a fork server, as without a launcher, so that a rank that dies, hangs or fails costs that test
-only. The ranks find each other, and the processes exchange what happened, through the launcher's
-store. Rank 0's process alone runs the tests without ranks, reports, and writes.
-"""
+"""Runs a session in processes that an outside launcher started, each with one rank."""
 
 from __future__ import annotations
 
@@ -28,6 +22,12 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.launch_environment import LaunchedRank
     from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 
+# Note [Launched ranks]: every process collects the same tests. For each distributed test each of
+# them starts its own rank from a fork server, as without a launcher, so that a rank that dies,
+# hangs or fails costs that test only. The ranks find each other, and the processes exchange what
+# happened, through the launcher's store. Rank 0's process alone runs the tests without ranks,
+# reports, and writes.
+
 
 def join_session(
     session: pytest.Session,
@@ -38,14 +38,8 @@ def join_session(
 ) -> None:
     """Meets the other processes; returns on rank 0 only, which then runs the session.
 
-    Args:
-        session: The session, after collection.
-        extensions: What other rooms add to each test's way through the ranks.
-        launched: This process's rank.
-        preloaded: Modules that ranks find imported, beside torch's.
-
-    Raises:
-        pytest.UsageError: The processes do not fit together.
+    Raises `pytest.UsageError` if the processes' tests or sessions differ; see `RankRunner` for the
+    other arguments.
     """
     os.environ[INSIDE_VARIABLE] = "1"
     # A program may run another session.

@@ -52,17 +52,14 @@ class Leader(Meeting):
     """Rank 0's process, whose session pytest runs as usual."""
 
     def __init__(self, session: pytest.Session, launched: LaunchedRank) -> None:
-        """Stores the arguments, as `Meeting` does; `meet` connects."""
+        """Stores the arguments; `meet` connects."""
         super().__init__(session, launched)
         self._others = range(1, launched.world_size)
         self._hosts: dict[int, str] = {}
         self._lost: dict[int, str] = {}
 
     def meet(self, tests: tuple[PlannedTest, ...]) -> None:
-        """Waits until every process has collected the same tests.
-
-        Args:
-            tests: The tests, in order.
+        """Waits until every process has collected the same tests, in whatever order.
 
         Raises:
             pytest.UsageError: One did not, or did not come.
@@ -88,7 +85,7 @@ class Leader(Meeting):
         self._write_line(f"fsdp-comm: {where}")
 
     def begin(self, index: int, *, reuses_ranks: bool) -> bool:
-        """Makes every process run a test."""
+        """See `Peers`."""
         self.termination.defers = True
         # Every process has read what belongs to the test before the last one.
         read_by_all = [self.name(what, ahead=-1) for what in ("command", "verdict")]
@@ -101,7 +98,7 @@ class Leader(Meeting):
         return reuses_ranks
 
     def has_failed_elsewhere(self, has_failed: bool) -> bool:
-        """See `Peers`; a process that is gone has failed, too."""
+        """See `Peers`; a lost process has failed, too."""
         try:
             self._look_for_lost(self._others)
             return super().has_failed_elsewhere(has_failed or bool(self._lost))
@@ -111,7 +108,7 @@ class Leader(Meeting):
     def share(
         self, results: Mapping[int, RankResult], *, can_keep: bool
     ) -> tuple[dict[int, RankResult], bool]:
-        """Gathers what every rank did; a rank that is gone ends the session after this test."""
+        """See `Peers`; a lost rank ends the session after this test."""
         gathered, ending = dict(results), []
         keeps = can_keep
         names = {rank: self.name(f"result/{rank}") for rank in self._others}
@@ -138,7 +135,7 @@ class Leader(Meeting):
         return dict(sorted(gathered.items())), keeps
 
     def close(self) -> None:
-        """Sends every process the session's status, and waits until those alive have read it."""
+        """See `Peers`; sends the session's status, and waits until those alive have read it."""
         if not self.is_connected:
             return
         self.termination.ignore()
@@ -159,7 +156,7 @@ class Leader(Meeting):
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
-        """From here on the session ends anyway, and nothing may interrupt its report."""
+        """Lets nothing interrupt the session's report from here on."""
         if self.is_connected:
             self.termination.defers = True
 
@@ -200,7 +197,6 @@ class Leader(Meeting):
             )
 
     def _look_for_later_sessions(self, missing: Iterable[int]) -> None:
-        """Ends a wait that would be in vain."""
         begun = {rank: self.sessions_of(rank) for rank in missing}
         later = {rank: str(count) for rank, count in begun.items() if count > self.session_number}
         if later:
@@ -212,7 +208,6 @@ class Leader(Meeting):
 
     @property
     def _which(self) -> str:
-        """Which session this is, where a launch has several."""
         number = self.session_number
         return f" (pytest session {number} of this launch)" if number > 1 else ""
 
@@ -223,7 +218,7 @@ class Leader(Meeting):
             reporter.flush()
 
     def _silent(self, missing: Collection[int]) -> Collection[int]:
-        """Those of some processes that are lost, and need not be waited for."""
+        """The lost ranks, for `await_texts`."""
         self._look_for_lost(missing)
         signalled_at = self.termination.signalled_at
         if signalled_at is not None and time.monotonic() > signalled_at + _LAST_ANSWERS_S:

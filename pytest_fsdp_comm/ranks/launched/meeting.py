@@ -1,25 +1,4 @@
-"""How launched processes talk through their store.
-
-Rank 0's process is the leader: it announces the next test, and gathers what the ranks did with it.
-The others follow. What each puts on the store, and where, test by test::
-
-    leader                                  follower R
-    plan            Plan                ->
-                                        <-  handshake/R         FollowerHandshake
-    test1/command   BeginTest           ->
-                                        <-  test1/result/R      FollowerResult
-    test1/verdict   Verdict             ->
-    ...
-    testN/command   EndSession          ->
-                                        <-  sign_off/R
-
-Whoever sees a rank of its own fail puts ``test1/failed`` there: the others have little time left.
-
-A launcher may run several pytest sessions, one after another, whose processes share one store.
-Every process counts its own there, and all of a session's names are below its number: the first
-session of one process meets the first of the others. A store that rank 0 serves itself ends with
-its session, and the counts with it.
-"""
+"""What the processes of a launcher do alike: they talk through their store; see Note [Meeting]."""
 
 from __future__ import annotations
 
@@ -44,6 +23,26 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.launch_environment import LaunchedRank
     from pytest_fsdp_comm.ranks.launched.sigterm import Termination
     from pytest_fsdp_comm.ranks.wire.messages import StoreMessage
+
+# Note [Meeting]: rank 0's process is the leader: it announces the next test, and gathers what the
+# ranks did with it. The others follow. What each puts on the store, and where, test by test:
+#
+#     leader                                  follower R
+#     plan            Plan                ->
+#                                         <-  handshake/R         FollowerHandshake
+#     test1/command   BeginTest           ->
+#                                         <-  test1/result/R      FollowerResult
+#     test1/verdict   Verdict             ->
+#     ...
+#     testN/command   EndSession          ->
+#                                         <-  sign_off/R
+#
+# Whoever sees a rank of its own fail puts `test1/failed` there: the others have little time left.
+
+# Note [Sessions of a launch]: a launcher may run several pytest sessions, one after another, whose
+# processes share one store. Every process counts its own there, and all of a session's names are
+# below its number: the first session of one process meets the first of the others. A store that
+# rank 0 serves itself ends with its session, and the counts with it.
 
 # Hosts of a cluster load torch from one busy file server at the same time.
 MEET_TIMEOUT_S = 300.0
@@ -75,7 +74,7 @@ def read(text: str, cls: type[_Message]) -> _Message:
 
 
 def fits(item: pytest.Item, launched: LaunchedRank) -> bool:
-    """Whether a distributed test can run on the ranks that were launched."""
+    """Whether a distributed test can run on the launched ranks."""
     settings = item.stash[SETTINGS]
     return settings.backend == "fake" or settings.world_size == launched.world_size
 
@@ -85,19 +84,13 @@ class Meeting(Peers):
 
     is_launched = True
     termination: Termination
-    """Notes the launcher's signal."""
     store: TextStore
-    """What this session's processes put there for each other; from `connect` on."""
+    """This session's part of the launch's store; from `connect` on."""
     session_number: int
-    """This session's, among those of this process's rank, from 1; from `connect` on."""
+    """From 1, among the sessions of this process's rank; from `connect` on."""
 
     def __init__(self, session: pytest.Session, launched: LaunchedRank) -> None:
-        """Stores the arguments; `connect` comes before any test.
-
-        Args:
-            session: The session, after collection.
-            launched: This process's rank.
-        """
+        """Stores the arguments; `connect` and `begin_heartbeat` come before any test."""
         super().__init__(session)
         self.launched = launched
         self.began_at = 0.0
@@ -112,7 +105,7 @@ class Meeting(Peers):
         self._pulses: dict[int, Pulse] = {}
 
     def connect(self) -> None:
-        """Connects, and counts the session; `begin_heartbeat` comes before any test.
+        """Connects, and counts the session; see Note [Sessions of a launch].
 
         Raises:
             StoreLostError: The store cannot be reached, or served, or ends.
@@ -148,18 +141,13 @@ class Meeting(Peers):
         self._heartbeat = Heartbeat(client, self.launched.rank)
 
     def silence_s(self, rank: int) -> float:
-        """How long another process has given no sign of life, in seconds."""
+        """How long another process has not given a sign of life, in seconds."""
         if rank not in self._pulses:
             self._pulses[rank] = Pulse(self.store, rank)
         return self._pulses[rank].silence_s()
 
     def name(self, what: str, ahead: int = 0) -> str:
-        """A name on the store that belongs to one test.
-
-        Args:
-            what: What is there.
-            ahead: Which test: 0 for the last that began, 1 for the next.
-        """
+        """A name on the store for the last test that began, or for one some tests ahead of it."""
         return f"test{self._test_count + ahead}/{what}"
 
     def send(self, name: str, message: StoreMessage) -> None:
@@ -169,15 +157,11 @@ class Meeting(Peers):
     def await_texts(
         self, names: Mapping[int, str], given_up: Callable[[Collection[int]], Collection[int]]
     ) -> Iterator[tuple[int, str]]:
-        """Waits for a text of each of some processes: the one loop in which all of them wait.
+        """Waits for a text of each rank at its name; yields ranks and texts as they come.
 
-        Args:
-            names: Where each process puts its text, by rank.
-            given_up: Called between two looks with the ranks whose texts are missing; returns those
-                that are not waited for, which may come all the same while others are, or raises.
-
-        Yields:
-            Ranks and their texts, as they come.
+        The one loop in which leader and followers wait. Between two looks `given_up` gets the ranks
+        whose texts are missing, and returns those that need not be waited for, or raises; theirs
+        may still come while the loop waits for others.
         """
         missing = dict(names)
         pause_s = _FIRST_PAUSE_S
@@ -192,7 +176,7 @@ class Meeting(Peers):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def announce_close(self) -> None:
-        """Sends away who comes now, for the session after this one."""
+        """Turns away processes that come now, for the session after this one."""
         if self._launch is not None:
             self._launch.put(_CLOSED, "")
 
@@ -201,7 +185,7 @@ class Meeting(Peers):
         return fits(item, self.launched)
 
     def begin(self, index: int, *, reuses_ranks: bool) -> bool:
-        """Counts the next test; see `Peers`."""
+        """See `Peers`."""
         del index
         self._test_count += 1
         self._has_failed = False
@@ -222,7 +206,7 @@ class Meeting(Peers):
         )
 
     def has_failed_elsewhere(self, has_failed: bool) -> bool:
-        """See `Peers`; a process that is to end has no time for its rank either."""
+        """See `Peers`; a process that must end has no time for its rank either."""
         if self.termination.signalled_at is not None:
             has_failed = True
         if has_failed and not self._has_failed:
@@ -237,7 +221,7 @@ class Meeting(Peers):
 
     @contextlib.contextmanager
     def without_thread(self) -> Iterator[None]:
-        """Stops the heartbeat for as long as a fork takes."""
+        """See Note [A thread that no fork meets]."""
         if self._heartbeat is not None:
             self._heartbeat.close()
         yield
@@ -249,7 +233,7 @@ class Meeting(Peers):
         forget(store, self.launched.rank)
 
     def close(self) -> None:
-        """Ends the thread that uses the store, and leaves it; see `Peers`."""
+        """See `Peers`."""
         if self._heartbeat is not None:
             self._heartbeat.close()
         # With them goes the store that this process may serve.

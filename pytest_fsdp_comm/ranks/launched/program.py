@@ -22,12 +22,7 @@ def runs_pytest_only() -> bool:
 
 
 def leave_session(config: pytest.Config, status: int) -> NoReturn:
-    """Makes `pytest.main` return without anything that pytest or plugins do at a session's end.
-
-    Args:
-        config: The session's.
-        status: What `pytest.main` returns.
-    """
+    """Makes `pytest.main` return a status, without what plugins do at a session's end."""
     manager = config.pluginmanager
     capture: Any = manager.get_plugin("capturemanager")
     if capture is not None and capture.is_globally_capturing():

@@ -1,8 +1,4 @@
-"""Holds back what a launched process that does not report would write to the terminal.
-
-Private names of pytest 8.4 to 9.2 are used here and nowhere else: ``TerminalWriter._file``;
-tests/unit/ranks/test_isolation.py fails when it moves.
-"""
+"""Holds back what a launched process that does not report would write to the terminal."""
 
 from __future__ import annotations
 
@@ -18,14 +14,11 @@ _RELEASE: Final = pytest.StashKey[Callable[[], None]]()
 
 
 def hold_terminal(config: pytest.Config) -> None:
-    """Keeps from the terminal what pytest writes there from now on.
-
-    Raises:
-        UpstreamChangedError: pytest has moved a private name.
-    """
+    """Keeps from the terminal what pytest writes there from now on."""
     if not config.pluginmanager.has_plugin("terminalreporter"):
         return
     writer: Any = config.get_terminal_writer()
+    # Private in pytest 8.4 to 9.2, with a contract test in tests/unit/ranks/test_isolation.py.
     if not hasattr(writer, "_file"):
         raise upstream.moved_error(
             "pytest",
@@ -44,7 +37,7 @@ def hold_terminal(config: pytest.Config) -> None:
 
 
 def release_terminal(config: pytest.Config) -> None:
-    """Writes what was held back, and stops holding; does nothing where nothing was held."""
+    """Writes what was held back, if anything was, and holds nothing back from now on."""
     release = config.stash.get(_RELEASE, None)
     if release is not None:
         del config.stash[_RELEASE]

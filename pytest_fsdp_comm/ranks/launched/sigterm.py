@@ -31,14 +31,9 @@ class Termination:
     """Notes SIGTERM; see Note [SIGTERM from the launcher]."""
 
     def __init__(self, config: pytest.Config, *, defers: bool) -> None:
-        """Handles SIGTERM from now on.
-
-        Args:
-            config: The session's, after which a program that called pytest has its own handler.
-            defers: Whether the signal is only noted, in `signalled_at`; otherwise it ends the
-                session immediately, like Ctrl-C.
-        """
+        """Handles SIGTERM until the session ends, after which a program has its own handler."""
         self.defers = defers
+        """Whether the signal is only noted; otherwise it ends the session at once, like Ctrl-C."""
         self.signalled_at: float | None = None
         """When the signal came (`time.monotonic`); None if it did not."""
         self._before = signal.signal(signal.SIGTERM, self._note)
