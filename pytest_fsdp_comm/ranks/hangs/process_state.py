@@ -1,4 +1,4 @@
-"""What the kernel says of a process that does not answer, or should be gone."""
+"""What the kernel reports about a process that does not answer, or should be gone."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ def is_alive(pid: int) -> bool:
 
 
 def start_time(pid: int) -> str:
-    """When a process started, which tells it from a later one of its number; empty if it has ended.
-
-    It has ended even if its parent has not waited for it yet.
-    """
+    """When a process started, which tells it from a later one of its number; empty if it ended."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, PermissionError):
@@ -48,7 +45,7 @@ def start_time(pid: int) -> str:
     fields = _stat(pid)
     if not fields:
         return "" if sys.platform == "linux" else "unknown"
-    # What the kernel does not release may be another thread than the main one.
+    # A zombie has ended, unless the kernel does not release one of its other threads.
     has_ended = fields[0] in "ZX" and int(fields[_THREAD_COUNT]) <= 1
     return "" if has_ended else fields[_STARTED]
 

@@ -1,7 +1,4 @@
-"""Words a stack: user code first, and no more of it than a reader needs.
-
-A rank reads its own frames; where it cannot, `faulthandler` dumps them, and its text is read here.
-"""
+"""Describes a stack: user code first, and no more of it than a reader needs."""
 
 from __future__ import annotations
 
@@ -41,9 +38,7 @@ class StackFrame:
     """One call that has not returned."""
 
     path: str
-    """The file of its code."""
     line: int
-    """The line that it has come to."""
     name: str
     """The function's name."""
     code: str = ""
@@ -72,7 +67,7 @@ def is_library(path: str) -> bool:
 
 
 def of_test(frames: Iterable[StackFrame]) -> list[StackFrame]:
-    """The frames of a stack, innermost first, without those that a rank was started from."""
+    """The frames of a stack, innermost first, up to the one that started the rank."""
     return list(itertools.takewhile(lambda frame: frame.path != _ENTRY, frames))
 
 
@@ -88,14 +83,9 @@ def shortened_code(text: str, most: int = _LONGEST_CODE) -> str:
 
 
 def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
-    """Words a stack.
+    """The frames of user code, innermost first, then the library function that was called.
 
-    Args:
-        frames: The innermost one first.
-
-    Returns:
-        The frames of user code, then the library function that the innermost one called; if there
-        is no user code, the innermost frame of all.
+    If there is no user code, the innermost frame of all.
     """
     users = [frame for frame in frames if frame.is_users]
     if not users:
@@ -118,14 +108,9 @@ def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
 
 
 def read_dump(path: Path, *, until: float) -> list[StackFrame]:
-    """Waits until a rank has dumped its stack through `faulthandler`.
+    """Waits until `time.monotonic` for the frames, innermost first, that `faulthandler` writes.
 
-    Args:
-        path: Where the rank writes.
-        until: When to give up (`time.monotonic`).
-
-    Returns:
-        The main thread's frames, innermost first; empty if none came.
+    Empty if none came.
     """
     text = ""
     unchanged = 0
@@ -133,8 +118,8 @@ def read_dump(path: Path, *, until: float) -> list[StackFrame]:
         previous = text
         text = path.read_text(errors="backslashreplace") if path.exists() else ""
         unchanged = unchanged + 1 if text and text == previous else 0
-        # It is written piece by piece. Where the signal met a thread that is not Python's, there is
-        # no frame.
+        # faulthandler writes piece by piece, and no frame at all where the signal met a thread that
+        # is not Python's.
         is_whole = unchanged and (_HAS_FRAME.search(text) or unchanged > _SETTLED)
         if is_whole or time.monotonic() > until:
             return parse_dump(text)
@@ -142,7 +127,7 @@ def read_dump(path: Path, *, until: float) -> list[StackFrame]:
 
 
 def parse_dump(text: str) -> list[StackFrame]:
-    """Reads what `faulthandler` wrote; the code is the whole line of the source file."""
+    """The frames that `faulthandler` wrote; the code is the whole line of the source file."""
     return of_test(
         StackFrame(
             path=match["path"],

@@ -1,4 +1,4 @@
-"""What a rank knows about itself."""
+"""What a rank of one test knows about itself."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ QUIT: str = "Exit: Quitting debugger"
 
 
 class _SuspendedCapture(MultiCapture[str]):
-    """No capture, but the terminal where pytest suspends its capture for a debugger."""
+    """No capture, but it connects the terminal while a debugger runs."""
 
     def __init__(self, config: pytest.Config, terminal: RankTerminal) -> None:
         super().__init__(in_=None, out=None, err=None)
@@ -58,11 +58,7 @@ class _SuspendedCapture(MultiCapture[str]):
 
 
 def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
-    """Gives this rank the terminal whenever pytest enters a debugger.
-
-    Raises:
-        UpstreamChangedError: pytest has moved a private name.
-    """
+    """Gives this rank the terminal whenever pytest enters a debugger."""
     manager = capture_manager(config)
     if manager is None:
         # Then pytest suspends nothing for a debugger; the rank keeps the terminal while it lives.
@@ -75,7 +71,7 @@ def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
 
 
 def debug_elsewhere(config: pytest.Config, skip: Callable[[FrameType], None]) -> None:
-    """Makes each call of a debugger call `skip` with its frame, in a rank without the terminal."""
+    """Makes each call of a debugger call `skip` with the caller's frame instead."""
     _without_debuggers(config, lambda *_, **__: SimpleNamespace(set_trace=skip))
 
 
@@ -94,11 +90,9 @@ def refuse_debuggers(config: pytest.Config) -> None:
 def point_to_debugger(
     reports: Sequence[pytest.TestReport], results: Mapping[int, RankResult], debugged: int
 ) -> None:
-    """Says which rank to debug, where the failure was not in the one that can be debugged."""
+    """Adds which rank to debug to the reports, where the debugged one did not fail."""
     failed = [
-        rank
-        for rank, result in results.items()
-        if any(report.has_failed for report in result.reports)
+        rank for rank, result in results.items() if any(one.has_failed for one in result.reports)
     ]
     if failed and debugged not in failed:
         text = (
@@ -111,7 +105,7 @@ def point_to_debugger(
 
 
 def explain_skipped_debuggers(results: Mapping[int, RankResult], debugged: int) -> Iterable[str]:
-    """Says which rank to debug, where a debugger was called on other ranks alone."""
+    """Warnings about debuggers that only ranks without the terminal called."""
     if debugged in results and results[debugged].entered_debugger:
         return
     sites = {rank: ", ".join(result.skipped_debuggers) for rank, result in results.items()}
@@ -128,4 +122,4 @@ def _without_debuggers(config: pytest.Config, init: Callable[..., Any]) -> None:
             config.pluginmanager.unregister(name=name)
     if not hasattr(pytestPDB, "_init_pdb"):
         raise upstream.moved_error("pytest", "pytestPDB._init_pdb", "running ranks relies on")
-    pytestPDB._init_pdb = staticmethod(init)  # type: ignore[method-assign]  # see the docstring
+    pytestPDB._init_pdb = staticmethod(init)  # type: ignore[method-assign]  # see Note [Debugging a rank]

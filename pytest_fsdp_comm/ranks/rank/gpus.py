@@ -32,11 +32,9 @@ _MOST = 254
 
 
 def visible_gpu_count() -> int:
-    """Number of GPUs in the caller's visible list; 0 without a driver.
-
-    Importing torch takes seconds, so this asks it only on a machine with a driver, and in a forked
-    child, so that no answer makes a later fork unsafe.
-    """
+    """Number of GPUs in the caller's visible list; 0 without a driver."""
+    # Importing torch takes seconds, so it is asked only on a machine with a driver, and in a forked
+    # child, so that no answer makes a later fork unsafe.
     if not any(file.exists() for file in _DRIVER_FILES):
         return 0
     import torch  # noqa: PLC0415  # as above
@@ -47,7 +45,7 @@ def visible_gpu_count() -> int:
 
 
 def is_driver_started(torch: Any) -> bool:
-    """Whether this process has started the CUDA driver, by whatever call of torch."""
+    """Whether this process has started the CUDA driver; see Note [Started driver]."""
     # Builds of torch without CUDA lack the name, and need no fork.
     has_cuda = hasattr(torch._C, "_cuda_isInBadFork")  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
     return has_cuda and _answer_of_child(lambda: 0) == _UNUSABLE
@@ -55,13 +53,11 @@ def is_driver_started(torch: Any) -> bool:
 
 @functools.cache
 def no_gpu_error(torch: Any) -> str:
-    """What torch says to whoever uses a GPU, where the CUDA driver was started and found none.
+    """Torch's error for a missing GPU, where the started driver found none; empty if it found some.
 
-    Kept, so that forked children know it, in which torch blames the fork. Starts the driver.
-
-    Returns:
-        The error's text; empty if there are GPUs.
+    Starts the driver.
     """
+    # Cached, so that forked children know it, in which torch blames the fork.
     # Not device_count(), which may have it from NVML: the driver's word counts.
     if torch._C._cuda_getDeviceCount():  # noqa: SLF001  # tests/unit/ranks/test_gpus.py
         return ""
@@ -73,7 +69,7 @@ def no_gpu_error(torch: Any) -> str:
 
 
 def name_missing_gpu() -> None:
-    """Has torch say in this process and its children that there is no GPU, if it found that out."""
+    """Makes torch name a missing GPU, not the fork, in this process and its children."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda._is_in_bad_fork():  # noqa: SLF001  # as above
         return
@@ -90,7 +86,7 @@ def name_missing_gpu() -> None:
 
 
 def _answer_of_child(ask: Callable[[], int]) -> int:
-    """A small number from a forked child; `_UNUSABLE` if CUDA is unusable there."""
+    """What a forked child answers, up to `_MOST`; `_UNUSABLE` if CUDA is unusable there."""
     import torch  # noqa: PLC0415  # the caller has loaded it
 
     pid = fork_quietly()
@@ -106,27 +102,15 @@ def _answer_of_child(ask: Callable[[], int]) -> int:
 
 
 def usable_gpu_count(launched: LaunchedRank | None) -> int:
-    """Number of GPUs that the ranks of a test may have, over all machines.
-
-    Args:
-        launched: This process's rank, where a launcher started one on machines that are alike; None
-            if all ranks are on this machine.
-    """
+    """Number of GPUs that the ranks of a test may have, over all machines of a launcher."""
     count = visible_gpu_count()
+    # A launcher's machines are alike.
     return count if launched is None else count // launched.local_world_size * launched.world_size
 
 
 def visible_gpu_names(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
-    """The names of the caller's visible GPUs.
-
-    Args:
-        environment: The process's environment variables.
-        count: How many of the listed GPUs there are; CUDA ignores the rest of a list from the first
-            wrong name on.
-
-    Returns:
-        Indices, or UUIDs where the caller wrote such.
-    """
+    """The indices, or UUIDs where the caller wrote such, of the first `count` visible GPUs."""
+    # CUDA ignores a list from the first wrong name on.
     listed = environment.get(visible_gpus_variable(environment))
     if listed is None:
         return tuple(str(index) for index in range(count))
@@ -134,9 +118,7 @@ def visible_gpu_names(environment: Mapping[str, str], count: int) -> tuple[str, 
 
 
 def visible_gpus_variable(environment: Mapping[str, str]) -> str:
-    """The environment variable that lists the visible GPUs.
-
-    ROCm's own variable hides CUDA's from torch (torch 2.13).
-    """
+    """The name of the environment variable that lists the visible GPUs."""
+    # ROCm's own hides CUDA's from torch (torch 2.13).
     rocm = "HIP_VISIBLE_DEVICES"
     return rocm if rocm in environment else "CUDA_VISIBLE_DEVICES"

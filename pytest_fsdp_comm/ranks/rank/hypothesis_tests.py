@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 
 def align_examples(item: pytest.Item) -> None:
-    """Prepares a test that Hypothesis calls; does nothing with others.
-
-    Raises:
-        UpstreamChangedError: Hypothesis has moved a private name.
-    """
+    """Prepares a test that Hypothesis calls; does nothing with others."""
     core: Any = sys.modules.get("hypothesis.core")
     test: Any = getattr(item, "obj", None)
     if core is None or not getattr(test, "is_hypothesis_test", False):
@@ -71,7 +67,7 @@ def align_examples(item: pytest.Item) -> None:
 
 
 def _ignore_local_constants() -> None:
-    """Keeps Hypothesis from trying the constants of modules: those that one rank alone imported."""
+    """Keeps Hypothesis from trying constants of modules that only some ranks have imported."""
     name = "hypothesis.internal.conjecture.providers"
     providers: Any = sys.modules.get(name)
     found = getattr(providers, "_local_constants", None)
@@ -82,7 +78,7 @@ def _ignore_local_constants() -> None:
 
 
 def _raising_its_first_failure(test: Callable[..., Any], hint: str) -> Callable[..., Any]:
-    """A test that, once it has failed, calls nothing any more; see Note [Equal examples]."""
+    """A test that raises its first failure again and again; see Note [Equal examples]."""
     from hypothesis.errors import HypothesisException  # noqa: PLC0415  # loaded already
 
     failures: list[BaseException] = []

@@ -47,7 +47,7 @@ class LogTerminal:
     """A rank's terminal reporter: where ``--setup-show`` and others write."""
 
     def __init__(self) -> None:
-        """Keeps what is written in memory until `open`."""
+        """Keeps in memory what is written before `open`."""
         self._tw = TerminalWriter(io.StringIO())
 
     def open(self, path: Path) -> None:
@@ -57,26 +57,35 @@ class LogTerminal:
 
 
 def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
-    """Gives a rank files of its own, where the session had some.
-
-    Args:
-        config: The rank's copy of the session's config.
-        basetemp: This rank's directory for temporary directories. With one that the ranks share, 55
-            of 60 tests failed under ``-n 2`` with FileExistsError (pytest 9.2).
+    """Gives a rank its own output files and directory for temporary directories.
 
     Raises:
         UpstreamChangedError: pytest has moved a private name.
     """
-    _release_capture(config)
-    _move_basetemp(config, basetemp)
+    # A fork shares the temporary files of the parent's capture. A rank has none; its descriptors go
+    # to files of its own instead, which keep what came before a crash.
+    manager = capture_manager(config)
+    if manager is not None:
+        # Kept alive: collected, its files would warn of not being closed, which -W error makes
+        # fatal.
+        config.stash[_PARENTS_CAPTURE] = manager._global_capturing
+        # Not stop_global_capturing(): it would write the parent's captured text to the terminal.
+        manager._global_capturing = None
+        manager._method = "no"
+        manager.start_global_capturing()
+    factory: Any = getattr(config, "_tmp_path_factory", None)
+    if factory is None:
+        return
+    if not hasattr(factory, "_basetemp"):
+        raise upstream.moved_error("pytest", "TempPathFactory._basetemp", "running ranks relies on")
+    # With one directory for all ranks, 55 of 60 tests failed under -n 2 with FileExistsError
+    # (pytest 9.2).
+    basetemp.mkdir(mode=0o700, parents=True, exist_ok=True)
+    factory._basetemp = basetemp
 
 
 def leave_to_parent(config: pytest.Config) -> LogTerminal:
-    """Takes out what writes for the whole session or stops it, and torch's debug logs.
-
-    Returns:
-        The terminal reporter from now on.
-    """
+    """Removes what writes for the whole session or stops it; returns the new terminal reporter."""
     manager = config.pluginmanager
     for name in _PARENTS_PLUGINS:
         if manager.has_plugin(name):
@@ -103,11 +112,7 @@ def leave_to_parent(config: pytest.Config) -> LogTerminal:
 
 
 def capture_manager(config: pytest.Config) -> Any:
-    """Pytest's capture; None under ``-p no:capture``.
-
-    Raises:
-        UpstreamChangedError: pytest has moved a private name.
-    """
+    """Pytest's capture; None under ``-p no:capture``."""
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     if manager is None or (hasattr(manager, "_global_capturing") and hasattr(manager, "_method")):
         return manager
@@ -116,38 +121,10 @@ def capture_manager(config: pytest.Config) -> Any:
     )
 
 
-def _release_capture(config: pytest.Config) -> None:
-    """Replaces the parent's capture, whose temporary files are shared after a fork, by none.
-
-    The rank's descriptors go to files of its own instead, which keep what came before a crash.
-    """
-    manager = capture_manager(config)
-    if manager is None:
-        return
-    # Kept alive: collected, its files would warn of not being closed, which -W error makes fatal.
-    config.stash[_PARENTS_CAPTURE] = manager._global_capturing
-    # Not stop_global_capturing(): it would write the parent's captured text to the terminal.
-    manager._global_capturing = None
-    manager._method = "no"
-    manager.start_global_capturing()
-
-
-def _move_basetemp(config: pytest.Config, basetemp: Path) -> None:
-    factory: Any = getattr(config, "_tmp_path_factory", None)
-    if factory is None:
-        return
-    if not hasattr(factory, "_basetemp"):
-        raise upstream.moved_error("pytest", "TempPathFactory._basetemp", "running ranks relies on")
-    basetemp.mkdir(mode=0o700, parents=True, exist_ok=True)
-    factory._basetemp = basetemp
-
-
 @contextlib.contextmanager
 def real_stdin(config: pytest.Config) -> Iterator[None]:
-    """Within the block descriptor 0 is what the user gave pytest.
-
-    Outside of tests pytest lets go of the output that it captures, but not of the input.
-    """
+    """Within the block descriptor 0 is what the user gave pytest."""
+    # Outside of tests pytest lets go of the output that it captures, but not of the input.
     manager: Any = config.pluginmanager.getplugin("capturemanager")
     if manager is None:
         yield
@@ -161,13 +138,7 @@ def real_stdin(config: pytest.Config) -> Iterator[None]:
 
 
 def resolve_basetemp(config: pytest.Config) -> Path:
-    """The session's directory for temporary directories, created if missing.
-
-    Without pytest's plugin for these, which has no use for it, the system's.
-
-    Raises:
-        UpstreamChangedError: pytest has moved a private name.
-    """
+    """The session's directory for temporary directories; the system's under ``-p no:tmpdir``."""
     if not config.pluginmanager.has_plugin("tmpdir"):
         return Path(tempfile.gettempdir())
     factory: Any = getattr(config, "_tmp_path_factory", None)

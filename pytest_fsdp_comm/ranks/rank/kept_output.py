@@ -39,7 +39,7 @@ _LONGEST_NOTE = 256
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is kept of bytes that a rank wrote, and how many lie between."""
+    """The kept parts of bytes that a rank wrote, and how many lie between."""
 
     head: bytes = b""
     """All of them, if none are left out."""
@@ -47,7 +47,7 @@ class Kept:
     tail: bytes = b""
 
     def __add__(self, later: Kept) -> Kept:
-        """What is kept of the bytes of both."""
+        """The kept parts of the bytes of both."""
         middle = self.tail + later.head
         if not self.nbytes_left_out and not later.nbytes_left_out:
             head = tail = self.head + later.head
@@ -77,7 +77,7 @@ class Kept:
 
 
 def shortened(text: str) -> str:
-    """A text of which the middle is left out if it is long; one that was shortened stays."""
+    """The text, without its middle if it is long; a shortened text stays as it is."""
     left_out = len(text) - 2 * KEPT_NBYTES
     if left_out <= _LONGEST_NOTE:
         return text
@@ -106,11 +106,7 @@ def _shortened_lines(lines: Sequence[str]) -> Sequence[str]:
 
 
 def read_kept(descriptor: int, start: int) -> tuple[Kept, int]:
-    """Reads what is kept of a file from an offset on.
-
-    Returns:
-        It, and the offset of its end.
-    """
+    """What is kept of a file from an offset on, and the offset of the file's end."""
     end = os.fstat(descriptor).st_size
     if end <= start:
         return Kept(), start
@@ -122,7 +118,7 @@ def read_kept(descriptor: int, start: int) -> tuple[Kept, int]:
 
 
 def _kept(descriptor: int, start: int, end: int) -> tuple[int, int]:
-    """Where what is kept at the start ends, and what is kept at the end starts, without holes."""
+    """Where the kept head ends and the kept tail starts; neither has holes."""
     first_hole = _seek(descriptor, start, "SEEK_HOLE", end)
     if end - start <= 2 * KEPT_NBYTES and first_hole >= end:
         return end, end
@@ -163,13 +159,9 @@ class OutputFile:
         self._free = [0, 0]
 
     def release(self, start: int) -> int:
-        """Frees the disk of what will not be read again.
+        """Frees what no report needs before and in the phase that starts at an offset.
 
-        Args:
-            start: Where the phase starts; what is before it has been read.
-
-        Returns:
-            How many bytes of disk the file still occupies.
+        Returns how many bytes of disk the file still occupies.
         """
         with contextlib.suppress(FileNotFoundError):  # it may vanish at any moment
             status = os.stat(self._path)  # noqa: PTH116  # 20 times a second for each file

@@ -23,15 +23,8 @@ _IF_INET6 = Path("/proc/net/if_inet6")
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """The interface whose address a packet to a host carries as its sender's.
-
-    Args:
-        host: Name or address of a host that every other machine reaches, too.
-        port: Any of its ports; nothing is sent.
-
-    Returns:
-        Its name, such as ``eth0``; None if it cannot be found.
-    """
+    """The interface, such as ``eth0``, through which packets to a host leave; None if unknown."""
+    # Connecting a UDP socket chooses its address, and sends nothing.
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -41,11 +34,7 @@ def interface_towards(host: str, port: int) -> str | None:
 
 
 def gloo_problem(environment: Mapping[str, str]) -> str:
-    """What of this machine's network keeps gloo from connecting, and what to do about it.
-
-    Returns:
-        Empty if nothing is known to.
-    """
+    """What keeps gloo from connecting on this machine, and the remedy; empty if nothing known."""
     if problem := no_network_problem():
         return problem
     name = environment.get(INTERFACE_VARIABLE)
@@ -66,7 +55,7 @@ def gloo_problem(environment: Mapping[str, str]) -> str:
 
 
 def no_network_problem() -> str:
-    """What to do where no network interface is up; empty if one is."""
+    """What is wrong where no network interface is up, and the remedy; empty if one is."""
     names = _names() if sys.platform == "linux" else []
     if not names or any(_is_up(name) for name in names):
         return ""
@@ -112,7 +101,7 @@ def _is_up(name: str) -> bool:
 
 
 def _ask(name: str, request: int) -> bytes:
-    """What the kernel says of an interface (`struct ifreq`); empty if nothing."""
+    """The kernel's answer about an interface (`struct ifreq`); empty if it gives none."""
     import fcntl  # noqa: PLC0415  # not on every system
 
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

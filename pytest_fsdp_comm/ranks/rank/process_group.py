@@ -54,21 +54,17 @@ def set_environment(
 ) -> None:
     """Sets the variables that torchrun would, the visible GPUs, and one thread per rank.
 
-    Args:
-        settings: How the test runs on ranks.
-        rank: This rank.
-        gpus: The GPUs that the test's ranks may use; empty leaves the caller's list as it is.
-        local: The rank on its machine; None if all ranks are on this one.
+    Empty `gpus` leave the caller's list as it is; without `local` all ranks are on this machine.
     """
-    # Ranks share the machine: with torch's default of a thread for each core they fight for it.
-    # Also, OpenMP's pool does not survive a fork: a forked child that used the parent's pool hung 9
-    # of 9 times, and never with one thread (torch 2.13, CPU).
     if gpus:
         os.environ[visible_gpus_variable(os.environ)] = ",".join(gpus)
     os.environ["RANK"] = str(rank)
     os.environ["LOCAL_RANK"] = str(local.local_rank if local else rank)
     os.environ["WORLD_SIZE"] = str(settings.world_size)
     os.environ["LOCAL_WORLD_SIZE"] = str(local.local_world_size if local else settings.world_size)
+    # Note [One thread for each rank]: with torch's default of a thread for each core, ranks fight
+    # for the machine that they share. Also, OpenMP's pool does not survive a fork: a forked child
+    # that used the parent's pool hung 9 of 9 times, and never with one thread (torch 2.13, CPU).
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":
         # Otherwise gloo looks up the host's name, which fails or waits on many laptops, and which
@@ -82,11 +78,9 @@ def set_environment(
 
 
 def empty_compiler_caches() -> None:
-    """Does once what making a process group does in each rank (read in torch 2.7, 2.13 and 2.15).
-
-    Emptying them costs a rank 310 page faults, nearly as many as its gloo group, and nothing where
-    they are empty.
-    """
+    """Does once what making a process group does in each rank."""
+    # Read in torch 2.7, 2.13 and 2.15. It costs a rank 310 page faults, nearly as many as its gloo
+    # group, and nothing where the caches are empty.
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     # A private name, but without it ranks only start later.
     clear = getattr(rules, "clear_lru_cache", None)
@@ -102,10 +96,7 @@ def has_group() -> bool:
 
 
 def join_group(context: RankContext) -> object:
-    """Makes the default process group of this rank.
-
-    Returns:
-        The group.
+    """Makes the default process group of this rank, and returns it.
 
     Raises:
         FsdpCommError: There is one already.

@@ -22,17 +22,15 @@ _LONGEST_DIRECTORY = 85
 
 
 def fork_quietly() -> int:
-    """`os.fork` without the warning that Python 3.12 gives wherever a thread lives.
-
-    An xdist worker always has one, which never holds a lock that a rank needs.
-    """
+    """`os.fork` without the warning that Python 3.12 gives wherever a thread lives."""
+    # An xdist worker always has one, which never holds a lock that a rank needs.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
 def flush_streams() -> None:
-    """Writes what Python buffers of the two output streams; a test may have closed them."""
+    """Flushes both output streams, unless a test has closed them."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError, AttributeError):
             stream.flush()
@@ -47,16 +45,10 @@ def redirect_output(spec: RankSetSpec, rank: int) -> None:
 
 
 def end_forked_child(rank_pid: int, error: BaseException | None) -> None:
-    """Ends this process if a test forked it in a rank, and it comes to where only that may go on.
-
-    At once: what follows (fixtures' teardown, exit handlers, coverage) is the rank's to do.
-
-    Args:
-        rank_pid: The rank's process.
-        error: What the test raised in the child; None if it returned there.
-    """
+    """Ends this process if it is not the rank's, but a test forked it, and it left the test."""
     if getpid() == rank_pid:
         return
+    # At once: what follows (fixtures' teardown, exit handlers, coverage) is the rank's to do.
     status = 0
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         status = error.code or 0
@@ -68,10 +60,8 @@ def end_forked_child(rank_pid: int, error: BaseException | None) -> None:
 
 
 def put_sockets_below(directory: Path) -> None:
-    """Has managers, pools and servers put their sockets where they are removed in any case.
-
-    Otherwise into a directory of each process, below ``TMPDIR``, that a killed one leaves behind.
-    """
+    """Makes managers, pools and servers put their sockets where they are removed in any case."""
+    # Otherwise each process has a directory below TMPDIR, which a killed one leaves behind.
     process: Any = multiprocessing.process.current_process()
     config = getattr(process, "_config", None)
     # Private, read in Python 3.11 to 3.14: where it has moved, killed ranks leave directories.
@@ -80,10 +70,7 @@ def put_sockets_below(directory: Path) -> None:
 
 
 def run_finalizers() -> None:
-    """Ends managers, pools and daemonic children, as at the exit of a process.
-
-    Others are not joined: they are killed with the rank.
-    """
+    """Ends managers, pools and daemonic children; the other children are killed with the rank."""
     # Private, but what `multiprocessing` registers with `atexit` (read in Python 3.11 to 3.14).
     run: Any = getattr(multiprocessing.util, "_run_finalizers", None)
     if run is None:

@@ -28,7 +28,7 @@ _Generator: TypeAlias = "tuple[Callable[[], Any], Callable[[Any], object], Calla
 
 
 def _generators() -> tuple[_Generator, _Generator | None, _Generator]:
-    """Those of Python, numpy and torch; None without numpy, which loads its own late."""
+    """Those of Python, numpy and torch; None if numpy's is not loaded."""
     import torch  # noqa: PLC0415  # not in the pytest process
 
     numpy: Any = None
@@ -43,19 +43,19 @@ def _generators() -> tuple[_Generator, _Generator | None, _Generator]:
 
 
 def read_states() -> list[Any]:
-    """The global random states of this process now; None for a library that is not there."""
+    """This process's global random states; None for a library that is not loaded."""
     return [generator and generator[0]() for generator in _generators()]
 
 
 def restore_states(states: Sequence[Any]) -> None:
-    """Puts this process into states that it was in."""
+    """Restores what `read_states` returned."""
     for generator, state in zip(_generators(), states, strict=True):
         if generator is not None and state is not None:
             generator[1](state)
 
 
 def equalize(exchange: RankExchange) -> None:
-    """Seeds those libraries alike whose states differ between ranks, each of which calls this."""
+    """Seeds alike the libraries whose states differ between ranks; every rank calls it."""
     # The text of a tensor leaves numbers out.
     own = [state.tolist() if hasattr(state, "tolist") else state for state in read_states()]
     digests = " ".join(hashlib.sha256(repr(state).encode()).hexdigest() for state in own)

@@ -1,9 +1,4 @@
-"""What plain pytest and Python do when a session ends, done in a rank before its verdict.
-
-A rank leaves with ``os._exit``: unwinding would run what its parent registered. So exceptions that
-only a last garbage collection brings to light, and functions registered with `atexit`, would be
-lost.
-"""
+"""Does in a rank, before its verdict, what plain pytest and Python do when a session ends."""
 
 from __future__ import annotations
 
@@ -17,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pytest
 
+# Note [End of a rank]: a rank leaves with os._exit, since unwinding would run what its parent
+# registered. Without this module, exceptions that only a last garbage collection brings to light,
+# and functions registered with atexit, would be lost.
+
 # Plugins of pytest that keep exceptions which nobody can catch, and raise or warn of them at the
 # end of each phase.
 _KEEPERS = ("unraisableexception", "threadexception")
 
 
 def raise_lost_exceptions(item: pytest.Item) -> None:
-    """Collects garbage, then has pytest raise, or warn of, what finalizers and threads raised.
-
-    As pytest does at the end of a session. It takes 0.2 ms after an empty test and 1.3 ms after an
-    FSDP2 step, as what a rank was forked with is frozen (torch 2.13, CPU).
-    """
+    """Collects garbage, then makes pytest raise, or warn of, what finalizers and threads raised."""
+    # It takes 0.2 ms after an empty test and 1.3 ms after an FSDP2 step, as what a rank was forked
+    # with is frozen (torch 2.13, CPU).
     __tracebackhide__ = True
     gc.collect()
     for name in _KEEPERS:
@@ -47,7 +44,7 @@ def forget_exit_functions() -> None:
 
 
 def has_exit_functions() -> bool:
-    """Whether something was registered with `atexit`, or a finalizer made, since then."""
+    """Whether there is an exit function or finalizer since `forget_exit_functions`."""
     # To find out by running them takes 0.7 ms: it looks at each finalizer that there was before.
     # Private: where it has moved, they are run. `finalize` sets it, to be sorted anew.
     has_finalizers: bool = getattr(weakref.finalize, "_dirty", True)
@@ -55,11 +52,7 @@ def has_exit_functions() -> bool:
 
 
 def run_exit_functions() -> list[str]:
-    """Runs what was registered with `atexit` since `forget_exit_functions`.
-
-    Returns:
-        A traceback for each one that raised. Python prints it, and exits as if nothing had been.
-    """
+    """Runs the exit functions since `forget_exit_functions`; a traceback for each that raised."""
     problems: list[str] = []
     if not has_exit_functions():
         return problems

@@ -20,13 +20,9 @@ _STANDARD = (0, 1, 2)
 
 
 def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
-    """Copies the session's standard descriptors, as they are outside of pytest's capture.
+    """Copies of descriptors 0 to 2 as the user gave them; empty in an xdist worker.
 
-    Args:
-        config: The session's config, outside of any test.
-
-    Returns:
-        Copies of descriptors 0, 1 and 2; empty in an xdist worker, which has no terminal.
+    To be called outside of any test.
     """
     if hasattr(config, "workerinput"):
         return ()
@@ -36,7 +32,7 @@ def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def kept_foreground(terminal: Sequence[int]) -> Iterator[None]:
-    """Keeps a terminal this process's, even where a rank dies that has taken it over."""
+    """Takes the terminal back at the end of the block, even if a rank that had it is dead."""
     has_it = bool(terminal) and _foreground(terminal[0]) == os.getpgrp()
     try:
         yield
@@ -46,7 +42,7 @@ def kept_foreground(terminal: Sequence[int]) -> Iterator[None]:
 
 
 def _foreground(descriptor: int) -> int | None:
-    """The process group that a terminal reads for, and that Ctrl-C reaches; None if it is none."""
+    """The process group that Ctrl-C reaches; None if the descriptor is no terminal."""
     with contextlib.suppress(OSError):
         return os.tcgetpgrp(descriptor)
     return None
@@ -65,12 +61,7 @@ class RankTerminal:
     """The terminal in the rank that debugs: its own while a debugger runs, else its logs."""
 
     def __init__(self, descriptors: Sequence[int], pytests_group: int) -> None:
-        """Leaves the terminal alone until `enter`.
-
-        Args:
-            descriptors: What `copied_terminal` gave.
-            pytests_group: The process group of the pytest process that did.
-        """
+        """Keeps the result of `copied_terminal`, and the pytest process's process group."""
         self._descriptors = tuple(descriptors)
         self._logs: list[int] = []
         self._stdin: Any = None
@@ -91,7 +82,7 @@ class RankTerminal:
             _pass_on(0, os.getpgrp())
 
     def leave(self) -> None:
-        """Connects them to the rank's logs again."""
+        """Connects the standard descriptors to the rank's logs again."""
         if not self._logs:
             return
         flush_streams()

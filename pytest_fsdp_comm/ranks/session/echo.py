@@ -16,12 +16,12 @@ class Echo:
     """Follows the logs of a rank set."""
 
     def __init__(self, spec: RankSetSpec) -> None:
-        """Follows each log from its start, of those streams that the rank set is to show."""
+        """Follows the streams in `RankSetSpec.echoes` from their start."""
         self._spec = spec
         self._offsets: dict[tuple[int, str], int] = {}
 
     def copy(self) -> None:
-        """Writes the lines that are new; does nothing where no stream is shown."""
+        """Writes the new lines."""
         if not self._spec.echoes:
             return
         for rank in self._spec.ranks:

@@ -19,13 +19,9 @@ if TYPE_CHECKING:
 
 
 class Peers:
-    """The processes that have a test's other ranks, seen from one; this class, that there are none.
-
-    `ranks.launched` has those of a launcher.
-    """
+    """The other processes with ranks of a test: none here, a launcher's in `ranks.launched`."""
 
     is_launched = False
-    """Whether there are any."""
 
     def __init__(self, session: pytest.Session) -> None:
         """Stores the session."""
@@ -40,23 +36,19 @@ class Peers:
         return True
 
     def begin(self, index: int, *, reuses_ranks: bool) -> bool:  # noqa: ARG002  # of subclasses
-        """Begins a test in every process.
+        """Begins the session's test of an index in every process.
 
-        Args:
-            index: The test's index in the session's items.
-            reuses_ranks: Whether ranks that were kept here could run it.
-
-        Returns:
-            Whether kept ranks run it: the leader decides.
+        Returns whether kept ranks run it, which the leader decides; `reuses_ranks` says whether
+        those kept here could.
         """
         return reuses_ranks
 
     def local_rank(self) -> LocalRank | None:
-        """The only rank to start here for the test that began; None starts all of them."""
+        """The only rank to start here for the test that began; None if all are."""
         return None
 
     def has_failed_elsewhere(self, has_failed: bool) -> bool:  # noqa: ARG002  # of subclasses
-        """Reports whether a rank of this process has failed; whether another one has."""
+        """Sends whether a rank of this process has failed; returns whether any other has."""
         return False
 
     def without_thread(self) -> AbstractContextManager[None]:
@@ -66,15 +58,10 @@ class Peers:
     def share(
         self, results: Mapping[int, RankResult], *, can_keep: bool
     ) -> tuple[dict[int, RankResult], bool]:
-        """Waits until every rank is done with the test.
+        """Waits until every rank is done with the test, given what this process's did.
 
-        Args:
-            results: What this process's ranks did.
-            can_keep: Whether they could run another test.
-
-        Returns:
-            What all ranks did on the leader, elsewhere this process's; and whether all ranks are
-            kept for another test.
+        Returns the results of all ranks on the leader, elsewhere this process's; and whether all
+        ranks are kept for another test, which each process must be able to.
         """
         return dict(results), can_keep
 

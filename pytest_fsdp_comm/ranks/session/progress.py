@@ -29,12 +29,7 @@ class Progress:
         """Seconds after the test's start until the first line."""
 
     def show(self, positions: Mapping[int, Position], *, after_s: float) -> None:
-        """Writes one line.
-
-        Args:
-            positions: Where each rank is that answered.
-            after_s: Seconds since the test's start.
-        """
+        """Writes one line, given where the ranks are that answered."""
         sites = {
             rank: "done"
             if position.activity is Activity.HAS_ENDED

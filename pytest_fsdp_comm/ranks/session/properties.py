@@ -36,15 +36,7 @@ def merge_user_properties(
 
 
 def merged_properties(by_rank: Mapping[int, Sequence[_Property]]) -> list[_Property]:
-    """One list of the properties of several ranks.
-
-    Args:
-        by_rank: What each rank recorded, in order.
-
-    Returns:
-        In order; where ranks recorded other values under a name, it is followed by theirs:
-        ``name (rank 1)``.
-    """
+    """The properties of several ranks in order; a name whose values differ names the ranks, too."""
     names = dict.fromkeys(name for recorded in by_rank.values() for name, _ in recorded)
     merged: list[_Property] = []
     for name in names:
@@ -61,7 +53,7 @@ def merged_properties(by_rank: Mapping[int, Sequence[_Property]]) -> list[_Prope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteProperties:
-    """What one rank recorded of the whole session in a test."""
+    """The properties of the session that one rank recorded in a test."""
 
     recorded: tuple[tuple[str, str], ...]
     """Names and values, in order."""
@@ -79,17 +71,16 @@ class SuitePropertiesOfRanks:
     def rank_payload(self, item: pytest.Item) -> SuiteProperties:
         """What the test and its fixtures recorded."""
         recorded = _recorded(item.config)
-        payload = SuiteProperties(
-            recorded=tuple((name, shortened(value)) for name, value in recorded)
-        )
+        texts = tuple((name, shortened(value)) for name, value in recorded)
         recorded.clear()
-        return payload
+        return SuiteProperties(recorded=texts)
 
     def merge(
         self, item: pytest.Item, payloads: Mapping[int, SuiteProperties], *, has_failed: bool
     ) -> list[str]:
-        """Records each once: a fixture of the session runs in the ranks of each test."""
+        """Records each once; there are never problems."""
         del has_failed
+        # A fixture of the session runs in the ranks of each test.
         known = _recorded(item.config)
         for found in merged_properties({rank: sent.recorded for rank, sent in payloads.items()}):
             if found not in known:
@@ -98,6 +89,6 @@ class SuitePropertiesOfRanks:
 
 
 def _recorded(config: pytest.Config) -> list[tuple[str, str]]:
-    """The list of pytest's JUnit report; one of nobody where there is no report."""
+    """The list of pytest's JUnit report; without a report, a new one."""
     xml: Any = config.stash.get(xml_key, None)
     return [] if xml is None else xml.global_properties

@@ -1,9 +1,4 @@
-"""Shows other plugins' reports what the ranks of a test did, as one test.
-
-pytest-html and JUnit files need nothing of this: they read pytest's own reports.
-allure-pytest 2.16 and pytest-json-report 1.5 were read. Both listen to the hooks of a test's
-phases, which run in ranks alone. There allure is off: each rank would write a result of its own.
-"""
+"""Shows other plugins' reports what the ranks of a test did, as one test."""
 
 from __future__ import annotations
 
@@ -18,16 +13,14 @@ if TYPE_CHECKING:
 
     import pytest
 
+# pytest-html and JUnit files read pytest's own reports. allure-pytest and pytest-json-report listen
+# to the hooks of a test's phases, which run in ranks alone (read in 2.16 and 1.5). There allure is
+# off: each rank would write a result of its own.
 _WRAPPERS = ("pytest_runtest_setup", "pytest_runtest_call", "pytest_runtest_teardown")
 
 
 def show_report_plugins(item: pytest.Item, reports: Sequence[pytest.TestReport]) -> None:
-    """Gives the plugins that the session has what they take from phases otherwise.
-
-    Args:
-        item: The test.
-        reports: Those of its phases, and of its subtests.
-    """
+    """Gives the session's plugins what they would have from the hooks of the test's phases."""
     _show_allure(item, reports)
     for report in reports:
         extra: Any = getattr(report, "_json_report_extra", None)
@@ -37,7 +30,7 @@ def show_report_plugins(item: pytest.Item, reports: Sequence[pytest.TestReport])
 
 
 def _streams(report: pytest.TestReport) -> dict[str, str]:
-    """What the ranks printed in the report's phase, by ``stdout`` and ``stderr``."""
+    """Output of the ranks in the report's phase, by ``stdout`` and ``stderr``."""
     found = {}
     for stream in ("stdout", "stderr"):
         title = f"Captured {stream} {report.when}"
@@ -69,5 +62,5 @@ def _show_allure(item: pytest.Item, reports: Sequence[pytest.TestReport]) -> Non
 
 
 def _drive(wrapper: Generator[None, Any, None], result: object) -> None:
-    """Runs a hook's wrapper of the old style around a result."""
+    """As `drive`, for a wrapper of pluggy's old style."""
     drive(wrapper, SimpleNamespace(get_result=lambda: result))

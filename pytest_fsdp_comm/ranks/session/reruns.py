@@ -1,11 +1,4 @@
-"""Lets pytest-rerunfailures run a distributed test again, on fresh ranks.
-
-A rank that ran its test again on its own would meet collectives of ranks that did not. So the
-plugin is off in ranks, and its protocol runs in the pytest process, where one attempt is one set of
-ranks.
-pytest-rerunfailures 16.7 was read: it runs an attempt by its global name ``runtestprotocol``, and
-keeps what it knows of a failure in its wrapper of ``pytest_runtest_makereport``.
-"""
+"""Lets pytest-rerunfailures run a distributed test again, on fresh ranks."""
 
 from __future__ import annotations
 
@@ -23,6 +16,11 @@ if TYPE_CHECKING:
 
     import pytest
 
+# Note [Reruns]: a rank that ran its test again on its own would meet collectives of ranks that did
+# not. So the plugin is off in ranks, and its protocol runs in the pytest process, where one attempt
+# is one set of ranks. It runs an attempt by its global name `runtestprotocol`, and keeps what it
+# knows of a failure in its wrapper of `pytest_runtest_makereport` (read in 16.7).
+
 _CRASH = re.compile(
     r"(?:ranks? [\d, -]+: )?(?P<name>[A-Za-z_][\w.]*)(?::\s(?P<text>.*))?", re.DOTALL
 )
@@ -33,19 +31,7 @@ def run_with_reruns(
     nextitem: pytest.Item | None,
     attempt: Callable[[], list[pytest.TestReport]],
 ) -> bool:
-    """Runs and logs a test, again where it fails and the plugin decides so.
-
-    Args:
-        item: The test.
-        nextitem: The session's next test.
-        attempt: Runs the test once.
-
-    Returns:
-        Whether the test ran; it does not if the plugin is absent or has nothing to do with it.
-
-    Raises:
-        UpstreamChangedError: The plugin has moved a private name.
-    """
+    """Runs and logs a test by its attempts as the plugin decides; False if it leaves the test."""
     plugin: Any = item.config.pluginmanager.get_plugin("rerunfailures")
     if plugin is None:
         return False
@@ -72,12 +58,12 @@ def run_with_reruns(
 
 
 def explain_no_rerun(item: pytest.Item) -> str:
-    """Why a failed test was not run again, where a plugin would have done so; else empty."""
+    """Why a plugin did not run a failed test again that it would have; else empty."""
     manager = item.config.pluginmanager
     is_marked = item.get_closest_marker("flaky") is not None
     obj: Any = getattr(item, "obj", None)
     for name, would in (
-        # Which marks every test where --retries is given.
+        # With --retries it marks every test.
         ("pytest-retry", is_marked),
         (
             "flaky",
@@ -110,14 +96,9 @@ def drive(wrapper: Generator[None, Any, Any], result: object) -> None:
 
 
 def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
-    """A stand-in for the exception that a rank raised, by its name and text.
+    """A stand-in for the exception that a merged report shows, by its name and text.
 
-    Args:
-        report: A merged report.
-
-    Returns:
-        An instance of the built-in exception of that name, else of a plain `Exception`; None if the
-        phase did not fail.
+    Derived from the built-in exception of that name, if there is one; None if nothing failed.
     """
     if not report.failed:
         return None

@@ -34,7 +34,7 @@ def replay_warnings(config: pytest.Config, results: Iterable[RankResult]) -> Non
 
 
 def warn_of_test(item: pytest.Item, text: str) -> None:
-    """Records a warning about a test: past the filters, which could make it an error."""
+    """Records a warning about a test, past the filters, which could make it an error."""
     path, lineno, _ = item.location
     item.config.hook.pytest_warning_recorded.call_historic(
         kwargs={

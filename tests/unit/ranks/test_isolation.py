@@ -20,8 +20,7 @@ from _pytest.tmpdir import TempPathFactory
 from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.ranks.launched.quiet import hold_terminal, release_terminal
 from pytest_fsdp_comm.ranks.rank.isolation import (
-    _move_basetemp,
-    _release_capture,
+    isolate_session,
     leave_to_parent,
     resolve_basetemp,
 )
@@ -59,7 +58,7 @@ def test_every_way_into_a_debugger_uses_the_names_that_are_replaced():
 class Manager(types.SimpleNamespace):
     def getplugin(self, name):
         assert name == "capturemanager"
-        return types.SimpleNamespace()
+        return self.capture
 
     def has_plugin(self, name):
         assert name == "tmpdir"
@@ -68,15 +67,17 @@ class Manager(types.SimpleNamespace):
 
 def test_names_that_moved_are_named(tmp_path):
     config = types.SimpleNamespace(
-        pluginmanager=Manager(has_tmpdir=True), _tmp_path_factory=types.SimpleNamespace()
+        pluginmanager=Manager(capture=types.SimpleNamespace()),
+        _tmp_path_factory=types.SimpleNamespace(),
     )
     with pytest.raises(UpstreamChangedError) as caught:
-        _release_capture(config)
+        isolate_session(config, basetemp=tmp_path)
     assert f"pytest {pytest.__version__} no longer has CaptureManager._global_capturing" in str(
         caught.value
     )
+    config.pluginmanager.capture = None
     with pytest.raises(UpstreamChangedError, match=r"no longer has TempPathFactory\._basetemp,"):
-        _move_basetemp(config, tmp_path)
+        isolate_session(config, basetemp=tmp_path)
     with pytest.raises(UpstreamChangedError, match=r"no longer has config\._tmp_path_factory,"):
         resolve_basetemp(types.SimpleNamespace(pluginmanager=Manager(has_tmpdir=True)))
     resolve_basetemp(types.SimpleNamespace(pluginmanager=Manager(has_tmpdir=False)))
