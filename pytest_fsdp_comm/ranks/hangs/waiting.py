@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 # the rarest are shown, since the rank that all wait for is mostly alone, and the rest is counted.
 _MOST_WAYS: Final = 4
 _MOST_STALLS: Final = 3
-_MOST_STACKS: Final = 4
 # Ranks that wait for one other rank each.
 _MOST_PEERS: Final = 16
 _PEER_WORDS: Final = {"src": "from", "dst": "to"}
@@ -68,10 +67,10 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
     """
     stalls = [*_stalls(positions), *_call_stalls(positions)]
     reached = _reached(stalls)
-    guilty = _guilty(reached)
+    guilty = set().union(*reached.values()) - reached.keys()
     if guilty & {*blamed}:
         return []
-    lines = [*_cause(reached, positions)]
+    lines = [*_cause(reached, guilty, positions)]
     # Parallel groups of a mesh, whose ranks do the same, share an explanation.
     alike: defaultdict[str, list[_Stall]] = defaultdict(list)
     for stall in sorted(stalls, key=lambda stall: (stall.is_aside, not stall.missing & guilty)):
@@ -134,7 +133,7 @@ def _mismatch(what: str, own: Mapping[int, IssuedCollective]) -> str:
 
 def _contrast(texts: Mapping[int, str], verb: str, verb_of_several: str) -> str:
     """``rank 3 <verb> this, ranks 0-2 that``, the rarest first."""
-    shown, ways, rest = _cut(sorted(fold_equal(texts), key=_rarity), _MOST_WAYS)
+    shown, ways, rest = _rarest(texts)
     parts = [f"{name_ranks(ranks)} {text}" for ranks, text in shown]
     ranks, text = shown[0]
     parts[0] = f"{name_ranks(ranks)} {verb if len(ranks) == 1 else verb_of_several} {text}"
@@ -146,21 +145,18 @@ def _contrast(texts: Mapping[int, str], verb: str, verb_of_several: str) -> str:
 _Folds: TypeAlias = list[tuple[list[int], str]]
 
 
-def _cut(folded: _Folds, most: int) -> tuple[_Folds, int, list[int]]:
-    """The folds to show, how many others there are (never one), and the ranks of these."""
-    shown = folded if len(folded) <= most else folded[: most - 1]
+def _rarest(texts: Mapping[int, str]) -> tuple[_Folds, int, list[int]]:
+    """The rarest texts, how many others there are (never one), and the ranks of these."""
+    folded = sorted(fold_equal(texts), key=lambda fold: len(fold[0]))
+    shown = folded if len(folded) <= _MOST_WAYS else folded[: _MOST_WAYS - 1]
     rest = [rank for ranks, _ in folded[len(shown) :] for rank in ranks]
     return shown, len(folded) - len(shown), rest
-
-
-def _rarity(fold: tuple[list[int], str]) -> int:
-    return len(fold[0])
 
 
 def list_stacks(stacks: Mapping[int, str], title: str) -> list[str]:
     """Lists ranks' stacks, empty if unknown, each below a title such as ``{ranks} {is} at:``."""
     lines = []
-    shown, places, rest = _cut(sorted(fold_equal(stacks), key=_rarity), _MOST_STACKS)
+    shown, places, rest = _rarest(stacks)
     for ranks, stack in sorted(shown):
         lines.append(_say(title, ranks))
         lines += [f"    {line}" for line in (stack or "position unknown").splitlines()]
@@ -205,16 +201,12 @@ def _reached(stalls: Iterable[_Stall]) -> dict[int, set[int]]:
     return dict(reached)
 
 
-def _guilty(reached: Mapping[int, set[int]]) -> set[int]:
-    return set().union(*reached.values()) - reached.keys()
-
-
-def _cause(reached: Mapping[int, set[int]], positions: _Positions) -> Iterator[str]:
-    guilty = _guilty(reached)
-    folded = fold_equal({rank: _whereabouts([rank], positions) for rank in guilty})
-    shown, places, rest = _cut(folded, _MOST_WAYS)
+def _cause(
+    reached: Mapping[int, set[int]], guilty: set[int], positions: _Positions
+) -> Iterator[str]:
+    shown, places, rest = _rarest({rank: _whereabouts([rank], positions) for rank in guilty})
     before: list[int] = []
-    for ranks, _ in shown:
+    for ranks, _ in sorted(shown):
         by = sorted(rank for rank, found in reached.items() if found & {*ranks})
         start = "all wait" if len(by) == len(reached) > 1 else _say("{ranks} {waits}", by)
         start = "  and" if by == before else start

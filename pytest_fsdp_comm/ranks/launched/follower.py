@@ -13,16 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from pytest_fsdp_comm.ranks.launched.agreement import describe_difference, positions
-from pytest_fsdp_comm.ranks.launched.meeting import (
-    MEET_TIMEOUT_S,
-    PLAN,
-    Meeting,
-    handshake,
-    read,
-    sign_off,
+from pytest_fsdp_comm.ranks.launched.meeting import MEET_TIMEOUT_S, PLAN, Meeting, read
+from pytest_fsdp_comm.ranks.launched.sigterm import (
+    SIGTERM_REASON,
+    Termination,
+    runs_pytest_only,
 )
-from pytest_fsdp_comm.ranks.launched.program import leave_session, runs_pytest_only
-from pytest_fsdp_comm.ranks.launched.sigterm import SIGTERM_REASON, Termination
 from pytest_fsdp_comm.ranks.rank.main import save_coverage
 from pytest_fsdp_comm.ranks.rank.network import no_network_problem
 from pytest_fsdp_comm.ranks.session.runner import RankRunner
@@ -36,7 +32,6 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     Verdict,
 )
 from pytest_fsdp_comm.ranks.wire.text_store import StoreLostError
-from pytest_fsdp_comm.text.codec import load_tagged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -51,11 +46,7 @@ _SILENT_AFTER_S = 60.0
 _LAST_WORDS_S = 5.0
 _EXPLAIN_AFTER_S = 60.0
 _RECONNECT_S = 0.1
-
-_COMMANDS: Mapping[str, type[BeginTest | EndSession]] = {
-    "BeginTest": BeginTest,
-    "EndSession": EndSession,
-}
+_COMMANDS: tuple[type[BeginTest | EndSession], ...] = (BeginTest, EndSession)
 
 
 class _EndedError(Exception):
@@ -99,14 +90,14 @@ class Follower(Meeting):
         """Answers the leader with what `meet` returned, and gives signs of life from now on."""
         self.begin_heartbeat()
         self.send(
-            handshake(self.launched.rank),
+            f"handshake/{self.launched.rank}",
             FollowerHandshake(host=socket.gethostname(), problem=problem),
         )
 
     def await_command(self) -> BeginTest | EndSession:
         """Waits for the leader's next announcement."""
         text = self._await(self.name("command", ahead=1), self._look_for_leader)
-        self._command = load_tagged(_COMMANDS, text)
+        self._command = read(text, *_COMMANDS)
         return self._command
 
     def basetemp(self) -> Path:
@@ -140,7 +131,7 @@ class Follower(Meeting):
         if self.is_connected:
             self.termination.ignore()
             with suppress(StoreLostError):
-                self.store.put(sign_off(self.launched.rank), "")
+                self.store.put(f"sign_off/{self.launched.rank}", "")
             super().close()
 
     def _await(self, name: str, look: Callable[[], None]) -> str:
@@ -250,7 +241,18 @@ def follow(
         sys.stderr.flush()
         if runs_pytest_only():
             os._exit(status)
-    leave_session(session.config, status)
+    _leave_session(session.config, status)
+
+
+def _leave_session(config: pytest.Config, status: int) -> NoReturn:
+    """Makes `pytest.main` return a status, without what plugins do at a session's end."""
+    manager = config.pluginmanager
+    capture: Any = manager.get_plugin("capturemanager")
+    if capture is not None and capture.is_globally_capturing():
+        capture.read_global_capture()  # which the end of capturing would write
+    for plugin in manager.get_plugins():
+        manager.unregister(plugin)
+    pytest.exit("this process only follows rank 0's", returncode=status)
 
 
 def _complain(session: pytest.Session, text: str) -> None:

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_fsdp_comm.ranks.launched.agreement import USUAL_REASONS
-from pytest_fsdp_comm.ranks.launched.meeting import (
-    MEET_TIMEOUT_S,
-    PLAN,
-    Meeting,
-    handshake,
-    read,
-    sign_off,
-)
+from pytest_fsdp_comm.ranks.launched.meeting import MEET_TIMEOUT_S, PLAN, Meeting, read
 from pytest_fsdp_comm.ranks.launched.sigterm import SIGTERM_REASON, Termination
 from pytest_fsdp_comm.ranks.wire.messages import (
     BeginTest,
@@ -147,7 +140,7 @@ class Leader(Meeting):
             if not self.launched.has_store:
                 # Those that still read from the store, which ends with this process.
                 until = time.monotonic() + _SIGN_OFF_S
-                names = {rank: sign_off(rank) for rank in self._hosts if rank not in self._lost}
+                names = {rank: f"sign_off/{rank}" for rank in self._hosts if rank not in self._lost}
                 for _ in self.await_texts(
                     names, lambda missing: missing if time.monotonic() > until else ()
                 ):
@@ -184,7 +177,8 @@ class Leader(Meeting):
                 )
             return ()
 
-        for rank, text in self.await_texts({r: handshake(r) for r in self._others}, explain):
+        names = {rank: f"handshake/{rank}" for rank in self._others}
+        for rank, text in self.await_texts(names, explain):
             joined = read(text, FollowerHandshake)
             self._hosts[rank] = joined.host
             if joined.problem:

@@ -58,19 +58,9 @@ _CLOSED = "closed"
 _Message = TypeVar("_Message")
 
 
-def handshake(rank: int) -> str:
-    """The name of a rank's `FollowerHandshake`."""
-    return f"handshake/{rank}"
-
-
-def sign_off(rank: int) -> str:
-    """The name that is present once a rank's process will not read again."""
-    return f"sign_off/{rank}"
-
-
-def read(text: str, cls: type[_Message]) -> _Message:
-    """A message of a class from a text that is on the store."""
-    return load_tagged({cls.__name__: cls}, text)
+def read(text: str, *classes: type[_Message]) -> _Message:
+    """A message of one of the classes from its text on the store."""
+    return load_tagged({cls.__name__: cls for cls in classes}, text)
 
 
 def fits(item: pytest.Item, launched: LaunchedRank) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from typing import TYPE_CHECKING
 
 import pytest
-
-from pytest_fsdp_comm.ranks.launched.program import runs_pytest_only
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -55,3 +54,13 @@ class Termination:
         if not self.defers:
             self.defers = True
             pytest.exit(SIGTERM_REASON, returncode=pytest.ExitCode.TESTS_FAILED)
+
+
+def runs_pytest_only() -> bool:
+    """Whether this process ends with the session: ``pytest``, not a program that calls it."""
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001  # documented, and the only way
+    while frame is not None:
+        if frame.f_code is pytest.console_main.__code__:
+            return True
+        frame = frame.f_back
+    return False

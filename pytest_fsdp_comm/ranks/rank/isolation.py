@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from _pytest._io import TerminalWriter
 
 from pytest_fsdp_comm import upstream
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Note [Private names of pytest]: those of 8.4 to 9.2 are used here and in `debugger`; each has a
 # contract test in tests/unit/ranks/test_isolation.py.
@@ -119,22 +115,6 @@ def capture_manager(config: pytest.Config) -> Any:
     raise upstream.moved_error(
         "pytest", "CaptureManager._global_capturing, ._method", "running ranks relies on"
     )
-
-
-@contextlib.contextmanager
-def real_stdin(config: pytest.Config) -> Iterator[None]:
-    """Within the block descriptor 0 is what the user gave pytest."""
-    # Outside of tests pytest lets go of the output that it captures, but not of the input.
-    manager: Any = config.pluginmanager.getplugin("capturemanager")
-    if manager is None:
-        yield
-        return
-    manager.suspend_global_capture(in_=True)
-    try:
-        yield
-    finally:
-        manager.resume_global_capture()
-        manager.suspend_global_capture(in_=False)
 
 
 def resolve_basetemp(config: pytest.Config) -> Path:

@@ -39,7 +39,16 @@ def gloo_problem(environment: Mapping[str, str]) -> str:
         return problem
     name = environment.get(INTERFACE_VARIABLE)
     if not name:
-        return _name_problem(socket.gethostname())
+        host = socket.gethostname()
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            return (
+                f"this machine's name, {host}, cannot be resolved, and {INTERFACE_VARIABLE} is not "
+                "set: set it to the network interface that the other machines reach, or to lo if "
+                "there is one machine only"
+            )
+        return ""
     up = ", ".join(one for one in _names() if _is_up(one))
     if name not in _names():
         return (
@@ -63,18 +72,6 @@ def no_network_problem() -> str:
         "no network interface of this machine is up, not even lo, and ranks connect over TCP: "
         "bring lo up (`ip link set lo up`), as `docker run --network none` does too"
     )
-
-
-def _name_problem(host: str) -> str:
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return (
-            f"this machine's name, {host}, cannot be resolved, and {INTERFACE_VARIABLE} is not "
-            "set: set it to the network interface that the other machines reach, or to lo if there "
-            "is one machine only"
-        )
-    return ""
 
 
 def _interface_with(name: str) -> str | None:

@@ -8,7 +8,6 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_comm.ranks.rank.isolation import real_stdin
 from pytest_fsdp_comm.ranks.rank.processes import flush_streams
 
 if TYPE_CHECKING:
@@ -26,8 +25,16 @@ def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
     """
     if hasattr(config, "workerinput"):
         return ()
-    with real_stdin(config):
-        return tuple(os.dup(descriptor) for descriptor in _STANDARD)
+    manager: Any = config.pluginmanager.getplugin("capturemanager")
+    if manager is None:
+        return tuple(map(os.dup, _STANDARD))
+    # Outside of tests pytest lets go of the output that it captures, but not of the input.
+    manager.suspend_global_capture(in_=True)
+    try:
+        return tuple(map(os.dup, _STANDARD))
+    finally:
+        manager.resume_global_capture()
+        manager.suspend_global_capture(in_=False)
 
 
 @contextlib.contextmanager

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from pytest_fsdp_comm.ranks.session.reruns import drive, rebuilt_error
+from pytest_fsdp_comm.ranks.session.reruns import drive, stand_in_call
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -52,13 +51,9 @@ def _show_allure(item: pytest.Item, reports: Sequence[pytest.TestReport]) -> Non
     for report in reports:
         if report.when == "call":
             _drive(listener.pytest_runtest_call(item), None)
-        error = rebuilt_error(report)
-        text = f"{type(error).__name__}: {error}"
-        excinfo = error and SimpleNamespace(value=error, exconly=partial(str, text))
-        call = SimpleNamespace(excinfo=excinfo, when=report.when)
         if report.when == "teardown":
             _drive(listener.pytest_runtest_teardown(item), None)
-        _drive(listener.pytest_runtest_makereport(item, call), report)
+        _drive(listener.pytest_runtest_makereport(item, stand_in_call(report)), report)
 
 
 def _drive(wrapper: Generator[None, Any, None], result: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,8 @@ def run_with_reruns(
     def run_once(item: pytest.Item, **_: Any) -> list[pytest.TestReport]:
         reports = attempt()
         for report in reports:
-            _note(plugin, item, report)
+            # As if pytest had made it here.
+            drive(plugin.pytest_runtest_makereport(item, stand_in_call(report)), report)
         return reports
 
     original = plugin.runtestprotocol
@@ -60,32 +62,20 @@ def run_with_reruns(
 def explain_no_rerun(item: pytest.Item) -> str:
     """Why a plugin did not run a failed test again that it would have; else empty."""
     manager = item.config.pluginmanager
+    if manager.has_plugin("rerunfailures"):
+        return ""
+    # With --retries, pytest-retry marks every test.
     is_marked = item.get_closest_marker("flaky") is not None
-    obj: Any = getattr(item, "obj", None)
-    for name, would in (
-        # With --retries it marks every test.
-        ("pytest-retry", is_marked),
-        (
-            "flaky",
-            is_marked
-            or hasattr(obj, "_flaky_max_runs")
-            or item.config.getoption("force_flaky", default=False),
-        ),
-    ):
-        if would and manager.has_plugin(name) and not manager.has_plugin("rerunfailures"):
+    has_runs = hasattr(getattr(item, "obj", None), "_flaky_max_runs")
+    is_flaky = is_marked or has_runs or item.config.getoption("force_flaky", default=False)
+    for name, would in (("pytest-retry", is_marked), ("flaky", is_flaky)):
+        if would and manager.has_plugin(name):
             return (
                 f"{name} did not run this test again: it would do so within each rank that "
                 "failed, without the others. pytest-rerunfailures runs it again on all ranks: "
                 "install it, and write @pytest.mark.flaky(reruns=2) or --reruns 2"
             )
     return ""
-
-
-def _note(plugin: Any, item: pytest.Item, report: pytest.TestReport) -> None:
-    """Shows the plugin a report as if pytest had made it here."""
-    error = rebuilt_error(report)
-    call = SimpleNamespace(excinfo=SimpleNamespace(value=error) if error else None)
-    drive(plugin.pytest_runtest_makereport(item, call), report)
 
 
 def drive(wrapper: Generator[None, Any, Any], result: object) -> None:
@@ -117,3 +107,11 @@ def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
     members = {"__init__": lambda _: None, "__str__": lambda _: text}
     error: BaseException = type(name, (base,), members)()
     return error
+
+
+def stand_in_call(report: pytest.TestReport) -> Any:
+    """A stand-in for the `pytest.CallInfo` of the phase of a merged report."""
+    error = rebuilt_error(report)
+    text = f"{type(error).__name__}: {error}"
+    excinfo = error and SimpleNamespace(value=error, exconly=partial(str, text))
+    return SimpleNamespace(excinfo=excinfo, when=report.when)

@@ -247,15 +247,12 @@ def _merged_subtest(
 
 
 def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
-    return _Failure(rank=rank, when=when, at=report.stop, report=report, text=_crash_line(report))
-
-
-def _crash_line(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
-        return f"{crash.message.splitlines()[0]} ({crash.path}:{crash.lineno})"
-    text = str(report.longrepr)
-    return text.strip().splitlines()[-1] if text.strip() else "failed"
+        text = f"{crash.message.splitlines()[0]} ({crash.path}:{crash.lineno})"
+    else:
+        text = (str(report.longrepr).strip().splitlines() or ["failed"])[-1]
+    return _Failure(rank=rank, when=when, at=report.stop, report=report, text=text)
 
 
 def _deaths(ranks: _Ranks, raised: Sequence[_Failure]) -> Iterable[_Failure]:
