@@ -158,29 +158,12 @@ class Follower(Meeting):
     def _await_plan(self) -> Plan:
         """Connects to the leader's session that is this one, however late it comes."""
         launched = self.launched
-        until = time.monotonic() + MEET_TIMEOUT_S
-        while True:
-            try:
-                self.connect()
-                return read(self._await(PLAN, self._looking_for_session(until)), Plan)
-            except StoreLostError as error:
-                # Rank 0 may have served it for the session before, with which it ended.
-                is_final = launched.has_store or no_network_problem()
-                if is_final or time.monotonic() > until:
-                    raise _EndedError(
-                        f"cannot reach rank 0 at {launched.host}:{launched.port} (MASTER_ADDR, "
-                        f"MASTER_PORT): {error}"
-                    ) from None
-                time.sleep(_RECONNECT_S)
-
-    def _looking_for_session(self, until: float) -> Callable[[], None]:
-        """What raises, or explains the wait, between two looks for the leader's plan."""
-        number = self.session_number
-        explains_at = time.monotonic() + _EXPLAIN_AFTER_S
+        began_at = time.monotonic()
+        until, explains_at = began_at + MEET_TIMEOUT_S, began_at + _EXPLAIN_AFTER_S
 
         def look() -> None:
             nonlocal explains_at
-            begun = self.sessions_of(0)
+            number, begun = self.session_number, self.sessions_of(0)
             if begun > number:
                 raise _EndedError(
                     f"rank 0 is in pytest session {begun} of this launch, and this process comes "
@@ -196,9 +179,21 @@ class Follower(Meeting):
                 )
             if now > explains_at:
                 explains_at = until
-                _complain(self.session, f"rank {self.launched.rank}: waiting for {what}")
+                _complain(self.session, f"rank {launched.rank}: waiting for {what}")
 
-        return look
+        while True:
+            try:
+                self.connect()
+                return read(self._await(PLAN, look), Plan)
+            except StoreLostError as error:
+                # Rank 0 may have served it for the session before, with which it ended.
+                is_final = launched.has_store or no_network_problem()
+                if is_final or time.monotonic() > until:
+                    raise _EndedError(
+                        f"cannot reach rank 0 at {launched.host}:{launched.port} (MASTER_ADDR, "
+                        f"MASTER_PORT): {error}"
+                    ) from None
+                time.sleep(_RECONNECT_S)
 
 
 def follow(

@@ -45,7 +45,7 @@ class Termination:
 
     def _restore(self) -> None:
         # None for a handler that was not set from Python.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+        signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number, frame

@@ -55,13 +55,8 @@ _MOST_REASONS = 3
 _LONGEST_REASON = 200
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Subtest:
-    key: tuple[str, int]
-    """Its name and arguments, and how often they came before on the rank."""
-    when: When
-    """The phase in which it ran."""
-    report: pytest.TestReport
+_Subtest = tuple[When, pytest.TestReport]
+"""One rank's report of a subtest, and the phase in which it ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +64,8 @@ class _Ran:
     result: RankResult
     phases: dict[When, pytest.TestReport] = field(default_factory=dict)
     """One report for each phase that ended."""
-    subtests: list[_Subtest] = field(default_factory=list)
+    subtests: dict[tuple[str, int], _Subtest] = field(default_factory=dict)
+    """By name and arguments, and how often they came before on the rank."""
 
     @property
     def unfinished(self) -> When:
@@ -170,9 +166,8 @@ def _loaded(result: RankResult, load: LoadReport) -> _Ran:
             report.longrepr = (path, line, reason)
         if sent.is_subtest:
             name = name_subtest(report, sent.report)
-            key = (name, counts[name])
+            ran.subtests[name, counts[name]] = (ran.unfinished, report)
             counts[name] += 1
-            ran.subtests.append(_Subtest(key=key, when=ran.unfinished, report=report))
         elif report.when in _PHASES:
             if report.when not in ran.phases or not ran.phases[report.when].failed:
                 ran.phases[report.when] = report
@@ -189,13 +184,13 @@ def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
     """
     by_key: dict[tuple[str, int], dict[int, _Subtest]] = {}
     for rank, ran in ranks.items():
-        for subtest in ran.subtests:
-            by_key.setdefault(subtest.key, {})[rank] = subtest
+        for key, subtest in ran.subtests.items():
+            by_key.setdefault(key, {})[rank] = subtest
     merged: dict[When, list[pytest.TestReport]] = {when: [] for when in _PHASES}
     for on_ranks in sorted(
-        by_key.values(), key=lambda subs: min(sub.report.stop for sub in subs.values())
+        by_key.values(), key=lambda subs: min(report.stop for _, report in subs.values())
     ):
-        when = min((sub.when for sub in on_ranks.values()), key=_PHASES.index)
+        when = min((when for when, _ in on_ranks.values()), key=_PHASES.index)
         may_have_begun = {
             rank: ran.unfinished == when and (ran.result.stopped is not None or ran.result.has_died)
             for rank, ran in ranks.items()
@@ -211,13 +206,9 @@ def _merged_subtest(
     on_ranks: Mapping[int, _Subtest], may_have_begun: Mapping[int, bool]
 ) -> pytest.TestReport:
     """One report of a subtest, given which of the ranks that did not end it may have begun it."""
-    reports = {rank: sub.report for rank, sub in on_ranks.items()}
+    reports = {rank: report for rank, (_, report) in on_ranks.items()}
     failures = sorted(
-        [
-            _raised(rank, on_ranks[rank].when, report)
-            for rank, report in reports.items()
-            if report.failed
-        ],
+        [_raised(rank, when, one) for rank, (when, one) in on_ranks.items() if one.failed],
         key=lambda failure: failure.at,
     )
     sections = _folded(

@@ -16,37 +16,35 @@ if TYPE_CHECKING:
 
 def replay_warnings(config: pytest.Config, results: Iterable[RankResult]) -> None:
     """Records each warning once, however many ranks gave it."""
-    seen = set()
-    for result in results:
-        for warning in result.warnings:
-            key = (warning.text, warning.filename, warning.lineno, warning.when)
-            if key in seen:
-                continue
-            seen.add(key)
-            config.hook.pytest_warning_recorded.call_historic(
-                kwargs={
-                    "warning_message": _rebuilt(warning),
-                    "when": warning.when,
-                    "nodeid": warning.nodeid,
-                    "location": warning.location,
-                }
-            )
+    for seen in dict.fromkeys(warning for result in results for warning in result.warnings):
+        _record(config, _rebuilt(seen), seen.when, seen.nodeid, seen.location)
 
 
 def warn_of_test(item: pytest.Item, text: str) -> None:
     """Records a warning about a test, past the filters, which could make it an error."""
     path, lineno, _ = item.location
-    item.config.hook.pytest_warning_recorded.call_historic(
+    message = warnings.WarningMessage(
+        message=pytest.PytestWarning(text),
+        category=pytest.PytestWarning,
+        filename=path,
+        lineno=(lineno or 0) + 1,
+    )
+    _record(item.config, message, "runtest", item.nodeid)
+
+
+def _record(
+    config: pytest.Config,
+    message: warnings.WarningMessage,
+    when: str,
+    nodeid: str,
+    location: tuple[str, int, str] | None = None,
+) -> None:
+    config.hook.pytest_warning_recorded.call_historic(
         kwargs={
-            "warning_message": warnings.WarningMessage(
-                message=pytest.PytestWarning(text),
-                category=pytest.PytestWarning,
-                filename=path,
-                lineno=(lineno or 0) + 1,
-            ),
-            "when": "runtest",
-            "nodeid": item.nodeid,
-            "location": None,
+            "warning_message": message,
+            "when": when,
+            "nodeid": nodeid,
+            "location": location,
         }
     )
 
