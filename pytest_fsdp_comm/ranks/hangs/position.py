@@ -8,6 +8,7 @@ import linecache
 import re
 import sys
 import threading
+import traceback
 from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -25,7 +26,7 @@ from pytest_fsdp_comm.ranks.wire.positions import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from types import CodeType, FrameType, TracebackType
 
     from pytest_fsdp_comm.recording.flight_recorder import Flight
@@ -51,10 +52,10 @@ _MAKING_GROUPS: Final = ("new_group", "split_group", "init_process_group")
 
 
 def read_position(since_ns: int, *, with_groups: bool) -> Position:
-    """Reads where the main thread is; collectives before `time.time_ns` are another test's."""
+    """Reads where the main thread is; collectives before a `time.time_ns` are another test's."""
     # Documented for debuggers.
     innermost = sys._current_frames()
-    frames = list(_outwards(innermost.get(threading.main_thread().ident or 0)))
+    frames = _outwards(innermost.get(threading.main_thread().ident or 0))
     raised = _reported_exception(frames)
     stack = _stack(frames) if raised is None else _raising_frames(raised)
     user, call, waits = _users(stack), _unrecorded_call(frames), is_waiting(stack)
@@ -99,10 +100,8 @@ def is_waiting(stack: Sequence[StackFrame]) -> bool:
     )
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _outwards(innermost: FrameType | None) -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_stack(innermost)] if innermost else []
 
 
 def _described(code: CodeType, line: int | None, instruction: int) -> StackFrame:
@@ -272,7 +271,7 @@ def _waiting_threads(main: _Thread, innermost: Mapping[int, FrameType]) -> dict[
     for thread in threading.enumerate():
         if thread is threading.main_thread() or type(thread).__name__ == "_DummyThread":
             continue
-        frames = [*_outwards(innermost.get(thread.ident or 0))]
+        frames = _outwards(innermost.get(thread.ident or 0))
         stack = _stack(frames)
         if is_waiting(stack):
             user = _users(stack)

@@ -373,7 +373,6 @@ def _answering(ranks: Iterable[int], positions: _Positions) -> Iterator[int]:
 
 
 def _waits(text: str, site: str, what: str) -> _Words:
-    """The words for what ranks wait in."""
     at = f"{text} at {site}" if site else text
     exact, vague, vaguest = (f"{{waits}} in {_verbatim(words)}" for words in (at, text, what))
     return exact, vague, vaguest

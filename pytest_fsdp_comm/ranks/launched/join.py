@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,9 +40,10 @@ def join_session(
     Raises `pytest.UsageError` if the processes' tests or sessions differ; see `RankRunner` for the
     other arguments.
     """
-    os.environ[INSIDE_VARIABLE] = "1"
+    environment = pytest.MonkeyPatch()
+    environment.setenv(INSIDE_VARIABLE, "1")
     # A program may run another session.
-    session.config.add_cleanup(_leave)
+    session.config.add_cleanup(environment.undo)
     tests = tuple(_planned(item) for item in session.items)
     _skip_what_does_not_fit(session.items, launched)
     if not launched.is_leader:
@@ -56,10 +56,6 @@ def join_session(
     # Before `meet`: see Note [A thread that no fork meets].
     runner.start()
     leader.meet(tests)
-
-
-def _leave() -> None:
-    os.environ.pop(INSIDE_VARIABLE, None)
 
 
 def _planned(item: pytest.Item) -> PlannedTest:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
-import sys
 import time
+import traceback
 from typing import TYPE_CHECKING
 
 import pytest
@@ -58,9 +59,5 @@ class Termination:
 
 def runs_pytest_only() -> bool:
     """Whether this process ends with the session: ``pytest``, not a program that calls it."""
-    frame: FrameType | None = sys._getframe()  # noqa: SLF001  # documented, and the only way
-    while frame is not None:
-        if frame.f_code is pytest.console_main.__code__:
-            return True
-        frame = frame.f_back
-    return False
+    stack = traceback.walk_stack(inspect.currentframe())
+    return any(frame.f_code is pytest.console_main.__code__ for frame, _ in stack)

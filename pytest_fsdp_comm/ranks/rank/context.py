@@ -22,13 +22,11 @@ class RankContext:
     local_rank: int
     """This rank on its machine, from 0."""
     local_world_size: int
-    """The ranks on this machine."""
     world_size: int
     """Ranks of the default process group."""
     ranks: tuple[int, ...]
     """The ranks that really run; fewer than `world_size` with the fake backend."""
     backend: Backend
-    """The backend of the default process group."""
     device: str
     """Where this rank's tensors belong: ``cpu`` or ``cuda:N``."""
     timeout_s: float
