@@ -17,7 +17,6 @@ from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.launch_environment import explain_separate_processes, is_spawned_rank
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.gpus import usable_gpu_count
-from pytest_fsdp_comm.ranks.session.runner_key import RUNNER
 from pytest_fsdp_comm.snapshots import failed_comparison, unused_session
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
     from pytest_fsdp_comm.launch_environment import LaunchedRank
+    from pytest_fsdp_comm.ranks.session.runner import RankRunner
     from pytest_fsdp_comm.ranks.wire.extension import RankExtension
 
 # In xdist's controller: the directory through which its workers share ranks and GPUs.
@@ -194,21 +194,28 @@ def _prepare_ranks(
     if launched:
         from pytest_fsdp_comm.ranks.launched import join as launch  # noqa: PLC0415  # as above
 
-        launch.join_session(session, extensions, launched, preloaded=fixtures.imported_by(ours))
+        preloaded = fixtures.imported_by(ours)
+        ranks = launch.join_session(session, extensions, launched, preloaded=preloaded)
     elif any(options.SETTINGS in item.stash for item in ours):
         workers_input = getattr(config, "workerinput", {})
-        ranks = config.stash[RUNNER] = runner.RankRunner(
+        ranks = runner.RankRunner(
             session,
             extensions,
             slots_directory=workers_input.get(_SLOTS_INPUT),
             preloaded=fixtures.imported_by(ours),
         )
+        config.add_cleanup(ranks.close)
         ranks.start()
-    config.pluginmanager.register(_Protocol(), "fsdp-comm-protocol")
+    else:
+        return
+    config.pluginmanager.register(_Protocol(ranks), "fsdp-comm-protocol")
 
 
 class _Protocol:
     """Registered last, so that its hook comes before those of plugins that take a test over."""
+
+    def __init__(self, ranks: RankRunner) -> None:
+        self._ranks = ranks
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(
@@ -217,10 +224,9 @@ class _Protocol:
         """Run a distributed test on its ranks instead of here."""
         if options.SETTINGS not in item.stash or RANK_CONTEXT in item.config.stash:
             return None
-        runner = item.config.stash[RUNNER]
-        if not runner.can_run(item):
+        if not self._ranks.can_run(item):
             return None
-        runner.run(item, nextitem)
+        self._ranks.run(item, nextitem)
         return True
 
 
@@ -295,9 +301,6 @@ def _is_any(values: Iterable[object], module: str, name: str) -> bool:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End every rank."""
-    runner = config.stash.get(RUNNER, None)
-    if runner is not None:
-        runner.close()
+    """Removes what xdist's workers shared."""
     if _SLOTS in config.stash:
         shutil.rmtree(config.stash[_SLOTS], ignore_errors=True)

@@ -12,7 +12,6 @@ from pytest_fsdp_comm.ranks.launched.follower import Follower, follow
 from pytest_fsdp_comm.ranks.launched.leader import Leader
 from pytest_fsdp_comm.ranks.launched.meeting import fits
 from pytest_fsdp_comm.ranks.session.runner import RankRunner
-from pytest_fsdp_comm.ranks.session.runner_key import RUNNER
 from pytest_fsdp_comm.ranks.wire.messages import PlannedTest
 
 if TYPE_CHECKING:
@@ -34,8 +33,8 @@ def join_session(
     launched: LaunchedRank,
     *,
     preloaded: Sequence[str],
-) -> None:
-    """Meets the other processes; returns on rank 0 only, which then runs the session.
+) -> RankRunner:
+    """Meets the other processes; returns on rank 0 only, the runner of the session's tests.
 
     Raises `pytest.UsageError` if the processes' tests or sessions differ; see `RankRunner` for the
     other arguments.
@@ -48,14 +47,16 @@ def join_session(
     _skip_what_does_not_fit(session.items, launched)
     if not launched.is_leader:
         follow(Follower(session, launched), tests, extensions, preloaded=preloaded)
+    # Cleanups run from the last to the first: the leader's, which restores the handler of SIGTERM,
+    # comes after that of the runner, whose end ignores the signal.
     leader = Leader(session, launched)
     session.config.pluginmanager.register(leader, "fsdp-comm-leader")
-    runner = session.config.stash[RUNNER] = RankRunner(
-        session, extensions, leader, preloaded=preloaded
-    )
+    runner = RankRunner(session, extensions, leader, preloaded=preloaded)
+    session.config.add_cleanup(runner.close)
     # Before `meet`: see Note [A thread that no fork meets].
     runner.start()
     leader.meet(tests)
+    return runner
 
 
 def _planned(item: pytest.Item) -> PlannedTest:

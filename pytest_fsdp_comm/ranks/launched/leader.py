@@ -45,8 +45,9 @@ class Leader(Meeting):
     """Rank 0's process, whose session pytest runs as usual."""
 
     def __init__(self, session: pytest.Session, launched: LaunchedRank) -> None:
-        """Stores the arguments; `meet` connects."""
+        """Handles SIGTERM from now on; `meet` connects."""
         super().__init__(session, launched)
+        self.termination = Termination(session.config, defers=False)
         self._others = range(1, launched.world_size)
         self._hosts: dict[int, str] = {}
         self._lost: dict[int, str] = {}
@@ -58,7 +59,6 @@ class Leader(Meeting):
             pytest.UsageError: One did not, or did not come.
         """
         config, launched = self.session.config, self.launched
-        self.termination = Termination(config, defers=False)
         try:
             self.connect()
         except StoreLostError as error:
