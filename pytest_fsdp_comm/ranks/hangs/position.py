@@ -129,7 +129,7 @@ def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
         return getattr(sys, "last_value", None)
     for frame in frames:
         if frame.f_code.co_name == "pytest_runtest_makereport":
-            # Of pytest's own hook and of wrappers alike.
+            # Both pytest's own hook and its wrappers have this name.
             raised = getattr(getattr(frame.f_locals.get("call"), "excinfo", None), "value", None)
             if isinstance(raised, BaseException):
                 return raised
@@ -165,7 +165,7 @@ def _unrecorded_call(frames: Sequence[FrameType]) -> UnrecordedCall | None:
             if not _is_c10d(frame):
                 continue
             if name in _MAKING_GROUPS or name == "monitored_barrier":
-                # Of a group that is made, the arguments name the ranks, unless it has all.
+                # The arguments name the ranks of the new group, unless it has all.
                 ranks = own.get("ranks") or _ranks_of(own.get("group"))
                 return UnrecordedCall(name=name, ranks=tuple(sorted(ranks)), is_mutual=True)
             if name in PEER_ROLES:
@@ -223,15 +223,19 @@ def _groups(
     called = {flight.thread_id: flight for flight in flights}
     issued: dict[str, list[IssuedCollective]] = {}
     for flight in flights:
-        # For what others issue, autograd's C++ threads say, it is the main thread that waits.
+        # For what threads without Python issue, such as autograd's, the main thread waits.
         thread = main if flight.is_done else threads.get(flight.thread_id, main)
-        call = next((frame for frame in thread.frames if _is_c10d(frame)), None)
-        # Those before run in the background, and were other calls.
+        call = next(filter(_is_c10d, () if flight.is_done else thread.frames), None)
+        kind = flight.kind
+        # gloo runs a reduce-scatter as an all-reduce.
+        if kind == "all_reduce" and call and call.f_code.co_name.startswith("reduce_scatter"):
+            kind = "reduce_scatter"
+        # The thread's earlier collectives run in the background, and came from other calls.
         is_call = not flight.is_done and flight is called[flight.thread_id]
         issued.setdefault(flight.group, []).append(
             IssuedCollective(
                 seq=flight.seq,
-                kind=flight.kind if flight.is_done else _kind(flight.kind, call),
+                kind=kind,
                 nbytes=flight.nbytes,
                 is_done=flight.is_done,
                 sent=_sent(flight),
@@ -286,13 +290,6 @@ def _sent(flight: Flight) -> str:
     for dtype, count in flight.sent:
         counts[dtype] += count
     return " and ".join(f"{count:,} {dtype}" for dtype, count in counts.items())
-
-
-def _kind(kind: str, call: FrameType | None) -> str:
-    """Tells a reduce-scatter from the all-reduce that gloo runs it as."""
-    if kind == "all_reduce" and call and call.f_code.co_name.startswith("reduce_scatter"):
-        return "reduce_scatter"
-    return kind
 
 
 def _root(kind: str, call: FrameType | None) -> int | None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from pytest_fsdp_comm.ranks.wire.positions import Activity
 
-# Each read of a disk is such a wait; one that lasts is meant.
+# Every read of a disk is such a wait; only a lasting one counts.
 _STUCK_AFTER_S: Final = 0.5
 _PAUSE_S: Final = 0.02
 # man 5 proc, counted from the state on.

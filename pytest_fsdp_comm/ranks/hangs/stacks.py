@@ -21,7 +21,7 @@ _SETTLED = 10
 _FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
 # Frames of what runs the test explain nothing about it. This plugin's own are found by `_OWN`.
 _RUNNERS = re.compile(r"/(_pytest|pytest|pluggy|xdist|execnet)[/.]|/bin/[^/]+$|runpy(\.py|>)$")
-# Wherever it lies: of a clone, too.
+# Wherever the package is installed, or cloned.
 _OWN = f"{Path(__file__).parents[2]}{os.sep}"
 # What a rank runs its tests from: the frames around it are those of whoever has started pytest.
 _ENTRY = f"{_OWN}ranks{os.sep}rank{os.sep}main.py"

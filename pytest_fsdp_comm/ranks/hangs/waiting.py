@@ -26,8 +26,7 @@ _MOST_STALLS: Final = 3
 _MOST_PEERS: Final = 16
 _PEER_WORDS: Final = {"src": "from", "dst": "to"}
 _PEER_CALLS: Final = tuple(f"{{waits}} in {name}" for name in PEER_ROLES)
-# Whose inputs torch wants of one shape on every rank. Those of scatter, gather and all-to-all may
-# differ.
+# Their inputs must have one shape on every rank; those of scatter, gather and all-to-all need not.
 _EQUAL_SIZES: Final = ("all_reduce", "all_gather", "allgather", "reduce", "broadcast")
 
 _PLURALS: Final = {
@@ -116,7 +115,7 @@ def _mismatch(what: str, own: Mapping[int, IssuedCollective]) -> str:
         )
         for rank, one in own.items()
     }
-    # Of one that raised elsewhere later, or has gone on, the place is not known any more.
+    # The place is no longer known of a rank that has gone on, or raised elsewhere later.
     folded = [
         (ranks, {own[rank].site for rank in ranks if own[rank].is_last} - {""})
         for ranks, _ in fold_equal(sent)

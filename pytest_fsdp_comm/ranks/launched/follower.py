@@ -72,7 +72,7 @@ class Follower(Meeting):
         plan = self._plan = self._await_plan()
         config = self.session.config
         if plan.randomly_seed is not None and config.pluginmanager.has_plugin("randomly"):
-            # It chose another one in each process.
+            # pytest-randomly chose another one in each process.
             config.option.randomly_seed = plan.randomly_seed
         order = positions(plan.tests, tests)
         if order is not None:

@@ -138,7 +138,7 @@ class Leader(Meeting):
             status = int(self.session.exitstatus)
             self.send(self.name("command", ahead=1), EndSession(status=status))
             if not self.launched.has_store:
-                # Those that still read from the store, which ends with this process.
+                # Some processes still read from the store, which ends with this one.
                 until = time.monotonic() + _SIGN_OFF_S
                 names = {rank: f"sign_off/{rank}" for rank in self._hosts if rank not in self._lost}
                 for _ in self.await_texts(

@@ -226,7 +226,7 @@ class Meeting(Peers):
         """See `Peers`."""
         if self._heartbeat is not None:
             self._heartbeat.close()
-        # With them goes the store that this process may serve.
+        # They would keep alive the store that this process may serve.
         self._pulses.clear()
         if self._launch is not None:
             self.store.close()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Note [Started driver]: torch.cuda.device_count asks NVML, and only where that does not answer the
 # CUDA driver itself; torch.cuda.is_available asks the driver, unless
-# PYTORCH_NVML_BASED_CUDA_CHECK=1 is set. To ask the driver starts it, and a started driver does not
+# PYTORCH_NVML_BASED_CUDA_CHECK=1 is set. Asking the driver starts it, and a started driver does not
 # survive a fork: torch refuses CUDA in the child, and says that it cannot re-initialize it. It
 # notes the start in a handler that runs in forked children, so that only one of these can tell
 # (torch 2.13). Where the driver found no GPU, nothing was started that ranks need: they are forked

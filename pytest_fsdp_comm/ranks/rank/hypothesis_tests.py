@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
-# Note [Equal examples]: a collective of one example meets the same one of the other ranks. So all
-# ranks draw from one seed, which depends on the state of `random`, which they share; a seed of the
-# user's wins. Of the settings those are left out that go by time (deadline), by files that ranks
-# would share (database), or that run an example again, on the rank alone where it failed (the
-# phases after the first failure). Even so Hypothesis runs a failed example once more: then the test
-# only draws what it drew, and fails in the same way. Private names of Hypothesis 6.170, each of
+# Note [Equal examples]: a collective in an example must meet that of the same example on the other
+# ranks. So all ranks draw from one seed, which depends on the state of `random`, which they share;
+# a seed of the user's wins. Settings are left out that depend on time (deadline), use files that
+# ranks would share (database), or run an example again on the only rank where it failed (the phases
+# after the first failure). Even so Hypothesis runs a failed example once more: then the test only
+# draws what it drew, and fails in the same way. Private names of Hypothesis 6.170 are used, each of
 # which has a test in tests/unit/ranks/test_hypothesis_tests.py.
 
 

@@ -28,12 +28,12 @@ MOST_ON_DISK_NBYTES: Final = 1 << 30
 """A rank is ended if one of its files occupies more of the disk: it writes faster than holes are
 made, or its file system has none."""
 
-# Calls for less would cost more than the disk does.
+# Freeing less would cost more than the disk does.
 _HOLE_NBYTES = 1 << 20
 _PAGE_NBYTES = 4096
 _PUNCH_HOLE = 0x02 | 0x01  # linux/falloc.h: and the size stays
 _BLOCK_NBYTES = 512  # of st_blocks, on every system
-# More than what says that something is left out.
+# Longer than the note that says how much is left out.
 _LONGEST_NOTE = 256
 
 
@@ -155,7 +155,7 @@ class OutputFile:
         """Begins with the whole file kept; it need not exist yet."""
         self._path = path
         self._size = 0
-        # Where the holes end that were made: before the phase, and in its middle.
+        # Where the holes made so far end: before the phase, and in its middle.
         self._free = [0, 0]
 
     def release(self, start: int) -> int:

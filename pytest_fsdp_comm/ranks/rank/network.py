@@ -79,7 +79,7 @@ def _interface_with(name: str) -> str | None:
     if wanted.is_loopback:
         return "lo"
     if wanted.version == 4:  # noqa: PLR2004  # IPv4
-        # Of the answer, the bytes of the address.
+        # These bytes of the answer are the address.
         answers = ((name, _ask(name, _SIOCGIFADDR)[20:24]) for name in _names())
         return next((name for name, address in answers if address == wanted.packed), None)
     lines = _IF_INET6.read_text().splitlines() if _IF_INET6.exists() else []

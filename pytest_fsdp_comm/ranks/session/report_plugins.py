@@ -24,7 +24,7 @@ def show_report_plugins(item: pytest.Item, reports: Sequence[pytest.TestReport])
     for report in reports:
         extra: Any = getattr(report, "_json_report_extra", None)
         if extra:
-            # Of one rank.
+            # So far it has the output of one rank only.
             extra.setdefault(report.when, {}).update(_streams(report))
 
 

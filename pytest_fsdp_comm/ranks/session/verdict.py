@@ -48,7 +48,7 @@ _PHASES: tuple[When, ...] = ("setup", "call", "teardown")
 _Outcome = tuple[str, str]
 """What a test on one rank came to, and the reason that it gave, if any."""
 _SKIPPED = "skipped"
-# As pytest has them.
+# pytest's own.
 _SKIP_PREFIX = "Skipped: "
 _XFAIL_PREFIX = "reason: "
 _MOST_REASONS = 3
@@ -427,7 +427,7 @@ def _story(failures: Sequence[_Failure], ranks: _Ranks) -> str:
                 for rank, ran in ranks.items()
                 if rank not in failed
                 and rank not in stopped
-                # Of one that died before this phase, an earlier report tells.
+                # An earlier report covers a rank that died before this phase.
                 and (first.when in ran.phases or not ran.result.has_died)
             }
         )
