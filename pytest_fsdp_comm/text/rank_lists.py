@@ -115,3 +115,8 @@ def fold_equal(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
     for rank in sorted(texts):
         groups.setdefault(texts[rank], []).append(rank)
     return [(ranks, text) for text, ranks in groups.items()]
+
+
+def name_equal(texts: Mapping[int, str]) -> list[str]:
+    """Texts after the names of their ranks, equal ones once: ``ranks 0-1 passed``."""
+    return [f"{name_ranks(ranks)} {text}" for ranks, text in fold_equal(texts)]

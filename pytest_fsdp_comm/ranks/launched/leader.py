@@ -22,7 +22,7 @@ from pytest_fsdp_comm.ranks.wire.messages import (
 )
 from pytest_fsdp_comm.ranks.wire.results import RankResult
 from pytest_fsdp_comm.ranks.wire.text_store import StoreLostError
-from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
+from pytest_fsdp_comm.text.rank_lists import name_equal, name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -74,8 +74,8 @@ class Leader(Meeting):
         self.send(PLAN, Plan(tests=tests, basetemp=self.basetemp(), randomly_seed=seed))
         self._await_handshakes()
         hosts = {0: socket.gethostname(), **self._hosts}
-        where = "; ".join(f"{name_ranks(ranks)} on {host}" for ranks, host in fold_equal(hosts))
-        self._write_line(f"fsdp-comm: {where}")
+        where = name_equal({rank: f"on {host}" for rank, host in hosts.items()})
+        self._write_line(f"fsdp-comm: {'; '.join(where)}")
 
     def begin(self, index: int, *, reuses_ranks: bool) -> bool:
         """See `Peers`."""
@@ -184,7 +184,7 @@ class Leader(Meeting):
             if joined.problem:
                 problems[rank] = f"(on {joined.host}) {joined.problem}"
         if problems:
-            lines = "\n".join(f"{name_ranks(r)} {text}" for r, text in fold_equal(problems))
+            lines = "\n".join(name_equal(problems))
             raise pytest.UsageError(
                 "the launched ranks must collect the same tests, in whatever order"
                 f"{self._which}:\n{lines}\n{USUAL_REASONS}"
@@ -192,12 +192,13 @@ class Leader(Meeting):
 
     def _look_for_later_sessions(self, missing: Iterable[int]) -> None:
         begun = {rank: self.sessions_of(rank) for rank in missing}
-        later = {rank: str(count) for rank, count in begun.items() if count > self.session_number}
+        number = self.session_number
+        later = {rank: f"in session {count}" for rank, count in begun.items() if count > number}
         if later:
-            lines = "; ".join(f"{name_ranks(r)} in session {text}" for r, text in fold_equal(later))
             raise pytest.UsageError(
-                f"rank 0 is in pytest session {self.session_number} of this launch, {lines}: "
-                "every rank must run the same sessions, one after another"
+                f"rank 0 is in pytest session {number} of this launch, "
+                f"{'; '.join(name_equal(later))}: every rank must run the same sessions, one after "
+                "another"
             )
 
     @property

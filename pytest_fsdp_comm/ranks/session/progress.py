@@ -8,7 +8,7 @@ from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.ranks.hangs.stacks import with_code
 from pytest_fsdp_comm.ranks.wire.positions import Activity
-from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
+from pytest_fsdp_comm.text.rank_lists import name_equal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,7 +36,7 @@ class Progress:
             else f"at {with_code(position.site, position.code) or 'unknown'}"
             for rank, position in positions.items()
         }
-        where = "; ".join(f"{name_ranks(ranks)} {site}" for ranks, site in fold_equal(sites))
+        where = "; ".join(name_equal(sites))
         deadline = self._item.stash[SETTINGS].timeout_s
         self._reporter.ensure_newline()
         self._reporter.write_line(

@@ -20,7 +20,7 @@ from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
 from pytest_fsdp_comm.ranks.wire.results import RankResult, Stopped
 from pytest_fsdp_comm.ranks.wire.subtest_reports import name_subtest
 from pytest_fsdp_comm.text.nbytes import show_nbytes
-from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
+from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 
 When = Literal["setup", "call", "teardown"]
 LoadReport = Callable[[dict[str, Any]], pytest.TestReport]
@@ -53,7 +53,6 @@ _SKIP_PREFIX = "Skipped: "
 _XFAIL_PREFIX = "reason: "
 _MOST_REASONS = 3
 _LONGEST_REASON = 200
-
 
 _Subtest = tuple[When, pytest.TestReport]
 """One rank's report of a subtest, and the phase in which it ran."""
@@ -217,12 +216,11 @@ def _merged_subtest(
     )
     outcomes = {rank: _outcome([report]) for rank, report in reports.items()}
     if failures and failures[0].report is not None:
-        story = [*_later(failures)]
+        story = _later(failures)
         quiet = {rank: outcomes[rank] for rank, report in reports.items() if not report.failed}
         story += _unfailed_ranks(quiet, skipped="skipped this subtest")
         verbs = {rank: "end" if has_begun else "run" for rank, has_begun in may_have_begun.items()}
-        for ranks, verb in fold_equal(verbs):
-            story.append(f"{name_ranks(ranks)} did not {verb} this subtest")
+        story += name_equal({rank: f"did not {verb} this subtest" for rank, verb in verbs.items()})
         report = _with_story(
             failures[0].report, _alike(failures), "\n".join(story), rank_count=len(on_ranks)
         )
@@ -413,7 +411,7 @@ def _story(failures: Sequence[_Failure], ranks: _Ranks) -> str:
     """What ranks did that failed unlike the first, or not; empty if there are none."""
     first = failures[0]
     failed = {failure.rank for failure in failures}
-    lines = list(_later(failures))
+    lines = _later(failures)
     stopped = _stopped(ranks, Stopped.AFTER_FAILURE)
     lines += list_stacks(
         _stacks(ranks, stopped),
@@ -434,15 +432,14 @@ def _story(failures: Sequence[_Failure], ranks: _Ranks) -> str:
     return "\n".join(lines)
 
 
-def _later(failures: Sequence[_Failure]) -> Iterable[str]:
+def _later(failures: Sequence[_Failure]) -> list[str]:
     """How the ranks failed that failed unlike the first."""
     others = {
         failure.rank: f"{'later' if failure.report is None else 'failed later'}: {failure.text}"
         for failure in failures
         if failure.text != failures[0].text
     }
-    for ranks, text in fold_equal(others):
-        yield f"{name_ranks(ranks)} {text.splitlines()[0]}"
+    return [text.splitlines()[0] for text in name_equal(others)]
 
 
 def _unfailed_ranks(
@@ -454,7 +451,7 @@ def _unfailed_ranks(
     for rank, (kind, reason) in outcomes.items():
         shown = shortened_code(printable(reason, "\n"), _LONGEST_REASON) if shows_reasons else ""
         texts[rank] = ": ".join(filter(None, [words.get(kind, kind), shown]))
-    return [f"{name_ranks(ranks)} {text}" for ranks, text in fold_equal(texts)]
+    return name_equal(texts)
 
 
 def _add_disagreement(
@@ -481,9 +478,8 @@ def _disagreement(outcomes: Mapping[int, _Outcome]) -> str:
         rank: f"{kind} ({reason})" if kind.startswith(_SKIPPED) else kind
         for rank, (kind, reason) in outcomes.items()
     }
-    by_ranks = "; ".join(f"{name_ranks(ranks)} {text}" for ranks, text in fold_equal(texts))
     return (
-        f"ranks disagree about the outcome: {by_ranks}.\n"
+        f"ranks disagree about the outcome: {'; '.join(name_equal(texts))}.\n"
         "A skip or xfail depends on something that differs between ranks (rank, local files, "
         "time)."
     )
