@@ -85,7 +85,8 @@ class Meeting(Peers):
         self.launched = launched
         self.began_at = 0.0
         """`time.time` at which the last test began here."""
-        self._launch: TextStore | None = None
+        self.is_connected = False
+        """Whether the process takes part: between `connect` and `close`."""
         self._test_count = 0
         self._set_number = 0
         self._number_in_set = 0
@@ -111,19 +112,14 @@ class Meeting(Peers):
         if launch.has(_CLOSED):
             launch.close()
             raise StoreLostError("it belongs to the session before, which ends")
-        self._launch = launch
+        self._launch, self.is_connected = launch, True
         self.session_number = launch.count(_sessions(launched.rank), add=1)
         self._address = address.below(f"session{self.session_number}")
         self.store = launch.below(f"session{self.session_number}")
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether the process takes part: between `connect` and `close`."""
-        return self._launch is not None
-
     def sessions_of(self, rank: int) -> int:
         """How many sessions another process has begun."""
-        return 0 if self._launch is None else self._launch.count(_sessions(rank))
+        return self._launch.count(_sessions(rank))
 
     def begin_heartbeat(self) -> None:
         """Starts a thread, which lives until `close`; see Note [A thread that no fork meets]."""
@@ -167,8 +163,7 @@ class Meeting(Peers):
 
     def announce_close(self) -> None:
         """Turns away processes that come now, for the session after this one."""
-        if self._launch is not None:
-            self._launch.put(_CLOSED, "")
+        self._launch.put(_CLOSED, "")
 
     def can_run(self, item: pytest.Item) -> bool:
         """See `Peers`."""
@@ -228,10 +223,10 @@ class Meeting(Peers):
             self._heartbeat.close()
         # They would keep alive the store that this process may serve.
         self._pulses.clear()
-        if self._launch is not None:
+        if self.is_connected:
+            self.is_connected = False
             self.store.close()
             self._launch.close()
-            self._launch = None
 
 
 def _sessions(rank: int) -> str:
