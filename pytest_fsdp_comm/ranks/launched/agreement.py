@@ -6,7 +6,7 @@ from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from pytest_fsdp_comm.ranks.wire.messages import PlannedTest
 
@@ -38,26 +38,24 @@ def describe_difference(theirs: Sequence[PlannedTest], ours: Sequence[PlannedTes
     # A test with other settings is one test, not two.
     expected = {test.nodeid: test.settings for test in lacked}
     changed = {
-        test.nodeid: (test.settings, expected[test.nodeid])
+        test.nodeid: f"{test.nodeid} on {test.settings or 'no rank'}, rank 0 on "
+        f"{expected[test.nodeid] or 'no rank'}"
         for test in added
         if test.nodeid in expected
     }
+    gone, new = (
+        [test.nodeid for test in tests.elements() if test.nodeid not in changed]
+        for tests in (lacked, added)
+    )
     parts = []
-    if gone := _unchanged(lacked, changed):
+    if gone:
         parts.append(f"lacks {len(gone)} of rank 0's {len(theirs)} tests:{_shown(gone)}")
-    if new := _unchanged(added, changed):
+    if new:
         parts.append(f"has {len(new)} that rank 0 lacks:{_shown(new)}")
     if changed:
-        lines = [
-            f"{nodeid} on {mine or 'no rank'}, rank 0 on {other or 'no rank'}"
-            for nodeid, (mine, other) in changed.items()
-        ]
+        lines = [*changed.values()]
         parts.append(f"runs {len(lines)} in another way:{_shown(lines)}")
     return "\n  and ".join(parts)
-
-
-def _unchanged(tests: Counter[PlannedTest], changed: Mapping[str, object]) -> list[str]:
-    return [test.nodeid for test in tests.elements() if test.nodeid not in changed]
 
 
 def _shown(lines: list[str]) -> str:
