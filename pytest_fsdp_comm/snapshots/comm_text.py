@@ -1,26 +1,4 @@
-"""The text of a communication snapshot: one record per line, for people and for ``git diff``.
-
-::
-
-    # pytest-fsdp-comm 2 comm | torch 2.13.0, gloo (not compared)
-    world_size 4
-    mesh dp=4 stride 1
-    forward layers.{0..3} all_gather[dp] x1 of 524_288 B float32
-    backward layers.{0..3} all_gather[dp] x1 of 524_288 B float32 ahead 1
-    backward layers.{0..3} unshard x1
-    peak gathered 1_048_576 B
-    total all_gather[dp] x8 4_194_304 B
-    end
-
-Siblings with equal content share a line, with the numbers of one of them; the bytes after ``of``
-are those of each call, and those of a total are all bytes together. No line depends on the width of
-another, so that a change touches the lines that changed and no others. A line that not all recorded
-ranks share ends with ``ranks 0,2-3``; a line ``ranks 0,2-3`` below the world's size says which were
-recorded, if not all were (`text.rank_lists` says how ranks are written). If ranks differ, totals
-are sums over all of them and say so: ``total all_gather[dp] x32 16_777_216 B, sum of 4 ranks``.
-Below a line ``activation sizes not compared``, calls that carry activations have no bytes, and
-totals leave theirs out.
-"""
+"""The text of a communication snapshot: one record per line, for people and for ``git diff``."""
 
 from __future__ import annotations
 
@@ -52,13 +30,33 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.snapshots.lines import SnapshotLines
     from pytest_fsdp_comm.snapshots.records import World
 
+# The line of a recording in which torch did not say which calls are asynchronous.
+# Note [Text of a recording]:
+#
+#     # pytest-fsdp-comm 2 comm | torch 2.13.0, gloo (not compared)
+#     world_size 4
+#     mesh dp=4 stride 1
+#     forward layers.{0..3} all_gather[dp] x1 of 524_288 B float32
+#     backward layers.{0..3} all_gather[dp] x1 of 524_288 B float32 ahead 1
+#     backward layers.{0..3} unshard x1
+#     peak gathered 1_048_576 B
+#     total all_gather[dp] x8 4_194_304 B
+#     end
+#
+# Siblings with equal content share a line, with the numbers of one of them; the bytes after ``of``
+# are those of each call, and those of a total are all bytes together. No line depends on the width
+# of another, so that a change touches the lines that changed and no others. A line that not all
+# recorded ranks share ends with ``ranks 0,2-3``; such a line below the world's size says which were
+# recorded, if not all were. If ranks differ, totals are sums over all of them and say so:
+# ``total all_gather[dp] x32 16_777_216 B, sum of 4 ranks``. Below a line ``activation sizes not
+# compared``, calls that carry activations have no bytes, and totals leave theirs out.
+
 _ASYNC_UNKNOWN: Final = "async unknown"
-"""The line of a recording in which torch did not say which calls are asynchronous."""
+# The line of a recording whose calls that carry activations have no bytes.
 _UNSIZED: Final = "activation sizes not compared"
-"""The line of a recording whose calls that carry activations have no bytes."""
 _PEAK: Final = "peak gathered "
+# The first words of lines that stand below all records.
 _TOTAL: Final = "total "
-"""The first words of lines that stand below all records."""
 
 _NBYTES: Final = r"(?P<nbytes>[0-9_]{1,23}) B"
 _OF_RANKS: Final = rf"(?: {RANKS}(?P<ranks>{RANKS_PATTERN}))?"
@@ -82,7 +80,7 @@ _PEAK_LINE: Final = re.compile(rf"{_PEAK}{_NBYTES}{_OF_RANKS}")
 
 
 def format_profile(profile: CommProfile) -> str:
-    """Writes a profile as a snapshot, which `read_comm` reads."""
+    """Write a profile as a snapshot, which `read_comm` reads."""
     first = header("comm", torch_version=profile.torch_version, backend=profile.backend)
     return "\n".join([first, *_comm_lines(profile)]) + "\n"
 
@@ -154,10 +152,7 @@ class _Record(NamedTuple):
 
 
 def read_comm(lines: SnapshotLines) -> CommProfile:
-    """Reads the snapshot of a recording (see Note [Strict reading]).
-
-    Args:
-        lines: Of the whole file.
+    """Read the snapshot of a recording (see Note [Strict reading]).
 
     Raises:
         SnapshotFormatError: A line is not as `format_profile` writes it.
@@ -295,7 +290,7 @@ def _read_nbytes(match: re.Match[str]) -> int:
 
 
 def _check_once(lines: SnapshotLines, records: Iterable[_Record], reader: RecordReader) -> None:
-    """Checks that no two records have one row on one rank, nor the same on several lists."""
+    """Check that no two records have one row on one rank, nor the same on several lists."""
     classes_of = reader.classes_of_ranks()
     # The classes of ranks that have a row; none of them stands for all ranks.
     seen: dict[tuple[RowKey, str | None], frozenset[int]] = {}

@@ -26,32 +26,27 @@ class SnapshotText(str):
     """Its lines, for errors."""
 
     def __new__(cls, text: str, *, where: str) -> Self:
-        """Checks the frame of a text; `profile` checks the rest.
-
-        Args:
-            text: The whole text, with LF at the ends of its lines.
-            where: The file's path, for errors.
+        """Check the frame of a whole text; `profile` checks the rest.
 
         Raises:
             SnapshotFormatError: First or last line, size or characters are not those of a snapshot.
         """
-        snapshot = super().__new__(cls, text)
-        snapshot.lines = SnapshotLines(text, where=where)
+        # git or an editor may have made LF into CRLF.
+        snapshot = super().__new__(cls, text.replace("\r\n", "\n"))
+        snapshot.lines = SnapshotLines(str(snapshot), where=where)
         return snapshot
 
     @classmethod
     def of(cls, profile: Profile, *, where: str) -> Self:
-        """Writes a profile, which the text holds with what is not written.
+        """Write a profile, which the text holds with what is not written.
 
         Raises:
             SnapshotFormatError: It is beyond what a snapshot may hold.
         """
-        match profile:
-            case CommProfile():
-                text = comm_text.format_profile(profile)
-            case TreeProfile():
-                text = tree_text.format_profile(profile)
-        snapshot = cls(text, where=where)
+        if isinstance(profile, CommProfile):
+            snapshot = cls(comm_text.format_profile(profile), where=where)
+        else:
+            snapshot = cls(tree_text.format_profile(profile), where=where)
         snapshot.profile = profile
         return snapshot
 

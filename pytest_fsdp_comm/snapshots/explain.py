@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension
 
 
+# Options that neither choose nor change what a test records, or that choose other tests: an accept
+# command runs one test and shows little.
 _DROPPED_LETTERS: Final = frozenset("xvqsl")
 _DROPPED: Final = frozenset(
     {
@@ -92,13 +94,10 @@ class FailedComparison:
 
 
 def explain_comparison(left: object, right: object) -> list[str] | None:
-    """Explains a failed assertion in the domain's words, the most important line first.
+    """Explain a failed assertion in the domain's words, the most important line first.
 
-    What does not fit into pytest's short explanation is added to the report when that is made.
-
-    Returns:
-        At most 8 lines of about 640 characters together, which is where pytest cuts (8.4 to 9.2),
-        or everything where it does not; None if the assertion is not one of ours or did not fail.
+    Return None for an assertion that is not one of ours or did not fail. What does not fit into
+    pytest's short explanation is added to the report when that is made.
     """
     assertion = right if isinstance(right, CommSnapshot) else left
     if not isinstance(assertion, CommSnapshot):
@@ -122,8 +121,7 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
         for name, result in results.items()
     ]
     beside = _unreached(assertion)
-    everything = show_everything(failures, accept=accept, beside=beside)
-    shown = everything
+    shown = everything = show_everything(failures, accept=accept, beside=beside)
     if not _is_verbose(item.config):
         shown = show_on_screen(failures, accept=accept, beside=beside)
     item.stash[FAILED_COMPARISON] = FailedComparison(
@@ -143,19 +141,12 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
 
 
 def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None:
-    """Explains a failed comparison whose assertion pytest did not rewrite.
-
-    As in a module that is neither a test module nor registered for it, with ``--assert=plain``, or
-    where the result was kept in a variable. Any message of its own is about something else.
-
-    Args:
-        item: The test.
-        error: What it raised.
-    """
+    """Explain a failed comparison whose assertion pytest did not rewrite."""
+    # As in a module that is neither a test module nor registered for it, with --assert=plain, or
+    # where the result was kept in a variable. Any message of its own is about something else.
     if not isinstance(error, AssertionError) or str(error) not in {"", "assert False"}:
         return
-    assertion = item.stash.get(UNEXPLAINED, None)
-    lines = explain_comparison(None, assertion)
+    lines = explain_comparison(None, item.stash.get(UNEXPLAINED, None))
     if lines is not None:
         item.stash[FAILED_COMPARISON] = replace(item.stash[FAILED_COMPARISON], lines=tuple(lines))
 
@@ -163,16 +154,10 @@ def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None
 def explain_result(
     assertion: CommSnapshot, name: str, result: AssertionResult
 ) -> tuple[tuple[str, ...], str]:
-    """Explains one value of the last comparison, whatever became of the assertion.
+    """Explain one value of the last comparison, even if the assertion as a whole passed.
 
-    Args:
-        assertion: What the value was compared with.
-        name: The value's.
-        result: Of `assertion.last_results`; its value differs, or could not be compared.
-
-    Returns:
-        All lines of the explanation, and the difference in a few words: where several things
-        changed, in a line for each.
+    Return all lines of the explanation, and the difference in a few words: where several things
+    changed, in a line for each.
     """
     _, differences = _explain(assertion, {name: result})
     explanation = differences[name].explanation
@@ -182,7 +167,7 @@ def explain_result(
 def _explain(
     assertion: CommSnapshot, results: Mapping[str, AssertionResult]
 ) -> tuple[str, dict[str, Difference]]:
-    """The command that accepts some values of the last comparison, and how they differ, by name."""
+    """The command that accepts these values of the last comparison; how they differ, by name."""
     item = assertion.test_location.item
     accept = _accept_command(item, list(results.values()))
     # The trees in it are evidence for any of them.
@@ -214,7 +199,6 @@ def _explain(
 
 
 def _file_lines(extension: CommSnapshotExtension, result: AssertionResult) -> tuple[str, ...]:
-    """The lines of a snapshot file that differ; empty if it was not compared."""
     if not _compared_profiles(result):
         return ()
     with disable_color():
@@ -231,7 +215,7 @@ def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str
     """The command that accepts what failed; empty if an update would refuse it."""
     if any(result.exception is not None for result in failed):
         return ""
-    accept = update_command(item.config, item)
+    accept = _update_command(item)
     # Removes first what an update would refuse to replace: files of ranks that do not run now.
     wider = [
         shlex.quote(show_path(Path(result.snapshot_location), item.config.rootpath))
@@ -255,7 +239,7 @@ def _compared_profiles(result: AssertionResult) -> list[tuple[Profile, Profile]]
 
 
 def _unreached(assertion: CommSnapshot) -> str:
-    """Says which reviewed files of the test were not compared, as it ends here."""
+    """Name the reviewed files of the test that were not compared; empty if all were."""
     item = assertion.test_location.item
     own = (written_test(snapshot_test_name(item)), snapshot_variant(item))
     compared = {Path(done.snapshot_location) for done in assertion.executions.values()}
@@ -275,12 +259,7 @@ def _unreached(assertion: CommSnapshot) -> str:
 
 
 def describe_error(result: AssertionResult, rootdir: Path) -> str:
-    """Says why an assertion could not be decided or written.
-
-    Args:
-        result: syrupy's result, with an exception.
-        rootdir: pytest's root directory.
-    """
+    """Say why an assertion could not be decided or written."""
     error = result.exception
     if isinstance(error, OSError):
         return (
@@ -292,12 +271,7 @@ def describe_error(result: AssertionResult, rootdir: Path) -> str:
 
 
 def describe_problem(error: BaseException, *, where: str) -> str:
-    """The same in a few words, for the headline.
-
-    Args:
-        error: Of a result.
-        where: The snapshot's path, as errors have it.
-    """
+    """The same in a few words, for the headline; `where` is the path as errors have it."""
     if isinstance(error, OSError):
         return f"cannot write the snapshot ({error.strerror or error})"
     lines = str(error).splitlines() or [type(error).__name__]
@@ -310,7 +284,7 @@ def describe_problem(error: BaseException, *, where: str) -> str:
 def _keep(
     extension: CommSnapshotExtension, result: AssertionResult, explanation: FailureText
 ) -> None:
-    """With ``--comm-artifacts``: keeps all that tells of the difference elsewhere."""
+    """With ``--comm-artifacts``: keep what is needed to look at the difference elsewhere."""
     artifacts = extension.artifacts(result.snapshot_location)
     if artifacts is None or result.asserted_data is None:
         return
@@ -332,11 +306,12 @@ def _keep(
         )
 
 
-def update_command(config: pytest.Config, item: pytest.Item) -> str:
-    """The command that records a test again, from where the user gave the last one.
+def _update_command(item: pytest.Item) -> str:
+    """The command that records a test again, from the directory of the last command.
 
-    It repeats what the last one set, but neither what it selected nor how it reported.
+    It repeats what that one set, but neither what it selected nor how it reported.
     """
+    config = item.config
     # A worker of xdist has its controller's command line only here.
     given = getattr(config, "workerinput", {}).get("mainargv", [""])[1:]
     given = given or list(map(str, config.invocation_params.args))
@@ -349,12 +324,7 @@ def update_command(config: pytest.Config, item: pytest.Item) -> str:
 
 
 def repeated_options(given: Sequence[str], selected: Sequence[str]) -> list[str]:
-    """The arguments of a command that a command for one of its tests repeats.
-
-    Args:
-        given: All arguments.
-        selected: Those that name files, directories and tests.
-    """
+    """The arguments that a command for one test repeats: without what was `selected`."""
     rest = list(given)
     for argument in reversed(selected):
         if argument in rest:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Final, Self, TypeGuard, cast
 
 from syrupy.assertion import SnapshotAssertion
 from syrupy.data import SnapshotCollection, SnapshotCollections
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 UNNAMED: Final = "comm"
 """The name, in a dict of values, of the one whose file has none."""
 
+# Those that syrupy's ``snapshot`` takes.
 _PLAIN_ARGUMENTS: Final = frozenset(inspect.signature(SnapshotAssertion.__call__).parameters)
-"""Those that syrupy's ``snapshot`` takes."""
 
+# What errors call a text that was just written.
 _RECORDING: Final = "the recording"
-"""What errors call a text that was just written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +70,14 @@ class _Comparison:
     """Path of the snapshot file."""
 
 
+# What a call can change.
 _CHANGES: Final = [one.name for one in fields(_Comparison)][:-2]
-"""What a call can change."""
 
 
 class CommSnapshotExtension(SingleFileSnapshotExtension):
     """One file for each assertion, below a directory that mirrors the tests.
 
-    syrupy asks the class where files are, with a test at hand, which knows all of that. What one
+    syrupy asks the class where files are and gives it the test, which knows all of that. What one
     assertion needs besides is in its instance: see `bind_extension`.
     """
 
@@ -85,12 +85,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     file_extension = SUFFIX.removeprefix(".")
 
     def __init__(self, item: pytest.Item, gather: Callable[[str], list[str]]) -> None:
-        """Reads from a test what its comparisons depend on.
-
-        Args:
-            item: The test.
-            gather: Exchange between the ranks of the test.
-        """
+        """Read from a test what its comparisons depend on; `gather` exchanges text among ranks."""
         super().__init__()
         settings = item.stash.get(SETTINGS, None)
         self._ranks: tuple[int, ...] = settings.ranks if settings else ()
@@ -103,10 +98,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         self._updated: dict[str, str] = {}
 
     def serialize(self, data: _Comparison, **_: Any) -> SnapshotText:
-        """Merges what the ranks have and writes it as text.
-
-        Args:
-            data: The comparison.
+        """Merge what the ranks have and write it as text.
 
         Raises:
             EmptyRecordingError: There is nothing that a later change could differ from.
@@ -173,12 +165,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         )
 
     def matches(self, *, serialized_data: Any, snapshot_data: Any) -> bool:
-        """Compares what counts; exactly when updating, so that an update also refreshes a file.
-
-        Args:
-            serialized_data: From `serialize`; a plain text where it came out of a rank.
-            snapshot_data: From `read_snapshot_data_from_location`.
-        """
+        """Compare what counts; exactly when updating, so that an update also refreshes a file."""
         old: SnapshotText = snapshot_data
         # The first line names versions: a change of it alone is no difference.
         if _body(serialized_data) == _body(old):
@@ -189,32 +176,29 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         # An update writes what differs in any way.
         if self._updates and not is_partial:
             return False
+        # Out of a rank came a plain text (see Note [Replay]).
         if not isinstance(serialized_data, SnapshotText):
             serialized_data = SnapshotText(serialized_data, where=_RECORDING)
         new = serialized_data.profile
         is_same = not _differ(reviewed, new)
         if self._updates and not is_same and has_further_ranks(reviewed, new):
-            self._refuse_partial(reviewed, old.lines.where)
+            whole = name_ranks(reviewed.recorded_ranks) if reviewed.recorded_ranks else "all ranks"
+            raise FsdpCommError(
+                f"{old.lines.where} was recorded on {whole} and differs from what this update "
+                f"recorded on {name_ranks(self._ranks)} of {self._world_size} alone; a recording "
+                "never replaces one of further ranks. Nothing was overwritten: update with all of "
+                "these (every rank: gloo or nccl, without --comm-backend fake), or delete the file "
+                "to keep only the ranks of this update from now on"
+            )
         return is_same
-
-    def _refuse_partial(self, old: Profile, where: str) -> NoReturn:
-        """Refuses an update by these ranks, which would lose what others recorded."""
-        whole = name_ranks(old.recorded_ranks) if old.recorded_ranks else "all ranks"
-        raise FsdpCommError(
-            f"{where} was recorded on {whole} and differs from what this update "
-            f"recorded on {name_ranks(self._ranks)} of {self._world_size} alone; a recording "
-            "never replaces one of further ranks. Nothing was overwritten: update with all of "
-            "these (every rank: gloo or nccl, without --comm-backend fake), or delete the file to "
-            "keep only the ranks of this update from now on"
-        )
 
     def read_snapshot_data_from_location(
         self, *, snapshot_location: str, snapshot_name: str, session_id: str
     ) -> SnapshotText | None:
-        """Reads a file of either kind; `matches` checks its records, unless it is equal.
+        """Read a file of either kind; `matches` checks its records, unless it is equal.
 
         Raises:
-            SnapshotFormatError: It is broken; when updating, too, so that nothing is lost silently.
+            SnapshotFormatError: It is broken, also when updating, so that nothing is lost silently.
                 Of an old format, only when not updating.
         """
         del snapshot_name, session_id
@@ -233,11 +217,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def write_snapshot_collection(
         cls, *, snapshot_collection: SnapshotCollection, name_order: Any = None
     ) -> None:
-        """Writes a file all at once: an interrupted update leaves the old file whole.
-
-        Raises:
-            OSError: The directory cannot be made or written; `describe_error` makes it readable.
-        """
+        """Write a file all at once: an interrupted update leaves the old one whole."""
         del name_order
         path = Path(snapshot_collection.location)
         for snapshot in snapshot_collection:
@@ -245,7 +225,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             write_atomically(path, str(snapshot.data))
 
     def delete_snapshots(self, *, snapshot_location: str, snapshot_names: set[str]) -> None:
-        """Never: `unused` decides which files go."""
+        """Fail: `unused` decides which files go."""
         raise AssertionError(snapshot_location, snapshot_names)
 
     # Where files are.
@@ -265,7 +245,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
 
     @classmethod
     def get_snapshot_name(cls, *, test_location: PyTestLocation, index: Any = 0) -> str:
-        """Begins with the test's name, by which syrupy relates the two."""
+        """Begin with the test's name, by which syrupy relates the two."""
         file = cls.get_file_basename(test_location=test_location, index=index)
         return f"{test_location.snapshot_name}[{file}]"
 
@@ -277,7 +257,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def discover_snapshots(
         self, *, test_location: PyTestLocation, ignore_extensions: list[str] | None = None
     ) -> SnapshotCollections:
-        """None: syrupy must not count them as unused, which `unused_session` decides."""
+        """Find none: syrupy must not count them as unused, which `unused_session` decides."""
         del test_location, ignore_extensions
         return SnapshotCollections()
 
@@ -333,16 +313,9 @@ def bind_extension(
     item: pytest.Item,
     gather: Callable[[str], list[str]] = _only_this_process,
 ) -> type[CommSnapshotExtension]:
-    """What an assertion makes its extension from.
-
-    syrupy calls it without arguments when the assertion first needs the extension; all that syrupy
-    requires is that it can be called.
-
-    Args:
-        cls: The extension, or a subclass.
-        item: The test.
-        gather: Exchange between the ranks of the test; the default is for one process.
-    """
+    """What an assertion makes its extension from; the default of `gather` is for one process."""
+    # syrupy calls it without arguments when the assertion first needs the extension; all that it
+    # requires is that it can be called.
     return cast("type[CommSnapshotExtension]", partial(cls, item, gather))
 
 
@@ -350,7 +323,7 @@ class CommSnapshot(SnapshotAssertion):
     """syrupy's assertion, with switches of its own, and with several values by name."""
 
     def __post_init__(self) -> None:
-        """Begins with the first comparison."""
+        """Begin with the first comparison."""
         self.last_results: tuple[tuple[str, AssertionResult], ...] = ()
         """What came of the last comparison, by the values' names; ``""`` for one without."""
         self._comparisons = 0
@@ -368,7 +341,7 @@ class CommSnapshot(SnapshotAssertion):
         activation_nbytes: bool = True,
         **changes: Any,
     ) -> Self:
-        """Changes the next comparison.
+        """Change the next comparison.
 
         Args:
             allow_empty: Accept a recording without a collective, or a tree without a sharded
@@ -407,14 +380,12 @@ class CommSnapshot(SnapshotAssertion):
 
     @property
     def index(self) -> str | int:
-        """What distinguishes the file of this comparison from the test's others (see `basename`).
-
-        syrupy asks for it several times in a comparison; it counts values, not comparisons.
-        """
+        """What distinguishes this comparison's file from the test's others (see `basename`)."""
+        # syrupy reads it several times in a comparison, and counts values, not comparisons.
         return self._index
 
     def __eq__(self, other: object) -> bool:
-        """Compares one value, or each of a dict: all of them, whatever comes of the first.
+        """Compare one value, or each of a dict: all of them, whatever comes of the first.
 
         ``{"comm": comm_mode, "tree": fsdp_tree(model)}`` has the files of
         ``comm_mode == comm_snapshot`` and ``fsdp_tree(model) == comm_snapshot(name="tree")``.
@@ -461,15 +432,9 @@ def bind_snapshot(
     item: pytest.Item,
     gather: Callable[[str], list[str]] = _only_this_process,
 ) -> CommSnapshot:
-    """Makes an assertion that compares communication.
+    """Make an assertion for ``comm_mode`` and ``fsdp_tree(model)``, with syrupy's options.
 
-    Args:
-        snapshot: The value of syrupy's fixture, whose options are used.
-        item: The test.
-        gather: Exchange between the ranks of the test; the default is for one process.
-
-    Returns:
-        The assertion to compare ``comm_mode`` and ``fsdp_tree(model)`` with.
+    The default of `gather`, which exchanges text among the ranks of the test, is for one process.
     """
     return CommSnapshot(
         session=snapshot.session,

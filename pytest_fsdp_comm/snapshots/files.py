@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.errors import SnapshotFormatError
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
-from pytest_fsdp_comm.snapshots.lines import MAX_BYTES, line_error, too_large, with_unix_line_ends
+from pytest_fsdp_comm.snapshots.lines import MAX_BYTES, line_error, too_large
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,14 +24,9 @@ _FILE_TYPES: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
 
 
 def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
-    """Reads a snapshot of either kind and checks its frame; `SnapshotText.profile` checks the rest.
+    """Read a snapshot of either kind, or a link to one; None if there is no file.
 
-    Args:
-        path: The file, or a link to it.
-        where: The file, as errors name it.
-
-    Returns:
-        Its text, with LF at the ends of its lines; None if there is no file.
+    Its frame is checked, and `SnapshotText.profile` checks the rest; errors name it `where`.
 
     Raises:
         SnapshotFormatError: It is broken, too large, or no regular file, which is not read then.
@@ -46,9 +41,9 @@ def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
 
 
 def decode_snapshot(raw: bytes, *, where: str) -> SnapshotText:
-    """Checks the frame of a snapshot file's content; arguments and errors as above."""
+    """Check the frame of a snapshot file's content, with errors as above."""
     try:
-        text = with_unix_line_ends(raw.decode("utf-8"))
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = 1 + raw.count(b"\n", 0, error.start)
         came = f"it cannot be read as UTF-8 text ({error.reason})"
@@ -86,16 +81,15 @@ def _no_file(path: Path, where: str, reason: str) -> SnapshotFormatError:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a text file atomically: at any time, the old one or the new one is there.
-
-    Where the file system can (``O_TMPFILE``), the new one has no name before it is complete, so
-    that a process that is killed leaves nothing behind. An existing file can only be replaced by
-    one with a name: it has one between two system calls, and if the process is killed just there,
-    the next write removes it.
+    """Replace a text file atomically: at any time, the old one or the new one is there.
 
     Raises:
         OSError: The directory cannot be written, or the disk is full.
     """
+    # Where the file system can (O_TMPFILE), the new one has no name before it is complete, so that
+    # a process that is killed leaves nothing behind. An existing file can only be replaced by one
+    # with a name: it has one between two system calls, and if the process is killed just there, the
+    # next write removes it.
     unfinished = path.with_name(f".{path.name[:200]}.unfinished")
     unfinished.unlink(missing_ok=True)
     content = text.encode()
@@ -124,7 +118,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _name(descriptor: int, path: Path) -> None:
-    """Gives a name to a file that has none."""
+    """Give a name to a file that has none."""
     # os.link follows a symbolic link only if it is given a directory, unused by absolute paths.
     here = os.open("/", os.O_PATH | os.O_CLOEXEC)
     try:

@@ -49,8 +49,8 @@ REMEDY: Final = (
     "again with --snapshot-update"
 )
 _LOST_LINE: Final = "; the totals do not match the records: a line was lost or edited by hand"
+# Of what two long lines have in common, half of this length is shown.
 _SHOWN: Final = 60
-"""Of what two long lines have in common, half of this length is shown."""
 
 _HEADER: Final = re.compile(r"# pytest-fsdp-comm ([1-9][0-9]{0,8}) (comm|tree)(?: \|(.*))?")
 _TORCH: Final = re.compile(r" torch ([0-9][0-9A-Za-z.+-]{0,39}),")
@@ -64,11 +64,6 @@ def header(kind: str, *, torch_version: str, backend: str) -> str:
         f"# pytest-fsdp-comm {FORMAT_VERSION} {kind} | torch {torch_version}, {backend} "
         "(not compared)"
     )
-
-
-def with_unix_line_ends(text: str) -> str:
-    """The same text with LF where it has CRLF, as git or an editor may have left it."""
-    return text.replace("\r\n", "\n")
 
 
 class OldFormatError(SnapshotFormatError):
@@ -90,11 +85,7 @@ class SnapshotLines:
     """The lines of one snapshot, with the frame checked, and their errors."""
 
     def __init__(self, text: str, *, where: str) -> None:
-        """Checks the frame: size, characters, first line and last.
-
-        Args:
-            text: The whole file.
-            where: The file's path, for errors.
+        """Check the frame of a whole file: size, characters, first line and last.
 
         Raises:
             SnapshotFormatError: The text is empty, truncated, in conflict, of another format, or no
@@ -103,7 +94,6 @@ class SnapshotLines:
         self.where = where
         self.before = 0
         """Lines of the file above these."""
-        text = with_unix_line_ends(text)
         if not text.strip():
             raise self.error(1, "the file is empty", "a snapshot")
         lines = 1 + text.count("\n", 0, -1)
@@ -186,12 +176,9 @@ class SnapshotLines:
 
     @contextmanager
     def at(self, number: int) -> Iterator[None]:
-        """Makes a ValueError the error of a line.
+        """Make a ValueError the SnapshotFormatError of a line.
 
         Its text is ``<what came>: expected <what>``, or ``expected <what>`` of the whole line.
-
-        Raises:
-            SnapshotFormatError: There was such a ValueError.
         """
         try:
             yield
@@ -209,15 +196,10 @@ class SnapshotLines:
         return self.error(1, f"it is a snapshot of kind {self.kind!r}", f"one of kind {kind!r}")
 
     def check(self, number: int, written: str, why: str = "") -> None:
-        """Checks that a line is what the writer writes for what it says.
-
-        Args:
-            number: The line's.
-            written: What is written.
-            why: Why it may differ, after what the line reads; empty for no reason.
+        """Check that a line is what the writer writes for what it says.
 
         Raises:
-            SnapshotFormatError: It is not.
+            SnapshotFormatError: It is not; `why` it may differ stands after what the line reads.
         """
         read = self.line(number)
         if read == written:

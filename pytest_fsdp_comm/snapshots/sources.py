@@ -38,12 +38,7 @@ _FUNCTION: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def read_module(path: Path, root: Path) -> Source:
-    """Reads a test module, and the conftests above it.
-
-    Args:
-        path: Absolute path of the module.
-        root: The project, by which doubts name files; conftests above it are not looked for.
-    """
+    """Read a test module and the conftests above it, up to the project's root."""
     above = [directory for directory in path.parents if directory.is_relative_to(root)]
     files = (directory / "conftest.py" for directory in above)
     return Source(path, root, [Source(file, root) for file in files if file.is_file()])
@@ -53,19 +48,14 @@ class Source:
     """The source of a test module or conftest."""
 
     def __init__(self, path: Path, root: Path, conftests: Sequence[Source] = ()) -> None:
-        """Reads and indexes it; what cannot be read may define anything.
-
-        Args:
-            path: The file.
-            root: The directory to which doubts name it relatively.
-            conftests: Of the directories that it is in.
-        """
+        """Read and index it; doubts name files relative to `root`, and `conftests` apply to it."""
         self._shown = show_path(path, root)
         self._all = (self, *conftests)
         # By scope and name, what binds the name there in any branch.
         self._names: dict[ast.AST, defaultdict[str, list[ast.AST]]] = {}
         self._values: dict[ast.AST, ast.expr] = {}
         self._makers: list[tuple[str, str]] = []
+        # What cannot be read may define anything.
         self._tree = ast.Module([], [])
         try:
             self._tree = ast.parse(path.read_bytes())
@@ -103,13 +93,9 @@ class Source:
     # What defines tests.
 
     def find(self, test: str) -> str | None:
-        """Whether any branch can define a test.
+        """Whether any branch can define a test, named as in names of files.
 
-        Args:
-            test: ``TestClass.test_name``, as names of files have it.
-
-        Returns:
-            Empty if a branch does; None if none can; otherwise what may define it, for a person.
+        Return empty if a branch does, None if none can, otherwise what may define it, for a person.
         """
         if "~" in test:
             return "its name is too long to be read back"
@@ -196,15 +182,10 @@ class Source:
     def find_parameters(
         self, test: str, *, used: AbstractSet[str], given: AbstractSet[str]
     ) -> str | None:
-        """Whether any branch can give a test parameters that this run did not.
+        """Whether any branch can give a collected test parameters that this run did not.
 
-        Args:
-            test: As for `find`; it was collected.
-            used: The names of its fixtures and parameters.
-            given: The names of its parameters.
-
-        Returns:
-            None if none can; otherwise what may, for a person.
+        Return None if none can, otherwise what may, for a person. Of the test, `used` are the names
+        of its fixtures and parameters, `given` those of its parameters.
         """
         *classes, name = unquote(test).split(".")
         scopes, doubt = self._scopes(classes)
@@ -228,11 +209,7 @@ class Source:
         return next(iter(doubts), None)
 
     def parameters(self, used: AbstractSet[str]) -> tuple[set[str], list[str]]:
-        """The parameters that this file gives a test, and what may give it others.
-
-        Args:
-            used: The names of the test's fixtures and parameters.
-        """
+        """The parameters that this file gives a test, and what may give it others."""
         doubts = [*self.hooks(_PARAMETER_HOOKS)]
         doubts += (what for what, start in self._makers if not start)
         listed: set[str] = set()
@@ -244,7 +221,7 @@ class Source:
         return listed, doubts
 
     def _parameter_lists(self) -> Iterator[tuple[ast.AST, set[str], list[ast.expr | None]]]:
-        """What gives parameters: their names, empty if not known, and what their ids come from."""
+        """Each list of parameters, their names (empty if unknown), what their ids come from."""
         for node in self._nodes:
             match node:
                 case ast.Call(ast.Attribute(attr="parametrize"), args, keywords):

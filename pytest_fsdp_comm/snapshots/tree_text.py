@@ -1,21 +1,4 @@
-"""The snapshot of a sharded tree: one record a line, siblings of equal content folded.
-
-::
-
-    # pytest-fsdp-comm 2 tree | torch 2.13.0, gloo (not compared)
-    world_size 4
-    mesh dp=4 stride 1
-    unit (root) fsdp2 root shard=dp reshard_after_forward=false
-    unit layers.{0..3} fsdp2 shard=dp reshard_after_forward=true param_dtype=bfloat16
-    parameter embed.weight float32[512,64] dp=Shard(0) tied=head.weight
-    parameter layers.{0..3}.mlp.weight float32[64,64] dp=Shard(0)
-    total 5 units, 5 parameters
-    end
-
-Bytes are not written: they follow from shapes, element types and policies. Where the ranks' trees
-differ, each tree is indented below a line ``ranks 0,2-3``; where they do not, such a line below the
-world's size says which were recorded, if not all were.
-"""
+"""The snapshot of a sharded tree: one record a line, siblings of equal content folded."""
 
 from __future__ import annotations
 
@@ -49,6 +32,22 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.snapshots.records import World
 
 
+# Note [Text of a tree]:
+#
+#     # pytest-fsdp-comm 2 tree | torch 2.13.0, gloo (not compared)
+#     world_size 4
+#     mesh dp=4 stride 1
+#     unit (root) fsdp2 root shard=dp reshard_after_forward=false
+#     unit layers.{0..3} fsdp2 shard=dp reshard_after_forward=true param_dtype=bfloat16
+#     parameter embed.weight float32[512,64] dp=Shard(0) tied=head.weight
+#     parameter layers.{0..3}.mlp.weight float32[64,64] dp=Shard(0)
+#     total 5 units, 5 parameters
+#     end
+#
+# Bytes are not written: they follow from shapes, element types and policies. Where the ranks' trees
+# differ, each tree is indented below a line ``ranks 0,2-3``; where they do not, such a line below
+# the world's size says which were recorded, if not all were.
+
 _Facts = TypeVar("_Facts")
 
 # What the words of a record are, in both directions.
@@ -57,7 +56,7 @@ _Facts = TypeVar("_Facts")
 def _checked(
     pattern: str, what: str, expected: str, read: Callable[[str], Any] = str
 ) -> Callable[[str], Any]:
-    """Reads a text that has to match a pattern."""
+    """Make a reader of texts that have to match a pattern."""
     shape = re.compile(pattern)
 
     def read_checked(text: str) -> Any:
@@ -115,6 +114,7 @@ _PRECISION: Final = {
     **dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"), _DTYPE),
     "cast_forward_inputs": _Word(default=True, write=lambda _: "false", read=lambda _: False),
 }
+# In the order in which they are written.
 _UNIT_WORDS: Final = {
     "group": _GROUP,
     "root": _FLAG,
@@ -127,9 +127,8 @@ _UNIT_WORDS: Final = {
     "backward_prefetch": _NAMES,
     "prefetch": _POLICIES,
 }
-"""In the order in which they are written."""
+# The fields of `UnitFacts` that are not called as their words are.
 _FIELDS: Final = {"root": "is_root", "shard": "shard_axis", "replicate": "replicate_axis"}
-"""The fields of `UnitFacts` that are not called as their words are."""
 _read_tensor: Final = _checked(
     r"[A-Za-z0-9_]+\[(?:[0-9]{1,18}(?:,[0-9]{1,18})*)?\]",
     "tensor",
@@ -152,7 +151,7 @@ def _unit_content(unit: UnitFacts, group: int) -> str:
 
 
 def _read_unit(content: str) -> tuple[UnitFacts, int]:
-    """Reads what `_unit_content` wrote; the caller checks it by writing it again."""
+    """Read what `_unit_content` wrote; the caller checks it by writing it again."""
     kind, *words = content.split(" ")
     if kind not in get_args(UnitKind):
         raise ValueError(
@@ -176,7 +175,6 @@ def _read_unit(content: str) -> tuple[UnitFacts, int]:
 
 
 def _parameter_content(parameter: ParameterFacts) -> str:
-    """What a line says of a parameter."""
     words = [f"{parameter.dtype}[{','.join(map(str, parameter.shape))}]"]
     words += [] if parameter.trainable else ["frozen"]
     words += [] if parameter.managed else ["unmanaged"]
@@ -186,7 +184,7 @@ def _parameter_content(parameter: ParameterFacts) -> str:
 
 
 def _read_parameter(content: str) -> ParameterFacts:
-    """Reads what `_parameter_content` wrote; the caller checks it by writing it again."""
+    """Read what `_parameter_content` wrote; the caller checks it by writing it again."""
     tensor, *words = content.split(" ")
     dtype, _, shape = _read_tensor(tensor).removesuffix("]").partition("[")
     tied: tuple[str, ...] = ()
@@ -205,7 +203,7 @@ def _read_parameter(content: str) -> ParameterFacts:
 
 
 def format_profile(profile: TreeProfile) -> str:
-    """Writes a profile as a snapshot, which `read_tree` reads."""
+    """Write a profile as a snapshot, which `read_tree` reads."""
     lines = [header("tree", torch_version=profile.torch_version, backend=profile.backend)]
     for ranks, facts in profile.trees.items():
         if not ranks:
@@ -242,10 +240,7 @@ def _folded(facts: Mapping[str, _Facts], content: Callable[[_Facts], str]) -> li
 
 
 def read_tree(lines: SnapshotLines) -> TreeProfile:
-    """Reads the snapshot of a sharded tree, or of several (see Note [Strict reading]).
-
-    Args:
-        lines: Of the whole file.
+    """Read the snapshot of a sharded tree, or of several (see Note [Strict reading]).
 
     Raises:
         SnapshotFormatError: A line is not as `format_profile` writes it.
@@ -263,7 +258,7 @@ def read_tree(lines: SnapshotLines) -> TreeProfile:
 
 
 def _read_trees(lines: SnapshotLines, reader: RecordReader) -> dict[tuple[int, ...], TreeFacts]:
-    """Reads several trees, each below the ranks that have it."""
+    """Read several trees, each below the ranks that have it."""
     starts = [at for at, line in enumerate(lines.lines, 1) if line.startswith(RANKS)]
     if len(starts) == 1:
         with lines.at(2):
@@ -294,7 +289,6 @@ def _read_trees(lines: SnapshotLines, reader: RecordReader) -> dict[tuple[int, .
 
 
 def _read_facts(lines: SnapshotLines, reader: RecordReader) -> tuple[TreeFacts, World]:
-    """Reads one tree."""
     world = read_world(lines)
     if world.ranks and lines.before:
         with lines.at(3):

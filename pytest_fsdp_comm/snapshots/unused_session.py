@@ -45,16 +45,13 @@ if TYPE_CHECKING:
 # of removal]), and leaves alone what plain ``snapshot`` assertions of distributed tests, and of
 # those that record, wrote, where the test did not pass.
 
+# Ini values that choose what is collected; on the command line they choose for this run.
 _NARROWING_SETTINGS: Final = frozenset(
     {"python_files", "python_classes", "python_functions", "testpaths", "norecursedirs"}
 )
-"""Ini values that choose what is collected; on the command line they choose for this run."""
 
-_EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
-"""The module of every assertion of our snapshots."""
-
+# Under which name a worker of xdist gives its controller a `_Session`, as JSON has it.
 _OUTPUT: Final = "fsdp_comm_collected"
-"""Under which name a worker of xdist gives its controller a `_Session`, as JSON has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +69,15 @@ class _Session:
     """Paths of the snapshot files that its assertions compared or wrote."""
 
 
+# Of a session that ended before all was collected.
 _NOTHING: Final = _Session(modules={}, selected_count=0, ours=(), is_selection=False, compared=())
-"""Of a session that ended before all was collected."""
 
 
 class UnusedSnapshots:
     """Registered once in each pytest process."""
 
     def __init__(self, config: pytest.Config) -> None:
-        """Begins before collection."""
+        """Begin before collection."""
         self.found: Sequence[UnusedSnapshot] = ()
         """The unused files, known from the end of the session on."""
         self.are_removed = False
@@ -118,7 +115,7 @@ class UnusedSnapshots:
     def pytest_make_collect_report(
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        """Notes what a module or class holds, and whether it was collected at all."""
+        """Note what a module or class holds, and whether it was collected at all."""
         if not isinstance(collector, (pytest.File, pytest.Class)):
             return (yield)
         self._stamps.setdefault(collector.path, stamp_of(collector.path))
@@ -141,7 +138,7 @@ class UnusedSnapshots:
         return report
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Sums up, once it is known which tests are selected."""
+        """Sum up, once it is known which tests are selected."""
         selected = set(session.items)
         seen = [child for children in self._children.values() for child in children or ()]
         is_selection = self._leaves_out_files or any(
@@ -224,13 +221,11 @@ class UnusedSnapshots:
         for name in missing:
             function = function_of(name)
             if siblings[function]:
-                calls = [getattr(item, "callspec", None) for item in siblings[function]]
-                given = {param for call in calls if call is not None for param in call.params}
-                used = {
-                    name
-                    for item in siblings[function]
-                    for name in getattr(item, "fixturenames", ())
-                }
+                given: set[str] = set()
+                used: set[str] = set()
+                for item in siblings[function]:
+                    given |= getattr(getattr(item, "callspec", None), "params", {}).keys()
+                    used |= {*getattr(item, "fixturenames", ())}
                 doubt = source.find_parameters(
                     function, used=used | given, given=given - {WORLD_SIZE_PARAM}
                 )
@@ -243,7 +238,7 @@ class UnusedSnapshots:
     # The run.
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Notes which tests passed; in xdist's controller, too."""
+        """Note which tests passed; in xdist's controller, too."""
         # A skipped subtest, say, may be the one that compares.
         if not report.passed:
             self._has_passed[report.nodeid] = False
@@ -251,18 +246,18 @@ class UnusedSnapshots:
             self._has_passed.setdefault(report.nodeid, True)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Notes which tests came to an end."""
+        """Note which tests came to an end."""
         self._finished.add(nodeid)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: WorkerController) -> None:
-        """Counts xdist's workers: of one that dies, nothing is known."""
+        """Count xdist's workers: of one that dies, nothing is known."""
         del node
         self._started_workers += 1
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: WorkerController, error: object) -> None:
-        """Reads what a worker collected and compared."""
+        """Read what a worker collected and compared."""
         del error
         data = getattr(node, "workeroutput", {}).get(_OUTPUT)
         if data is not None:
@@ -275,7 +270,7 @@ class UnusedSnapshots:
     def pytest_sessionfinish(
         self, session: pytest.Session, exitstatus: int
     ) -> Generator[None, None, None]:
-        """Removes with ``--snapshot-update``, and otherwise fails a session that passed."""
+        """Remove files with ``--snapshot-update``; otherwise fail a session that passed."""
         if self._options.launched and not self._options.launched.is_leader:
             return (yield)
         own = replace(self.collected, compared=self._compared())
@@ -313,9 +308,9 @@ class UnusedSnapshots:
         return (yield)
 
     def _compared(self) -> tuple[str, ...]:
-        """The paths of the snapshot files that assertions of this process compared or wrote."""
-        if _EXTENSION not in sys.modules:
-            return ()  # whoever compares one imports it, which takes longer than a short session
+        # Whoever compares one imports this, which takes longer than a short session.
+        if "pytest_fsdp_comm.snapshots.extension" not in sys.modules:
+            return ()
         from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # see above
 
         return tuple(replay.compared_files(self._config))
@@ -347,7 +342,7 @@ class UnusedSnapshots:
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Names every unused file, and says what to do."""
+        """Name every unused file, and say what to do."""
         if hasattr(self._config, "workeroutput"):
             return
         # Where nothing would be removed, the tests of another machine are no news.
