@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -16,9 +17,9 @@ from pytest_fsdp_comm.snapshots.audit import (
     OUTPUT,
     Collection,
     find_faults,
-    load_collection,
     snapshot_files,
 )
+from pytest_fsdp_comm.text.codec import from_json
 from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.paths import show_path
 
@@ -84,4 +85,4 @@ def _collect(arguments: Sequence[str]) -> Collection:
                 "pytest cannot collect the tests, so nothing is known of their snapshots "
                 f"(exit status {done.returncode}):\n{said}"
             )
-        return load_collection(output.read_text(encoding="utf-8"))
+        return from_json(Collection, json.loads(output.read_bytes()))

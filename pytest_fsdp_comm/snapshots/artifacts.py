@@ -1,13 +1,4 @@
-"""What ``--comm-artifacts`` keeps of failed comparisons, for another machine to look at and accept.
-
-::
-
-    received/tests/test_step/test_step.ws4.comm   what was recorded
-    expected/tests/test_step/test_step.ws4.comm   what it was compared with; none for a new file
-    stories/tests/test_step/test_step.ws4.txt     how they differ, and the code that sends
-
-Each of the three is laid out like the directory of the snapshots.
-"""
+"""What ``--comm-artifacts`` keeps of failed comparisons, to look at and accept elsewhere."""
 
 from __future__ import annotations
 
@@ -19,14 +10,20 @@ from typing import TYPE_CHECKING, Final, Self
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# Note [Kept files]: each directory is laid out like that of the snapshots.
+#
+#     received/tests/test_step/test_step.ws4.comm   what was recorded
+#     expected/tests/test_step/test_step.ws4.comm   what it was compared with; none for a new file
+#     stories/tests/test_step/test_step.ws4.txt     how they differ, and the code that sends
+#
+# The received file is written last: where it is, the others are complete.
 RECEIVED: Final = "received"
 EXPECTED: Final = "expected"
-STORIES: Final = "stories"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifacts:
-    """The files that are kept of one comparison."""
+    """The files that are kept of one comparison (see Note [Kept files])."""
 
     received: Path
     expected: Path
@@ -34,31 +31,20 @@ class Artifacts:
 
     @classmethod
     def of(cls, directory: Path, snapshot: Path) -> Self:
-        """Where they are.
-
-        Args:
-            directory: Of all artifacts.
-            snapshot: Path of the snapshot, relative to the directory of all snapshots.
-        """
+        """Where they are, for a snapshot's path relative to the directory of all snapshots."""
         return cls(
             received=directory / RECEIVED / snapshot,
             expected=directory / EXPECTED / snapshot,
-            story=directory / STORIES / snapshot.with_suffix(".txt"),
+            story=directory / "stories" / snapshot.with_suffix(".txt"),
         )
 
     def keep(self, *, received: str, expected: str | None, story: Sequence[str]) -> None:
-        """Writes them, in place of those of an earlier run.
-
-        Args:
-            received: What was recorded.
-            expected: The snapshot; None if there was none.
-            story: Lines.
+        """Write them, in place of those of an earlier run; `expected` is None for a new snapshot.
 
         Raises:
             OSError: The directory cannot be written.
         """
         text = "\n".join(story) + "\n"
-        # The received file comes last: where it is, the others are complete.
         contents = ((self.story, text), (self.expected, expected), (self.received, received))
         for path, content in contents:
             if content is None:
@@ -68,13 +54,13 @@ class Artifacts:
                 _replace(path, content)
 
     def forget(self) -> None:
-        """Removes those of an earlier run, which would bring its state back."""
+        """Remove those of an earlier run, which would bring its state back."""
         for path in (self.received, self.expected, self.story):
             path.unlink(missing_ok=True)
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a file whole; all ranks of a test do so at once, with the same content."""
+    # All ranks of a test do this at once, with the same content: each under a name of its own.
     unfinished = path.with_name(f".{path.name[:200]}.{getpid()}")
     try:
         unfinished.write_text(text, encoding="utf-8", newline="\n")

@@ -1,7 +1,4 @@
-"""Looks at all snapshot files of a project: which are broken, and which no collected test has.
-
-Knows neither pytest nor syrupy; what pytest collects comes from `collecting`.
-"""
+"""Looks at all snapshot files of a project: which are broken, and which no collected test has."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from pytest_fsdp_comm.snapshots.files import read_snapshot
 from pytest_fsdp_comm.snapshots.lines import OldFormatError
 from pytest_fsdp_comm.snapshots.names import SUFFIX, named_module, read_basename
 from pytest_fsdp_comm.snapshots.unused import CollectedModule
-from pytest_fsdp_comm.text.codec import dump_document, load_document
 from pytest_fsdp_comm.text.paths import show_path
 
 if TYPE_CHECKING:
@@ -24,9 +20,6 @@ if TYPE_CHECKING:
 
 OUTPUT: Final = "--comm-collection"
 """The option by which `collecting` learns the file to write."""
-
-_KIND: Final = "collected tests"
-_VERSION: Final = 1
 
 Fault = Literal["broken", "old format", "orphan", "variant"]
 """What is wrong with a file: it cannot be read, is of a format that is no longer read, has no test,
@@ -57,33 +50,15 @@ class Faulty:
     """What is wrong, to be read after the path."""
 
 
-def dump_collection(collection: Collection) -> str:
-    """Writes a collection for the process that audits it."""
-    return dump_document(_KIND, _VERSION, collection)
-
-
-def load_collection(text: str) -> Collection:
-    """Reads what `dump_collection` wrote.
-
-    Raises:
-        CodecError: It is something else.
-    """
-    return load_document(Collection, _KIND, _VERSION, text)
-
-
 def snapshot_files(directory: Path) -> list[Path]:
     """All snapshot files, in order."""
     return sorted(path for path in directory.rglob(f"*{SUFFIX}") if not path.is_dir())
 
 
 def find_faults(collections: Sequence[Collection]) -> list[Faulty]:
-    """Checks every snapshot file.
+    """Check every snapshot file; in order of their paths, a file may have two faults.
 
-    Args:
-        collections: At least one: of the same project, with different default world sizes.
-
-    Returns:
-        In order of their paths; a file may have two faults.
+    The collections are of the same project, with different default world sizes.
     """
     known = _Known(collections)
     root = collections[0].snapshot_dir

@@ -1,30 +1,29 @@
-"""A plugin for ``fsdp-comm audit``, which runs pytest with ``-p`` and this module's name.
-
-It writes down what is collected, with the names that snapshots have.
-"""
+"""A plugin for ``fsdp-comm audit`` that writes down what pytest collects, as snapshots name it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_fsdp_comm.options import OPTIONS
-from pytest_fsdp_comm.snapshots.audit import OUTPUT, Collection, dump_collection
+from pytest_fsdp_comm.snapshots.audit import OUTPUT, Collection
+from pytest_fsdp_comm.text.codec import to_json
 
 if TYPE_CHECKING:
     from pytest_fsdp_comm.snapshots.unused_session import UnusedSnapshots
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Registers the file to write."""
+    """Register the file to write."""
     parser.addoption(OUTPUT, metavar="FILE", required=True, help="where the collection goes")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Writes the file."""
+    """Write the file."""
     config, option = session.config, session.config.option
     unused: UnusedSnapshots | None = config.pluginmanager.get_plugin("fsdp-comm-unused")
     if unused is None:
@@ -35,4 +34,4 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         modules=unused.collected.modules,
         is_full=not (option.file_or_dir or option.ignore or option.ignore_glob),
     )
-    Path(config.getoption(OUTPUT)).write_text(dump_collection(collection), encoding="utf-8")
+    Path(config.getoption(OUTPUT)).write_text(json.dumps(to_json(collection)), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Keeps recordings that are known not to be the whole truth from being compared, or written."""
+"""Refuses to compare or write recordings that are known not to be the whole truth."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.profile import CommProfile
     from pytest_fsdp_comm.options import UnseenLevel
 
+# By kind of gap, a line before and a line after those of a recording.
 _REFUSED: Final = {
     "unseen": (
         "comm_mode lacks something that was sent, so nothing was compared or written:\n"
@@ -33,9 +34,8 @@ _REFUSED: Final = {
         "nothing that is sent, use comm_snapshot(allow_value_dependent=True)"
     ),
 }
-"""By kind of gap, a line before and a line after those of a recording."""
+# With a line above and two below: pytest cuts after 8.
 _SHOWN: Final = 4
-"""With a line above and two below: pytest cuts after 8."""
 
 
 def check_completeness(
@@ -45,13 +45,7 @@ def check_completeness(
     allow_value_dependent: bool,
     allow_idle_model: bool = False,
 ) -> None:
-    """Refuses a profile with gaps that the user has not accepted.
-
-    Args:
-        profile: Of all ranks.
-        unseen: What becomes of a profile that lacks something; with ``warn``, a warning.
-        allow_value_dependent: Whether it may be untrue where code depends on values.
-        allow_idle_model: Whether the model given to ``comm_mode`` may be another than what ran.
+    """Refuse a profile with gaps that the user has not accepted; `unseen` "warn" only warns of one.
 
     Raises:
         IncompleteRecordingError: It has a gap of such a kind.

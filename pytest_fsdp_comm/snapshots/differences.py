@@ -1,7 +1,4 @@
-"""What differs between two snapshots, in words: for a failed test, the command line and reviews.
-
-Knows neither pytest nor syrupy, so that a program which only reads files starts quickly.
-"""
+"""What differs between two snapshots, in words: for a failed test, the command line and reviews."""
 
 from __future__ import annotations
 
@@ -53,15 +50,7 @@ def explain_profiles(
     evidence: Evidence | None = None,
     accept: str = "",
 ) -> Difference:
-    """Explains how two snapshots differ.
-
-    Args:
-        sides: The reviewed one and the recorded one.
-        where: The file, as the user would type it.
-        links: How fast axes are.
-        evidence: What the trees of the same test say; None if there are none.
-        accept: The command that accepts the change; empty if none does.
-    """
+    """Explain how a reviewed and a recorded profile differ; `accept` is empty for no command."""
     old, new = sides
     match sides:
         case CommProfile() as old, CommProfile() as new:
@@ -87,7 +76,7 @@ def kind_of(profile: Profile) -> Literal["comm", "tree"]:
 
 
 def bare_explanation(new: Profile, *, where: str, accept: str, why: str = "") -> FailureText:
-    """Says that snapshots differ, and no more than one line of how."""
+    """Say that snapshots differ, and no more than one line of how."""
     compared = "comm_mode" if isinstance(new, CommProfile) else "fsdp_tree"
     lines = (
         f"{compared} differs from {where}",
@@ -98,11 +87,7 @@ def bare_explanation(new: Profile, *, where: str, accept: str, why: str = "") ->
 
 
 def headline_of_values(differences: Mapping[str, Difference]) -> str:
-    """The differences of several values in one line, then those that could not be compared.
-
-    Args:
-        differences: By the values' names.
-    """
+    """The differences of values, by name, in one line; then those that could not be compared."""
     changes = [change for one in differences.values() for change in one.changes]
     stories = [one.text for one in differences.values() if one.text and one.changes]
     texts = {name: one.text for name, one in differences.items() if one.text}
@@ -116,11 +101,7 @@ def headline_of_values(differences: Mapping[str, Difference]) -> str:
 
 
 def evidence_of(pairs: Iterable[tuple[Profile, Profile]]) -> Evidence | None:
-    """What the trees say that belong to the same comparison.
-
-    Args:
-        pairs: Old and new of each.
-    """
+    """What the trees say that belong to the same comparison, from old and new of each value."""
     for old, new in pairs:
         match old, new:
             case TreeProfile(common=TreeFacts() as was), TreeProfile(common=TreeFacts() as now):
@@ -129,14 +110,10 @@ def evidence_of(pairs: Iterable[tuple[Profile, Profile]]) -> Evidence | None:
 
 
 def call_sites(old: Profile | None, new: Profile) -> list[str]:
-    """Where the modules send whose communication differs: a line for each place and collective.
-
-    Args:
-        old: The reviewed snapshot; None if there is none.
-        new: The recorded one, with call sites; a snapshot from a file has none.
-    """
+    """Where modules send whose communication differs: a line for each place and collective."""
     if not isinstance(new, CommProfile):
         return []
+    # Of a snapshot that was read from a file, no call sites are known.
     before = {_compared(row) for row in old.collectives} if isinstance(old, CommProfile) else set()
     after = {_compared(row) for row in new.collectives}
     differing = {owner for owner, *_ in before ^ after}
@@ -155,7 +132,7 @@ def _compared(row: Row) -> tuple[str | None, RowKey, tuple[int, ...], tuple[Call
 
 
 def _with_versions(explanation: FailureText, old: Profile, new: Profile) -> FailureText:
-    """Says in the first line if another torch recorded the snapshot."""
+    """Say in the first line if another torch recorded the snapshot."""
     was, now = (one.torch_version.partition("+")[0] for one in (old, new))
     if not was or not now or was == now:
         return explanation
@@ -163,7 +140,7 @@ def _with_versions(explanation: FailureText, old: Profile, new: Profile) -> Fail
 
 
 def _within_scope(explanation: FailureText, was: CommProfile, now: CommProfile) -> FailureText:
-    """Says in the first line where sizes of activations are not compared."""
+    """Say in the first line where sizes of activations are not compared."""
     option = "activation_nbytes=False"
     if was.sizes_activations and now.sizes_activations:
         return explanation

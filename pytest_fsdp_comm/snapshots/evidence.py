@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 
 def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
-    """Compares the units that two trees have in common.
-
-    Args:
-        old: The snapshot's.
-        new: As recorded.
-    """
+    """Compare the units that the snapshot's tree and the recorded one have in common."""
     before, after = old.units.get(1, {}), new.units.get(1, {})
     units = frozenset(before) & frozenset(after)
     held = _parameters_of(units, old.parameters, new.parameters)

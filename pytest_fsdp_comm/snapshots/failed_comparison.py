@@ -27,15 +27,15 @@ UNEXPLAINED: Final = pytest.StashKey[object]()
 COMPARED: Final = pytest.StashKey[dict[str, None]]()
 """In a test's stash: the snapshot files that it compared, relative to pytest's root directory."""
 
+# The attribute of a report of a failed comparison: the headline, if the crash's message is that.
+# pytest sends it along from ranks and workers.
 _HEADLINE: Final = "comm_headline"
-"""The attribute of a report of a failed comparison: the headline, if the crash's message is that.
-pytest sends it along from ranks and workers."""
 
 
+# The attribute of a report of a test that compared something: `Comparisons` as JSON has it.
 _COMPARISONS: Final = "comm_comparisons"
-"""The attribute of a report of a test that compared something: `Comparisons` as JSON has it."""
+# The properties of a test in JUnit XML.
 _PROPERTIES: Final = ("comm_snapshot", "comm_headline", "comm_change", "comm_cost")
-"""The properties of a test in JUnit XML."""
 
 
 def first_line(report: pytest.TestReport) -> str:
@@ -48,10 +48,8 @@ def first_line(report: pytest.TestReport) -> str:
 
 
 def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
-    """Leads the report with the headline, where the test failed by the comparison.
-
-    pytest's summary, ``--tb=line``, JUnit XML and annotations of CI show the crash's message.
-    """
+    """Lead the report with the headline, where the test failed by the comparison."""
+    # pytest's summary, --tb=line, JUnit XML and annotations of CI show the crash's message.
     failed = item.stash.get(FAILED_COMPARISON, None)
     longrepr: Any = report.longrepr
     crash = getattr(longrepr, "reprcrash", None)
@@ -116,10 +114,8 @@ def has_headline(report: object) -> bool:
 
 @contextmanager
 def painted(reporter: pytest.TerminalReporter) -> Iterator[None]:
-    """Has failed comparisons printed in colour, if the terminal has any.
-
-    Only here and now: other plugins write the same reports to files.
-    """
+    """Print failed comparisons in colour meanwhile, if the terminal has any."""
+    # Only here and now: other plugins write the same reports to files.
     reports: list[Any] = [
         report
         for reports in reporter.stats.values()

@@ -26,13 +26,10 @@ ABOVE: Final = "%2E%2E"
 
 
 def basename(test_name: str, variant: str, index: str | int) -> str:
-    """The file name of an assertion, without suffix.
+    """The file name of an assertion, without suffix: ``<test>.ws4``, or ``<test>.ws4.<index>``.
 
-    Args:
-        test_name: ``TestClass.test_name[params]``.
-        variant: ``ws4``, or ``ws1`` for a test that is not distributed.
-        index: The assertion's name, of which ``PART`` separates parts, or its number, of which 0 is
-            left out.
+    The variant is ``ws1`` for a test that is not distributed. Of the index, a name may have parts
+    that `PART` separates, and the number 0 is left out.
     """
     name = f"{written_test(test_name)}.{variant}"
     given = str(index) if index != 0 else ""
@@ -50,14 +47,7 @@ def written_test(test_name: str) -> str:
 
 
 def read_basename(name: str) -> tuple[str, str] | None:
-    """The test and the variant of a file name.
-
-    Args:
-        name: Without suffix.
-
-    Returns:
-        As `written_test` wrote the test, and the variant; None if it is no name of ours.
-    """
+    """Test (as `written_test` has it) and variant of a name without suffix; None if not ours."""
     found = _VARIANT.search(name)
     return None if found is None else (name[: found.start()], found[1])
 
@@ -70,9 +60,7 @@ def function_of(name: str) -> str:
 def written_module(module: Path, anchor: Path) -> Path:
     """The directory of a test module's snapshots, relative to that of all snapshots.
 
-    Args:
-        module: Absolute path of the module.
-        anchor: Absolute path of the directory whose tree the snapshots mirror.
+    Both paths are absolute; the anchor is the directory whose tree the snapshots mirror.
     """
     above = 0
     while (relative := _below(module, anchor)) is None:
@@ -94,11 +82,9 @@ def _below(module: Path, anchor: Path) -> Path | None:
 
 
 def named_module(directory: Path, anchor: Path) -> Path | None:
-    """The test module whose snapshots are in a directory, the reverse of `written_module`.
+    """The absolute path of the module whose snapshots `written_module` puts in a directory.
 
-    Returns:
-        Its absolute path if it is a ``.py`` file below the anchor; None for any other, which looks
-        like a directory.
+    None if it is not a ``.py`` file below the anchor: any other looks like a directory.
     """
     if ABOVE in directory.parts or not directory.parts:
         return None

@@ -1,7 +1,4 @@
-"""Keeps recordings and trees out of syrupy's own ``snapshot``.
-
-Of a recording it would keep one line, of a tree all fields of one rank, torch's version too.
-"""
+"""Keeps recordings and trees out of syrupy's own ``snapshot``."""
 
 from __future__ import annotations
 
@@ -15,20 +12,18 @@ from pytest_fsdp_comm.errors import FsdpCommError
 if TYPE_CHECKING:
     import pytest
 
+# The module and name of each class, and how a test writes its value.
 _REFUSED: Final = {
     ("recording.comm_mode", "CommMode"): "comm_mode",
     ("tree.model", "ShardTree"): "fsdp_tree(model)",
     ("fsdp_tree", "TreeFactory"): "fsdp_tree(model)",
 }
-"""The module and name of each class, and how a test writes its value."""
 
 
 def refuse_recordings(config: pytest.Config) -> None:
-    """Makes every comparison of the session with a plain ``snapshot`` look for what is refused.
-
-    syrupy's fixture may be overridden, wrapped and given any extension, so it is done where all of
-    them compare.
-    """
+    """Make every comparison of the session with a plain ``snapshot`` look for what is refused."""
+    # Of a recording it would keep one line, of a tree all fields of one rank, torch's version too.
+    # Its fixture may be overridden, wrapped and given any extension: so where all of them compare.
     compare = SnapshotAssertion.__eq__
 
     def refuse_or_compare(snapshot: SnapshotAssertion, other: object) -> bool:
@@ -68,12 +63,12 @@ def refuse_recordings(config: pytest.Config) -> None:
     def restore() -> None:
         SnapshotAssertion.__eq__ = compare  # type: ignore[method-assign]  # as it was
 
-    SnapshotAssertion.__eq__ = refuse_or_compare  # type: ignore[method-assign]  # see the docstring
+    SnapshotAssertion.__eq__ = refuse_or_compare  # type: ignore[method-assign]  # see above
     config.add_cleanup(restore)
 
 
 def _loaded() -> dict[type, str]:
-    """The classes that this process has imported, without which there is no value of them."""
+    # Without its class, there is no value of it in this process.
     return {
         getattr(sys.modules[module], name): shown
         for (room, name), shown in _REFUSED.items()

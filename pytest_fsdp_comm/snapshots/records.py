@@ -55,7 +55,7 @@ class World:
 
 
 def world_lines(world_size: int, ranks: Sequence[int], axes: Iterable[MeshAxis]) -> list[str]:
-    """Writes world, ranks and mesh; arguments as the fields of `World`."""
+    """Write world, ranks and mesh; arguments as the fields of `World`."""
     return [
         f"{_WORLD_SIZE}{world_size}",
         *([f"{RANKS}{write_ranks(ranks)}"] if ranks else []),
@@ -64,11 +64,7 @@ def world_lines(world_size: int, ranks: Sequence[int], axes: Iterable[MeshAxis])
 
 
 def read_world(lines: SnapshotLines) -> World:
-    """Reads world, ranks and mesh; the caller checks them by writing them again.
-
-    Raises:
-        SnapshotFormatError: A line is not as `world_lines` writes it.
-    """
+    """Read world, ranks and mesh; the caller checks them by writing them again."""
     size = lines.line(2).removeprefix(_WORLD_SIZE)
     with lines.at(2):
         is_number = _NUMBER.fullmatch(size) and int(size) <= MAX_WORLD_SIZE
@@ -94,7 +90,7 @@ def read_world(lines: SnapshotLines) -> World:
 
 
 def _read_some_ranks(text: str, world_size: int, recorded: Sequence[int] = ()) -> tuple[int, ...]:
-    """Reads ranks that stand for some of the recorded ones, which are empty for all ranks."""
+    """Read ranks that stand for some of the recorded ones, which are empty for all ranks."""
     ranks = read_ranks(text, world_size)
     if len(ranks) == world_size or ranks == recorded:
         raise ValueError("it lists all ranks: expected no list, which already means all ranks")
@@ -176,10 +172,9 @@ def with_ranks(content: str, ranks: str) -> str:
 
 
 def folded_lines(names_of: Mapping[str, Sequence[str | None]]) -> list[str]:
-    """Folds the names of each content, of which None stands for no module.
+    """Fold the names of each content into lines, sorted naturally by their first names.
 
-    Returns:
-        Pattern and content of each line, sorted naturally by first names, those of no module last.
+    None stands for no module, and comes last.
     """
     lines: list[tuple[tuple[object, ...], str]] = []
     for content, names in names_of.items():
@@ -198,14 +193,14 @@ class RecordReader:
     """
 
     def __init__(self) -> None:
-        """Counts from zero: one reader for each file."""
+        """Count from zero: one reader for each file."""
         self._name_text = 0
         self._names = 0
         self._ranks = 0
         self._rank_lists: dict[str, tuple[int, ...]] = {"": ()}
 
     def names(self, text: str) -> tuple[str, ...]:
-        """Reads a pattern, whose names count for the whole file."""
+        """Read a pattern, whose names count for the whole file."""
         self._name_text += len(text)
         if self._name_text > MAX_NAME_TEXT:
             raise ValueError(f"too long: expected at most {MAX_NAME_TEXT} characters in all names")
@@ -216,10 +211,7 @@ class RecordReader:
         return pattern.expand()
 
     def ranks(self, text: str, world: World) -> tuple[int, ...]:
-        """Reads a list of some of the recorded ranks, such as ``0,2-3``; empty for all of them.
-
-        Lines share the tuple of one text.
-        """
+        """Read some of the recorded ranks; empty for all. Equal texts share a tuple."""
         if text not in self._rank_lists:
             self._rank_lists[text] = ranks = _read_some_ranks(text, world.size, world.ranks)
             self._ranks += len(ranks)
@@ -230,10 +222,8 @@ class RecordReader:
         return self._rank_lists[text]
 
     def classes_of_ranks(self) -> Mapping[str, frozenset[int]]:
-        """The ranks of each list as classes: those of one class are in the same of the lists.
-
-        A file has few classes even where its lists have many ranks.
-        """
+        """The ranks of each list as classes: those of one class are in the same of the lists."""
+        # A file has few classes even where its lists have many ranks.
         class_of: dict[int, int] = {}
         made = 0
         for ranks in self._rank_lists.values():

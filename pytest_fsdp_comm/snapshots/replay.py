@@ -61,13 +61,13 @@ class RankSnapshots:
     payload_type: Final = RankAssertions
 
     def __init__(self) -> None:
-        """Begins before the first test."""
+        """Begin before the first test."""
         # The extension and index with which a rank's test had syrupy look up each snapshot, by its
         # file and name.
         self._recalls: dict[tuple[str, str], tuple[type, int | str]] = {}
 
     def enter_rank(self, config: pytest.Config) -> None:
-        """Makes syrupy's session in a rank read-only, and notes what it recalls."""
+        """Make syrupy's session in a rank read-only, and note what it recalls."""
         session = _session(config)
         recall = session.recall_snapshot
 
@@ -97,16 +97,11 @@ class RankSnapshots:
     def merge(
         self, item: pytest.Item, payloads: Mapping[int, RankAssertions], *, has_failed: bool
     ) -> list[str]:
-        """Asserts again what the lowest rank asserted, on the session that writes.
+        """Assert again, on the session that writes, what the lowest rank asserted.
 
-        Args:
-            item: The test.
-            payloads: What each rank asserted.
-            has_failed: Whether the test has failed in the ranks: then that is no news.
-
-        Returns:
-            Why it failed here though it had passed in the ranks, such as a file that cannot be
-            written; empty if it did not.
+        Return why it failed here though the ranks passed, such as a file that cannot be written; of
+        a
+        test that has failed in the ranks, that is no news.
         """
         if not payloads:
             return []
@@ -130,15 +125,10 @@ def compared_files(config: pytest.Config) -> list[str]:
 
 
 def keep_plain_snapshots(config: pytest.Config, nodeids: Collection[str]) -> None:
-    """Keeps what plain ``snapshot`` assertions of some tests wrote, though they did not ask for it.
-
-    For syrupy 7.0 the snapshots of a test that failed early, or never ran, are unused, and
-    ``--snapshot-update`` deletes them; those of a skipped test are not.
-
-    Args:
-        config: Of xdist's controller, or of the only process.
-        nodeids: The tests that did not pass.
-    """
+    """Keep what plain ``snapshot`` assertions of tests that did not pass wrote."""
+    # For syrupy 7.0 the snapshots of a test that failed early, or never ran, are unused, and
+    # --snapshot-update deletes them; those of a skipped test are not. The session is that of
+    # xdist's controller, or of the only process.
     session = _session(config)
     for nodeid in nodeids:
         session.ran_item(nodeid, "skipped")
@@ -149,7 +139,7 @@ def keep_plain_snapshots(config: pytest.Config, nodeids: Collection[str]) -> Non
 
 
 def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
-    """Asserts as a rank did; returns why it failed, empty if it did not."""
+    """Assert as a rank did; return why it failed, empty if it did not."""
     config = item.config
     assertion = SnapshotAssertion(
         session=_session(config),

@@ -80,13 +80,9 @@ def stamp_of(file: Path | os.DirEntry[str]) -> Stamp:
 
 
 def find_removable(root: Path) -> dict[Path, Stamp]:
-    """The snapshot files that may be removed, as they are now: those with one name.
-
-    By a link, in the directory and to it, another module may have the same file.
-
-    Args:
-        root: Directory of all snapshots, which may be a link itself.
-    """
+    """The snapshot files that may be removed, as they are now: those with one name."""
+    # By a link, in the directory and to it, another module may have the same file. The directory
+    # itself may be a link.
     found: dict[Path, Stamp] = {}
     linked: set[str] = set()
     pending = [str(root)]
@@ -118,17 +114,14 @@ def find_unused(
     removable: Iterable[Path],
     full_anchor: Path | None,
 ) -> list[UnusedSnapshot]:
-    """Applies the rule to the snapshot files on disk.
+    """Apply the rule to the removable files below `root`, in order of their paths.
 
     Args:
         root: Directory of all snapshots.
         modules: What was collected, by the directory of its snapshots relative to `root`.
         passed: Node ids of the tests that ran to their end and passed.
-        removable: The files below `root` that may be removed, which no test compared or wrote.
+        removable: The files that may be removed, which no test compared or wrote.
         full_anchor: If the run was full, the directory whose tree `root` mirrors; None if not.
-
-    Returns:
-        In order of their paths.
     """
     found: list[UnusedSnapshot] = []
     variants = {test.variant for module in modules.values() for test in module.tests}
@@ -170,12 +163,7 @@ def _reason(
 
 
 def remove(root: Path, paths: Iterable[Path]) -> None:
-    """Deletes snapshot files, and the directories that this leaves empty.
-
-    Args:
-        root: Directory of all snapshots, which stays.
-        paths: Files below it.
-    """
+    """Delete snapshot files below `root`, and the directories that this leaves empty."""
     for path in paths:
         path.unlink(missing_ok=True)
         for parent in path.parents:

@@ -1,18 +1,15 @@
 """What ``fsdp-comm audit`` finds, and what it leaves alone."""
 
+import json
 from pathlib import Path
 
 import pytest
 import sample_profiles
 
-from pytest_fsdp_comm.snapshots.audit import (
-    Collection,
-    dump_collection,
-    find_faults,
-    load_collection,
-)
+from pytest_fsdp_comm.snapshots.audit import Collection, find_faults
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 from pytest_fsdp_comm.snapshots.unused import CollectedModule, CollectedTest
+from pytest_fsdp_comm.text.codec import from_json, to_json
 
 TEXT = format_profile(sample_profiles.profile())
 OLD = "# pytest-fsdp-comm 1 comm\nend\n"
@@ -75,7 +72,7 @@ def test_each_fault_has_a_file_beside_it_that_has_none(project, write, file, con
         ("test_a", "test_y", ""),
         unknown=("test_gpu",),
     )
-    known = load_collection(dump_collection(known))
+    known = from_json(Collection, json.loads(json.dumps(to_json(known))))
     faults = [(one.fault, one.what) for one in find_faults([known])]
     if found is None:
         assert faults == []
