@@ -10,6 +10,7 @@ from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     from pytest_fsdp_comm.comm.events import Gap
     from pytest_fsdp_comm.comm.profile import CommProfile
@@ -39,21 +40,16 @@ _SHOWN: Final = 4
 
 
 def check_completeness(
-    profile: CommProfile,
-    *,
-    unseen: UnseenLevel,
-    allow_value_dependent: bool,
-    allow_idle_model: bool = False,
+    profile: CommProfile, *, unseen: UnseenLevel, allowed: AbstractSet[str] = frozenset()
 ) -> None:
-    """Refuse a profile with gaps that the user has not accepted; `unseen` "warn" only warns of one.
+    """Refuse a profile with gaps of kinds that are not allowed; `unseen` "warn" only warns.
 
     Raises:
         IncompleteRecordingError: It has a gap of such a kind.
     """
-    allowed = {"value_dependent": allow_value_dependent, "idle_model": allow_idle_model}
     for kind, text in _REFUSED.items():
         gaps = [gap for gap in profile.gaps if gap.kind == kind]
-        if not gaps or allowed.get(kind, False):
+        if not gaps or kind in allowed:
             continue
         if kind != "unseen" or unseen == "error":
             raise IncompleteRecordingError(_around(gaps, *text.split("\n")))

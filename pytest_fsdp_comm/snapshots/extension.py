@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeGuard, cast
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.snapshots.documents import Profile
 
-UNNAMED: Final = "comm"
-"""The name, in a dict of values, of the one whose file has none."""
-
 # Those that syrupy's ``snapshot`` takes.
 _PLAIN_ARGUMENTS: Final = frozenset(inspect.signature(SnapshotAssertion.__call__).parameters)
 
@@ -57,21 +54,13 @@ class _Comparison:
 
     name: str = ""
     """The name of its file; empty for none."""
-    allow_empty: bool = False
-    """Whether the value may be one that a later change could not differ from."""
-    allow_value_dependent: bool = False
-    """Whether a recording may be untrue where code depends on values."""
-    allow_idle_model: bool = False
-    """Whether the model of a recording may be another than what ran."""
+    allowed: frozenset[str] = frozenset()
+    """Kinds of gaps that a recording may have, and ``empty`` for a value without any content."""
     activation_nbytes: bool = True
     """Whether the sizes of activations are compared."""
     value: object = None
     location: str = ""
     """Path of the snapshot file."""
-
-
-# What a call can change.
-_CHANGES: Final = [one.name for one in fields(_Comparison)][:-2]
 
 
 class CommSnapshotExtension(SingleFileSnapshotExtension):
@@ -106,14 +95,9 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
             FsdpCommError: The value is neither of ``comm_mode`` nor of ``fsdp_tree(model)``, or too
                 much to become a snapshot.
         """
-        profile = self._profile(data.value, allow_empty=data.allow_empty)
+        profile = self._profile(data.value, allow_empty="empty" in data.allowed)
         if isinstance(profile, CommProfile):
-            check_completeness(
-                profile,
-                unseen=self._options.unseen,
-                allow_value_dependent=data.allow_value_dependent,
-                allow_idle_model=data.allow_idle_model,
-            )
+            check_completeness(profile, unseen=self._options.unseen, allowed=data.allowed)
             if not data.activation_nbytes:
                 profile = without_activation_sizes(profile)
         try:
@@ -355,20 +339,24 @@ class CommSnapshot(SnapshotAssertion):
             changes: As for syrupy's ``snapshot``; ``name`` gives the assertion a file of its own.
         """
         __tracebackhide__ = True
+        allowed = {
+            "empty": allow_empty,
+            "value_dependent": allow_value_dependent,
+            "idle_model": allow_idle_model,
+        }
         if not _PLAIN_ARGUMENTS.issuperset(changes):
             unknown = min(changes.keys() - _PLAIN_ARGUMENTS)
+            known = ["name", *(f"allow_{kind}" for kind in allowed), "activation_nbytes"]
             raise TypeError(
                 f"comm_snapshot: got an unexpected keyword argument {unknown!r}; it takes "
-                f"{', '.join(_CHANGES)}{did_you_mean(closest(unknown, _CHANGES))}"
+                f"{', '.join(known)}{did_you_mean(closest(unknown, known))}"
             )
         if not isinstance(activation_nbytes, bool):
             raise TypeError(f"activation_nbytes={activation_nbytes!r}: expected True or False")
         super().__call__(**changes)
         self._changes = _Comparison(
             name=str(changes.get("name") or ""),
-            allow_empty=allow_empty or self._changes.allow_empty,
-            allow_value_dependent=allow_value_dependent or self._changes.allow_value_dependent,
-            allow_idle_model=allow_idle_model or self._changes.allow_idle_model,
+            allowed=self._changes.allowed.union(filter(allowed.get, allowed)),
             activation_nbytes=activation_nbytes and self._changes.activation_nbytes,
         )
         return self
@@ -409,7 +397,8 @@ class CommSnapshot(SnapshotAssertion):
 
     def _compare(self, key: str, value: object) -> AssertionResult:
         first = self._changes.name or (str(self._comparisons) if self._comparisons else "")
-        self._index = PART.join(filter(None, (first, "" if key == UNNAMED else key))) or 0
+        # The value called "comm" has no name in its file's.
+        self._index = PART.join(filter(None, (first, "" if key == "comm" else key))) or 0
         location = self.extension.get_location(test_location=self.test_location, index=self._index)
         super().__eq__(replace(self._changes, value=value, location=location))
         item = self.test_location.item

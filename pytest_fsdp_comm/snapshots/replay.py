@@ -87,8 +87,20 @@ class RankSnapshots:
         for assertion in _get(session, "_assertions"):
             for _, result in sorted(assertion.executions.items()):
                 recall = self._recalls.get((result.snapshot_location, result.snapshot_name))
-                if recall is not None and result.asserted_data is not None:
-                    made.append(_described(*recall, result.asserted_data))
+                data: Any = result.asserted_data
+                if recall is None or data is None:
+                    continue
+                extension, index = recall
+                is_bytes = isinstance(data, bytes)
+                made.append(
+                    RankAssertion(
+                        module=extension.__module__,
+                        qualname=extension.__qualname__,
+                        index=index,
+                        data=base64.b64encode(data).decode("ascii") if is_bytes else str(data),
+                        is_bytes=is_bytes,
+                    )
+                )
         # Ranks that run several tests begin the next one with none.
         _get(session, "_assertions").clear()
         self._recalls.clear()
@@ -168,17 +180,6 @@ def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
     return (
         f"a comparison with {where} failed and the test went on: it was caught, or its result not "
         "asserted (or the file changed while the test ran)"
-    )
-
-
-def _described(extension: type, index: int | str, data: Any) -> RankAssertion:
-    is_bytes = isinstance(data, bytes)
-    return RankAssertion(
-        module=extension.__module__,
-        qualname=extension.__qualname__,
-        index=index,
-        data=base64.b64encode(data).decode("ascii") if is_bytes else str(data),
-        is_bytes=is_bytes,
     )
 
 

@@ -345,36 +345,32 @@ class UnusedSnapshots:
         """Name every unused file, and say what to do."""
         if hasattr(self._config, "workeroutput"):
             return
+        write = terminalreporter.write_line
+
+        def write_files(unused: Sequence[UnusedSnapshot]) -> None:
+            for one in unused:
+                write(f"  {show_path(one.path, self._config.rootpath)}: {one.doubt or one.reason}")
+
         # Where nothing would be removed, the tests of another machine are no news.
         if self._doubtful and (self._removes or self._config.option.verbose > 0):
-            self._report_doubtful(terminalreporter)
-        if not self.found:
-            return
-        count = len(self.found)
-        files = counted(count, "snapshot file")
-        terminalreporter.write_sep("-", "unused communication snapshots")
-        what = "deleted" if self.are_removed else "unused"
-        terminalreporter.write_line(f"{files} {what}:", yellow=True)
-        for unused in self.found:
-            shown = show_path(unused.path, self._config.rootpath)
-            terminalreporter.write_line(f"  {shown}: {unused.reason}")
-        if not self.are_removed:
-            it = "it" if count == 1 else "them"
-            terminalreporter.write_line(
-                f"Run the same tests with --snapshot-update to delete {it}; "
-                "--snapshot-warn-unused only warns."
+            files = counted(len(self._doubtful), "snapshot file")
+            terminalreporter.write_sep("-", "communication snapshots that stay")
+            write(
+                f"{files} not deleted: a branch that this run did not take may define the test, by"
             )
-
-    def _report_doubtful(self, terminalreporter: pytest.TerminalReporter) -> None:
-        files = counted(len(self._doubtful), "snapshot file")
-        terminalreporter.write_sep("-", "communication snapshots that stay")
-        terminalreporter.write_line(
-            f"{files} not deleted: a branch that this run did not take may define the test, by"
-        )
-        for unused in self._doubtful:
-            shown = show_path(unused.path, self._config.rootpath)
-            terminalreporter.write_line(f"  {shown}: {unused.doubt}")
-        terminalreporter.write_line("Delete by hand what belongs to tests that are gone.")
+            write_files(self._doubtful)
+            write("Delete by hand what belongs to tests that are gone.")
+        if self.found:
+            files = counted(len(self.found), "snapshot file")
+            terminalreporter.write_sep("-", "unused communication snapshots")
+            write(f"{files} {'deleted' if self.are_removed else 'unused'}:", yellow=True)
+            write_files(self.found)
+            if not self.are_removed:
+                it = "it" if len(self.found) == 1 else "them"
+                write(
+                    f"Run the same tests with --snapshot-update to delete {it}; "
+                    "--snapshot-warn-unused only warns."
+                )
 
 
 def _is_narrowed(config: pytest.Config) -> bool:

@@ -23,9 +23,9 @@ def merged(*gaps_of):
     return merge([fold(recording(rank, *gaps)) for rank, gaps in enumerate(gaps_of)])
 
 
-def refusal(profile, *, unseen="error", allow_value_dependent=False):
+def refusal(profile, *, unseen="error", allowed=frozenset()):
     with pytest.raises(IncompleteRecordingError) as caught:
-        check_completeness(profile, unseen=unseen, allow_value_dependent=allow_value_dependent)
+        check_completeness(profile, unseen=unseen, allowed=allowed)
     return str(caught.value).splitlines()
 
 
@@ -60,21 +60,19 @@ def test_a_refusal_fits_into_what_pytest_shows():
 def test_each_switch_accepts_its_own_kind_only():
     both = merged([UNSEEN, READ])
     assert refusal(both)[1] == f"  {UNSEEN.text}"
-    assert refusal(both, allow_value_dependent=True)[1] == f"  {UNSEEN.text}"
+    assert refusal(both, allowed={"value_dependent"})[1] == f"  {UNSEEN.text}"
     with pytest.warns(UnseenCollectivesWarning, match="thread 'loader'"):
         assert refusal(both, unseen="warn")[1] == f"  {READ.text}"
     with pytest.warns(UnseenCollectivesWarning, match="thread 'loader'"):
-        check_completeness(both, unseen="warn", allow_value_dependent=True)
+        check_completeness(both, unseen="warn", allowed={"value_dependent"})
 
 
 def test_an_idle_model_is_refused_until_it_is_allowed():
     idle = Gap(kind="idle_model", text="no module of the given Sequential ran")
     assert refusal(merged([], [idle]))[1] == f"  {idle.text} (on rank 1)"
-    assert refusal(merged([idle], [idle]), allow_value_dependent=True)[1] == f"  {idle.text}"
-    check_completeness(
-        merged([idle], [idle]), unseen="error", allow_value_dependent=False, allow_idle_model=True
-    )
+    assert refusal(merged([idle], [idle]), allowed={"value_dependent"})[1] == f"  {idle.text}"
+    check_completeness(merged([idle], [idle]), unseen="error", allowed={"idle_model"})
 
 
 def test_a_recording_without_gaps_is_compared_in_silence():
-    check_completeness(merged([], []), unseen="error", allow_value_dependent=False)
+    check_completeness(merged([], []), unseen="error")
