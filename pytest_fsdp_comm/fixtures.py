@@ -185,7 +185,7 @@ def comm_snapshot(request: pytest.FixtureRequest, snapshot: SnapshotAssertion) -
     from pytest_fsdp_comm.snapshots.extension import bind_snapshot  # noqa: PLC0415  # on first use only
 
     context = _context(request)
-    return bind_snapshot(snapshot, request.node, *([context.exchange] if context else []))
+    return bind_snapshot(snapshot, request.node, context.exchange if context else None)
 
 
 def _context(request: pytest.FixtureRequest) -> RankContext | None:

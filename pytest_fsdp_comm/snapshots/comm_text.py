@@ -152,11 +152,7 @@ class _Record(NamedTuple):
 
 
 def read_comm(lines: SnapshotLines) -> CommProfile:
-    """Read the snapshot of a recording (see Note [Strict reading]).
-
-    Raises:
-        SnapshotFormatError: A line is not as `format_profile` writes it.
-    """
+    """Read the snapshot of a recording (see Note [Strict reading])."""
     reader, world = RecordReader(), read_world(lines)
     first = world.end
     shows_async = lines.line(first) != _ASYNC_UNKNOWN

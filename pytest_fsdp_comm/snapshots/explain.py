@@ -38,10 +38,7 @@ from pytest_fsdp_comm.snapshots.differences import (
     kind_of,
 )
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
-from pytest_fsdp_comm.snapshots.failed_comparison import (
-    FAILED_COMPARISON,
-    UNEXPLAINED,
-)
+from pytest_fsdp_comm.snapshots.failed_comparison import FAILED_COMPARISON, UNEXPLAINED
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
 from pytest_fsdp_comm.text.paths import shell_word, show_path
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeGuard, cast
 
 from syrupy.assertion import SnapshotAssertion
 from syrupy.data import SnapshotCollection, SnapshotCollections
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.snapshots.documents import Profile
 
+    # Exchanges text among the ranks of a test.
+    Gather: TypeAlias = Callable[[str], list[str]]
+
 # Those that syrupy's ``snapshot`` takes.
 _PLAIN_ARGUMENTS: Final = frozenset(inspect.signature(SnapshotAssertion.__call__).parameters)
 
@@ -73,13 +76,13 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     _write_mode = WriteMode.TEXT
     file_extension = SUFFIX.removeprefix(".")
 
-    def __init__(self, item: pytest.Item, gather: Callable[[str], list[str]]) -> None:
-        """Read from a test what its comparisons depend on; `gather` exchanges text among ranks."""
+    def __init__(self, item: pytest.Item, gather: Gather | None) -> None:
+        """Read from a test what its comparisons depend on; `gather` is None for one process."""
         super().__init__()
         settings = item.stash.get(SETTINGS, None)
         self._ranks: tuple[int, ...] = settings.ranks if settings else ()
         self._world_size = settings.world_size if settings else 1
-        self._gather = gather
+        self._gather = gather or (lambda text: [text])
         self._updates = bool(item.config.option.update_snapshots)
         self._options = item.config.stash[OPTIONS]
         self._rootdir = item.config.rootpath
@@ -288,19 +291,11 @@ def _body(text: str) -> str:
     return text.partition("\n")[2]
 
 
-def _only_this_process(text: str) -> list[str]:
-    return [text]
-
-
-def bind_extension(
-    cls: type[CommSnapshotExtension],
-    item: pytest.Item,
-    gather: Callable[[str], list[str]] = _only_this_process,
-) -> type[CommSnapshotExtension]:
-    """What an assertion makes its extension from; the default of `gather` is for one process."""
+def bind_extension(item: pytest.Item, gather: Gather | None = None) -> type[CommSnapshotExtension]:
+    """What an assertion makes its extension from; without `gather`, for one process."""
     # syrupy calls it without arguments when the assertion first needs the extension; all that it
     # requires is that it can be called.
-    return cast("type[CommSnapshotExtension]", partial(cls, item, gather))
+    return cast("type[CommSnapshotExtension]", partial(CommSnapshotExtension, item, gather))
 
 
 class CommSnapshot(SnapshotAssertion):
@@ -417,17 +412,12 @@ class CommSnapshot(SnapshotAssertion):
 
 
 def bind_snapshot(
-    snapshot: SnapshotAssertion,
-    item: pytest.Item,
-    gather: Callable[[str], list[str]] = _only_this_process,
+    snapshot: SnapshotAssertion, item: pytest.Item, gather: Gather | None
 ) -> CommSnapshot:
-    """Make an assertion for ``comm_mode`` and ``fsdp_tree(model)``, with syrupy's options.
-
-    The default of `gather`, which exchanges text among the ranks of the test, is for one process.
-    """
+    """Make an assertion for ``comm_mode`` and ``fsdp_tree(model)``, with syrupy's options."""
     return CommSnapshot(
         session=snapshot.session,
-        extension_class=bind_extension(CommSnapshotExtension, item, gather),
+        extension_class=bind_extension(item, gather),
         test_location=snapshot.test_location,
         update_snapshots=snapshot.update_snapshots,
         update_new_snapshots_only=snapshot.update_new_snapshots_only,

@@ -85,12 +85,7 @@ class SnapshotLines:
     """The lines of one snapshot, with the frame checked, and their errors."""
 
     def __init__(self, text: str, *, where: str) -> None:
-        """Check the frame of a whole file: size, characters, first line and last.
-
-        Raises:
-            SnapshotFormatError: The text is empty, truncated, in conflict, of another format, or no
-                snapshot of ours.
-        """
+        """Check the frame of a whole file: size, characters, first line and last."""
         self.where = where
         self.before = 0
         """Lines of the file above these."""
@@ -196,11 +191,7 @@ class SnapshotLines:
         return self.error(1, f"it is a snapshot of kind {self.kind!r}", f"one of kind {kind!r}")
 
     def check(self, number: int, written: str, why: str = "") -> None:
-        """Check that a line is what the writer writes for what it says.
-
-        Raises:
-            SnapshotFormatError: It is not; `why` it may differ stands after what the line reads.
-        """
+        """Check that a line is what the writer writes; `why` follows what it reads."""
         read = self.line(number)
         if read == written:
             return

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of, merge_axes
 from pytest_fsdp_comm.errors import quoted_part
-from pytest_fsdp_comm.snapshots.lines import (
-    MAX_NAME_TEXT,
-    MAX_RANKS,
-    MAX_WORLD_SIZE,
-    NUMBER,
-)
+from pytest_fsdp_comm.snapshots.lines import MAX_NAME_TEXT, MAX_RANKS, MAX_WORLD_SIZE, NUMBER
 from pytest_fsdp_comm.text.fqn import (
     MAX_NAMES,
     NO_MODULE,

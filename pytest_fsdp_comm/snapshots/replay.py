@@ -111,9 +111,8 @@ class RankSnapshots:
     ) -> list[str]:
         """Assert again, on the session that writes, what the lowest rank asserted.
 
-        Return why it failed here though the ranks passed, such as a file that cannot be written; of
-        a
-        test that has failed in the ranks, that is no news.
+        Return why it failed here though the ranks passed, such as a file that cannot be written.
+        If the test has failed in the ranks, that is no news.
         """
         if not payloads:
             return []
@@ -192,8 +191,8 @@ def _extension_class(item: pytest.Item, made: RankAssertion) -> type[AbstractSyr
             f"the snapshot extension {made.module}.{made.qualname} cannot be imported by name, so "
             "the ranks' snapshots cannot be written; define it at module level"
         )
-    if issubclass(found, CommSnapshotExtension):
-        return bind_extension(found, item)
+    if found is CommSnapshotExtension:
+        return bind_extension(item)
     return cast("type[AbstractSyrupyExtension]", found)
 
 

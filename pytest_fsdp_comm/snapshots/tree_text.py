@@ -240,11 +240,7 @@ def _folded(facts: Mapping[str, _Facts], content: Callable[[_Facts], str]) -> li
 
 
 def read_tree(lines: SnapshotLines) -> TreeProfile:
-    """Read the snapshot of a sharded tree, or of several (see Note [Strict reading]).
-
-    Raises:
-        SnapshotFormatError: A line is not as `format_profile` writes it.
-    """
+    """Read the snapshot of a sharded tree, or of several (see Note [Strict reading])."""
     reader = RecordReader()
     if lines.line(2).startswith(RANKS):
         trees = _read_trees(lines, reader)

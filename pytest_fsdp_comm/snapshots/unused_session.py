@@ -6,7 +6,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -58,19 +58,15 @@ _OUTPUT: Final = "fsdp_comm_collected"
 class _Session:
     """What one process collected, and what it compared."""
 
-    modules: Mapping[str, CollectedModule]
+    modules: Mapping[str, CollectedModule] = field(default_factory=dict)
     """By the directory of their snapshots, relative to that of all snapshots."""
-    selected_count: int
-    ours: tuple[str, ...]
+    selected_count: int = 0
+    ours: tuple[str, ...] = ()
     """Node ids of the selected tests that run on ranks, record or show a tree."""
-    is_selection: bool
+    is_selection: bool = False
     """Whether tests were deselected, or files left out without being collected."""
-    compared: tuple[str, ...]
+    compared: tuple[str, ...] = ()
     """Paths of the snapshot files that its assertions compared or wrote."""
-
-
-# Of a session that ended before all was collected.
-_NOTHING: Final = _Session(modules={}, selected_count=0, ours=(), is_selection=False, compared=())
 
 
 class UnusedSnapshots:
@@ -89,7 +85,7 @@ class UnusedSnapshots:
         self._children: dict[pytest.Collector, list[pytest.Item | pytest.Collector] | None] = {}
         self._leaves_out_files = False
         self._stamps: dict[Path, Stamp] = {}
-        self.collected = _NOTHING
+        self.collected = _Session()
         """What was collected, known from the end of the collection on."""
         self._finished: set[str] = set()
         # Whether all reports of a test passed so far, that of its call among them.
@@ -149,7 +145,6 @@ class UnusedSnapshots:
             selected_count=len({item.nodeid for item in session.items}),
             ours=tuple(item.nodeid for item in session.items if may_record(item)),
             is_selection=is_selection,
-            compared=(),
         )
         # Collected nodes are many.
         self._children.clear()
