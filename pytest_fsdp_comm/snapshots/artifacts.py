@@ -49,21 +49,17 @@ class Artifacts:
         for path, content in contents:
             if content is None:
                 path.unlink(missing_ok=True)
-            else:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                _replace(path, content)
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # All ranks of a test do this at once, with the same content.
+            unfinished = path.with_name(f".{path.name[:200]}.{getpid()}")
+            try:
+                unfinished.write_text(content, encoding="utf-8", newline="\n")
+                unfinished.replace(path)
+            finally:
+                unfinished.unlink(missing_ok=True)
 
     def forget(self) -> None:
         """Remove those of an earlier run, which would bring its state back."""
         for path in (self.received, self.expected, self.story):
             path.unlink(missing_ok=True)
-
-
-def _replace(path: Path, text: str) -> None:
-    # All ranks of a test do this at once, with the same content: each under a name of its own.
-    unfinished = path.with_name(f".{path.name[:200]}.{getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8", newline="\n")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -317,7 +317,11 @@ def _update_command(item: pytest.Item) -> str:
     # Not to be read as an option, or as a file of arguments.
     module = f"./{module}" if module[0] in "-@" else module
     _, separator, names = item.nodeid.partition("::")
-    return " ".join(["pytest", "--snapshot-update", *kept, _quoted(f"{module}{separator}{names}")])
+    name = f"{module}{separator}{names}"
+    # Brackets, which most names of tests have, need no escape in double quotes.
+    is_plain = name.isprintable() and not re.search(r'["$`\\!]', name)
+    quoted = f'"{name}"' if is_plain else shell_word(name)
+    return " ".join(["pytest", "--snapshot-update", *kept, quoted])
 
 
 def repeated_options(given: Sequence[str], selected: Sequence[str]) -> list[str]:
@@ -347,9 +351,3 @@ def repeated_options(given: Sequence[str], selected: Sequence[str]) -> list[str]
         elif not argument.startswith("-pno:"):
             kept.append(argument)
     return kept
-
-
-def _quoted(text: str) -> str:
-    # Brackets, which most names of tests have, need no escape in double quotes.
-    is_plain = text.isprintable() and not re.search(r'["$`\\!]', text)
-    return f'"{text}"' if is_plain else shell_word(text)

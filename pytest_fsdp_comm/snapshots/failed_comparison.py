@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -116,19 +117,12 @@ def has_headline(report: object) -> bool:
 def painted(reporter: pytest.TerminalReporter) -> Iterator[None]:
     """Print failed comparisons in colour meanwhile, if the terminal has any."""
     # Only here and now: other plugins write the same reports to files.
-    reports: list[Any] = [
-        report
-        for reports in reporter.stats.values()
-        for report in reports
-        if hasattr(report, _HEADLINE)
-    ]
-    for report in reports:
-        vars(report)["toterminal"] = partial(_print_painted, report.toterminal)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for report in chain.from_iterable(reporter.stats.values()):
+            if hasattr(report, _HEADLINE):
+                print_report = partial(_print_painted, report.toterminal)
+                patch.setitem(vars(report), "toterminal", print_report)
         yield
-    finally:
-        for report in reports:
-            del vars(report)["toterminal"]
 
 
 def _print_painted(print_report: Callable[[Painter], None], writer: Any) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from pytest_fsdp_comm.errors import FsdpCommError
-
-if TYPE_CHECKING:
-    import pytest
 
 # The module and name of each class, and how a test writes its value.
 _REFUSED: Final = {
@@ -32,7 +30,7 @@ def refuse_recordings(config: pytest.Config) -> None:
         if not classes:
             return compare(snapshot, other)
         found: list[str] = []
-        extension, serialize = snapshot.extension, snapshot.extension.serialize
+        serialize = snapshot.extension.serialize
 
         # In the midst of syrupy's comparison: so it counts the stored entry as used, and keeps it.
         def serialize_checked(data: Any, *, matcher: Any = None, **options: Any) -> Any:
@@ -47,11 +45,9 @@ def refuse_recordings(config: pytest.Config) -> None:
             # Extensions that look into nothing ask no matcher.
             return serialize(check(data=data, path=()), matcher=check, **options)
 
-        extension.serialize = serialize_checked  # type: ignore[method-assign]  # of this one alone
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(snapshot.extension, "serialize", serialize_checked)
             is_equal = compare(snapshot, other)
-        finally:
-            extension.serialize = serialize  # type: ignore[method-assign]  # as above
         if found:
             raise FsdpCommError(
                 f"syrupy's `snapshot` does not know what counts in {found[0]}, so nothing was "
@@ -60,11 +56,9 @@ def refuse_recordings(config: pytest.Config) -> None:
             )
         return is_equal
 
-    def restore() -> None:
-        SnapshotAssertion.__eq__ = compare  # type: ignore[method-assign]  # as it was
-
-    SnapshotAssertion.__eq__ = refuse_or_compare  # type: ignore[method-assign]  # see above
-    config.add_cleanup(restore)
+    session_patch = pytest.MonkeyPatch()
+    session_patch.setattr(SnapshotAssertion, "__eq__", refuse_or_compare)
+    config.add_cleanup(session_patch.undo)
 
 
 def _loaded() -> dict[type, str]:

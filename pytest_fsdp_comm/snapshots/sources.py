@@ -249,15 +249,14 @@ class Source:
         first = _first(mark)
         if not isinstance(first, ast.Name) or first.id in _PLAIN:
             return isinstance(first, ast.Name)
-        values = self._values_of(first)
-        return len(values) == 1 and values[0] is not None and self._is_plain(values[0])
+        value = self._value_of(first)
+        return value is not None and self._is_plain(value)
 
-    def _values_of(self, name: ast.Name) -> list[ast.expr | None]:
-        """What a name of the module may be, bound above; None where that is not known."""
-        return [
-            self._values.get(node) if getattr(node, "lineno", 0) < name.lineno else None
-            for node in self._names[self._tree][name.id]
-        ]
+    def _value_of(self, name: ast.Name) -> ast.expr | None:
+        """What a name of the module is, if it is bound once, above; None if that is not known."""
+        found = self._names[self._tree][name.id]
+        is_known = len(found) == 1 and getattr(found[0], "lineno", 0) < name.lineno
+        return self._values.get(found[0]) if is_known else None
 
     def _is_constant(self, node: ast.AST | None) -> bool:
         """Whether it is the same in every branch."""
@@ -270,7 +269,7 @@ class Source:
                 if len(found) != 1 or any(_changes(one, name) for one in self._nodes):
                     return False
                 is_defined = isinstance(found[0], (*_FUNCTION, ast.ClassDef))
-                parts = () if is_defined else self._values_of(node)
+                parts = () if is_defined else (self._value_of(node),)
             case ast.Call(func, args, keywords) if _last_name(func) in {"param", "range"}:
                 # Marks are in no id.
                 parts = (*args, *(one.value for one in keywords if one.arg != "marks"))
