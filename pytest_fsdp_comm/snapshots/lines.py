@@ -48,7 +48,6 @@ REMEDY: Final = (
     "Nothing was overwritten: restore the file with `git checkout`, or delete it and record it "
     "again with --snapshot-update"
 )
-_LOST_LINE: Final = "; the totals do not match the records: a line was lost or edited by hand"
 # Of what two long lines have in common, half of this length is shown.
 _SHOWN: Final = 60
 
@@ -207,4 +206,5 @@ class SnapshotLines:
         for number, (read, line) in pairs:
             if read != line:
                 is_total = "total" in (read.partition(" ")[0], line.partition(" ")[0])
-                self.check(number, line, _LOST_LINE if is_total else "")
+                lost = "; the totals do not match the records: a line was lost or edited by hand"
+                self.check(number, line, lost if is_total else "")

@@ -30,8 +30,7 @@ _PLAIN: Final = frozenset(
     | {"dataclass", "dataclasses", "staticmethod", "classmethod", "property"}
 )
 _CHANGES: Final = frozenset({"append", "extend", "insert", "remove", "pop", "clear", "update"})
-_ITEM_HOOKS: Final = frozenset({"pytest_pycollect_makeitem", "pytest_pycollect_makemodule"})
-_PARAMETER_HOOKS: Final = frozenset({"pytest_generate_tests"})
+_ITEM_HOOKS: Final = ("pytest_pycollect_makeitem", "pytest_pycollect_makemodule")
 _SHOWN: Final = 60
 _DISPLAYS: Final = (ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp)
 _FUNCTION: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -106,7 +105,7 @@ class Source:
         if classes and any(names[f".{name}"] for names in self._names.values()):
             return ""
         made = (what for what, start in self._makers if any(p.startswith(start) for p in parts))
-        hooks = (hook for source in self._all for hook in source.hooks(_ITEM_HOOKS))
+        hooks = (hook for source in self._all for hook in source.hooks(*_ITEM_HOOKS))
         return next(filter(None, (doubt, *made, *hooks)), None)
 
     def _scopes(self, classes: Sequence[str]) -> tuple[list[ast.AST], str]:
@@ -128,7 +127,7 @@ class Source:
                             doubt = doubt or self._at(base, f"base class of {node.name}: ")
         return scopes, doubt
 
-    def hooks(self, names: AbstractSet[str]) -> Iterator[str]:
+    def hooks(self, *names: str) -> Iterator[str]:
         """Where functions of these names are."""
         for node in self._nodes:
             if isinstance(node, _FUNCTION) and node.name in names:
@@ -210,7 +209,7 @@ class Source:
 
     def parameters(self, used: AbstractSet[str]) -> tuple[set[str], list[str]]:
         """The parameters that this file gives a test, and what may give it others."""
-        doubts = [*self.hooks(_PARAMETER_HOOKS)]
+        doubts = [*self.hooks("pytest_generate_tests")]
         doubts += (what for what, start in self._makers if not start)
         listed: set[str] = set()
         for node, names, values in self._parameter_lists():

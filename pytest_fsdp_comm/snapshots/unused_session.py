@@ -123,11 +123,9 @@ class UnusedSnapshots:
             is_collected = True
             return collect()
 
-        collector.collect = collect_and_note  # type: ignore[method-assign]  # this one object, for one call
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(vars(collector), "collect", collect_and_note)
             report = yield
-        finally:
-            vars(collector).pop("collect", None)
         is_known = is_collected and report.passed
         self._children[collector] = list(report.result) if is_known else None
         self._leaves_out_files |= not is_collected
