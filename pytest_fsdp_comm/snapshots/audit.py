@@ -64,7 +64,7 @@ def find_faults(collections: Sequence[Collection]) -> list[Faulty]:
     root = collections[0].snapshot_dir
     files = snapshot_files(root)
     faults = {path: known.faults(path, path.parent.relative_to(root)) for path in files}
-    # By a link, one file has several names: that of a test suffices.
+    # A link gives a file several names: one that belongs to a test is enough.
     needed = {path.resolve() for path in files if not faults[path]}
     found = []
     for path in files:
@@ -94,7 +94,7 @@ class _Known:
         root = collections[0].snapshot_dir.resolve()
 
         def real(place: str) -> str:
-            """The place without links, where they lead to another one."""
+            """The directory that links lead to, if it is another one below the root."""
             path = (root / place).resolve()
             return str(path.relative_to(root)) if path.is_relative_to(root) else place
 
@@ -104,7 +104,7 @@ class _Known:
         )
         for collection in collections:
             for place, module in collection.modules.items():
-                # As it was skipped whole, for want of a GPU, say.
+                # The whole module was skipped, for lack of a GPU, say.
                 if not (module.tests or module.is_whole):
                     self._unknown.add(real(place))
                 for test in module.tests:
@@ -122,7 +122,7 @@ class _Known:
         elif variants is None:
             what = self._without_module(place)
         elif named[0] not in variants:
-            # With a selection on the command line, a test may only have been left out.
+            # With a selection on the command line, the test may have been left out.
             what = "no such test is collected" if self._is_full else ""
         elif variants[named[0]].isdisjoint({named[1], ""}):
             fault = "variant"

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.snapshots.lines import SnapshotLines
     from pytest_fsdp_comm.snapshots.records import World
 
-# The line of a recording in which torch did not say which calls are asynchronous.
 # Note [Text of a recording]:
 #
 #     # pytest-fsdp-comm 2 comm | torch 2.13.0, gloo (not compared)
@@ -51,11 +50,12 @@ if TYPE_CHECKING:
 # ``total all_gather[dp] x32 16_777_216 B, sum of 4 ranks``. Below a line ``activation sizes not
 # compared``, calls that carry activations have no bytes, and totals leave theirs out.
 
+# The line of a recording in which torch did not say which calls are asynchronous.
 _ASYNC_UNKNOWN: Final = "async unknown"
 # The line of a recording whose calls that carry activations have no bytes.
 _UNSIZED: Final = "activation sizes not compared"
 _PEAK: Final = "peak gathered "
-# The first words of lines that stand below all records.
+# The first words of lines below all records.
 _TOTAL: Final = "total "
 
 _NBYTES: Final = r"(?P<nbytes>[0-9_]{1,23}) B"
@@ -135,7 +135,7 @@ def _total_line(total: Total) -> str:
 
 
 def _kind_and_axis(kind: str, axis: str) -> str:
-    # An operation that shows no group has no axis; an empty name is that of the root elsewhere.
+    # An operation that shows no group has no axis; `escape` would write its empty name as the root.
     return f"{escape(kind)}[{escape(axis) if axis else ''}]"
 
 

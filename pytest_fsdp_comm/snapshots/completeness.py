@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.profile import CommProfile
     from pytest_fsdp_comm.options import UnseenLevel
 
-# By kind of gap, a line before and a line after those of a recording.
+# By kind of gap, the lines above and below those of a recording.
 _REFUSED: Final = {
     "unseen": (
         "comm_mode lacks something that was sent, so nothing was compared or written:\n"
@@ -35,7 +35,7 @@ _REFUSED: Final = {
         "nothing that is sent, use comm_snapshot(allow_value_dependent=True)"
     ),
 }
-# With a line above and two below: pytest cuts after 8.
+# With the lines above and below, 8 at most, after which pytest cuts.
 _SHOWN: Final = 4
 
 

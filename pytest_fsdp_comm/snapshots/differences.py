@@ -91,7 +91,7 @@ def headline_of_values(differences: Mapping[str, Difference]) -> str:
     changes = [change for one in differences.values() for change in one.changes]
     stories = [one.text for one in differences.values() if one.text and one.changes]
     texts = {name: one.text for name, one in differences.items() if one.text}
-    # A change of the whole says more than the largest of its rows.
+    # A story of the whole change says more than its largest row.
     if stories:
         return stories[0]
     if not changes and len({*texts.values()}) == 1:
@@ -113,7 +113,7 @@ def call_sites(old: Profile | None, new: Profile) -> list[str]:
     """Where modules send whose communication differs: a line for each place and collective."""
     if not isinstance(new, CommProfile):
         return []
-    # Of a snapshot that was read from a file, no call sites are known.
+    # A snapshot that was read from a file has no call sites.
     before = {_compared(row) for row in old.collectives} if isinstance(old, CommProfile) else set()
     after = {_compared(row) for row in new.collectives}
     differing = {owner for owner, *_ in before ^ after}

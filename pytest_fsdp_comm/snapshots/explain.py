@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.snapshots.extension import CommSnapshotExtension
 
 
-# Options that neither choose nor change what a test records, or that choose other tests: an accept
-# command runs one test and shows little.
+# Options that an accept command leaves out: they choose other tests, or only change what is shown.
 _DROPPED_LETTERS: Final = frozenset("xvqsl")
 _DROPPED: Final = frozenset(
     {
@@ -167,7 +166,7 @@ def _explain(
     """The command that accepts these values of the last comparison; how they differ, by name."""
     item = assertion.test_location.item
     accept = _accept_command(item, list(results.values()))
-    # The trees in it are evidence for any of them.
+    # Trees of the same comparison are evidence for each of these values.
     profiles = [found for _, one in assertion.last_results for found in _compared_profiles(one)]
     links, evidence = item.config.stash[OPTIONS].links, evidence_of(profiles)
     differences = {}
@@ -213,7 +212,7 @@ def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str
     if any(result.exception is not None for result in failed):
         return ""
     accept = _update_command(item)
-    # Removes first what an update would refuse to replace: files of ranks that do not run now.
+    # An update refuses to replace files of ranks that do not run now, so these are removed first.
     wider = [
         shlex.quote(show_path(Path(result.snapshot_location), item.config.rootpath))
         for result in failed
@@ -222,7 +221,7 @@ def _accept_command(item: pytest.Item, failed: Sequence[AssertionResult]) -> str
     ]
     if not wider:
         return accept
-    # Then the file has all ranks, and an update on their own backend has them too.
+    # Without the fake backend, the update records all ranks that the file has.
     command, count = re.subn(r" --comm-backend[ =]fake\b", "", accept)
     return command if count else f"rm {' '.join(wider)} && {accept}"
 
@@ -274,7 +273,7 @@ def describe_problem(error: BaseException, *, where: str) -> str:
     lines = str(error).splitlines() or [type(error).__name__]
     if isinstance(error, SnapshotFormatError):
         return f"snapshot {lines[0].removeprefix(where).lstrip(', ').partition('; expected')[0]}"
-    # The first gap: the line above says the same of all of them.
+    # The first gap; the line above is the same for all of them.
     return lines[1].strip() if isinstance(error, IncompleteRecordingError) else lines[0]
 
 
@@ -294,7 +293,7 @@ def _keep(
             story=[*explanation.full, *(["", "sent by:"] if sites else []), *sites],
         )
     except OSError as problem:
-        # What differs is shown all the same.
+        # The difference is shown all the same.
         warnings.warn(
             f"--comm-artifacts: cannot write {show_path(artifacts.received)} "
             f"({problem.strerror or problem}), so that it cannot be accepted from there",
@@ -314,7 +313,7 @@ def _update_command(item: pytest.Item) -> str:
     given = given or list(map(str, config.invocation_params.args))
     kept = map(shell_word, repeated_options(given, list(map(str, config.option.file_or_dir))))
     module = os.path.relpath(item.path, config.invocation_params.dir)
-    # Not to be read as an option, or as a file of arguments.
+    # So that it is not read as an option, or as a file of arguments.
     module = f"./{module}" if module[0] in "-@" else module
     _, separator, names = item.nodeid.partition("::")
     name = f"{module}{separator}{names}"
@@ -346,7 +345,7 @@ def repeated_options(given: Sequence[str], selected: Sequence[str]) -> list[str]
             continue
         elif argument == "-p":
             plugin = next(arguments, "")
-            # What is switched off changes no recording.
+            # A plugin that is switched off changes no recording.
             kept += [] if plugin.startswith("no:") else ["-p", plugin]
         elif not argument.startswith("-pno:"):
             kept.append(argument)

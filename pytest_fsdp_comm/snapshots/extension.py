@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     # Exchanges text among the ranks of a test.
     Gather: TypeAlias = Callable[[str], list[str]]
 
-# Those that syrupy's ``snapshot`` takes.
+# The arguments that syrupy's ``snapshot`` takes.
 _PLAIN_ARGUMENTS: Final = frozenset(inspect.signature(SnapshotAssertion.__call__).parameters)
 
 # What errors call a text that was just written.
@@ -160,10 +160,10 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         # Whatever follows, a file that is broken is neither overwritten nor compared.
         reviewed = old.profile
         is_partial = len(self._ranks) not in {0, self._world_size}
-        # An update writes what differs in any way.
+        # An update writes whatever differs.
         if self._updates and not is_partial:
             return False
-        # Out of a rank came a plain text (see Note [Replay]).
+        # What was replayed is plain text (see Note [Replay]).
         if not isinstance(serialized_data, SnapshotText):
             serialized_data = SnapshotText(serialized_data, where=_RECORDING)
         new = serialized_data.profile
@@ -261,7 +261,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
 
 
 def _differ(old: Profile, new: Profile) -> bool:
-    # Where texts differ only: what tells differences is a third of what this package imports.
+    # Imported where texts differ: these are a third of all that this package imports.
     from pytest_fsdp_comm.comm import diff as comm_diff  # noqa: PLC0415  # see above
     from pytest_fsdp_comm.tree import diff as tree_diff  # noqa: PLC0415  # see above
 
@@ -373,7 +373,7 @@ class CommSnapshot(SnapshotAssertion):
         ``{"comm": comm_mode, "tree": fsdp_tree(model)}`` has the files of
         ``comm_mode == comm_snapshot`` and ``fsdp_tree(model) == comm_snapshot(name="tree")``.
         """
-        # An empty dict, or one with odd keys, is no comparison: `serialize` says so.
+        # `serialize` refuses an empty dict, and one whose keys cannot be names.
         values: Mapping[str, object] = other if _are_named(other) else {"": other}
         try:
             self.last_results = tuple(
@@ -392,7 +392,7 @@ class CommSnapshot(SnapshotAssertion):
 
     def _compare(self, key: str, value: object) -> AssertionResult:
         first = self._changes.name or (str(self._comparisons) if self._comparisons else "")
-        # The value called "comm" has no name in its file's.
+        # The file of the value called "comm" is named as that of a single value.
         self._index = PART.join(filter(None, (first, "" if key == "comm" else key))) or 0
         location = self.extension.get_location(test_location=self.test_location, index=self._index)
         super().__eq__(replace(self._changes, value=value, location=location))

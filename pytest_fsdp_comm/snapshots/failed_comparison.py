@@ -28,14 +28,14 @@ UNEXPLAINED: Final = pytest.StashKey[object]()
 COMPARED: Final = pytest.StashKey[dict[str, None]]()
 """In a test's stash: the snapshot files that it compared, relative to pytest's root directory."""
 
-# The attribute of a report of a failed comparison: the headline, if the crash's message is that.
-# pytest sends it along from ranks and workers.
+# The attribute of a failed comparison's report with the headline, if the crash's message is one.
+# pytest sends attributes along from ranks and workers.
 _HEADLINE: Final = "comm_headline"
 
 
-# The attribute of a report of a test that compared something: `Comparisons` as JSON has it.
+# The attribute of a report that has what the test compared: `Comparisons` as JSON.
 _COMPARISONS: Final = "comm_comparisons"
-# The properties of a test in JUnit XML.
+# The test's properties in JUnit XML.
 _PROPERTIES: Final = ("comm_snapshot", "comm_headline", "comm_change", "comm_cost")
 
 

@@ -14,7 +14,7 @@ SUFFIX: Final = ".comm"
 PART: Final = "\x1f"
 """Joins the parts of an assertion's name where it has several: no name holds a unit separator."""
 
-# File systems allow 255 bytes for a name, of which the suffix and an unfinished write need some.
+# File systems allow 255 bytes for a name; the suffix and an unfinished write need some of them.
 _MAX_TEST: Final = 140
 _MAX_INDEX: Final = 60
 _DIGEST: Final = 16
@@ -22,7 +22,7 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9_\-\[\]=+,@ ]")
 _IS_VARIANT: Final = re.compile(r"ws[0-9]+")
 _VARIANT: Final = re.compile(r"\.(ws[0-9]+)(?=\.|$)")
 ABOVE: Final = "%2E%2E"
-"""What stands for ``..`` in the directory of a module."""
+"""Written for ``..`` in the directory of a module."""
 
 
 def basename(test_name: str, variant: str, index: str | int) -> str:
@@ -96,13 +96,13 @@ def module_exists(directory: Path, anchor: Path) -> bool:
     module = named_module(directory, anchor)
     if module is None or (anchor / directory).is_file():
         return True
-    # Whatever else has that name may hold the tests now: a notebook, a compiled module.
+    # Any other file of that name may hold the tests now: a notebook, a compiled module.
     return any(module.parent.glob(f"{glob.escape(module.stem)}.*"))
 
 
 def _escape_segment(text: str) -> str:
     escaped = _escape(text)
-    # A test that is called like a variant must not be read as one.
+    # A test with the name of a variant must not be read as one.
     return f"%{ord('w'):02X}{escaped[1:]}" if _IS_VARIANT.fullmatch(escaped) else escaped
 
 

@@ -20,8 +20,9 @@ _REFUSED: Final = {
 
 def refuse_recordings(config: pytest.Config) -> None:
     """Make every comparison of the session with a plain ``snapshot`` look for what is refused."""
-    # Of a recording it would keep one line, of a tree all fields of one rank, torch's version too.
-    # Its fixture may be overridden, wrapped and given any extension: so where all of them compare.
+    # syrupy would write one line of a recording, and all fields of one rank's tree with torch's
+    # version. Its fixture may be overridden, wrapped and given any extension, so this replaces the
+    # method with which all of them compare.
     compare = SnapshotAssertion.__eq__
 
     def refuse_or_compare(snapshot: SnapshotAssertion, other: object) -> bool:
@@ -32,7 +33,7 @@ def refuse_recordings(config: pytest.Config) -> None:
         found: list[str] = []
         serialize = snapshot.extension.serialize
 
-        # In the midst of syrupy's comparison: so it counts the stored entry as used, and keeps it.
+        # It runs within syrupy's comparison, which thus counts the stored entry as used.
         def serialize_checked(data: Any, *, matcher: Any = None, **options: Any) -> Any:
             def check(*, data: Any, path: Any) -> Any:
                 for cls, name in classes.items():
@@ -42,7 +43,7 @@ def refuse_recordings(config: pytest.Config) -> None:
                         raise FsdpCommError(name)
                 return data if matcher is None else matcher(data=data, path=path)
 
-            # Extensions that look into nothing ask no matcher.
+            # Extensions that do not look into a value call no matcher.
             return serialize(check(data=data, path=()), matcher=check, **options)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +63,7 @@ def refuse_recordings(config: pytest.Config) -> None:
 
 
 def _loaded() -> dict[type, str]:
-    # Without its class, there is no value of it in this process.
+    # A class that is not imported has no values in this process.
     return {
         getattr(sys.modules[module], name): shown
         for (room, name), shown in _REFUSED.items()

@@ -141,7 +141,7 @@ def _read_groups(
     groups = []
     for text in texts:
         group = axis_of(name, read_ranks(text, world_size))
-        # At the first one: to list all ranks for each text would take for ever.
+        # Stop at the first: listing all ranks of each text could take minutes.
         if not group.groups or group.size != size:
             return None
         groups.append(group)
@@ -153,7 +153,7 @@ def _are_canonical(dims: Sequence[tuple[int, int]], world_size: int) -> bool:
     """Whether `comm.mesh.dims_of` would find these dimensions, without listing all ranks."""
     last = 0  # the largest rank so far
     for place, (size, stride) in enumerate(dims):
-        # One that goes on where the inner one ends is a part of that.
+        # A dimension that continues the inner one is part of that.
         is_part = place > 0 and stride == dims[place - 1][0] * dims[place - 1][1]
         if size == 1 or stride <= last or is_part:
             return False

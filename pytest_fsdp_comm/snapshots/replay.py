@@ -62,8 +62,7 @@ class RankSnapshots:
 
     def __init__(self) -> None:
         """Begin before the first test."""
-        # The extension and index with which a rank's test had syrupy look up each snapshot, by its
-        # file and name.
+        # The extension and index of each snapshot that syrupy looked up, by file and name.
         self._recalls: dict[tuple[str, str], tuple[type, int | str]] = {}
 
     def enter_rank(self, config: pytest.Config) -> None:
@@ -101,7 +100,7 @@ class RankSnapshots:
                         is_bytes=is_bytes,
                     )
                 )
-        # Ranks that run several tests begin the next one with none.
+        # A rank that runs several tests begins each with none.
         _get(session, "_assertions").clear()
         self._recalls.clear()
         return RankAssertions(assertions=tuple(made))
@@ -159,8 +158,8 @@ def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
         update_snapshots=bool(config.option.update_snapshots),
         update_new_snapshots_only=bool(getattr(config.option, "update_new_snapshots_only", False)),
     )
-    # Of this instance alone: syrupy tells extensions apart by class, and writes together what is
-    # for one file of one class.
+    # Only this instance is changed, and not its class: syrupy tells extensions apart by class, and
+    # writes together what is for one file of one class.
     assertion.extension.serialize = lambda data, **_: data  # type: ignore[method-assign]  # see above
     if isinstance(made.index, str):
         assertion(name=made.index)

@@ -50,7 +50,7 @@ class Source:
         """Read and index it; doubts name files relative to `root`, and `conftests` apply to it."""
         self._shown = show_path(path, root)
         self._all = (self, *conftests)
-        # By scope and name, what binds the name there in any branch.
+        # All nodes that bind a name, in any branch, by scope and name.
         self._names: dict[ast.AST, defaultdict[str, list[ast.AST]]] = {}
         self._values: dict[ast.AST, ast.expr] = {}
         self._makers: list[tuple[str, str]] = []
@@ -81,7 +81,7 @@ class Source:
                 case ast.Name(name, ast.Store()):
                     names[name].append(node)
                 case ast.Attribute(attr=name, ctx=ast.Store()):
-                    # Of whatever class it is.
+                    # Its object may be any class.
                     names[f".{name}"].append(node)
                 case ast.alias(name=name, asname=given):
                     names[given or name.partition(".")[0]].append(node)
@@ -144,7 +144,7 @@ class Source:
             for decorator in getattr(node, "decorator_list", ()):
                 if not self._is_plain(decorator):
                     yield self._at(decorator, "@"), getattr(node, "name", "")
-            # What only pytest calls, it calls when all is collected.
+            # pytest calls tests and fixtures after collection, when they define none.
             if isinstance(node, _FUNCTION) and node.name not in loaded and _is_late(node):
                 continue
             called = is_called or isinstance(node, _FUNCTION)
@@ -162,7 +162,7 @@ class Source:
             ):
                 return ""
             case ast.Expr(ast.Call(func)) if not is_called:
-                # Of another module, it may write into the one that calls it.
+                # A function of another module may write into the module that calls it.
                 first = _first(func)
                 name = first.id if isinstance(first, ast.Name) else ""
                 is_plain = name in _PLAIN or name in sys.stdlib_module_names
@@ -194,7 +194,7 @@ class Source:
         marks = [mark for node in (*scopes, *found) for mark in getattr(node, "decorator_list", ())]
         for scope in {self._tree, *scopes}:
             given_here = self._names[scope]["pytestmark"]
-            # Of two, each is another branch's.
+            # Two bindings belong to two branches.
             marks += (self._values.get(one, one) for one in given_here[:1])
             marks += given_here[1:]
         doubts = [self._at(mark) for mark in marks if not self._is_plain(mark)]
@@ -228,14 +228,14 @@ class Source:
                     names, values = (*args, None, None)[:2]
                     values = given.get("argvalues", values)
                     ids = [given[key] for key in (None, "ids") if key in given]
-                    # Functions of the values alone.
+                    # These depend on the values alone.
                     ids = [one for one in ids if _last_name(one) not in {"str", "repr"}]
                     yield node, _names_in(given.get("argnames", names)), [values, *ids]
                 case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                     for mark in node.decorator_list:
                         if isinstance(mark, ast.Call) and _last_name(mark) == "fixture":
                             given = {keyword.arg: keyword.value for keyword in mark.keywords}
-                            # Of two, one may be without parameters.
+                            # One of two definitions may have no parameters.
                             is_one = sum(len(one[name]) for one in self._names.values()) == 1
                             if None in given or "params" in given:
                                 named = _names_in(given["name"]) if "name" in given else {name}
@@ -270,7 +270,7 @@ class Source:
                 is_defined = isinstance(found[0], (*_FUNCTION, ast.ClassDef))
                 parts = () if is_defined else (self._value_of(node),)
             case ast.Call(func, args, keywords) if _last_name(func) in {"param", "range"}:
-                # Marks are in no id.
+                # Marks do not change ids.
                 parts = (*args, *(one.value for one in keywords if one.arg != "marks"))
             case _ if isinstance(node, _DISPLAYS):
                 parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]

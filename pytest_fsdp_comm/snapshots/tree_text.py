@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _Facts = TypeVar("_Facts")
 
-# What the words of a record are, in both directions.
+# The words of a record: how they are written and read.
 
 
 def _checked(
@@ -127,7 +127,7 @@ _UNIT_WORDS: Final = {
     "backward_prefetch": _NAMES,
     "prefetch": _POLICIES,
 }
-# The fields of `UnitFacts` that are not called as their words are.
+# The fields of `UnitFacts` whose names are not their words.
 _FIELDS: Final = {"root": "is_root", "shard": "shard_axis", "replicate": "replicate_axis"}
 _read_tensor: Final = _checked(
     r"[A-Za-z0-9_]+\[(?:[0-9]{1,18}(?:,[0-9]{1,18})*)?\]",

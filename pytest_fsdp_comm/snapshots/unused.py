@@ -81,8 +81,8 @@ def stamp_of(file: Path | os.DirEntry[str]) -> Stamp:
 
 def find_removable(root: Path) -> dict[Path, Stamp]:
     """The snapshot files that may be removed, as they are now: those with one name."""
-    # By a link, in the directory and to it, another module may have the same file. The directory
-    # itself may be a link.
+    # A link in the directory, or to it, may give another module the same file. The directory itself
+    # may be a link.
     found: dict[Path, Stamp] = {}
     linked: set[str] = set()
     pending = [str(root)]
@@ -135,7 +135,7 @@ def find_unused(
         if module is None:
             if full_anchor is not None and not module_exists(place, full_anchor):
                 reason = f"{place}.py no longer exists"
-        # Of a source that a checkout replaced, what ran tells nothing.
+        # What ran says nothing about a source that was replaced meanwhile.
         elif module.stamp == stamp_of(module.path):
             name, variant = named
             reason = _reason(name, variant, module, passed, is_run=variant in variants)
@@ -152,7 +152,7 @@ def _reason(
     alike = [test for test in module.tests if test.name == name]
     if any(test.variant == variant and test.nodeid in passed for test in alike):
         return "its test passed without comparing it"
-    # What an option or a hook leaves out is still there.
+    # A test that an option or a hook leaves out still exists.
     if alike or not module.is_whole or not is_run or module.doubts.get(name) == "":
         return None
     siblings = [test for test in module.tests if function_of(test.name) == function_of(name)]

@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 # of removal]), and leaves alone what plain ``snapshot`` assertions of distributed tests, and of
 # those that record, wrote, where the test did not pass.
 
-# Ini values that choose what is collected; on the command line they choose for this run.
+# Ini values that choose what is collected; given on the command line, for this run only.
 _NARROWING_SETTINGS: Final = frozenset(
     {"python_files", "python_classes", "python_functions", "testpaths", "norecursedirs"}
 )
 
-# Under which name a worker of xdist gives its controller a `_Session`, as JSON has it.
+# The name under which an xdist worker hands its controller a `_Session` as JSON.
 _OUTPUT: Final = "fsdp_comm_collected"
 
 
@@ -92,7 +92,7 @@ class UnusedSnapshots:
         self._has_passed: dict[str, bool] = {}
         self._started_workers = 0
         self._of_workers: list[_Session] = []
-        # Before others write: what they record while this session runs is not in its hands.
+        # Taken before tests write: a file that is new or changed after this is never removed.
         self._at_start = (
             {} if hasattr(config, "workerinput") else find_removable(self._options.snapshot_dir)
         )
@@ -106,7 +106,7 @@ class UnusedSnapshots:
 
     # Collection.
 
-    # Innermost, so that it sees the list before --lf and node ids narrow it.
+    # Innermost, to see the list before --lf and node ids narrow it.
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_make_collect_report(
         self, collector: pytest.Collector
@@ -152,7 +152,7 @@ class UnusedSnapshots:
     ) -> dict[str, CollectedModule]:
         items_of: defaultdict[Path, list[pytest.Item | None]] = defaultdict(list)
         for collector in self._children:
-            # A doctest is of no module of ours.
+            # Doctests have no snapshots.
             if isinstance(collector, pytest.Module) and type(collector).__name__ != "DoctestModule":
                 items_of[collector.path] += self._items(collector)
         modules: dict[str, CollectedModule] = {}
@@ -165,7 +165,7 @@ class UnusedSnapshots:
             is_whole = (
                 len(items) == len(found)
                 and selected.issuperset(items)
-                # Of a module without tests, nothing could be deselected.
+                # If a module has no tests, nothing shows whether some were deselected.
                 and (bool(items) or not is_selection)
                 and not _is_narrowed(self._config)
             )
@@ -301,7 +301,7 @@ class UnusedSnapshots:
         return (yield)
 
     def _compared(self) -> tuple[str, ...]:
-        # Whoever compares one imports this, which takes longer than a short session.
+        # A comparison imports this module, which takes longer than a short session.
         if "pytest_fsdp_comm.snapshots.extension" not in sys.modules:
             return ()
         from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # see above
@@ -344,7 +344,7 @@ class UnusedSnapshots:
             for one in unused:
                 write(f"  {show_path(one.path, self._config.rootpath)}: {one.doubt or one.reason}")
 
-        # Where nothing would be removed, the tests of another machine are no news.
+        # Without an update nothing would be removed, so this is no news.
         if self._doubtful and (self._removes or self._config.option.verbose > 0):
             files = counted(len(self._doubtful), "snapshot file")
             terminalreporter.write_sep("-", "communication snapshots that stay")
