@@ -2,7 +2,7 @@
 
 from pytest_fsdp_comm.snapshots import tree_text
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
-from pytest_fsdp_comm.tree import profile
+from pytest_fsdp_comm.tree.profile import fold
 
 
 def parse_comm(text, where="snapshot"):
@@ -22,11 +22,11 @@ def parse_tree(text, where="snapshot"):
 
 def format_tree(tree):
     """The snapshot of one rank's tree."""
-    return tree_text.format_profile(profile.fold(tree))
+    return tree_text.format_profile(fold(tree))
 
 
 def _parsed(text, where, kind):
     snapshot = SnapshotText(text, where=where)
-    if snapshot.lines.kind != kind:
-        raise snapshot.lines.other_kind_error(kind)
-    return snapshot.profile
+    profile = snapshot.profile
+    assert snapshot.lines.kind == kind
+    return profile

@@ -64,26 +64,17 @@ def explain_profiles(
             changes = tree_diff.compare(old, new)
             explanation = render_tree_changes(changes, snapshot=where, accept=accept)
             return Difference(explanation=_with_versions(explanation, old, new), changes=changes)
-    return Difference(
-        explanation=bare_explanation(new, where=where, accept=accept),
-        text=f"a snapshot of kind {kind_of(old)!r}, not {kind_of(new)!r}",
-    )
+    compared = "comm_mode" if isinstance(new, CommProfile) else "fsdp_tree"
+    text = f"a snapshot of kind {kind_of(old)!r}, not {kind_of(new)!r}"
+    cure = [f"{ACCEPT}{accept}"] if accept else []
+    lines = (f"{compared} differs from {where}", f"  {text}", *cure)
+    explanation = FailureText(short=lines, full=lines, compared=compared, snapshot=where)
+    return Difference(explanation=explanation, text=text)
 
 
 def kind_of(profile: Profile) -> Literal["comm", "tree"]:
     """``comm`` or ``tree``, as the first line of a snapshot has it."""
     return "comm" if isinstance(profile, CommProfile) else "tree"
-
-
-def bare_explanation(new: Profile, *, where: str, accept: str, why: str = "") -> FailureText:
-    """Say that snapshots differ, and no more than one line of how."""
-    compared = "comm_mode" if isinstance(new, CommProfile) else "fsdp_tree"
-    lines = (
-        f"{compared} differs from {where}",
-        *([f"  {why}"] if why else []),
-        *([f"{ACCEPT}{accept}"] if accept else []),
-    )
-    return FailureText(short=lines, full=lines, compared=compared, snapshot=where)
 
 
 def headline_of_values(differences: Mapping[str, Difference]) -> str:

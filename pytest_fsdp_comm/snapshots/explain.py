@@ -30,12 +30,10 @@ from pytest_fsdp_comm.reports.explanation import (
 )
 from pytest_fsdp_comm.snapshots.differences import (
     Difference,
-    bare_explanation,
     call_sites,
     evidence_of,
     explain_profiles,
     headline_of_values,
-    kind_of,
 )
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.failed_comparison import FAILED_COMPARISON, UNEXPLAINED
@@ -182,15 +180,10 @@ def _explain(
             lines += (f"{RECORD}{accept}", READ) if accept else ()
             explanation = FailureText(short=lines, full=lines)
             differences[name] = Difference(explanation=explanation, text="no snapshot yet")
-        for old, new in _compared_profiles(result):
+        for sides in _compared_profiles(result):
             differences[name] = explain_profiles(
-                (old, new), where=where, links=links, evidence=evidence, accept=accept
+                sides, where=where, links=links, evidence=evidence, accept=accept
             )
-            if kind_of(old) != kind_of(new):
-                file = cast("SnapshotText", result.recalled_data).lines
-                why = str(file.other_kind_error(kind_of(new)))
-                explanation = bare_explanation(new, where=where, accept=accept, why=why)
-                differences[name] = replace(differences[name], explanation=explanation)
     return accept, differences
 
 

@@ -185,10 +185,6 @@ class SnapshotLines:
         """As `line_error`."""
         return line_error(self.where, self.before + number, came, expected)
 
-    def other_kind_error(self, kind: str) -> SnapshotFormatError:
-        """The error of a snapshot where one of another kind is needed."""
-        return self.error(1, f"it is a snapshot of kind {self.kind!r}", f"one of kind {kind!r}")
-
     def check(self, number: int, written: str, why: str = "") -> None:
         """Check that a line is what the writer writes; `why` follows what it reads."""
         read = self.line(number)

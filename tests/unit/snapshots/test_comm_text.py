@@ -348,7 +348,6 @@ def test_a_long_name_moves_no_other_line():
         (TEXT[:200], "expected 'end' as the last line"),
         (TEXT.rstrip("\n"), "expected 'end' as the last line"),
         (TEXT.replace("2 comm", "3 comm"), "f.comm, line 1: the snapshot has format 3, this"),
-        (TEXT.replace("2 comm", "2 tree"), "of kind 'tree'; expected one of kind 'comm'"),
         (TEXT.replace("world_size 4", "world_size four"), "line 2: it reads 'world_size four'"),
         (TEXT.replace("mesh dp=4 stride 1", "mesh dp"), "line 3: it reads 'mesh dp': "),
         (TEXT.replace("mesh dp=4 stride", "mesh dp=4 by"), "bad layout '4 by 1'; expected '<size>"),

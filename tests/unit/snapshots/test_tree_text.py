@@ -300,11 +300,6 @@ REMEDY = (
             "line 6: it reads 'parametre embed.weight float32[512,64] dp=Shard(0) "
             "tied=head.weight'; expected 'unit ...', 'parameter ...' or 'total ...'",
         ),
-        (
-            "tree |",
-            "comm |",
-            "line 1: it is a snapshot of kind 'comm'; expected one of kind 'tree'",
-        ),
     ],
 )
 def test_a_broken_document_is_refused_with_its_line(old, new, problem):
