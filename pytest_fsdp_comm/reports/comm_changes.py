@@ -73,7 +73,7 @@ def render_comparison(
 
 def _site_of(step: Step, sites: Sites) -> str:
     """Where the first collective that a step adds was issued."""
-    if not isinstance(step, Replaced):
+    if not isinstance(step, Replaced) or step.writes == "sizes":
         return ""
     for owner in step.about or step.owners:
         for key, rows in step.rows[owner].items():

@@ -49,7 +49,7 @@ def headline_of_steps(comparison: Comparison) -> str:
     ):
         return ""
     first, *others = comparison.steps
-    if isinstance(first, Replaced):
+    if isinstance(first, Replaced) and first.kind != "unit sizes":
         return ""
     return f"{first.line}, {len(others)} more" if others else first.line
 

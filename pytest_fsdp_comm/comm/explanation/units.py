@@ -1,23 +1,16 @@
-"""What happened to units of FSDP, and to the gradients of DDP.
-
-What a step rests on is checked here: forward gathers that did not change, bytes that add up, units
-beside it that are as before.
-"""
+"""What happened to units of FSDP, and to the gradients of DDP."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.contents import (
     NOTHING,
-    Owner,
-    State,
     calls_of,
     count_of,
     gathered_nbytes,
@@ -36,17 +29,22 @@ from pytest_fsdp_comm.comm.explanation.contents import (
     total_count,
     unit_rows,
 )
-from pytest_fsdp_comm.comm.explanation.steps import Kind, Replaced, Step, Writes, show_sizes
-from pytest_fsdp_comm.comm.explanation.templates import template
+from pytest_fsdp_comm.comm.explanation.steps import Replaced, show_sizes
 from pytest_fsdp_comm.text.fqn import name_owners
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pytest_fsdp_comm.comm.calls import Calls
     from pytest_fsdp_comm.comm.explanation.between import Between
-    from pytest_fsdp_comm.comm.explanation.contents import Content, Pool, Rows
+    from pytest_fsdp_comm.comm.explanation.contents import Content, Owner, Rows, State
+    from pytest_fsdp_comm.comm.explanation.steps import Kind, Step
     from pytest_fsdp_comm.comm.profile import RowKey
+
+# Note [Evidence of a proposal]: a step here writes the rows of the new profile, so it always leads
+# there: `exactness` refutes it only by what it claims beside them. What its sentence says of these
+# rows (forward gathers that did not change, bytes that add up, units beside it that are as before)
+# is therefore checked where the step is proposed, and nowhere again.
 
 _CALLED: Final = (
     "called several times in one forward, as by a loss in chunks: unshard it once around the "
@@ -67,84 +65,57 @@ def propose_of_units(between: Between) -> Iterator[Step]:
             yield from propose(between, came=came)
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitSizes(Step):
-    """The parameters of some units have k times the bytes, in all that is sent of them."""
-
-    kind: Kind = "unit sizes"
-    order: ClassVar[int] = 4
-    writes: Writes = "sizes"
-    factors: Mapping[str, Mapping[str, Fraction]]
-    """Of each unit, by axis."""
-    nbytes: Mapping[Owner, tuple[int, int]]
-    """Of one gather of each, before and after; 0 if there are several sizes."""
-
-    @property
-    def line(self) -> str:
-        """What is told of it."""
-        return f"other sizes of parameters: {show_sizes(self.nbytes)} in each gather"
-
-    @property
-    def description_cost(self) -> float:
-        """Grows with the kinds of units."""
-        kinds = {(template(owner), *by.items()) for owner, by in self.factors.items()}
-        return 2.0 + 0.5 * (len(kinds) - 1)
-
-    def apply(self, state: State, pool: Pool) -> State:
-        """The state after it."""
-        made: dict[tuple[object, ...], Content] = {}
-        after = State(state)
-        for owner, by_axis in self.factors.items():
-            place = (state[owner], *by_axis.items())
-            if place not in made:
-                made[place] = pool.content(
-                    replace(
-                        row,
-                        calls=tuple(
-                            replace(call, nbytes=int(call.nbytes * by_axis.get(row.axis, 1)))
-                            if is_of_parameters(row.key, call)
-                            else call
-                            for call in row.calls
-                        ),
-                    )
-                    for row in chain.from_iterable(state[owner].rows.values())
-                )
-            if made[place] is not NOTHING:
-                after[owner] = made[place]
-        return after
-
-    def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        """All parameters and gradients of these units."""
-        return owner in self.factors and is_of_parameters(key, call)
-
-
 def _unit_sizes(between: Between) -> Iterator[Step]:
-    factors: dict[str, dict[str, Fraction]] = {}
-    for owner in between.changed:
-        old, new = between.state[owner], between.target[owner]
-        gathers = gathers_of(old, Phase.FORWARD)
-        if owner is None or old.rows.keys() != new.rows.keys() or not gathers:
-            continue
-        ratios: defaultdict[str, set[Fraction]] = defaultdict(set)
-        for key, rows in old.rows.items():
-            if all(is_of_parameters(key, call) for call in calls_of(rows)):
-                sizes = sizes_of(rows, new.row(key))
-                # An axis with 0 is one on which no ratio is known.
-                is_known = sizes is not None and all(sizes)
-                ratios[key.axis].add(Fraction(sizes[1], sizes[0]) if sizes and is_known else _NONE)
-        scaled = {axis: next(iter(found)) for axis, found in ratios.items() if len(found) == 1}
-        is_whole = len(scaled) == len(ratios) and _NONE not in scaled.values()
-        if is_whole and any(scaled[key.axis] != 1 for key in gathers):
-            factors[owner] = scaled
-    if factors:
-        nbytes: dict[Owner, tuple[int, int]] = {
-            owner: (gathered_nbytes(between.state[owner]), gathered_nbytes(between.target[owner]))
-            for owner in factors
-        }
-        yield UnitSizes(factors=factors, nbytes=nbytes)
+    """The parameters of some units have k times the bytes, in all that is sent of them."""
+    rows: dict[Owner, Mapping[RowKey, Rows]] = {}
+    for alike in between.alike:
+        resized = _resized(alike.old, alike.new)
+        rows.update(dict.fromkeys(alike.owners if resized else (), resized))
+    if not rows:
+        return
+    nbytes = {
+        owner: (gathered_nbytes(between.state[owner]), gathered_nbytes(between.target[owner]))
+        for owner in rows
+    }
+    # Not what the target has: how often units are gathered may have changed as well.
+    yield Replaced(
+        kind="unit sizes",
+        writes="sizes",
+        rows=rows,
+        was={owner: between.state[owner].rows for owner in rows},
+        claim=is_of_parameters,
+        sentence=lambda _: f"other sizes of parameters: {show_sizes(nbytes)} in each gather",
+    )
 
 
-_NONE: Final = Fraction(0)
+def _resized(old: Content, new: Content) -> dict[RowKey, Rows]:
+    """A unit's rows with their new sizes; empty if not all on an axis have one ratio."""
+    gathers = gathers_of(old, Phase.FORWARD)
+    if not gathers or old.rows.keys() != new.rows.keys():
+        return {}
+    ratios: dict[str, Fraction] = {}
+    for key, rows in old.rows.items():
+        if all(is_of_parameters(key, call) for call in calls_of(rows)):
+            sizes = sizes_of(rows, new.row(key))
+            if not (sizes and all(sizes)):
+                return {}
+            ratio = Fraction(sizes[1], sizes[0])
+            if ratios.setdefault(key.axis, ratio) != ratio:
+                return {}
+    if all(ratios[key.axis] == 1 for key in gathers):
+        return {}
+
+    def resized(key: RowKey, call: Calls) -> Calls:
+        ratio = ratios.get(key.axis, 1) if is_of_parameters(key, call) else 1
+        return replace(call, nbytes=int(call.nbytes * ratio))
+
+    return {
+        key: tuple(
+            replace(row, calls=tuple(resized(key, call) for call in row.calls)) for row in rows
+        )
+        for key, rows in old.rows.items()
+        if any(is_of_parameters(key, call) for call in calls_of(rows))
+    }
 
 
 def _freed(between: Between, *, came: bool) -> Iterator[Step]:
@@ -193,17 +164,16 @@ def _gathered_elsewhere(between: Between) -> Iterator[Step]:
         is_same = is_moved and _gathers_no_more(old, new) and _gathers_no_more(new, old)
         return _rows_but_reductions(old, new) if is_same else []
 
+    def sentence(step: Replaced) -> str:
+        axes = {key.axis for held in step.rows.values() for key, after in held.items() if after}
+        return f"{step.who} gathered over {', '.join(sorted(axes - {''}))} in backward now"
+
     yield from between.replaced(
         "gathered elsewhere",
         between.select(rows),
-        sentence=lambda step: f"{step.who} gathered over {_axes(step)} in backward now",
+        sentence=sentence,
         cause="reshard_after_forward became an int, another one, or True",
     )
-
-
-def _axes(step: Replaced) -> str:
-    found = {key.axis for held in step.rows.values() for key, rows in held.items() if rows}
-    return ", ".join(sorted(filter(None, found)))
 
 
 def _rows_but_reductions(*contents: Content) -> list[RowKey]:
@@ -211,10 +181,8 @@ def _rows_but_reductions(*contents: Content) -> list[RowKey]:
 
 
 def _gathers_no_more(one: Content, other: Content) -> bool:
-    """Whether a unit gathers the same in forward, and not more often.
-
-    What is kept serves the forwards of several micro-batches.
-    """
+    """Whether a unit gathers the same in forward, and not more often."""
+    # Not as often: what is kept serves the forwards of several micro-batches.
     less, more = gathers_of(one, Phase.FORWARD), gathers_of(other, Phase.FORWARD)
     return bool(less) and all(is_part(rows, more.get(key, ())) for key, rows in less.items())
 
@@ -276,7 +244,7 @@ def _in_backward(between: Between, *, came: bool) -> Iterator[Step]:
 
 def _reduced(between: Between) -> Iterator[Step]:
     """Gradients are reduced otherwise, for as many gathers of the same units."""
-    found: dict[tuple[Kind, Fraction], dict[Owner, list[RowKey]]] = {}
+    found: defaultdict[tuple[Kind, Fraction], dict[Owner, list[RowKey]]] = defaultdict(dict)
     for alike in between.alike:
         old, new = alike.old, alike.new
         is_gathered_alike = all(
@@ -285,13 +253,13 @@ def _reduced(between: Between) -> Iterator[Step]:
         )
         if NOTHING in {old, new} or not is_gathered_alike:
             continue
-        changes: dict[tuple[Kind, Fraction], list[RowKey]] = {}
+        changes: defaultdict[tuple[Kind, Fraction], list[RowKey]] = defaultdict(list)
         for key in {**reductions_of(old), **reductions_of(new)}:
             change = _reduction_change(old, old.row(key), new.row(key))
             if change is not None:
-                changes.setdefault(change, []).append(key)
+                changes[change].append(key)
         for change, chosen in changes.items():
-            found.setdefault(change, {}).update(dict.fromkeys(alike.owners, chosen))
+            found[change].update(dict.fromkeys(alike.owners, chosen))
     for (kind, ratio), keys in found.items():
         match kind:
             case "reduced times":
@@ -361,21 +329,15 @@ def _reduced_times(
 ) -> Iterator[Step]:
     """Reductions of some kinds happen n times as often."""
     kinds = sorted({key.what for held in keys.values() for key in held if key.axis})
-    # What FSDP reduces is gathered.
+    # What FSDP reduces is gathered. With DDP nothing else is sent that would count the steps.
     is_sharded = all(gathers_of(between.state[owner], Phase.FORWARD) for owner in keys)
-    if not is_sharded:
-        # Nothing else is sent that would count the steps.
-        cause = (
-            f"{times} steps in place of one, or reduced in each micro-batch: enter no_sync() for "
-            "all micro-batches but the last"
-        )
-    else:
-        switch = (
-            "call set_requires_all_reduce(False)"
-            if kinds == ["all_reduce"]
-            else "call set_requires_gradient_sync(False), or enter no_sync() with FSDP1,"
-        )
-        cause = f"reduced in each micro-batch: {switch} for all micro-batches but the last"
+    steps = "" if is_sharded else f"{times} steps in place of one, or "
+    switch = "enter no_sync()"
+    if is_sharded and kinds == ["all_reduce"]:
+        switch = "call set_requires_all_reduce(False)"
+    elif is_sharded:
+        switch = "call set_requires_gradient_sync(False), or enter no_sync() with FSDP1,"
+    cause = f"{steps}reduced in each micro-batch: {switch} for all micro-batches but the last"
 
     def sentence(step: Replaced) -> str:
         counts = {
@@ -404,43 +366,35 @@ def _reductions(
     between: Between, keys: Mapping[Owner, Iterable[RowKey]], *, came: bool
 ) -> Iterator[Step]:
     """Gradients of units that are gathered as before are reduced now, or no longer."""
-    less, _ = between.sides(came=came)
+    less, more = between.sides(came=came)
     # A unit that reduces nothing is not resharded after its backward either.
-    keys = {
-        owner: [*held, *([] if reductions_of(less[owner]) else _freed_in_backward(between, owner))]
-        for owner, held in keys.items()
+    freed = {
+        owner: [
+            key
+            for key in (*less[owner].rows, *more[owner].rows)
+            if key.what == "reshard" and key.phase is Phase.BACKWARD
+        ]
+        for owner in keys
+        if not reductions_of(less[owner])
     }
-    how, now = ("reduced", " now") if came else ("no longer reduced", "")
     # Where the side that has less reduces something still, other kinds of reductions do.
-    if any(reductions_of(less[owner]) for owner in keys):
-        yield from between.replaced(
-            "reduced by more",
-            keys,
-            came=came,
-            claim=_is_of_gradients,
-            sentence=lambda step: (
-                f"gradients of {step.who} {how} by {step.sums} too{now}, all else as before"
-            ),
-        )
-        return
+    is_by_more = any(reductions_of(less[owner]) for owner in keys)
+    how, now = ("reduced", " now") if came else ("no longer reduced", "")
+
+    def sentence(step: Replaced) -> str:
+        if is_by_more:
+            return f"gradients of {step.who} {how} by {step.sums} too{now}, all else as before"
+        return f"gradients of {step.who} {how}{now} ({step.sums}), gathers as before"
+
+    is_lost = not came and not is_by_more
     yield from between.replaced(
-        "reduced",
-        keys,
+        "reduced by more" if is_by_more else "reduced",
+        {owner: [*held, *freed.get(owner, ())] for owner, held in keys.items()},
         came=came,
         claim=_is_of_gradients,
-        sentence=lambda step: (
-            f"gradients of {step.who} {how}{now} ({step.sums}), gathers as before"
-        ),
-        cause="" if came else "frozen, detached, or gradient synchronization switched off",
+        sentence=sentence,
+        cause="frozen, detached, or gradient synchronization switched off" if is_lost else "",
     )
-
-
-def _freed_in_backward(between: Between, owner: Owner) -> list[RowKey]:
-    return [
-        key
-        for key in (*between.state[owner].rows, *between.target[owner].rows)
-        if key.what == "reshard" and key.phase is Phase.BACKWARD
-    ]
 
 
 def _sharded(between: Between, *, came: bool) -> Iterator[Step]:
@@ -592,7 +546,7 @@ def _regrouped(between: Between) -> Iterator[Step]:
 
 
 def _policies(state: State, owners: Iterable[Owner]) -> set[tuple[bool, int]]:
-    """Whether units are kept after forward, and how often they are gathered in it; not of roots."""
+    """Whether units but the root are kept after forward, and how often they are gathered in it."""
     return {(is_kept(state[owner]), _forward_gathers(state[owner])) for owner in owners if owner}
 
 
@@ -613,17 +567,14 @@ def _called(between: Between) -> Iterator[Step]:
 
     keys = between.select(rows)
     # Units beside it that are gathered as before are the evidence; what is kept always is.
-    others = {
-        owner: gathers_of(content, Phase.FORWARD)
+    others = [
+        (gathers_of(content, Phase.FORWARD), gathers_of(between.target[owner], Phase.FORWARD))
         for owner, content in between.state.items()
         if owner not in keys and gathers_of(content, Phase.FORWARD) and not is_kept(content)
-    }
-    if not others or any(
-        gathers_of(between.target[owner], Phase.FORWARD) != gathers
-        for owner, gathers in others.items()
-    ):
+    ]
+    if not others or any(was != now for was, now in others):
         return
-    most = max(map(total_count, others.values()))
+    most = max(total_count(gathers) for gathers, _ in others)
     was, now = (
         {owner: _forward_gathers(state[owner]) for owner in keys}
         for state in (between.state, between.target)
