@@ -1,7 +1,4 @@
-"""Changes of how often something is sent, of how much, and of which type, in all modules alike.
-
-A proposal is a guess with all its numbers; whether it is true shows when it is applied.
-"""
+"""Changes of how often something is sent, of how much, and of which type, in all modules alike."""
 
 from __future__ import annotations
 
@@ -14,12 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.contents import (
     Owner,
+    calls_of,
     count_of,
     is_kept,
     is_of_gradients,
     is_of_unit,
     role_of,
     sizes_of,
+    sole,
 )
 from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Kind, Step, Writes
 from pytest_fsdp_comm.comm.explanation.templates import template
@@ -31,8 +30,13 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.calls import Calls
     from pytest_fsdp_comm.comm.explanation.between import Between
-    from pytest_fsdp_comm.comm.explanation.contents import Content, Rows, State
+    from pytest_fsdp_comm.comm.explanation.contents import Content
     from pytest_fsdp_comm.comm.profile import Row, RowKey
+
+# Note [Guessed amounts]: a proposal here is a guess with all its numbers, taken from the ratios
+# that most rows show; whether it is true of the others shows when it is applied. What a fraction
+# does not divide becomes a number that nothing has, so that `exactness` refutes the step: x1/2 must
+# not be told of 3 that are 1 now, nor of 3 that are 3 still.
 
 _PASSES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
 _MOST_TERMS: Final = 64
@@ -91,7 +95,6 @@ class Counts(GlobalStep):
 
     @property
     def line(self) -> str:
-        """What is told of it."""
         times = f"x{self.factor}"
         match self.scope:
             case Scope.EVERYTHING:
@@ -112,7 +115,6 @@ class Counts(GlobalStep):
 
     @property
     def cause(self) -> str:
-        """Of more of something, whole times."""
         if self.factor < 1 or self.factor.denominator != 1:
             return ""
         if self.scope is Scope.EVERYTHING:
@@ -128,24 +130,21 @@ class Counts(GlobalStep):
 
     @property
     def description_cost(self) -> float:
-        """More for fractions, and where it is not said of everything."""
+        # More for fractions, and where it is not said of everything.
         whole = self.factor.numerator == 1 or self.factor.denominator == 1
         return (2.0 if whole else 3.0) + (0.0 if self.scope is Scope.EVERYTHING else 0.5)
 
     def change(self, row: Row, content: Content) -> Row:
-        """A row after the step."""
-
         def factor(call: Calls) -> Fraction:
             if self.scope.includes(row.key, call, content):
                 return self.factor
             is_other = self.reductions != 1 and row.phase in _PASSES
             return self.reductions if is_other and is_of_gradients(row.key, call, content) else _ONE
 
-        calls = tuple(replace(call, count=int(call.count * factor(call))) for call in row.calls)
+        calls = tuple(replace(call, count=_product(call.count, factor(call))) for call in row.calls)
         return row if calls == row.calls else replace(row, calls=calls)
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        """Everything in its scope."""
         match self.scope:
             case Scope.EVERYTHING:
                 return True
@@ -160,6 +159,12 @@ class Counts(GlobalStep):
 
 
 _ONE: Final = Fraction(1)
+
+
+def _product(number: int, factor: Fraction) -> int:
+    """A product; -1, which no call has, where a fraction does not divide."""
+    product = number * factor
+    return int(product) if product.denominator == 1 else -1
 
 
 def propose_counts(between: Between) -> Iterator[Step]:
@@ -182,30 +187,18 @@ def propose_counts(between: Between) -> Iterator[Step]:
             if before and scope.includes(key, before[0].calls[0], alike.old)
         )
         for ratio in _ratios(pairs):
-            # All divide, or nothing is that much less often.
-            if any(
-                call.count % ratio.denominator and scope.includes(key, call, content)
-                for content in (contents if ratio.denominator > 1 else ())
-                for key, call in content.calls()
-            ):
-                continue
             # Other scopes leave no unit out.
             units = between.state.items() if scope is Scope.FORWARD else ()
             kept = tuple(owner for owner, content in units if is_kept(content))
             step = Counts(scope=scope, factor=ratio, has_activations=sends, kept=kept)
             yield step
             if scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}:
-                for often in reductions:
-                    if often.denominator == 1:
-                        yield replace(step, reductions=often)
+                yield from (replace(step, reductions=often) for often in reductions)
 
 
 def _ratios(pairs: Iterable[tuple[int, int, int]]) -> list[Fraction]:
-    """The ratios that hold for most.
-
-    Args:
-        pairs: What was, what is, and in how many modules.
-    """
+    """The ratios that hold for most of what was, what is, and in how many modules."""
+    # Few pairs occur, in many modules, and fractions are slow to make.
     weights: Counter[tuple[int, int]] = Counter()
     for old, new, weight in pairs:
         if old and new and old != new:
@@ -230,18 +223,10 @@ class _Scaled(GlobalStep):
         """Whether a call is changed."""
         raise NotImplementedError
 
-    def fits(self, state: State) -> bool:
-        """Whether all bytes that are meant can be scaled."""
-        return self.factor.denominator == 1 or not any(
-            call.nbytes % self.factor.denominator and self.is_meant(key, call)
-            for content in set(state.values())
-            for key, call in content.calls()
-        )
-
     def scaled(self, row: Row, **changes: Any) -> Row:
         """A row with its bytes scaled, and with what else changes."""
         calls = tuple(
-            replace(call, nbytes=int(call.nbytes * self.factor), **changes)
+            replace(call, nbytes=_product(call.nbytes, self.factor), **changes)
             if self.is_meant(row.key, call)
             else call
             for call in row.calls
@@ -263,35 +248,31 @@ class Sizes(_Scaled):
 
     @property
     def line(self) -> str:
-        """What is told of it."""
         loss = " and the loss" if self.with_loss else ""
         what = f"gradients[{self.axis}]" if self.axis else f"activations{loss}"
         return f"{what}: x{self.factor} bytes in each call"
 
     @property
     def cause(self) -> str:
-        """Gradients follow their parameters, or the mesh."""
+        # Gradients follow their parameters, or the mesh.
         return "" if self.axis else "another batch or sequence, or another width"
 
     @property
     def description_cost(self) -> float:
-        """More for fractions, and for one axis."""
+        # More for fractions, and for one axis.
         whole = self.factor.numerator == 1 or self.factor.denominator == 1
         return 2.0 if whole and not self.axis else 2.5
 
     def change(self, row: Row, content: Content) -> Row:
-        """A row after the step."""
         return self.scaled(row)
 
     def is_meant(self, key: RowKey, call: Calls) -> bool:
-        """Whether a call is changed."""
         if self.axis:
             return call.role == Role.GRADIENTS and key.axis == self.axis
         is_loss = self.with_loss and not call.role and key.phase is Phase.OUTSIDE
         return key.subject == "collective" and (call.role == Role.ACTIVATIONS or is_loss)
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        """All that it changes."""
         return self.is_meant(key, call)
 
 
@@ -307,9 +288,7 @@ def propose_sizes(between: Between) -> Iterator[Step]:
     for (role, axis), pairs in found.items():
         for ratio in _ratios(pairs) if role in {Role.ACTIVATIONS, Role.GRADIENTS} else ():
             for with_loss in (False,) if axis else (False, True):
-                step = Sizes(factor=ratio, axis=axis, with_loss=with_loss)
-                if step.fits(between.state):
-                    yield step
+                yield Sizes(factor=ratio, axis=axis, with_loss=with_loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,7 +309,6 @@ class Dtype(_Scaled):
 
     @property
     def line(self) -> str:
-        """What is told of it."""
         axes: defaultdict[str, list[str]] = defaultdict(list)
         for role, axis in sorted(self.parts, key=lambda part: (_ROLES.index(part[0]), part[1])):
             axes[role].append(axis)
@@ -341,12 +319,10 @@ class Dtype(_Scaled):
 
     @property
     def roles(self) -> frozenset[str]:
-        """What it is about."""
         return frozenset(role for role, _ in self.parts)
 
     @property
     def cause(self) -> str:
-        """By the roles."""
         if Role.PARAMETERS in self.roles:
             return "MixedPrecisionPolicy, or the model's own dtype"
         if Role.GRADIENTS in self.roles:
@@ -355,23 +331,18 @@ class Dtype(_Scaled):
 
     @property
     def description_cost(self) -> float:
-        """More where it names modules."""
         return 2.0 + 0.5 * len({template(owner or "") for owner in self.owners})
 
     def includes(self, owner: Owner) -> bool:
-        """Whether it changes anything of a module."""
         return not self.owners or owner in self.owners
 
     def change(self, row: Row, content: Content) -> Row:
-        """A row after the step."""
         return self.scaled(row, dtype=self.new)
 
     def is_meant(self, key: RowKey, call: Calls) -> bool:
-        """Whether a call is changed, wherever any is."""
         return (call.role, key.axis) in self.parts and call.dtype == self.old
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        """All of these parts in either type."""
         is_part = (call.role, key.axis) in self.parts
         return is_part and call.dtype in {self.old, self.new} and self.includes(owner)
 
@@ -393,7 +364,9 @@ def propose_dtypes(between: Between) -> Iterator[Step]:
     for alike in between.alike:
         for key, before, after in alike.rows:
             sizes, role = sizes_of(before, after), role_of(before)
-            old, new = _dtype_of(before), _dtype_of(after)
+            old, new = (
+                sole((call.dtype for call in calls_of(rows)), "") for rows in (before, after)
+            )
             is_changed = role and role == role_of(after) and old and new and old != new
             if is_changed and sizes and all(sizes) and _follows(sizes, old, new):
                 parts = found.setdefault((old, new, Fraction(sizes[1], sizes[0])), {})
@@ -404,15 +377,7 @@ def propose_dtypes(between: Between) -> Iterator[Step]:
         for chosen in dict.fromkeys(map(frozenset, choices)):
             changed = frozenset(owner for part in chosen for owner in owners[part])
             for some in (frozenset[Owner](), changed):
-                step = Dtype(parts=chosen, old=old, new=new, factor=factor, owners=some)
-                if step.fits(between.state):
-                    yield step
-
-
-def _dtype_of(rows: Rows) -> str:
-    """The element type of all calls; empty if they have several, or none."""
-    dtypes = {call.dtype for row in rows for call in row.calls}
-    return dtypes.pop() if len(dtypes) == 1 else ""
+                yield Dtype(parts=chosen, old=old, new=new, factor=factor, owners=some)
 
 
 def _follows(sizes: tuple[int, int], old: str, new: str) -> bool:

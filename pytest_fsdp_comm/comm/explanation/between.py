@@ -35,25 +35,22 @@ class Between:
         origin: State,
         axes: tuple[tuple[MeshAxis, ...], tuple[MeshAxis, ...]],
     ) -> None:
-        """Compares the states, by identity of contents.
-
-        Args:
-            state: What is known to be so far.
-            target: What is to be reached.
-            origin: What the first step began with.
-            axes: Of the old and the new profile.
-        """
+        """Compares the states, by identity of contents."""
         self.state = state
+        """What is known to be so far."""
         self.target = target
+        """What is to be reached."""
         self.origin = origin
+        """What the first step began with."""
         self.axes = axes
+        """Of the old and the new profile."""
         self.owners = owners_that_differ(state, target)
         self.gone = [owner for owner in self.owners if owner not in target]
         self.added = [owner for owner in self.owners if owner not in state]
         self.changed = [owner for owner in self.owners if owner in state and owner in target]
 
     def sides(self, *, came: bool) -> tuple[State, State]:
-        """The state without something and the one with it, which came or went."""
+        """The state without what came or went, and the one with it."""
         return (self.state, self.target) if came else (self.target, self.state)
 
     @cached_property
@@ -75,59 +72,48 @@ class Between:
     def select(
         self, choose: Callable[[Content, Content], Iterable[RowKey]], *, came: bool = True
     ) -> dict[Owner, list[RowKey]]:
-        """Rows that are chosen by contents, once for all modules in which the same differs.
-
-        Args:
-            choose: Gives the rows for the content without something and the one with it.
-            came: Whether it came: then the first content is that of `state`.
-        """
-        keys: dict[Owner, list[RowKey]] = {}
-        for alike in self.alike:
-            chosen = list(choose(*((alike.old, alike.new) if came else (alike.new, alike.old))))
-            keys.update(dict.fromkeys(alike.owners if chosen else (), chosen))
-        return keys
+        """Rows chosen for the content without what came or went and the one with it."""
+        return self._chosen(
+            list(choose(*((alike.old, alike.new) if came else (alike.new, alike.old))))
+            for alike in self.alike
+        )
 
     def select_rows(
         self, is_meant: Callable[[RowKey, Rows, Rows], object]
     ) -> dict[Owner, list[RowKey]]:
-        """The rows that differ and are meant.
+        """The rows that differ and are meant, by their key and both sides."""
+        return self._chosen(
+            [row[0] for row in alike.rows if is_meant(*row)] for alike in self.alike
+        )
 
-        Args:
-            is_meant: Looks at the key and at both sides.
-        """
-        keys: dict[Owner, list[RowKey]] = {}
-        for alike in self.alike:
-            chosen = [key for key, before, after in alike.rows if is_meant(key, before, after)]
-            keys.update(dict.fromkeys(alike.owners if chosen else (), chosen))
-        return keys
+    def _chosen(self, keys: Iterable[list[RowKey]]) -> dict[Owner, list[RowKey]]:
+        # Modules in which the same differs share one list: see `replaced`.
+        return {
+            owner: chosen
+            for alike, chosen in zip(self.alike, keys, strict=True)
+            for owner in (alike.owners if chosen else ())
+        }
 
     def replaced(
         self, kind: Kind, keys: Mapping[Owner, Iterable[RowKey]], **fields: Any
     ) -> Iterator[Replaced]:
         """The step that writes what the target has for some rows, as far as it differs.
 
-        Args:
-            kind: What the step is.
-            keys: The rows, by module; no step if there are none.
-            fields: The others of `Replaced`.
+        None if no rows are given; `fields` are the others of `Replaced`.
         """
         # Modules in which the same differs share what is written.
-        shared: dict[tuple[object, ...], tuple[dict[RowKey, Rows], dict[RowKey, Rows]]] = {}
-        sides: dict[Owner, tuple[dict[RowKey, Rows], dict[RowKey, Rows]]] = {}
+        shared: dict[tuple[object, ...], list[dict[RowKey, Rows]]] = {}
+        sides: dict[Owner, list[dict[RowKey, Rows]]] = {}
         for owner, wanted in keys.items():
             old, new = self.state[owner], self.target[owner]
             place = old, new, id(wanted)
             if place not in shared:
                 differing = [key for key in dict.fromkeys(wanted) if old.row(key) != new.row(key)]
-                shared[place] = (
-                    {key: old.row(key) for key in differing},
-                    {key: new.row(key) for key in differing},
-                )
+                shared[place] = [{key: one.row(key) for key in differing} for one in (old, new)]
             sides[owner] = shared[place]
         if sides:
-            before = {owner: was for owner, (was, _) in sides.items()}
-            after = {owner: now for owner, (_, now) in sides.items()}
-            yield Replaced(kind=kind, rows=after, was=before, **fields)
+            was, now = ({owner: two[i] for owner, two in sides.items()} for i in (0, 1))
+            yield Replaced(kind=kind, rows=now, was=was, **fields)
 
 
 def owners_that_differ(old: State, new: State) -> list[Owner]:

@@ -24,8 +24,9 @@ _T = TypeVar("_T")
 # Note [Contents]: a model of 126 layers has thousands of rows, and a dozen different contents: the
 # rows of a module without its name. A `Pool`, one for each search, makes each content once, so that
 # contents are compared by identity, a step changes each of them once however many modules have it,
-# and questions are answered once (`once`). How far ahead FSDP gathers and what is asynchronous are
-# left out: they follow from the order of units, and `timing` compares them apart.
+# and questions are answered once (`once`). Never make one elsewhere, or keep one beyond its search:
+# an equal content of another pool is not the same. How far ahead FSDP gathers and what is
+# asynchronous are left out: they follow from the order of units, and `timing` compares them apart.
 
 Owner: TypeAlias = str | None
 Rows: TypeAlias = "tuple[Row, ...]"
@@ -33,12 +34,12 @@ Rows: TypeAlias = "tuple[Row, ...]"
 
 
 class Content:
-    """All that one module does; see Note [Contents]."""
+    """All that one module does, made by `Pool` alone; see Note [Contents]."""
 
     __slots__ = ("answers", "rows")
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        """Sorts rows by their keys; only `Pool` does so."""
+        """Sorts rows by their keys."""
         held: defaultdict[RowKey, list[Row]] = defaultdict(list)
         for row in rows:
             held[row.key].append(row)
@@ -46,7 +47,7 @@ class Content:
             key: tuple(sorted(alike, key=lambda row: row.ranks)) for key, alike in held.items()
         }
         self.answers: dict[object, Any] = {}
-        """What `once` has asked before, by question."""
+        """Of `once`, by question."""
 
     def row(self, key: RowKey) -> Rows:
         """The rows of one key; empty if it has none."""
@@ -160,16 +161,21 @@ def is_part(some: Rows, rows: Rows) -> bool:
     )
 
 
+def sole(values: Iterable[_T], otherwise: _T) -> _T:
+    """The one value that all of them are; another if they are several, or none."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else otherwise
+
+
 def role_of(rows: Rows) -> str:
     """The role of all calls; empty if they have several, or none."""
-    roles = {call.role for call in calls_of(rows)}
-    return roles.pop() if len(roles) == 1 else ""
+    return sole((call.role for call in calls_of(rows)), "")
 
 
 def sizes_of(before: Rows, after: Rows) -> tuple[int, int] | None:
-    """Bytes of a call, where each side has calls of one size."""
-    old, new = ({call.nbytes for call in calls_of(rows)} for rows in (before, after))
-    return (old.pop(), new.pop()) if len(old) == len(new) == 1 else None
+    """Bytes of a call on both sides; None if either has calls of several sizes, or none."""
+    old, new = (sole((call.nbytes for call in calls_of(rows)), -1) for rows in (before, after))
+    return None if -1 in {old, new} else (old, new)
 
 
 def is_gather(_key: RowKey, call: Calls) -> bool:
@@ -247,6 +253,5 @@ def is_freed(content: Content) -> bool:
 @once
 def gathered_nbytes(content: Content) -> int:
     """Bytes of one gather of a unit in forward; 0 if it has several sizes or none."""
-    rows = chain.from_iterable(gathers_of(content, Phase.FORWARD).values())
-    sizes = {call.nbytes for row in rows for call in row.calls}
-    return sizes.pop() if len(sizes) == 1 else 0
+    gathers = gathers_of(content, Phase.FORWARD).values()
+    return sole((call.nbytes for rows in gathers for call in calls_of(rows)), 0)

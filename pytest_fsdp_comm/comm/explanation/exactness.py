@@ -1,13 +1,4 @@
-"""Whether steps are true wherever they say something, and all needed.
-
-1. What a step changed is right at the end.
-2. Where a step claims something, nothing is different at the end.
-3. Without any one of the steps the end is another.
-4. No two steps write the counts, or the sizes, of one row.
-5. No step changes only rows that another one wrote.
-6. What is said of everything holds for two rows at least.
-7. No step says of others that they are as before where another one says otherwise.
-"""
+"""Whether steps are true wherever they say something, and all needed."""
 
 from __future__ import annotations
 
@@ -25,26 +16,25 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.explanation.steps import Step
     from pytest_fsdp_comm.comm.profile import RowKey
 
+# Note [Exactness]: steps are told only if all of this holds, so that a user may take each sentence
+# at its word, also where other rows are left over:
+# 1. What a step changed is right at the end.
+# 2. Where a step claims something, nothing is different at the end.
+# 3. Without any one of the steps the end is another.
+# 4. No two steps write the counts, or the sizes, of one row.
+# 5. No step changes only rows that another one wrote.
+# 6. What is said of everything holds for two rows at least.
+# 7. No step says of others that they are as before where another one says otherwise.
+
 _NAMES: Final = 1
 """Up to which order steps change names, and with them every row."""
 _OF_UNITS: Final = frozenset({"called", "unit", "unit sizes", "split off", "regrouped"})
 
 
 def is_exact(states: Sequence[State], steps: Sequence[Step], target: State, pool: Pool) -> bool:
-    """Whether steps are exact in all that they claim.
-
-    Args:
-        states: Before the first step, and after each.
-        steps: In their order.
-        target: What is to be reached.
-        pool: Of all these states.
-    """
+    """Whether steps, with the states before and after each, are exact in all that they claim."""
     end = states[-1]
-    left = [
-        (owner, key)
-        for owner in owners_that_differ(end, target)
-        for key in keys_that_differ(end[owner], target[owner])
-    ]
+    left = _rows_that_differ(end, target)
     return (
         not any(_contradicts(step, other) for step in steps for other in steps)
         and not any(
@@ -53,7 +43,7 @@ def is_exact(states: Sequence[State], steps: Sequence[Step], target: State, pool
             for call in _calls_that_differ(end[owner], target[owner], key)
             for step in steps
         )
-        and _are_apart(states, steps, set(left))
+        and _are_apart(states, steps, left)
         and _are_needed(states, steps, pool)
     )
 
@@ -69,12 +59,12 @@ def _calls_that_differ(old: Content, new: Content, key: RowKey) -> set[Calls]:
 def _are_apart(
     states: Sequence[State], steps: Sequence[Step], wrong: set[tuple[Owner, RowKey]]
 ) -> bool:
-    """Whether each step alone is right about the rows that it changes."""
+    """Whether each step alone is right about the rows that it changes: 1, 4, 5 and 6."""
     written: defaultdict[str, set[tuple[Owner, RowKey]]] = defaultdict(set)
     for before, step, after in zip(states, steps, states[1:], strict=False):
         if step.order <= _NAMES:
             continue
-        touched = rows_touched(before, after)
+        touched = _rows_that_differ(before, after)
         least = 2 if step.kind in {"counts", "sizes"} else 1
         kind = step.writes
         is_again = touched & written[kind] if kind in {"counts", "sizes"} else ()
@@ -98,18 +88,15 @@ def _are_needed(states: Sequence[State], steps: Sequence[Step], pool: Pool) -> b
 
 def _contradicts(step: Step, other: Step) -> bool:
     """Whether a step says that something is as before which another one changes."""
-    if step is other:
-        return False
     if step.kind == "unit":
-        return other.kind in _OF_UNITS
+        return step is not other and other.kind in _OF_UNITS
     if isinstance(step, Counts):
         is_policy = other.kind == "freed" and step.scope is Scope.FORWARD
         return is_policy or other.kind == "reduced times"
     return False
 
 
-def rows_touched(before: State, after: State) -> set[tuple[Owner, RowKey]]:
-    """The rows that differ between two states."""
+def _rows_that_differ(before: State, after: State) -> set[tuple[Owner, RowKey]]:
     known: dict[tuple[Content, Content], list[RowKey]] = {}
     found: set[tuple[Owner, RowKey]] = set()
     for owner in owners_that_differ(before, after):

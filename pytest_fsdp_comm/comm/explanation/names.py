@@ -1,7 +1,4 @@
-"""Changes of names: of mesh axes, of modules, and of how many a list of modules has.
-
-A proposal is a guess with all its numbers; whether it is true shows when it is applied.
-"""
+"""Changes of names: of mesh axes, of modules, and of how many a list of modules has."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from pytest_fsdp_comm.comm.events import ROOT_FQN, Phase
-from pytest_fsdp_comm.comm.explanation.contents import State, gathers_of
+from pytest_fsdp_comm.comm.explanation.contents import State, gathers_of, sole
 from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Kind, Step
 from pytest_fsdp_comm.comm.explanation.templates import replace_prefix, template
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT
@@ -39,17 +36,15 @@ class AxisRenamed(GlobalStep):
 
     @property
     def line(self) -> str:
-        """What is told of it."""
         if self.is_alike:
             return f"mesh axis {self.old} is {self.new} now, over the same ranks"
         return f"all that was sent over {self.old} is sent over {self.new} now"
 
     def change(self, row: Row, content: Content) -> Row:
-        """A row after the step."""
         return replace(row, axis=self.new) if row.axis == self.old else row
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        """Nothing is left on the old axis."""
+        # Nothing is left on the old axis.
         return key.axis == self.old
 
 
@@ -65,7 +60,7 @@ def propose_axes(between: Between) -> Iterator[Step]:
 
 @dataclass(frozen=True, kw_only=True)
 class Renamed(Step):
-    """Modules have other names: all below a prefix, or all but the root's parameters."""
+    """Modules have other names: all below a prefix, or all but the root."""
 
     kind: Kind = "renamed"
     order: ClassVar[int] = 1
@@ -79,7 +74,6 @@ class Renamed(Step):
 
     @property
     def line(self) -> str:
-        """What is told of it."""
         but_root = ", but for the parameters of the root" if self.keeps_root else ""
         if not self.old:
             return f"everything is below {self.new} now{but_root}"
@@ -89,17 +83,15 @@ class Renamed(Step):
         return f"{self.old} is {self.new} now{same}"
 
     def apply(self, state: State, pool: Pool) -> State:
-        """The state after it."""
         return State({self.name(owner): content for owner, content in state.items()})
 
     def name(self, owner: Owner) -> Owner:
-        """The name of a module after the step."""
         if owner is None or (owner == ROOT_FQN and self.keeps_root):
             return owner
         return replace_prefix(owner, self.old, self.new)
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        """Nothing is left below the old prefix, unless that is a part of the new one."""
+        # Nothing is left below the old prefix, unless that is a part of the new one.
         if owner is None or self.name(owner) == owner:
             return False
         return not self.new or replace_prefix(owner, self.new, "\0") == owner
@@ -173,18 +165,15 @@ class Layers(Step):
 
     @property
     def line(self) -> str:
-        """What is told of it."""
         what = ", each as its siblings" if self.new > self.old else ""
         modules = "modules" if self.has_units else "modules that send"
         return f"{self.prefix or ROOT_TEXT}: {self.old} -> {self.new} {modules}{what}"
 
     @property
     def description_cost(self) -> float:
-        """The least of all steps."""
-        return 1.5
+        return 1.5  # the least of all steps
 
     def apply(self, state: State, pool: Pool) -> State:
-        """The state after it."""
         after = State()
         more = self.new - self.old
         for owner, content in state.items():
@@ -218,7 +207,7 @@ class Layers(Step):
         return ".".join((*segments[: self._depth], str(place), *segments[self._depth + 1 :]))
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        """Of the layers that came, all is known; of what went, nothing is left."""
+        # Of the layers that came, all is known; of what went, nothing is left.
         place = self._place(owner)
         return place is not None and (
             place >= self.new or self.at <= place < self.at + self.new - self.old
@@ -232,15 +221,10 @@ def propose_layers(between: Between) -> Iterator[Step]:
         before, after = _length(old[prefix]), _length(new[prefix])
         if before and after and before != after:
             fewer = next(iter((old if before < after else new)[prefix].values()))
+            has_units = _has_units(between, prefix)
+            step = Layers(prefix=prefix, old=before, new=after, at=0, has_units=has_units)
             for at, period in _places(fewer, before, after):
-                yield Layers(
-                    prefix=prefix,
-                    old=before,
-                    new=after,
-                    at=at,
-                    period=period,
-                    has_units=_has_units(between, prefix),
-                )
+                yield replace(step, at=at, period=period)
 
 
 _List = dict[int, dict[str, "Content"]]
@@ -262,21 +246,18 @@ def _lists(state: State) -> dict[str, dict[str, _List]]:
 
 def _length(lists: Mapping[str, _List]) -> int:
     """How many modules each list has, with nothing missing; 0 if they differ."""
-    lengths = {
-        len(numbers) if set(numbers) == set(range(len(numbers))) else 0
-        for numbers in lists.values()
-    }
-    return lengths.pop() if len(lengths) == 1 else 0
+    return sole(
+        (
+            len(numbers) if set(numbers) == set(range(len(numbers))) else 0
+            for numbers in lists.values()
+        ),
+        0,
+    )
 
 
 def _places(modules: _List, before: int, after: int) -> Iterator[tuple[int, int]]:
-    """Where layers may have come or gone, and with which period.
-
-    Args:
-        modules: Of the side that has fewer.
-        before: How many there were.
-        after: How many there are.
-    """
+    """Where layers may have come or gone, and with which period, by those of the shorter list."""
+    # At its end, or where neighbours differ: between equal layers every place gives the same.
     contents = [modules[n] for n in range(min(before, after))]
     ends = [n for n in range(1, len(contents)) if contents[n] != contents[n - 1]]
     places = list(dict.fromkeys([len(contents), *reversed(ends)]))[:4]
@@ -292,12 +273,8 @@ def _places(modules: _List, before: int, after: int) -> Iterator[tuple[int, int]
 def _has_units(between: Between, prefix: str) -> bool:
     """Whether each module of a list is gathered, so that none is unseen."""
     names = f"{prefix}.*" if prefix else "*"
-    modules = [
-        (state, content)
+    old, new = (
+        [content for owner, content in state.items() if template(owner or "") == names]
         for state in (between.state, between.target)
-        for owner, content in state.items()
-        if owner is not None and template(owner) == names
-    ]
-    return any(state is between.state for state, _ in modules) and all(
-        gathers_of(content, Phase.FORWARD) for _, content in modules
     )
+    return bool(old) and all(gathers_of(content, Phase.FORWARD) for content in (*old, *new))

@@ -1,13 +1,9 @@
-"""Finds the steps that lead from one profile to another, the shortest exact way first.
-
-A beam search: each path is a list of steps and the states after them. It costs the lines of its
-steps and those that would still have to be told, so a step is taken only if it saves more than it
-costs. Of the paths found, the cheapest is told that is exact: see `exactness`.
-"""
+"""Finds the steps that lead from one profile to another, the shortest exact way first."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.explanation.amounts import propose_counts, propose_dtypes, propose_sizes
@@ -36,6 +32,13 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.explanation.contents import Content, Owner
     from pytest_fsdp_comm.comm.profile import CommProfile
+
+# Note [Search]: a beam search. A path is a list of steps and the states after them; it costs the
+# lines of its steps and those that would still have to be told, so that a step is taken only if it
+# saves more than it costs. Of the paths to one state the cheapest is followed, but one that would
+# be told only if it is exact, and each set of steps is tried in one order, that of `Step.order`. At
+# the end the cheapest path is told that is exact in what it claims (see Note [Exactness]), also if
+# it does not reach the target; no steps at all always are, so that there is one.
 
 BEAM: Final = 4
 """Paths that are followed at once. In `tests/regressions`, both ways, 2 tell what 5 tell; of 648
@@ -115,14 +118,10 @@ class _Search:
             )
         return self._costs[pair]
 
-    def start(self) -> _Path:
-        return _Path(states=(self.old,), steps=(), cost=self.cost_left(self.old))
-
     def is_exact(self, path: _Path) -> bool:
         return is_exact(path.states, path.steps, self.target, self.pool)
 
     def is_better(self, path: _Path, known: _Path) -> bool:
-        """Whether a path to the same state is to be preferred: one that may be told."""
         if path.cost == path.description_cost and known.cost == known.description_cost:
             ranks = [(not self.is_exact(one), one.cost) for one in (path, known)]
             return ranks[0] < ranks[1]
@@ -132,8 +131,8 @@ class _Search:
         state = path.states[-1]
         least = path.steps[-1].order if path.steps else 0
         between = Between(state, self.target, self.old, self.axes)
-        for step in _proposed(between, least):
-            # Each set of steps is tried in one order.
+        proposed = (propose(between) for order, propose in _PROPOSALS if order >= least)
+        for step in chain.from_iterable(proposed):
             if step.order < least or step in path.steps:
                 continue
             after = step.apply(state, self.pool)
@@ -142,33 +141,16 @@ class _Search:
                 yield _Path(states=(*path.states, after), steps=(*path.steps, step), cost=cost)
 
 
-def _proposed(between: Between, least: int) -> Iterator[Step]:
-    """All steps that may lie between two states, from an order on."""
-    for order, propose in _PROPOSALS:
-        if order >= least:
-            yield from propose(between)
-
-
 def explain(old: CommProfile, new: CommProfile) -> Explanation:
-    """Explains a difference.
-
-    Args:
-        old: The snapshot.
-        new: What was recorded.
-
-    Returns:
-        The cheapest explanation that is exact in all that its steps claim; without steps if there
-        is none.
-    """
+    """Finds the cheapest explanation that is exact in what its steps claim; see Note [Search]."""
     search = _Search(old, new)
-    frontier = [search.start()]
+    frontier = [_Path(states=(search.old,), steps=(), cost=search.cost_left(search.old))]
     done = list(frontier)
     least = frontier[0].cost  # of the cheapest exact path so far
     for _ in range(DEPTH):
         found: dict[object, _Path] = {}
         for path in frontier:
             for longer in search.longer(path):
-                # Of the ways to one state the cheapest that is allowed.
                 key = frozenset(longer.states[-1].items())
                 if key not in found or search.is_better(longer, found[key]):
                     found[key] = longer
@@ -181,7 +163,6 @@ def explain(old: CommProfile, new: CommProfile) -> Explanation:
         frontier = [path for path in frontier if path.description_cost + _LEAST_COST < least]
         if not frontier:
             break
-    # Without steps it is always exact.
     path = next(path for path in sorted(done, key=lambda path: path.cost) if search.is_exact(path))
     end, target = path.states[-1], search.target
     owners = owners_that_differ(end, target)

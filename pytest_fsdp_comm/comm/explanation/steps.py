@@ -1,12 +1,4 @@
-"""What an explanation is made of: changes of contents, each with its sentence and its cause.
-
-A step tells an effect: what is different, not why. It is exact or it is not told, so each says what
-it `claims`: where anything else is different at the end, the step is refuted.
-
-A `GlobalStep` and its like, in `names` and `amounts`, work anywhere. A `Replaced` has the rows that
-it writes from the new profile; what makes it more than a list of rows is what was checked where it
-is proposed, in `units` and `passes`.
-"""
+"""What an explanation is made of: changes of contents, each with its sentence and its cause."""
 
 from __future__ import annotations
 
@@ -72,6 +64,11 @@ Writes: TypeAlias = Literal["counts", "sizes", "rows", ""]
 
 _MAX_GROUPS: Final = 3
 
+# Note [Steps]: a step tells an effect: what is different, not why. It is exact or it is not told,
+# so each says what it `claims`: where anything of that is different at the end, it is refuted.
+# A `GlobalStep` and its like, in `names` and `amounts`, can be applied to any state. A `Replaced`
+# has its rows from the new profile: see Note [Evidence of a proposal] in `units`.
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -113,7 +110,6 @@ class GlobalStep(Step):
     """A step that changes rows alike in all modules."""
 
     def apply(self, state: State, pool: Pool) -> State:
-        """The state after it."""
         made: dict[Content, Content] = {}
         after = State()
         for owner, content in state.items():
@@ -137,7 +133,7 @@ class GlobalStep(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced(Step):
-    """Some rows of some modules are others."""
+    """Some rows of some modules are others; see Note [Steps]."""
 
     order = 5
     writes: Writes = "rows"
@@ -161,17 +157,14 @@ class Replaced(Step):
 
     @property
     def owners(self) -> tuple[Owner, ...]:
-        """Whose rows they are."""
         return tuple(self.rows)
 
     @property
     def line(self) -> str:
-        """What is told of it."""
         return self.sentence(self)
 
     @property
     def who(self) -> str:
-        """Its modules, by name."""
         return name_owners(self.owners)
 
     @property
@@ -183,12 +176,10 @@ class Replaced(Step):
 
     @cached_property
     def description_cost(self) -> float:
-        """Grows with the kinds of modules that it names."""
         kinds = {(template(owner or ""), *rows) for owner, rows in self.rows.items()}
         return 2.0 + 0.5 * (len(kinds) - 1) + self.more_cost
 
     def apply(self, state: State, pool: Pool) -> State:
-        """The state after it."""
         after = State(state)
         for owner, written in self.rows.items():
             kept = (rows for key, rows in state[owner].rows.items() if key not in written)
@@ -200,7 +191,6 @@ class Replaced(Step):
         return after
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
-        """The rows that it writes, and what `claim` says."""
         is_its = key in self.rows.get(owner, {})
         if is_its or self.claim is None or not (self.is_claim_of_all or owner in self.rows):
             return is_its
@@ -211,12 +201,7 @@ class Replaced(Step):
         includes: Callable[[RowKey, Calls], bool] = lambda _key, _call: True,
         owners: Iterable[Owner] = (),
     ) -> str:
-        """How much more or less is sent: ``3 calls, 30.0 KiB in all``; empty if nothing is.
-
-        Args:
-            includes: Which calls are counted.
-            owners: Whose; empty for all.
-        """
+        """How much more or less is sent: ``3 calls, 30.0 KiB in all``; empty if nothing is."""
         count = nbytes = 0
         for sign, side in ((1, self.rows), (-1, self.was)):
             for owner in owners or self.owners:
@@ -231,22 +216,15 @@ class Replaced(Step):
         return f"{abs(count)} calls{in_all}" if count else ""
 
     def with_calls(
-        self,
-        text: str,
-        includes: Callable[[RowKey, Calls], bool],
-        owners: Iterable[Owner] = (),
+        self, text: str, includes: Callable[[RowKey, Calls], bool], owners: Iterable[Owner] = ()
     ) -> str:
-        """A line that ends with `calls`, if there are any."""
         calls = self.calls(includes, owners)
         return f"{text}: {calls}" if calls else text
 
 
 def show_sizes(sizes: Mapping[Owner, tuple[int, int]]) -> str:
-    """Bytes before and after, the largest change first: ``layers.{0..2} 10.1 -> 40.2 KiB``.
-
-    Args:
-        sizes: Of each module; 0 if there are several.
-    """
+    """Bytes before and after, the largest change first: ``layers.{0..2} 10.1 -> 40.2 KiB``."""
+    # 0 where a module has several sizes.
     owners: dict[tuple[int, int], list[Owner]] = {}
     for owner, nbytes in sizes.items():
         owners.setdefault(nbytes, []).append(owner)

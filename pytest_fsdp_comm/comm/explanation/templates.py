@@ -19,10 +19,8 @@ def template(fqn: str) -> str:
 def replace_prefix(fqn: str, old: str, new: str) -> str:
     """The name with another beginning, in each module of a unit that has it.
 
-    Args:
-        fqn: A name.
-        old: Whole segments, in which ``*`` stands for any number; empty for the beginning of all.
-        new: As `old`, with as many ``*``, which take the numbers in order.
+    Both are whole segments, with as many ``*``, which stand for numbers in order; an empty `old` is
+    the beginning of all names.
     """
     if "+" in fqn:
         return "+".join(replace_prefix(part, old, new) for part in fqn.split("+"))

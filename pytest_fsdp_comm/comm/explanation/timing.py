@@ -1,7 +1,6 @@
 """When collectives are issued: how far ahead of use units are gathered, and what is asynchronous.
 
-These follow from the order of units, so that they change beside whatever changes units. They are
-compared for what both profiles have, and told apart from counts and bytes.
+Compared for what both profiles have, and told apart from counts and bytes; see Note [Contents].
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.contents import Owner
@@ -44,7 +43,7 @@ class TimingChange:
 
     @property
     def line(self) -> str:
-        """What is told of it."""
+        """What it tells."""
         what = f"{name_owners(self.owners)} {self.key.phase}: {self.key}"
         if self.subject == "ahead":
             before, after = (
@@ -75,25 +74,17 @@ def find_timing_changes(
     names: Mapping[Owner, Owner],
     steps: Sequence[Step],
 ) -> tuple[TimingChange, ...]:
-    """Compares the rows that both profiles have.
-
-    Args:
-        old: The snapshot.
-        new: What was recorded.
-        names: The new name of each owner of the old profile.
-        steps: Of the explanation, among which axes may have other names.
-    """
+    """Compares the rows that both profiles have, whose names are the new ones of each owner."""
     axes = {step.old: step.new for step in steps if isinstance(step, AxisRenamed)}
     rows = {(row.key, row.owner, row.ranks): row for row in new.collectives}
     found: defaultdict[tuple[Subject, RowKey, Shares, Shares], list[Owner]] = defaultdict(list)
-    subjects: tuple[Subject, ...] = ("ahead", "async")
     for row in old.collectives:
         owner = names.get(row.owner, row.owner)
         key = row.key._replace(axis=axes.get(row.axis, row.axis))
         now = rows.get((key, owner, row.ranks))
         if now is None or now.calls == row.calls:
             continue
-        for subject in subjects:
+        for subject in get_args(Subject):
             before, after = _shares(row, subject), _shares(now, subject)
             if before != after:
                 found[subject, key, before, after].append(owner)
