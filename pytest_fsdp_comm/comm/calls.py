@@ -1,8 +1,4 @@
-"""What is compared of one call. Each field is declared once: where it comes from, how it reads.
-
-A row counts the calls that are alike, the snapshot's writer and reader take their words from here,
-and whatever compares or explains rows hands the values on whole. So a new field is one declaration.
-"""
+"""What is compared of one call. Each field is declared once: where it comes from, how it reads."""
 
 from __future__ import annotations
 
@@ -13,6 +9,10 @@ from typing import Any, Final
 
 from pytest_fsdp_comm.comm.events import Collective, Source
 from pytest_fsdp_comm.text.fqn import write_word
+
+# Note [Fields of a call]: a row counts the calls that are alike, the snapshot's writer and reader
+# take their words from here, and whatever compares or explains rows hands the values on whole. So a
+# new field is one declaration, a default that older snapshots read as, and no change elsewhere.
 
 _WORD: Final = "word"
 _COUNT: Final = r"[1-9][0-9]{0,5}"

@@ -1,9 +1,4 @@
-"""Why a difference may have come about: readings of a whole explanation.
-
-A step is exact, so a cause explains all of its rows. A step itself names what its rows suggest;
-here the trees of the test, a change of torch's own, and several steps together decide.
-docs/causes.md has for each what would refute it, and ``tests/regressions`` its cases.
-"""
+"""Why a difference may have come about: readings of a whole explanation."""
 
 from __future__ import annotations
 
@@ -18,6 +13,11 @@ from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
 if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.evidence import Evidence
     from pytest_fsdp_comm.comm.explanation.search import Explanation
+
+
+# Note [Causes]: a step is exact, so a cause explains all of its rows. A step itself names what its
+# rows suggest; here several steps together, the trees of the test, and a change of torch's own
+# decide, in this order. docs/causes.md has what would refute each, `tests/regressions` its cases.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +41,7 @@ def find_causes(
     is_same_mesh: bool = True,
     torch_versions: tuple[str, str] = ("", ""),
 ) -> tuple[Cause, ...]:
-    """Names the probable causes of a difference, those of regressions first.
-
-    Args:
-        explanation: What differs.
-        is_same_mesh: Whether the world and its axes are as before.
-        evidence: What the trees of the same test say; None if they were not compared.
-        torch_versions: Of the snapshot and of the recording; empty where they are not known.
-    """
+    """Names the probable causes of a difference, those of regressions first."""
     found = _root_not_sharded(explanation)
     explained = [step for cause in found for step in cause.steps]
     for step in explanation.steps:
@@ -90,8 +83,8 @@ _REDUCES_IN_FLOAT32: Final = (2, 15)
 
 
 def _reading_of_torch(versions: tuple[str, str], step: Step) -> str | None:
-    """What a change of torch's own says of a step; None if it says nothing of it."""
-    was, now = (tuple(map(int, _VERSION.findall(version)[:2])) for version in versions)
+    """What a change of torch's own says of a step; None if nothing."""
+    was, now = (tuple(map(int, re.findall("[0-9]+", one)[:2])) for one in versions)
     if not (was and now) or (was < _REDUCES_IN_FLOAT32) == (now < _REDUCES_IN_FLOAT32):
         return None
     low, high = ("old", "new") if was < now else ("new", "old")
@@ -108,11 +101,8 @@ def _reading_of_torch(versions: tuple[str, str], step: Step) -> str | None:
     return None
 
 
-_VERSION: Final = re.compile(r"[0-9]+")
-
-
 def _reading_with(evidence: Evidence, step: Step) -> str | None:
-    """What the trees say of a step; None if they say nothing of it."""
+    """What the trees say of a step; None if nothing."""
     if isinstance(step, Dtype):
         if evidence.is_other_dtype == evidence.is_other_policy:
             return None

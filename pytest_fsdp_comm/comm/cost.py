@@ -1,8 +1,4 @@
-"""What a change of communication costs a rank: calls, bytes and estimated seconds.
-
-Bytes are message sizes, as `events.Collective.nbytes`. Those of pickled objects are unknown, so
-calls that carry them are counted apart and left out of bytes and seconds.
-"""
+"""What a change of communication costs a rank: calls, bytes and estimated seconds."""
 
 from __future__ import annotations
 
@@ -12,17 +8,22 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from pytest_fsdp_comm.comm.links import Link, Links
+from pytest_fsdp_comm.comm.profile import ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pytest_fsdp_comm.comm.profile import CommProfile
 
+# Note [Cost by rank]: a cost is that of one rank, so that its parts add up, and the rank is the one
+# whose bytes change most, so that no other hides a difference. Thousands of ranks share a few lists
+# of ranks: those that are in the same lists have the same rows and peaks, and are looked at once.
+# Bytes are message sizes, as `events.Collective.nbytes`. Those of pickled objects are unknown:
+# calls that carry them are counted apart, and left out of bytes and seconds.
+
 _Value = TypeVar("_Value")
 _What: TypeAlias = tuple[str, str]
 """Axis and kind."""
-_Volumes: TypeAlias = "Mapping[_What, Volume]"
-_Change: TypeAlias = "Mapping[_What, tuple[Volume, Volume]]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +67,7 @@ class PartCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a change costs one rank, in all that was recorded.
-
-    Where ranks differ, both sides are those of the rank whose bytes change most: the sums of one
-    rank, which add up, and no difference that another rank hides. The peak is likewise that of the
-    rank where it changes most.
-    """
+    """What a change costs one rank, in all that was recorded; see Note [Cost by rank]."""
 
     ranks: tuple[int, ...] = ()
     """The ranks with these calls, ascending; empty for all that both sides recorded."""
@@ -111,21 +107,10 @@ class Cost:
 def estimate_seconds(
     kind: str, *, count: int, nbytes: int, group_size: int, link: Link
 ) -> float | None:
-    """How long calls take one after the other while nothing else uses the link.
-
-    The formulas, with their sources, are in docs/cost.md.
-
-    Args:
-        kind: As `events.Collective.kind`.
-        count: How many calls.
-        nbytes: Sum of their message sizes.
-        group_size: How many ranks take part.
-        link: Between neighbours in the group.
-
-    Returns:
-        Seconds; None for a kind without a formula.
-    """
-    # Messages that follow each other, and the bytes that a rank sends for each byte of a message.
+    """Estimates the seconds of calls with `nbytes` together; None for a kind without a formula."""
+    # The formulas, with their sources, are in docs/cost.md: one call after the other, while nothing
+    # else uses the link. Each has the messages that follow each other (hops), and the bytes that a
+    # rank sends for each byte of a message (share).
     hops = group_size - 1
     share = hops / group_size
     match kind:
@@ -145,22 +130,19 @@ def estimate_seconds(
 
 
 def cost_of_change(old: CommProfile, new: CommProfile, links: Links | None = None) -> Cost:
-    """Adds up the calls of both sides and compares the sums.
-
-    Args:
-        old: The snapshot.
-        new: What was recorded.
-        links: How fast axes are; None estimates no seconds.
-
-    Returns:
-        The cost for the ranks that both sides recorded; an empty one if there are none.
-    """
+    """Compares the sums of both sides on the ranks that both recorded; empty if there are none."""
     alike = _alike_ranks(old, new)
     if not alike:
         return Cost()
     firsts = frozenset(alike)
     before, after = (_volumes(profile, firsts) for profile in (old, new))
-    changes = {rank: _paired(before[rank], after[rank]) for rank in alike}
+    changes = {
+        rank: {
+            what: (before[rank][what], after[rank][what])
+            for what in sorted({*before[rank], *after[rank]})
+        }
+        for rank in alike
+    }
     change, ranks = _largest(changes, alike, _weight)
     old_peaks, new_peaks = (_peaks(profile, firsts) for profile in (old, new))
     peaks = {rank: (old_peaks[rank], new_peaks[rank]) for rank in alike}
@@ -186,15 +168,7 @@ def cost_of_change(old: CommProfile, new: CommProfile, links: Links | None = Non
 
 
 def _alike_ranks(old: CommProfile, new: CommProfile) -> dict[int, list[int]]:
-    """The ranks that both sides recorded, together with those that have the same rows and peaks.
-
-    Returns:
-        Ascending, by the lowest of each.
-    """
-    recorded = [
-        frozenset(profile.recorded_ranks or range(profile.world_size)) for profile in (old, new)
-    ]
-    # Few lists hold the ranks of many rows, so that ranks are grouped without looking at the rows.
+    """The ranks that both sides recorded, with those that are alike, by the lowest of each."""
     lists: set[tuple[int, ...]] = set()
     for profile in (old, new):
         lists.update(row.ranks for row in profile.collectives)
@@ -204,13 +178,12 @@ def _alike_ranks(old: CommProfile, new: CommProfile) -> dict[int, list[int]]:
         for rank in ranks:
             signatures[rank].append(number)
     groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank in sorted(recorded[0] & recorded[1]):
+    for rank in sorted(ranks_of(old) & ranks_of(new)):
         groups[tuple(signatures[rank])].append(rank)
     return {group[0]: group for group in groups.values()}
 
 
-def _volumes(profile: CommProfile, ranks: frozenset[int]) -> dict[int, dict[_What, Volume]]:
-    """The sums of some ranks, by axis and kind."""
+def _volumes(profile: CommProfile, ranks: frozenset[int]) -> dict[int, defaultdict[_What, Volume]]:
     by_list: defaultdict[tuple[int, ...], defaultdict[_What, Volume]]
     by_list = defaultdict(lambda: defaultdict(Volume))
     for row in profile.collectives:
@@ -222,28 +195,17 @@ def _volumes(profile: CommProfile, ranks: frozenset[int]) -> dict[int, dict[_Wha
         for rank in ranks.intersection(having):
             for what, volume in volumes.items():
                 found[rank][what] += volume
-    return dict(found)
-
-
-def _peaks(profile: CommProfile, ranks: frozenset[int]) -> dict[int, int]:
-    """The most bytes that some ranks had gathered."""
-    found = dict.fromkeys(ranks, 0)
-    for peak in profile.peaks:
-        found.update(
-            dict.fromkeys(ranks.intersection(peak.ranks) if peak.ranks else ranks, peak.nbytes)
-        )
     return found
 
 
-def _paired(before: _Volumes, after: _Volumes) -> _Change:
-    nothing = Volume()
-    return {
-        what: (before.get(what, nothing), after.get(what, nothing))
-        for what in sorted({*before, *after})
-    }
+def _peaks(profile: CommProfile, ranks: frozenset[int]) -> dict[int, int]:
+    found = dict.fromkeys(ranks, 0)
+    for peak in profile.peaks:
+        found.update(dict.fromkeys(ranks.intersection(peak.ranks or ranks), peak.nbytes))
+    return found
 
 
-def _weight(change: _Change) -> tuple[int, int, int]:
+def _weight(change: Mapping[_What, tuple[Volume, Volume]]) -> tuple[int, int, int]:
     pairs = change.values()
     return (
         sum(abs(now.nbytes - was.nbytes) for was, now in pairs),
@@ -257,27 +219,14 @@ def _largest(
     alike: Mapping[int, Sequence[int]],
     weight: Callable[[_Value], tuple[int, ...]],
 ) -> tuple[_Value, tuple[int, ...]]:
-    """The value of most weight and the ranks that have it.
-
-    Args:
-        values: By the lowest of the ranks that are alike; at least one.
-        alike: The ranks that are.
-        weight: What values are compared by.
-
-    Returns:
-        No ranks if all have it.
-    """
+    """The value of most weight and the ranks that have it; no ranks if all have it."""
     largest = max(values.values(), key=weight)
     having = [rank for rank, value in values.items() if value == largest]
-    return largest, (
-        ()
-        if len(having) == len(values)
-        else tuple(sorted(itertools.chain.from_iterable(alike[rank] for rank in having)))
-    )
+    ranks = sorted(itertools.chain.from_iterable(alike[rank] for rank in having))
+    return largest, () if len(having) == len(values) else tuple(ranks)
 
 
 def _timed(kind: str, axis: str, volume: Volume, profile: CommProfile, links: Links) -> Volume:
-    """Adds the seconds to the volume of one kind over one axis."""
     link = links.of(axis)
     sizes = [known.size for known in profile.mesh_axes if known.name == axis]
     if link is None or (volume.count and not sizes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pytest_fsdp_comm.comm.causes import Cause, find_causes
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
@@ -14,7 +14,6 @@ from pytest_fsdp_comm.comm.explanation.search import Explanation, explain
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
 from pytest_fsdp_comm.comm.mesh import MeshAxis, show_mesh
 from pytest_fsdp_comm.comm.profile import (
-    SUBJECTS,
     CommProfile,
     Row,
     RowKey,
@@ -22,6 +21,7 @@ from pytest_fsdp_comm.comm.profile import (
     Subject,
     alike_but,
     restrict,
+    step_order,
     without_activation_sizes,
     without_async,
 )
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.evidence import Evidence
     from pytest_fsdp_comm.comm.links import Links
-
-_PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
 
 Sites: TypeAlias = Mapping[tuple[str | None, RowKey], tuple[Site, ...]]
 
@@ -94,19 +92,20 @@ class Comparison:
 
 
 def _is_counterpart(step: Step) -> bool:
-    """Whether it is what backward has for what is redistributed in forward."""
+    """Whether it tells what backward has for a redistribution in forward."""
     if not isinstance(step, Replaced) or step.kind != "redistributed":
         return False
     return any(key.phase is Phase.BACKWARD for rows in step.rows.values() for key in rows)
 
 
-def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommProfile]:
-    """Both sides as far as they are compared: see `compare`.
+# Note [Comparable]: where the snapshot has all ranks, but only some were recorded now (the fake
+# backend), only these are compared. Where torch said on one side only which calls are asynchronous,
+# none are compared for that. Where sizes of activations are compared on one side only, that is a
+# change, and no size of any is another.
 
-    Args:
-        old: The snapshot.
-        new: What was recorded.
-    """
+
+def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommProfile]:
+    """Both sides as far as they are compared; see Note [Comparable]."""
     if new.recorded_ranks and not old.recorded_ranks:
         old = restrict(old, new.recorded_ranks)
     if old.shows_async != new.shows_async:
@@ -122,19 +121,7 @@ def compare(
     links: Links | None = None,
     evidence: Evidence | None = None,
 ) -> Comparison:
-    """Compares a snapshot with what was recorded.
-
-    Where the snapshot has all ranks, but only some were recorded now (the fake backend), only these
-    are compared. Where torch said on one side only which calls are asynchronous, none are compared
-    for that. Where sizes of activations are compared on one side only, that is a change, and no
-    size of any is another.
-
-    Args:
-        old: The snapshot.
-        new: What was recorded.
-        links: How fast axes are; None estimates no seconds.
-        evidence: What the trees of the same test say; None if they were not compared.
-    """
+    """Compares a snapshot with what was recorded, as far as it is comparable."""
     words = {True: "compared", False: "not compared"}
     sizes = words[old.sizes_activations], words[new.sizes_activations]
     old, new = comparable(old, new)
@@ -200,13 +187,16 @@ def _compare_rows(old: Iterable[Row], new: Iterable[Row], sites: Sites) -> Itera
     before, after = _by_place(old), _by_place(new)
     groups: dict[tuple[object, ...], list[Change]] = {}
     # The order of the new profile, with what is gone at its place among the old.
-    for owner, key in sorted({**after, **before}, key=lambda place: _order(place[1])):
+    for owner, key in sorted({**after, **before}, key=lambda place: step_order(place[1])):
         was, now = before.get((owner, key), ()), after.get((owner, key), ())
         if was == now:
             continue
         if not (was and now):
             # Of what came or went as a whole, prefetch distances are no part of the change.
-            was, now = _without_ahead(was), _without_ahead(now)
+            was, now = (
+                tuple(replace(row, calls=alike_but(row.calls, ahead=0)) for row in rows)
+                for rows in (was, now)
+            )
         change = Change(
             subject=key.subject,
             phase=key.phase,
@@ -216,26 +206,15 @@ def _compare_rows(old: Iterable[Row], new: Iterable[Row], sites: Sites) -> Itera
             after=now,
             sites=sites.get((owner, key), ()),
         )
-        groups.setdefault((key, _amounts(was), _amounts(now)), []).append(change)
+        # What they say, whichever owner they have.
+        amounts = (tuple((row.calls, row.ranks) for row in rows) for rows in (was, now))
+        groups.setdefault((key, *amounts), []).append(change)
     for alike in groups.values():
         owners = sorted(
             (owner for change in alike for owner in change.owners),
             key=lambda name: natural_key(name or ""),
         )
         yield replace(alike[0], owners=tuple(owners))
-
-
-def _order(key: RowKey) -> tuple[int, int]:
-    return SUBJECTS.index(key.subject), _PHASE_ORDER[key.phase]
-
-
-def _amounts(rows: Iterable[Row]) -> tuple[object, ...]:
-    """What rows of one place say, whichever owner they have."""
-    return tuple((row.calls, row.ranks) for row in rows)
-
-
-def _without_ahead(rows: Iterable[Row]) -> tuple[Row, ...]:
-    return tuple(replace(row, calls=alike_but(row.calls, ahead=0)) for row in rows)
 
 
 def _by_place(rows: Iterable[Row]) -> dict[tuple[str | None, RowKey], tuple[Row, ...]]:

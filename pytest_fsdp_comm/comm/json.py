@@ -20,20 +20,12 @@ _KIND: Final = "recording"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recordings:
-    """What several ranks recorded in one block."""
-
     recordings: tuple[Recording, ...]
-    """In the order of their ranks."""
 
 
 def dump_recordings(recordings: Sequence[Recording]) -> str:
-    """Writes what several ranks recorded in one block as JSON.
-
-    Args:
-        recordings: In the order of their ranks.
-    """
-    value = _Recordings(recordings=tuple(recordings))
-    return dump_document(_KIND, JSON_VERSION, value)
+    """Writes what several ranks recorded in one block as JSON, in the order of their ranks."""
+    return dump_document(_KIND, JSON_VERSION, _Recordings(recordings=tuple(recordings)))
 
 
 def load_recordings(text: str) -> tuple[Recording, ...]:

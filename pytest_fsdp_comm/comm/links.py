@@ -50,20 +50,15 @@ class Links:
         return bool(self.by_axis)
 
     def of(self, axis: str) -> Link | None:
-        """The link of one axis; None if it is unknown."""
+        """Finds the link of one axis; None if it is unknown."""
         return self.by_axis.get(axis) or self.by_axis.get(OTHER_AXES)
 
 
 def parse_links(lines: Iterable[str]) -> Links:
-    """Reads the lines of the ini value ``fsdp_comm_links``.
-
-    Args:
-        lines: ``<axis>: <bandwidth> <latency>``, such as ``dp: 50 GB/s 10 us``; ``*`` stands for
-            all other axes.
+    """Reads the lines of the ini value ``fsdp_comm_links``, such as ``dp: 50 GB/s 10 us``.
 
     Raises:
-        ValueError: A line is something else, or names an axis again; the text says which line it
-            is, and what was expected.
+        ValueError: A line is something else, or names an axis again; the text says which.
     """
     found: dict[str, tuple[int, Link]] = {}
     for place, line in enumerate(filter(None, map(str.strip, lines)), start=1):

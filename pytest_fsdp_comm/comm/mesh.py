@@ -43,26 +43,14 @@ class MeshAxis:
 
 
 def axis_of(name: str, ranks: Sequence[int]) -> MeshAxis:
-    """The axis of a group.
-
-    Args:
-        name: As `MeshAxis.name`.
-        ranks: Of the group, in its order.
-    """
+    """The axis of a group, by its ranks in the order of the group."""
     dims = dims_of(ranks)
     groups = () if dims is not None else (tuple(ranks),)
     return MeshAxis(name=name, size=len(ranks), dims=dims or (), groups=groups)
 
 
 def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
-    """Finds the dimensions of a group's ranks.
-
-    Args:
-        ranks: In the order of the group.
-
-    Returns:
-        Size and stride of each dimension, innermost first; None if the ranks lie irregularly.
-    """
+    """Finds `MeshAxis.dims` of a group's ranks, in its order; None if they lie irregularly."""
     offsets = [rank - ranks[0] for rank in ranks]
     dims = []
     inner = 1  # ranks in the dimensions found so far, which the next one repeats

@@ -1,7 +1,4 @@
-"""Counts and bytes of communication: what is compared with a snapshot.
-
-`fold` makes the profile of one rank's recording, `merge` that of all ranks.
-"""
+"""Counts and bytes of communication: what is compared with a snapshot."""
 
 from __future__ import annotations
 
@@ -190,13 +187,13 @@ class CommProfile:
             nbytes[row.what, row.axis] += times * row.nbytes
         return tuple(
             Total(
-                kind=what[0],
-                axis=what[1],
-                count=counts[what],
-                nbytes=nbytes[what],
+                kind=kind,
+                axis=axis,
+                count=counts[kind, axis],
+                nbytes=nbytes[kind, axis],
                 num_ranks=1 if is_common else self.num_ranks,
             )
-            for what in sorted(counts, key=lambda what: _kind_order(*what))
+            for kind, axis in sorted(counts, key=lambda what: _kind_order(*what))
         )
 
 
@@ -212,10 +209,14 @@ class OnRanks(Protocol):
         """The ranks that were recorded, ascending; empty for all ranks."""
 
 
+def ranks_of(profile: OnRanks) -> frozenset[int]:
+    """The ranks that were recorded, where all of them are listed too."""
+    return frozenset(profile.recorded_ranks or range(profile.world_size))
+
+
 def has_further_ranks(profile: OnRanks, other: OnRanks) -> bool:
     """Whether a profile has ranks that another one lacks, which thus must not replace it."""
-    ranks = set(profile.recorded_ranks or range(profile.world_size))
-    return not ranks.issubset(other.recorded_ranks or range(other.world_size))
+    return not ranks_of(profile) <= ranks_of(other)
 
 
 _OfRanks = TypeVar("_OfRanks", Row, GatheredPeak, Gap)
@@ -228,13 +229,7 @@ def fold(recording: Recording) -> CommProfile:
     return CommProfile(
         world_size=recording.world_size,
         mesh_axes=recording.mesh_axes,
-        rows=sort_rows(
-            chain(
-                _fold_collectives(recording),
-                _fold_reshards(recording),
-                _fold_redistributions(recording),
-            )
-        ),
+        rows=sort_rows(chain(_fold_collectives(recording), _fold_others(recording))),
         peaks=(GatheredPeak(nbytes=peak),) if peak else (),
         recorded_ranks=() if recording.world_size == 1 else (recording.rank,),
         shows_async=recording.shows_async,
@@ -269,41 +264,25 @@ def _fold_calls(events: Iterable[Collective]) -> tuple[Calls, ...]:
     return tuple(sorted(replace(alike, count=count) for alike, count in counts.items()))
 
 
-def _fold_reshards(recording: Recording) -> Iterable[Row]:
-    counts = Counter((event.phase, event.module, event.action) for event in recording.reshards)
-    for (phase, module, action), count in counts.items():
-        calls = (Calls(count=count),)
-        yield Row(subject="reshard", phase=phase, owner=module, what=action, calls=calls)
-
-
-def _fold_redistributions(recording: Recording) -> Iterable[Row]:
+def _fold_others(recording: Recording) -> Iterable[Row]:
     def written(placements: Sequence[str]) -> str:
         return f"({','.join(_SHAPE.sub('', one).replace(' ', '') for one in placements)})"
 
-    counts = Counter(
-        (
-            event.phase,
-            event.owner,
-            f"{written(event.source_placements)}->{written(event.target_placements)}",
-        )
-        for event in recording.redistributions
-    )
-    for (phase, owner, change), count in counts.items():
+    counts: Counter[tuple[Subject, Phase, str | None, str]] = Counter()
+    for reshard in recording.reshards:
+        counts["reshard", reshard.phase, reshard.module, reshard.action] += 1
+    for move in recording.redistributions:
+        change = f"{written(move.source_placements)}->{written(move.target_placements)}"
+        counts["redistribution", move.phase, move.owner, change] += 1
+    for (subject, phase, owner, what), count in counts.items():
         calls = (Calls(count=count),)
-        yield Row(subject="redistribution", phase=phase, owner=owner, what=change, calls=calls)
+        yield Row(subject=subject, phase=phase, owner=owner, what=what, calls=calls)
 
 
 def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> CommProfile:
-    """Merges the profiles of the recorded ranks; equal rows become one.
+    """Merges the profiles of ranks, in their order; a row that not all have says which have it.
 
-    Ranks that recorded the same may share one object, which is then looked at once.
-
-    Args:
-        profiles: One for each rank, in rank order, each of one rank.
-        ranks: Of each profile, ascending; empty if the profiles say so themselves.
-
-    Returns:
-        The profile of all of them. A row that not every rank has says which have it.
+    Ascending `ranks` say whose they are where the profiles do not. See Note [Merging].
     """
     # One process alone is all ranks.
     ranks = ranks or [(profile.recorded_ranks or (0,))[0] for profile in profiles]
@@ -320,18 +299,18 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
     )
 
 
+# Note [Merging]: of thousands of ranks, most record the same, and the reader of their records hands
+# out one object for equal ones. So profiles are grouped by identity, which costs nothing, where
+# comparing them takes longer than merging them, and many ranks cost as few as there are groups.
+# Groups that differ share most of their rows, as objects too: these as well are merged by identity
+# first, and only then by value. Lists of ranks are made once, and rows hold one object for each.
+
+
 class _Groups:
-    """Ranks that share a profile, together: so many ranks cost as few as there are groups."""
+    """Ranks that share a profile, together; see Note [Merging]."""
 
     def __init__(self, profiles: Sequence[CommProfile], ranks: Sequence[int]) -> None:
-        """Groups the ranks.
-
-        Args:
-            profiles: Of each rank.
-            ranks: Ascending.
-        """
         self._num_ranks = len(ranks)
-        # By identity: comparing profiles takes longer than merging them.
         groups: dict[int, tuple[CommProfile, list[int]]] = {}
         for rank, profile in zip(ranks, profiles, strict=True):
             groups.setdefault(id(profile), (profile, []))[1].append(rank)
@@ -341,11 +320,7 @@ class _Groups:
         self._lists: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def ranks(self, places: Iterable[int]) -> tuple[int, ...]:
-        """The ranks of some groups as rows hold them, equal lists as one object.
-
-        Args:
-            places: Of the groups.
-        """
+        """The ranks of some groups as rows hold them."""
         key = tuple(sorted(places))
         if key not in self._lists:
             listed = sorted(chain.from_iterable(self._ranks[place] for place in key))
@@ -354,13 +329,6 @@ class _Groups:
 
 
 def _merge_rows(groups: _Groups, rows_of: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
-    """Makes one of equal rows.
-
-    Args:
-        groups: Whose they are.
-        rows_of: The rows of each group.
-    """
-    # First by identity: profiles that differ share most of their rows.
     shared: dict[int, tuple[Row, list[int]]] = {}
     for place, rows in enumerate(rows_of):
         for row in rows:
@@ -376,7 +344,7 @@ def _merge_rows(groups: _Groups, rows_of: Sequence[Sequence[Row]]) -> tuple[Row,
 
 
 def _merge_alike(groups: _Groups, values_of: Sequence[Sequence[_OfRanks]]) -> tuple[_OfRanks, ...]:
-    """Makes one of equal values, in the order of their lowest ranks; arguments as above."""
+    """Makes one of equal values, in the order of their lowest ranks."""
     having: defaultdict[_OfRanks, list[int]] = defaultdict(list)
     for place, values in enumerate(values_of):
         for value in dict.fromkeys(values):
@@ -385,12 +353,7 @@ def _merge_alike(groups: _Groups, values_of: Sequence[Sequence[_OfRanks]]) -> tu
 
 
 def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:
-    """A profile as if only some of its ranks had been recorded.
-
-    Args:
-        profile: Of all ranks, e.g. read from a snapshot.
-        ranks: The ranks to keep, ascending, e.g. those that the fake backend ran.
-    """
+    """A profile as if only some of its ranks, ascending, had been recorded."""
     kept = frozenset(ranks)
     # Many rows share one list of ranks.
     lists: dict[tuple[int, ...], tuple[int, ...]] = {(): tuple(ranks)}
@@ -429,28 +392,17 @@ def without_activation_sizes(profile: CommProfile) -> CommProfile:
     """A profile as if nobody knew how large the activations were."""
     alike: dict[tuple[RowKey, str | None, tuple[Calls, ...]], list[Row]] = {}
     for row in profile.rows:
-        unsized = replace(row, calls=tuple(sorted(_without_activation_sizes(row.calls))))
+        sized = {one for one in row.calls if one.role == Role.ACTIVATIONS and not one.is_object}
+        calls = {*row.calls} - sized | {*alike_but(sized, nbytes=0, is_unsized=True)}
+        unsized = replace(row, calls=tuple(sorted(calls)))
         alike.setdefault((unsized.key, unsized.owner, unsized.calls), []).append(unsized)
     # Ranks whose rows differed in these sizes alone share a row.
-    rows = sort_rows(
-        replace(first, ranks=_united([first, *others], profile.num_ranks)) if others else first
-        for first, *others in alike.values()
-    )
-    return replace(profile, rows=rows, sizes_activations=False)
-
-
-def _united(rows: Iterable[Row], num_ranks: int) -> tuple[int, ...]:
-    return ranks_or_empty_if_all(sorted(chain.from_iterable(row.ranks for row in rows)), num_ranks)
-
-
-def _without_activation_sizes(calls: Iterable[Calls]) -> Iterable[Calls]:
-    unsized = []
-    for one in calls:
-        if one.role == Role.ACTIVATIONS and not one.is_object:
-            unsized.append(one)
-        else:
-            yield one
-    yield from alike_but(unsized, nbytes=0, is_unsized=True)
+    rows = []
+    for first, *others in alike.values():
+        ranks = sorted(chain(first.ranks, *(row.ranks for row in others)))
+        united = ranks_or_empty_if_all(ranks, profile.num_ranks) if others else first.ranks
+        rows.append(replace(first, ranks=united))
+    return replace(profile, rows=sort_rows(rows), sizes_activations=False)
 
 
 def alike_but(calls: Iterable[Calls], **changes: Any) -> tuple[Calls, ...]:
@@ -466,10 +418,14 @@ def sort_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
     return tuple(sorted(rows, key=_order))
 
 
+def step_order(row: Row | RowKey) -> tuple[int, int]:
+    """Sorts by subject, and by the phases of a step."""
+    return _SUBJECT_ORDER[row.subject], _PHASE_ORDER[row.phase]
+
+
 def _order(row: Row) -> tuple[object, ...]:
     where = (row.owner is None, natural_key(row.owner or ""))
-    subject, phase = _SUBJECT_ORDER[row.subject], _PHASE_ORDER[row.phase]
-    return (subject, phase, where, _kind_order(row.what, row.axis), row.ranks)
+    return (*step_order(row), where, _kind_order(row.what, row.axis), row.ranks)
 
 
 def _kind_order(kind: str, axis: str) -> tuple[int, str, str]:

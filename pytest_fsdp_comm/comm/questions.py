@@ -1,8 +1,4 @@
-"""Questions to a recording: which collectives are meant, and what there is to ask for.
-
-A name that nothing can have is an error, since a guard such as ``counts(owner="layer.0") == 0``
-would hold for ever.
-"""
+"""Questions to a recording: which collectives are meant, and what there is to ask for."""
 
 from __future__ import annotations
 
@@ -19,11 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
+# Note [Names that nothing has]: a name that no collective can have is an error and not a count of
+# 0: a guard such as `counts(owner="layer.0") == 0` would hold for ever. So a block keeps all names
+# that there were, used or not, and the errors list them.
+
 _MAX_LISTED: Final = 12
 _ELSEWHERE: Final = {
-    "unshard": "unshard and reshard are not collectives; see comm_mode.reshards",
-    "reshard": "unshard and reshard are not collectives; see comm_mode.reshards",
-    "redistribute": "redistributions are not collectives; see comm_mode.redistributions",
+    "unshard": "; unshard and reshard are not collectives; see comm_mode.reshards",
+    "reshard": "; unshard and reshard are not collectives; see comm_mode.reshards",
+    "redistribute": "; redistributions are not collectives; see comm_mode.redistributions",
 }
 
 
@@ -48,12 +48,7 @@ class Names:
     """Whether the model was given; else only the modules that ran are known."""
 
     def with_axes(self, living: Iterable[tuple[str, str]], recorded: Iterable[Collective]) -> Names:
-        """The same names with further axes.
-
-        Args:
-            living: The name of each axis, and that of its process group.
-            recorded: All that this rank sent.
-        """
+        """Adds axes that still exist: the name of each, and that of its process group."""
         axes, renamed = set(self.axes), {}
         sent_over = {event.axis for event in recorded}
         for name, group in living:
@@ -98,7 +93,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class Counted:
     """What an answer was counted from."""
 
     asked: str
@@ -110,17 +105,14 @@ class Evidence:
 
 
 class Answer(int):
-    """A number whose failed comparison shows what was counted; otherwise an int like any other.
+    """An int whose failed comparison shows what was counted; sums and the like are plain."""
 
-    Numbers that are calculated from it are plain.
-    """
+    counted: Counted
 
-    evidence: Evidence
-
-    def __new__(cls, value: SupportsIndex, evidence: Evidence) -> Answer:  # noqa: PYI034  # never subclassed
-        """Attaches the evidence."""
+    def __new__(cls, value: SupportsIndex, counted: Counted) -> Answer:  # noqa: PYI034  # never subclassed
+        """Attaches what was counted."""
         answer = super().__new__(cls, value)
-        answer.evidence = evidence
+        answer.counted = counted
         return answer
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
@@ -131,12 +123,7 @@ class Answer(int):
 def select(
     question: Question, recorded: Sequence[Collective], names: Names
 ) -> tuple[Collective, ...]:
-    """Finds the collectives that are meant.
-
-    Args:
-        question: As the user asked.
-        recorded: All that this rank sent.
-        names: What there is to ask for.
+    """Finds the collectives that are meant; see Note [Names that nothing has].
 
     Raises:
         RecordingError: There is no such kind, phase, axis or owner; it lists what there is.
@@ -172,14 +159,9 @@ def _check(what: str, asked: str | None, allowed: Sequence[str]) -> None:
             f"expected one of {', '.join(allowed)}"
         )
     raise RecordingError(
-        f"there is no {what} {asked!r}; expected one of {_listed(allowed)}{_hint(asked, allowed)}"
+        f"there is no {what} {asked!r}; expected one of {_listed(allowed)}"
+        f"{_ELSEWHERE.get(asked) or did_you_mean(closest(asked, allowed))}"
     )
-
-
-def _hint(asked: str, allowed: Iterable[str]) -> str:
-    if asked in _ELSEWHERE:
-        return f"; {_ELSEWHERE[asked]}"
-    return did_you_mean(closest(asked, allowed))
 
 
 def _owner_test(asked: str | None, names: Names) -> Callable[[str | None], bool]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from pytest_fsdp_comm.comm.questions import Answer, Evidence, Question, select
+from pytest_fsdp_comm.comm.questions import Answer, Counted, Question, select
 from pytest_fsdp_comm.errors import (
     FsdpCommError,
     RecordingError,
@@ -369,4 +369,4 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         return select(question, recorded, names)
 
     def _answer(self, number: int, asked: str, matching: tuple[Collective, ...]) -> int:
-        return Answer(number, Evidence(asked=asked, matching=matching, recorded=self.events))
+        return Answer(number, Counted(asked=asked, matching=matching, recorded=self.events))

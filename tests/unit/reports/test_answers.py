@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_fsdp_comm.comm.events import Collective, Phase, Source
-from pytest_fsdp_comm.comm.questions import Answer, Evidence, Question
+from pytest_fsdp_comm.comm.questions import Answer, Counted, Question
 from pytest_fsdp_comm.reports.answers import explain_answer
 from pytest_fsdp_comm.text.fqn import expand, fold_fqns, matcher
 
@@ -46,7 +46,7 @@ def collective(
 
 def answer(number, matching=(), recorded=(), asked="counts('all_gather')"):
     return Answer(
-        number, Evidence(asked=asked, matching=matching, recorded=tuple(recorded) or matching)
+        number, Counted(asked=asked, matching=matching, recorded=tuple(recorded) or matching)
     )
 
 
