@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.profile import RowKey
 
 
+# Note [Both ways]: most changes have a mirror image: freed or kept after forward, split off or
+# merged. One function proposes both: `came` says whether the target has something that the state
+# lacks, `sides` and `select` swap the two accordingly, and only the sentences and causes differ.
+
+
 class Alike(NamedTuple):
     """What differs in some modules."""
 
@@ -50,24 +55,13 @@ class Between:
         self.changed = [owner for owner in self.owners if owner in state and owner in target]
 
     def sides(self, *, came: bool) -> tuple[State, State]:
-        """The state without what came or went, and the one with it."""
+        """The state without what came or went, and the one with it; see Note [Both ways]."""
         return (self.state, self.target) if came else (self.target, self.state)
 
     @cached_property
     def alike(self) -> list[Alike]:
         """What differs, once for all modules in which the same does."""
-        owners: dict[tuple[Content, Content], list[Owner]] = {}
-        for owner in self.owners:
-            owners.setdefault((self.state[owner], self.target[owner]), []).append(owner)
-        return [
-            Alike(
-                owners=alike,
-                old=old,
-                new=new,
-                rows=[(key, old.row(key), new.row(key)) for key in keys_that_differ(old, new)],
-            )
-            for (old, new), alike in owners.items()
-        ]
+        return differences(self.state, self.target)
 
     def select(
         self, choose: Callable[[Content, Content], Iterable[RowKey]], *, came: bool = True
@@ -114,6 +108,22 @@ class Between:
         if sides:
             was, now = ({owner: two[i] for owner, two in sides.items()} for i in (0, 1))
             yield Replaced(kind=kind, rows=now, was=was, **fields)
+
+
+def differences(old: State, new: State) -> list[Alike]:
+    """What differs between two states, once for all modules in which the same does."""
+    alike: dict[tuple[Content, Content], list[Owner]] = {}
+    for owner in owners_that_differ(old, new):
+        alike.setdefault((old[owner], new[owner]), []).append(owner)
+    return [
+        Alike(
+            owners,
+            was,
+            now,
+            [(key, was.row(key), now.row(key)) for key in keys_that_differ(was, now)],
+        )
+        for (was, now), owners in alike.items()
+    ]
 
 
 def owners_that_differ(old: State, new: State) -> list[Owner]:

@@ -69,6 +69,10 @@ class State(dict[Owner, Content]):
         """The content of a module that does nothing."""
         return NOTHING
 
+    def row_keys(self) -> set[RowKey]:
+        """The keys of all rows of all modules."""
+        return {key for content in set(self.values()) for key in content.rows}
+
 
 def once(
     question: Callable[Concatenate[Content, _P], _T],

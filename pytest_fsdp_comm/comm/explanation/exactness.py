@@ -6,13 +6,14 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.explanation.amounts import Counts, Scope
-from pytest_fsdp_comm.comm.explanation.between import keys_that_differ, owners_that_differ
+from pytest_fsdp_comm.comm.explanation.between import differences
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_fsdp_comm.comm.calls import Calls
-    from pytest_fsdp_comm.comm.explanation.contents import Content, Owner, Pool, State
+    from pytest_fsdp_comm.comm.explanation.between import Alike
+    from pytest_fsdp_comm.comm.explanation.contents import Owner, Pool, Rows, State
     from pytest_fsdp_comm.comm.explanation.steps import Step
     from pytest_fsdp_comm.comm.profile import RowKey
 
@@ -33,26 +34,24 @@ _OF_UNITS: Final = frozenset({"called", "unit", "unit sizes", "split off", "regr
 
 def is_exact(states: Sequence[State], steps: Sequence[Step], target: State, pool: Pool) -> bool:
     """Whether steps, with the states before and after each, are exact in all that they claim."""
-    end = states[-1]
-    left = _rows_that_differ(end, target)
+    left = differences(states[-1], target)
     return (
         not any(_contradicts(step, other) for step in steps for other in steps)
         and not any(
             step.claims(owner, key, call)
-            for owner, key in left
-            for call in _calls_that_differ(end[owner], target[owner], key)
+            for alike in left
+            for key, was, now in alike.rows
+            for call in _calls_that_differ(was, now)
+            for owner in alike.owners
             for step in steps
         )
-        and _are_apart(states, steps, left)
+        and _are_apart(states, steps, _places(left))
         and _are_needed(states, steps, pool)
     )
 
 
-def _calls_that_differ(old: Content, new: Content, key: RowKey) -> set[Calls]:
-    was, now = (
-        {(row.ranks, call) for row in content.row(key) for call in row.calls}
-        for content in (old, new)
-    )
+def _calls_that_differ(*sides: Rows) -> set[Calls]:
+    was, now = ({(row.ranks, call) for row in rows for call in row.calls} for rows in sides)
     return {call for _, call in was ^ now}
 
 
@@ -64,7 +63,7 @@ def _are_apart(
     for before, step, after in zip(states, steps, states[1:], strict=False):
         if step.order <= _NAMES:
             continue
-        touched = _rows_that_differ(before, after)
+        touched = _places(differences(before, after))
         least = 2 if step.kind in {"counts", "sizes"} else 1
         kind = step.writes
         is_again = touched & written[kind] if kind in {"counts", "sizes"} else ()
@@ -96,12 +95,5 @@ def _contradicts(step: Step, other: Step) -> bool:
     return False
 
 
-def _rows_that_differ(before: State, after: State) -> set[tuple[Owner, RowKey]]:
-    known: dict[tuple[Content, Content], list[RowKey]] = {}
-    found: set[tuple[Owner, RowKey]] = set()
-    for owner in owners_that_differ(before, after):
-        place = before[owner], after[owner]
-        if place not in known:
-            known[place] = list(keys_that_differ(*place))
-        found.update((owner, key) for key in known[place])
-    return found
+def _places(found: Sequence[Alike]) -> set[tuple[Owner, RowKey]]:
+    return {(owner, key) for alike in found for key, *_ in alike.rows for owner in alike.owners}

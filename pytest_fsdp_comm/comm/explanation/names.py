@@ -51,7 +51,7 @@ class AxisRenamed(GlobalStep):
 def propose_axes(between: Between) -> Iterator[Step]:
     """Axes that have other names."""
     old, new = ({axis.name: axis for axis in axes} for axes in between.axes)
-    used = {key.axis for content in between.state.values() for key in content.rows}
+    used = {key.axis for key in between.state.row_keys()}
     for gone in sorted(used.intersection(old).difference(new)):
         for came in sorted(set(new).difference(old)):
             is_alike = (old[gone].size, old[gone].dims) == (new[came].size, new[came].dims)

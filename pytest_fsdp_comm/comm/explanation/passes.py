@@ -1,7 +1,4 @@
-"""What happened to phases, to axes and to activations.
-
-What a step rests on is checked here, as in `units`.
-"""
+"""What happened to phases, to axes and to activations; see Note [Evidence of a proposal]."""
 
 from __future__ import annotations
 
@@ -19,15 +16,15 @@ from pytest_fsdp_comm.comm.explanation.contents import (
     nbytes_of,
     role_of,
 )
+from pytest_fsdp_comm.comm.profile import RowKey
 from pytest_fsdp_comm.text.fqn import name_owners
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping
 
     from pytest_fsdp_comm.comm.explanation.between import Between
-    from pytest_fsdp_comm.comm.explanation.contents import Content, Owner, Rows, State
+    from pytest_fsdp_comm.comm.explanation.contents import Content, Owner, Rows
     from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
-    from pytest_fsdp_comm.comm.profile import RowKey
 
 
 def propose_of_passes(between: Between) -> Iterator[Step]:
@@ -71,40 +68,33 @@ def _recomputed(between: Between, *, came: bool) -> Iterator[Step]:
     """Forward's collectives of modules are repeated in backward."""
     less, more = between.sides(came=came)
     keys = between.select_rows(lambda key, *_: key.phase is Phase.RECOMPUTE)
-    for owner, held in keys.items():
-        for key in held:
-            # It repeats what forward sends, of as many bytes.
-            again = more[owner].row(key)
-            forward = more[owner].row(key._replace(phase=Phase.FORWARD))
-            if less[owner].row(key) or not forward or nbytes_of(again) > nbytes_of(forward):
-                return
-    is_first = not any(
-        key.phase is Phase.RECOMPUTE for content in less.values() for key in content.rows
-    )
-    gathers = came and any(
-        role == Role.PARAMETERS
-        for owner, held in keys.items()
+    rows = [
+        (less[at].row(key), more[at].row(key), more[at].row(key._replace(phase=Phase.FORWARD)))
+        for at, held in keys.items()
         for key in held
-        for role in {call.role for call in calls_of(more[owner].row(key))}
-    )
-    if gathers:
+    ]
+    # It repeats what forward sends, of as many bytes.
+    if any(
+        was or not forward or nbytes_of(again) > nbytes_of(forward) for was, again, forward in rows
+    ):
+        return
+    roles = {call.role for _, again, _ in rows for call in calls_of(again)}
+    if came and Role.PARAMETERS in roles:
         cause = (
             "recomputation repeats the prefetching of set_modules_to_forward_prefetch: checkpoint "
             "with use_reentrant=True does, use_reentrant=False does not"
         )
-    elif is_first:
-        cause = f"activation checkpointing was switched {'on' if came else 'off'}"
-    else:
+    elif any(key.phase is Phase.RECOMPUTE for key in less.row_keys()):
         more_or_less = "more" if came else "less"
         cause = f"{more_or_less} is recomputed: other modules, or other checkpointing"
+    else:
+        cause = f"activation checkpointing was switched {'on' if came else 'off'}"
 
     def sentence(step: Replaced) -> str:
         if not came:
             return f"nothing of {step.who} is sent again by recomputation any more"
-        return (
-            f"forward collectives of {step.who} repeated by recomputation in backward"
-            f": {step.calls()}"
-        )
+        what = f"forward collectives of {step.who} repeated by recomputation in backward"
+        return f"{what}: {step.calls()}"
 
     yield from between.replaced(
         "recomputed",
@@ -120,21 +110,21 @@ def _recomputed(between: Between, *, came: bool) -> Iterator[Step]:
 def _sequence_parallel(between: Between, *, came: bool) -> Iterator[Step]:
     """Forward's all-reduces of an axis are reduce-scatters of the same modules and bytes."""
     off, on = between.sides(came=came)
-    scattered: dict[str, list[Owner]] = {}
-    for owner in between.changed:
-        for key, rows in off[owner].rows.items():
-            if key.phase is Phase.FORWARD and key.what == "all_reduce":
-                parts = on[owner].row(key._replace(what="reduce_scatter"))
-                if _amounts(parts) == _amounts(rows) and not on[owner].row(key):
-                    scattered.setdefault(key.axis, []).append(owner)
-    for axis in scattered:
-        if not _sends_in_forward(on, "all_reduce", axis):
+    scattered = [
+        key.axis
+        for owner in between.changed
+        for key, rows in off[owner].rows.items()
+        if key == _sum_in_forward("all_reduce", key.axis)
+        and _amounts(rows) == _amounts(on[owner].row(key._replace(what="reduce_scatter")))
+    ]
+    for axis in dict.fromkeys(scattered):
+        if _sum_in_forward("all_reduce", axis) not in on.row_keys():
             yield from _scattered(between, axis, came=came)
 
 
 def _scattered(between: Between, axis: str, *, came: bool) -> Iterator[Step]:
     off, _ = between.sides(came=came)
-    is_whole = not _sends_in_forward(off, "reduce_scatter", axis)
+    is_whole = _sum_in_forward("reduce_scatter", axis) not in off.row_keys()
     kinds = ("all-reduces", "reduce-scatters")
     old, new = kinds if came else kinds[::-1]
 
@@ -142,11 +132,8 @@ def _scattered(between: Between, axis: str, *, came: bool) -> Iterator[Step]:
         became = f"forward {old} became {new} of as many bytes"
         if is_whole:
             return f"sequence parallelism over {axis} {'on' if came else 'off'}: {became}"
-        owners = [
-            owner
-            for owner, rows in step.rows.items()
-            if any(key.what in _SUMS and key.phase is Phase.FORWARD for key in rows)
-        ]
+        sums = {_sum_in_forward(kind, axis) for kind in ("all_reduce", "reduce_scatter")}
+        owners = [owner for owner, rows in step.rows.items() if not sums.isdisjoint(rows)]
         return f"{name_owners(owners)}[{axis}]: {became}"
 
     yield from between.replaced(
@@ -159,15 +146,8 @@ def _scattered(between: Between, axis: str, *, came: bool) -> Iterator[Step]:
     )
 
 
-_SUMS: Final = frozenset({"all_reduce", "reduce_scatter"})
-
-
-def _sends_in_forward(state: State, kind: str, axis: str) -> bool:
-    return any(
-        key.what == kind and key.phase is Phase.FORWARD and key.axis == axis
-        for content in state.values()
-        for key in content.rows
-    )
+def _sum_in_forward(kind: str, axis: str) -> RowKey:
+    return RowKey("collective", Phase.FORWARD, kind, axis)
 
 
 def _amounts(rows: Rows) -> Counter[tuple[int, str]]:
@@ -187,14 +167,11 @@ _PARTS: Final = (
 def _phases(between: Between, *, came: bool) -> Iterator[Step]:
     """A part of the step is there that was not, and forward is as before."""
     less, more = between.sides(came=came)
-    without, having = (
-        {key.phase for content in state.values() for key in content.rows} for state in (less, more)
-    )
+    without, having = ({key.phase for key in state.row_keys()} for state in (less, more))
     for phases in _PARTS:
-        if not without.isdisjoint(phases) or not {phases[0], phases[-1]} <= {
-            *having,
-            Phase.RECOMPUTE,
-        }:
+        # Recomputation alone need not be there.
+        is_there = {phases[0], phases[-1]} <= {*having, Phase.RECOMPUTE}
+        if not (without.isdisjoint(phases) and is_there):
             continue
         keys = between.select(partial(_rows_of_phases, phases), came=came)
         yield from _phase(between, phases, keys, came=came)
@@ -243,10 +220,8 @@ def _phase(
 
     cause = "norms of gradients are computed, as clip_grad_norm_ does"
     if not came:
-        cause = (
-            "norms of gradients are no longer computed: is clip_grad_norm_ still called in each "
-            "step?"
-        )
+        is_still = "is clip_grad_norm_ still called in each step?"
+        cause = f"norms of gradients are no longer computed: {is_still}"
     yield from between.replaced(
         "phase",
         keys,

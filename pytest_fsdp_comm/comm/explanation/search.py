@@ -15,7 +15,6 @@ from pytest_fsdp_comm.comm.explanation.between import (
 from pytest_fsdp_comm.comm.explanation.contents import Pool, State, rows_in
 from pytest_fsdp_comm.comm.explanation.exactness import is_exact
 from pytest_fsdp_comm.comm.explanation.names import (
-    Renamed,
     propose_axes,
     propose_layers,
     propose_names,
@@ -28,9 +27,9 @@ from pytest_fsdp_comm.comm.explanation.units import propose_of_units
 from pytest_fsdp_comm.comm.profile import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from pytest_fsdp_comm.comm.explanation.contents import Content, Owner
+    from pytest_fsdp_comm.comm.explanation.contents import Content
     from pytest_fsdp_comm.comm.profile import CommProfile
 
 # Note [Search]: a beam search. A path is a list of steps and the states after them; it costs the
@@ -171,14 +170,5 @@ def explain(old: CommProfile, new: CommProfile) -> Explanation:
         is_exact=not owners,
         before=rows_in(end, owners),
         after=rows_in(target, owners),
-        timings=find_timing_changes(old, new, _names(search.old, path.steps), path.steps),
+        timings=find_timing_changes(old, new, path.steps),
     )
-
-
-def _names(state: State, steps: Sequence[Step]) -> dict[Owner, Owner]:
-    """The new name of each module of the old profile."""
-    names = {owner: owner for owner in state}
-    for step in steps:
-        if isinstance(step, Renamed):
-            names = {owner: step.name(name) for owner, name in names.items()}
-    return names

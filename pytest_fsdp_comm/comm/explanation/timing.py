@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.contents import Owner
-from pytest_fsdp_comm.comm.explanation.names import AxisRenamed
+from pytest_fsdp_comm.comm.explanation.names import AxisRenamed, Renamed
 from pytest_fsdp_comm.comm.profile import RowKey
 from pytest_fsdp_comm.text.fqn import name_owners, natural_key
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from pytest_fsdp_comm.comm.explanation.steps import Step
     from pytest_fsdp_comm.comm.profile import CommProfile, Row
@@ -69,18 +69,18 @@ class TimingChange:
 
 
 def find_timing_changes(
-    old: CommProfile,
-    new: CommProfile,
-    names: Mapping[Owner, Owner],
-    steps: Sequence[Step],
+    old: CommProfile, new: CommProfile, steps: Sequence[Step]
 ) -> tuple[TimingChange, ...]:
-    """Compares the rows that both profiles have, whose names are the new ones of each owner."""
-    axes = {step.old: step.new for step in steps if isinstance(step, AxisRenamed)}
+    """Compares the rows that both profiles have, by the names that steps give them."""
     rows = {(row.key, row.owner, row.ranks): row for row in new.collectives}
     found: defaultdict[tuple[Subject, RowKey, Shares, Shares], list[Owner]] = defaultdict(list)
     for row in old.collectives:
-        owner = names.get(row.owner, row.owner)
-        key = row.key._replace(axis=axes.get(row.axis, row.axis))
+        owner, key = row.owner, row.key
+        for step in steps:
+            if isinstance(step, AxisRenamed) and key.axis == step.old:
+                key = key._replace(axis=step.new)
+            elif isinstance(step, Renamed):
+                owner = step.name(owner)
         now = rows.get((key, owner, row.ranks))
         if now is None or now.calls == row.calls:
             continue
@@ -88,20 +88,13 @@ def find_timing_changes(
             before, after = _shares(row, subject), _shares(now, subject)
             if before != after:
                 found[subject, key, before, after].append(owner)
-    return tuple(
-        TimingChange(
-            subject=subject,
-            key=key,
-            owners=tuple(
-                sorted(
-                    dict.fromkeys(owners), key=lambda name: (name is None, natural_key(name or ""))
-                )
-            ),
-            before=before,
-            after=after,
+    changes = []
+    for (subject, key, before, after), alike in found.items():
+        owners = sorted(set(alike), key=lambda name: (name is None, natural_key(name or "")))
+        changes.append(
+            TimingChange(subject=subject, key=key, owners=tuple(owners), before=before, after=after)
         )
-        for (subject, key, before, after), owners in found.items()
-    )
+    return tuple(changes)
 
 
 def _shares(row: Row, subject: Subject) -> Shares:

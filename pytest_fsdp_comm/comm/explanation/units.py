@@ -580,9 +580,7 @@ def _called(between: Between) -> Iterator[Step]:
         for state in (between.state, between.target)
     )
     # Schedules of pipelines gather as they like.
-    is_pipeline = any(
-        key.what in {"send", "recv"} for content in between.state.values() for key in content.rows
-    )
+    is_pipeline = any(key.what in {"send", "recv"} for key in between.state.row_keys())
     is_called = max(now.values(), default=0) > most and sum(now.values()) > sum(was.values())
 
     def sentence(step: Replaced) -> str:
