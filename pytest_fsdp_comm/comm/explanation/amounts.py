@@ -13,7 +13,6 @@ from pytest_fsdp_comm.comm.explanation.contents import (
     Owner,
     calls_of,
     count_of,
-    is_kept,
     is_of_gradients,
     is_of_unit,
     role_of,
@@ -68,7 +67,7 @@ class Scope(Enum):
             case Scope.FORWARD:
                 # What is kept after forward is there for the next one.
                 return key.phase is Phase.FORWARD and not (
-                    is_of_unit(key, call) and is_kept(content)
+                    is_of_unit(key, call) and content.is_kept
                 )
         is_outside = self is Scope.PASSES_AND_OUTSIDE and key.phase is Phase.OUTSIDE
         if not (key.phase in _PASSES or is_outside) or is_of_gradients(key, call, content):
@@ -189,7 +188,7 @@ def propose_counts(between: Between) -> Iterator[Step]:
         for ratio in _ratios(pairs):
             # Other scopes leave no unit out.
             units = between.state.items() if scope is Scope.FORWARD else ()
-            kept = tuple(owner for owner, content in units if is_kept(content))
+            kept = tuple(owner for owner, content in units if content.is_kept)
             step = Counts(scope=scope, factor=ratio, has_activations=sends, kept=kept)
             yield step
             if scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}:

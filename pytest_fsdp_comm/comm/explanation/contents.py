@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from pytest_fsdp_comm.comm.calls import UNTIMED
 from pytest_fsdp_comm.comm.events import Phase, Role
@@ -18,14 +18,13 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.calls import Calls
     from pytest_fsdp_comm.comm.profile import CommProfile, RowKey
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 # Note [Contents]: a model of 126 layers has thousands of rows, and a dozen different contents: the
 # rows of a module without its name. A `Pool`, one for each search, makes each content once, so that
 # contents are compared by identity, a step changes each of them once however many modules have it,
-# and questions are answered once (`once`). Never make one elsewhere, or keep one beyond its search:
-# an equal content of another pool is not the same. How far ahead FSDP gathers and what is
+# and what it is asked is found once (`cached_property`). Never compare contents of two pools: equal
+# ones are not the same. How far ahead FSDP gathers and what is
 # asynchronous are left out: they follow from the order of units, and `timing` compares them apart.
 
 Owner: TypeAlias = str | None
@@ -36,8 +35,6 @@ Rows: TypeAlias = "tuple[Row, ...]"
 class Content:
     """All that one module does, made by `Pool` alone; see Note [Contents]."""
 
-    __slots__ = ("answers", "rows")
-
     def __init__(self, rows: Iterable[Row]) -> None:
         """Sorts rows by their keys."""
         held: defaultdict[RowKey, list[Row]] = defaultdict(list)
@@ -46,8 +43,6 @@ class Content:
         self.rows: Mapping[RowKey, Rows] = {
             key: tuple(sorted(alike, key=lambda row: row.ranks)) for key, alike in held.items()
         }
-        self.answers: dict[object, Any] = {}
-        """Of `once`, by question."""
 
     def row(self, key: RowKey) -> Rows:
         """The rows of one key; empty if it has none."""
@@ -56,6 +51,50 @@ class Content:
     def calls(self) -> Iterator[tuple[RowKey, Calls]]:
         """All calls, each with the key of its row."""
         return ((key, call) for key, rows in self.rows.items() for call in calls_of(rows))
+
+    @cached_property
+    def gathers(self) -> Mapping[Phase, Mapping[RowKey, Rows]]:
+        """The rows of each phase in which parameters are gathered."""
+        gathers = {key: rows for key, rows in self.rows.items() if role_of(rows) == Role.PARAMETERS}
+        return {
+            phase: {key: rows for key, rows in gathers.items() if key.phase is phase}
+            for phase in Phase
+        }
+
+    @cached_property
+    def gathered_nbytes(self) -> int:
+        """Bytes of one gather of a unit in forward; 0 if it has several sizes or none."""
+        gathers = self.gathers[Phase.FORWARD].values()
+        return sole((call.nbytes for rows in gathers for call in calls_of(rows)), 0)
+
+    @cached_property
+    def unit_rows(self) -> Mapping[RowKey, Rows]:
+        """All rows that a unit of FSDP has."""
+        return self._rows_of(is_of_whole_unit)
+
+    @cached_property
+    def reductions(self) -> Mapping[RowKey, Rows]:
+        """The rows about gradients of parameters."""
+        rows = self._rows_of(lambda key, call: is_of_gradients(key, call, self))
+        return {key: held for key, held in rows.items() if key.phase is not Phase.FORWARD}
+
+    def _rows_of(self, is_meant: Callable[[RowKey, Calls], bool]) -> dict[RowKey, Rows]:
+        return {
+            key: rows
+            for key, rows in self.rows.items()
+            if all(is_meant(key, call) for call in calls_of(rows))
+        }
+
+    @cached_property
+    def is_kept(self) -> bool:
+        """Whether a unit is gathered in forward, and not again in backward."""
+        phases = {key.phase for key, call in self.calls() if is_gather(key, call)}
+        return Phase.FORWARD in phases and Phase.BACKWARD not in phases
+
+    @cached_property
+    def is_freed(self) -> bool:
+        """Whether a unit is resharded after its forward."""
+        return any(key.what == "reshard" and key.phase is Phase.FORWARD for key in self.rows)
 
 
 NOTHING: Final = Content(())
@@ -72,22 +111,6 @@ class State(dict[Owner, Content]):
     def row_keys(self) -> set[RowKey]:
         """The keys of all rows of all modules."""
         return {key for content in set(self.values()) for key in content.rows}
-
-
-def once(
-    question: Callable[Concatenate[Content, _P], _T],
-) -> Callable[Concatenate[Content, _P], _T]:
-    """Answers a question to a content once for all modules that have it."""
-
-    @functools.wraps(question)
-    def ask(content: Content, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        key = (question, *args)
-        if key not in content.answers:
-            content.answers[key] = question(content, *args, **kwargs)
-        answer: _T = content.answers[key]
-        return answer
-
-    return ask
 
 
 class Pool:
@@ -208,54 +231,3 @@ def is_of_gradients(key: RowKey, call: Calls, content: Content) -> bool:
         return call.role == Role.GRADIENTS
     beside = {other.role for at, other in content.calls() if at.phase is key.phase}
     return Role.GRADIENTS in beside and Role.ACTIVATIONS not in beside
-
-
-@once
-def gathers_of(content: Content, phase: Phase) -> dict[RowKey, Rows]:
-    """The rows of a phase in which parameters are gathered."""
-    return {
-        key: rows
-        for key, rows in content.rows.items()
-        if key.phase is phase and role_of(rows) == Role.PARAMETERS
-    }
-
-
-@once
-def unit_rows(content: Content) -> dict[RowKey, Rows]:
-    """All rows that a unit of FSDP has."""
-    return {
-        key: rows
-        for key, rows in content.rows.items()
-        if key.subject == "reshard" or all(is_of_parameters(key, call) for call in calls_of(rows))
-    }
-
-
-@once
-def reductions_of(content: Content) -> dict[RowKey, Rows]:
-    """The rows about gradients of parameters."""
-    return {
-        key: rows
-        for key, rows in content.rows.items()
-        if key.phase is not Phase.FORWARD
-        and all(is_of_gradients(key, call, content) for call in calls_of(rows))
-    }
-
-
-@once
-def is_kept(content: Content) -> bool:
-    """Whether a unit is gathered in forward, and not again in backward."""
-    phases = {key.phase for key, call in content.calls() if call.role == Role.PARAMETERS}
-    return Phase.FORWARD in phases and Phase.BACKWARD not in phases
-
-
-@once
-def is_freed(content: Content) -> bool:
-    """Whether a unit is resharded after its forward."""
-    return any(key.what == "reshard" and key.phase is Phase.FORWARD for key in content.rows)
-
-
-@once
-def gathered_nbytes(content: Content) -> int:
-    """Bytes of one gather of a unit in forward; 0 if it has several sizes or none."""
-    gathers = gathers_of(content, Phase.FORWARD).values()
-    return sole((call.nbytes for rows in gathers for call in calls_of(rows)), 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from pytest_fsdp_comm.comm.events import ROOT_FQN, Phase
-from pytest_fsdp_comm.comm.explanation.contents import State, gathers_of, sole
+from pytest_fsdp_comm.comm.explanation.contents import State, sole
 from pytest_fsdp_comm.comm.explanation.steps import GlobalStep, Kind, Step
 from pytest_fsdp_comm.comm.explanation.templates import replace_prefix, template
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT
@@ -277,4 +277,4 @@ def _has_units(between: Between, prefix: str) -> bool:
         [content for owner, content in state.items() if template(owner or "") == names]
         for state in (between.state, between.target)
     )
-    return bool(old) and all(gathers_of(content, Phase.FORWARD) for content in (*old, *new))
+    return bool(old) and all(content.gathers[Phase.FORWARD] for content in (*old, *new))

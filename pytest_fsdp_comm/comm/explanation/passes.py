@@ -11,7 +11,6 @@ from pytest_fsdp_comm.comm.explanation.between import keys_that_differ
 from pytest_fsdp_comm.comm.explanation.contents import (
     calls_of,
     count_of,
-    is_kept,
     is_part,
     nbytes_of,
     role_of,
@@ -191,7 +190,7 @@ def _rows_of_phases(phases: Container[Phase], less: Content, more: Content) -> I
         # Without backward nothing is freed after it: what is kept is there all the time.
         is_for_it = key.phase is Phase.FORWARD and (
             key.subject == "reshard"
-            or (is_kept(more) and role_of(more.row(key) or less.row(key)) == Role.PARAMETERS)
+            or (more.is_kept and role_of(more.row(key) or less.row(key)) == Role.PARAMETERS)
         )
         if key.phase in phases or (is_for_it and Phase.BACKWARD in phases):
             yield key

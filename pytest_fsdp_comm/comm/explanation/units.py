@@ -13,21 +13,15 @@ from pytest_fsdp_comm.comm.explanation.contents import (
     NOTHING,
     calls_of,
     count_of,
-    gathered_nbytes,
-    gathers_of,
-    is_freed,
     is_gather,
-    is_kept,
     is_of_parameters,
     is_of_unit,
     is_of_whole_unit,
     is_part,
     nbytes_of,
-    reductions_of,
     role_of,
     sizes_of,
     total_count,
-    unit_rows,
 )
 from pytest_fsdp_comm.comm.explanation.steps import Replaced, show_sizes
 from pytest_fsdp_comm.text.fqn import name_owners
@@ -74,7 +68,7 @@ def _unit_sizes(between: Between) -> Iterator[Step]:
     if not rows:
         return
     nbytes = {
-        owner: (gathered_nbytes(between.state[owner]), gathered_nbytes(between.target[owner]))
+        owner: (between.state[owner].gathered_nbytes, between.target[owner].gathered_nbytes)
         for owner in rows
     }
     # Not what the target has: how often units are gathered may have changed as well.
@@ -90,7 +84,7 @@ def _unit_sizes(between: Between) -> Iterator[Step]:
 
 def _resized(old: Content, new: Content) -> dict[RowKey, Rows]:
     """A unit's rows with their new sizes; empty if not all on an axis have one ratio."""
-    gathers = gathers_of(old, Phase.FORWARD)
+    gathers = old.gathers[Phase.FORWARD]
     if not gathers or old.rows.keys() != new.rows.keys():
         return {}
     ratios: dict[str, Fraction] = {}
@@ -123,10 +117,10 @@ def _freed(between: Between, *, came: bool) -> Iterator[Step]:
 
     def rows(less: Content, more: Content) -> list[RowKey]:
         is_changed = (
-            gathers_of(more, Phase.BACKWARD)
-            and not gathers_of(less, Phase.BACKWARD)
-            and is_freed(more)
-            and not is_freed(less)
+            more.gathers[Phase.BACKWARD]
+            and not less.gathers[Phase.BACKWARD]
+            and more.is_freed
+            and not less.is_freed
             and _gathers_no_more(less, more)
         )
         return _rows_but_reductions(less, more) if is_changed else []
@@ -157,9 +151,7 @@ def _gathered_elsewhere(between: Between) -> Iterator[Step]:
     """Units are gathered in backward over another axis: resharded to a part of the ranks."""
 
     def rows(old: Content, new: Content) -> list[RowKey]:
-        before, after = (
-            {key.axis for key in gathers_of(one, Phase.BACKWARD)} for one in (old, new)
-        )
+        before, after = ({key.axis for key in one.gathers[Phase.BACKWARD]} for one in (old, new))
         is_moved = before and after and before != after
         is_same = is_moved and _gathers_no_more(old, new) and _gathers_no_more(new, old)
         return _rows_but_reductions(old, new) if is_same else []
@@ -177,13 +169,13 @@ def _gathered_elsewhere(between: Between) -> Iterator[Step]:
 
 
 def _rows_but_reductions(*contents: Content) -> list[RowKey]:
-    return [key for one in contents for key in unit_rows(one) if key not in reductions_of(one)]
+    return [key for one in contents for key in one.unit_rows if key not in one.reductions]
 
 
 def _gathers_no_more(one: Content, other: Content) -> bool:
     """Whether a unit gathers the same in forward, and not more often."""
     # Not as often: what is kept serves the forwards of several micro-batches.
-    less, more = gathers_of(one, Phase.FORWARD), gathers_of(other, Phase.FORWARD)
+    less, more = one.gathers[Phase.FORWARD], other.gathers[Phase.FORWARD]
     return bool(less) and all(is_part(rows, more.get(key, ())) for key, rows in less.items())
 
 
@@ -191,24 +183,24 @@ def _in_backward(between: Between, *, came: bool) -> Iterator[Step]:
     """Units that are freed after forward are gathered in backward, and maybe reduced after it."""
 
     def rows(without: Content, having: Content) -> list[RowKey]:
-        forward = gathers_of(having, Phase.FORWARD)
+        forward = having.gathers[Phase.FORWARD]
         is_changed = (
             forward
-            and forward == gathers_of(without, Phase.FORWARD)
-            and is_freed(having)
-            and is_freed(without)
-            and gathers_of(having, Phase.BACKWARD)
-            and not gathers_of(without, Phase.BACKWARD)
-            and reductions_of(without) in ({}, reductions_of(having))
+            and forward == without.gathers[Phase.FORWARD]
+            and having.is_freed
+            and without.is_freed
+            and having.gathers[Phase.BACKWARD]
+            and not without.gathers[Phase.BACKWARD]
+            and without.reductions in ({}, having.reductions)
         )
-        return [*unit_rows(having), *unit_rows(without)] if is_changed else []
+        return [*having.unit_rows, *without.unit_rows] if is_changed else []
 
     keys = between.select(rows, came=came)
     less, more = between.sides(came=came)
-    reductions = {(bool(reductions_of(less[at])), bool(reductions_of(more[at]))) for at in keys}
+    reductions = {(bool(less[at].reductions), bool(more[at].reductions)) for at in keys}
     # A forward that is run again gathers for the backward that follows.
     is_again = any(
-        gathers_of(state[at], Phase.RECOMPUTE)
+        state[at].gathers[Phase.RECOMPUTE]
         for state in (between.origin, between.target)
         for at in keys
     )
@@ -248,13 +240,12 @@ def _reduced(between: Between) -> Iterator[Step]:
     for alike in between.alike:
         old, new = alike.old, alike.new
         is_gathered_alike = all(
-            gathers_of(old, phase) == gathers_of(new, phase)
-            for phase in (Phase.FORWARD, Phase.BACKWARD)
+            old.gathers[phase] == new.gathers[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)
         )
         if NOTHING in {old, new} or not is_gathered_alike:
             continue
         changes: defaultdict[tuple[Kind, Fraction], list[RowKey]] = defaultdict(list)
-        for key in {**reductions_of(old), **reductions_of(new)}:
+        for key in {**old.reductions, **new.reductions}:
             change = _reduction_change(old, old.row(key), new.row(key))
             if change is not None:
                 changes[change].append(key)
@@ -281,7 +272,7 @@ def _reduction_change(content: Content, before: Rows, after: Rows) -> tuple[Kind
         return "reduced times", ratio
     if ratio != 1:
         return None
-    return "part reduced" if gathers_of(content, Phase.FORWARD) else "gradient sizes", ratio
+    return "part reduced" if content.gathers[Phase.FORWARD] else "gradient sizes", ratio
 
 
 def _multiplied(rows: Rows, factor: Fraction) -> list[tuple[object, Calls, Fraction]]:
@@ -330,7 +321,7 @@ def _reduced_times(
     """Reductions of some kinds happen n times as often."""
     kinds = sorted({key.what for held in keys.values() for key in held if key.axis})
     # What FSDP reduces is gathered. With DDP nothing else is sent that would count the steps.
-    is_sharded = all(gathers_of(between.state[owner], Phase.FORWARD) for owner in keys)
+    is_sharded = all(between.state[owner].gathers[Phase.FORWARD] for owner in keys)
     steps = "" if is_sharded else f"{times} steps in place of one, or "
     switch = "enter no_sync()"
     if is_sharded and kinds == ["all_reduce"]:
@@ -375,10 +366,10 @@ def _reductions(
             if key.what == "reshard" and key.phase is Phase.BACKWARD
         ]
         for owner in keys
-        if not reductions_of(less[owner])
+        if not less[owner].reductions
     }
     # Where the side that has less reduces something still, other kinds of reductions do.
-    is_by_more = any(reductions_of(less[owner]) for owner in keys)
+    is_by_more = any(less[owner].reductions for owner in keys)
     how, now = ("reduced", " now") if came else ("no longer reduced", "")
 
     def sentence(step: Replaced) -> str:
@@ -401,15 +392,15 @@ def _sharded(between: Between, *, came: bool) -> Iterator[Step]:
     """Units are sharded: they are gathered, and their all-reduces are reduce-scatters."""
 
     def rows(replicated: Content, sharded: Content) -> list[RowKey]:
-        was, now = reductions_of(sharded), reductions_of(replicated)
+        was, now = sharded.reductions, replicated.reductions
         is_changed = (
-            gathers_of(sharded, Phase.FORWARD)
-            and not gathers_of(replicated, Phase.FORWARD)
+            sharded.gathers[Phase.FORWARD]
+            and not replicated.gathers[Phase.FORWARD]
             and {key.what for key in was} == {"reduce_scatter"}
             and {key.what for key in now} == {"all_reduce"}
             and total_count(was) == total_count(now)
         )
-        return [*unit_rows(sharded), *unit_rows(replicated)] if is_changed else []
+        return [*sharded.unit_rows, *replicated.unit_rows] if is_changed else []
 
     how = "replicated instead of sharded: gradients all-reduced, parameters no longer gathered"
     if came:
@@ -429,9 +420,9 @@ def _split_off(between: Between, *, came: bool) -> Iterator[Step]:
     # Units that only one side has, by the unit above that the other side has.
     children: defaultdict[str, list[str]] = defaultdict(list)
     for owner in between.owners:
-        if owner and gathers_of(small[owner], Phase.FORWARD):
+        if owner and small[owner].gathers[Phase.FORWARD]:
             parent = _unit_above(owner, large)
-            if parent is not None and not gathers_of(large[owner], Phase.FORWARD):
+            if parent is not None and not large[owner].gathers[Phase.FORWARD]:
                 children[parent].append(owner)
     units = {
         parent: modules
@@ -445,7 +436,7 @@ def _split_off(between: Between, *, came: bool) -> Iterator[Step]:
             _forward_gathers(content)
             for state in (between.origin, between.target)
             for owner, content in state.items()
-            if owner not in modules and not is_kept(content)
+            if owner not in modules and not content.is_kept
         ),
         default=0,
     )
@@ -472,11 +463,11 @@ def _split_off(between: Between, *, came: bool) -> Iterator[Step]:
 
 
 def _forward_gathers(content: Content) -> int:
-    return total_count(gathers_of(content, Phase.FORWARD))
+    return total_count(content.gathers[Phase.FORWARD])
 
 
 def _unit_keys(between: Between, owner: Owner) -> list[RowKey]:
-    return [*unit_rows(between.state[owner]), *unit_rows(between.target[owner])]
+    return [*between.state[owner].unit_rows, *between.target[owner].unit_rows]
 
 
 def _unit_above(owner: str, state: State) -> str | None:
@@ -484,18 +475,18 @@ def _unit_above(owner: str, state: State) -> str | None:
     name = owner.partition("+")[0]
     while name:
         name = name.rpartition(".")[0]
-        if gathers_of(state[name], Phase.FORWARD):
+        if state[name].gathers[Phase.FORWARD]:
             return name
     return None
 
 
 def _adds_up(whole: Content, rest: Content, parts: list[Content]) -> bool:
     """Whether a unit has the bytes of what is left of it and of its parts, in all it sends."""
-    gathered = [gathered_nbytes(part) for part in parts]
+    gathered = [part.gathered_nbytes for part in parts]
     return (
-        gathered_nbytes(whole) > 0
+        whole.gathered_nbytes > 0
         and all(gathered)
-        and gathered_nbytes(whole) == gathered_nbytes(rest) + sum(gathered)
+        and whole.gathered_nbytes == rest.gathered_nbytes + sum(gathered)
         and _reduced_nbytes([whole]) == _reduced_nbytes([rest, *parts])
     )
 
@@ -505,7 +496,7 @@ def _reduced_nbytes(contents: Iterable[Content]) -> int:
     return sum(
         _largest(rows)
         for content in contents
-        for key, rows in reductions_of(content).items()
+        for key, rows in content.reductions.items()
         if key.what == "reduce_scatter"
     )
 
@@ -514,9 +505,9 @@ def _regrouped(between: Between) -> Iterator[Step]:
     """The same modules are gathered in other units, which have the same bytes together."""
     old, new = (
         {
-            owner: gathered_nbytes(state[owner])
+            owner: state[owner].gathered_nbytes
             for owner in between.owners
-            if owner is not None and gathers_of(state[owner], Phase.FORWARD)
+            if owner is not None and state[owner].gathers[Phase.FORWARD]
         }
         for state in (between.state, between.target)
     )
@@ -547,30 +538,30 @@ def _regrouped(between: Between) -> Iterator[Step]:
 
 def _policies(state: State, owners: Iterable[Owner]) -> set[tuple[bool, int]]:
     """Whether units but the root are kept after forward, and how often they are gathered in it."""
-    return {(is_kept(state[owner]), _forward_gathers(state[owner])) for owner in owners if owner}
+    return {(state[owner].is_kept, _forward_gathers(state[owner])) for owner in owners if owner}
 
 
 def _called(between: Between) -> Iterator[Step]:
     """Units are gathered in forward more or less often, and others as often as before."""
 
     def rows(old: Content, new: Content) -> list[RowKey]:
-        before, after = gathers_of(old, Phase.FORWARD), gathers_of(new, Phase.FORWARD)
+        before, after = old.gathers[Phase.FORWARD], new.gathers[Phase.FORWARD]
         is_changed = (
             before
             and before.keys() == after.keys()
             and before != after
             # What is kept is gathered again only by another forward.
-            and not is_kept(new)
+            and not new.is_kept
             and all(_sizes(before[key]) == _sizes(after[key]) for key in before)
         )
-        return [*unit_rows(old), *unit_rows(new)] if is_changed else []
+        return [*old.unit_rows, *new.unit_rows] if is_changed else []
 
     keys = between.select(rows)
     # Units beside it that are gathered as before are the evidence; what is kept always is.
     others = [
-        (gathers_of(content, Phase.FORWARD), gathers_of(between.target[owner], Phase.FORWARD))
+        (content.gathers[Phase.FORWARD], between.target[owner].gathers[Phase.FORWARD])
         for owner, content in between.state.items()
-        if owner not in keys and gathers_of(content, Phase.FORWARD) and not is_kept(content)
+        if owner not in keys and content.gathers[Phase.FORWARD] and not content.is_kept
     ]
     if not others or any(was != now for was, now in others):
         return
@@ -613,14 +604,13 @@ def _units(between: Between, *, came: bool) -> Iterator[Step]:
     without, having = between.sides(came=came)
     # Bytes that another unit has less, or more, are in that unit.
     if any(
-        gathered_nbytes(having[owner]) < gathered_nbytes(without[owner])
-        for owner in between.changed
+        having[owner].gathered_nbytes < without[owner].gathered_nbytes for owner in between.changed
     ):
         return
 
     def rows(less: Content, more: Content) -> Iterable[RowKey]:
-        is_new = gathers_of(more, Phase.FORWARD) and not unit_rows(less)
-        return unit_rows(more) if is_new else ()
+        is_new = more.gathers[Phase.FORWARD] and not less.unit_rows
+        return more.unit_rows if is_new else ()
 
     def sentence(step: Replaced) -> str:
         if not came:
