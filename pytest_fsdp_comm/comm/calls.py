@@ -54,6 +54,7 @@ def _word(default: int, text: str, of: Callable[[Collective], int], **declared: 
 
 
 def _shorter_way(event: Collective) -> int:
+    # Of pipelines, each stage sends by +1 and receives by -1, however many ranks there are.
     peer, size = event.peer or 0, event.group_size
     return peer - size if peer > size / 2 else peer
 

@@ -82,7 +82,8 @@ class Comparison:
     def steps(self) -> tuple[Step, ...]:
         """The steps of the explanation as they are told: those of regressions first."""
         steps = () if self.explanation is None else self.explanation.steps
-        # By identity: what a step writes is not hashable.
+        # Of one dependence the step of forward is told before its counterpart in backward. By
+        # identity: what a step writes is not hashable.
         regressions = {
             id(step) for cause in self.causes if cause.is_of_regression for step in cause.steps
         }

@@ -51,6 +51,8 @@ def axis_of(name: str, ranks: Sequence[int]) -> MeshAxis:
 
 def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
     """Finds `MeshAxis.dims` of a group's ranks, in its order; None if they lie irregularly."""
+    # From the innermost dimension outwards: the distance to the first rank that is not explained
+    # yet is the next stride, and its size is how often all found so far repeats at that distance.
     offsets = [rank - ranks[0] for rank in ranks]
     dims = []
     inner = 1  # ranks in the dimensions found so far, which the next one repeats

@@ -291,7 +291,7 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
     return replace(
         first,
         mesh_axes=merge_axes(axis for profile in alike for axis in profile.mesh_axes),
-        rows=_merge_rows(groups, [profile.rows for profile in alike]),
+        rows=sort_rows(_merge_alike(groups, [profile.rows for profile in alike])),
         peaks=_merge_alike(groups, [profile.peaks for profile in alike]),
         recorded_ranks=ranks_or_empty_if_all(ranks, first.world_size),
         notes=tuple(dict.fromkeys(note for profile in alike for note in profile.notes)),
@@ -321,34 +321,26 @@ class _Groups:
 
     def ranks(self, places: Iterable[int]) -> tuple[int, ...]:
         """The ranks of some groups as rows hold them."""
-        key = tuple(sorted(places))
+        key = tuple(sorted(set(places)))
         if key not in self._lists:
             listed = sorted(chain.from_iterable(self._ranks[place] for place in key))
             self._lists[key] = ranks_or_empty_if_all(listed, self._num_ranks)
         return self._lists[key]
 
 
-def _merge_rows(groups: _Groups, rows_of: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
-    shared: dict[int, tuple[Row, list[int]]] = {}
-    for place, rows in enumerate(rows_of):
-        for row in rows:
-            held = shared.get(id(row))
-            if held is None:
-                shared[id(row)] = (row, [place])
-            else:
-                held[1].append(place)
-    having: dict[tuple[RowKey, str | None, tuple[Calls, ...]], tuple[Row, list[int]]] = {}
-    for row, places in shared.values():
-        having.setdefault((row.key, row.owner, row.calls), (row, []))[1].extend(places)
-    return sort_rows(replace(row, ranks=groups.ranks(places)) for row, places in having.values())
-
-
 def _merge_alike(groups: _Groups, values_of: Sequence[Sequence[_OfRanks]]) -> tuple[_OfRanks, ...]:
     """Makes one of equal values, in the order of their lowest ranks."""
-    having: defaultdict[_OfRanks, list[int]] = defaultdict(list)
+    shared: dict[int, tuple[_OfRanks, list[int]]] = {}
     for place, values in enumerate(values_of):
-        for value in dict.fromkeys(values):
-            having[value].append(place)
+        for value in values:
+            held = shared.get(id(value))
+            if held is None:
+                shared[id(value)] = (value, [place])
+            else:
+                held[1].append(place)
+    having: defaultdict[_OfRanks, list[int]] = defaultdict(list)
+    for value, places in shared.values():
+        having[value] += places
     return tuple(replace(value, ranks=groups.ranks(places)) for value, places in having.items())
 
 
@@ -396,7 +388,7 @@ def without_activation_sizes(profile: CommProfile) -> CommProfile:
         calls = {*row.calls} - sized | {*alike_but(sized, nbytes=0, is_unsized=True)}
         unsized = replace(row, calls=tuple(sorted(calls)))
         alike.setdefault((unsized.key, unsized.owner, unsized.calls), []).append(unsized)
-    # Ranks whose rows differed in these sizes alone share a row.
+    # Ranks whose rows differed in these sizes alone share a row, as `merge` would have made one.
     rows = []
     for first, *others in alike.values():
         ranks = sorted(chain(first.ranks, *(row.ranks for row in others)))

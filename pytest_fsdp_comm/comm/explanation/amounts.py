@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.contents import (
@@ -217,15 +217,16 @@ class _Scaled(GlobalStep):
 
     order: ClassVar[int] = 3
     factor: Fraction
+    new: str = ""
+    """The element type; empty for that which each has."""
 
     def is_meant(self, key: RowKey, call: Calls) -> bool:
         """Whether a call is changed."""
         raise NotImplementedError
 
-    def scaled(self, row: Row, **changes: Any) -> Row:
-        """A row with its bytes scaled, and with what else changes."""
+    def change(self, row: Row, content: Content) -> Row:
         calls = tuple(
-            replace(call, nbytes=_product(call.nbytes, self.factor), **changes)
+            replace(call, nbytes=_product(call.nbytes, self.factor), dtype=self.new or call.dtype)
             if self.is_meant(row.key, call)
             else call
             for call in row.calls
@@ -261,9 +262,6 @@ class Sizes(_Scaled):
         # More for fractions, and for one axis.
         whole = self.factor.numerator == 1 or self.factor.denominator == 1
         return 2.0 if whole and not self.axis else 2.5
-
-    def change(self, row: Row, content: Content) -> Row:
-        return self.scaled(row)
 
     def is_meant(self, key: RowKey, call: Calls) -> bool:
         if self.axis:
@@ -334,9 +332,6 @@ class Dtype(_Scaled):
 
     def includes(self, owner: Owner) -> bool:
         return not self.owners or owner in self.owners
-
-    def change(self, row: Row, content: Content) -> Row:
-        return self.scaled(row, dtype=self.new)
 
     def is_meant(self, key: RowKey, call: Calls) -> bool:
         return (call.role, key.axis) in self.parts and call.dtype == self.old

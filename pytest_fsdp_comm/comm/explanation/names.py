@@ -144,9 +144,16 @@ def _is_rename(between: Between, step: Renamed, changes: list[Owner]) -> bool:
     )
 
 
+# Note [Layers]: a list that is longer or shorter changes the names of all layers behind the place
+# where some came or went, so that these would differ too. The step inserts or removes numbers at
+# one place and moves the rest. What it inserts is what the `period` layers before repeat: 1 where
+# all are alike, 2 where every second one is a mixture of experts. Between equal layers every place
+# gives the same state, so only the end and the places where neighbours differ are tried.
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layers(Step):
-    """A list of modules is longer or shorter; what came equals its siblings."""
+    """A list of modules is longer or shorter; what came equals its siblings; see Note [Layers]."""
 
     kind: Kind = "layers"
     order: ClassVar[int] = 2
@@ -182,7 +189,6 @@ class Layers(Step):
                 after[owner] = content
             elif more > 0 or place >= self.at - more:
                 after[self._moved(owner, place + more)] = content
-        # What comes repeats what is before it, with the period that holds there.
         for owner, content in state.items():
             place = self._place(owner)
             if place is not None and self.at - self.period <= place < self.at:
@@ -257,7 +263,6 @@ def _length(lists: Mapping[str, _List]) -> int:
 
 def _places(modules: _List, before: int, after: int) -> Iterator[tuple[int, int]]:
     """Where layers may have come or gone, and with which period, by those of the shorter list."""
-    # At its end, or where neighbours differ: between equal layers every place gives the same.
     contents = [modules[n] for n in range(min(before, after))]
     ends = [n for n in range(1, len(contents)) if contents[n] != contents[n - 1]]
     places = list(dict.fromkeys([len(contents), *reversed(ends)]))[:4]

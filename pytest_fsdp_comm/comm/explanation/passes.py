@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
 
 
+# Note [Claims of all]: a step that says "over tp" or "in backward" speaks of every module, those
+# that nothing of it is written for too. Such steps claim their axis or phase everywhere
+# (`is_claim_of_all`), and the redistributions that send over an axis with it, so that one module
+# in which it is otherwise refutes them.
+
+
 def propose_of_passes(between: Between) -> Iterator[Step]:
     """Steps about phases, axes and activations."""
     for propose in (_axes, _recomputed, _sequence_parallel, _phases):

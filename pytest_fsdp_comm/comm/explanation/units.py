@@ -414,6 +414,13 @@ def _sharded(between: Between, *, came: bool) -> Iterator[Step]:
     )
 
 
+# Note [Where bytes went]: a unit that only one side has may have been split off the unit above,
+# may be one of several that hold the same parameters in other groups, or be new. Bytes tell them
+# apart: `_split_off` and `_regrouped` propose only where they add up, in gathers and in reductions,
+# and `_units` only where no other unit has less for it. Where two of them are true, what knows
+# where the bytes went is told: the others have `more_cost`.
+
+
 def _split_off(between: Between, *, came: bool) -> Iterator[Step]:
     """Modules became units of their own: their bytes left the unit above."""
     large, small = between.sides(came=came)
@@ -527,7 +534,6 @@ def _regrouped(between: Between) -> Iterator[Step]:
             "regrouped",
             {owner: _unit_keys(between, owner) for owner in owners},
             claim=is_of_whole_unit,
-            # More than those of other names.
             more_cost=0.5,
             sentence=lambda _: (
                 "other units, with as many bytes together: "
@@ -602,7 +608,6 @@ def _times(count: int) -> str:
 def _units(between: Between, *, came: bool) -> Iterator[Step]:
     """Units are gathered and reduced that were not there, with bytes that no other unit had."""
     without, having = between.sides(came=came)
-    # Bytes that another unit has less, or more, are in that unit.
     if any(
         having[owner].gathered_nbytes < without[owner].gathered_nbytes for owner in between.changed
     ):
@@ -624,7 +629,6 @@ def _units(between: Between, *, came: bool) -> Iterator[Step]:
         # Elsewhere, all gathers in forward are as before.
         claim=lambda key, call: is_gather(key, call) and key.phase is Phase.FORWARD,
         is_claim_of_all=True,
-        # More than those of steps that know where the bytes went.
         more_cost=0.5,
         sentence=sentence,
         is_regression=not came,
