@@ -27,7 +27,7 @@ from pytest_fsdp_comm.comm.explanation.steps import Replaced, show_sizes
 from pytest_fsdp_comm.text.fqn import name_owners
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pytest_fsdp_comm.comm.calls import Calls
     from pytest_fsdp_comm.comm.explanation.between import Between
@@ -434,7 +434,7 @@ def _split_off(between: Between, *, came: bool) -> Iterator[Step]:
     units = {
         parent: modules
         for parent, modules in children.items()
-        if _adds_up(large[parent], small[parent], [small[module] for module in modules])
+        if _have_same_bytes([large[parent]], [small[owner] for owner in (parent, *modules)])
     }
     modules = tuple(chain.from_iterable(units.values()))
     # Not those that are kept after forward: they are gathered once for all micro-batches.
@@ -487,25 +487,24 @@ def _unit_above(owner: str, state: State) -> str | None:
     return None
 
 
-def _adds_up(whole: Content, rest: Content, parts: list[Content]) -> bool:
-    """Whether a unit has the bytes of what is left of it and of its parts, in all it sends."""
-    gathered = [part.gathered_nbytes for part in parts]
-    return (
-        whole.gathered_nbytes > 0
-        and all(gathered)
-        and whole.gathered_nbytes == rest.gathered_nbytes + sum(gathered)
-        and _reduced_nbytes([whole]) == _reduced_nbytes([rest, *parts])
-    )
-
-
-def _reduced_nbytes(contents: Iterable[Content]) -> int:
-    """Bytes of one reduction of each unit."""
-    return sum(
-        _largest(rows)
-        for content in contents
-        for key, rows in content.reductions.items()
-        if key.what == "reduce_scatter"
-    )
+def _have_same_bytes(*sides: Sequence[Content]) -> bool:
+    """Whether units have as many bytes together, in one gather and one reduction of each."""
+    # What is left of a unit may be nothing; a unit with several sizes is not understood.
+    if any(
+        one.gathers[Phase.FORWARD] and not one.gathered_nbytes for side in sides for one in side
+    ):
+        return False
+    gathered = {sum(one.gathered_nbytes for one in side) for side in sides}
+    reduced = {
+        sum(
+            _largest(rows)
+            for one in side
+            for key, rows in one.reductions.items()
+            if key.what == "reduce_scatter"
+        )
+        for side in sides
+    }
+    return len(gathered) == len(reduced) == 1
 
 
 def _regrouped(between: Between) -> Iterator[Step]:
@@ -522,12 +521,10 @@ def _regrouped(between: Between) -> Iterator[Step]:
     gone = [owner for owner in owners if owner in old]
     added = [owner for owner in owners if owner in new]
     if (
-        all(old[owner] for owner in gone)
-        and all(new[owner] for owner in added)
-        and sum(old[owner] for owner in gone) == sum(new[owner] for owner in added)
-        and not (set(gone) <= set(added) or set(added) <= set(gone))
-        and _reduced_nbytes(map(between.state.__getitem__, gone))
-        == _reduced_nbytes(map(between.target.__getitem__, added))
+        not (set(gone) <= set(added) or set(added) <= set(gone))
+        and _have_same_bytes(
+            [between.state[owner] for owner in gone], [between.target[owner] for owner in added]
+        )
         and _policies(between.state, gone) == _policies(between.target, added)
     ):
         yield from between.replaced(
@@ -553,12 +550,11 @@ def _called(between: Between) -> Iterator[Step]:
     def rows(old: Content, new: Content) -> list[RowKey]:
         before, after = old.gathers[Phase.FORWARD], new.gathers[Phase.FORWARD]
         is_changed = (
-            before
-            and before.keys() == after.keys()
+            before.keys() == after.keys()
             and before != after
             # What is kept is gathered again only by another forward.
             and not new.is_kept
-            and all(_sizes(before[key]) == _sizes(after[key]) for key in before)
+            and (_gathers_no_more(old, new) or _gathers_no_more(new, old))
         )
         return [*old.unit_rows, *new.unit_rows] if is_changed else []
 
@@ -595,10 +591,6 @@ def _called(between: Between) -> Iterator[Step]:
         cause=_CALLED if is_called and not is_pipeline else "",
         is_regression=True,
     )
-
-
-def _sizes(rows: Rows) -> set[int]:
-    return {call.nbytes for call in calls_of(rows)}
 
 
 def _times(count: int) -> str:
