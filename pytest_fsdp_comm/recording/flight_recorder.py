@@ -1,12 +1,15 @@
-"""Read torch's flight recorder: what a backend was given to send, on any thread.
+"""Read torch's flight recorder: what a backend was given to send, on any thread."""
 
-It watches the process below the dispatcher. It knows no point-to-point calls and no
-``monitored_barrier``, and nothing of the fake group. NCCL has one of its own, in builds with CUDA.
-Read in torch 2.13; the entries name the thread from then on (version 2.10 of the trace).
-"""
+# Note [Flight recorder]
+# It watches the process below the dispatcher. It knows no point-to-point calls and no
+# monitored_barrier, and nothing of the fake group. NCCL has one of its own, in builds with CUDA.
+# Read in torch 2.13; the entries name the thread from then on (version 2.10 of the trace), and
+# without that name an entry is of no use here. It keeps 2,000 entries, or TORCH_FR_BUFFER_SIZE, of
+# which 0 turns it off. A dump takes 10 us an entry, and is all or nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle  # torch writes it in this process, in half the time of its JSON
 from dataclasses import dataclass
@@ -15,10 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-_NAMES_THREADS: Final = (2, 10)
-"""The first version of the trace whose entries name the thread."""
+    from collections.abc import Iterable
 
 _SCALAR_TYPES: Final = {
     "Float": "float32",
@@ -74,31 +74,10 @@ Mark: TypeAlias = dict[tuple[str, str], int]
 never used again in a process, the number of the group's last collective."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flights:
-    """What was issued after a `Mark`."""
-
-    entries: tuple[Flight, ...]
-    is_cut: bool
-    """Whether the flight recorder may have dropped earlier ones."""
-    num_kept: int
-    """How many entries it has, of any time: 2,000 at most, or ``TORCH_FR_BUFFER_SIZE``."""
-
-
 def flown(since_ns: int) -> list[Flight]:
-    """The collectives of this process after a time of ``time.time_ns()``, as `issued_after`."""
-    return [
-        found
-        for dump in _DUMPS
-        for found in _flown(_dumped(dump, with_collectives=True), since_ns=since_ns)
-    ]
-
-
-def _flown(trace: Mapping[str, Any], *, since_ns: int) -> Iterator[Flight]:
-    """The collectives of a dump, whichever backend wrote it."""
-    for entry in trace.get("entries", ()):
-        if not entry["is_p2p"] and entry["time_created_ns"] >= since_ns:
-            yield _flight(entry)
+    """List the collectives of this process after a time of ``time.time_ns()``, in order."""
+    dumped = itertools.chain.from_iterable(map(_entries, _DUMPS))
+    return flights(entry for entry in dumped if entry["time_created_ns"] >= since_ns)
 
 
 def mark() -> Mark:
@@ -106,35 +85,31 @@ def mark() -> Mark:
     return {
         (dump, number): status["last_enqueued_collective"]
         for dump in _DUMPS
-        for number, status in _status(dump).items()
+        for number, status in _dumped(dump, with_collectives=False).get("pg_status", {}).items()
     }
 
 
-def issued_after(begin: Mark) -> Flights:
-    """The collectives of this process since a mark, point-to-point calls left out, in order.
+def issued_after(begin: Mark) -> tuple[list[Flight], int]:
+    """List the collectives of this process since a mark, in order.
 
-    None of them where torch has no flight recorder for the backend, where
-    ``TORCH_FR_BUFFER_SIZE=0`` turns it off, and in older torch, which does not name the thread.
+    With them comes how many entries the flight recorder still has, if it may have dropped some that
+    are later than the mark; otherwise 0.
     """
     found: list[Flight] = []
-    is_cut, num_kept = False, 0
+    num_kept, end = 0, mark()
     for dump in _DUMPS:
-        # A dump takes 10 us an entry, and is all or nothing.
-        if all(
-            begin.get((dump, number)) == status["last_enqueued_collective"]
-            for number, status in _status(dump).items()
-        ):
+        if all(begin.get(key) == last for key, last in end.items() if key[0] == dump):
             continue
-        entries = _dumped(dump, with_collectives=True).get("entries", [])
-        num_kept = max(num_kept, len(entries))
+        entries = _entries(dump)
         new = [
             entry
             for entry in entries
             if entry["collective_seq_id"] > begin.get((dump, str(entry["pg_id"])), 0)
         ]
-        is_cut |= bool(new) and new[0] is entries[0] and new[0]["record_id"] > 0
-        found += [_flight(entry) for entry in new if not entry["is_p2p"]]
-    return Flights(entries=tuple(found), is_cut=is_cut, num_kept=num_kept)
+        if new and new[0] is entries[0] and new[0]["record_id"] > 0:
+            num_kept = max(num_kept, len(entries))
+        found += flights(new)
+    return found, num_kept
 
 
 # Of gloo, and of NCCL. Private names, whose absence means that there is nothing to read.
@@ -148,12 +123,17 @@ def _dumped(name: str, *, with_collectives: bool) -> dict[str, Any]:
     text = dump(includeCollectives=with_collectives, includeStackTraces=False, onlyActive=False)
     found: dict[str, Any] = pickle.loads(text)  # noqa: S301  # torch has just written it
     version = tuple(map(int, found["version"].split(".")))
-    return found if version >= _NAMES_THREADS else {}
+    return found if version >= (2, 10) else {}  # see Note [Flight recorder]
 
 
-def _status(name: str) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = _dumped(name, with_collectives=False).get("pg_status", {})
-    return found
+def _entries(name: str) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = _dumped(name, with_collectives=True).get("entries", [])
+    return entries
+
+
+def flights(entries: Iterable[dict[str, Any]]) -> list[Flight]:
+    """Read a dump's entries, whichever backend wrote it; point-to-point calls are left out."""
+    return [_flight(entry) for entry in entries if not entry["is_p2p"]]
 
 
 def _flight(entry: dict[str, Any]) -> Flight:

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from pytest_fsdp_comm.comm.events import Gap
-from pytest_fsdp_comm.recording import flight_recorder
-from pytest_fsdp_comm.recording.flight_recorder import Flight
+from pytest_fsdp_comm.recording.flight_recorder import issued_after, mark
 from pytest_fsdp_comm.recording.operations import UNKNOWN
 from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pytest_fsdp_comm.comm.events import Collective
+    from pytest_fsdp_comm.recording.flight_recorder import Flight
     from pytest_fsdp_comm.recording.pending import Pending
 
 _RUN_AS: Final = {"reduce_scatter": "all_reduce", "sparse_all_reduce": "all_reduce"}
@@ -36,8 +35,6 @@ _RUN_AS: Final = {"reduce_scatter": "all_reduce", "sparse_all_reduce": "all_redu
 _FROM_ONE: Final = frozenset({"broadcast", "scatter"})
 """Kinds in which most ranks only receive."""
 
-_NOT_FLOWN: Final = frozenset({"send", "recv"})
-
 _SENT_AS: Final = {"complex64": "float32", "complex128": "float64"}
 """gloo sends a complex number as two real ones."""
 
@@ -45,8 +42,7 @@ _SHOWN: Final = 4
 """How many different collectives one gap lists."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sent:
+class _Sent(NamedTuple):
     """What one call sent, in terms that both witnesses have."""
 
     kind: str
@@ -59,26 +55,17 @@ class _Sent:
         return f"{self.kind} of {show_nbytes(self.nbytes)} {dtype}" if dtype else self.kind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Unseen:
-    """A collective that only the flight recorder has."""
-
-    flight: Flight
-    sent: _Sent
-    recorded: _Sent | None
-    """What was recorded instead, but never sent."""
-
-
 class Witness:
     """Find, at the end of a block, what else was sent. See Note [The witness]."""
 
     def __init__(self) -> None:
         """Mark the end of the flight recorder, where the block begins."""
-        self._begin = flight_recorder.mark()
+        self._begin = mark()
         self._threads = {threading.get_ident()}
         self._running_on: dict[int | None, str] = {}
         self._thread_names = _thread_names()
-        self._unseen: list[_Unseen] = []
+        # What only the flight recorder has; with it what was recorded instead, but never sent.
+        self._unseen: list[tuple[Flight, _Sent | None]] = []
         self.notes: list[str] = []
         """What could not be checked."""
 
@@ -98,18 +85,18 @@ class Witness:
 
     def end(self, recorded: Sequence[Pending[Collective]]) -> None:
         """Compare the block's collectives, as they returned, with the flight recorder."""
-        flights = flight_recorder.issued_after(self._begin)
-        if flights.is_cut:
+        flights, num_kept = issued_after(self._begin)
+        if num_kept:
             self.notes.append(
-                f"only the last {flights.num_kept} collectives were checked against torch's flight "
+                f"only the last {num_kept} collectives were checked against torch's flight "
                 "recorder, which keeps no more"
             )
         flown: defaultdict[str, list[Flight]] = defaultdict(list)
-        for flight in flights.entries:
+        for flight in flights:
             if flight.backend == "gloo":
                 flown[flight.group].append(flight)
             elif flight.thread_id not in self._threads:
-                self._unseen.append(_Unseen(flight=flight, sent=_sent(flight), recorded=None))
+                self._unseen.append((flight, None))
         if flown.pop("", ()):
             self.notes.append(
                 "nothing was checked against torch's flight recorder, which names no groups under "
@@ -119,11 +106,11 @@ class Witness:
             own = [call for call in recorded if call.group == group and _kind(call)]
             self._compare(own, entries)
         running = self._running_on
-        late = [own for own in self._unseen if own.flight.thread_id in running]
-        self._unseen = [own for own in self._unseen if own.flight.thread_id not in running]
+        threads = [flight.thread_id for flight, _ in self._unseen]
+        self._unseen = [own for own in self._unseen if own[0].thread_id not in running]
         self.notes += [
             f"thread {name!r} was still sending when the block ended, and is recorded up to then"
-            for name in dict.fromkeys(running[own.flight.thread_id] for own in late)
+            for name in dict.fromkeys(running[own] for own in threads if own in running)
         ]
         if self._unseen:
             self._thread_names |= _thread_names()
@@ -146,8 +133,7 @@ class Witness:
                     # Of an operation that no table knows, only the size can be compared.
                     if _kind(call).startswith(UNKNOWN):
                         continue
-                instead = None if call is None else _whole(call)
-                self._unseen.append(_Unseen(flight=flight, sent=sent, recorded=instead))
+                self._unseen.append((flight, None if call is None else _whole(call)))
 
     def gaps(self, axes: Callable[[], Mapping[str, str]]) -> tuple[Gap, ...]:
         """What was sent and not recorded, or not as it was sent, with the name of each group."""
@@ -155,15 +141,14 @@ class Witness:
             return ()
         names = axes()
         whys: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for unseen in self._unseen:
-            flight = unseen.flight
+        for flight, recorded in self._unseen:
+            sent = _sent(flight)
             described = flight.description if flight.description != "undefined" else ""
             over = names.get(flight.group) or described or "a group that is gone"
-            if unseen.recorded is not None:
-                said = f"{unseen.recorded} over {over} was {unseen.sent}"
-                whys["not sent as recorded"][said] += 1
+            if recorded is not None:
+                whys["not sent as recorded"][f"{recorded} over {over} was {sent}"] += 1
             else:
-                whys[self._why(flight)][f"{unseen.sent} over {over}"] += 1
+                whys[self._why(flight)][f"{sent} over {over}"] += 1
         return tuple(
             Gap(
                 kind="unseen",
@@ -185,7 +170,7 @@ class Witness:
 def _kind(call: Pending[Collective]) -> str:
     """What gloo runs; empty for what the flight recorder does not keep."""
     kind: str = call.fields["kind"]
-    return "" if kind in _NOT_FLOWN else _RUN_AS.get(kind, kind)
+    return "" if kind in {"send", "recv"} else _RUN_AS.get(kind, kind)
 
 
 def _whole(call: Pending[Collective]) -> _Sent:
@@ -193,21 +178,17 @@ def _whole(call: Pending[Collective]) -> _Sent:
     dtype, nbytes = call.fields["dtype"], call.fields["nbytes_sent"]
     if call.fields["kind"] in _FROM_ONE and not nbytes:
         nbytes = call.fields["nbytes_received"]
-    return _Sent(kind=_kind(call), dtypes=_alike(dtype.split("+") if dtype else ()), nbytes=nbytes)
+    return _Sent(_kind(call), _alike(dtype.split("+") if dtype else ()), nbytes)
 
 
 def _ways(call: Pending[Collective]) -> tuple[tuple[_Sent, ...], ...]:
     """What the backend may have made of a recorded collective, the likelier first."""
+    whole = (_whole(call),)
     if not call.parts:
-        return ((_whole(call),),)
-    parts = tuple(
-        _Sent(kind=_kind(call), dtypes=_alike([dtype]), nbytes=nbytes)
-        for dtype, nbytes in call.parts
-    )
+        return (whole,)
+    parts = tuple(_Sent(_kind(call), _alike([dtype]), nbytes) for dtype, nbytes in call.parts)
     # gloo runs a reduce-scatter tensor by tensor, other kinds at once.
-    if call.fields["kind"] == "reduce_scatter":
-        return (parts, (_whole(call),))
-    return ((_whole(call),), parts)
+    return (parts, whole) if call.fields["kind"] == "reduce_scatter" else (whole, parts)
 
 
 def _may_be(call: Pending[Collective], sent: _Sent) -> bool:
@@ -235,9 +216,9 @@ def _sent(flight: Flight) -> _Sent:
     # A rank that only receives, as most do of a scatter, shows no input.
     tensors = flight.sent or flight.received
     return _Sent(
-        kind=_RUN_AS.get(flight.kind, flight.kind),
-        dtypes=_alike(name for name, _ in tensors),
-        nbytes=sum(count * getattr(torch, name).itemsize for name, count in tensors),
+        _RUN_AS.get(flight.kind, flight.kind),
+        _alike(name for name, _ in tensors),
+        sum(count * getattr(torch, name).itemsize for name, count in tensors),
     )
 
 

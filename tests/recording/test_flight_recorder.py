@@ -2,7 +2,8 @@
 
 import pytest
 
-from pytest_fsdp_comm.recording.flight_recorder import _flown
+from pytest_fsdp_comm.recording import flight_recorder
+from pytest_fsdp_comm.recording.flight_recorder import flights, flown
 
 
 def entry(seq, *, backend, state, retired=False, is_p2p=False, at=100):
@@ -34,14 +35,14 @@ def entry(seq, *, backend, state, retired=False, is_p2p=False, at=100):
     ],
 )
 def test_a_collective_is_done_by_the_backends_own_words(backend, state, retired, is_done):
-    trace = {"entries": [entry(7, backend=backend, state=state, retired=retired)]}
-    (found,) = _flown(trace, since_ns=0)
+    (found,) = flights([entry(7, backend=backend, state=state, retired=retired)])
     assert (found.kind, found.seq, found.nbytes, found.is_done) == ("all_reduce", 7, 16, is_done)
 
 
-def test_earlier_tests_and_point_to_point_calls_are_left_out():
+def test_earlier_tests_and_point_to_point_calls_are_left_out(monkeypatch):
     old = entry(1, backend="nccl", state="started", at=99)
     sent = entry(2, backend="nccl", state="started", is_p2p=True)
     new = entry(3, backend="nccl", state="started")
-    assert [found.seq for found in _flown({"entries": [old, sent, new]}, since_ns=100)] == [3]
-    assert list(_flown({}, since_ns=0)) == []
+    of_nccl = {"_dump_nccl_trace": [old, sent, new]}
+    monkeypatch.setattr(flight_recorder, "_entries", lambda dump: of_nccl.get(dump, []))
+    assert [found.seq for found in flown(since_ns=100)] == [3]
