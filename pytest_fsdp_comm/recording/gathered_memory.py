@@ -15,18 +15,12 @@ class GatheredMemory:
         self.peak = 0
         """The most bytes that were held at once."""
 
-    def knows(self, unit: Any) -> bool:
-        """Whether a unit was added."""
-        return unit in self._nbytes
-
     def learn(self, unit: Any, nbytes: int) -> None:
-        """Add a unit that is not known yet, just before its first change or when all is over.
-
-        What it holds by then, it has held all the time: the peak rises by it, whenever the peak
-        was. A step therefore has the same peak whether it gathers the root, or finds it gathered by
-        an earlier forward.
-        """
-        if not self.knows(unit):
+        """Add a unit that is not known yet, just before its first change or when all is over."""
+        # What it holds by then, it has held all the time: the peak rises by it, whenever the peak
+        # was. A step therefore has the same peak whether it gathers the root, or finds it gathered
+        # by an earlier forward.
+        if unit not in self._nbytes:
             self._nbytes[unit] = nbytes
             self._total += nbytes
             self.peak += nbytes

@@ -8,7 +8,7 @@ import gc
 import itertools
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -28,25 +28,6 @@ WORLD = "world"
 """The default group, unless a mesh gives it an axis name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """A process group, as torch describes it."""
-
-    description: str
-    ranks: tuple[int, ...]
-    """Ranks of the default group."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupAxis:
-    """How a process group is named."""
-
-    name: str
-    """As in `MeshAxis.name`."""
-    is_shape: bool
-    """Whether the name only gives the group's shape, which other groups may share."""
-
-
 class GroupNames:
     """Collect what is known of a recording's groups. See Note [Names come last]."""
 
@@ -54,7 +35,8 @@ class GroupNames:
         """Start without a group."""
         # By name of the group:
         self._axes: dict[str, str] = {}  # its axis in a mesh
-        self._groups: dict[str, _Group] = {}
+        # Its description by torch, and its ranks of the default group.
+        self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._wholes: dict[str, str] = {}  # of a post-forward group, the whole shard group
         self._foreign_axes: set[str] = set()  # of meshes that this rank is outside of
         # By identity, and kept alive: a slice of a mesh is often a temporary, whose identity the
@@ -107,22 +89,21 @@ class GroupNames:
         """Remember a group that was used; returns the key that gives its axis later."""
         name: str = group.group_name
         if name not in self._groups:
-            ranks = tuple(dist.get_process_group_ranks(group))
-            self._groups[name] = _Group(description=group.group_desc, ranks=ranks)
+            self._groups[name] = (group.group_desc, tuple(dist.get_process_group_ranks(group)))
         return name
 
     def axis(self, key: str) -> MeshAxis:
         """The axis of a group that `note` has seen."""
-        group = self._groups[key]
+        description, ranks = self._groups[key]
         whole = self._wholes.get(key)
         if whole is not None and whole != key:
-            return axis_of(f"{self.axis(whole).name}.post_forward", group.ranks)
-        return axis_of(self._axes.get(key) or _name_of(group), group.ranks)
+            return axis_of(f"{self.axis(whole).name}.post_forward", ranks)
+        return axis_of(self._axes.get(key) or _name_of(description, ranks), ranks)
 
     def is_shape(self, key: str) -> bool:
-        """Whether nothing names a group that `note` has seen, so that its axis is its shape."""
-        named = self._axes.get(key) or self._wholes.get(key)
-        return not named and not _described(self._groups[key].description)
+        """Whether nothing names a group, so that other groups may share what its axis is called."""
+        description, _ = self._groups[key]
+        return not (self._axes.get(key) or self._wholes.get(key) or _described(description))
 
     def axes(self, keys: Iterable[str]) -> dict[str, MeshAxis]:
         """The axes of all groups of a recording, distinguished where two of one name differ."""
@@ -142,10 +123,9 @@ class GroupNames:
     def known(self, used_keys: Iterable[str]) -> tuple[dict[str, str], frozenset[str]]:
         """What this rank could have sent over, given the keys of the groups over which it did.
 
-        Returns:
-            The axis of each process group by the group's name, and the names of all axes, those of
-            meshes that this rank is outside of included. A further name of a group, which another
-            mesh gives it, is not among them: nothing is recorded under it.
+        First the axis of each process group by the group's name, then the names of all axes, also
+        of meshes that this rank is outside of. A further name of a group, which another mesh gives
+        it, is not among them: nothing is recorded under it.
         """
         for group in process_groups():
             self.note(group)
@@ -160,8 +140,7 @@ class GroupNames:
 def existing_axes() -> Iterator[tuple[str, str]]:
     """The axis names that this process has now, also of meshes that no recording has seen.
 
-    torch keeps no list of meshes, so this looks at all objects: only on the way to an error. With
-    each comes the name of its process group; empty if this rank is in none, or it is gone.
+    With each comes the name of its process group; empty if this rank is in none, or it is gone.
     """
     world = dist.group.WORLD
     if world is None:
@@ -172,10 +151,10 @@ def existing_axes() -> Iterator[tuple[str, str]]:
             yield printable(name), _group_name(mesh, dim)
 
 
-def axes_of_groups() -> dict[str, GroupAxis]:
+def axes_of_groups() -> dict[str, tuple[str, bool]]:
     """How a recording would name each process group of this rank, by the group's name.
 
-    Looks at all objects, as `existing_axes`: only where a test hangs.
+    With each comes whether that only gives the group's shape, which other groups may share.
     """
     names = GroupNames()
     # A group keeps the first name that it is given, which must not depend on the order of objects.
@@ -186,7 +165,7 @@ def axes_of_groups() -> dict[str, GroupAxis]:
     for unit in _existing(units, "FSDPParamGroup", with_attribute="post_forward_mesh_info"):
         names.learn_unit(unit)
     groups, _ = names.known(())
-    return {key: GroupAxis(name=name, is_shape=names.is_shape(key)) for key, name in groups.items()}
+    return {key: (name, names.is_shape(key)) for key, name in groups.items()}
 
 
 def _existing_meshes() -> Iterator[DeviceMesh]:
@@ -196,6 +175,8 @@ def _existing_meshes() -> Iterator[DeviceMesh]:
 
 def _existing(module: str, name: str, *, with_attribute: str) -> Iterator[Any]:
     """All objects of a class that is looked for in a module, if that is loaded."""
+    # torch keeps no list of them, and to look at all objects is slow: only on the way to an error,
+    # or where a test hangs.
     cls = getattr(sys.modules.get(module), name, None)
     if cls is None:
         return
@@ -214,7 +195,7 @@ def _group_name(mesh: DeviceMesh, dim: int) -> str:
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """All process groups that this rank is in."""
+    """List the process groups that this rank is in."""
     if not dist.is_initialized():
         return []
     # Private, but the only list of all groups (read in torch 2.6 to 2.15); a tested contract.
@@ -232,28 +213,23 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 def group_of(bound: dict[str, Any]) -> dist.ProcessGroup | None:
     """The group among a call's arguments; None if it has none that is known here."""
-    boxed = bound.get("process_group")
-    if boxed is not None:
-        unboxed: dist.ProcessGroup = (
-            boxed if isinstance(boxed, dist.ProcessGroup) else dist.ProcessGroup.unbox(boxed)
-        )
-        return unboxed
-    name = bound.get("group_name")
-    if isinstance(name, dist.ProcessGroup):
-        return name
-    if name is None:
-        return None
-    # Private, but what torch's own functional collectives call (read in torch 2.6 to 2.13).
-    from torch.distributed import distributed_c10d  # noqa: PLC0415  # absent without torch.distributed
-
-    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]  # see above
+    given: Any = bound.get("process_group", bound.get("group_name"))
+    group: dist.ProcessGroup | None = given
+    if isinstance(given, str):
+        # Private, but what torch's own functional collectives call (read in torch 2.6 to 2.13).
+        distributed: Any = dist.distributed_c10d
+        group = distributed._resolve_process_group(given)
+    elif given is not None and not isinstance(given, dist.ProcessGroup):
+        group = dist.ProcessGroup.unbox(given)
     return group
 
 
-def _name_of(group: _Group) -> str:
-    """A name from torch's description or, without one, from the group's shape."""
+def _name_of(description: str, ranks: Sequence[int]) -> str:
+    if described := _described(description):
+        return described
     # The shape is equal on every rank whose group is a shifted copy, as those of a mesh are.
-    return _described(group.description) or _shape_name(group.ranks)
+    steps = {after - before for before, after in itertools.pairwise(ranks)}
+    return f"size{len(ranks)}.stride{steps.pop()}" if len(steps) == 1 else f"size{len(ranks)}"
 
 
 def _described(description: str) -> str:
@@ -268,8 +244,3 @@ def _distinction(axis: MeshAxis) -> str:
     if axis.groups:
         return f"ranks{write_ranks(axis.groups[0])}"
     return f"size{axis.layout.replace(' ', '.').replace('stride.', 'stride')}"
-
-
-def _shape_name(ranks: Sequence[int]) -> str:
-    steps = {after - before for before, after in itertools.pairwise(ranks)}
-    return f"size{len(ranks)}.stride{steps.pop()}" if len(steps) == 1 else f"size{len(ranks)}"

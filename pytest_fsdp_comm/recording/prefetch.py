@@ -32,15 +32,10 @@ class Prefetches:
         self._unused: dict[Any, Gather] = {}
 
     def open_slot(self, phase: Any, user: Any) -> None:
-        """Open the next slot, unless the last one is of the same user in the same phase.
-
-        Args:
-            phase: Forward or backward, however the caller writes them.
-            user: Whose parameters are needed. The parameter groups of one module open one slot, as
-                do calls of one module that follow each other (a loss in chunks).
-        """
+        """Open the next slot, unless the last one is of the same user in the same phase."""
+        # So that the parameter groups of one module open one slot, as do calls of one module that
+        # follow each other (a loss in chunks). By identity: modules may define equality.
         last_phase, last_user = self._user
-        # By identity: modules may define equality.
         if phase != last_phase or user is not last_user:
             self._slot += 1
             self._user = (phase, user)

@@ -12,7 +12,6 @@ from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS
 from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.recording.mesh_axes import (
     GroupNames,
-    _Group,
     _name_of,
     existing_axes,
     process_groups,
@@ -239,7 +238,7 @@ def test_modules_are_named_relative_to_their_outermost_module():
     ],
 )
 def test_groups_are_named_without_counters(description, ranks, name):
-    assert _name_of(_Group(description=description, ranks=ranks)) == name
+    assert _name_of(description, ranks) == name
 
 
 def test_an_unsharded_module_has_no_unit_of_its_own():

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType, TracebackType
 
     from pytest_fsdp_comm.recording.flight_recorder import Flight
-    from pytest_fsdp_comm.recording.mesh_axes import GroupAxis
 
 # Note [Reading a stuck rank]: a thread of the rank itself reads, while the main thread may be stuck
 # in a collective, which releases the GIL. The order comes from torch's flight recorder, which from
@@ -254,8 +253,8 @@ def _groups(
     return tuple(
         GroupPosition(
             name=name,
-            axis=axes[name].name if name in axes else "",
-            is_shape=name in axes and axes[name].is_shape,
+            axis=axes[name][0] if name in axes else "",
+            is_shape=name in axes and axes[name][1],
             ranks=ranks.get(name, ()),
             collectives=tuple(issued.get(name, [])[-_KEPT_COLLECTIVES:]),
             ordinal=alike[ranks[name]].index(name) + 1 if name in ranks else 1,
@@ -300,8 +299,8 @@ def _root(kind: str, call: FrameType | None) -> int | None:
     return None
 
 
-def _made_groups() -> tuple[dict[str, tuple[int, ...]], dict[str, GroupAxis]]:
-    """The ranks of every process group of this rank, in order of creation, and the groups' axes.
+def _made_groups() -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, bool]]]:
+    """The ranks of every process group of this rank, in order of creation, and how each is called.
 
     See Note [Reading a stuck rank]; the main thread, too, may change what is read here.
     """

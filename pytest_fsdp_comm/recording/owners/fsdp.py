@@ -1,8 +1,4 @@
-"""Watch FSDP's own units while a recording runs.
-
-They show which unit owns a collective, what is resharded, how far ahead of its use a unit is
-gathered, and how many bytes are gathered at once.
-"""
+"""Watch FSDP's own units: what each sends, reshards, gathers ahead of its use, and holds."""
 
 # Note [Acting units]
 # torch's profiler labels carry the owner too, but their FQNs are relative to the FSDP root, empty
@@ -80,13 +76,10 @@ class UnitWatch:
         on_reshard: Callable[[ReshardAction, tuple[nn.Module, ...], int, float], None],
         groups: GroupNames,
     ) -> None:
-        """Prepare, and wrap nothing yet.
+        """Prepare to call `on_reshard` as a unit's state changes; `groups` learns their meshes.
 
-        Args:
-            on_reshard: Called each time a unit's state changes, with ``unshard`` or ``reshard``,
-                its modules, its bytes and the host seconds that a reshard took (0.0 for an unshard,
-                whose all-gather is timed itself).
-            groups: Learns the meshes of units.
+        It is given the unit's modules, its bytes and the host seconds that a reshard took: 0.0 for
+        an unshard, whose all-gather is timed itself.
         """
         self._acting: list[_ActingUnit] = []
         self._on_reshard = on_reshard
@@ -98,10 +91,7 @@ class UnitWatch:
     @property
     def owner(self) -> tuple[nn.Module, ...]:
         """The modules of the unit whose parameters are being sent; empty if none is."""
-        for unit in reversed(self._acting):
-            if unit.serves:
-                return unit.modules
-        return ()
+        return next((unit.modules for unit in reversed(self._acting) if unit.serves), ())
 
     @property
     def issuer(self) -> tuple[nn.Module, ...]:
@@ -119,30 +109,25 @@ class UnitWatch:
         return self._acting[-1].gather if self._acting else None
 
     def peak_gathered_nbytes(self, roots: Iterable[nn.Module]) -> int:
-        """The most bytes of parameters that were gathered at once in the block.
-
-        Units below the roots that were gathered all the time, without any change, count too.
-        """
+        """The most bytes of parameters that were gathered at once in the block."""
+        # Units that were gathered all the time, without any change, count too.
         for module in (module for root in roots for module in root.modules()):
             for group in param_groups(module):
-                self._learn_memory(group)
+                self._memory.learn(group, self._gathered_nbytes(group))
             handle = _handle_of(module)
             if handle is not None:
                 self._memory.learn(handle, _gathered_nbytes_of_handle(handle))
         return self._memory.peak
 
-    def _learn_memory(self, group: Any) -> None:
-        # At each change, and the bytes take a walk over the unit's parameters.
-        if not self._memory.knows(group):
-            self._memory.learn(group, self._gathered_nbytes(group))
-
     def _nbytes_of(self, group: Any) -> int:
         """Bytes of a unit of FSDP2 when it is gathered."""
-        # Dtypes are settled by the time of the first gather.
-        found = self._unsharded_nbytes.get(group)
-        if found is None:
-            found = self._unsharded_nbytes[group] = _unsharded_nbytes(group)
-        return found
+        # Kept, since each change needs it. Dtypes are settled by the time of the first gather.
+        if group not in self._unsharded_nbytes:
+            self._unsharded_nbytes[group] = sum(
+                param._orig_size.numel() * (param.param_dtype or param.orig_dtype).itemsize
+                for param in group.fsdp_params
+            )
+        return self._unsharded_nbytes[group]
 
     def _gathered_nbytes(self, group: Any) -> int:
         """What a unit of FSDP2 holds beyond its own shard."""
@@ -255,7 +240,7 @@ class UnitWatch:
 
     def _unshard(self, group: Any, *_: Any, **__: Any) -> _Around:
         self._groups.learn_unit(group)
-        self._learn_memory(group)
+        self._memory.learn(group, self._gathered_nbytes(group))
         pending = group._all_gather_result
         modules, gather = tuple(group.modules), self._prefetches.begin()
         yield _ActingUnit(modules, gather=gather)
@@ -273,7 +258,7 @@ class UnitWatch:
         yield None
 
     def _free(self, group: Any, *_: Any, **__: Any) -> _Around:
-        self._learn_memory(group)
+        self._memory.learn(group, self._gathered_nbytes(group))
         yield None
         nbytes = self._gathered_nbytes(group)
         self._memory.hold(group, nbytes)
@@ -344,10 +329,8 @@ def param_groups(module: nn.Module) -> list[Any]:
 
 
 def groups_of_state(state: Any) -> list[Any]:
-    """The parameter groups of a state of FSDP2.
-
-    ``_fsdp_param_groups`` is new in torch 2.13; to 2.11 a state had one group.
-    """
+    """The parameter groups of a state of FSDP2."""
+    # New in torch 2.13; to 2.11 a state had one group.
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)
@@ -361,21 +344,10 @@ def fsdp_root(module: nn.Module) -> nn.Module | None:
     if get_state is None:
         return None
     try:
-        for state in get_state()._state_ctx.all_states:
-            if state._is_root:
-                found: nn.Module = state._modules[0]
-                return found
+        states = get_state()._state_ctx.all_states
+        return next((state._modules[0] for state in states if state._is_root), None)
     except AttributeError as problem:
         raise upstream.misread_error("torch", "FSDPState", problem) from problem
-    return None
-
-
-def _unsharded_nbytes(group: Any) -> int:
-    total = 0
-    for param in group.fsdp_params:
-        dtype = param.param_dtype or param.orig_dtype
-        total += param._orig_size.numel() * dtype.itemsize
-    return total
 
 
 def _handle_of(module: nn.Module) -> Any:
@@ -408,7 +380,7 @@ def _modules_of_handle(handle: Any) -> tuple[nn.Module, ...]:
 
 @functools.cache
 def _states(names: str) -> list[enum.Enum]:
-    """Members of an enum of torch; `names` is that of the enum, then those of the members."""
+    """Members of an enum of torch, in `names` the enum's name and theirs, by spaces."""
     use = "the recorder relies on to see when a unit is used"
     name, *members = names.split()
     module, _, kind = name.rpartition(".")
