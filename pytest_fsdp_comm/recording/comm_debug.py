@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,12 +25,10 @@ from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.recording.module_trace import GLOBAL
 
 if TYPE_CHECKING:
-    from pytest_fsdp_comm.comm.events import Collective, Recording
-    from pytest_fsdp_comm.recording.module_trace import ModuleTrace
+    from pytest_fsdp_comm.comm.events import Collective
+    from pytest_fsdp_comm.recording.recorder import RecordedBlock
 
 ModuleCounts = dict[str, dict[str, defaultdict[Any, int]]]
-
-_IN_BACKWARD: Final = (Phase.BACKWARD, Phase.RECOMPUTE)
 
 
 class CommDebugAnswers(ABC):
@@ -39,14 +37,8 @@ class CommDebugAnswers(ABC):
     Inside a block the answers are those up to now, after it those of the block.
     """
 
-    @property
     @abstractmethod
-    def recording(self) -> Recording:
-        """All that this rank recorded."""
-
-    @abstractmethod
-    def _trace(self) -> ModuleTrace:
-        """The modules that were called."""
+    def _known_block(self) -> RecordedBlock: ...
 
     def get_comm_counts(self) -> dict[Any, int]:
         """Count by operation, e.g. ``torch.ops.c10d._allgather_base_``; 0 for any other.
@@ -55,7 +47,7 @@ class CommDebugAnswers(ABC):
         ``c10d_functional``. Unlike it, point-to-point calls, barriers and in-place variants count.
         """
         counts: defaultdict[Any, int] = defaultdict(int)
-        for event in self.recording.collectives:
+        for event in self._known_block().recording.collectives:
             counts[_packet(event)] += 1
         return counts
 
@@ -66,7 +58,7 @@ class CommDebugAnswers(ABC):
 
     def get_total_counts(self) -> int:
         """Number of all collectives."""
-        return len(self.recording.collectives)
+        return len(self._known_block().recording.collectives)
 
     def get_comm_module_counts(self) -> ModuleCounts:
         """Count by module, then ``forward`` or ``backward``, then operation.
@@ -75,11 +67,12 @@ class CommDebugAnswers(ABC):
         root, and ``Global`` has everything. What a recomputation sends counts as backward, and what
         is sent in no phase as forward.
         """
-        recorded, keys = self.recording.collectives, self._trace().keys
+        block = self._known_block()
         counts: ModuleCounts = {GLOBAL: _no_counts()}
-        for event in recorded:
-            direction = "backward" if event.phase in _IN_BACKWARD else "forward"
-            around = () if event.owner is None else keys.get(event.owner, ())
+        for event in block.recording.collectives:
+            is_backward = event.phase in {Phase.BACKWARD, Phase.RECOMPUTE}
+            direction = "backward" if is_backward else "forward"
+            around = () if event.owner is None else block.trace.keys.get(event.owner, ())
             for key in (GLOBAL, *around):
                 counts.setdefault(key, _no_counts())[direction][_packet(event)] += 1
         return counts
@@ -96,7 +89,7 @@ class CommDebugAnswers(ABC):
         Raises:
             RecordingError: Operations were not traced.
         """
-        operations = self._trace().operations
+        operations = self._known_block().trace.operations
         if operations is None:
             raise RecordingError(
                 "the operations of this block were not traced, which would slow every recording "
@@ -124,14 +117,14 @@ class CommDebugAnswers(ABC):
         Raises:
             RecordingError: The model no longer exists.
         """
-        modules = self._trace().modules()
+        modules = self._known_block().trace.modules()
         return {module.name: module.parameters() for module in modules if module.placements}
 
     def get_sharding_info(self) -> dict[str, tuple[Any, ...]]:
         """The placements of each parameter that is a DTensor, by module and name."""
         return {
             f"{module.name}.{name}": placements
-            for module in self._trace().modules()
+            for module in self._known_block().trace.modules()
             for name, placements in module.placements.items()
             if placements is not None
         }
@@ -159,12 +152,7 @@ class CommDebugAnswers(ABC):
     def generate_json_dump(
         self, file_name: str = "comm_mode_log.json", noise_level: int = 3
     ) -> None:
-        """Write what torch's browser view of CommDebugMode reads.
-
-        Args:
-            file_name: Where to.
-            noise_level: As for the table.
-        """
+        """Write what torch's browser view of CommDebugMode reads."""
         self._answering(noise_level).generate_json_dump(file_name, noise_level)
 
     def _answering(self, noise_level: int = 0) -> Any:
@@ -179,7 +167,7 @@ class CommDebugAnswers(ABC):
         modules: dict[str, dict[str, Any]] = {GLOBAL: {"depth": 0}}
         parents: dict[str, set[str]] = {GLOBAL: set()}
         called: dict[str, list[str]] = {}
-        for module in self._trace().modules():
+        for module in self._known_block().trace.modules():
             modules[module.name] = {
                 "module_type": module.module_type,
                 "depth": len(module.callers) + 1,

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.events import Collective, Recording, Redistribution, Reshard
     from pytest_fsdp_comm.comm.profile import CommProfile
-    from pytest_fsdp_comm.recording.module_trace import ModuleTrace
     from pytest_fsdp_comm.recording.recorder import RecordedBlock
 
 
@@ -67,9 +66,8 @@ class CommMode(CommDebugAnswers, NamedAttributes):
                 process.
             ranks: The ranks that exchange, ascending; empty for this one alone.
             show: Writes a profile as ``str`` shows it; None for one line.
-            trace_operations: Whether blocks also note which operations run in which modules, for
-                the tables and the JSON of CommDebugMode. It costs more than all the rest, so the
-                fixture leaves it to ``comm_mode(model, trace_operations=True)``.
+            trace_operations: What blocks do unless ``comm_mode(model, trace_operations=...)`` says
+                otherwise. It costs more than all the rest.
         """
         self._traces_by_default = self._traces = trace_operations
         self._gather = gather
@@ -163,9 +161,6 @@ class CommMode(CommDebugAnswers, NamedAttributes):
                 UnseenCollectivesWarning,
                 stacklevel=2,
             )
-
-    def _trace(self) -> ModuleTrace:
-        return self._known_block().trace
 
     def __eq__(self, other: object) -> bool:
         """Leave a comparison with a snapshot to the snapshot."""

@@ -1,8 +1,8 @@
-"""Which modules a block called and which operations ran in each: what CommDebugMode shows.
+"""Which modules a block called and which operations ran in each: what CommDebugMode shows."""
 
-Nothing here counts collectives or is compared. A module is noted with the first operation of its
-forward, so one that runs none is not in the trace.
-"""
+# Note [Module trace]
+# Nothing here counts collectives or is compared. A module is noted with the first operation of its
+# forward, so one that runs none is not in the trace.
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.recording.owners.module_names import clean_fqn
+from pytest_fsdp_comm.recording.owners.module_names import clean_fqn, has_forward
 from pytest_fsdp_comm.recording.owners.stack import innermost_module, running_modules
 from pytest_fsdp_comm.recording.subclasses import is_dtensor
 
@@ -62,7 +62,7 @@ class CalledModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTrace:
-    """Which modules a block called and, if it traced them, which operations ran in each."""
+    """Which modules a block called, and which operations ran in them."""
 
     modules: Callable[[], tuple[CalledModule, ...]]
     """The modules in the order of their first operations, callers first. Where operations were not
@@ -71,8 +71,8 @@ class ModuleTrace:
     """FQN of each owner -> CommDebugMode's names of the module and of those around it that have a
     forward, outermost first."""
     operations: Callable[[], Iterator[tuple[str, dict[str, Any]]]] | None = None
-    """Makes, in the order of dispatch, CommDebugMode's name of the module and its dictionary of
-    each operation; None if operations were not traced."""
+    """Makes CommDebugMode's name of the module and dictionary of each operation, in the order of
+    dispatch; None if operations were not traced."""
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +179,7 @@ class ModuleTracer:
     def result(
         self, roots: Sequence[nn.Module], names: ModuleNames, owners: Iterable[str]
     ) -> ModuleTrace:
-        """Name what was noted up to now, relative to the roots, and the owners of collectives."""
+        """Name what was noted up to now, relative to the roots."""
         outermost = (seen.module() for seen in self._called if not seen.callers)
         keys = _keys((*roots, *(module for module in outermost if module is not None)))
 
@@ -213,7 +213,7 @@ class ModuleTracer:
 
 
 def untraced(roots: Sequence[nn.Module], names: ModuleNames, owners: Iterable[str]) -> ModuleTrace:
-    """What is known without a tracer; arguments as for `ModuleTracer.result`."""
+    """What is known without a `ModuleTracer`."""
     return ModuleTrace(
         # Lazily: every block has a trace, and few tests look at it.
         modules=functools.partial(_modules_below, [weakref.ref(root) for root in roots]),
@@ -227,7 +227,7 @@ def _modules_below(held: Sequence[weakref.ref[nn.Module]]) -> tuple[CalledModule
         raise _model_is_gone()
     keys = _keys(roots)
     modules: dict[str, CalledModule] = {}
-    for module in (module for root in roots for module in root.modules() if _has_forward(module)):
+    for module in (module for root in roots for module in root.modules() if has_forward(module)):
         name = keys[id(module)]
         callers = tuple(outer for outer in _around(name) if outer in modules)
         modules[name] = _called_module(module, name, dict.fromkeys(_parameters(module)), callers)
@@ -258,11 +258,6 @@ def _model_is_gone() -> RecordingError:
     )
 
 
-def _has_forward(module: nn.Module) -> bool:
-    """Whether it can be called, unlike a ModuleList."""
-    return type(module).forward is not nn.Module.forward
-
-
 def _placements(parameter: Any) -> Placements:
     return tuple(parameter.placements) if is_dtensor(parameter) else None
 
@@ -290,7 +285,7 @@ def _keys_of_owners(
 ) -> dict[str, tuple[str, ...]]:
     below = [module for root in roots for module in root.modules()]
     own = {fqn: keys[id(module)] for module in below if (fqn := names.fqn(module)) is not None}
-    callable_ = {keys[id(module)] for module in below if _has_forward(module)}
+    callable_ = {keys[id(module)] for module in below if has_forward(module)}
 
     def keys_of(owner: str) -> Iterator[str]:
         # The owner is several modules if they are one unit.

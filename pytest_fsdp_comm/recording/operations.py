@@ -1,4 +1,4 @@
-"""The operations that communicate or copy: in which direction, and how much."""
+"""Say which operations communicate or copy, in which direction, and how much."""
 
 # Note [Operations not functions]
 # What is looked up here are torch's dispatched operations: dist.all_gather_single is new in torch
@@ -25,31 +25,22 @@ NAMESPACES: Final = frozenset(
 )
 
 UNKNOWN: Final = "unknown:"
-"""What the kind of an operation begins with that the table does not have."""
+"""How the kind of an operation begins that the tables lack. All its tensors count as sent."""
 
 BATCH: Final = "batch"
 """The kind of an operation whose arguments list ``isend`` and ``irecv``, a message each."""
 
-TIMING_CATEGORIES: Final = (
-    "all_gather",
-    "all_gather_object",
-    "reduce",
-    "resharding",
-    "H2D",
-    "D2H",
-)
+TIMING_CATEGORIES: Final = ("all_gather", "all_gather_object", "reduce", "resharding", "H2D", "D2H")
 """What seconds are summed up by; those of all calls, of other kinds too, are ``all``."""
 
-_REDUCING: Final = ("reduce_scatter", "all_reduce", "reduce")
+REDUCING: Final = frozenset({"reduce_scatter", "all_reduce", "reduce"})
+"""The kinds that carry gradients, where FSDP or DDP sends them."""
 
 # Not communication of their own: they wait for it, wrap its result, or look things up.
 SILENT: Final = frozenset(
     {
-        "wait_tensor",
-        "wait_tensors",
-        "_wrap_tensor_autograd",
-        "check_for_nan",
-        "mesh_get_process_group",
+        *("wait_tensor", "wait_tensors", "_wrap_tensor_autograd"),
+        *("check_for_nan", "mesh_get_process_group"),
     }
 )
 
@@ -122,15 +113,9 @@ _FUNCTIONAL: Final = {
 
 
 def look_up(func: Any) -> Operation | None:
-    """How a ``torch._ops.OpOverload`` communicates; None if it does not.
-
-    An operation of a communication namespace that the table does not have is kept as
-    ``unknown:<op>``, with all its tensors as sent.
-    """
-    if func.namespace not in NAMESPACES:
-        return None
+    """How a ``torch._ops.OpOverload`` communicates; None if it does not."""
     name = func.overloadpacket.__name__
-    if name in SILENT:
+    if func.namespace not in NAMESPACES or name in SILENT:
         return None
     return _known(func.namespace, name) or Operation(f"{UNKNOWN}{name}", "*", "")
 
@@ -180,16 +165,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def messages(
     operation: Operation, group: dist.ProcessGroup | None, bound: dict[str, Any], result: Any
 ) -> list[dict[str, Any]]:
-    """What a call sends and receives: one message, unless it is a batch.
+    """List what a call sends and receives, as fields of `comm.events.Collective`.
 
-    Args:
-        operation: As `look_up` knows it.
-        group: Over which it communicates; None if it does not say.
-        bound: Its arguments by name.
-        result: What it returned.
-
-    Returns:
-        The fields of `comm.events.Collective` that each message shows.
+    That is one message, unless the call is a batch. Its `group` is None if it does not say.
     """
     if operation.kind == BATCH:
         batched = zip(bound["op_list"], bound[operation.peer], bound["tensors"], strict=True)
@@ -229,14 +207,12 @@ def _sent_and_received(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     if operation.sent == "*":
         return list(tensors_in(bound)), []
-    sent = list(tensors_in(bound.get(operation.sent))) if operation.sent else []
-    if operation.received == "return":
-        return sent, list(tensors_in(result))
-    return sent, list(tensors_in(bound.get(operation.received))) if operation.received else []
+    received = result if operation.received == "return" else bound.get(operation.received)
+    # An empty name is that of no argument.
+    return list(tensors_in(bound.get(operation.sent))), list(tensors_in(received))
 
 
 def _rank_in(group: dist.ProcessGroup | None, number: int | None) -> int | None:
-    """A rank of a group; None if there is none of that number."""
     # torch's own functional sends and broadcasts pass the number of the world as it is, which a
     # smaller group may not have.
     if group is None or number is None or not 0 <= number < group.size():
@@ -251,10 +227,9 @@ def _peer(group: dist.ProcessGroup | None, number: int | None) -> int | None:
 
 
 def _reduce_op(given: Any) -> str | None:
-    """The name of a reduction; None if there is none, or this torch does not show it."""
     if isinstance(given, str):  # of a functional collective
         return given.lower()
-    # c10d is given a boxed object, whose only method says a number.
+    # c10d is given a boxed object, whose only method says a number. Some torch does not show it.
     return str(dist.ReduceOp.RedOpType(given.op()).name).lower() if hasattr(given, "op") else None
 
 
@@ -267,10 +242,10 @@ def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def timing_category(kind: str, source: Source) -> str | None:
-    """The category of `TIMING_CATEGORIES` that a collective's seconds belong to; None for none."""
+    """Which of `TIMING_CATEGORIES` a collective's seconds belong to; None for none."""
     if kind == "all_gather":
         return "all_gather_object" if source is Source.OBJECT else "all_gather"
-    return "reduce" if kind in _REDUCING else None
+    return "reduce" if kind in REDUCING else None
 
 
 def may_copy(func: Any) -> bool:

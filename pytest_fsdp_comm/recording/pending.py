@@ -21,6 +21,7 @@ from pytest_fsdp_comm.comm.events import (
     Role,
     Source,
 )
+from pytest_fsdp_comm.recording.operations import REDUCING
 from pytest_fsdp_comm.recording.owners.attribution import Attribution
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 Event = TypeVar("Event", bound=Collective | Reshard | Redistribution | HostDeviceCopy)
 
-_REDUCING: Final = frozenset({"reduce_scatter", "all_reduce", "reduce"})
 _IN_MODULES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
 
 
@@ -73,10 +73,10 @@ class Pending(Generic[Event]):
 
 def _role(kind: str, attribution: Attribution) -> Role | None:
     if attribution.source is Source.FSDP:
-        return Role.GRADIENTS if kind in _REDUCING else Role.PARAMETERS
+        return Role.GRADIENTS if kind in REDUCING else Role.PARAMETERS
     if attribution.source is Source.DDP:
         # Its broadcasts carry buffers, and how it has rebuilt its buckets.
-        return Role.GRADIENTS if kind in _REDUCING else None
+        return Role.GRADIENTS if kind in REDUCING else None
     if attribution.source is Source.OBJECT or attribution.phase not in _IN_MODULES:
         return None
     if attribution.adds_gradient:

@@ -90,17 +90,15 @@ class RecordedBlock:
 
     recording: Recording
     names: Names
-    """The names that queries may use."""
     roots: tuple[weakref.ref[nn.Module], ...]
     """The modules that names are relative to; the first gives plain names. Weak, since a recording
     must not keep a model and its parameters alive."""
     trace: ModuleTrace
-    """Which modules were called, and which operations ran in them."""
 
 
+# How an operation is treated that does not communicate. One that shows values of tensors to Python
+# ("read") is of interest on the fake group only.
 _NoCollective = Literal["copy", "read", "silent"]
-"""How an operation is treated that does not communicate; ``read``: it shows values of tensors to
-Python, which is of interest on the fake group only."""
 
 
 class Recorder:
@@ -114,13 +112,10 @@ class Recorder:
         *,
         traces_operations: bool,
     ) -> None:
-        """Prepare to record one block.
+        """Prepare to name modules relative to `models`, or to the outermost ones that run.
 
-        Args:
-            models: Give the FQNs; empty for the outermost modules that run.
-            backward: Knows the autograd nodes of earlier blocks.
-            earlier_roots: Of an earlier block, for modules that act only in backward here.
-            traces_operations: Whether to note the module of each operation.
+        `backward` knows the autograd nodes of earlier blocks, and `earlier_roots` hold modules that
+        act only in backward here.
         """
         # Now, since the block may destroy the group.
         self._note_world()
@@ -278,7 +273,6 @@ class Recorder:
             )
 
     def _note_running(self, modules: Iterable[nn.Module]) -> None:
-        """Note which of the given models run."""
         ids = set(map(id, modules))
         self._idle = [entry for entry in self._idle if ids.isdisjoint(entry[1])]
 
@@ -294,8 +288,7 @@ class Recorder:
                     known.update(map(id, root.modules()))
 
     def _root_above(self, module: nn.Module) -> nn.Module | None:
-        for earlier in self._earlier_roots:
-            root = earlier()
+        for root in (earlier() for earlier in self._earlier_roots):
             if root is not None and any(module is child for child in root.modules()):
                 return root
         return fsdp_root(module)
@@ -303,7 +296,7 @@ class Recorder:
     def _names_to_query(
         self, names: OwnerNames, recorded: Sequence[Collective], used_groups: Iterable[str]
     ) -> Names:
-        """The names that queries may use; only after the axes were named, as it learns some."""
+        """List the names that queries may use; only after the axes were named: it learns some."""
         modules = (module for root in self._roots for module in root.modules())
         units = [unit for module in modules for unit in param_groups(module)]
         if dist.is_initialized():  # the block may have destroyed it
@@ -332,10 +325,7 @@ class Recorder:
         kwargs: dict[str, Any],
         below: _ModeBelow | None = None,
     ) -> Any:
-        """Run one operation, and record it if it communicates or copies.
-
-        `below` watches a collective that is given a tensor of an opaque class.
-        """
+        """Run one operation, and record it if it communicates or copies."""
         # At the first operation, since DDP sends in backward only, where no module runs.
         if self._lacks_root:
             for outermost in running_modules()[:1]:
@@ -452,11 +442,7 @@ class Recorder:
         return result
 
     def _note_reshard(
-        self,
-        action: ReshardAction,
-        modules: tuple[nn.Module, ...],
-        nbytes: int,
-        seconds: float,
+        self, action: ReshardAction, modules: tuple[nn.Module, ...], nbytes: int, seconds: float
     ) -> None:
         issued = self._attribute()
         if action == "reshard":
@@ -603,8 +589,8 @@ class _ModeBelow(_Mode):  # type: ignore[no-untyped-call]  # as for _Mode
 
     def __init__(self, run: _Run) -> None:
         super().__init__(run)
+        # Whether it has issued a collective, which is then recorded in place of the given one.
         self.has_sent = False
-        """Whether it has issued a collective, which is then recorded in place of the given one."""
         self._is_entered = False
 
     def __torch_dispatch__(

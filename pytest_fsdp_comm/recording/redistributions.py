@@ -24,10 +24,9 @@ class RedistributionWatch:
         self._last: tuple[int, int] | None = None
 
     def note_collective(self, frame: FrameType | None) -> dict[str, Any] | None:
-        """Look at the frame of the redistribution that issued a collective; None if none did.
+        """Take the frame of the redistribution that issued a collective; None if none did.
 
-        Returns:
-            Fields of `comm.events.Redistribution`, if this is its first collective; None otherwise.
+        Returns fields of `comm.events.Redistribution` if this is its first collective, else None.
         """
         if frame is None:
             self._last = None

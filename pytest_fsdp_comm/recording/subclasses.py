@@ -67,9 +67,7 @@ def _can_be_taken_apart(cls: type) -> bool:
 
 
 def _stand_ins() -> tuple[type, ...]:
-    """Classes of torch in place of plain tensors, which fail if a mode does not run them.
-
-    Not imported: where nothing has made a tensor of them, there is none.
-    """
+    """Classes of torch in place of plain tensors, which fail if a mode does not run them."""
+    # Not imported: where nothing has made a tensor of them, there is none.
     modules = ((sys.modules.get(module), name) for module, name in _STAND_INS)
     return tuple(getattr(module, name) for module, name in modules if module is not None)

@@ -1,8 +1,8 @@
-"""Follow the threads that are started while a recording runs.
+"""Follow the threads that are started while a recording runs."""
 
-A dispatch mode watches the thread that entered it and the autograd threads that this one starts, so
-each new thread enters one of its own.
-"""
+# Note [Threads of a block]
+# A dispatch mode watches the thread that entered it and the autograd threads that this one starts,
+# so each new thread enters one of its own.
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def following_threads(watched: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Wrap ``threading.Thread.start``, by which executors and timers start too, and put it back.
-
-    Each thread runs in `watched`.
-    """
+    """Run each thread that starts in `watched`: see Note [Threads of a block]."""
     original = threading.Thread.start
 
+    # Executors and timers start by it too.
     @functools.wraps(original)
     def start(thread: threading.Thread) -> None:
         # Of this thread alone, so that a class with its own `run` is followed too.

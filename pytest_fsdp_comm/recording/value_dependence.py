@@ -1,8 +1,8 @@
-"""Find code on the fake group whose communication may depend on the values of tensors.
+"""Find code on the fake group whose communication may depend on the values of tensors."""
 
-The fake group exchanges nothing, so values that come from other ranks are wrong there. Most code
-never looks at them; what does is recorded as if the values were true.
-"""
+# Note [Values on the fake group]
+# The fake group exchanges nothing, so values that come from other ranks are wrong there. Most code
+# never looks at them; what does is recorded as if the values were true.
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from pytest_fsdp_comm.recording.owners.stack import requesting_frame
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import CodeType
-
-_TAGS: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 _NAMES: Final = {"_local_scalar_dense": "item", "index": "a boolean mask"}
 """What operations are called where users write them."""
@@ -61,10 +59,10 @@ class ValueReads:
 
             # As code of torch's own: the compiler follows that from its caller, but never compiles
             # it by itself, and `numpy` compiled by itself calls itself.
+            torch_file = torch.Tensor.__array__.__code__.co_filename
             wrapped.__code__ = wrapped.__code__.replace(co_filename=torch_file)
             return functools.update_wrapper(wrapped, original)
 
-        torch_file = torch.Tensor.__array__.__code__.co_filename
         with contextlib.ExitStack() as undo:
             for name in _METHODS:
                 own = vars(torch.Tensor).get(name)
@@ -110,7 +108,7 @@ class ValueReads:
 
 
 def _splits_by_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether ``tensor_split`` is given its indices as a tensor, whose values make shapes."""
+    # The indices are a tensor, whose values make shapes.
     return any(isinstance(value, torch.Tensor) for value in (*args[1:2], *kwargs.values()))
 
 
@@ -118,7 +116,7 @@ def reads_values(func: Any) -> bool:
     """Whether an operation shows values to Python, or makes a shape of them."""
     # A higher-order operator has no tags.
     tags = getattr(func, "tags", ())
-    if any(tag in tags for tag in _TAGS):
+    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
         return True
     # Not tagged in torch 2.13, though the number of values follows from the values.
     return bool(tags) and func.overloadpacket.__name__.startswith("_to_sparse")

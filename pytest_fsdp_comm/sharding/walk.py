@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_fsdp_comm.errors import RecordingError, printable
-from pytest_fsdp_comm.recording.owners.module_names import WRAPPER_SEGMENTS, parts_of
+from pytest_fsdp_comm.recording.owners.module_names import WRAPPER_SEGMENTS, has_forward, parts_of
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, natural_key
 from pytest_fsdp_comm.tree.model import ModuleNode
 
@@ -85,7 +85,7 @@ def visit_modules(model: object) -> Visit:
                 depth=0 if parent is None else nodes[parent].depth + 1,
                 class_name=class_name(inner),
                 wrappers=tuple(map(class_name, wrappers)),
-                has_forward=_has_forward(inner),
+                has_forward=has_forward(inner),
             )
         )
     # Once the index of each module is known.
@@ -107,11 +107,6 @@ def class_name(module: nn.Module) -> str:
     while _is_made(made):
         made = made.__bases__[1]
     return printable(made.__name__)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    is_inherited = type(module).forward is nn.Module.forward
-    return not is_inherited or "forward" in module.__dict__
 
 
 def _is_made(cls: type) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Source
-from pytest_fsdp_comm.recording.owners.ddp import ParameterOwners, ReplicaOwners
+from pytest_fsdp_comm.recording.owners.ddp import Modules, ParameterOwners, ReplicaOwners
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
 from pytest_fsdp_comm.recording.owners.stack import innermost_module
 from pytest_fsdp_comm.recording.prefetch import Gather
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
     from pytest_fsdp_comm.recording.owners.stack import StackScan
-
-Modules = tuple["nn.Module", ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +52,7 @@ class OwnerNames:
     """Name the modules of attributions, when a recording ends. See Note [Names come last]."""
 
     def __init__(self, roots: Sequence[nn.Module], *, are_parts: bool) -> None:
-        """Name every module below the roots; arguments as for `ModuleNames`."""
+        """Name every module below the roots, as `ModuleNames` does."""
         self.modules = ModuleNames(roots, are_parts=are_parts)
         self._replicas = ReplicaOwners(roots)
 
@@ -84,12 +82,10 @@ class OwnerNames:
 
 
 class _Maker(Enum):
-    """Who made an autograd node, if no known module did."""
+    """What made an autograd node, if no known module did."""
 
-    NO_MODULE = auto()
-    """Code outside of every module, or a module that no longer exists."""
-    UNSEEN = auto()
-    """Whatever ran while nothing was recorded."""
+    NO_MODULE = auto()  # code outside of every module, or a module that no longer exists
+    UNSEEN = auto()  # whatever ran while nothing was recorded
 
 
 class BackwardMap:
@@ -164,7 +160,6 @@ class BackwardMap:
         node = self._current_node()
         if node is None:
             return _Maker.NO_MODULE
-        module: nn.Module | None = None
         parameter = getattr(node, "variable", None)  # of an AccumulateGrad
         if parameter is not None:
             module = self._parameters.module_of(parameter)
@@ -203,10 +198,8 @@ def attribute(
 
 
 def attribute_on_thread(scan: StackScan, namespace: str) -> Attribution:
-    """Attribute what happens now on a thread that did not enter the recording.
-
-    It serves no module: the units and graphs that the recording knows are another thread's.
-    """
+    """Attribute what happens now on a thread that did not enter the recording."""
+    # It serves no module: the units and graphs that the recording knows are another thread's.
     return Attribution(
         owner=(),
         issued_in=() if scan.innermost is None else (scan.innermost,),

@@ -38,7 +38,7 @@ class ReplicaOwners:
     """The replicated modules below the roots of a recording."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
-        """Find the replicated modules below the roots that the recorder found."""
+        """Find them, below the roots that the recorder found."""
         self._fallback: Modules = tuple(roots[:1])
         self._owner_of: dict[int, nn.Module] = {}
         self._replicas: list[nn.Module] = []
@@ -54,11 +54,8 @@ class ReplicaOwners:
 
         Where that is unknown, the first one of the model, or its root.
         """
-        for module in running:
-            found = self._owner_of.get(id(module))
-            if found is not None:
-                return (found,)
-        return tuple(self._replicas[:1]) or self._fallback
+        known = [self._owner_of[id(module)] for module in running if id(module) in self._owner_of]
+        return tuple((known or self._replicas)[:1]) or self._fallback
 
 
 class ParameterOwners:
@@ -72,10 +69,9 @@ class ParameterOwners:
     def module_of(self, parameter: torch.Tensor) -> nn.Module | None:
         """The first module that registered the parameter; None if none did."""
         if id(parameter) not in self._found:
-            for root in self._roots:
-                for module in root.modules():
-                    for own in module.parameters(recurse=False):
-                        self._found.setdefault(id(own), module)
+            for module in (module for root in self._roots for module in root.modules()):
+                for own in module.parameters(recurse=False):
+                    self._found.setdefault(id(own), module)
             # So that a foreign parameter costs one search only.
             self._found.setdefault(id(parameter), None)
         return self._found[id(parameter)]

@@ -25,10 +25,7 @@ def following_callbacks(
     attribute: Callable[[], Attribution],
     resumed: Callable[[Attribution], AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Wrap the two ways to register a callback, and put them back.
-
-    Each callback runs in `resumed`, with the attribution of the code that registers it.
-    """
+    """Run each callback in `resumed`, with the attribution of the code that registers it."""
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
@@ -12,11 +11,16 @@ from pytest_fsdp_comm.errors import RecordingError, printable
 from pytest_fsdp_comm.text.fqn import escape, natural_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
 WRAPPER_SEGMENTS: Final = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 """Under which name FSDP1, torch.compile and activation checkpointing keep the module that they wrap
 (same in torch 2.7, 2.13, 2.15; torch itself removes these segments from FQNs)."""
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called, unlike a ModuleList."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def clean_fqn(name: str) -> str:
@@ -28,14 +32,11 @@ class ModuleNames:
     """The FQN of each module below some roots."""
 
     def __init__(self, roots: Iterable[nn.Module], *, are_parts: bool = False) -> None:
-        """Name all modules.
+        """Name all modules; those of further roots, unless they are parts of one model, as ``@2``.
 
-        Args:
-            roots: The first gives its modules plain FQNs. Modules of a further one are prefixed
-                with ``@2`` and so on: its class name must not be part of a snapshot.
-            are_parts: They are parts of one model, such as the stages of a pipeline, and keep the
-                FQNs that they have there: all plain.
+        Parts, such as the stages of a pipeline, keep the FQNs that they have in the model.
         """
+        # Not by the class of the root, which must not be part of a snapshot.
         self._names: dict[int, str] = {}
         self._roots = list(roots)
         self._are_parts = are_parts
@@ -76,12 +77,9 @@ class ModuleNames:
 
 
 def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Module]:
-    """The modules that a user gives: one, or a list of the parts of one model.
+    """List the modules that a user gives: one, or a list of the parts of one model.
 
-    Args:
-        model: What was given.
-        given_to: What it was given to, e.g. ``fsdp_tree``.
-        otherwise: What the user can do instead, for the errors; begins with a comma.
+    The errors say what they were `given_to`, and what to do `otherwise`, which begins with a comma.
 
     Raises:
         RecordingError: It is not a module, a part lies within another, or two parts have a
@@ -105,8 +103,8 @@ def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Mo
             f"this rank runs{otherwise}"
         )
     for place, part in enumerate(parts):
-        others = chain.from_iterable(map(_below, (*parts[:place], *parts[place + 1 :])))
-        if any(part is module for module in others):
+        others = (*parts[:place], *parts[place + 1 :])
+        if any(part is module for other in others for module in other.modules()):
             raise RecordingError(
                 f"{given_to}([...]) expects parts of one model that do not overlap, but one of "
                 f"them, a {printable(type(part).__name__)}, is given twice or lies within another; "
@@ -120,10 +118,6 @@ def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Mo
             "modules 0, 1 and so on"
         )
     return parts
-
-
-def _below(part: nn.Module) -> Iterator[nn.Module]:
-    return (module for _, module in _named_modules(part))
 
 
 def _common_parameter(parts: Iterable[nn.Module]) -> str | None:

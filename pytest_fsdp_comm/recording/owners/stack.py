@@ -82,11 +82,7 @@ def running_modules() -> list[nn.Module]:
 
 
 def requesting_frame() -> FrameType | None:
-    """The innermost frame that requested the operation which runs, if it is a user's.
-
-    None if torch did, or transformers' own code outside of its models, which looks at masks and
-    positions.
-    """
+    """The innermost frame that requested the operation which runs; None if it is no user's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         requests = _requests(frame.f_code.co_filename)
@@ -98,11 +94,12 @@ def requesting_frame() -> FrameType | None:
 
 @functools.cache
 def _requests(path: str) -> bool | None:
-    """Whether code of a file acts by itself; None if it passes on what its caller requests."""
+    """Whether code of a file acts for a user; None if it passes on what its caller requests."""
     kind = _kind_of_file(path)
     if kind == "library" and "/numpy/" in path:
         return None
     if kind == "library":
+        # transformers' own code outside of its models looks at masks and positions.
         return Path(path).parent.name != "transformers"
     if kind in {"torch", "requester"}:
         return None if path.startswith(_THIN) else False
@@ -159,7 +156,7 @@ class StackScan:
         return self.user_call_site or self.library_call_site
 
     def pass_module(self, frame: FrameType) -> None:
-        """Pass the call of a module."""
+        """Note the call of a module."""
         module = _module_of(frame)
         if module is not None:
             self.outermost = module
@@ -168,7 +165,7 @@ class StackScan:
                 self.innermost = module
 
     def pass_code(self, frame: FrameType, clipping: dict[int, CodeType]) -> None:
-        """Pass any other frame; `clipping` as `_clipping_codes`."""
+        """Note any other frame; `clipping` as `_clipping_codes`."""
         code = frame.f_code
         path = code.co_filename
         kind = _kind_of_file(path)
