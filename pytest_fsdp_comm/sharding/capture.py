@@ -1,8 +1,8 @@
-"""Capture how a model is sharded, without running it, without a collective, without a trace.
+"""Capture how a model is sharded, without running it, without a collective, without a trace."""
 
-Nothing of torch's lazy initialisation is triggered: a recording that starts afterwards sees the
-same as without the capture.
-"""
+# Note [Capture changes nothing]
+# Nothing of torch's lazy initialisation is triggered: a recording that starts afterwards sees the
+# same as without the capture.
 
 from __future__ import annotations
 
@@ -34,21 +34,15 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pytest_fsdp_comm.sharding.units import HeldParameter, ReadUnit, Slot
-    from pytest_fsdp_comm.sharding.walk import Visit
+    from pytest_fsdp_comm.sharding.units import HeldParameter, ReadUnit
+    from pytest_fsdp_comm.sharding.walk import Slot, Visit
     from pytest_fsdp_comm.tree.model import ShardUnit
 
 
 def capture_tree(
     model: nn.Module | Sequence[nn.Module], findings: FindingSettings | None = None
 ) -> ShardTree:
-    """Read how `model` is sharded.
-
-    Args:
-        model: Any module, or a list of the parts of one model that this rank runs; FSDP1, FSDP2,
-            DDP, ``replicate`` and DTensor parameters are understood, in any combination. It may be
-            on the meta device, of fake tensors, or not sharded.
-        findings: What counts as a finding; None for the defaults.
+    """Read how `model`, or the parts of it that this rank runs, are sharded.
 
     Raises:
         RecordingError: `model` is not a module, is half built, or has a parameter without a shape.
@@ -77,11 +71,9 @@ def capture_tree(
 
 
 def list_states(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
-    """All FSDP states below `model`: FSDP1's wrappers and FSDP2's states, each once.
-
-    Subtrees under ``replicate`` are left out, as ``torch.distributed.fsdp._traversal_utils`` does
-    for FSDP1 alone.
-    """
+    """List FSDP1's wrappers and FSDP2's states below `model`, each once."""
+    # Subtrees under ``replicate`` are left out, as torch.distributed.fsdp._traversal_utils does for
+    # FSDP1 alone.
     visit = visit_modules(model)
     found = [(visit.index_of[id(module)], state) for module, state in fsdp2_states(visit)]
     found += fsdp1_states(visit)
@@ -95,7 +87,7 @@ def list_states(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
 
 
 def list_handles(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
-    """The flat-parameter handles (FSDP1) and parameter groups (FSDP2) of `list_states`."""
+    """List the flat-parameter handles (FSDP1) and parameter groups (FSDP2) of `list_states`."""
     handles: list[Any] = []
     for state in list_states(model):
         handle = getattr(state, "_handle", None)

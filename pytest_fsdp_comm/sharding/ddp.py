@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pytest_fsdp_comm.sharding.mesh import AxisNames
-    from pytest_fsdp_comm.sharding.units import HeldParameter, Slot
-    from pytest_fsdp_comm.sharding.walk import Visit
+    from pytest_fsdp_comm.sharding.units import HeldParameter
+    from pytest_fsdp_comm.sharding.walk import Slot, Visit
 
 
 def read_ddp(visit: Visit, axes: AxisNames, taken: set[Slot]) -> Iterator[ReadUnit]:

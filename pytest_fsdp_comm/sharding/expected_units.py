@@ -63,17 +63,10 @@ class WrapExpectation:
 
 
 def expect_units(model: nn.Module | Sequence[nn.Module], policy: Any) -> WrapExpectation:
-    """Compare the units of `model` with those that an auto-wrap policy would make.
-
-    Args:
-        model: The model, wrapped or not, or a list of parts of it.
-        policy: What FSDP1 accepts as ``auto_wrap_policy``: a ``ModuleWrapPolicy`` or other policy
-            object, a callable of ``module``, ``recurse`` and ``nonwrapped_numel`` such as a partial
-            of ``size_based_auto_wrap_policy`` or ``transformer_auto_wrap_policy``; or a set of
-            module classes.
+    """Compare the units of `model`, or parts of it, with those that an auto-wrap policy would make.
 
     Raises:
-        RecordingError: `model` is not a module, or `policy` is none of these.
+        RecordingError: `model` is not a module, or `policy` is no such policy.
     """
     visit = visit_modules(model)
     tree = capture_tree(model)
@@ -116,10 +109,8 @@ def _run_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) ->
     numels = [0] * len(visit.nodes)
     for parameter in parameters:
         numels[parameter.module] += parameter.numel
-    for index in reversed(range(1, len(visit.nodes))):
-        parent = visit.nodes[index].parent
-        if parent is not None:
-            numels[parent] += numels[index]
+        for above in visit.ancestors(parameter.module):
+            numels[above] += parameter.numel
     entered: dict[int, None] = {}
     for index, node in enumerate(visit.nodes):
         is_reached = node.alias_of is None and (node.parent is None or node.parent in entered)
@@ -133,11 +124,12 @@ def _run_callable(visit: Visit, parameters: Any, policy: Callable[..., bool]) ->
         rest = numels[index] - wrapped_inside[index]
         module = visit.modules[index]
         parent = visit.nodes[index].parent
-        if parent is not None and policy(module=module, recurse=False, nonwrapped_numel=rest):
+        if parent is None:
+            continue
+        if policy(module=module, recurse=False, nonwrapped_numel=rest):
             chosen.add(index)
             wrapped_inside[index] = numels[index]
-        if parent is not None:
-            wrapped_inside[parent] += wrapped_inside[index]
+        wrapped_inside[parent] += wrapped_inside[index]
     return chosen
 
 

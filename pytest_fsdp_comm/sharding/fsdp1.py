@@ -16,12 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.sharding.mesh import flat_shard, replicate
-from pytest_fsdp_comm.sharding.units import (
-    HeldParameter,
-    ReadUnit,
-    private_names,
-    shown_dtype,
-)
+from pytest_fsdp_comm.sharding.units import HeldParameter, ReadUnit, private_names, shown_dtype
 from pytest_fsdp_comm.tree.layout import FlatRange
 from pytest_fsdp_comm.tree.model import ParameterNode, Precision, ShardUnit
 
@@ -36,7 +31,7 @@ _RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
 def fsdp1_states(visit: Visit) -> list[tuple[int, FullyShardedDataParallel]]:
-    """Each wrapper with its node's index, in registration order."""
+    """List each wrapper with its node's index, in registration order."""
     return [
         (index, layer)
         for index, layer in visit.layers()
@@ -67,13 +62,9 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
     replicate_axis = None if is_sharded else own
     if getattr(wrapper, "_inter_node_pg", None) is not None:
         replicate_axis = axes.of_group(wrapper._inter_node_pg)
-    placements = tuple(
-        placement
-        for placement in (
-            replicate_axis and replicate(replicate_axis),
-            shard_axis and flat_shard(shard_axis),
-        )
-        if placement
+    placements = (
+        *(() if replicate_axis is None else (replicate(replicate_axis),)),
+        *(() if shard_axis is None else (flat_shard(shard_axis),)),
     )
     held: tuple[HeldParameter, ...] = ()
     gathered = padding = kept = 0
@@ -166,12 +157,7 @@ def _read_params(
             device=flat.device.type,
             unit=None,
         )
-        slots = tuple(
-            (visit.index_of[id(module)], name)
-            for module, name in [(info.module, info.param_name), *same]
-            if id(module) in visit.index_of
-        )
-        yield HeldParameter(node=node, slots=slots)
+        yield HeldParameter(node=node, slots=visit.slots([(info.module, info.param_name), *same]))
 
 
 def _starts(flat: Any) -> list[int]:

@@ -25,7 +25,6 @@ from pytest_fsdp_comm.sharding.units import (
     UNGATHERED,
     ReadUnit,
     hold,
-    member_indices,
     private_names,
     shown_dtype,
 )
@@ -63,13 +62,23 @@ def fsdp2_meshes(visit: Visit) -> list[DeviceMesh]:
 def read_fsdp2(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
     """Read the units, in registration order."""
     states = fsdp2_states(visit)
+    # A unit's modules outside the tree are left out.
+    members_of = [
+        tuple(
+            dict.fromkeys(
+                visit.index_of[id(member)]
+                for member in getattr(state, "_modules", ()) or (module,)
+                if id(member) in visit.index_of
+            )
+        )
+        for module, state in states
+    ]
     own: dict[int, set[UnitKind]] = {}
-    for module, state in states:
-        for member in member_indices(_modules(state, module), visit.index_of):
+    for (module, _), members in zip(states, members_of, strict=True):
+        for member in members:
             own.setdefault(member, set()).add(_kind(module))
     units: list[ReadUnit] = []
-    for module, state in states:
-        members = member_indices(_modules(state, module), visit.index_of)
+    for (module, state), members in zip(states, members_of, strict=True):
         kind = _kind(module)
         below = any(kind in own.get(above, ()) for above in visit.ancestors(members[0]))
         is_root = not below if state._is_root is None else bool(state._is_root)
@@ -85,16 +94,17 @@ def _kind(module: FSDPModule) -> UnitKind:
     return "replicate" if type(module).__name__.startswith("Replicate") else "fsdp2"
 
 
-def _modules(state: Any, module: Any) -> tuple[torch.nn.Module, ...]:
-    return tuple(getattr(state, "_modules", ())) or (module,)
-
-
 def _read_group(unit: ShardUnit, state: Any, group: Any, visit: Visit, axes: AxisNames) -> ReadUnit:
     info = group.mesh_info
     shard_dim, replicate_dim = info.shard_mesh_dim, info.replicate_mesh_dim
-    ranks = 1 if shard_dim is None else info.mesh.size(shard_dim)
-    gathered = sum(_gathered_nbytes(param, group, ranks) for param in group.fsdp_params)
-    whole = sum(_whole_nbytes(param, group) for param in group.fsdp_params)
+    gathered = whole = 0
+    if shard_dim is not None:
+        ranks = info.mesh.size(shard_dim)
+        for param in group.fsdp_params:
+            itemsize = _gather_dtype(param, group).itemsize
+            gathered += param.padded_sharded_param_size.numel() * ranks * itemsize
+            # Of the tensor that FSDP was given: under tensor parallelism that is this rank's part.
+            whole += param._orig_size.numel() * itemsize
     unit = replace(
         unit,
         shard_axis=None if shard_dim is None else axes.of_mesh(info.mesh, shard_dim),
@@ -103,8 +113,8 @@ def _read_group(unit: ShardUnit, state: Any, group: Any, visit: Visit, axes: Axi
         precision=_precision(_policy(group.fsdp_params[0], group)),
         offload=isinstance(group.offload_policy, CPUOffloadPolicy),
         unshard_in_backward=group.unshard_in_backward,
-        nbytes_gathered=0 if shard_dim is None else gathered,
-        nbytes_padding=0 if shard_dim is None else gathered - whole,
+        nbytes_gathered=gathered,
+        nbytes_padding=gathered - whole,
         nbytes_kept=sum(
             param.padded_sharded_param_size.numel() * param.sharded_param.dtype.itemsize
             for param in group.fsdp_params
@@ -152,29 +162,12 @@ def _gather_dtype(param: Any, group: Any) -> torch.dtype:
     return (policy.param_dtype if original.is_floating_point else None) or original
 
 
-def _gathered_nbytes(param: Any, group: Any, ranks: int) -> int:
-    itemsize = _gather_dtype(param, group).itemsize
-    numel: int = param.padded_sharded_param_size.numel()
-    return numel * ranks * itemsize
-
-
-def _whole_nbytes(param: Any, group: Any) -> int:
-    # Of the tensor that FSDP was given: under tensor parallelism that is this rank's part.
-    numel: int = param._orig_size.numel()
-    return numel * _gather_dtype(param, group).itemsize
-
-
 def _read_param(param: Any, visit: Visit, axes: AxisNames) -> HeldParameter:
     info = param._module_info
     registrations = [
         (info.module, info.param_name),
         *zip(info.shared_modules, info.shared_param_names, strict=True),
     ]
-    slots = tuple(
-        (visit.index_of[id(module)], name)
-        for module, name in registrations
-        if id(module) in visit.index_of
-    )
     # Unless sharded, the module registers a gathered tensor. Sharded, it may hold a newer one than
     # the unit knows of: model.to(), which the unit notices in its first forward only. Not read by
     # getattr, which would run a property of the user.
@@ -182,4 +175,5 @@ def _read_param(param: Any, visit: Visit, axes: AxisNames) -> HeldParameter:
     is_sharded = param.sharded_state.name == "SHARDED"
     tensor = registered if is_sharded and registered is not None else param.sharded_param
     origin = getattr(param, "_orig_param_uid", None)
-    return hold(tensor, read_placements(tensor, axes), slots=slots, origin=origin)
+    placements = read_placements(tensor, axes)
+    return hold(tensor, placements, slots=visit.slots(registrations), origin=origin)

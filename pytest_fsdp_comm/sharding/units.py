@@ -10,18 +10,15 @@ from torch.distributed.tensor import DTensor
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.sharding.dtensor import local_tensor
+from pytest_fsdp_comm.sharding.walk import Slot
 from pytest_fsdp_comm.tree.model import ParameterNode, Precision, ShardUnit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     import torch
-    from torch import nn
 
     from pytest_fsdp_comm.tree.layout import AxisPlacement
-
-Slot = tuple[int, str]
-"""Where a parameter is registered: index of the module, and its name there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +91,7 @@ def hold(
 
 @contextlib.contextmanager
 def private_names(what: str) -> Iterator[None]:
-    """Raise UpstreamChangedError, which names `what` is read, where an attribute is missing."""
+    """Raise UpstreamChangedError, which names `what`, where an attribute is missing."""
     try:
         yield
     except AttributeError as missing:
@@ -104,8 +101,3 @@ def private_names(what: str) -> Iterator[None]:
 def shown_dtype(dtype: torch.dtype | None) -> str | None:
     """As torch prints it without its prefix; None for None."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def member_indices(modules: tuple[nn.Module, ...], index_of: Mapping[int, int]) -> tuple[int, ...]:
-    """The nodes of a unit's modules; those outside the tree are left out."""
-    return tuple(dict.fromkeys(index_of[id(m)] for m in modules if id(m) in index_of))

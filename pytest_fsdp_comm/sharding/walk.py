@@ -15,7 +15,10 @@ from pytest_fsdp_comm.text.fqn import ROOT_TEXT, natural_key
 from pytest_fsdp_comm.tree.model import ModuleNode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
+
+Slot = tuple[int, str]
+"""Where a parameter is registered: index of the module, and its name there."""
 
 _Registration = tuple[int, str]
 """What a module is registered in: ``id`` of its parent, and its name there."""
@@ -40,6 +43,14 @@ class Visit:
                 for layer in (*self.wrappers[index], self.modules[index]):
                     yield index, layer
 
+    def slots(self, registrations: Iterable[tuple[nn.Module, str]]) -> tuple[Slot, ...]:
+        """Where parameters are registered; registrations outside the tree are left out."""
+        return tuple(
+            (self.index_of[id(module)], name)
+            for module, name in registrations
+            if id(module) in self.index_of
+        )
+
     def ancestors(self, index: int) -> Iterator[int]:
         """The indices of the modules above one, nearest first."""
         parent = self.nodes[index].parent
@@ -51,13 +62,12 @@ class Visit:
 def visit_modules(model: object) -> Visit:
     """List the modules below `model` in registration order, parents first, part after part.
 
-    A module that is registered several times has its children where natural order comes to it
-    first, so that the order of construction does not show; elsewhere it is an alias.
-
     Raises:
         RecordingError: `model` is neither a module nor a list of parts of one model, or one of its
             modules is only half built.
     """
+    # A module that is registered several times has its children where natural order comes to it
+    # first, so that the order of construction does not show; elsewhere it is an alias.
     roots = parts_of(model, given_to="fsdp_tree")
     primary = _primary_registrations(roots)
     nodes: list[ModuleNode] = []
@@ -72,8 +82,7 @@ def visit_modules(model: object) -> Visit:
         index = len(nodes)
         if primary[id(inner)] == (0 if parent is None else id(modules[parent]), name):
             index_of.update((id(layer), index) for layer in (*wrappers, inner))
-            children = [(child, index, child_name) for child_name, child in _children(inner)]
-            pending += reversed(children)
+            pending += [(child, index, own) for own, child in reversed(_children(inner))]
         else:
             aliases.append(index)
         modules.append(inner)
@@ -103,22 +112,16 @@ def class_name(module: nn.Module) -> str:
     """The name of the class that the user wrote."""
     # fully_shard and replicate swap a module's class for one that they make on the fly, as
     # type("FSDP" + name, (FSDPModule, user_class), {}) (same in torch 2.7, 2.13, 2.15).
-    made = type(module)
-    while _is_made(made):
-        made = made.__bases__[1]
-    return printable(made.__name__)
+    cls = type(module)
+    while len(cls.__bases__) > 1 and cls.__bases__[0].__module__.startswith("torch.distributed."):
+        cls = cls.__bases__[1]
+    return printable(cls.__name__)
 
 
-def _is_made(cls: type) -> bool:
-    mixin = cls.__bases__[0]
-    return len(cls.__bases__) == 2 and mixin.__module__.startswith("torch.distributed.")  # noqa: PLR2004  # the two bases above
-
-
-def _primary_registrations(roots: Iterable[nn.Module]) -> dict[int, _Registration]:
+def _primary_registrations(roots: Sequence[nn.Module]) -> dict[int, _Registration]:
     """The first registration of each module, by its ``id``, in natural order."""
     primary: dict[int, _Registration] = {}
-    pending: list[tuple[nn.Module, _Registration]] = [(root, (0, "")) for root in roots]
-    pending.reverse()
+    pending: list[tuple[nn.Module, _Registration]] = [(root, (0, "")) for root in roots[::-1]]
     while pending:
         outer, registration = pending.pop()
         _, inner = _unwrap(outer)
@@ -156,8 +159,7 @@ def _wrapped_by(module: nn.Module) -> nn.Module | None:
     return next((children[name] for name in WRAPPER_SEGMENTS if name in children), None)
 
 
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     # Not named_children(): it leaves out a child that is registered twice.
-    for name, child in module.__dict__.get("_modules", {}).items():
-        if child is not None:
-            yield name, child
+    children = module.__dict__.get("_modules", {})
+    return [(name, child) for name, child in children.items() if child is not None]
