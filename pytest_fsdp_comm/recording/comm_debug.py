@@ -168,15 +168,13 @@ class CommDebugAnswers(ABC):
         parents: dict[str, set[str]] = {GLOBAL: set()}
         called: dict[str, list[str]] = {}
         for module in self._known_block().trace.modules():
-            modules[module.name] = {
-                "module_type": module.module_type,
-                "depth": len(module.callers) + 1,
-            }
+            callers = [GLOBAL, *(caller.name for caller in module.callers)]
+            modules[module.name] = {"module_type": module.module_type, "depth": len(callers)}
             sharded = {name: str(own) for name, own in module.placements.items() if own is not None}
             if sharded:
                 modules[module.name]["parameters"] = sharded
-            parents[module.name] = {GLOBAL, *module.callers, module.name}
-            called.setdefault((GLOBAL, *module.callers)[-1], []).append(module.name)
+            parents[module.name] = {*callers, module.name}
+            called.setdefault(callers[-1], []).append(module.name)
         # Modules of which only the backward ran in the block.
         for name in (*mode.comm_module_counts, *mode.comm_module_operation_counts):
             if name not in modules:

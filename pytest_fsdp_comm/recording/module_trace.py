@@ -37,20 +37,32 @@ Placements = tuple[Any, ...] | None
 """Those of a parameter that is a DTensor; None for a plain tensor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalledModule:
-    """A module whose forward ran."""
+@dataclass(slots=True, eq=False)
+class TracedModule:
+    """A module that was called, or in whose backward an operation ran."""
 
-    name: str
-    """CommDebugMode's: the class of its root, and its FQN there."""
     module: weakref.ref[nn.Module]
     module_type: str
     """Its class, as CommDebugMode writes it."""
-    callers: tuple[str, ...]
-    """Names of the modules that were running when it was first called, outermost first."""
-    placements: Mapping[str, Placements]
-    """Of its own parameters by name, when it was first called or, if FSDP had gathered them then,
-    now."""
+    placements: dict[str, Placements]
+    """Of its own parameters by name, when it was first seen or, if FSDP had gathered them then,
+    when it is named."""
+    callers: tuple[TracedModule, ...] = ()
+    """The modules that were running when it was first called, outermost first."""
+    name: str = GLOBAL
+    """CommDebugMode's, when the block ends: the class of its root, and its FQN there."""
+
+    def settle(self, keys: Mapping[int, str]) -> None:
+        """Name it, by the ``id`` of modules, and look again at what FSDP had gathered."""
+        module = self.module()
+        if module is not None:
+            self.name = keys.get(id(module), type(module).__name__)
+            # FSDP registers other tensors while the unit is gathered, as it may be during the call.
+            now = _parameters(module)
+            self.placements = {
+                name: _placements(now.get(name)) if placed is None else placed
+                for name, placed in self.placements.items()
+            }
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Its own parameters by name; an error once the model no longer exists."""
@@ -60,11 +72,17 @@ class CalledModule:
         return {name: now[name].data for name in self.placements}
 
 
+def _traced(module: nn.Module) -> TracedModule:
+    module_type = str(type(module)).replace("<", "").replace(">", "")
+    placements = {name: _placements(own) for name, own in _parameters(module).items()}
+    return TracedModule(weakref.ref(module), module_type, placements)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTrace:
     """Which modules a block called, and which operations ran in them."""
 
-    modules: Callable[[], tuple[CalledModule, ...]]
+    modules: Callable[[], tuple[TracedModule, ...]]
     """The modules in the order of their first operations, callers first. Where operations were not
     traced, all that have a forward, in the order of registration, as long as they exist."""
     keys: Mapping[str, tuple[str, ...]]
@@ -75,27 +93,15 @@ class ModuleTrace:
     dispatch; None if operations were not traced."""
 
 
-@dataclass(slots=True, eq=False)
-class _Seen:
-    """A module in which an operation ran, named when the block ends."""
-
-    module: weakref.ref[nn.Module]
-    placements: dict[str, Placements]
-    callers: tuple[_Seen, ...] | None = None
-    """None unless its forward ran."""
-
-
 # A tuple for each of the many operations, and CommDebugMode's dictionary only where a test looks.
-_Noted = tuple["_Seen | None", Any, bool, bool, tuple[Any, ...]]
+_Noted = tuple["TracedModule | None", Any, bool, bool, tuple[Any, ...]]
 
 
-def _operation_dicts(
-    operations: Iterable[_Noted], names: Mapping[_Seen | None, str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _operation_dicts(operations: Iterable[_Noted]) -> Iterator[tuple[str, dict[str, Any]]]:
     for seen, func, is_backward, is_recompute, dtensors in operations:
         shapes, placements, mesh = dtensors or ((), (), "")
         yield (
-            names[seen],
+            GLOBAL if seen is None else seen.name,
             {
                 "name": func,
                 "input_shape": [*shapes],
@@ -120,8 +126,8 @@ class ModuleTracer:
         key: Any = upstream.look_up("torch", "torch._C", "_TorchDispatchModeKey", use)
         self._fake_mode: Callable[[], Any] = functools.partial(mode_of, key.FAKE)
         self._operations: list[_Noted] = []
-        self._seen: dict[int, _Seen] = {}  # by identity, valid while the module lives
-        self._called: list[_Seen] = []
+        self._seen: dict[int, TracedModule] = {}  # by identity, valid while the module lives
+        self._called: dict[TracedModule, None] = {}
 
     def note(self, func: Any, dtensor_args: Sequence[Any] | None = None) -> None:
         """Note an operation that is dispatched now; with its arguments if DTensor is given it."""
@@ -129,10 +135,10 @@ class ModuleTracer:
             return
         running = innermost_module()
         is_backward = self._backward.is_in_backward()
-        seen: _Seen | None = None
+        seen: TracedModule | None = None
         if running is not None:
             seen = self._note_module(running)
-            if seen.callers is None and not is_backward:
+            if seen not in self._called and not is_backward:
                 self._note_calls()
         elif is_backward:
             seen = self._acting_in_backward()
@@ -147,7 +153,7 @@ class ModuleTracer:
         is_recompute = is_backward and running is not None
         self._operations.append((seen, func, is_backward, is_recompute, dtensors))
 
-    def _acting_in_backward(self) -> _Seen | None:
+    def _acting_in_backward(self) -> TracedModule | None:
         issuer = self._units.issuer
         if issuer:
             return self._note_module(issuer[0])
@@ -159,20 +165,19 @@ class ModuleTracer:
         module = self._backward.module_of_current_node()
         return None if module is None else self._note_module(module)
 
-    def _note_module(self, module: nn.Module) -> _Seen:
+    def _note_module(self, module: nn.Module) -> TracedModule:
         seen = self._seen.get(id(module))
         # Another module may have had this identity.
         if seen is None or seen.module() is not module:
-            placements = {name: _placements(own) for name, own in _parameters(module).items()}
-            seen = self._seen[id(module)] = _Seen(weakref.ref(module), placements)
+            seen = self._seen[id(module)] = _traced(module)
         return seen
 
     def _note_calls(self) -> None:
-        callers: tuple[_Seen, ...] = ()
+        callers: tuple[TracedModule, ...] = ()
         for seen in map(self._note_module, running_modules()):
-            if seen.callers is None:
+            if seen not in self._called:
                 seen.callers = callers
-                self._called.append(seen)
+                self._called[seen] = None
             if seen not in callers:
                 callers = (*callers, seen)
 
@@ -182,27 +187,14 @@ class ModuleTracer:
         """Name what was noted up to now, relative to the roots."""
         outermost = (seen.module() for seen in self._called if not seen.callers)
         keys = _keys((*roots, *(module for module in outermost if module is not None)))
-
-        def name(seen: _Seen | None) -> str:
-            module = None if seen is None else seen.module()
-            return GLOBAL if module is None else keys.get(id(module), type(module).__name__)
-
-        modules = {
-            name(seen): _called_module(
-                module, name(seen), seen.placements, tuple(map(name, seen.callers or ()))
-            )
-            for seen in self._called
-            if (module := seen.module()) is not None
-        }
-        called = tuple(modules.values())
+        for seen in {*self._called, *(noted[0] for noted in self._operations)}:
+            if seen is not None:
+                seen.settle(keys)
+        called = {seen.name: seen for seen in self._called if seen.module() is not None}
         return ModuleTrace(
-            modules=lambda: called,
+            modules=lambda: tuple(called.values()),
             keys=_keys_of_owners(owners, roots, names, keys),
-            operations=functools.partial(
-                _operation_dicts,
-                tuple(self._operations),
-                {seen: name(seen) for seen in {noted[0] for noted in self._operations}},
-            ),
+            operations=functools.partial(_operation_dicts, tuple(self._operations)),
         )
 
     def clear(self) -> None:
@@ -221,34 +213,18 @@ def untraced(roots: Sequence[nn.Module], names: ModuleNames, owners: Iterable[st
     )
 
 
-def _modules_below(held: Sequence[weakref.ref[nn.Module]]) -> tuple[CalledModule, ...]:
+def _modules_below(held: Sequence[weakref.ref[nn.Module]]) -> tuple[TracedModule, ...]:
     roots = [root for root in (reference() for reference in held) if root is not None]
     if len(roots) < len(held):
         raise _model_is_gone()
     keys = _keys(roots)
-    modules: dict[str, CalledModule] = {}
+    modules: dict[str, TracedModule] = {}
     for module in (module for root in roots for module in root.modules() if has_forward(module)):
-        name = keys[id(module)]
-        callers = tuple(outer for outer in _around(name) if outer in modules)
-        modules[name] = _called_module(module, name, dict.fromkeys(_parameters(module)), callers)
+        traced = _traced(module)
+        traced.name = keys[id(module)]
+        traced.callers = tuple(modules[key] for key in _around(traced.name) if key in modules)
+        modules[traced.name] = traced
     return tuple(modules.values())
-
-
-def _called_module(
-    module: nn.Module, name: str, placements: Mapping[str, Placements], callers: tuple[str, ...]
-) -> CalledModule:
-    # FSDP registers other tensors while the unit is gathered, as it may be during the call.
-    now = _parameters(module)
-    return CalledModule(
-        name=name,
-        module=weakref.ref(module),
-        module_type=str(type(module)).replace("<", "").replace(">", ""),
-        callers=callers,
-        placements={
-            parameter: _placements(now.get(parameter)) if placed is None else placed
-            for parameter, placed in placements.items()
-        },
-    )
 
 
 def _model_is_gone() -> RecordingError:
