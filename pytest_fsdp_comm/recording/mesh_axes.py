@@ -211,6 +211,13 @@ def process_groups() -> list[dist.ProcessGroup]:
     return [group for group in groups if isinstance(group, dist.ProcessGroup)]
 
 
+def own_world() -> tuple[int, int, str]:
+    """This rank, the number of ranks and the backend; 0, 1 and empty without a process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1, ""
+    return dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
+
+
 def group_of(bound: dict[str, Any]) -> dist.ProcessGroup | None:
     """The group among a call's arguments; None if it has none that is known here."""
     given: Any = bound.get("process_group", bound.get("group_name"))

@@ -197,12 +197,6 @@ class ModuleTracer:
             operations=functools.partial(_operation_dicts, tuple(self._operations)),
         )
 
-    def clear(self) -> None:
-        """Let go of everything."""
-        self._operations.clear()
-        self._seen.clear()
-        self._called.clear()
-
 
 def untraced(roots: Sequence[nn.Module], names: ModuleNames, owners: Iterable[str]) -> ModuleTrace:
     """What is known without a `ModuleTracer`."""

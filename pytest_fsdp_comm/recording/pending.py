@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 Event = TypeVar("Event", bound=Collective | Reshard | Redistribution | HostDeviceCopy)
 
-_IN_MODULES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
+IN_MODULES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
+"""The phases in which modules run, or their backward does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ def _role(kind: str, attribution: Attribution) -> Role | None:
     if attribution.source is Source.DDP:
         # Its broadcasts carry buffers, and how it has rebuilt its buckets.
         return Role.GRADIENTS if kind in REDUCING else None
-    if attribution.source is Source.OBJECT or attribution.phase not in _IN_MODULES:
+    if attribution.source is Source.OBJECT or attribution.phase not in IN_MODULES:
         return None
     if attribution.adds_gradient:
         return Role.GRADIENTS

@@ -37,7 +37,7 @@ from pytest_fsdp_comm.comm.events import (
 from pytest_fsdp_comm.comm.mesh import merge_axes
 from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.recording.mesh_axes import GroupNames, group_of
+from pytest_fsdp_comm.recording.mesh_axes import GroupNames, group_of, own_world
 from pytest_fsdp_comm.recording.module_trace import ModuleTrace, ModuleTracer, untraced
 from pytest_fsdp_comm.recording.operations import (
     NAMESPACES,
@@ -118,7 +118,7 @@ class Recorder:
         act only in backward here.
         """
         # Now, since the block may destroy the group.
-        self._note_world()
+        self._rank, self._world_size, self._backend = own_world()
         self._roots: list[nn.Module] = list(models)
         self._earlier_roots = earlier_roots
         self._has_given_root = bool(models)
@@ -135,7 +135,7 @@ class Recorder:
         self._redistribution_watch = RedistributionWatch(self._groups)
         self._seconds = dict.fromkeys((*TIMING_CATEGORIES, "all"), 0.0)
         self._notes: list[str] = []
-        self._witness: Witness | None = None  # once the block has begun
+        self._witness = Witness()
         self._reads = ValueReads(self._where) if self._backend == "fake" else None
         self._is_recording = False
         # .is_followed on a thread that was started in the block or runs a callback of it, which has
@@ -152,7 +152,6 @@ class Recorder:
         """Watch while the block runs."""
         self._note_entry_state()
         self._backward.begin(ParameterOwners(self._roots))
-        self._witness = Witness()
         self._is_recording = True
         try:
             with (
@@ -178,8 +177,7 @@ class Recorder:
         self._backward.end()
         self._roots.clear()
         self._idle.clear()
-        if self._tracer is not None:
-            self._tracer.clear()
+        self._tracer = None
         return block
 
     def so_far(self) -> RecordedBlock:
@@ -193,15 +191,9 @@ class Recorder:
     def _all(self, record: type[Event]) -> list[Pending[Event]]:
         return [entry for entry in self._pending if entry.record is record]
 
-    def _note_world(self) -> None:
-        has_group = dist.is_available() and dist.is_initialized()
-        self._rank = dist.get_rank() if has_group else 0
-        self._world_size = dist.get_world_size() if has_group else 1
-        self._backend = str(dist.get_backend()) if has_group else ""
-
     def _named(self) -> RecordedBlock:
         if not self._backend:  # unless the block has made the group
-            self._note_world()
+            self._rank, self._world_size, self._backend = own_world()
         if not self._has_given_root:
             self._learn_roots()
         names = OwnerNames(self._roots, are_parts=self._has_given_root)
@@ -243,7 +235,7 @@ class Recorder:
 
     def _gaps(self, used_groups: Iterable[str]) -> tuple[tuple[Gap, ...], Sequence[str]]:
         """What is known to be missing, and notes; only after the axes were named."""
-        if self._witness is None or self._is_recording:
+        if self._is_recording:
             return (), ()
         unseen = self._witness.gaps(lambda: self._groups.known(used_groups)[0])
         of_values = self._reads.gaps if self._reads else ()
@@ -412,7 +404,7 @@ class Recorder:
                 )
                 for number, message in enumerate(sent)
             )
-            if self._witness is not None and group is not None:
+            if group is not None:
                 self._witness.follow()
         if self._reads is not None and operation.kind == "all_to_all":
             self._reads.note_splits(bound, scan.call_site)
@@ -472,8 +464,7 @@ class Recorder:
     def _watching_thread(self) -> contextlib.AbstractContextManager[object]:
         """Record what the current thread sends, which is not that of the block."""
         self._here.is_followed = True
-        if self._witness is not None:
-            self._witness.follow()
+        self._witness.follow()
         return _Mode(self.run_on_other_thread)
 
     def _where(self) -> tuple[Phase, str]:

@@ -14,21 +14,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from pytest_fsdp_comm.comm.events import Gap, Phase
+from pytest_fsdp_comm.comm.events import Gap
 from pytest_fsdp_comm.recording.operations import tensors_in
 from pytest_fsdp_comm.recording.owners.stack import requesting_frame
+from pytest_fsdp_comm.recording.pending import IN_MODULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import CodeType
 
-_NAMES: Final = {"_local_scalar_dense": "item", "index": "a boolean mask"}
-"""What operations are called where users write them."""
+    from pytest_fsdp_comm.comm.events import Phase
 
 _METHODS: Final = ("tolist", "numpy", "tensor_split")
 """Methods that read values without any operation that a mode sees."""
-
-_WATCHED_PHASES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
 
 
 class ValueReads:
@@ -82,7 +80,8 @@ class ValueReads:
             return
         if name == "repeat_interleave" and kwargs.get("output_size") is not None:
             return
-        self.note(_NAMES.get(name, name))
+        users_words = {"_local_scalar_dense": "item", "index": "a boolean mask"}
+        self.note(users_words.get(name, name))
 
     def note(self, how: str) -> None:
         """Note how values are read, if user code does it in forward or backward."""
@@ -90,7 +89,7 @@ class ValueReads:
         if frame is None or _only_checks(frame.f_code, frame.f_lasti):
             return
         phase, call_site = self._attribute()
-        if phase in _WATCHED_PHASES:
+        if phase in IN_MODULES:
             self._add(f"{call_site} reads the values of a tensor ({how})")
 
     def note_splits(self, bound: Mapping[str, Any], call_site: str) -> None:

@@ -32,14 +32,8 @@ if TYPE_CHECKING:
 _RUN_AS: Final = {"reduce_scatter": "all_reduce", "sparse_all_reduce": "all_reduce"}
 """Kinds that gloo runs, or names, as another."""
 
-_FROM_ONE: Final = frozenset({"broadcast", "scatter"})
-"""Kinds in which most ranks only receive."""
-
 _SENT_AS: Final = {"complex64": "float32", "complex128": "float64"}
 """gloo sends a complex number as two real ones."""
-
-_SHOWN: Final = 4
-"""How many different collectives one gap lists."""
 
 
 class _Sent(NamedTuple):
@@ -176,7 +170,7 @@ def _kind(call: Pending[Collective]) -> str:
 def _whole(call: Pending[Collective]) -> _Sent:
     """What a recorded collective sends, if it does so at once."""
     dtype, nbytes = call.fields["dtype"], call.fields["nbytes_sent"]
-    if call.fields["kind"] in _FROM_ONE and not nbytes:
+    if call.fields["kind"] in {"broadcast", "scatter"} and not nbytes:  # most ranks only receive
         nbytes = call.fields["nbytes_received"]
     return _Sent(_kind(call), _alike(dtype.split("+") if dtype else ()), nbytes)
 
@@ -227,6 +221,6 @@ def _alike(dtypes: Iterable[str]) -> frozenset[str]:
 
 
 def _listed(kinds: Counter[str]) -> str:
-    shown = [kind if count == 1 else f"{count} x {kind}" for kind, count in kinds.items()]
-    more = f" and {len(shown) - _SHOWN} more kinds" if len(shown) > _SHOWN else ""
-    return f"{', '.join(shown[:_SHOWN])}{more}"
+    listed = [kind if count == 1 else f"{count} x {kind}" for kind, count in kinds.items()]
+    shown, more = listed[:4], listed[4:]
+    return ", ".join(shown) + (f" and {len(more)} more kinds" if more else "")

@@ -11,11 +11,11 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.recording.mesh_axes import own_world
 from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
 from pytest_fsdp_comm.sharding.ddp import read_ddp
 from pytest_fsdp_comm.sharding.dtensor import dtensor_meshes, read_placements
@@ -55,11 +55,11 @@ def capture_tree(
     units += read_ddp(visit, axes, taken)
     units.sort(key=lambda read: read.unit.modules[0])
     parameters, by_slot = _collect_parameters(visit, units, axes)
-    initialized = dist.is_available() and dist.is_initialized()
+    rank, world_size, backend = own_world()
     tree = ShardTree(
-        rank=dist.get_rank() if initialized else 0,
-        world_size=dist.get_world_size() if initialized else 1,
-        backend=dist.get_backend() if initialized else "",
+        rank=rank,
+        world_size=world_size,
+        backend=backend,
         torch_version=torch.__version__,
         mesh_axes=axes.used,
         modules=tuple(visit.nodes),
@@ -77,7 +77,15 @@ def list_states(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
     visit = visit_modules(model)
     found = [(visit.index_of[id(module)], state) for module, state in fsdp2_states(visit)]
     found += fsdp1_states(visit)
-    barred = _replicated(visit)
+    # The registry of composable APIs, which names what was applied to a module (same in torch
+    # 2.7, 2.13 and 2.15); torch's own traversal reads it too.
+    from torch.distributed._composable.contract import (  # noqa: PLC0415  # needed here only
+        _get_registry,
+    )
+
+    barred = {
+        index for index, module in visit.layers() if "replicate" in (_get_registry(module) or ())
+    }
     found.sort(key=lambda entry: entry[0])
     return tuple(
         state
@@ -93,18 +101,6 @@ def list_handles(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
         handle = getattr(state, "_handle", None)
         handles += groups_of_state(state) if handle is None else [handle]
     return tuple(handles)
-
-
-def _replicated(visit: Visit) -> set[int]:
-    # The registry of composable APIs, which names what was applied to a module (same in torch
-    # 2.7, 2.13 and 2.15); torch's own traversal reads it too.
-    from torch.distributed._composable.contract import (  # noqa: PLC0415  # needed here only
-        _get_registry,
-    )
-
-    return {
-        index for index, module in visit.layers() if "replicate" in (_get_registry(module) or ())
-    }
 
 
 def _collect_parameters(

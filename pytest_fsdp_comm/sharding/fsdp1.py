@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.sharding.mesh import flat_shard, replicate
+from pytest_fsdp_comm.sharding.mesh import replicate
 from pytest_fsdp_comm.sharding.units import HeldParameter, ReadUnit, private_names, shown_dtype
 from pytest_fsdp_comm.tree.layout import FlatRange
 from pytest_fsdp_comm.tree.model import ParameterNode, Precision, ShardUnit
@@ -62,14 +63,13 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
     replicate_axis = None if is_sharded else own
     if getattr(wrapper, "_inter_node_pg", None) is not None:
         replicate_axis = axes.of_group(wrapper._inter_node_pg)
-    placements = (
-        *(() if replicate_axis is None else (replicate(replicate_axis),)),
-        *(() if shard_axis is None else (flat_shard(shard_axis),)),
-    )
+    placements = [] if replicate_axis is None else [replicate(replicate_axis)]
+    if shard_axis is not None:
+        placements.append(replace(replicate(shard_axis), kind="flat_shard", text="FlatShard()"))
     held: tuple[HeldParameter, ...] = ()
     gathered = padding = kept = 0
     if handle is not None:
-        held = tuple(_read_params(handle, placements, visit))
+        held = tuple(_read_params(handle, tuple(placements), visit))
         shard_numel = handle.flat_param._sharded_size.numel()
         if shard_axis is not None:
             itemsize = handle._fwd_bwd_param_dtype.itemsize

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from pytest_fsdp_comm.recording.owners.fsdp import param_groups
+from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
 from pytest_fsdp_comm.sharding.dtensor import read_placements
 from pytest_fsdp_comm.sharding.units import (
     UNGATHERED,
@@ -54,8 +54,8 @@ def fsdp2_states(visit: Visit) -> list[tuple[FSDPModule, Any]]:
 @private_names("FSDP2")
 def fsdp2_meshes(visit: Visit) -> list[DeviceMesh]:
     """The meshes of all units."""
-    modules: list[Any] = [module for module, _ in fsdp2_states(visit)]
-    return [group.mesh_info.mesh for module in modules for group in param_groups(module)]
+    states = [state for _, state in fsdp2_states(visit)]
+    return [group.mesh_info.mesh for state in states for group in groups_of_state(state)]
 
 
 @private_names("FSDP2")
@@ -83,7 +83,7 @@ def read_fsdp2(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
         below = any(kind in own.get(above, ()) for above in visit.ancestors(members[0]))
         is_root = not below if state._is_root is None else bool(state._is_root)
         unit = replace(UNGATHERED, kind=kind, modules=members, is_root=is_root)
-        groups = param_groups(module)  # type: ignore[arg-type]  # a module at runtime
+        groups = groups_of_state(state)
         units += [_read_group(unit, state, group, visit, axes) for group in groups]
         if not groups:
             units.append(ReadUnit(unit=unit, held=(), state=state))

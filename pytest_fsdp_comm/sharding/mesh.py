@@ -38,10 +38,9 @@ class AxisNames:
 
     def of_mesh(self, mesh: DeviceMesh, dim: int) -> MeshAxis:
         """The axis that a dimension of a mesh is."""
-        if mesh.mesh_dim_names:
-            axis = axis_of(printable(mesh.mesh_dim_names[dim]), _ranks_along(mesh, dim))
-        else:
-            axis = self._groups.axis(self._groups.note(mesh.get_group(dim)))
+        if not mesh.mesh_dim_names:
+            return self.of_group(mesh.get_group(dim))
+        axis = axis_of(printable(mesh.mesh_dim_names[dim]), _ranks_along(mesh, dim))
         self._used.add(axis)
         return axis
 
@@ -59,11 +58,6 @@ def _ranks_along(mesh: DeviceMesh, dim: int) -> Sequence[int]:
         return dist.get_process_group_ranks(mesh.get_group(dim))
     # Groups keep their ranks in ascending order, whatever the order in the mesh.
     return sorted(mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))[0].tolist())
-
-
-def flat_shard(axis: MeshAxis) -> AxisPlacement:
-    """FSDP1's placement: a range of the flattened unit."""
-    return AxisPlacement(axis=axis.name, size=axis.size, kind="flat_shard", text="FlatShard()")
 
 
 def replicate(axis: MeshAxis) -> AxisPlacement:

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 ReshardAction = Literal["unshard", "reshard"]
 
-_FSDP1_FLAT_PARAM = "torch.distributed.fsdp._flat_param"
-_FSDP1_RUNTIME = "torch.distributed.fsdp._runtime_utils"
 # The states of a unit that is used in forward, and in backward.
 _FSDP1_STATES = "torch.distributed.fsdp._common_utils.HandleTrainingState FORWARD BACKWARD_PRE"
 _FSDP2_STATES = (
@@ -205,24 +203,20 @@ class UnitWatch:
         ]
 
     def _fsdp1(self) -> list[tuple[Any, str, Callable[..., _Around]]]:
-        if _FSDP1_FLAT_PARAM not in sys.modules:
+        runtime: Any = sys.modules.get("torch.distributed.fsdp._runtime_utils")
+        if runtime is None:
             return []
-        handle = sys.modules[_FSDP1_FLAT_PARAM].FlatParamHandle
-        runtime: Any = sys.modules.get(_FSDP1_RUNTIME)
-        wraps: list[tuple[Any, str, Callable[..., _Around]]] = [
+        handle = sys.modules["torch.distributed.fsdp._flat_param"].FlatParamHandle
+        return [
             (handle, "_all_gather_flat_param", self._gather_handle),
             (handle, "unshard_grad", self._serve_handle),
             (handle, "reshard", self._reshard_handle),
+            (runtime, "_reduce_grad", self._serve_second),
+            (runtime, "_reduce_grad_no_shard", self._serve_second),
+            # Not _pre_backward_hook: a graph made before the block has captured the original.
+            (runtime, "_unshard", self._unshard_handle),
+            (runtime, "_prefetch_handle", self._prefetch_handle),
         ]
-        if runtime is not None:
-            wraps += [
-                (runtime, "_reduce_grad", self._serve_second),
-                (runtime, "_reduce_grad_no_shard", self._serve_second),
-                # Not _pre_backward_hook: a graph made before the block has captured the original.
-                (runtime, "_unshard", self._unshard_handle),
-                (runtime, "_prefetch_handle", self._prefetch_handle),
-            ]
-        return wraps
 
     def _before_backward(self, state: Any, *_: Any, **__: Any) -> _Around:
         yield _ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)

@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_stack
 from types import CodeType, FrameType
 from typing import Any, Final, Literal
 
@@ -69,26 +70,21 @@ def innermost_module() -> nn.Module | None:
 
 def running_modules() -> list[nn.Module]:
     """The modules on the stack whose calls are under way, outermost first."""
-    found: list[nn.Module] = []
     method = _forward_method_code()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CALL_MODULE or frame.f_code is method:
-            module = _module_of(frame)
-            if module is not None:
-                found.append(module)
-        frame = frame.f_back
-    return found[::-1]
+    found = [
+        _module_of(frame)
+        for frame, _ in walk_stack(sys._getframe(1))
+        if frame.f_code is _CALL_MODULE or frame.f_code is method
+    ]
+    return [module for module in reversed(found) if module is not None]
 
 
 def requesting_frame() -> FrameType | None:
     """The innermost frame that requested the operation which runs; None if it is no user's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         requests = _requests(frame.f_code.co_filename)
         if requests is not None:
             return frame if requests else None
-        frame = frame.f_back
     return None
 
 
