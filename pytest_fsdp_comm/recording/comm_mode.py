@@ -331,8 +331,7 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         """
         __tracebackhide__ = True  # the error is the caller's
         question = Question(kind=kind, phase=phase, owner=owner, axis=axis)
-        matching = self._matching(question)
-        return self._answer(len(matching), f"counts({question})", matching)
+        return self._answer("counts", question, len)
 
     @shows_usage("comm_mode.nbytes")
     def nbytes(
@@ -346,12 +345,13 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         """Bytes of the collectives on this rank that match; arguments as in `counts`."""
         __tracebackhide__ = True
         question = Question(kind=kind, phase=phase, owner=owner, axis=axis)
-        matching = self._matching(question)
-        nbytes = sum(event.nbytes for event in matching)
-        return self._answer(nbytes, f"nbytes({question})", matching)
+        return self._answer("nbytes", question, lambda found: sum(event.nbytes for event in found))
 
-    def _matching(self, question: Question) -> tuple[Collective, ...]:
+    def _answer(
+        self, name: str, question: Question, measure: Callable[[tuple[Collective, ...]], int]
+    ) -> int:
         __tracebackhide__ = True
+        asked = f"{name}({question})"
         block = self._known_block()
         recorded, names = block.recording.collectives, block.names
         if question.kind is not None and is_unknown_kind(question.kind):
@@ -361,7 +361,6 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         if isinstance(question.axis, str):  # as the recording has it, if it does
             axis = printable(question.axis)
             question = replace(question, axis=axis) if axis in names.axes else question
-        return select(question, recorded, names)
-
-    def _answer(self, number: int, asked: str, matching: tuple[Collective, ...]) -> int:
-        return Answer(number, Counted(asked=asked, matching=matching, recorded=self.events))
+        matching = select(question, recorded, names)
+        counted = Counted(asked=asked, matching=matching, recorded=recorded)
+        return Answer(measure(matching), counted)

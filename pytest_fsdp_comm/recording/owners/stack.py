@@ -14,9 +14,8 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from traceback import walk_stack
 from types import CodeType, FrameType
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,9 @@ from torch import nn
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.text.paths import show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Read in torch 2.6, 2.9, 2.11, 2.13; tests/recording/test_contracts.py fails when one moves.
 _CALL_MODULE: Final = nn.Module._call_impl.__code__
@@ -68,12 +70,19 @@ def innermost_module() -> nn.Module | None:
     return None
 
 
+# traceback.walk_stack() would look up the line of each frame, which is slow.
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def running_modules() -> list[nn.Module]:
     """The modules on the stack whose calls are under way, outermost first."""
     method = _forward_method_code()
     found = [
         _module_of(frame)
-        for frame, _ in walk_stack(sys._getframe(1))
+        for frame in _outwards(sys._getframe(1))
         if frame.f_code is _CALL_MODULE or frame.f_code is method
     ]
     return [module for module in reversed(found) if module is not None]
@@ -81,7 +90,7 @@ def running_modules() -> list[nn.Module]:
 
 def requesting_frame() -> FrameType | None:
     """The innermost frame that requested the operation which runs; None if it is no user's."""
-    for frame, _ in walk_stack(sys._getframe(1)):
+    for frame in _outwards(sys._getframe(1)):
         requests = _requests(frame.f_code.co_filename)
         if requests is not None:
             return frame if requests else None
@@ -199,10 +208,8 @@ class StackScan:
         elif inside == "distributed/distributed_c10d.py" and "object" in code.co_name:
             self.is_object = True
 
-    def pass_entry(self, frame: FrameType | None) -> None:
+    def pass_entry(self, frame: FrameType) -> None:
         """Look at the frame that C++ called: below the engine, or at the start of a thread."""
-        if frame is None:
-            return
         # A communication hook of DDP is given the bucket.
         bucket: Any = dist.GradBucket  # type: ignore[attr-defined]  # public, but torch does not list it
         self.is_from_ddp |= any(isinstance(value, bucket) for value in frame.f_locals.values())
@@ -212,9 +219,8 @@ def scan_stack() -> StackScan:
     """Walk the whole stack once."""
     scan = StackScan()
     engine, method, clipping = _engine_code(), _forward_method_code(), _clipping_codes()
-    frame: FrameType | None = sys._getframe(1)
-    below = frame
-    while frame is not None:
+    below = sys._getframe(1)
+    for frame in _outwards(below):
         code = frame.f_code
         if code is engine:
             if not scan.is_in_engine:
@@ -224,7 +230,7 @@ def scan_stack() -> StackScan:
             scan.pass_module(frame)
         else:
             scan.pass_code(frame, clipping)
-        below, frame = frame, frame.f_back
+        below = frame
     if not scan.is_in_engine:
         scan.pass_entry(below)
     return scan
