@@ -60,7 +60,6 @@ from pytest_fsdp_comm.recording.owners.attribution import (
     attribute,
     attribute_on_thread,
 )
-from pytest_fsdp_comm.recording.owners.ddp import ParameterOwners
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_groups
 from pytest_fsdp_comm.recording.owners.futures import following_callbacks
 from pytest_fsdp_comm.recording.owners.stack import running_modules, scan_stack
@@ -151,7 +150,7 @@ class Recorder:
     def watching(self) -> Iterator[None]:
         """Watch while the block runs."""
         self._note_entry_state()
-        self._backward.begin(ParameterOwners(self._roots))
+        self._backward.begin(self._roots)
         self._is_recording = True
         try:
             with (
@@ -238,7 +237,7 @@ class Recorder:
         if self._is_recording:
             return (), ()
         unseen = self._witness.gaps(lambda: self._groups.known(used_groups)[0])
-        of_values = self._reads.gaps if self._reads else ()
+        of_values = () if self._reads is None else self._reads.gaps
         return (*unseen, *of_values, *self._idle_gaps()), self._witness.notes
 
     def _idle_gaps(self) -> Iterator[Gap]:

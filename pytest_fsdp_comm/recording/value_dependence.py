@@ -35,12 +35,8 @@ class ValueReads:
     def __init__(self, attribute: Callable[[], tuple[Phase, str]]) -> None:
         """Prepare; `attribute` gives the phase that runs, and the innermost user code."""
         self._attribute = attribute
-        self._gaps: dict[Gap, None] = {}
-
-    @property
-    def gaps(self) -> tuple[Gap, ...]:
+        self.gaps: dict[Gap, None] = {}
         """One for each place, in the order in which they were first reached."""
-        return tuple(self._gaps)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -103,7 +99,7 @@ class ValueReads:
             self._add(f"{call_site} sends parts of unequal size (all_to_all)")
 
     def _add(self, text: str) -> None:
-        self._gaps[Gap(kind="value_dependent", text=text)] = None
+        self.gaps[Gap(kind="value_dependent", text=text)] = None
 
 
 def _splits_by_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -36,8 +36,7 @@ def _read_params(
     top: int, visit: Visit, axis: Any, taken: set[Slot], ignored: set[str]
 ) -> Iterator[HeldParameter]:
     base = {top: ""}
-    seen: dict[int, list[Slot]] = {}
-    tensors: dict[int, nn.Parameter] = {}
+    found: dict[int, tuple[nn.Parameter, list[Slot]]] = {}
     # Parents come before their children, so one pass sees the whole subtree.
     for index, node in enumerate(visit.nodes[top:], start=top):
         if index != top:
@@ -47,7 +46,6 @@ def _read_params(
         for name, parameter in visit.modules[index]._parameters.items():
             slot = (index, name)
             if parameter is not None and slot not in taken and base[index] + name not in ignored:
-                seen.setdefault(id(parameter), []).append(slot)
-                tensors[id(parameter)] = parameter
-    for key, slots in seen.items():
-        yield hold(tensors[key], (replicate(axis),), slots=tuple(slots))
+                found.setdefault(id(parameter), (parameter, []))[1].append(slot)
+    for parameter, slots in found.values():
+        yield hold(parameter, (replicate(axis),), slots=tuple(slots))

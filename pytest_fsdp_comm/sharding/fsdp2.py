@@ -61,25 +61,18 @@ def fsdp2_meshes(visit: Visit) -> list[DeviceMesh]:
 @private_names("FSDP2")
 def read_fsdp2(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
     """Read the units, in registration order."""
-    states = fsdp2_states(visit)
-    # A unit's modules outside the tree are left out.
-    members_of = [
-        tuple(
-            dict.fromkeys(
-                visit.index_of[id(member)]
-                for member in getattr(state, "_modules", ()) or (module,)
-                if id(member) in visit.index_of
-            )
-        )
-        for module, state in states
-    ]
+    found: list[tuple[UnitKind, Any, tuple[int, ...]]] = []
     own: dict[int, set[UnitKind]] = {}
-    for (module, _), members in zip(states, members_of, strict=True):
-        for member in members:
-            own.setdefault(member, set()).add(_kind(module))
+    for module, state in fsdp2_states(visit):
+        kind: UnitKind = "replicate" if type(module).__name__.startswith("Replicate") else "fsdp2"
+        given = [id(member) for member in getattr(state, "_modules", ()) or (module,)]
+        # Those outside the tree are left out.
+        inside = dict.fromkeys(visit.index_of[one] for one in given if one in visit.index_of)
+        found.append((kind, state, tuple(inside)))
+        for member in inside:
+            own.setdefault(member, set()).add(kind)
     units: list[ReadUnit] = []
-    for (module, state), members in zip(states, members_of, strict=True):
-        kind = _kind(module)
+    for kind, state, members in found:
         below = any(kind in own.get(above, ()) for above in visit.ancestors(members[0]))
         is_root = not below if state._is_root is None else bool(state._is_root)
         unit = replace(UNGATHERED, kind=kind, modules=members, is_root=is_root)
@@ -88,10 +81,6 @@ def read_fsdp2(visit: Visit, axes: AxisNames) -> list[ReadUnit]:
         if not groups:
             units.append(ReadUnit(unit=unit, held=(), state=state))
     return units
-
-
-def _kind(module: FSDPModule) -> UnitKind:
-    return "replicate" if type(module).__name__.startswith("Replicate") else "fsdp2"
 
 
 def _read_group(unit: ShardUnit, state: Any, group: Any, visit: Visit, axes: AxisNames) -> ReadUnit:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Source
-from pytest_fsdp_comm.recording.owners.ddp import Modules, ParameterOwners, ReplicaOwners
+from pytest_fsdp_comm.recording.owners.ddp import Modules, ReplicaOwners
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
 from pytest_fsdp_comm.recording.owners.stack import innermost_module
 from pytest_fsdp_comm.recording.prefetch import Gather
@@ -19,6 +19,7 @@ from pytest_fsdp_comm.recording.prefetch import Gather
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
     from torch import nn
 
     from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
@@ -96,16 +97,18 @@ class BackwardMap:
         self._next_number: Callable[[], int] = _autograd("torch.autograd", "_get_sequence_nr")
         self._current_node: Callable[[], Any] = _autograd("torch._C", "_current_autograd_node")
         self._current_task: Callable[[], int] = _autograd("torch._C", "_current_graph_task_id")
-        self._parameters = ParameterOwners([])
+        self._roots: list[nn.Module] = []
+        # By identity of a parameter, the first module that registered it; None if none did.
+        self._registering: dict[int, nn.Module | None] = {}
         self._thread = 0
         self._end = 0  # the number after that of the last node whose maker is known
         # Of each run of nodes of one maker, the number after its last node, and the maker.
         self._ends: list[int] = []
         self._makers: list[weakref.ref[nn.Module] | _Maker] = []
 
-    def begin(self, parameters: ParameterOwners) -> None:
-        """Begin a block: what made the nodes since the last one was not recorded."""
-        self._parameters = parameters
+    def begin(self, roots: list[nn.Module]) -> None:
+        """Begin a block, whose roots may still grow: what made nodes before was not recorded."""
+        self._roots, self._registering = roots, {}
         thread = threading.get_ident()
         if thread != self._thread:
             self._thread = thread
@@ -117,7 +120,7 @@ class BackwardMap:
 
     def end(self) -> None:
         """End the block, and let go of its modules."""
-        self._parameters = ParameterOwners([])
+        self._roots, self._registering = [], {}
 
     def note_operation(self) -> None:
         """Note the module that runs now, if a node was made since the last note."""
@@ -162,7 +165,7 @@ class BackwardMap:
             return _Maker.NO_MODULE
         parameter = getattr(node, "variable", None)  # of an AccumulateGrad
         if parameter is not None:
-            module = self._parameters.module_of(parameter)
+            module = self._module_of_parameter(parameter)
         else:
             run = bisect_right(self._ends, node._sequence_nr())
             held = self._makers[run] if run < len(self._makers) else _Maker.NO_MODULE
@@ -171,6 +174,15 @@ class BackwardMap:
             module = held()
         # Never the truth of a module, which is its length, or an error.
         return _Maker.NO_MODULE if module is None else module
+
+    def _module_of_parameter(self, parameter: torch.Tensor) -> nn.Module | None:
+        if id(parameter) not in self._registering:
+            for module in (module for root in self._roots for module in root.modules()):
+                for own in module.parameters(recurse=False):
+                    self._registering.setdefault(id(own), module)
+            # So that a foreign parameter costs one search only.
+            self._registering.setdefault(id(parameter), None)
+        return self._registering[id(parameter)]
 
 
 def attribute(

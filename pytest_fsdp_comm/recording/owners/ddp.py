@@ -1,4 +1,4 @@
-"""Find the owner of what DDP's reducer sends, and the module of a parameter."""
+"""Find the owner of what DDP's reducer sends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import nn
 
 Modules = tuple["nn.Module", ...]
@@ -56,22 +55,3 @@ class ReplicaOwners:
         """
         known = [self._owner_of[id(module)] for module in running if id(module) in self._owner_of]
         return tuple((known or self._replicas)[:1]) or self._fallback
-
-
-class ParameterOwners:
-    """Find the module that registered a parameter, in backward hooks of parameters."""
-
-    def __init__(self, roots: list[nn.Module]) -> None:
-        """Prepare to search the recorder's roots, a list that may still grow."""
-        self._roots = roots
-        self._found: dict[int, nn.Module | None] = {}
-
-    def module_of(self, parameter: torch.Tensor) -> nn.Module | None:
-        """The first module that registered the parameter; None if none did."""
-        if id(parameter) not in self._found:
-            for module in (module for root in self._roots for module in root.modules()):
-                for own in module.parameters(recurse=False):
-                    self._found.setdefault(id(own), module)
-            # So that a foreign parameter costs one search only.
-            self._found.setdefault(id(parameter), None)
-        return self._found[id(parameter)]

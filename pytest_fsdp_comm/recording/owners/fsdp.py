@@ -150,11 +150,10 @@ class UnitWatch:
             for holder, name, around in [*self._fsdp2(), *self._fsdp1()]:
                 original = holder.__dict__.get(name)
                 if original is None:
-                    raise upstream.moved_error(
-                        "torch",
-                        f"{_qualified(holder)}.{name}",
-                        "the recorder relies on to find the owner of a collective",
-                    )
+                    module = getattr(holder, "__module__", "")  # a module itself has none
+                    moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
+                    use = "the recorder relies on to find the owner of a collective"
+                    raise upstream.moved_error("torch", moved, use)
                 setattr(holder, name, self._wrapped(original, around))
                 undo.callback(setattr, holder, name, original)
             yield
@@ -383,7 +382,3 @@ def _states(names: str) -> list[enum.Enum]:
         if not hasattr(states, member):
             raise upstream.moved_error("torch", f"{name}.{member}", use)
     return [getattr(states, member) for member in members]
-
-
-def _qualified(holder: Any) -> str:
-    return f"{getattr(holder, '__module__', '')}.{holder.__name__}".lstrip(".")
