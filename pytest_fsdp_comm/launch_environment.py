@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 INSIDE_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCHED"
 # Environment variable of a spawned rank: the path of its `RankSetSpec`.
 SPEC_VARIABLE: Final = "PYTEST_FSDP_COMM_LAUNCH"
-# Environment variable of a spawned rank: its number.
+# Environment variable of a spawned rank: its number, then the descriptors of `RunRank`.
 RANK_VARIABLE: Final = "PYTEST_FSDP_COMM_RANK"
 
 # Note [What launchers tell]: torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; so do

@@ -12,18 +12,11 @@ from os import getpid
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.ranks.hangs.position import read_position
-from pytest_fsdp_comm.ranks.wire.channel import Channel
-from pytest_fsdp_comm.ranks.wire.messages import (
-    LAST_WORDS,
-    WATCHDOG,
-    Handshake,
-    PositionAnswer,
-)
+from pytest_fsdp_comm.ranks.wire.messages import LAST_WORDS, PositionAnswer, PositionQuestion
 from pytest_fsdp_comm.ranks.wire.positions import Position
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from pytest_fsdp_comm.ranks.wire.channel import Channel
 
 # Note [Quiet watchdog]: a test must not notice the thread. It is not one of threading's, whose
 # start waits for it, which costs each rank 3 ms, and which tests that list the threads would find.
@@ -43,19 +36,12 @@ _HANDLER: Final = ctypes.CFUNCTYPE(None)
 class Watchdog:
     """Answers the supervisor's questions over its own connection; see Note [Quiet watchdog]."""
 
-    def __init__(self, socket_path: Path, rank: int, *, within_s: float) -> None:
-        """Connects and starts the thread.
-
-        Args:
-            socket_path: Where the supervisor listens.
-            rank: This rank.
-            within_s: How long to try.
-        """
+    def __init__(self, channel: Channel[PositionQuestion]) -> None:
+        """Starts the thread."""
         self._began_ns = time.time_ns()
         self._pid = getpid()
         self._lock = _thread.allocate_lock()
-        self._channel = Channel.connect(socket_path, WATCHDOG, within_s=within_s)
-        self._channel.send(Handshake(rank=rank, is_watchdog=True))
+        self._channel = channel
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
         try:
             _thread.start_new_thread(self._answer, ())

@@ -37,9 +37,9 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.exchange import DirectoryExchange, Marks, RankExchange
 from pytest_fsdp_comm.ranks.wire.messages import (
     RANK,
+    WATCHDOG,
     EndTests,
     Escape,
-    Handshake,
     RunTest,
     TestEnded,
     TestsEnded,
@@ -93,7 +93,7 @@ class RankTemplate:
             if SETTINGS in item.stash:
                 _ = item.location  # pytest caches it
 
-    def run_rank(self, spec: RankSetSpec, rank: int) -> NoReturn:
+    def run_rank(self, spec: RankSetSpec, rank: int, descriptors: tuple[int, int]) -> NoReturn:
         """Runs tests as a rank until the supervisor hangs up, and ends the process."""
         session = self._session
         flush_streams()
@@ -118,8 +118,8 @@ class RankTemplate:
             debug_here(session.config, RankTerminal(spec.terminal, spec.foreground))
         else:
             debug_elsewhere(session.config, self._plugin.skip_debugger)
-        channel = Channel.connect(spec.socket_path, RANK, within_s=spec.settings.timeout_s)
-        channel.send(Handshake(rank=rank))
+        channel = Channel.inherited(descriptors[0], RANK)
+        watchdog = Watchdog(Channel.inherited(descriptors[1], WATCHDOG))
         if self._random_state is not None:
             # Python seeds a forked process anew.
             random.setstate(cast("tuple[Any, ...]", self._random_state))
@@ -129,11 +129,12 @@ class RankTemplate:
             rank,
             shares_random_states=self._random_state is not None and spec.local is None,
         )
-        self._run_items(spec, rank, channel)
+        self._run_items(spec, rank, channel, watchdog)
         os._exit(0)
 
-    def _run_items(self, spec: RankSetSpec, rank: int, channel: _Channel) -> None:
-        watchdog = Watchdog(spec.socket_path, rank, within_s=spec.settings.timeout_s)
+    def _run_items(
+        self, spec: RankSetSpec, rank: int, channel: _Channel, watchdog: Watchdog
+    ) -> None:
         departures = Marks(spec.departures_path)
         session = self._session
         rank_pid = getpid()

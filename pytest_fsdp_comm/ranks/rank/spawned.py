@@ -43,14 +43,15 @@ def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension
             f"{spec.nodeid} was not found when a spawned rank collected the tests again; tests "
             "whose names depend on chance, time or the process cannot run on spawned ranks"
         )
-    rank = int(os.environ.pop(RANK_VARIABLE))
+    rank, *descriptors = map(int, os.environ.pop(RANK_VARIABLE).split())
     # Tests that run pytest themselves must not take their pytest for a rank.
     del os.environ[SPEC_VARIABLE]
     os.environ[INSIDE_VARIABLE] = "1"
     template = RankTemplate(session, extensions)
     # As the fork server does: what is here now lives as long as the rank.
     gc.freeze()
-    template.run_rank(dataclasses.replace(spec, item_index=indices[0]), rank)
+    spec = dataclasses.replace(spec, item_index=indices[0])
+    template.run_rank(spec, rank, (descriptors[0], descriptors[1]))
 
 
 def _read_spec() -> RankSetSpec:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_fsdp_comm.errors import FsdpCommError, printable
+from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.options import OPTIONS, SETTINGS
 from pytest_fsdp_comm.ranks.rank.debugger import (
     QUIT,
@@ -49,7 +49,6 @@ from pytest_fsdp_comm.ranks.wire.directories import (
 )
 from pytest_fsdp_comm.ranks.wire.rank_set import NextTest, RankSetSpec
 from pytest_fsdp_comm.ranks.wire.results import RankResult
-from pytest_fsdp_comm.ranks.wire.socket_paths import check_path, listen
 from pytest_fsdp_comm.text.codec import load_tagged
 
 if TYPE_CHECKING:
@@ -139,10 +138,6 @@ class RankRunner:
             self._explain_fallback()
 
     def _start_base_in(self, directory: Path) -> _Base:
-        try:
-            check_path(directory / "1000000" / "socket")
-        except FsdpCommError as error:
-            self._unpreparable = str(error)
         # What a launcher started is its own bound, and has its GPUs by the local rank.
         is_bounded = not self._peers.is_launched
         shared = Path(self._slots_directory) if self._slots_directory else None
@@ -460,9 +455,8 @@ class RankRunner:
                 slots=grant.files,
                 gpus=grant.gpus,
             )
-            listener = listen(spec.socket_path, 2 * len(spec.ranks))  # each has a watchdog
             processes = self._base.server.fork_ranks(spec, spares=spares)
-        return Supervision(spec, listener, processes)
+        return Supervision(spec, processes)
 
     def _restore_directory(self, base: _Base, item: pytest.Item) -> None:
         """Makes the session's directory again if it has vanished since the last test began."""
@@ -537,7 +531,7 @@ def _module(item: pytest.Item) -> pytest.Module | None:
 def _describe_vanished(directory: Path, when: str) -> str:
     return (
         f"the directory of the session's ranks, {directory}, vanished {when}, and with it their "
-        "sockets, output and stores. Did a test empty the temporary directory "
+        "output and stores. Did a test empty the temporary directory "
         "(tempfile.gettempdir()), or a cleaner of it, such as systemd-tmpfiles? The next ranks get "
         "a new one. If it happens again, set TMPDIR to a directory that nobody empties"
     )

@@ -22,7 +22,6 @@ from pytest_fsdp_comm.ranks.wire.messages import (
     DebuggerSkipped,
     Debugging,
     EndTests,
-    Handshake,
     PositionAnswer,
     PositionQuestion,
     RankMessage,
@@ -39,8 +38,7 @@ from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from pytest_fsdp_comm.ranks.session.progress import Progress
     from pytest_fsdp_comm.ranks.start.fork_client import ForkedRanks
@@ -59,7 +57,6 @@ _STREAMS = ("stdout", "stderr")
 _SEND_S = 1.0
 # More than a socket holds: a rank that goes on sending is not listened to for ever.
 _DRAINED_CHUNKS = 64
-_HANDSHAKE_NBYTES = 4096
 
 _Channel: TypeAlias = Channel[RankMessage]
 
@@ -94,19 +91,19 @@ class UnendedRank:
 class Supervision:
     """One rank set that lives, and what is known of it in the tests that it runs."""
 
-    def __init__(self, spec: RankSetSpec, listener: socket.socket, processes: ForkedRanks) -> None:
-        """Begins with a rank set that has just started, and the listener at its socket path."""
+    def __init__(self, spec: RankSetSpec, processes: ForkedRanks) -> None:
+        """Begins with a rank set that has just started."""
         self.spec = spec
         self.processes = processes
-        self._listener = listener
-        self._listener.settimeout(0.0)
-        # Registered with a rank's number: its connection. Without one: the listener, the server of
-        # the processes, and connections whose handshake has not come.
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ, None)
-        self._selector.register(processes, selectors.EVENT_READ, None)
         self._channels: dict[int, _Channel] = {}
         self._watchdogs: dict[int, _Channel] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(processes, selectors.EVENT_READ, None)
+        for rank, (connection, watchdog) in processes.connections.items():
+            self._channels[rank] = Channel(connection, SUPERVISOR)
+            self._channels[rank].settimeout(_SEND_S)
+            self._watchdogs[rank] = Channel(watchdog, SUPERVISOR)
+            self._selector.register(self._channels[rank], selectors.EVENT_READ, rank)
         self._exited: set[int] = set()
         # The size of each log when a later test of the rank set began.
         self._log_starts: dict[tuple[int, str], int] = {}
@@ -232,12 +229,9 @@ class Supervision:
         try:
             unended = self.processes.end(within_s)
         finally:
-            callers = [key.fileobj for key in self._selector.get_map().values()]
             self._selector.close()
-            self._listener.close()
-            for channel in (*callers, *self._channels.values(), *self._watchdogs.values()):
-                if isinstance(channel, Channel):
-                    channel.close()
+            for channel in (*self._channels.values(), *self._watchdogs.values()):
+                channel.close()
         remove_directory(self.spec.directory)
         return problems, [
             UnendedRank(
@@ -281,9 +275,8 @@ class Supervision:
 
     def _tell(self, ranks: Iterable[int], message: RunTest | EndTests) -> None:
         for rank in ranks:
-            if rank in self._channels:
-                with contextlib.suppress(OSError):  # it has died, which will be noticed
-                    self._channels[rank].send(message)
+            with contextlib.suppress(OSError):  # it has died, which will be noticed
+                self._channels[rank].send(message)
 
     def _has_failed(self, elsewhere: Callable[[bool], bool]) -> bool:
         """Whether a rank has failed, here or elsewhere; passes on whether one has here."""
@@ -298,8 +291,6 @@ class Supervision:
         for key, _ in events:
             if key.data is not None:
                 self._read(key.data)
-            else:
-                self._admit(key.fileobj)
         # Where nothing happens, it is checked to be sure.
         if not events or any(key.fileobj is self.processes for key, _ in events):
             self._note_ends()
@@ -356,63 +347,20 @@ class Supervision:
             if not result.is_over and is_alive(self.processes.pid(rank)):
                 result.seen_alive_at = looked_at
 
-    def _admit(self, readable: object) -> bool:
-        """Accepts who calls, or reads the handshake of who has; returns whether it was either."""
-        if isinstance(readable, Channel):
-            self._shake_hands(readable)
-        elif readable is self._listener:
-            with contextlib.suppress(OSError):  # the caller has hung up
-                connection, _ = self._listener.accept()
-                channel = Channel(connection, SUPERVISOR)
-                channel.settimeout(_SEND_S)
-                self._selector.register(channel, selectors.EVENT_READ, None)
-        else:
-            return False
-        return True
-
-    def _shake_hands(self, channel: _Channel) -> None:
-        """Reads a caller's handshake, once it is whole; hangs up on anything else."""
-        handshake: RankMessage | None = None
-        with contextlib.suppress(CodecError, OSError):
-            handshake = next(channel.receive_available(), None)
-            if (
-                handshake is None
-                and not channel.is_closed
-                and channel.nbytes_pending < _HANDSHAKE_NBYTES
-            ):
-                return
-        self._selector.unregister(channel)
-        match handshake:
-            case Handshake(rank=rank, is_watchdog=True) if rank in self._results:
-                self._watchdogs[rank] = channel
-            case Handshake(rank=rank) if rank in self._results:
-                self._channels[rank] = channel
-                self._selector.register(channel, selectors.EVENT_READ, rank)
-                # What came in one piece with the handshake makes no descriptor readable again.
-                self._record_all(rank, channel.take_pending)
-            case _:
-                channel.close()
-
     def _drain(self, rank: int) -> None:
         """Reads what a rank has sent; see Note [Dead ranks are read first]."""
-        while rank not in self._channels and any(
-            self._admit(key.fileobj) for key, _ in self._selector.select(0) if key.data is None
-        ):
-            pass
+        channel = self._channels[rank]
+        channel.settimeout(0.0)
         with contextlib.suppress(BlockingIOError):
             for _ in range(_DRAINED_CHUNKS):
-                if rank not in self._channels or self._channels[rank].is_closed:
+                if channel.is_closed:
                     break
-                self._channels[rank].settimeout(0.0)
                 self._read(rank)
 
     def _read(self, rank: int) -> None:
-        self._record_all(rank, self._channels[rank].receive_available)
-
-    def _record_all(self, rank: int, receive: Callable[[], Iterator[RankMessage]]) -> None:
         channel = self._channels[rank]
         try:
-            for message in receive():
+            for message in channel.receive_available():
                 self._record(self._results[rank], message)
         except BlockingIOError:
             raise
@@ -444,7 +392,7 @@ class Supervision:
                 self._record_end(result, message)
             case TestsEnded():
                 self._have_ended_tests.add(result.rank)
-            case Handshake() | PositionAnswer():
+            case PositionAnswer():
                 raise CodecError(f"expected what a rank reports, got {type(message).__name__}")
 
     def _record_report(self, result: RankResult, report: PhaseReport) -> None:
@@ -543,7 +491,7 @@ class Supervision:
         """Asks ranks where they are; one that does not answer in time keeps what was known."""
         self._questions += 1
         # A dead one may have left its last word.
-        asked = [(one, self._watchdogs[one.rank]) for one in results if one.rank in self._watchdogs]
+        asked = [(one, self._watchdogs[one.rank]) for one in results]
         for _, watchdog in asked:
             with contextlib.suppress(OSError):
                 watchdog.settimeout(_SEND_S)

@@ -43,6 +43,12 @@ _ANSWERED_WITHIN_S = 15.0
 # It kills its ranks (`ending.HURRIED_S`) and removes a directory.
 _CLOSED_WITHIN_S = 5.0
 
+# Note [Connections]: each rank and its watchdog have a socket pair with the pytest process, which
+# makes them all and sends the ranks' ends along with `StartSet`. The server passes each rank its
+# own and closes its copies before it forks the next one. So the pytest process alone has its ends:
+# when it dies, each rank reads an end of file. A rank's end may stay open after the rank, in what
+# its test forked; so that a rank has died only the server tells.
+
 
 class ServerDiedError(Exception):
     """The fork server has died, and every rank with it."""
@@ -95,14 +101,30 @@ class ForkServer:
         """
         self._sets += 1
         request = StartSet(number=self._sets, spec=spec, spares=spares)
-        return ForkedRanks(self, self.ask(request, SetStarted, _PREPARED_WITHIN_S))
+        connections: list[socket.socket] = []
+        descriptors: list[int] = []
+        with contextlib.ExitStack() as unused, contextlib.ExitStack() as sent:
+            for _ in range(2 * len(spec.ranks)):
+                ours, theirs = socket.socketpair()
+                connections.append(unused.enter_context(ours))
+                descriptors.append(sent.enter_context(theirs).fileno())
+            started = self.ask(request, SetStarted, _PREPARED_WITHIN_S, descriptors)
+            unused.pop_all()
+        pairs = zip(connections[::2], connections[1::2], strict=True)
+        return ForkedRanks(self, started, dict(zip(spec.ranks, pairs, strict=True)))
 
-    def ask(self, request: StartSet | EndSet, cls: type[_Reply], within_s: float) -> _Reply:
+    def ask(
+        self,
+        request: StartSet | EndSet,
+        cls: type[_Reply],
+        within_s: float,
+        descriptors: Sequence[int] = (),
+    ) -> _Reply:
         """Sends a request and waits for its answer; a server that gives none is killed."""
         until = time.monotonic() + within_s
         self._channel.settimeout(max(within_s, 0.001))
         try:
-            self._channel.send(request)
+            self._channel.send(request, descriptors)
         except OSError:
             self._take(self._channel.receive_available())
             raise ServerDiedError from None
@@ -219,8 +241,15 @@ def fork_server(
 class ForkedRanks:
     """One rank set, seen from the pytest process."""
 
-    def __init__(self, server: ForkServer, started: SetStarted) -> None:
-        """Stores the server and its answer."""
+    def __init__(
+        self,
+        server: ForkServer,
+        started: SetStarted,
+        connections: dict[int, tuple[socket.socket, socket.socket]],
+    ) -> None:
+        """Stores the server, its answer and the connections."""
+        self.connections = connections
+        """To each rank and its watchdog: whoever reads them closes them."""
         self._server = server
         self._number = started.number
         self._pids = started.pids

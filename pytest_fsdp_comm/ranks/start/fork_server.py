@@ -88,8 +88,9 @@ PRELOADED = (
 _HUNG_UP_POLL_S = 0.05
 _COLLAPSES_AFTER_RANKS = 32  # see Note [Huge pages]
 
-RunRank = Callable[[RankSetSpec, int], NoReturn]
-"""What a process does as a rank, after its fork."""
+RunRank = Callable[[RankSetSpec, int, tuple[int, int]], NoReturn]
+"""What a process does as a rank, after its fork: given which one it is, and the descriptors of its
+connection to the supervisor and of its watchdog's."""
 
 
 def serve(
@@ -251,13 +252,19 @@ class _Server:
         self._channel.send(SetStarted(number=number, pids=dict(started.pids)))
 
     def _start_rank(self, spec: RankSetSpec, rank: int) -> int:
-        while self._spares:
-            pid, channel = self._spares.pop(0)
-            with contextlib.closing(channel), contextlib.suppress(OSError):
-                if not is_gone(pid):
-                    channel.send(BecomeRank(spec=spec, rank=rank))
-                    return pid
-        return self._fork(partial(self._run_rank, spec, rank))
+        descriptors = (self._channel.take_descriptor(), self._channel.take_descriptor())
+        try:
+            while self._spares:
+                pid, channel = self._spares.pop(0)
+                with contextlib.closing(channel), contextlib.suppress(OSError):
+                    if not is_gone(pid):
+                        channel.send(BecomeRank(spec=spec, rank=rank), descriptors)
+                        return pid
+            return self._fork(partial(self._run_rank, spec, rank, descriptors))
+        finally:
+            # Before the next fork, so that a rank alone has its ends: see Note [Connections].
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _fork_spare(self) -> None:
         ours, theirs = socket.socketpair()
@@ -268,8 +275,9 @@ class _Server:
             order = channel.receive()
             if order is None:
                 os._exit(0)
+            descriptors = (channel.take_descriptor(), channel.take_descriptor())
             channel.close()
-            self._run_rank(order.spec, order.rank)
+            self._run_rank(order.spec, order.rank, descriptors)
 
         pid = self._fork(wait)
         theirs.close()
@@ -293,6 +301,7 @@ class _Server:
             for number, handler in self._ranks_signals.items():
                 signal.signal(number, handler or signal.SIG_DFL)
             # A descriptor of the pytest process's end would keep it from seeing the server's death.
+            # The channel closes those of ranks that are yet to be forked.
             for own in (self._channel, self._wakeup, self._write_end):
                 own.close()
             for spare in self._spares:

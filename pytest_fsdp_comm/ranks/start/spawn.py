@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -26,6 +25,8 @@ from pytest_fsdp_comm.ranks.wire.messages import FORK_SERVER
 from pytest_fsdp_comm.text.codec import dump_tagged
 
 if TYPE_CHECKING:
+    import socket
+
     import pytest
 
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
@@ -77,10 +78,8 @@ def main(descriptor: str, directory: str, shared: str, *program: str) -> NoRetur
         shared: As for `serve`; empty for None.
         program: Where pytest was started, then its arguments, and what its ranks need besides.
     """
-    connection = socket.socket(fileno=int(descriptor))
-    connection.set_inheritable(False)
     serve(
-        Channel(connection, FORK_SERVER),
+        Channel.inherited(int(descriptor), FORK_SERVER),
         lambda: partial(_become_rank, program),
         Path(directory),
         Path(shared) if shared else None,
@@ -88,14 +87,21 @@ def main(descriptor: str, directory: str, shared: str, *program: str) -> NoRetur
     )
 
 
-def _become_rank(program: tuple[str, ...], spec: RankSetSpec, rank: int) -> NoReturn:
+def _become_rank(
+    program: tuple[str, ...], spec: RankSetSpec, rank: int, descriptors: tuple[int, int]
+) -> NoReturn:
     """Replaces this process by a pytest process, whose half is in `rank.spawned`."""
     file = spec.directory / f"rank{rank}.json"
     file.write_text(dump_tagged(spec), encoding="utf-8")
     redirect_output(spec, rank)
     # A rank resolves its markers by what was launched, as the pytest process did.
     environment = {name: text for name, text in os.environ.items() if name != INSIDE_VARIABLE}
-    environment |= {SPEC_VARIABLE: str(file), RANK_VARIABLE: str(rank)}
+    environment |= {
+        SPEC_VARIABLE: str(file),
+        RANK_VARIABLE: f"{rank} {descriptors[0]} {descriptors[1]}",
+    }
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, True)  # noqa: FBT003  # the function takes no keywords
     if spec.gpus:
         # Here already: what made forking unsafe may be that collecting starts CUDA.
         environment[visible_gpus_variable(environment)] = ",".join(spec.gpus)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from os import getpid
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from pytest_fsdp_comm.ranks.wire.socket_paths import connect
 from pytest_fsdp_comm.text.codec import CodecError, dump_tagged, load_tagged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_fsdp_comm.ranks.wire.messages import Message
 
@@ -19,6 +18,8 @@ _Received = TypeVar("_Received")
 
 # Small enough to come from the heap: larger buffers are mapped, and unmapped, for each message.
 _CHUNK_NBYTES = 1 << 16
+# What Linux sends at once (SCM_MAX_FD).
+_MOST_DESCRIPTORS = 253
 
 
 class Channel(Generic[_Received]):
@@ -36,34 +37,42 @@ class Channel(Generic[_Received]):
         self._pid = getpid()
         self._pending = bytearray()
         self._searched_nbytes = 0
+        self._descriptors: list[int] = []
         self.is_closed = False
         """The other end is gone and everything it sent has been read."""
 
     @classmethod
-    def connect(
-        cls, path: Path, receives: Mapping[str, type[_Received]], *, within_s: float = 0.0
+    def inherited(
+        cls, descriptor: int, receives: Mapping[str, type[_Received]]
     ) -> Channel[_Received]:
-        """Connects to a listening supervisor; see `socket_paths.connect`."""
-        return cls(connect(path, within_s=within_s), receives)
-
-    @property
-    def nbytes_pending(self) -> int:
-        """Bytes of a message whose end has not come."""
-        return len(self._pending)
+        """Uses the socket of a descriptor; programs that this process starts do not inherit it."""
+        connection = socket.socket(fileno=descriptor)
+        connection.set_inheritable(False)
+        return cls(connection, receives)
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors."""
         return self._connection.fileno()
 
-    def send(self, message: Message) -> None:
-        """Sends one message; blocks while the other end is busy.
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Sends one message with copies of descriptors; blocks while the other end is busy.
 
         What JSON cannot carry travels as its ``repr``: a strange user property must not cost the
         whole report. Nothing is sent by a process that was forked from the channel's own.
         """
         if getpid() != self._pid:
             return
-        self._connection.sendall(f"{dump_tagged(message)}\n".encode("ascii"))
+        data = f"{dump_tagged(message)}\n".encode("ascii")
+        for start in range(0, len(descriptors), _MOST_DESCRIPTORS):
+            # They travel with at least one byte.
+            sent = descriptors[start : start + _MOST_DESCRIPTORS]
+            socket.send_fds(self._connection, [data[:1]], sent)
+            data = data[1:]
+        self._connection.sendall(data)
+
+    def take_descriptor(self) -> int:
+        """Returns the next descriptor that came with the messages so far, the caller's from now."""
+        return self._descriptors.pop(0)
 
     def receive(self) -> _Received | None:
         """Waits for one message.
@@ -108,12 +117,17 @@ class Channel(Generic[_Received]):
         self._connection.settimeout(timeout_s)
 
     def close(self) -> None:
-        """Closes this end."""
+        """Closes this end, and the descriptors that nobody took."""
         self._connection.close()
+        while self._descriptors:
+            os.close(self.take_descriptor())
 
     def _read_chunk(self) -> None:
         try:
-            chunk = self._connection.recv(_CHUNK_NBYTES)
+            chunk, descriptors, _, _ = socket.recv_fds(
+                self._connection, _CHUNK_NBYTES, _MOST_DESCRIPTORS
+            )
+            self._descriptors += descriptors
         except ConnectionResetError:
             chunk = b""  # the other end died with something unread
         self.is_closed = not chunk

@@ -21,7 +21,7 @@ def make_session_directory() -> Path:
     kept = os.environ.get(KEEP_VARIABLE)
     if kept:
         Path(kept).mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="fsdp-comm-", dir=os.path.abspath(kept) if kept else None))  # noqa: PTH100  # resolve() would follow links, and lengthen what a socket's path has to fit
+    return Path(tempfile.mkdtemp(prefix="fsdp-comm-", dir=Path(kept).absolute() if kept else None))
 
 
 def remove_directory(directory: Path) -> None:

@@ -18,16 +18,6 @@ from pytest_fsdp_comm.ranks.wire.results import PhaseReport, RankResult, Warning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handshake:
-    """First on each connection of a rank."""
-
-    rank: int
-    """The rank that calls."""
-    is_watchdog: bool = False
-    """Whether its watchdog does, on a connection of its own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TimerSet:
     """pytest-timeout began to limit something."""
 
@@ -110,8 +100,7 @@ class PositionAnswer:
 
 
 RankMessage = (
-    Handshake
-    | PhaseReport
+    PhaseReport
     | WarningSeen
     | TimerSet
     | TimerCancelled
@@ -158,7 +147,7 @@ SupervisorMessage = RunTest | EndTests | PositionQuestion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSet:
-    """Fork a rank set."""
+    """Fork a rank set; comes with two descriptors for each rank, as `RunRank` gets them."""
 
     number: int
     """Names the rank set in what follows."""
@@ -186,7 +175,7 @@ ServerRequest = StartSet | EndSet
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BecomeRank:
-    """What the process is from now on."""
+    """What the process is from now on; comes with two descriptors, as `RunRank` gets them."""
 
     spec: RankSetSpec
     """The rank set's."""

@@ -64,7 +64,7 @@ class RankSetSpec:
     settings: DistributedSettings
     """How the test runs on ranks."""
     directory: Path
-    """Of this rank set alone; holds the socket, the logs and the stores."""
+    """Of this rank set alone; holds the logs and the stores."""
     basetemp: Path
     """Where the session's temporary directories are."""
     echoes: tuple[str, ...]
@@ -90,11 +90,6 @@ class RankSetSpec:
     def ranks(self) -> tuple[int, ...]:
         """The ranks that this process starts."""
         return (self.local.rank,) if self.local else self.settings.ranks
-
-    @property
-    def socket_path(self) -> Path:
-        """Where the supervisor listens."""
-        return self.directory / "socket"
 
     def log_path(self, rank: int, stream: str) -> Path:
         """Where a rank's ``stdout`` or ``stderr`` goes, or the ``terminal`` of its pytest."""

@@ -127,16 +127,16 @@ def test_one_test_by_its_name_says_nothing_of_directories(pytester, tmpdir_of_se
 
 FULL_DISK = """
 import errno
-import pytest_fsdp_comm.ranks.session.runner as runner
+import pathlib
 
-listen = runner.listen
+make = pathlib.Path.mkdir
 
-def listen_on_full_disk(path, backlog):
-    if path.parent.name == "2":
+def make_on_full_disk(path, *arguments, **options):
+    if path.name == "2" and path.parent.name.startswith("fsdp-comm-"):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
-    return listen(path, backlog)
+    make(path, *arguments, **options)
 
-runner.listen = listen_on_full_disk
+pathlib.Path.mkdir = make_on_full_disk
 """
 
 
@@ -157,7 +157,7 @@ def test_ranks_that_the_system_does_not_let_start_fail_their_test_alone(
     result.stdout.fnmatch_lines(
         [
             "*::test_number?2? FAILED*",
-            "ranks 0-1 could not be started: ?Errno 28? No space left on device: '*/2/socket'",
+            "ranks 0-1 could not be started: ?Errno 28? No space left on device: '*/2'",
         ]
     )
     assert "vanished" not in result.stdout.str()

@@ -65,7 +65,7 @@ def test_a_server_that_does_not_answer_is_killed(server, monkeypatch):
     with pytest.raises(ServerDiedError):
         ours.ask(end(1), messages.SetStarted, 0.05)
     assert len(killed) == 1
-    ranks = ForkedRanks(ours, started(1, rank0=2**22 + 1))  # of nobody
+    ranks = ForkedRanks(ours, started(1, rank0=2**22 + 1), {})  # of nobody
     assert ranks.end(0.0) == {}
     assert len(killed) == 2
 
@@ -74,7 +74,7 @@ def test_a_server_tells_which_ranks_it_could_not_end(server):
     ours, theirs, _ = server
     theirs.send(messages.RankExited(number=1, rank=0, status=3))
     theirs.send(messages.SetEnded(number=1, unended={1: 11}))
-    ranks = ForkedRanks(ours, started(1, rank0=10, rank1=11))
+    ranks = ForkedRanks(ours, started(1, rank0=10, rank1=11), {})
     assert ranks.end(0.0) == {1: 11}
     assert ranks.exit_statuses() == {0: 3}
     assert theirs.receive() == messages.EndSet(number=1, within_s=0.0)

@@ -1,6 +1,7 @@
 """Messages of any size and number take time in proportion to their bytes."""
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -44,7 +45,7 @@ def test_a_message_of_100_mb_is_received_in_seconds(channels):
     assert time.process_time() - began_at < 5
     assert received == sent
     assert chunks > 1000
-    assert supervisor.nbytes_pending == 0
+    assert not supervisor._pending
 
 
 def test_messages_arrive_from_a_test_that_replaces_getpid(channels, monkeypatch):
@@ -68,3 +69,26 @@ def test_messages_received_in_pieces_are_whole(channels):
     assert [supervisor.receive() for _ in sent] == sent
     rank.close()
     assert supervisor.receive() is None
+
+
+def test_descriptors_travel_with_a_message_in_any_number(channels):
+    rank, supervisor = channels
+    ends = [os.pipe() for _ in range(200)]
+    rank.send(skipped("x" * 1000), [end for pair in ends for end in pair])
+    rank.send(skipped("after"))
+    assert [supervisor.receive() for _ in range(2)] == [skipped("x" * 1000), skipped("after")]
+    # Each is a copy.
+    for _, write_end in ends:
+        os.close(write_end)
+    copies = [(supervisor.take_descriptor(), supervisor.take_descriptor()) for _ in range(150)]
+    for (read_end, _), (_, copied_end) in zip(ends[:150], copies, strict=True):
+        os.write(copied_end, b"through")
+        assert os.read(read_end, 10) == b"through"
+    for copy in copies:
+        for end in copy:
+            os.close(end)
+    # Those that nobody took end with the channel.
+    supervisor.close()
+    for read_end, _ in ends:
+        assert os.read(read_end, 10) == b""
+        os.close(read_end)

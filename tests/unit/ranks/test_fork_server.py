@@ -1,9 +1,11 @@
 """What the fork server prepares for the next rank set while one runs."""
 
+import contextlib
 import ctypes
 import os
 import select
 import signal
+import stat
 import sys
 import time
 from pathlib import Path
@@ -23,7 +25,8 @@ RANKS = 2
 def server(tmp_path, monkeypatch):
     """One whose ranks write which they are, and their process ids, and live on."""
 
-    def run_rank(spec, rank):
+    def run_rank(spec, rank, descriptors):
+        assert all(stat.S_ISSOCK(os.fstat(descriptor).st_mode) for descriptor in descriptors)
         (spec.directory / f"rank{rank}").write_text(f"{spec.nodeid} {os.getpid()}")
         select.select([], [], [])
 
@@ -39,6 +42,8 @@ def server(tmp_path, monkeypatch):
 
 @pytest.fixture
 def start(server, tmp_path):
+    connections = contextlib.ExitStack()
+
     def start_set(name, spares):
         directory = tmp_path / name
         directory.mkdir()
@@ -58,11 +63,15 @@ def start(server, tmp_path):
             echoes=(),
         )
         ranks = server.fork_ranks(spec, spares=spares)
+        for pair in ranks.connections.values():
+            for connection in pair:
+                connections.enter_context(connection)
         written = {rank: f"{name} {ranks.pid(rank)}" for rank in range(RANKS)}
         eventually(lambda: written == {rank: read(directory / f"rank{rank}") for rank in written})
         return ranks
 
-    return start_set
+    with connections:
+        yield start_set
 
 
 def read(path):
@@ -146,6 +155,22 @@ def test_what_a_server_said_before_it_ended_is_read_without_asking_it(server, tm
     with pytest.raises(fork_client.ServerDiedError, match="has died"):
         killed.raise_if_failed()
     killed.close()
+
+
+@linux
+def test_connections_of_a_rank_end_with_it_while_others_live(server, start):
+    first = start("first", spares=RANKS)
+    eventually(lambda: len(children(server)) == 2 * RANKS)
+    second = start("second", spares=0)
+    for ranks in (first, second):
+        os.kill(ranks.pid(0), signal.SIGKILL)
+        for connection in ranks.connections[0]:
+            connection.settimeout(30)
+            assert connection.recv(1) == b""
+        for connection in ranks.connections[1]:
+            connection.settimeout(0.0)
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
 
 
 def test_memory_is_moved_step_by_step_and_keeps_what_it_holds():

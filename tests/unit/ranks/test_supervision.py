@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -13,13 +14,21 @@ from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.positions import Activity
 from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank, RankSetSpec, StoreAddress
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, Stopped
-from pytest_fsdp_comm.ranks.wire.socket_paths import listen
 
 # The end of a pipe that nobody writes into.
 NEVER_READABLE, _ = os.pipe()
 
 
 class NoProcesses:
+    """Rank 1, which is no process and has no watchdog."""
+
+    def __init__(self):
+        ours, theirs = socket.socketpair()
+        watchdog, closed = socket.socketpair()
+        closed.close()
+        self.connections = {1: (ours, watchdog)}
+        self.rank = Channel(theirs, messages.RANK)
+
     def fileno(self):
         return NEVER_READABLE
 
@@ -28,6 +37,7 @@ class NoProcesses:
 
     def end(self, within_s):
         assert within_s == 0.0
+        self.rank.close()
         return {}
 
 
@@ -50,9 +60,9 @@ def spec(tmp_path):
 
 @pytest.mark.parametrize("outcome", ["failed", "passed"])
 def test_a_failure_received_together_with_the_end_is_passed_on(spec, outcome):
-    supervision = Supervision(spec, listen(spec.socket_path, 1), NoProcesses())
-    rank = Channel.connect(spec.socket_path, messages.RANK)
-    rank.send(messages.Handshake(rank=1))
+    processes = NoProcesses()
+    supervision = Supervision(spec, processes)
+    rank = processes.rank
     rank.send(PhaseReport(report={"outcome": outcome}))
     rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
     reported = []
@@ -67,7 +77,6 @@ def test_a_failure_received_together_with_the_end_is_passed_on(spec, outcome):
         )
     finally:
         supervision.end(0.0)
-        rank.close()
     assert reported[-1] == (outcome == "failed")
     assert [report.has_failed for report in results[1].reports] == [outcome == "failed"]
     assert supervision.is_reusable == (outcome == "passed")
@@ -76,8 +85,8 @@ def test_a_failure_received_together_with_the_end_is_passed_on(spec, outcome):
 class Pausing(NoProcesses):
     """A process that ends its test just before the signal comes that stops it."""
 
-    def __init__(self, rank):
-        self._rank = rank
+    def __init__(self):
+        super().__init__()
         self.signals = []
 
     def pid(self, number):
@@ -88,38 +97,31 @@ class Pausing(NoProcesses):
         assert number == 1
         self.signals.append(signal_number)
         if signal_number == signal.SIGSTOP:
-            self._rank.send(PhaseReport(report={"outcome": "failed"}))
-            self._rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
+            self.rank.send(PhaseReport(report={"outcome": "failed"}))
+            self.rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
 
 
 def test_a_rank_that_ends_its_test_only_as_the_deadline_stops_it_has_missed_it(spec):
-    listener = listen(spec.socket_path, 1)
-    rank = Channel.connect(spec.socket_path, messages.RANK)
-    rank.send(messages.Handshake(rank=1))
-    supervision = Supervision(spec, listener, Pausing(rank))
+    processes = Pausing()
+    supervision = Supervision(spec, processes)
     try:
         results = supervision.run(
             started_at=time.monotonic() - 19.9, has_failed_elsewhere=lambda _: False
         )
     finally:
         supervision.end(0.0)
-        rank.close()
     assert results[1].stopped is Stopped.AT_DEADLINE
     assert not supervision.is_reusable
 
 
 def test_messages_of_a_rank_that_is_being_stopped_after_a_failure_count(spec, monkeypatch):
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
-    listener = listen(spec.socket_path, 1)
-    rank = Channel.connect(spec.socket_path, messages.RANK)
-    rank.send(messages.Handshake(rank=1))
-    processes = Pausing(rank)
-    supervision = Supervision(spec, listener, processes)
+    processes = Pausing()
+    supervision = Supervision(spec, processes)
     try:
         results = supervision.run(started_at=time.monotonic(), has_failed_elsewhere=lambda _: True)
     finally:
         supervision.end(0.0)
-        rank.close()
     assert [report.has_failed for report in results[1].reports] == [True]
     assert results[1].stopped is None
     assert results[1].position.activity is Activity.HAS_ENDED
@@ -128,18 +130,14 @@ def test_messages_of_a_rank_that_is_being_stopped_after_a_failure_count(spec, mo
 
 
 def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(spec, monkeypatch):
-    listener = listen(spec.socket_path, 1)
-    rank = Channel.connect(spec.socket_path, messages.RANK)
-    rank.send(messages.Handshake(rank=1))
+    processes = Pausing()
     line = b'{"type":"DebuggerSkipped","site":"here"}\n'
-    rank._connection.sendall(line)  # makes it readable, and stays there
+    processes.rank._connection.sendall(line)  # makes it readable, and stays there
 
     def read_what_comes_faster_than_it_is_read(channel):
         channel._pending += line
 
-    processes = Pausing(rank)
-    supervision = Supervision(spec, listener, processes)
-    supervision._wait(1.0)
+    supervision = Supervision(spec, processes)
     supervision._wait(1.0)
     monkeypatch.setattr(Channel, "_read_chunk", read_what_comes_faster_than_it_is_read)
     try:
@@ -148,6 +146,5 @@ def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(spec, monkey
         )
     finally:
         supervision.end(0.0)
-        rank.close()
     assert results[1].stopped is Stopped.AT_DEADLINE
     assert processes.signals[-1] == signal.SIGSTOP
