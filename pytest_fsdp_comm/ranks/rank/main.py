@@ -71,13 +71,10 @@ class RankTemplate:
         *,
         random_state: object = None,
     ) -> None:
-        """Separates this process's session from its parent's.
+        """Separates this process's session, after collection, from its parent's.
 
-        Args:
-            session: The session, after collection.
-            extensions: What other rooms add to each test's way through the ranks.
-            random_state: `random.getstate` of the pytest process; None if this process was not
-                forked from it.
+        `random_state` is `random.getstate` of the pytest process; None if this process was not
+        forked from it.
         """
         self._random_state = random_state
         self._session = session
@@ -217,11 +214,7 @@ def _context(spec: RankSetSpec, rank: int, number: int, departures: Marks) -> Ra
 def _run_item(
     item: pytest.Item, nextitem: pytest.Item | None, extensions: Sequence[RankExtension[Any]]
 ) -> tuple[tuple[str, ...] | None, Escape | None]:
-    """Runs a test's protocol.
-
-    Returns:
-        As `TestEnded.payloads` and `TestEnded.escaped`.
-    """
+    """Runs a test's protocol; returns what `TestEnded` calls ``payloads`` and ``escaped``."""
     try:
         item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     except BaseException as error:  # noqa: BLE001  # pytest.exit, KeyboardInterrupt, plugins' errors

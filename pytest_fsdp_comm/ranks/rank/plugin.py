@@ -95,14 +95,7 @@ class RankPlugin:
         *,
         shares_random_states: bool,
     ) -> None:
-        """Connects the hooks to a rank and its supervisor; logs are read from their start.
-
-        Args:
-            channel: To the supervisor.
-            spec: The rank set's.
-            rank: This rank.
-            shares_random_states: Whether all ranks were forked from one process.
-        """
+        """Makes the hooks a rank's; `shares_random_states` where one process forked all ranks."""
         self._shares_random_states = shares_random_states
         # Only another test on the same ranks begins with them again.
         self._keeps_random_states = spec.settings.scope == "module"
@@ -139,10 +132,8 @@ class RankPlugin:
         self._report_failure(item, partial(raise_lost_exceptions, item))
 
     def run_exit_functions(self, item: pytest.Item) -> None:
-        """Runs what the rank registered with `atexit`; warns of what raised.
-
-        Past every filter: Python, too, only prints it.
-        """
+        """Runs what the rank registered with `atexit`; warns of what raised."""
+        # Past every filter: Python, too, only prints it.
         for text in run_exit_functions():
             self._send_warning(
                 text,

@@ -27,11 +27,7 @@ def select_own_test(config: pytest.Config) -> None:
 
 
 def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension[Any]]) -> NoReturn:
-    """Runs the rank that this process was started as.
-
-    Args:
-        session: The session, after collection.
-        extensions: What other rooms add to each test's way through the ranks.
+    """Runs the rank that this process was started as, after collection.
 
     Raises:
         pytest.UsageError: The test was not collected again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -91,15 +92,10 @@ class RankRunner:
         slots_directory: str | None = None,
         preloaded: Sequence[str] = (),
     ) -> None:
-        """Stores the arguments; `start` forks the server.
+        """Stores the arguments, of a session after collection; `start` forks the server.
 
-        Args:
-            session: The session, after collection.
-            extensions: What other rooms add to each test's way through the ranks.
-            peers: The processes that have the other ranks; None if there are none.
-            slots_directory: Through which the session's processes share ranks and GPUs; None if
-                this is the only one.
-            preloaded: Modules that ranks find imported, beside torch's.
+        Through `slots_directory` the session's processes share ranks and GPUs; None if this is the
+        only one. Ranks find the modules `preloaded` imported, beside torch's.
         """
         self._session = session
         self._preloaded = preloaded
@@ -128,32 +124,28 @@ class RankRunner:
         self._start_base()
 
     def _start_base(self) -> None:
-        directory = make_session_directory()
-        try:
-            self._base = self._start_base_in(directory)
-        except BaseException:
-            remove_directory(directory)
-            raise
-        if self._fallback_reason:
-            self._explain_fallback()
-
-    def _start_base_in(self, directory: Path) -> _Base:
         # What a launcher started is its own bound, and has its GPUs by the local rank.
         is_bounded = not self._peers.is_launched
         shared = Path(self._slots_directory) if self._slots_directory else None
-        users = SharedDirectory(shared) if shared else None
-        slots = Slots(
-            shared or directory / "slots",
-            ranks=self._session.config.stash[OPTIONS].rank_slots if is_bounded else None,
-            gpus=self._gpus() if is_bounded else (),
-        )
-        self._fallback_reason = unsafe_to_fork()
+        with contextlib.ExitStack() as undo:
+            directory = make_session_directory()
+            undo.callback(remove_directory, directory)
+            users = SharedDirectory(shared) if shared else None
+            slots = Slots(
+                shared or directory / "slots",
+                ranks=self._session.config.stash[OPTIONS].rank_slots if is_bounded else None,
+                gpus=self._gpus() if is_bounded else (),
+            )
+            self._fallback_reason = unsafe_to_fork()
+            if self._fallback_reason:
+                server = spawn_server(self._session.config, directory, shared, self._terminal)
+            else:
+                end_openmp_threads()
+                server = fork_server(self._prepare_ranks, directory, users, self._preloaded)
+            undo.pop_all()
+        self._base = _Base(directory=directory, slots=slots, users=users, server=server)
         if self._fallback_reason:
-            server = spawn_server(self._session.config, directory, shared, self._terminal)
-        else:
-            end_openmp_threads()
-            server = fork_server(self._prepare_ranks, directory, users, self._preloaded)
-        return _Base(directory=directory, slots=slots, users=users, server=server)
+            self._explain_fallback()
 
     def _close_base(self) -> int | None:
         """Ends the fork server; returns how, as `ForkServer.close`."""
@@ -167,11 +159,7 @@ class RankRunner:
         return status
 
     def _replace_server(self) -> str:
-        """Starts a fork server in place of one that has died.
-
-        Returns:
-            How that ended, to be read after "the process".
-        """
+        """Starts a fork server in place of one that has died; says how that ended."""
         status = self._close_base()
         with self._peers.without_thread():
             self._start_base()
@@ -467,13 +455,7 @@ class RankRunner:
         warn_of_test(item, _describe_vanished(base.directory, "before this test"))
 
     def _end_ranks(self, within_s: float, *, is_reported: bool = True) -> None:
-        """Ends the rank set.
-
-        Args:
-            within_s: How long to wait until its ranks are gone.
-            is_reported: Whether a test's report can name those that are not; `close` names them in
-                any case.
-        """
+        """Ends the rank set; if `is_reported`, the next report names ranks that do not go."""
         ended, self._kept = self._kept, None
         if ended is not None:
             problems, unended = ended.end(within_s)

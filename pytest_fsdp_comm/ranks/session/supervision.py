@@ -78,7 +78,7 @@ class UnendedRank:
         return start_time(self.pid) == self.started
 
     def describe(self, what: str) -> str:
-        """A text for those who can find out why, after what is wrong: ``has not ended``."""
+        """Words it for those who can find out why; `what` is wrong, such as ``has not ended``."""
         after_s = time.monotonic() - self.killed_at
         return (
             f"{self.name} {what}: its process {self.pid} still exists {after_s:.0f} s after "
@@ -151,16 +151,11 @@ class Supervision:
         has_failed_elsewhere: Callable[[bool], bool],
         progress: Progress | None = None,
     ) -> dict[int, RankResult]:
-        """Waits until every rank finished the test, failed with a grace period, or ran out of time.
+        """Returns what each rank did, once all finished, one failed a while ago, or time ran out.
 
-        Args:
-            started_at: When the ranks were started for this test (`time.monotonic`).
-            has_failed_elsewhere: Called again and again, with whether one of these ranks has
-                failed; returns whether one that another process supervises has.
-            progress: Shows that the test still runs; None does not.
-
-        Returns:
-            What each rank did.
+        The test began at `started_at` (`time.monotonic`). `has_failed_elsewhere` is called again
+        and again with whether one of these ranks has failed, and returns whether one that another
+        process supervises has.
         """
         results = self._results.values()
         deadline = started_at + self.spec.settings.timeout_s
@@ -195,9 +190,11 @@ class Supervision:
             self._wait(min(_POLL_S, max(ends_at - now, 0.001)))
             if self._bound_output():
                 break
-        # Once more: a rank may have failed and ended in one turn, and others wait for it.
-        if self._has_failed(has_failed_elsewhere):
-            self._locate_unstopped()
+        # Once more: a rank may have failed and ended in one turn, and others wait for it. Those
+        # that failed say what they called; where ranks were stopped, all have.
+        has_failed = self._has_failed(has_failed_elsewhere)
+        if has_failed and not any(result.stopped for result in results):
+            self._locate()
         self._echo.copy()
         self.is_reusable = not self._exited and all(
             result.is_done and not result.has_failed and result.rank in self._ready
@@ -217,12 +214,8 @@ class Supervision:
     def end(self, within_s: float) -> tuple[list[str], list[UnendedRank]]:
         """Kills every process of the rank set, and removes what they shared.
 
-        Args:
-            within_s: How long to wait until they are gone.
-
-        Returns:
-            A problem for what failed in fixtures that were kept for a test which did not follow,
-            and the ranks that are not gone in time.
+        Returns problems, of fixtures that were kept for a test which did not follow, and the ranks
+        that are not gone in time.
         """
         problems = self._late_problems()
         killed_at = time.monotonic()
@@ -262,7 +255,7 @@ class Supervision:
         ]
 
     def _end_tests(self) -> None:
-        """Has the ranks that wait for another test end what they kept for it, within a second."""
+        """Lets the ranks that wait for another test end what they kept for it, for a second."""
         if self._next_test.is_none:
             return
         self._next_test = NextTest()
@@ -279,7 +272,7 @@ class Supervision:
                 self._channels[rank].send(message)
 
     def _has_failed(self, elsewhere: Callable[[bool], bool]) -> bool:
-        """Whether a rank has failed, here or elsewhere; passes on whether one has here."""
+        """Whether a rank has failed, here or elsewhere; tells `elsewhere` of those here."""
         has_failed = any(result.has_failed for result in self._results.values())
         return elsewhere(has_failed) or has_failed
 
@@ -297,7 +290,7 @@ class Supervision:
         self._echo.copy()
 
     def _bound_output(self) -> bool:
-        """Frees the disk of output that is not kept; whether a rank had to be stopped for its."""
+        """Frees disk now and then; whether ranks had to be stopped, for one wrote too fast."""
         now = time.monotonic()
         if self._bounded_at is not None and now < self._bounded_at + _POLL_S:
             return False
@@ -313,7 +306,7 @@ class Supervision:
         return True
 
     def _release_output(self) -> dict[int, int]:
-        """How many bytes of disk the largest file of each rank still takes."""
+        """Frees the disk of what is not kept; returns each rank's bytes of its largest file."""
         return {
             rank: max(
                 self._outputs[rank, stream].release(self._unread_from(rank, stream))
@@ -438,11 +431,6 @@ class Supervision:
                 result.position = Position(site="", activity=Activity.HAS_ENDED)
             elif result.status is None:
                 result.stopped = why
-
-    def _locate_unstopped(self) -> None:
-        """Locates the ranks where none was stopped: those that failed report what they called."""
-        if not any(result.stopped for result in self._results.values()):
-            self._locate()
 
     def _locate(self) -> None:
         """Finds out where every rank is that lives, and what each waits for."""

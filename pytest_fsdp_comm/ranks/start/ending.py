@@ -44,7 +44,7 @@ _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
 
 
 def kill_groups(groups: Iterable[int]) -> None:
-    """Kills whole process groups, of which some may be gone."""
+    """Kills whole process groups, some of which may be gone."""
     kill(-group for group in groups)
 
 
@@ -56,11 +56,7 @@ def kill(pids: Iterable[int]) -> None:
 
 
 def adopt_orphans() -> bool:
-    """Makes this process the parent of each descendant that loses its own.
-
-    Returns:
-        Whether the system can do that.
-    """
+    """Makes this process the parent of each descendant that loses its own, if the system can."""
     return sys.platform == "linux" and not _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -73,14 +69,9 @@ def end_with_parent(parent: int) -> None:
 
 
 def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
-    """Kills and reaps this process's children, and their children, until none is left.
+    """Kills and reaps this process's children but some, and their children; returns who is left.
 
-    Args:
-        spared: Children that are none of these.
-        within_s: When to give up. Those that clean up after others have some seconds more.
-
-    Returns:
-        Those that are still there.
+    Those that clean up after others have some seconds more than `within_s`.
     """
     spared = set(spared)
     left: set[int] = set()
@@ -123,10 +114,7 @@ def is_gone(pid: int) -> bool:
 
 
 def await_end(pid: int, *, within_s: float) -> int | None:
-    """Waits for a child.
-
-    Returns:
-        Its exit status, or minus the signal that ended it; None if it still runs.
+    """Returns a child's exit status, or minus the signal that ended it; None if it still runs.
 
     Raises:
         ChildProcessError: Somebody else has reaped it.

@@ -7,7 +7,6 @@ import os
 import select
 import socket
 import time
-from collections import defaultdict
 from typing import TYPE_CHECKING, TypeVar
 
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
@@ -54,12 +53,9 @@ class ServerDiedError(Exception):
     """The fork server has died, and every rank with it."""
 
     def __init__(self, reason: str = "") -> None:
-        """Words the error for sessions that end with it.
-
-        Args:
-            reason: Why it ended itself, so that the next one would, too; empty if it was killed.
-        """
+        """Words the error for sessions that end with it."""
         self.reason = reason
+        """Why it ended itself, so that the next one would, too; empty if it was killed."""
         super().__init__(
             f"ranks cannot be prepared: {reason}"
             if reason
@@ -71,11 +67,9 @@ class ForkServer:
     """The fork server, or the process that starts ranks, seen from the pytest process."""
 
     def __init__(self, start: Callable[[socket.socket, socket.socket], int]) -> None:
-        """Starts the server.
+        """Starts the server with `start(ours, theirs)`, the ends of a connection to it.
 
-        Args:
-            start: Starts it with one end of a connection, given ours and its own, and returns its
-                process id.
+        `start` returns the server's process id.
         """
         ours, theirs = socket.socketpair()
         self._pid = start(ours, theirs)
@@ -84,23 +78,19 @@ class ForkServer:
         # interpreter closes sockets before it ends, but no descriptors.
         self._until_exit = os.dup(ours.fileno())
         self._channel = Channel(ours, FORK_CLIENT)
-        self._sets = 0
-        self._statuses: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self._exited: dict[int, int] = {}
         self._status: int | None = None
         self._is_reaped = False
 
     def fork_ranks(self, spec: RankSetSpec, *, spares: int = 0) -> ForkedRanks:
-        """Forks one rank set.
-
-        Args:
-            spec: The rank set's.
-            spares: How many processes to fork ahead for the next one.
+        """Forks a rank set after the end of the last, and processes ahead for the next one.
 
         Raises:
             ServerDiedError: The server is gone. Methods of the rank set raise it too.
+            OSError: The system does not have so many descriptors.
         """
-        self._sets += 1
-        request = StartSet(number=self._sets, spec=spec, spares=spares)
+        self._exited.clear()
+        request = StartSet(spec=spec, spares=spares)
         connections: list[socket.socket] = []
         descriptors: list[int] = []
         with contextlib.ExitStack() as unused, contextlib.ExitStack() as sent:
@@ -108,10 +98,10 @@ class ForkServer:
                 ours, theirs = socket.socketpair()
                 connections.append(unused.enter_context(ours))
                 descriptors.append(sent.enter_context(theirs).fileno())
-            started = self.ask(request, SetStarted, _PREPARED_WITHIN_S, descriptors)
+            pids = self.ask(request, SetStarted, _PREPARED_WITHIN_S, descriptors).pids
             unused.pop_all()
         pairs = zip(connections[::2], connections[1::2], strict=True)
-        return ForkedRanks(self, started, dict(zip(spec.ranks, pairs, strict=True)))
+        return ForkedRanks(self, pids, dict(zip(spec.ranks, pairs, strict=True)))
 
     def ask(
         self,
@@ -138,15 +128,15 @@ class ForkServer:
             if reply is None:
                 raise ServerDiedError
             self._take([reply])
-            if isinstance(reply, cls) and reply.number == request.number:
+            if isinstance(reply, cls):
                 return reply
 
-    def exit_statuses(self, number: int) -> dict[int, int]:
-        """The ranks of a set that ended, with exit status or minus signal number."""
+    def exit_statuses(self) -> dict[int, int]:
+        """The ranks that ended, with exit status or minus signal number."""
         self._take(self._channel.take_pending())
         while select.select([self._channel], [], [], 0)[0]:
             self.raise_if_failed()
-        return self._statuses[number]
+        return self._exited
 
     def raise_if_failed(self) -> None:
         """Reads what the server has said, its last words too if it has ended.
@@ -166,7 +156,7 @@ class ForkServer:
             if isinstance(reply, ServerFailed):
                 raise ServerDiedError(reply.reason)
             if isinstance(reply, RankExited):
-                self._statuses[reply.number][reply.rank] = reply.status
+                self._exited[reply.rank] = reply.status
 
     def fileno(self) -> int:
         """The connection, which becomes readable when a rank ended."""
@@ -186,8 +176,7 @@ class ForkServer:
     def close(self) -> int | None:
         """Ends the server and every rank.
 
-        Returns:
-            Its exit status, or minus the signal that ended it; None if somebody else took it.
+        Returns its exit status, or minus the signal that ended it; None if somebody else took it.
         """
         self._channel.close()
         os.close(self._until_exit)
@@ -211,14 +200,7 @@ def fork_server(
     users: SharedDirectory | None,
     preloaded: Sequence[str] = (),
 ) -> ForkServer:
-    """Forks the server from this process; arguments as for `fork_server.serve`.
-
-    Args:
-        prepare: As there.
-        directory: As there.
-        users: This process's use of the slots' directory, where several processes use it.
-        preloaded: As there, beside torch's.
-    """
+    """Forks the server from this process, to `fork_server.serve`; torch is always preloaded."""
 
     def start(ours: socket.socket, theirs: socket.socket) -> int:
         pid = fork_quietly()
@@ -244,15 +226,14 @@ class ForkedRanks:
     def __init__(
         self,
         server: ForkServer,
-        started: SetStarted,
+        pids: dict[int, int],
         connections: dict[int, tuple[socket.socket, socket.socket]],
     ) -> None:
-        """Stores the server, its answer and the connections."""
+        """Takes over the connections."""
         self.connections = connections
         """To each rank and its watchdog: whoever reads them closes them."""
         self._server = server
-        self._number = started.number
-        self._pids = started.pids
+        self._pids = pids
 
     def fileno(self) -> int:
         """The server's connection, which becomes readable when a rank ended."""
@@ -260,7 +241,7 @@ class ForkedRanks:
 
     def exit_statuses(self) -> dict[int, int]:
         """The ranks that ended, with exit status or minus signal number."""
-        return self._server.exit_statuses(self._number)
+        return self._server.exit_statuses()
 
     def pid(self, rank: int) -> int:
         """The process that a rank is, or was."""
@@ -280,15 +261,11 @@ class ForkedRanks:
         return False
 
     def end(self, within_s: float) -> dict[int, int]:
-        """Kills every process that the ranks left, frees their slots, and returns after that.
+        """Kills every process that the ranks left, and frees their slots.
 
-        Args:
-            within_s: How long to wait until they are gone.
-
-        Returns:
-            Process ids of the ranks that were killed and are still there.
+        Returns the process ids of ranks that were killed and are still there after `within_s`.
         """
-        request = EndSet(number=self._number, within_s=within_s)
+        request = EndSet(within_s=within_s)
         try:
             return self._server.ask(request, SetEnded, within_s + _ANSWERED_WITHIN_S).unended
         except ServerDiedError:

@@ -103,13 +103,9 @@ def serve(
 ) -> NoReturn:
     """Forks and reaps until the pytest process is gone, and ends this process.
 
-    Args:
-        channel: To the pytest process.
-        prepare: Does here what every rank would do first, and returns what each does after its
-            fork.
-        directory: Removed in the end.
-        shared: The slots' directory, if several processes use it: removed if none does any more.
-        preloaded: Modules that every rank would import.
+    Before, it imports `preloaded`, and `prepare` does what every rank would do first and returns
+    what each does after its fork. In the end it removes `directory`, and `shared`, the slots'
+    directory of several processes, if no other uses it any more.
     """
     ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
     before: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
@@ -150,8 +146,6 @@ def serve(
 
 @dataclass(slots=True, kw_only=True)
 class _RankSet:
-    """The processes of one rank set."""
-
     slots: HeldSlots
     """Held here: freed when the last rank is reaped, and, should this process be killed, by the
     kernel, as the ranks die with it."""
@@ -162,8 +156,6 @@ class _RankSet:
 
 
 class _Spare(NamedTuple):
-    """A process that was forked ahead."""
-
     pid: int
     channel: Channel[BecomeRank]
 
@@ -183,7 +175,7 @@ class _Server:
         self._run_rank = run_rank
         self._ranks_signals = {signal.SIGCHLD: signal.SIG_DFL, **ranks_signals}
         self._adopts = adopts
-        self._sets: dict[int, _RankSet] = {}
+        self._set: _RankSet | None = None
         self._unended: list[int] = []  # killed in vain, by process id
         self._spares: list[_Spare] = []
         self._wanted_spares = 0
@@ -213,7 +205,7 @@ class _Server:
                     return
 
     def _work_ahead(self) -> bool:
-        """Does a short piece of work for later rank sets; returns whether there may be more."""
+        """Works for later rank sets, for a moment; returns whether there may be more to do."""
         if len(self._spares) < self._wanted_spares:
             self._fork_spare()
             return True
@@ -224,8 +216,7 @@ class _Server:
         # Here, to be gone before this process.
         kill(spare.pid for spare in self._spares)
         self._spares.clear()
-        for number in list(self._sets):
-            self._kill(number, within_s=self._patience_s())
+        self._end_set(within_s=self._patience_s())
         kill_children(self._unended, within_s=self._patience_s())
 
     def _patience_s(self) -> float:
@@ -235,24 +226,23 @@ class _Server:
     def _handle(self, request: ServerRequest) -> None:
         match request:
             case StartSet():
-                self._start(request.number, request.spec)
+                self._start_set(request.spec)
                 self._wanted_spares = request.spares
             case EndSet():
-                unended = self._kill(request.number, within_s=request.within_s)
-                self._channel.send(SetEnded(number=request.number, unended=unended))
+                unended = self._end_set(within_s=request.within_s)
+                self._channel.send(SetEnded(unended=unended))
 
-    def _start(self, number: int, spec: RankSetSpec) -> None:
-        started = _RankSet(slots=HeldSlots(spec.slots))
-        # Before any fork: a child closes its copies of all slots.
-        self._sets[number] = started
+    def _start_set(self, spec: RankSetSpec) -> None:
+        # Before any fork: a child closes its copies of the slots.
+        started = self._set = _RankSet(slots=HeldSlots(spec.slots))
         self._rank_count += len(spec.ranks)
         for rank in spec.ranks:
             started.pids[rank] = self._start_rank(spec, rank)
         started.groups = tuple(started.pids.values())
-        self._channel.send(SetStarted(number=number, pids=dict(started.pids)))
+        self._channel.send(SetStarted(pids=dict(started.pids)))
 
     def _start_rank(self, spec: RankSetSpec, rank: int) -> int:
-        descriptors = (self._channel.take_descriptor(), self._channel.take_descriptor())
+        descriptors = self._channel.take_descriptors()
         try:
             while self._spares:
                 pid, channel = self._spares.pop(0)
@@ -275,7 +265,7 @@ class _Server:
             order = channel.receive()
             if order is None:
                 os._exit(0)
-            descriptors = (channel.take_descriptor(), channel.take_descriptor())
+            descriptors = channel.take_descriptors()
             channel.close()
             self._run_rank(order.spec, order.rank, descriptors)
 
@@ -306,8 +296,8 @@ class _Server:
                 own.close()
             for spare in self._spares:
                 spare.channel.close()
-            for kept in self._sets.values():
-                kept.slots.close()
+            if self._set is not None:
+                self._set.slots.close()
             run()
         except BaseException:  # noqa: BLE001  # nothing may unwind into the copied pytest session
             sys.excepthook(*sys.exc_info())
@@ -315,21 +305,19 @@ class _Server:
             os._exit(1)
 
     def _reap(self) -> None:
-        for number, kept in self._sets.items():
-            for rank, pid in list(kept.pids.items()):
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    del kept.pids[rank]
-                    code = os.waitstatus_to_exitcode(status)
-                    self._channel.send(RankExited(number=number, rank=rank, status=code))
+        pids = self._set.pids if self._set is not None else {}
+        for rank, pid in list(pids.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del pids[rank]
+                self._channel.send(RankExited(rank=rank, status=os.waitstatus_to_exitcode(status)))
 
-    def _kill(self, number: int, *, within_s: float) -> dict[int, int]:
-        """Kills what a rank set left, and frees its slots; see Note [Ending a process tree].
+    def _end_set(self, *, within_s: float) -> dict[int, int]:
+        """Kills what the ranks left, and returns the process ids of ranks that are still there.
 
-        Returns:
-            Process ids of the ranks that are not gone in time.
+        See Note [Ending a process tree].
         """
-        ended = self._sets.pop(number, None)
+        ended, self._set = self._set, None
         if ended is None:
             return {}
         kill(ended.pids.values())
@@ -337,10 +325,9 @@ class _Server:
         if unended or not self._adopts:
             # Of ranks that ended too: what a test started must not outlive it.
             kill_groups(ended.groups)
-        running = [pid for other in self._sets.values() for pid in other.pids.values()]
-        running += [spare.pid for spare in self._spares]
         self._unended += unended.values()
-        self._unended += kill_children([*running, *self._unended], within_s=self._patience_s())
+        spared = [*self._unended, *(spare.pid for spare in self._spares)]
+        self._unended += kill_children(spared, within_s=self._patience_s())
         ended.slots.release()
         return unended
 
@@ -350,11 +337,8 @@ class _Server:
             left = {rank: pid for rank, pid in pids.items() if not is_gone(pid)}
             now = time.monotonic()
             if not left or now > until:
-                break
+                return left
             if self._channel.is_hung_up():
                 until = min(until, now + self._patience_s())
             if select.select([self._wakeup], [], [], _HUNG_UP_POLL_S)[0]:
                 self._wakeup.recv(4096)
-        # The signals of these may have been merged with those of others.
-        self._reap()
-        return left

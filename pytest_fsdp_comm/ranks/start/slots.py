@@ -72,14 +72,8 @@ class Slots:
     """One pytest process's view of the session's slots; see Note [Slots]."""
 
     def __init__(self, directory: Path, *, ranks: int | None, gpus: Sequence[str]) -> None:
-        """Shares slots with the session's other processes.
-
-        Args:
-            directory: What they share, and no other session; made when it is needed.
-            ranks: How many ranks may live at once; None sets no limit.
-            gpus: The GPUs that this process may use, by names that mean the same everywhere.
-        """
-        self._directory = directory
+        """Shares slots with the session's other processes; `ranks` None sets no limit."""
+        self._directory = directory  # made when it is needed
         self._bounds_ranks = ranks is not None
         self._ranks = [directory / f"rank{number}" for number in range(ranks or 0)]
         # A MIG device's name may hold slashes.
@@ -87,17 +81,10 @@ class Slots:
 
     @contextlib.contextmanager
     def turn(self, *, ranks: int, gpus: int) -> Iterator[Grant]:
-        """Waits for its turn, and then until enough is free.
+        """Waits for its turn, and then until enough is free; yields the slots to hold.
 
         Nobody else can take slots before the block ends, so that large tests are not overtaken by
         small ones for ever. Within it, whoever is to use the slots must hold them.
-
-        Args:
-            ranks: How many ranks will run; at most as many as there are slots.
-            gpus: How many GPUs they need together.
-
-        Yields:
-            The slots to hold.
         """
         leased = gpus if gpus <= len(self._gpus) else 0
         bounded = ranks if self._bounds_ranks else 0

@@ -35,14 +35,7 @@ if TYPE_CHECKING:
 def spawn_server(
     config: pytest.Config, directory: Path, shared: Path | None, terminal: tuple[int, ...]
 ) -> ForkServer:
-    """Starts the process that starts ranks, with the arguments of this one.
-
-    Args:
-        config: The session's.
-        directory: As for `fork_server.serve`, like `shared`.
-        shared: None if no other process uses the slots.
-        terminal: As `RankSetSpec.terminal`.
-    """
+    """Starts the process that starts ranks, with the arguments of this one."""
     # By now a path may exist, which moves the root directory where it is a word of its own.
     arguments = join_paths(map(str, config.invocation_params.args))
     from_environment = join_paths(shlex.split(os.environ.get("PYTEST_ADDOPTS", "")))
@@ -76,7 +69,7 @@ def main(descriptor: str, directory: str, shared: str, *program: str) -> NoRetur
         descriptor: Of the connection to the pytest process.
         directory: As for `serve`.
         shared: As for `serve`; empty for None.
-        program: Where pytest was started, then its arguments, and what its ranks need besides.
+        program: Where pytest was started, then its arguments.
     """
     serve(
         Channel.inherited(int(descriptor), FORK_SERVER),

@@ -26,12 +26,7 @@ class Channel(Generic[_Received]):
     """One end of a connection."""
 
     def __init__(self, connection: socket.socket, receives: Mapping[str, type[_Received]]) -> None:
-        """Uses a connected socket from now on.
-
-        Args:
-            connection: Closed with the channel.
-            receives: The messages that this end receives, by name.
-        """
+        """Takes over a connected socket; `receives` are the messages that come, by name."""
         self._connection = connection
         self._receives = receives
         self._pid = getpid()
@@ -57,11 +52,12 @@ class Channel(Generic[_Received]):
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Sends one message with copies of descriptors; blocks while the other end is busy.
 
-        What JSON cannot carry travels as its ``repr``: a strange user property must not cost the
-        whole report. Nothing is sent by a process that was forked from the channel's own.
+        A process that was forked from the channel's own sends nothing.
         """
         if getpid() != self._pid:
             return
+        # What JSON cannot carry travels as its repr: a strange user property must not cost the
+        # whole report.
         data = f"{dump_tagged(message)}\n".encode("ascii")
         for start in range(0, len(descriptors), _MOST_DESCRIPTORS):
             # They travel with at least one byte.
@@ -70,15 +66,12 @@ class Channel(Generic[_Received]):
             data = data[1:]
         self._connection.sendall(data)
 
-    def take_descriptor(self) -> int:
-        """Returns the next descriptor that came with the messages so far, the caller's from now."""
-        return self._descriptors.pop(0)
+    def take_descriptors(self) -> tuple[int, int]:
+        """Returns the next two descriptors that came with messages; the caller is to close them."""
+        return self._descriptors.pop(0), self._descriptors.pop(0)
 
     def receive(self) -> _Received | None:
-        """Waits for one message.
-
-        Returns:
-            The message; None once the other end is gone.
+        """Waits for one message; returns None once the other end is gone.
 
         Raises:
             CodecError: It is none that this end receives.
@@ -119,8 +112,9 @@ class Channel(Generic[_Received]):
     def close(self) -> None:
         """Closes this end, and the descriptors that nobody took."""
         self._connection.close()
-        while self._descriptors:
-            os.close(self.take_descriptor())
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
 
     def _read_chunk(self) -> None:
         try:

@@ -38,13 +38,7 @@ class RankExchange:
     """
 
     def __init__(self, texts: TextStore | TextDirectory, rank: int, ranks: tuple[int, ...]) -> None:
-        """Starts before the first comparison.
-
-        Args:
-            texts: What the ranks of one test share, and nobody else.
-            rank: This rank.
-            ranks: All ranks that take part, ascending.
-        """
+        """Starts before the first comparison of ascending `ranks`, who alone share `texts`."""
         self._texts = texts
         self._rank = rank
         self._ranks = ranks
@@ -52,10 +46,7 @@ class RankExchange:
         self._pid = getpid()
 
     def __call__(self, text: str) -> list[str]:
-        """Gives this rank's text and waits for those of the others.
-
-        Returns:
-            The texts in rank order; equal ones are one object.
+        """Gives this rank's text; returns those of all in rank order, equal ones as one object.
 
         Raises:
             RanksDivergedError: Another rank ended the test without coming here as often, or this is
@@ -84,18 +75,11 @@ class RankExchange:
         return [texts[other] for other in digests]
 
     def meet(self, name: str) -> None:
-        """Waits until every rank has come to the same point; as `share` without a text."""
+        """Waits until every rank has come to the same point, as `share` does."""
         self.share(name, "")
 
     def share(self, name: str, text: str) -> list[str]:
-        """Gives this rank's text at a point, and waits until every rank has come there.
-
-        Args:
-            name: The point's name; each is used once in a test.
-            text: What to give.
-
-        Returns:
-            The texts in rank order.
+        """Gives this rank's text at a point, once in a test; returns those of all, in rank order.
 
         Raises:
             RanksDivergedError: Another rank ended the test before it.
@@ -220,28 +204,13 @@ class DirectoryExchange(RankExchange):
         number: int,
         departures: Marks,
     ) -> None:
-        """Starts before the first comparison, as `RankExchange` does.
-
-        Args:
-            directory: What the ranks of one rank set share, and nobody else.
-            rank: This rank.
-            ranks: All ranks that take part, ascending.
-            number: Of the rank set's test, from 0.
-            departures: Which tests the rank set's ranks have left.
-        """
+        """Starts before the first comparison in the rank set's test of this number, from 0."""
         super().__init__(TextDirectory(directory, f"test{number}."), rank, ranks)
         self._number = number
         self._departures = departures
 
     def meet(self, name: str) -> None:
-        """Waits until every rank has come to the same point: the last one wakes the others.
-
-        Args:
-            name: The point's name; each is used once in a test.
-
-        Raises:
-            RanksDivergedError: Another rank ended the test before it.
-        """
+        """Waits until every rank has come to the same point: the last one wakes the others."""
         # Note [Last one rings]: each rank of each test waits here once, and looking for files again
         # and again took a tenth of a trivial test's processor time. So arrivals are marks in one
         # file, and the ranks sleep on a pipe by name, the bell. It is opened before this rank is

@@ -149,8 +149,6 @@ SupervisorMessage = RunTest | EndTests | PositionQuestion
 class StartSet:
     """Fork a rank set; comes with two descriptors for each rank, as `RunRank` gets them."""
 
-    number: int
-    """Names the rank set in what follows."""
     spec: RankSetSpec
     """How."""
     spares: int = 0
@@ -160,10 +158,8 @@ class StartSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndSet:
-    """Kill what is left of a rank set."""
+    """Kill what is left of the rank set."""
 
-    number: int
-    """The rank set."""
     within_s: float
     """How long to wait until it is gone."""
 
@@ -190,18 +186,14 @@ class BecomeRank:
 class SetStarted:
     """Answers `StartSet`."""
 
-    number: int
-    """The rank set."""
     pids: dict[int, int]
     """Process ids by rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExited:
-    """A rank's process has ended."""
+    """A rank's process has ended, before `EndSet`."""
 
-    number: int
-    """The rank set."""
     rank: int
     """The rank."""
     status: int
@@ -212,8 +204,6 @@ class RankExited:
 class SetEnded:
     """Answers `EndSet`."""
 
-    number: int
-    """The rank set."""
     unended: dict[int, int]
     """Process ids, by rank, of those that were killed and are still there."""
 

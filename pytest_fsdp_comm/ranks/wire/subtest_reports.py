@@ -32,13 +32,9 @@ def is_subtest(report: pytest.TestReport) -> bool:
 
 
 def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
-    """A text that identifies a subtest among those of its test.
+    """Returns a text that identifies a subtest, loaded from `data`, among those of its test.
 
     Also gives the report the arguments as the rank sent them: loading a report quotes them again.
-
-    Args:
-        report: As loaded from its serialized form; `is_subtest`.
-        data: The serialized form.
 
     Raises:
         UpstreamChangedError: pytest has moved a private name.
@@ -57,9 +53,7 @@ def capture_subtests(capture: Callable[[Any], Any]) -> None:
     """Makes subtests take their output from this rank's logs, which survive a crash.
 
     pytest would send it to a temporary file for each subtest, unless the test itself captures.
-
-    Args:
-        capture: Makes a context manager that gives what it is called with ``out`` and ``err``.
+    A context manager of `capture` gives its argument ``out`` and ``err``.
 
     Raises:
         UpstreamChangedError: pytest has moved a private name.

@@ -66,15 +66,7 @@ class TextStore:
         return data.decode("utf-8", "surrogatepass")
 
     def count(self, name: str, *, add: int = 0) -> int:
-        """Adds to a number, which begins as 0.
-
-        Args:
-            name: The number's, which is no text's.
-            add: How much.
-
-        Returns:
-            The number, with what was added.
-        """
+        """Adds to a number, which begins as 0 and has no text's name; returns the sum."""
         try:
             return int(self._store.add(name, add))
         except DistError as error:
@@ -97,12 +89,9 @@ class TextStore:
 
 
 def connect_store(address: StoreAddress, *, timeout_s: float, serves: bool = False) -> PrefixStore:
-    """Connects to a store.
+    """Connects to a store, or serves it from now until this process ends.
 
-    Args:
-        address: Where it is.
-        timeout_s: Limit of this and of every later wait, in seconds.
-        serves: Whether this process serves the store, from now to its end.
+    `timeout_s` limits this and every later wait.
 
     Raises:
         StoreLostError: It cannot be reached, or served.

@@ -31,13 +31,12 @@ def channels():
         yield our, their
 
 
-def started(number, **pids):
-    pids = {int(rank.removeprefix("rank")): pid for rank, pid in pids.items()}
-    return messages.SetStarted(number=number, pids=pids)
+def started(pid):
+    return messages.SetStarted(pids={0: pid})
 
 
-def end(number):
-    return messages.EndSet(number=number, within_s=1.0)
+def end(within_s):
+    return messages.EndSet(within_s=within_s)
 
 
 @pytest.fixture
@@ -61,34 +60,34 @@ def test_a_server_that_does_not_answer_is_killed(server, monkeypatch):
     ours, theirs, killed = server
     for name in ("_PREPARED_WITHIN_S", "_ANSWERED_WITHIN_S"):
         monkeypatch.setattr(fork_client, name, 0.05)
-    theirs.send(started(2, rank0=1))  # of another rank set
+    theirs.send(messages.SetEnded(unended={}))  # of an earlier rank set
     with pytest.raises(ServerDiedError):
-        ours.ask(end(1), messages.SetStarted, 0.05)
+        ours.ask(end(1.0), messages.SetStarted, 0.05)
     assert len(killed) == 1
-    ranks = ForkedRanks(ours, started(1, rank0=2**22 + 1), {})  # of nobody
+    ranks = ForkedRanks(ours, {0: 2**22 + 1}, {})  # of nobody
     assert ranks.end(0.0) == {}
     assert len(killed) == 2
 
 
 def test_a_server_tells_which_ranks_it_could_not_end(server):
     ours, theirs, _ = server
-    theirs.send(messages.RankExited(number=1, rank=0, status=3))
-    theirs.send(messages.SetEnded(number=1, unended={1: 11}))
-    ranks = ForkedRanks(ours, started(1, rank0=10, rank1=11), {})
+    theirs.send(messages.RankExited(rank=0, status=3))
+    theirs.send(messages.SetEnded(unended={1: 11}))
+    ranks = ForkedRanks(ours, {0: 10, 1: 11}, {})
     assert ranks.end(0.0) == {1: 11}
     assert ranks.exit_statuses() == {0: 3}
-    assert theirs.receive() == messages.EndSet(number=1, within_s=0.0)
+    assert theirs.receive() == end(0.0)
 
 
 def test_a_channel_is_deaf_to_a_forked_child_of_its_owner(channels):
     ours, theirs = channels
     pid = os.fork()
     if pid == 0:
-        ours.send(end(1))
+        ours.send(end(1.0))
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    ours.send(end(2))
-    assert theirs.receive() == end(2)
+    ours.send(end(2.0))
+    assert theirs.receive() == end(2.0)
 
 
 def test_a_channel_knows_whether_the_other_end_is_gone(channels):

@@ -113,26 +113,30 @@ def test_processes_forked_ahead_become_the_next_ranks(server, start):
     # The end of a set leaves them alone.
     assert first.end(10) == {}
     eventually(lambda: children(server) == ahead)
-    second = start("second", spares=0)
-    assert pids(second) == ahead == children(server)
+    second = start("second", spares=1)
+    assert pids(second) == ahead
+    eventually(lambda: len(children(server)) == RANKS + 1)
     # Where one more is needed than was expected, or one has died, others are forked.
+    (spare,) = children(server) - pids(second)
+    assert second.end(10) == {}
     third = start("third", spares=1)
-    eventually(lambda: len(children(server)) == 2 * RANKS + 1)
-    (spare,) = children(server) - pids(second) - pids(third)
-    os.kill(spare, signal.SIGKILL)
-    eventually(lambda: " Z " in Path(f"/proc/{spare}/stat").read_text())
-    fourth = start("fourth", spares=RANKS)
-    eventually(lambda: len(children(server)) == 4 * RANKS)
-    assert spare not in children(server)
-    assert pids(second) | pids(third) | pids(fourth) < children(server)
+    assert spare in pids(third)
+    eventually(lambda: len(children(server)) == RANKS + 1)
+    (dead,) = children(server) - pids(third)
+    os.kill(dead, signal.SIGKILL)
+    eventually(lambda: " Z " in Path(f"/proc/{dead}/stat").read_text())
+    assert third.end(10) == {}
+    fourth = start("fourth", spares=0)
+    assert children(server) == pids(fourth)
+    assert dead not in pids(fourth)
 
 
 @linux
 def test_none_is_forked_ahead_where_no_test_is_known_to_follow(server, start):
     first = start("first", spares=0)
+    first.end(10)
     second = start("second", spares=0)
-    second.end(10)
-    assert children(server) == pids(first)
+    assert children(server) == pids(second)
 
 
 @linux
@@ -159,10 +163,9 @@ def test_what_a_server_said_before_it_ended_is_read_without_asking_it(server, tm
 
 @linux
 def test_connections_of_a_rank_end_with_it_while_others_live(server, start):
-    first = start("first", spares=RANKS)
-    eventually(lambda: len(children(server)) == 2 * RANKS)
-    second = start("second", spares=0)
-    for ranks in (first, second):
+    for name in ("forked", "forked ahead"):
+        ranks = start(name, spares=RANKS)
+        eventually(lambda: len(children(server)) == 2 * RANKS)
         os.kill(ranks.pid(0), signal.SIGKILL)
         for connection in ranks.connections[0]:
             connection.settimeout(30)
@@ -171,6 +174,7 @@ def test_connections_of_a_rank_end_with_it_while_others_live(server, start):
             connection.settimeout(0.0)
             with pytest.raises(BlockingIOError):
                 connection.recv(1)
+        ranks.end(10)
 
 
 def test_memory_is_moved_step_by_step_and_keeps_what_it_holds():
