@@ -219,13 +219,10 @@ def _run_item(
         item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     except BaseException as error:  # noqa: BLE001  # pytest.exit, KeyboardInterrupt, plugins' errors
         # Without payloads: the verdict is known, and the session's state is not.
-        return None, Escape(text=_describe(error), at=time.time())
+        message = shortened(str(error))
+        name = type(error).__name__
+        return None, Escape(text=f"{name}: {message}" if message else name, at=time.time())
     return tuple(dump_tagged(extension.rank_payload(item)) for extension in extensions), None
-
-
-def _describe(error: BaseException) -> str:
-    text = shortened(str(error))
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _write_through() -> None:
@@ -242,7 +239,7 @@ def _write_through() -> None:
 
 
 def save_coverage() -> None:
-    """Saves what coverage.py measured here: a rank ends without running exit handlers."""
+    """Saves what coverage.py measured here, since a rank ends without its exit handler."""
     coverage: Any = sys.modules.get("coverage")
     current = coverage.Coverage.current() if coverage else None
     if current is not None:

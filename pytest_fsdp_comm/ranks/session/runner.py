@@ -377,7 +377,7 @@ class RankRunner:
         reuses_ranks = peers.begin(index, reuses_ranks=reuses_ranks)
         if self._unpreparable:
             raise ServerDiedError(self._unpreparable)
-        if kept is not None and reuses_ranks and kept.processes.has_server():
+        if kept is not None and reuses_ranks and not kept.server.has_died:
             kept.begin_next(index, self._next_test(nextitem, item))
             return kept
         if peers.is_launched and reuses_ranks:
@@ -443,8 +443,8 @@ class RankRunner:
                 slots=grant.files,
                 gpus=grant.gpus,
             )
-            processes = self._base.server.fork_ranks(spec, spares=spares)
-        return Supervision(spec, processes)
+            connections = self._base.server.fork_ranks(spec, spares=spares)
+        return Supervision(spec, self._base.server, connections)
 
     def _restore_directory(self, base: _Base, item: pytest.Item) -> None:
         """Makes the session's directory again if it has vanished since the last test began."""

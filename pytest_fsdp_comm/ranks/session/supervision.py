@@ -38,10 +38,11 @@ from pytest_fsdp_comm.text.codec import CodecError
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    import socket
+    from collections.abc import Callable, Iterable, Mapping
 
     from pytest_fsdp_comm.ranks.session.progress import Progress
-    from pytest_fsdp_comm.ranks.start.fork_client import ForkedRanks
+    from pytest_fsdp_comm.ranks.start.fork_client import ForkServer
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 # Once a rank has failed, the others fail within a second of it (their connections close) or hang.
@@ -91,15 +92,20 @@ class UnendedRank:
 class Supervision:
     """One rank set that lives, and what is known of it in the tests that it runs."""
 
-    def __init__(self, spec: RankSetSpec, processes: ForkedRanks) -> None:
-        """Begins with a rank set that has just started."""
+    def __init__(
+        self,
+        spec: RankSetSpec,
+        server: ForkServer,
+        connections: Mapping[int, tuple[socket.socket, socket.socket]],
+    ) -> None:
+        """Begins with a rank set that has just started, and `ForkServer.fork_ranks` returned."""
         self.spec = spec
-        self.processes = processes
+        self.server = server
         self._channels: dict[int, _Channel] = {}
         self._watchdogs: dict[int, _Channel] = {}
         self._selector = selectors.DefaultSelector()
-        self._selector.register(processes, selectors.EVENT_READ, None)
-        for rank, (connection, watchdog) in processes.connections.items():
+        self._selector.register(server, selectors.EVENT_READ, None)
+        for rank, (connection, watchdog) in connections.items():
             self._channels[rank] = Channel(connection, SUPERVISOR)
             self._channels[rank].settimeout(_SEND_S)
             self._watchdogs[rank] = Channel(watchdog, SUPERVISOR)
@@ -220,7 +226,7 @@ class Supervision:
         problems = self._late_problems()
         killed_at = time.monotonic()
         try:
-            unended = self.processes.end(within_s)
+            unended = self.server.end_ranks(within_s)
         finally:
             self._selector.close()
             for channel in (*self._channels.values(), *self._watchdogs.values()):
@@ -285,7 +291,7 @@ class Supervision:
             if key.data is not None:
                 self._read(key.data)
         # Where nothing happens, it is checked to be sure.
-        if not events or any(key.fileobj is self.processes for key, _ in events):
+        if not events or any(key.fileobj is self.server for key, _ in events):
             self._note_ends()
         self._echo.copy()
 
@@ -322,7 +328,7 @@ class Supervision:
         return reported.get(stream, self._log_starts.get((rank, stream), 0))
 
     def _note_ends(self) -> None:
-        for rank, status in self.processes.exit_statuses().items():
+        for rank, status in self.server.exit_statuses().items():
             if rank not in self._exited:
                 # Note [Dead ranks are read first]: what a rank sent before its end is still in the
                 # socket, and may say that it finished the test, or why it failed. So nobody is
@@ -337,7 +343,7 @@ class Supervision:
         """Notes which ranks outlive a failure: if they die later, that is not its cause."""
         for rank, result in self._results.items():
             looked_at = time.time()
-            if not result.is_over and is_alive(self.processes.pid(rank)):
+            if not result.is_over and is_alive(self.server.pids[rank]):
                 result.seen_alive_at = looked_at
 
     def _drain(self, rank: int) -> None:
@@ -422,12 +428,12 @@ class Supervision:
                 continue
             # It may be long until `end`, where ranks of other processes are waited for: until then
             # it must neither write on nor wear out the machine.
-            self.processes.send_signal(result.rank, signal.SIGSTOP)
+            self.server.send_signal(result.rank, signal.SIGSTOP)
             if why is Stopped.AFTER_FAILURE:
                 self._drain(result.rank)
             # Not past the deadline: the question where it is may have freed it.
             if result.is_done:
-                self.processes.send_signal(result.rank, signal.SIGCONT)
+                self.server.send_signal(result.rank, signal.SIGCONT)
                 result.position = Position(site="", activity=Activity.HAS_ENDED)
             elif result.status is None:
                 result.stopped = why
@@ -452,10 +458,10 @@ class Supervision:
 
     def _dump_stacks(self, silent: Iterable[RankResult]) -> None:
         """Finds out where ranks are whose watchdog cannot run; see Note [Locating ranks]."""
-        activities = {one.rank: silent_activity(self.processes.pid(one.rank)) for one in silent}
+        activities = {one.rank: silent_activity(self.server.pids[one.rank]) for one in silent}
         can_dump = [one for one in silent if activities[one.rank] is Activity.SILENT]
         for result in can_dump:
-            self.processes.send_signal(result.rank, signal.SIGUSR1)
+            self.server.send_signal(result.rank, signal.SIGUSR1)
         until = time.monotonic() + _DUMP_S
         dumped = {}
         for result in silent:

@@ -1,4 +1,4 @@
-"""Ranks and the server that starts them, seen from the pytest process."""
+"""The server that starts ranks, seen from the pytest process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ServerDiedError(Exception):
 
 
 class ForkServer:
-    """The fork server, or the process that starts ranks, seen from the pytest process."""
+    """The fork server, or the process that starts ranks, with the rank set that it has."""
 
     def __init__(self, start: Callable[[socket.socket, socket.socket], int]) -> None:
         """Starts the server with `start(ours, theirs)`, the ends of a connection to it.
@@ -78,15 +78,21 @@ class ForkServer:
         # interpreter closes sockets before it ends, but no descriptors.
         self._until_exit = os.dup(ours.fileno())
         self._channel = Channel(ours, FORK_CLIENT)
+        self.pids: dict[int, int] = {}
+        """The process that each rank is, or was; empty before the first rank set."""
         self._exited: dict[int, int] = {}
         self._status: int | None = None
         self._is_reaped = False
 
-    def fork_ranks(self, spec: RankSetSpec, *, spares: int = 0) -> ForkedRanks:
+    def fork_ranks(
+        self, spec: RankSetSpec, *, spares: int = 0
+    ) -> dict[int, tuple[socket.socket, socket.socket]]:
         """Forks a rank set after the end of the last, and processes ahead for the next one.
 
+        Returns the connections to each rank and its watchdog; the caller is to close them.
+
         Raises:
-            ServerDiedError: The server is gone. Methods of the rank set raise it too.
+            ServerDiedError: The server is gone.
             OSError: The system does not have so many descriptors.
         """
         self._exited.clear()
@@ -98,10 +104,10 @@ class ForkServer:
                 ours, theirs = socket.socketpair()
                 connections.append(unused.enter_context(ours))
                 descriptors.append(sent.enter_context(theirs).fileno())
-            pids = self.ask(request, SetStarted, _PREPARED_WITHIN_S, descriptors).pids
+            self.pids = self.ask(request, SetStarted, _PREPARED_WITHIN_S, descriptors).pids
             unused.pop_all()
         pairs = zip(connections[::2], connections[1::2], strict=True)
-        return ForkedRanks(self, pids, dict(zip(spec.ranks, pairs, strict=True)))
+        return dict(zip(spec.ranks, pairs, strict=True))
 
     def ask(
         self,
@@ -131,8 +137,31 @@ class ForkServer:
             if isinstance(reply, cls):
                 return reply
 
+    def end_ranks(self, within_s: float) -> dict[int, int]:
+        """Kills every process that the ranks left, and frees their slots.
+
+        Returns the process ids of ranks that were killed and are still there after `within_s`.
+        """
+        request = EndSet(within_s=within_s)
+        try:
+            return self.ask(request, SetEnded, within_s + _ANSWERED_WITHIN_S).unended
+        except ServerDiedError:
+            # Its ranks died with it (`end_with_parent`), but not what they had forked.
+            kill_groups(self.pids.values())
+            return {}
+
+    def send_signal(self, rank: int, number: int) -> None:
+        """Sends a signal to a rank, if it still lives."""
+        if rank not in self.exit_statuses():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[rank], number)
+
     def exit_statuses(self) -> dict[int, int]:
-        """The ranks that ended, with exit status or minus signal number."""
+        """The ranks that ended, with exit status or minus signal number.
+
+        Raises:
+            ServerDiedError: The server is gone, and with it the ranks.
+        """
         self._take(self._channel.take_pending())
         while select.select([self._channel], [], [], 0)[0]:
             self.raise_if_failed()
@@ -218,57 +247,3 @@ def fork_server(
         return pid
 
     return ForkServer(start)
-
-
-class ForkedRanks:
-    """One rank set, seen from the pytest process."""
-
-    def __init__(
-        self,
-        server: ForkServer,
-        pids: dict[int, int],
-        connections: dict[int, tuple[socket.socket, socket.socket]],
-    ) -> None:
-        """Takes over the connections."""
-        self.connections = connections
-        """To each rank and its watchdog: whoever reads them closes them."""
-        self._server = server
-        self._pids = pids
-
-    def fileno(self) -> int:
-        """The server's connection, which becomes readable when a rank ended."""
-        return self._server.fileno()
-
-    def exit_statuses(self) -> dict[int, int]:
-        """The ranks that ended, with exit status or minus signal number."""
-        return self._server.exit_statuses()
-
-    def pid(self, rank: int) -> int:
-        """The process that a rank is, or was."""
-        return self._pids[rank]
-
-    def send_signal(self, rank: int, number: int) -> None:
-        """Sends a signal to a rank, if it still lives."""
-        if rank not in self.exit_statuses():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pids[rank], number)
-
-    def has_server(self) -> bool:
-        """Whether the server lives, and with it the ranks that have not ended."""
-        with contextlib.suppress(ServerDiedError):
-            self.exit_statuses()
-            return True
-        return False
-
-    def end(self, within_s: float) -> dict[int, int]:
-        """Kills every process that the ranks left, and frees their slots.
-
-        Returns the process ids of ranks that were killed and are still there after `within_s`.
-        """
-        request = EndSet(within_s=within_s)
-        try:
-            return self._server.ask(request, SetEnded, within_s + _ANSWERED_WITHIN_S).unended
-        except ServerDiedError:
-            # Its ranks died with it (`end_with_parent`), but not what they had forked.
-            kill_groups(self._pids.values())
-            return {}

@@ -28,13 +28,7 @@ class RankExtension(Protocol[_Payload]):
     def merge(
         self, item: pytest.Item, payloads: Mapping[int, _Payload], *, has_failed: bool
     ) -> list[str]:
-        """Runs in the pytest process, once per test.
+        """Runs in the pytest process, once per test; any problem that it returns fails the test.
 
-        Args:
-            item: The test.
-            payloads: What each rank returned; a rank that died is missing.
-            has_failed: Whether a rank failed the test.
-
-        Returns:
-            Problems; any of them turns the test into a failure with these texts.
+        A rank that died is missing in `payloads`; `has_failed` is whether a rank failed the test.
         """

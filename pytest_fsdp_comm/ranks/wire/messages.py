@@ -150,10 +150,8 @@ class StartSet:
     """Fork a rank set; comes with two descriptors for each rank, as `RunRank` gets them."""
 
     spec: RankSetSpec
-    """How."""
     spares: int = 0
-    """How many ranks the next set is going to have, as far as that is known: processes to fork
-    while this one runs."""
+    """Processes to fork ahead: the ranks of the next set, as far as they are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +172,7 @@ class BecomeRank:
     """What the process is from now on; comes with two descriptors, as `RunRank` gets them."""
 
     spec: RankSetSpec
-    """The rank set's."""
     rank: int
-    """The rank."""
 
 
 # From the fork server to its pytest process.
@@ -195,7 +191,6 @@ class RankExited:
     """A rank's process has ended, before `EndSet`."""
 
     rank: int
-    """The rank."""
     status: int
     """Exit status, or minus the signal's number."""
 

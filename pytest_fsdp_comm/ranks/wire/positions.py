@@ -70,7 +70,7 @@ class GroupPosition:
     """How far a rank has come on one process group."""
 
     name: str
-    """The group's name, equal on all of its ranks."""
+    """Equal on all of its ranks."""
     axis: str
     """What recordings and trees call it; empty if unknown."""
     is_shape: bool

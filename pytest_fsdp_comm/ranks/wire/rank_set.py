@@ -17,9 +17,7 @@ class StoreAddress:
     """Where launched processes meet: names below a prefix on a TCP store of torch."""
 
     host: str
-    """The host that serves the store."""
     port: int
-    """The store's port."""
     prefix: str
     """What every name begins with."""
 
@@ -33,9 +31,8 @@ class LocalRank:
     """The one rank that this process starts, of a test whose ranks many processes start."""
 
     rank: int
-    """The rank, from 0."""
     local_rank: int
-    """The rank on its machine, from 0."""
+    """Its number on its machine, from 0."""
     local_world_size: int
     """The ranks on this machine."""
     store: StoreAddress

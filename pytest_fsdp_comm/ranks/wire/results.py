@@ -55,19 +55,12 @@ class WarningSeen:
     """A warning that a rank's test gave; see `pytest.hookspec.pytest_warning_recorded`."""
 
     text: str
-    """The message."""
     category_module: str
-    """The module of the warning's class."""
     category_name: str
-    """The class's name in it."""
     filename: str
-    """The file that is blamed."""
     lineno: int
-    """The line that is blamed."""
     when: str
-    """pytest's name for the stage, such as ``runtest``."""
     nodeid: str
-    """The test."""
     location: tuple[str, int, str] | None
     """File, line and function, where pytest knows them."""
 
@@ -77,7 +70,6 @@ class RankResult:
     """What one rank did with one test so far: its supervisor writes here until the test ends."""
 
     rank: int
-    """The rank, from 0."""
     reports: tuple[PhaseReport, ...] = ()
     """The phases and subtests that ended, in order."""
     has_failed_phase: bool = False

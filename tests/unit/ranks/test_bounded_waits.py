@@ -14,7 +14,7 @@ import pytest
 
 from pytest_fsdp_comm.ranks.hangs.process_state import start_time
 from pytest_fsdp_comm.ranks.start import ending, fork_client
-from pytest_fsdp_comm.ranks.start.fork_client import ForkedRanks, ForkServer, ServerDiedError
+from pytest_fsdp_comm.ranks.start.fork_client import ForkServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.text.codec import CodecError
@@ -64,8 +64,8 @@ def test_a_server_that_does_not_answer_is_killed(server, monkeypatch):
     with pytest.raises(ServerDiedError):
         ours.ask(end(1.0), messages.SetStarted, 0.05)
     assert len(killed) == 1
-    ranks = ForkedRanks(ours, {0: 2**22 + 1}, {})  # of nobody
-    assert ranks.end(0.0) == {}
+    ours.pids = {0: 2**22 + 1}  # of nobody
+    assert ours.end_ranks(0.0) == {}
     assert len(killed) == 2
 
 
@@ -73,9 +73,9 @@ def test_a_server_tells_which_ranks_it_could_not_end(server):
     ours, theirs, _ = server
     theirs.send(messages.RankExited(rank=0, status=3))
     theirs.send(messages.SetEnded(unended={1: 11}))
-    ranks = ForkedRanks(ours, {0: 10, 1: 11}, {})
-    assert ranks.end(0.0) == {1: 11}
-    assert ranks.exit_statuses() == {0: 3}
+    ours.pids = {0: 10, 1: 11}
+    assert ours.end_ranks(0.0) == {1: 11}
+    assert ours.exit_statuses() == {0: 3}
     assert theirs.receive() == end(0.0)
 
 

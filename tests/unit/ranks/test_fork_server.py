@@ -62,13 +62,13 @@ def start(server, tmp_path):
             basetemp=directory,
             echoes=(),
         )
-        ranks = server.fork_ranks(spec, spares=spares)
-        for pair in ranks.connections.values():
+        started = server.fork_ranks(spec, spares=spares)
+        for pair in started.values():
             for connection in pair:
                 connections.enter_context(connection)
-        written = {rank: f"{name} {ranks.pid(rank)}" for rank in range(RANKS)}
+        written = {rank: f"{name} {pid}" for rank, pid in server.pids.items()}
         eventually(lambda: written == {rank: read(directory / f"rank{rank}") for rank in written})
-        return ranks
+        return started
 
     with connections:
         yield start_set
@@ -90,8 +90,8 @@ def children(server):
     return {int(pid) for pid in path.read_text().split()}
 
 
-def pids(ranks):
-    return {ranks.pid(rank) for rank in range(RANKS)}
+def ranks(server):
+    return set(server.pids.values())
 
 
 def is_gone(pid):
@@ -107,36 +107,36 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @linux
 def test_processes_forked_ahead_become_the_next_ranks(server, start):
-    first = start("first", spares=RANKS)
+    start("first", spares=RANKS)
     eventually(lambda: len(children(server)) == 2 * RANKS)
-    ahead = children(server) - pids(first)
+    ahead = children(server) - ranks(server)
     # The end of a set leaves them alone.
-    assert first.end(10) == {}
+    assert server.end_ranks(10) == {}
     eventually(lambda: children(server) == ahead)
-    second = start("second", spares=1)
-    assert pids(second) == ahead
-    eventually(lambda: len(children(server)) == RANKS + 1)
+    start("second", spares=1)
+    assert ranks(server) == ahead
     # Where one more is needed than was expected, or one has died, others are forked.
-    (spare,) = children(server) - pids(second)
-    assert second.end(10) == {}
-    third = start("third", spares=1)
-    assert spare in pids(third)
     eventually(lambda: len(children(server)) == RANKS + 1)
-    (dead,) = children(server) - pids(third)
+    (spare,) = children(server) - ranks(server)
+    assert server.end_ranks(10) == {}
+    start("third", spares=1)
+    assert spare in ranks(server)
+    eventually(lambda: len(children(server)) == RANKS + 1)
+    (dead,) = children(server) - ranks(server)
     os.kill(dead, signal.SIGKILL)
     eventually(lambda: " Z " in Path(f"/proc/{dead}/stat").read_text())
-    assert third.end(10) == {}
-    fourth = start("fourth", spares=0)
-    assert children(server) == pids(fourth)
-    assert dead not in pids(fourth)
+    assert server.end_ranks(10) == {}
+    start("fourth", spares=0)
+    assert children(server) == ranks(server)
+    assert dead not in ranks(server)
 
 
 @linux
 def test_none_is_forked_ahead_where_no_test_is_known_to_follow(server, start):
-    first = start("first", spares=0)
-    first.end(10)
-    second = start("second", spares=0)
-    assert children(server) == pids(second)
+    start("first", spares=0)
+    assert server.end_ranks(10) == {}
+    start("second", spares=0)
+    assert children(server) == ranks(server)
 
 
 @linux
@@ -164,17 +164,17 @@ def test_what_a_server_said_before_it_ended_is_read_without_asking_it(server, tm
 @linux
 def test_connections_of_a_rank_end_with_it_while_others_live(server, start):
     for name in ("forked", "forked ahead"):
-        ranks = start(name, spares=RANKS)
+        connections = start(name, spares=RANKS)
         eventually(lambda: len(children(server)) == 2 * RANKS)
-        os.kill(ranks.pid(0), signal.SIGKILL)
-        for connection in ranks.connections[0]:
+        os.kill(server.pids[0], signal.SIGKILL)
+        for connection in connections[0]:
             connection.settimeout(30)
             assert connection.recv(1) == b""
-        for connection in ranks.connections[1]:
+        for connection in connections[1]:
             connection.settimeout(0.0)
             with pytest.raises(BlockingIOError):
                 connection.recv(1)
-        ranks.end(10)
+        assert server.end_ranks(10) == {}
 
 
 def test_memory_is_moved_step_by_step_and_keeps_what_it_holds():

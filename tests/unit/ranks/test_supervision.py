@@ -19,13 +19,14 @@ from pytest_fsdp_comm.ranks.wire.results import PhaseReport, Stopped
 NEVER_READABLE, _ = os.pipe()
 
 
-class NoProcesses:
-    """Rank 1, which is no process and has no watchdog."""
+class NoServer:
+    """Rank 1 is no process, and has no watchdog."""
 
     def __init__(self):
         ours, theirs = socket.socketpair()
         watchdog, closed = socket.socketpair()
         closed.close()
+        self.pids = {1: os.getpid()}
         self.connections = {1: (ours, watchdog)}
         self.rank = Channel(theirs, messages.RANK)
 
@@ -35,7 +36,7 @@ class NoProcesses:
     def exit_statuses(self):
         return {}
 
-    def end(self, within_s):
+    def end_ranks(self, within_s):
         assert within_s == 0.0
         self.rank.close()
         return {}
@@ -60,9 +61,9 @@ def spec(tmp_path):
 
 @pytest.mark.parametrize("outcome", ["failed", "passed"])
 def test_a_failure_received_together_with_the_end_is_passed_on(spec, outcome):
-    processes = NoProcesses()
-    supervision = Supervision(spec, processes)
-    rank = processes.rank
+    server = NoServer()
+    supervision = Supervision(spec, server, server.connections)
+    rank = server.rank
     rank.send(PhaseReport(report={"outcome": outcome}))
     rank.send(messages.TestEnded(last_report=None, payloads=(), escaped=None))
     reported = []
@@ -82,16 +83,12 @@ def test_a_failure_received_together_with_the_end_is_passed_on(spec, outcome):
     assert supervision.is_reusable == (outcome == "passed")
 
 
-class Pausing(NoProcesses):
+class Pausing(NoServer):
     """A process that ends its test just before the signal comes that stops it."""
 
     def __init__(self):
         super().__init__()
         self.signals = []
-
-    def pid(self, number):
-        assert number == 1
-        return os.getpid()
 
     def send_signal(self, number, signal_number):
         assert number == 1
@@ -102,8 +99,8 @@ class Pausing(NoProcesses):
 
 
 def test_a_rank_that_ends_its_test_only_as_the_deadline_stops_it_has_missed_it(spec):
-    processes = Pausing()
-    supervision = Supervision(spec, processes)
+    server = Pausing()
+    supervision = Supervision(spec, server, server.connections)
     try:
         results = supervision.run(
             started_at=time.monotonic() - 19.9, has_failed_elsewhere=lambda _: False
@@ -116,8 +113,8 @@ def test_a_rank_that_ends_its_test_only_as_the_deadline_stops_it_has_missed_it(s
 
 def test_messages_of_a_rank_that_is_being_stopped_after_a_failure_count(spec, monkeypatch):
     monkeypatch.setattr("pytest_fsdp_comm.ranks.session.supervision.GRACE_S", 0.1)
-    processes = Pausing()
-    supervision = Supervision(spec, processes)
+    server = Pausing()
+    supervision = Supervision(spec, server, server.connections)
     try:
         results = supervision.run(started_at=time.monotonic(), has_failed_elsewhere=lambda _: True)
     finally:
@@ -126,18 +123,18 @@ def test_messages_of_a_rank_that_is_being_stopped_after_a_failure_count(spec, mo
     assert results[1].stopped is None
     assert results[1].position.activity is Activity.HAS_ENDED
     # It may keep fixtures for another test, which it ends itself.
-    assert processes.signals[-2:] == [signal.SIGSTOP, signal.SIGCONT]
+    assert server.signals[-2:] == [signal.SIGSTOP, signal.SIGCONT]
 
 
 def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(spec, monkeypatch):
-    processes = Pausing()
+    server = Pausing()
     line = b'{"type":"DebuggerSkipped","site":"here"}\n'
-    processes.rank._connection.sendall(line)  # makes it readable, and stays there
+    server.rank._connection.sendall(line)  # makes it readable, and stays there
 
     def read_what_comes_faster_than_it_is_read(channel):
         channel._pending += line
 
-    supervision = Supervision(spec, processes)
+    supervision = Supervision(spec, server, server.connections)
     supervision._wait(1.0)
     monkeypatch.setattr(Channel, "_read_chunk", read_what_comes_faster_than_it_is_read)
     try:
@@ -147,4 +144,4 @@ def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(spec, monkey
     finally:
         supervision.end(0.0)
     assert results[1].stopped is Stopped.AT_DEADLINE
-    assert processes.signals[-1] == signal.SIGSTOP
+    assert server.signals[-1] == signal.SIGSTOP
