@@ -226,7 +226,7 @@ def _run_item(
 
 
 def _write_through() -> None:
-    """Makes Python's own streams anew: their buffers would be lost in a crash."""
+    """Replaces Python's own streams: what they buffer would be lost in a crash."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = open(  # noqa: SIM115  # lives as long as the process
             descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False

@@ -249,7 +249,7 @@ class RankRunner:
         self._write_problems()
 
     def _look_for_unended(self) -> list[str]:
-        """A problem for each rank that is there still, after all that ends ranks."""
+        """Returns a problem for each rank that nothing could end."""
         until = time.monotonic() + LAST_LOOK_S
         while left := [rank for rank in self._unended if rank.is_there()]:
             if time.monotonic() > until:

@@ -79,7 +79,7 @@ class UnendedRank:
         return start_time(self.pid) == self.started
 
     def describe(self, what: str) -> str:
-        """Words it for those who can find out why; `what` is wrong, such as ``has not ended``."""
+        """Says what is wrong, such as ``has not ended``, and where to look for the cause."""
         after_s = time.monotonic() - self.killed_at
         return (
             f"{self.name} {what}: its process {self.pid} still exists {after_s:.0f} s after "
@@ -118,7 +118,8 @@ class Supervision:
             for rank in spec.ranks
             for stream in _STREAMS
         }
-        self._bounded_at: float | None = None
+        # When disk was last freed (`time.monotonic`).
+        self._bounded_at = 0.0
         self._echo = Echo(spec)
         self._questions = 0
         self._begin(spec.next_test)
@@ -298,7 +299,7 @@ class Supervision:
     def _bound_output(self) -> bool:
         """Frees disk now and then; whether ranks had to be stopped, for one wrote too fast."""
         now = time.monotonic()
-        if self._bounded_at is not None and now < self._bounded_at + _POLL_S:
+        if now < self._bounded_at + _POLL_S:
             return False
         self._bounded_at = now
         sizes = self._release_output().items()
@@ -331,7 +332,7 @@ class Supervision:
         for rank, status in self.server.exit_statuses().items():
             if rank not in self._exited:
                 # Note [Dead ranks are read first]: what a rank sent before its end is still in the
-                # socket, and may say that it finished the test, or why it failed. So nobody is
+                # socket, and may say that it finished the test, or why it failed. So none is
                 # called dead, or stopped, before its connection has been read to the end.
                 self._drain(rank)
                 self._exited.add(rank)
@@ -440,9 +441,9 @@ class Supervision:
 
     def _locate(self) -> None:
         """Finds out where every rank is that lives, and what each waits for."""
-        # Note [Locating ranks]: a rank's watchdog, a thread, answers where the rank is. First all
-        # are asked at once for what is quick to read, so that the positions are of one moment.
-        # Those that answered are asked again with their groups, which takes processor time. Those
+        # Note [Locating ranks]: a rank's watchdog, a thread, answers where the rank is. The first
+        # question to all is for what is quick to read, so that the positions are of one moment. The
+        # second, to those that answered, is for their groups, which takes processor time. Those
         # that did not, since Python code holds the GIL, get a signal whose handler dumps the stack;
         # last, since it may interrupt what a rank waits in, which then goes on. One that answers
         # after that, from the same place, was only slow.

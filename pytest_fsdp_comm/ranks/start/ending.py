@@ -39,7 +39,7 @@ _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
 # others (multiprocessing's resource tracker, which removes shared memory, and torch's) does so once
 # the others are gone, and ends then; it has time for it. A process that is killed may still not go:
 # its kernel waits for a driver or a file server. Each wait is bounded, each process is waited for
-# once, and who is still there is reported. Should the server be killed itself, the kernel ends its
+# once, and those that remain are reported. Should the server be killed itself, the kernel ends its
 # ranks, but not what these have started.
 
 
@@ -69,7 +69,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
-    """Kills and reaps this process's children but some, and their children; returns who is left.
+    """Kills and reaps all other children of this process, and theirs; returns those that remain.
 
     Those that clean up after others have some seconds more than `within_s`.
     """

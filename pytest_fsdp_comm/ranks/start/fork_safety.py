@@ -10,8 +10,7 @@ from typing import Any
 
 from pytest_fsdp_comm.ranks.rank.gpus import is_driver_started, no_gpu_error
 
-# Threads of those who run pytest itself: execnet's live in every xdist worker and hold no lock that
-# a rank needs.
+# Modules whose threads hold no lock that a rank needs: execnet's live in every xdist worker.
 _HARMLESS_MODULES = ("execnet", "xdist", "coverage", "pytest_timeout", "pytest_rerunfailures")
 
 _OMP_PAUSE_HARD = 2  # omp.h

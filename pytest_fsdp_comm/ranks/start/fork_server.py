@@ -58,9 +58,8 @@ if TYPE_CHECKING:
 # that moment the process holds the collected items, and no test has yet started a thread, done
 # maths or touched CUDA, each of which makes a later fork hang or crash. It has to survive the
 # pytest process, and clean up after it: a terminal that is closed sends SIGHUP to the session's
-# group, Ctrl-C SIGINT, a launcher SIGTERM, and who ends a group may send SIGKILL to all of it. So
-# it has a group of its own and ignores these signals; the pytest process decides, and ends it by
-# hanging up.
+# group, Ctrl-C SIGINT, a launcher SIGTERM, and SIGKILL may be sent to a whole group. So it has a
+# group of its own and ignores these signals; the pytest process decides, and ends it by hanging up.
 #
 # What it holds lives as long as each rank. gc.freeze: without it, a rank's first full collection
 # walks through a million objects, and copies their pages. Garbage is frozen too: freed, it would

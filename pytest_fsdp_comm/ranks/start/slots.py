@@ -21,8 +21,8 @@ _TURN = "turn"
 _WANTED = "wanted"
 _USERS = "users"
 
-# Note [Slots]: a slot is a file in a directory that the processes share, and whoever uses it holds
-# its lock (fcntl.flock), which the kernel frees when the holder dies. Nobody can deadlock: slots
+# Note [Slots]: a slot is a file in a directory that the processes share, and its user holds its
+# lock (fcntl.flock), which the kernel frees when the holder dies. There can be no deadlock: slots
 # are only taken in turn, by one process at a time, all of a test's slots together and none before
 # all are free; and a process that holds slots never waits for others to end what it runs. Ranks are
 # kept for the next test only if that follows at once, and no other process waits. A fork copies
@@ -84,7 +84,7 @@ class Slots:
         """Waits for its turn, and then until enough is free; yields the slots to hold.
 
         Nobody else can take slots before the block ends, so that large tests are not overtaken by
-        small ones for ever. Within it, whoever is to use the slots must hold them.
+        small ones for ever. Within it, the user of the slots must lock them (`HeldSlots`).
         """
         leased = gpus if gpus <= len(self._gpus) else 0
         bounded = ranks if self._bounds_ranks else 0
@@ -144,7 +144,7 @@ def _opened(file: Path) -> int:
 def _is_free(file: Path) -> bool:
     descriptor = _opened(file)
     try:
-        # Shared, so that those who look at the same time do not see each other.
+        # Shared, so that processes that look at the same time do not see each other.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False

@@ -38,7 +38,7 @@ class RankExchange:
     """
 
     def __init__(self, texts: TextStore | TextDirectory, rank: int, ranks: tuple[int, ...]) -> None:
-        """Starts before the first comparison of ascending `ranks`, who alone share `texts`."""
+        """Starts before the first comparison; `texts` are of one test, `ranks` ascending."""
         self._texts = texts
         self._rank = rank
         self._ranks = ranks
@@ -59,7 +59,7 @@ class RankExchange:
             )
         self._rounds += 1
         digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-        # The digest last: who sees it reads the text.
+        # The digest last: a rank that sees it reads the text.
         self._texts.put(_text_name(self._rounds, self._rank), text)
         digests = self._share(
             str(self._rounds),
@@ -214,8 +214,8 @@ class DirectoryExchange(RankExchange):
         # Note [Last one rings]: each rank of each test waits here once, and looking for files again
         # and again took a tenth of a trivial test's processor time. So arrivals are marks in one
         # file, and the ranks sleep on a pipe by name, the bell. It is opened before this rank is
-        # marked, so it keeps what is written from then on; whoever finds all marks writes; and
-        # nobody reads, so it stays readable for all. The poll is only for ranks that have left.
+        # marked, so it keeps what is written from then on; a rank that finds all marks writes; and
+        # none reads, so it stays readable for all. The poll is only for ranks that have left.
         path = self._texts.path(name)
         with self._texts.explaining_absence():
             arrivals = Marks(path)

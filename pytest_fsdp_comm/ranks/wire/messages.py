@@ -1,4 +1,4 @@
-"""What processes send each other: a frozen value for each message, and who receives which.
+"""What processes send each other: a frozen value for each message, and which end receives it.
 
 `Channel` carries these over a socket, `TextStore` the last section's. Every message is read
 strictly (`text.codec`): anything that the receiving end does not expect is an error.
@@ -86,7 +86,7 @@ class TestsEnded:
 
 
 LAST_WORDS: Final = 0
-"""The number of the position that a rank gives unasked, as C++ ends it."""
+"""The number of a position that answers no question: the rank's last, as C++ ends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class PositionQuestion:
     number: int
     """Counts the questions: an answer may come after its time."""
     with_groups: bool
-    """Whether `Position.groups` are asked for. Their names are looked for among all objects, which
+    """Whether `Position.groups` are needed. Their names are looked for among all objects, which
     takes long where many ranks share few cores."""
 
 

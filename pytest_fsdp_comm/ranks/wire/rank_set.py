@@ -72,7 +72,7 @@ class RankSetSpec:
     local: LocalRank | None = None
     """The only rank that is started here; None starts all of them."""
     slots: tuple[Path, ...] = ()
-    """Files of the slots that whoever starts the ranks holds while they live."""
+    """Files of the slots, which the server locks while the ranks live."""
     terminal: tuple[int, ...] = ()
     """Descriptors of the session's standard input, output and error; empty if it has none."""
     foreground: int = 0

@@ -92,8 +92,8 @@ class RankResult:
     ended_at: float | None = None
     """`time.time` of an end before the end of the test; None if it finished the test."""
     seen_alive_at: float | None = None
-    """`time.time` at which its process still lived, after another rank had failed; None if nobody
-    looked, or it did not."""
+    """`time.time` at which its process still lived, after another rank had failed; None if it did
+    not, or none had failed."""
     stopped: Stopped | None = None
     """Why the supervisor ended it; None if it did not."""
     timeout_s: float | None = None
@@ -102,7 +102,7 @@ class RankResult:
     """What it printed in the phase that it did not end, by ``stdout`` and ``stderr``; empty if it
     finished the test."""
     position: Position | None = None
-    """Where it was when the rank set was stopped; None if nobody asked, or it did not answer."""
+    """Where it was when the rank set was stopped; None if it was not, or did not answer."""
     lost: str = ""
     """What happened to a rank that is gone with the process that should report on it, to be read
     after its name: ``was lost``; empty if that process answered."""

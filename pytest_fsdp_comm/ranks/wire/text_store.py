@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented, not
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pytest_fsdp_comm.ranks.wire.rank_set import StoreAddress
 
 # The store drops a client that sends 8 MiB or more at once (torch 2.13, libuv).
@@ -21,6 +24,14 @@ _CHUNK_NBYTES = 4 << 20
 
 class StoreLostError(Exception):
     """The store does not answer: the process that served it is gone."""
+
+
+@contextlib.contextmanager
+def _explaining_loss() -> Iterator[None]:
+    try:
+        yield
+    except DistError as error:
+        raise StoreLostError(str(error)) from error
 
 
 class TextStore:
@@ -39,48 +50,38 @@ class TextStore:
         """The same store with a longer prefix."""
         return TextStore(PrefixStore(name, self._store))
 
+    @_explaining_loss()
     def put(self, name: str, text: str) -> None:
         """Makes a whole text visible, in one step for readers."""
         data = text.encode("utf-8", "surrogatepass")
-        try:
-            for offset in range(0, len(data), _CHUNK_NBYTES):
-                chunk = data[offset : offset + _CHUNK_NBYTES]
-                self._store.set(f"{name}@{offset}", chunk)  # type: ignore[arg-type]  # accepts bytes
-            self._store.set(name, str(len(data)))
-        except DistError as error:
-            raise StoreLostError(str(error)) from error
+        for offset in range(0, len(data), _CHUNK_NBYTES):
+            chunk = data[offset : offset + _CHUNK_NBYTES]
+            self._store.set(f"{name}@{offset}", chunk)  # type: ignore[arg-type]  # accepts bytes
+        self._store.set(name, str(len(data)))
 
+    @_explaining_loss()
     def has(self, name: str) -> bool:
         """Whether there is a text."""
-        try:
-            return bool(self._store.check([name]))
-        except DistError as error:
-            raise StoreLostError(str(error)) from error
+        return bool(self._store.check([name]))
 
+    @_explaining_loss()
     def get(self, name: str) -> str:
         """A text that is there."""
-        try:
-            data = b"".join(self._store.get(chunk) for chunk in self._chunks(name))
-        except DistError as error:
-            raise StoreLostError(str(error)) from error
+        data = b"".join(self._store.get(chunk) for chunk in self._chunks(name))
         return data.decode("utf-8", "surrogatepass")
 
+    @_explaining_loss()
     def count(self, name: str, *, add: int = 0) -> int:
         """Adds to a number, which begins as 0 and has no text's name; returns the sum."""
-        try:
-            return int(self._store.add(name, add))
-        except DistError as error:
-            raise StoreLostError(str(error)) from error
+        return int(self._store.add(name, add))
 
+    @_explaining_loss()
     def remove(self, name: str) -> bool:
         """Removes a text; whether there was one."""
         if not self.has(name):
             return False
-        try:
-            for key in [*self._chunks(name), name]:
-                self._store.delete_key(key)
-        except DistError as error:
-            raise StoreLostError(str(error)) from error
+        for key in [*self._chunks(name), name]:
+            self._store.delete_key(key)
         return True
 
     def _chunks(self, name: str) -> list[str]:
