@@ -57,12 +57,13 @@ if TYPE_CHECKING:
 _Channel: TypeAlias = Channel[RunTest | EndTests]
 
 
-class RankTemplate:
-    """What all ranks have in common, made once in the process that they are forked from.
+# Note [Done before the fork]: each page of memory that a rank writes to is copied for it, and
+# counting references is writing. Done in each rank, what `RankTemplate` does once cost a third of a
+# trivial test's time.
 
-    Each page of memory that a rank writes to is copied for it, and counting references is writing:
-    done in each rank, what is done here cost a third of a trivial test's time.
-    """
+
+class RankTemplate:
+    """What all ranks have in common, made in the process that they are forked from."""
 
     def __init__(
         self,
@@ -132,8 +133,8 @@ class RankTemplate:
     def _run_items(
         self, spec: RankSetSpec, rank: int, channel: _Channel, watchdog: Watchdog
     ) -> None:
-        departures = Marks(spec.departures_path)
         session = self._session
+        departures = Marks(spec.departures_path)
         rank_pid = getpid()
         command: RunTest | EndTests | None = RunTest(
             item_index=spec.item_index, next_test=spec.next_test

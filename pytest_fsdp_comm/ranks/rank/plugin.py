@@ -66,10 +66,7 @@ def _takes_output(when: str) -> Any:
 
 
 class RankPlugin:
-    """Registered in the process that ranks are forked from; `bind` makes it a rank's.
-
-    Registered there, since pluggy's registration writes to memory that each rank would copy.
-    """
+    """Registered before the fork, see Note [Done before the fork]; `bind` makes it a rank's."""
 
     _channel: Channel[RunTest | EndTests]
     _pid: int

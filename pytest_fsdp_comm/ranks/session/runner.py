@@ -402,10 +402,10 @@ class RankRunner:
         self._end_ranks(PATIENCE_S)
         if isinstance(error, _NotStartedError):
             text = f"could not be started: {error}"
-        elif error.reason:
+        elif reason := str(error):
             # The next one, whose start takes seconds, would fail like it.
-            self._unpreparable = error.reason
-            text = f"could not be prepared: {error.reason}"
+            self._unpreparable = reason
+            text = f"could not be prepared: {reason}"
         else:
             how = self._replace_server()
             forked = "it was" if peers.is_launched else "all ranks are"

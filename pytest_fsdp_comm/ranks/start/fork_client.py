@@ -50,17 +50,10 @@ _CLOSED_WITHIN_S = 5.0
 
 
 class ServerDiedError(Exception):
-    """The fork server has died, and every rank with it."""
+    """The fork server has died, and every rank with it.
 
-    def __init__(self, reason: str = "") -> None:
-        """Words the error for sessions that end with it."""
-        self.reason = reason
-        """Why it ended itself, so that the next one would, too; empty if it was killed."""
-        super().__init__(
-            f"ranks cannot be prepared: {reason}"
-            if reason
-            else "the process that ranks are forked from has died (out of memory?)"
-        )
+    The text is why it ended itself, so that the next one would, too; empty if it was killed.
+    """
 
 
 class ForkServer:
