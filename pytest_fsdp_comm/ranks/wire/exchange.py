@@ -61,7 +61,7 @@ class RankExchange:
         digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         # The digest last: a rank that sees it reads the text.
         self._texts.put(_text_name(self._rounds, self._rank), text)
-        digests = self._share(
+        digests = self.share(
             str(self._rounds),
             digest,
             f"rank {self._rank} made comparison {self._rounds} of comm_mode or fsdp_tree, but "
@@ -78,22 +78,21 @@ class RankExchange:
         """Waits until every rank has come to the same point, as `share` does."""
         self.share(name, "")
 
-    def share(self, name: str, text: str) -> list[str]:
+    def share(self, name: str, text: str, complaint: str = "") -> list[str]:
         """Gives this rank's text at a point, once in a test; returns those of all, in rank order.
 
         Raises:
-            RanksDivergedError: Another rank ended the test before it.
+            RanksDivergedError: Another rank ended the test before it; `complaint` has a ``{}`` for
+                that rank.
         """
-        return self._share(name, text, f"rank {{}} ended the test before {name}")
+        complaint = complaint or f"rank {{}} ended the test before {name}"
+        self._texts.put(f"{name}.{self._rank}", text)
+        return [self._await(f"{name}.{rank}", rank, complaint.format(rank)) for rank in self._ranks]
 
     def leave(self) -> None:
         """Announces that this rank makes no more comparisons; does nothing in a forked process."""
         if getpid() == self._pid:
             self._note_left()
-
-    def _share(self, name: str, text: str, complaint: str) -> list[str]:
-        self._texts.put(f"{name}.{self._rank}", text)
-        return [self._await(f"{name}.{rank}", rank, complaint.format(rank)) for rank in self._ranks]
 
     # `hangs.position` reads its name and locals to find which ranks this one waits for.
     def _await(self, name: str, rank: int, complaint: str) -> str:
