@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.calls import Calls
     from pytest_fsdp_comm.comm.explanation.between import Between
-    from pytest_fsdp_comm.comm.explanation.contents import Content
+    from pytest_fsdp_comm.comm.explanation.contents import Content, State
     from pytest_fsdp_comm.comm.profile import Row, RowKey
 
 # Note [Guessed amounts]: a proposal here is a guess with all its numbers, taken from the ratios
-# that most rows show; whether it is true of the others shows when it is applied. What a fraction
-# does not divide becomes a number that nothing has, so that `exactness` refutes the step: x1/2 must
-# not be told of 3 that are 1 now, nor of 3 that are 3 still.
+# that most rows show; whether it is true of the others shows when it is applied. That a fraction
+# divides all of its counts or bytes is checked at once: a number that is made up for one that it
+# does not divide would be hidden by a later step that writes the same row.
 
 _PASSES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
 _MOST_TERMS: Final = 64
@@ -140,7 +140,7 @@ class Counts(GlobalStep):
             is_other = self.reductions != 1 and row.phase in _PASSES
             return self.reductions if is_other and is_of_gradients(row.key, call, content) else _ONE
 
-        calls = tuple(replace(call, count=_product(call.count, factor(call))) for call in row.calls)
+        calls = tuple(replace(call, count=int(call.count * factor(call))) for call in row.calls)
         return row if calls == row.calls else replace(row, calls=calls)
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
@@ -158,12 +158,6 @@ class Counts(GlobalStep):
 
 
 _ONE: Final = Fraction(1)
-
-
-def _product(number: int, factor: Fraction) -> int:
-    """A product; -1, which no call has, where a fraction does not divide."""
-    product = number * factor
-    return int(product) if product.denominator == 1 else -1
 
 
 def propose_counts(between: Between) -> Iterator[Step]:
@@ -186,13 +180,21 @@ def propose_counts(between: Between) -> Iterator[Step]:
             if before and scope.includes(key, before[0].calls[0], alike.old)
         )
         for ratio in _ratios(pairs):
+            if any(
+                call.count % ratio.denominator and scope.includes(key, call, content)
+                for content in (contents if ratio.denominator > 1 else ())
+                for key, call in content.calls()
+            ):
+                continue
             # Other scopes leave no unit out.
             units = between.state.items() if scope is Scope.FORWARD else ()
             kept = tuple(owner for owner, content in units if content.is_kept)
             step = Counts(scope=scope, factor=ratio, has_activations=sends, kept=kept)
             yield step
             if scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}:
-                yield from (replace(step, reductions=often) for often in reductions)
+                for often in reductions:
+                    if often.denominator == 1:
+                        yield replace(step, reductions=often)
 
 
 def _ratios(pairs: Iterable[tuple[int, int, int]]) -> list[Fraction]:
@@ -224,9 +226,17 @@ class _Scaled(GlobalStep):
         """Whether a call is changed."""
         raise NotImplementedError
 
+    def fits(self, state: State) -> bool:
+        """Whether all bytes that are meant can be scaled."""
+        return self.factor.denominator == 1 or not any(
+            call.nbytes % self.factor.denominator and self.is_meant(key, call)
+            for content in set(state.values())
+            for key, call in content.calls()
+        )
+
     def change(self, row: Row, content: Content) -> Row:
         calls = tuple(
-            replace(call, nbytes=_product(call.nbytes, self.factor), dtype=self.new or call.dtype)
+            replace(call, nbytes=int(call.nbytes * self.factor), dtype=self.new or call.dtype)
             if self.is_meant(row.key, call)
             else call
             for call in row.calls
@@ -285,7 +295,9 @@ def propose_sizes(between: Between) -> Iterator[Step]:
     for (role, axis), pairs in found.items():
         for ratio in _ratios(pairs) if role in {Role.ACTIVATIONS, Role.GRADIENTS} else ():
             for with_loss in (False,) if axis else (False, True):
-                yield Sizes(factor=ratio, axis=axis, with_loss=with_loss)
+                step = Sizes(factor=ratio, axis=axis, with_loss=with_loss)
+                if step.fits(between.state):
+                    yield step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,7 +383,9 @@ def propose_dtypes(between: Between) -> Iterator[Step]:
         for chosen in dict.fromkeys(map(frozenset, choices)):
             changed = frozenset(owner for part in chosen for owner in owners[part])
             for some in (frozenset[Owner](), changed):
-                yield Dtype(parts=chosen, old=old, new=new, factor=factor, owners=some)
+                step = Dtype(parts=chosen, old=old, new=new, factor=factor, owners=some)
+                if step.fits(between.state):
+                    yield step
 
 
 def _follows(sizes: tuple[int, int], old: str, new: str) -> bool:

@@ -554,7 +554,7 @@ def _called(between: Between) -> Iterator[Step]:
             and before != after
             # What is kept is gathered again only by another forward.
             and not new.is_kept
-            and (_gathers_no_more(old, new) or _gathers_no_more(new, old))
+            and all(_sizes(before[key]) == _sizes(after[key]) for key in before)
         )
         return [*old.unit_rows, *new.unit_rows] if is_changed else []
 
@@ -591,6 +591,10 @@ def _called(between: Between) -> Iterator[Step]:
         cause=_CALLED if is_called and not is_pipeline else "",
         is_regression=True,
     )
+
+
+def _sizes(rows: Rows) -> set[int]:
+    return {call.nbytes for call in calls_of(rows)}
 
 
 def _times(count: int) -> str:
