@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import attrgetter
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -25,7 +26,7 @@ from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pytest_fsdp_comm.comm.events import Collective, Recording
 
@@ -288,10 +289,11 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
     ranks = ranks or [(profile.recorded_ranks or (0,))[0] for profile in profiles]
     groups = _Groups(profiles, ranks)
     first, alike = profiles[0], groups.profiles
+    fields = attrgetter("subject", "phase", "owner", "what", "axis", "calls")
     return replace(
         first,
         mesh_axes=merge_axes(axis for profile in alike for axis in profile.mesh_axes),
-        rows=sort_rows(_merge_alike(groups, [profile.rows for profile in alike])),
+        rows=sort_rows(_merge_alike(groups, [profile.rows for profile in alike], fields)),
         peaks=_merge_alike(groups, [profile.peaks for profile in alike]),
         recorded_ranks=ranks_or_empty_if_all(ranks, first.world_size),
         notes=tuple(dict.fromkeys(note for profile in alike for note in profile.notes)),
@@ -328,7 +330,11 @@ class _Groups:
         return self._lists[key]
 
 
-def _merge_alike(groups: _Groups, values_of: Sequence[Sequence[_OfRanks]]) -> tuple[_OfRanks, ...]:
+def _merge_alike(
+    groups: _Groups,
+    values_of: Sequence[Sequence[_OfRanks]],
+    fields: Callable[[_OfRanks], object] | None = None,
+) -> tuple[_OfRanks, ...]:
     """Makes one of equal values, in the order of their lowest ranks."""
     shared: dict[int, tuple[_OfRanks, list[int]]] = {}
     for place, values in enumerate(values_of):
@@ -338,10 +344,11 @@ def _merge_alike(groups: _Groups, values_of: Sequence[Sequence[_OfRanks]]) -> tu
                 shared[id(value)] = (value, [place])
             else:
                 held[1].append(place)
-    having: defaultdict[_OfRanks, list[int]] = defaultdict(list)
+    # By some fields, where the hash of all takes longer.
+    having: dict[object, tuple[_OfRanks, list[int]]] = {}
     for value, places in shared.values():
-        having[value] += places
-    return tuple(replace(value, ranks=groups.ranks(places)) for value, places in having.items())
+        having.setdefault(fields(value) if fields else value, (value, []))[1].extend(places)
+    return tuple(replace(value, ranks=groups.ranks(places)) for value, places in having.values())
 
 
 def restrict(profile: CommProfile, ranks: Sequence[int]) -> CommProfile:

@@ -117,7 +117,6 @@ def propose_names(between: Between) -> Iterator[Step]:
                 changes
                 and _is_rename(between, step, changes)
                 and len(set(moved.values())) == len(moved)
-                and all(owner in gone for owner in changes if owner != ROOT_FQN)
                 and {template(moved[owner] or "") for owner in changes} <= templates
             ):
                 yield replace(step, is_leaf=is_leaf)
