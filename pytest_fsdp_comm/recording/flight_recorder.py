@@ -13,7 +13,7 @@ import itertools
 import math
 import pickle  # torch writes it in this process, in half the time of its JSON
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -69,19 +69,18 @@ class Flight:
         )
 
 
-Mark: TypeAlias = dict[tuple[str, str], int]
-"""The end of the flight recorder at one moment: by dump and number of the process group, which is
-never used again in a process, the number of the group's last collective."""
-
-
 def flown(since_ns: int) -> list[Flight]:
     """List the collectives of this process after a time of ``time.time_ns()``, in order."""
     dumped = itertools.chain.from_iterable(map(_entries, _DUMPS))
     return flights(entry for entry in dumped if entry["time_created_ns"] >= since_ns)
 
 
-def mark() -> Mark:
-    """Mark the end of the flight recorder, in a few microseconds however full it is."""
+def mark() -> dict[tuple[str, str], int]:
+    """Mark the end of the flight recorder, in a few microseconds however full it is.
+
+    By dump and number of the process group, which is never used again in a process, comes the
+    number of the group's last collective.
+    """
     return {
         (dump, number): status["last_enqueued_collective"]
         for dump in _DUMPS
@@ -89,7 +88,7 @@ def mark() -> Mark:
     }
 
 
-def issued_after(begin: Mark) -> tuple[list[Flight], int]:
+def issued_after(begin: dict[tuple[str, str], int]) -> tuple[list[Flight], int]:
     """List the collectives of this process since a mark, in order.
 
     With them comes how many entries the flight recorder still has, if it may have dropped some that

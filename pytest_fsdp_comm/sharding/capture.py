@@ -113,19 +113,18 @@ def _collect_parameters(
         for held in read.held
         for slot in held.slots
     }
-    slots_of: dict[int, list[Slot]] = {}
-    source: dict[int, tuple[int | None, HeldParameter]] = {}
+    found: dict[int, tuple[int | None, HeldParameter, list[Slot]]] = {}
     for slot, tensor in _slots(visit, holder):
-        unit, held = holder.get(slot, (None, None))
-        key = id(held or tensor)
-        if key not in source:
-            source[key] = (unit, held or _read_loose(tensor, visit, slot, axes))
-        slots_of.setdefault(key, []).append(slot)
+        number, known = holder.get(slot, (None, None))
+        key = id(known or tensor)
+        if key not in found:
+            found[key] = (number, known or _read_loose(tensor, visit, slot, axes), [])
+        found[key][2].append(slot)
     by_slot: dict[Slot, int] = {}
     origins: dict[object, int] = {}
     parameters = []
-    for index, (key, (unit, held)) in enumerate(source.items()):
-        slots = _in_natural_order(slots_of[key], visit)
+    for index, (unit, held, unordered) in enumerate(found.values()):
+        slots = _in_natural_order(unordered, visit)
         by_slot.update(dict.fromkeys(slots, index))
         first = index if held.origin is None else origins.setdefault(held.origin, index)
         (module, name), *tied = slots

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
@@ -162,10 +163,7 @@ def _read_params(
 
 def _starts(flat: Any) -> list[int]:
     """Elements of the flat parameter before each original one, alignment padding included."""
-    starts, at = [], 0
-    padded = zip(flat._numels_with_padding, flat._is_padding_mask, strict=True)
-    for numel, is_padding in padded:
-        if not is_padding:
-            starts.append(at)
-        at += numel
-    return starts
+    starts = accumulate(flat._numels_with_padding, initial=0)
+    # The last one is the end.
+    padded = zip(starts, flat._is_padding_mask, strict=False)
+    return [start for start, is_padding in padded if not is_padding]
