@@ -27,6 +27,6 @@ def format_tree(tree):
 
 def _parsed(text, where, kind):
     snapshot = SnapshotText(text, where=where)
-    profile = snapshot.profile
-    assert snapshot.lines.kind == kind
-    return profile
+    if snapshot.lines.kind != kind:
+        raise snapshot.lines.error(1, f"it is of kind {snapshot.lines.kind!r}", f"kind {kind!r}")
+    return snapshot.profile
