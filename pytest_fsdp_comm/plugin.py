@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _SLOTS: Final = pytest.StashKey[str]()
 # In xdist's workers: the key of that directory in `config.workerinput`.
 _SLOTS_INPUT: Final = "fsdp_comm_slots"
-# Windows has neither fcntl nor sockets by paths, either: what starts ranks cannot be imported.
+# Windows has neither fcntl nor Unix sockets, either: what starts ranks cannot be imported.
 _CAN_FORK: Final = hasattr(os, "fork")
 _NEEDS_FORK: Final = (
     "distributed tests need Linux: their ranks are forked, which this system "

@@ -131,12 +131,13 @@ def test_a_rank_that_never_stops_sending_is_stopped_at_the_deadline(spec, monkey
     line = b'{"type":"DebuggerSkipped","site":"here"}\n'
     server.rank._connection.sendall(line)  # makes it readable, and stays there
 
-    def read_what_comes_faster_than_it_is_read(channel):
+    def read_what_comes_faster_than_it_is_read():
         channel._pending += line
 
     supervision = Supervision(spec, server, server.connections)
     supervision._wait(1.0)
-    monkeypatch.setattr(Channel, "_read_chunk", read_what_comes_faster_than_it_is_read)
+    channel = supervision._channels[1]
+    monkeypatch.setattr(channel, "_read_chunk", read_what_comes_faster_than_it_is_read)
     try:
         results = supervision.run(
             started_at=time.monotonic() - 19.9, has_failed_elsewhere=lambda _: False
