@@ -140,7 +140,7 @@ class CiSession:
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Prints the annotations, which GitHub takes out of the log."""
+        """Print the annotations, which GitHub takes out of the log."""
         for problem in self._problems:
             terminalreporter.write_line(problem, red=True)
         if self._review.annotates and self._outcomes is not None:

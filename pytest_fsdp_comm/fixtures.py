@@ -60,12 +60,12 @@ class MakeDeviceMesh:
     """Makes meshes of the ranks of one test: the value of the fixture ``device_mesh``."""
 
     def __init__(self, dist_info: DistInfo) -> None:
-        """Keeps where the test runs."""
+        """Keep where the test runs."""
         self._dist_info = dist_info
 
     @shows_usage("device_mesh", usage="device_mesh(dp=2, tp=-1)")
     def __call__(self, **axes: int) -> DeviceMesh:
-        """Makes a mesh of all ranks with named axes, e.g. ``device_mesh(dp=2, tp=2)``.
+        """Make a mesh of all ranks with named axes, e.g. ``device_mesh(dp=2, tp=2)``.
 
         Args:
             axes: Size of each axis, outermost first; one may be -1, which gets the ranks that the
@@ -119,7 +119,7 @@ def dist_info(request: pytest.FixtureRequest) -> DistInfo:
 
 @pytest.fixture(scope="session")
 def device_mesh(dist_info: DistInfo) -> MakeDeviceMesh:
-    """Makes device meshes of all ranks, e.g. ``device_mesh(dp=2, tp=-1)``."""
+    """Make device meshes of all ranks, e.g. ``device_mesh(dp=2, tp=-1)``."""
     return MakeDeviceMesh(dist_info)
 
 
@@ -142,7 +142,7 @@ def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
 
 @pytest.fixture
 def comm_mode(request: pytest.FixtureRequest) -> CommMode:
-    """Records every collective of a block: ``with comm_mode(model):``, or ``with comm_mode:``.
+    """Record every collective of a block: ``with comm_mode(model):``, or ``with comm_mode:``.
 
     Then ``assert comm_mode == comm_snapshot``, or ask: ``comm_mode.counts("all_gather",
     phase="backward")``, ``comm_mode.nbytes(axis="tp")``, ``comm_mode.events``.
@@ -157,7 +157,7 @@ def comm_mode(request: pytest.FixtureRequest) -> CommMode:
 
 @pytest.fixture
 def fsdp_tree(request: pytest.FixtureRequest) -> TreeFactory:
-    """Shows how a model is sharded: ``print(fsdp_tree(model))``.
+    """Show how a model is sharded: ``print(fsdp_tree(model))``.
 
     ``assert not fsdp_tree(model).findings`` guards against wrapping mistakes, and
     ``assert fsdp_tree(model) == comm_snapshot(name="tree")`` against every change.

@@ -103,7 +103,7 @@ class TreeFactory(NamedAttributes):
 
     @shows_usage("fsdp_tree.expect")
     def expect(self, model: nn.Module | Sequence[nn.Module], policy: Any) -> WrapExpectation:
-        """Compares the model's units with those that an auto-wrap policy would make.
+        """Compare the model's units with those that an auto-wrap policy would make.
 
         Args:
             model: The model, wrapped or not, or a list as for a plain call.
@@ -116,7 +116,7 @@ class TreeFactory(NamedAttributes):
 
     @shows_usage("fsdp_tree.show")
     def show(self, tree: ShardTree, file: TextIO | None = None) -> None:
-        """Prints a tree in columns, coloured on a terminal only.
+        """Print a tree in columns, coloured on a terminal only.
 
         Args:
             tree: What to print.
@@ -129,7 +129,7 @@ class TreeFactory(NamedAttributes):
 
     @shows_usage("fsdp_tree.save")
     def save(self, tree: ShardTree, path: str | os.PathLike[str]) -> None:
-        """Writes a tree to a file: as a page to look at, or as JSON for other tools.
+        """Write a tree to a file: as a page to look at, or as JSON for other tools.
 
         Args:
             tree: What to write.

@@ -127,7 +127,7 @@ def snapshot_variant(item: pytest.Item) -> str:
 
 
 def snapshot_test_name(item: pytest.Item) -> str:
-    """Returns ``TestClass.test_name[params]``, by which a test's snapshots are named."""
+    """Return ``TestClass.test_name[params]``, by which a test's snapshots are named."""
     # Without a parametrized world size, which the variant names: a marker's 4 that becomes [2, 4]
     # keeps the reviewed file.
     name = item.name

@@ -301,6 +301,6 @@ def _is_any(values: Iterable[object], module: str, name: str) -> bool:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Removes what xdist's workers shared."""
+    """Remove what xdist's workers shared."""
     if _SLOTS in config.stash:
         shutil.rmtree(config.stash[_SLOTS], ignore_errors=True)

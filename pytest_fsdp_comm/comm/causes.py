@@ -41,7 +41,7 @@ def find_causes(
     is_same_mesh: bool = True,
     torch_versions: tuple[str, str] = ("", ""),
 ) -> tuple[Cause, ...]:
-    """Names the probable causes of a difference, those of regressions first."""
+    """Name the probable causes of a difference, those of regressions first."""
     found = _root_not_sharded(explanation)
     explained = [step for cause in found for step in cause.steps]
     for step in explanation.steps:

@@ -107,7 +107,7 @@ class Cost:
 def estimate_seconds(
     kind: str, *, count: int, nbytes: int, group_size: int, link: Link
 ) -> float | None:
-    """Estimates the seconds of calls with `nbytes` together; None for a kind without a formula."""
+    """Estimate the seconds of calls with `nbytes` together; None for a kind without a formula."""
     # The formulas, with their sources, are in docs/cost.md: one call after the other, while nothing
     # else uses the link. Each has the messages that follow each other (hops), and the bytes that a
     # rank sends for each byte of a message (share).
@@ -130,7 +130,7 @@ def estimate_seconds(
 
 
 def cost_of_change(old: CommProfile, new: CommProfile, links: Links | None = None) -> Cost:
-    """Compares the sums of both sides on the ranks that both recorded; empty if there are none."""
+    """Compare the sums of both sides on the ranks that both recorded; empty if there are none."""
     alike = _alike_ranks(old, new)
     if not alike:
         return Cost()

@@ -122,7 +122,7 @@ def compare(
     links: Links | None = None,
     evidence: Evidence | None = None,
 ) -> Comparison:
-    """Compares a snapshot with what was recorded, as far as it is comparable."""
+    """Compare a snapshot with what was recorded, as far as it is comparable."""
     words = {True: "compared", False: "not compared"}
     sizes = words[old.sizes_activations], words[new.sizes_activations]
     old, new = comparable(old, new)

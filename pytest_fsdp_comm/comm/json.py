@@ -24,12 +24,12 @@ class _Recordings:
 
 
 def dump_recordings(recordings: Sequence[Recording]) -> str:
-    """Writes what several ranks recorded in one block as JSON, in the order of their ranks."""
+    """Write what several ranks recorded in one block as JSON, in the order of their ranks."""
     return dump_document(_KIND, JSON_VERSION, _Recordings(recordings=tuple(recordings)))
 
 
 def load_recordings(text: str) -> tuple[Recording, ...]:
-    """Reads what `dump_recordings` wrote.
+    """Read what `dump_recordings` wrote.
 
     Raises:
         CodecError: The text is not JSON, of another kind or version, or says where it is no

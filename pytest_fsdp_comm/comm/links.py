@@ -50,12 +50,12 @@ class Links:
         return bool(self.by_axis)
 
     def of(self, axis: str) -> Link | None:
-        """Finds the link of one axis; None if it is unknown."""
+        """Find the link of one axis; None if it is unknown."""
         return self.by_axis.get(axis) or self.by_axis.get(OTHER_AXES)
 
 
 def parse_links(lines: Iterable[str]) -> Links:
-    """Reads the lines of the ini value ``fsdp_comm_links``, such as ``dp: 50 GB/s 10 us``.
+    """Read the lines of the ini value ``fsdp_comm_links``, such as ``dp: 50 GB/s 10 us``.
 
     Raises:
         ValueError: A line is something else, or names an axis again; the text says which.

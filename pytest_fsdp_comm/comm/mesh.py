@@ -50,7 +50,7 @@ def axis_of(name: str, ranks: Sequence[int]) -> MeshAxis:
 
 
 def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
-    """Finds `MeshAxis.dims` of a group's ranks, in its order; None if they lie irregularly."""
+    """Find `MeshAxis.dims` of a group's ranks, in its order; None if they lie irregularly."""
     # From the innermost dimension outwards: the distance to the first rank that is not explained
     # yet is the next stride, and its size is how often all found so far repeats at that distance.
     offsets = [rank - ranks[0] for rank in ranks]
@@ -70,7 +70,7 @@ def dims_of(ranks: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
 
 
 def merge_axes(axes: Iterable[MeshAxis]) -> tuple[MeshAxis, ...]:
-    """Makes one of equal axes, sorted by name, and one of those that lie irregularly."""
+    """Make one of equal axes, sorted by name, and one of those that lie irregularly."""
     groups: defaultdict[MeshAxis, set[tuple[int, ...]]] = defaultdict(set)
     for axis in axes:
         groups[replace(axis, groups=())].update(axis.groups)

@@ -225,7 +225,7 @@ _OfRanks = TypeVar("_OfRanks", Row, GatheredPeak, Gap)
 
 
 def fold(recording: Recording) -> CommProfile:
-    """Counts one rank's recording."""
+    """Count one rank's recording."""
     peak = recording.peak_gathered_nbytes
     return CommProfile(
         world_size=recording.world_size,
@@ -281,7 +281,7 @@ def _fold_others(recording: Recording) -> Iterable[Row]:
 
 
 def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> CommProfile:
-    """Merges the profiles of ranks, in their order; a row that not all have says which have it.
+    """Merge the profiles of ranks, in their order; a row that not all have says which have it.
 
     Ascending `ranks` say whose they are where the profiles do not. See Note [Merging].
     """
@@ -335,7 +335,7 @@ def _merge_alike(
     values_of: Sequence[Sequence[_OfRanks]],
     fields: Callable[[_OfRanks], object] | None = None,
 ) -> tuple[_OfRanks, ...]:
-    """Makes one of equal values, in the order of their lowest ranks."""
+    """Make one of equal values, in the order of their lowest ranks."""
     shared: dict[int, tuple[_OfRanks, list[int]]] = {}
     for place, values in enumerate(values_of):
         for value in values:
@@ -413,12 +413,12 @@ def alike_but(calls: Iterable[Calls], **changes: Any) -> tuple[Calls, ...]:
 
 
 def sort_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Sorts rows by subject, phase, owner, what they count, and ranks."""
+    """Sort rows by subject, phase, owner, what they count, and ranks."""
     return tuple(sorted(rows, key=_order))
 
 
 def step_order(row: Row | RowKey) -> tuple[int, int]:
-    """Sorts by subject, and by the phases of a step."""
+    """Sort by subject, and by the phases of a step."""
     return _SUBJECT_ORDER[row.subject], _PHASE_ORDER[row.phase]
 
 

@@ -48,7 +48,7 @@ class Names:
     """Whether the model was given; else only the modules that ran are known."""
 
     def with_axes(self, living: Iterable[tuple[str, str]], recorded: Iterable[Collective]) -> Names:
-        """Adds axes that still exist: the name of each, and that of its process group."""
+        """Add axes that still exist: the name of each, and that of its process group."""
         axes, renamed = set(self.axes), {}
         sent_over = {event.axis for event in recorded}
         for name, group in living:
@@ -110,7 +110,7 @@ class Answer(int):
     counted: Counted
 
     def __new__(cls, value: SupportsIndex, counted: Counted) -> Answer:  # noqa: PYI034  # never subclassed
-        """Attaches what was counted."""
+        """Attach what was counted."""
         answer = super().__new__(cls, value)
         answer.counted = counted
         return answer
@@ -123,7 +123,7 @@ class Answer(int):
 def select(
     question: Question, recorded: Sequence[Collective], names: Names
 ) -> tuple[Collective, ...]:
-    """Finds the collectives that are meant; see Note [Names that nothing has].
+    """Find the collectives that are meant; see Note [Names that nothing has].
 
     Raises:
         RecordingError: There is no such kind, phase, axis or owner; it lists what there is.
@@ -165,7 +165,7 @@ def _check(what: str, asked: str | None, allowed: Sequence[str]) -> None:
 
 
 def _owner_test(asked: str | None, names: Names) -> Callable[[str | None], bool]:
-    """Makes the test whether the owner of an event is meant."""
+    """Make the test whether the owner of an event is meant."""
     __tracebackhide__ = True
     if asked is None:
         return lambda _: True

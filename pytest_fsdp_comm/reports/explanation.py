@@ -62,7 +62,7 @@ class FailureText:
     only, and that another torch recorded the snapshot; empty for most."""
 
     def __post_init__(self) -> None:
-        """Makes every line printable, as the names in a file may not be."""
+        """Make every line printable, as the names in a file may not be."""
         for name in ("short", "full", "cost"):
             lines = tuple(map(printable, getattr(self, name)))
             object.__setattr__(self, name, lines)

@@ -192,7 +192,7 @@ class ShardTree(NamedAttributes):
     """What a reader must know of the circumstances, e.g. that the model is on the meta device."""
 
     def __post_init__(self) -> None:
-        """Makes `findings` a `Findings`."""
+        """Make `findings` a `Findings`."""
         object.__setattr__(self, "findings", Findings(self.findings))
 
     @property

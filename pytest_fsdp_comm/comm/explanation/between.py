@@ -40,7 +40,7 @@ class Between:
         origin: State,
         axes: tuple[tuple[MeshAxis, ...], tuple[MeshAxis, ...]],
     ) -> None:
-        """Compares the states, by identity of contents."""
+        """Compare the states, by identity of contents."""
         self.state = state
         """What is known to be so far."""
         self.target = target

@@ -36,7 +36,7 @@ class Content:
     """All that one module does, made by `Pool` alone; see Note [Contents]."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        """Sorts rows by their keys."""
+        """Sort rows by their keys."""
         held: defaultdict[RowKey, list[Row]] = defaultdict(list)
         for row in rows:
             held[row.key].append(row)
@@ -117,7 +117,7 @@ class Pool:
     """Makes each content once; see Note [Contents]."""
 
     def __init__(self) -> None:
-        """Begins empty."""
+        """Begin empty."""
         self._contents: dict[frozenset[Row], Content] = {frozenset(): NOTHING}
 
     def content(self, rows: Iterable[Row]) -> Content:

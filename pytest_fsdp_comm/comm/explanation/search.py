@@ -141,7 +141,7 @@ class _Search:
 
 
 def explain(old: CommProfile, new: CommProfile) -> Explanation:
-    """Finds the cheapest explanation that is exact in what its steps claim; see Note [Search]."""
+    """Find the cheapest explanation that is exact in what its steps claim; see Note [Search]."""
     search = _Search(old, new)
     frontier = [_Path(states=(search.old,), steps=(), cost=search.cost_left(search.old))]
     done = list(frontier)

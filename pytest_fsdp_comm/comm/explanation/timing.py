@@ -71,7 +71,7 @@ class TimingChange:
 def find_timing_changes(
     old: CommProfile, new: CommProfile, steps: Sequence[Step]
 ) -> tuple[TimingChange, ...]:
-    """Compares the rows that both profiles have, by the names that steps give them."""
+    """Compare the rows that both profiles have, by the names that steps give them."""
     rows = {(row.key, row.owner, row.ranks): row for row in new.collectives}
     found: defaultdict[tuple[Subject, RowKey, Shares, Shares], list[Owner]] = defaultdict(list)
     for row in old.collectives:

@@ -51,7 +51,7 @@ _MAKING_GROUPS: Final = ("new_group", "split_group", "init_process_group")
 
 
 def read_position(since_ns: int, *, with_groups: bool) -> Position:
-    """Reads where the main thread is; collectives before a `time.time_ns` are another test's."""
+    """Read where the main thread is; collectives before a `time.time_ns` are another test's."""
     # Documented for debuggers.
     innermost = sys._current_frames()
     frames = _outwards(innermost.get(threading.main_thread().ident or 0))

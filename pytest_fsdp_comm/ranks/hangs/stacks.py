@@ -108,7 +108,7 @@ def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
 
 
 def read_dump(path: Path, *, until: float) -> list[StackFrame]:
-    """Waits until `time.monotonic` for the frames, innermost first, that `faulthandler` writes.
+    """Wait until `time.monotonic` for the frames, innermost first, that `faulthandler` writes.
 
     Empty if none came.
     """

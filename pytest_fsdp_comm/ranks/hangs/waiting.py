@@ -58,7 +58,7 @@ _Words: TypeAlias = tuple[str, str, str]
 
 
 def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> list[str]:
-    """Explains a hang, given where each rank is that lives, and which are known to have failed.
+    """Explain a hang, given where each rank is that lives, and which are known to have failed.
 
     A line like ``all wait for rank 3, at model.py:90 in forward`` where that is known; then lines
     like ``ranks 0-1 wait in all_gather #7 of dp for layers.3 (512 B) at model.py:88`` and ``rank 3
@@ -86,7 +86,7 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
 
 
 def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:
-    """Explains why a backend gave up in the last collective of some of the failed ranks.
+    """Explain why a backend gave up in the last collective of some of the failed ranks.
 
     ``rank 3 called all_reduce of 400,000 float32, ranks 0-2 of 4 float32, in #1 of world at
     test_it.py:9 in test_it``, the rarest first; empty if what ranks called does not differ.
@@ -153,7 +153,7 @@ def _rarest(texts: Mapping[int, str]) -> tuple[_Folds, int, list[int]]:
 
 
 def list_stacks(stacks: Mapping[int, str], title: str) -> list[str]:
-    """Lists ranks' stacks, empty if unknown, each below a title such as ``{ranks} {is} at:``."""
+    """List ranks' stacks, empty if unknown, each below a title such as ``{ranks} {is} at:``."""
     lines = []
     shown, places, rest = _rarest(stacks)
     for ranks, stack in sorted(shown):
@@ -219,7 +219,7 @@ def _cause(
 
 
 def _say(template: str, ranks: Sequence[int], **texts: str) -> str:
-    """Fills in a template, such as ``{ranks} {waits} in {text}``, with verbs for one or several."""
+    """Fill in a template, such as ``{ranks} {waits} in {text}``, with verbs for one or several."""
     verbs = _SINGULARS if len(ranks) == 1 else _PLURALS
     return template.format(ranks=name_ranks(ranks), **verbs, **texts)
 
@@ -462,7 +462,7 @@ def _peers(calls: Mapping[int, UnrecordedCall], positions: _Positions) -> dict[i
 
 
 def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterator[str]:
-    """Explains one stall, or those of parallel groups."""
+    """Explain one stall, or those of parallel groups."""
     waits = {rank: words for stall in stalls for rank, words in stall.waiting.items()}
     most = _MOST_PEERS if stalls[0].what.endswith(" other ranks") else _MOST_WAYS
     for ranks, words in _folded(waits, most=most):

@@ -37,7 +37,7 @@ class Watchdog:
     """Answers the supervisor's questions over its own connection; see Note [Quiet watchdog]."""
 
     def __init__(self, channel: Channel[PositionQuestion]) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._began_ns = time.time_ns()
         self._pid = getpid()
         self._lock = _thread.allocate_lock()
@@ -57,7 +57,7 @@ class Watchdog:
             self._terminate: Any = _HANDLER(set_terminate(self._speak_last))
 
     def begin_test(self) -> None:
-        """Leaves out the collectives of an earlier test from now on."""
+        """Leave out the collectives of an earlier test from now on."""
         self._began_ns = time.time_ns()
 
     def _answer(self) -> None:

@@ -60,12 +60,12 @@ class Follower(Meeting):
     _command: BeginTest | EndSession
 
     def __init__(self, session: pytest.Session, launched: LaunchedRank) -> None:
-        """Handles SIGTERM from now on; `meet` connects."""
+        """Handle SIGTERM from now on; `meet` connects."""
         super().__init__(session, launched)
         self.termination = Termination(session.config, defers=True)
 
     def meet(self, tests: Sequence[PlannedTest]) -> str:
-        """Brings the session's tests into the leader's order, and sets the leader's seed.
+        """Bring the session's tests into the leader's order, and set the leader's seed.
 
         Returns how the tests differ from the leader's; empty if only in order.
         """
@@ -87,7 +87,7 @@ class Follower(Meeting):
         return describe_difference(plan.tests, tests)
 
     def shake_hands(self, problem: str) -> None:
-        """Answers the leader with what `meet` returned, and gives signs of life from now on."""
+        """Answer the leader with what `meet` returned, and give signs of life from now on."""
         self.begin_heartbeat()
         self.send(
             f"handshake/{self.launched.rank}",
@@ -95,7 +95,7 @@ class Follower(Meeting):
         )
 
     def await_command(self) -> BeginTest | EndSession:
-        """Waits for the leader's next announcement."""
+        """Wait for the leader's next announcement."""
         text = self._await(self.name("command", ahead=1), self._look_for_leader)
         self._command = read(text, *_COMMANDS)
         return self._command
@@ -135,7 +135,7 @@ class Follower(Meeting):
             super().close()
 
     def _await(self, name: str, look: Callable[[], None]) -> str:
-        """Waits for a text of the leader's until `look` raises, however long its own tests last."""
+        """Wait for a text of the leader's until `look` raises, however long its own tests last."""
 
         def given_up(_: Collection[int]) -> Collection[int]:
             signalled_at = self.termination.signalled_at
@@ -156,7 +156,7 @@ class Follower(Meeting):
             )
 
     def _await_plan(self) -> Plan:
-        """Connects to the leader's session that is this one, however late it comes."""
+        """Connect to the leader's session that is this one, however late it comes."""
         launched = self.launched
         began_at = time.monotonic()
         until, explains_at = began_at + MEET_TIMEOUT_S, began_at + _EXPLAIN_AFTER_S
@@ -203,7 +203,7 @@ def follow(
     *,
     preloaded: Sequence[str],
 ) -> NoReturn:
-    """Runs this process's rank of every test that the leader announces, and ends the session."""
+    """Run this process's rank of every test that the leader announces, and end the session."""
     # pytest's end of a session, with its reports, caches, JUnit files and snapshots, is for the
     # leader alone, whatever plugins there are; so this session ends without it, as forked ranks do.
     session = follower.session
@@ -240,7 +240,7 @@ def follow(
 
 
 def _leave_session(config: pytest.Config, status: int) -> NoReturn:
-    """Makes `pytest.main` return a status, without what plugins do at a session's end."""
+    """Make `pytest.main` return a status, without what plugins do at a session's end."""
     manager = config.pluginmanager
     capture: Any = manager.get_plugin("capturemanager")
     if capture is not None and capture.is_globally_capturing():

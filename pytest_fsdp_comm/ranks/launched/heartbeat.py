@@ -29,7 +29,7 @@ class Heartbeat:
     """Puts the time on the store, again and again; see Note [A thread that no fork meets]."""
 
     def __init__(self, store: TextStore, rank: int) -> None:
-        """Starts the thread, with a client of the store for it alone."""
+        """Start the thread, with a client of the store for it alone."""
         self._store = store
         self._rank = rank
         self._has_ended = threading.Event()
@@ -40,7 +40,7 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._has_ended.set()
         self._thread.join()
 
@@ -59,7 +59,7 @@ class Pulse:
     """Listens to another process's heartbeat."""
 
     def __init__(self, store: TextStore, rank: int) -> None:
-        """Listens from now on, with the calling thread's client of the store."""
+        """Listen from now on, with the calling thread's client of the store."""
         self._store = store
         self._rank = rank
         self._beat: str | None = None

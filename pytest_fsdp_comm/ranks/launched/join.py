@@ -34,7 +34,7 @@ def join_session(
     *,
     preloaded: Sequence[str],
 ) -> RankRunner:
-    """Meets the other processes; returns on rank 0 only, the runner of the session's tests.
+    """Meet the other processes; return on rank 0 only, the runner of the session's tests.
 
     Raises `pytest.UsageError` if the processes' tests or sessions differ; see `RankRunner` for the
     other arguments.

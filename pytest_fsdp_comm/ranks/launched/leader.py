@@ -45,7 +45,7 @@ class Leader(Meeting):
     """Rank 0's process, whose session pytest runs as usual."""
 
     def __init__(self, session: pytest.Session, launched: LaunchedRank) -> None:
-        """Handles SIGTERM from now on; `meet` connects."""
+        """Handle SIGTERM from now on; `meet` connects."""
         super().__init__(session, launched)
         self.termination = Termination(session.config, defers=False)
         self._others = range(1, launched.world_size)
@@ -53,7 +53,7 @@ class Leader(Meeting):
         self._lost: dict[int, str] = {}
 
     def meet(self, tests: tuple[PlannedTest, ...]) -> None:
-        """Waits until every process has collected the same tests, in whatever order.
+        """Wait until every process has collected the same tests, in whatever order.
 
         Raises:
             pytest.UsageError: One did not, or did not come.
@@ -149,7 +149,7 @@ class Leader(Meeting):
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
-        """Lets nothing interrupt the session's report from here on."""
+        """Let nothing interrupt the session's report from here on."""
         if self.is_connected:
             self.termination.defers = True
 

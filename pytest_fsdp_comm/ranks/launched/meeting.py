@@ -80,7 +80,7 @@ class Meeting(Peers):
     """From 1, among the sessions of this process's rank; from `connect` on."""
 
     def __init__(self, session: pytest.Session, launched: LaunchedRank) -> None:
-        """Stores the arguments; `connect` and `begin_heartbeat` come before any test."""
+        """Store the arguments; `connect` and `begin_heartbeat` come before any test."""
         super().__init__(session)
         self.launched = launched
         self.began_at = 0.0
@@ -96,7 +96,7 @@ class Meeting(Peers):
         self._pulses: dict[int, Pulse] = {}
 
     def connect(self) -> None:
-        """Connects, and counts the session; see Note [Sessions of a launch].
+        """Connect, and count the session; see Note [Sessions of a launch].
 
         Raises:
             StoreLostError: The store cannot be reached, or served, or ends.
@@ -122,7 +122,7 @@ class Meeting(Peers):
         return self._launch.count(_sessions(rank))
 
     def begin_heartbeat(self) -> None:
-        """Starts a thread, which lives until `close`; see Note [A thread that no fork meets]."""
+        """Start a thread, which lives until `close`; see Note [A thread that no fork meets]."""
         client = TextStore(connect_store(self._address, timeout_s=MEET_TIMEOUT_S))
         self._heartbeat = Heartbeat(client, self.launched.rank)
 
@@ -137,13 +137,13 @@ class Meeting(Peers):
         return f"test{self._test_count + ahead}/{what}"
 
     def send(self, name: str, message: StoreMessage) -> None:
-        """Puts a message on the store."""
+        """Put a message on the store."""
         self.store.put(name, dump_tagged(message))
 
     def await_texts(
         self, names: Mapping[int, str], given_up: Callable[[Collection[int]], Collection[int]]
     ) -> Iterator[tuple[int, str]]:
-        """Waits for a text of each rank at its name; yields ranks and texts as they come.
+        """Wait for a text of each rank at its name; yield ranks and texts as they come.
 
         The one loop in which leader and followers wait. Between two looks `given_up` gets the ranks
         whose texts are missing, and returns those that need not be waited for, or raises; theirs
@@ -162,7 +162,7 @@ class Meeting(Peers):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def announce_close(self) -> None:
-        """Turns away processes that come now, for the session after this one."""
+        """Turn away processes that come now, for the session after this one."""
         self._launch.put(_CLOSED, "")
 
     def can_run(self, item: pytest.Item) -> bool:
@@ -213,7 +213,7 @@ class Meeting(Peers):
         self.begin_heartbeat()
 
     def forget_exchange(self) -> None:
-        """Removes what this process's rank exchanged in the test, which may be large."""
+        """Remove what this process's rank exchanged in the test, which may be large."""
         store = self.store.below(f"set{self._set_number}/test{self._number_in_set}")
         forget(store, self.launched.rank)
 

@@ -14,7 +14,7 @@ _RELEASE: Final = pytest.StashKey[Callable[[], None]]()
 
 
 def hold_terminal(config: pytest.Config) -> None:
-    """Keeps from the terminal what pytest writes there from now on."""
+    """Keep from the terminal what pytest writes there from now on."""
     if not config.pluginmanager.has_plugin("terminalreporter"):
         return
     writer: Any = config.get_terminal_writer()
@@ -37,7 +37,7 @@ def hold_terminal(config: pytest.Config) -> None:
 
 
 def release_terminal(config: pytest.Config) -> None:
-    """Writes what was held back, if anything was, and holds nothing back from now on."""
+    """Write what was held back, if anything was, and hold nothing back from now on."""
     release = config.stash.get(_RELEASE, None)
     if release is not None:
         del config.stash[_RELEASE]

@@ -31,7 +31,7 @@ class Termination:
     """Notes SIGTERM; see Note [SIGTERM from the launcher]."""
 
     def __init__(self, config: pytest.Config, *, defers: bool) -> None:
-        """Handles SIGTERM until the session ends, after which a program has its own handler."""
+        """Handle SIGTERM until the session ends, after which a program has its own handler."""
         self.defers = defers
         """Whether the signal is only noted; otherwise it ends the session at once, like Ctrl-C."""
         self.signalled_at: float | None = None
@@ -41,7 +41,7 @@ class Termination:
             config.add_cleanup(self._restore)
 
     def ignore(self) -> None:
-        """Ignores it from now on, since the process ends anyway."""
+        """Ignore it from now on, since the process ends anyway."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _restore(self) -> None:

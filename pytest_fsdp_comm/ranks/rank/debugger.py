@@ -58,7 +58,7 @@ class _SuspendedCapture(MultiCapture[str]):
 
 
 def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
-    """Gives this rank the terminal whenever pytest enters a debugger."""
+    """Give this rank the terminal whenever pytest enters a debugger."""
     manager = capture_manager(config)
     if manager is None:
         # Then pytest suspends nothing for a debugger; the rank keeps the terminal while it lives.
@@ -71,12 +71,12 @@ def debug_here(config: pytest.Config, terminal: RankTerminal) -> None:
 
 
 def debug_elsewhere(config: pytest.Config, skip: Callable[[FrameType], None]) -> None:
-    """Makes each call of a debugger call `skip` with the caller's frame instead."""
+    """Make each call of a debugger call `skip` with the caller's frame instead."""
     _without_debuggers(config, lambda *_, **__: SimpleNamespace(set_trace=skip))
 
 
 def refuse_debuggers(config: pytest.Config) -> None:
-    """Makes every way into a debugger fail, in a session that has no terminal."""
+    """Make every way into a debugger fail, in a session that has no terminal."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise FsdpCommError(
@@ -90,7 +90,7 @@ def refuse_debuggers(config: pytest.Config) -> None:
 def point_to_debugger(
     reports: Sequence[pytest.TestReport], results: Mapping[int, RankResult], debugged: int
 ) -> None:
-    """Adds which rank to debug to the reports, where the debugged one did not fail."""
+    """Add which rank to debug to the reports, where the debugged one did not fail."""
     failed = [
         rank for rank, result in results.items() if any(one.has_failed for one in result.reports)
     ]

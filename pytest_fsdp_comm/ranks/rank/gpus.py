@@ -69,7 +69,7 @@ def no_gpu_error(torch: Any) -> str:
 
 
 def name_missing_gpu() -> None:
-    """Makes torch name a missing GPU, not the fork, in this process and its children."""
+    """Make torch name a missing GPU, not the fork, in this process and its children."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda._is_in_bad_fork():  # noqa: SLF001  # as above
         return

@@ -44,7 +44,7 @@ test.
 
 
 def add_remedy(error: BaseException, item: pytest.Item) -> None:
-    """Adds a note to an error of torch about the default process group."""
+    """Add a note to an error of torch about the default process group."""
     if not isinstance(error, ValueError):
         return
     text = str(error)

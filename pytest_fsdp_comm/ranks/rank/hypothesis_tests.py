@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def align_examples(item: pytest.Item) -> None:
-    """Prepares a test that Hypothesis calls; does nothing with others."""
+    """Prepare a test that Hypothesis calls; do nothing with others."""
     core: Any = sys.modules.get("hypothesis.core")
     test: Any = getattr(item, "obj", None)
     if core is None or not getattr(test, "is_hypothesis_test", False):
@@ -67,7 +67,7 @@ def align_examples(item: pytest.Item) -> None:
 
 
 def _ignore_local_constants() -> None:
-    """Keeps Hypothesis from trying constants of modules that only some ranks have imported."""
+    """Keep Hypothesis from trying constants of modules that only some ranks have imported."""
     name = "hypothesis.internal.conjecture.providers"
     providers: Any = sys.modules.get(name)
     found = getattr(providers, "_local_constants", None)

@@ -43,17 +43,17 @@ class LogTerminal:
     """A rank's terminal reporter: where ``--setup-show`` and others write."""
 
     def __init__(self) -> None:
-        """Keeps in memory what is written before `open`."""
+        """Keep in memory what is written before `open`."""
         self._tw = TerminalWriter(io.StringIO())
 
     def open(self, path: Path) -> None:
-        """Writes to a file from now on."""
+        """Write to a file from now on."""
         # Not the rank's stdout, which a test may capture with capfd.
         self._tw = TerminalWriter(path.open("a", buffering=1, encoding="utf-8"))
 
 
 def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
-    """Gives a rank its own output files and directory for temporary directories.
+    """Give a rank its own output files and directory for temporary directories.
 
     Raises:
         UpstreamChangedError: pytest has moved a private name.
@@ -81,7 +81,7 @@ def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
 
 
 def leave_to_parent(config: pytest.Config) -> LogTerminal:
-    """Removes what writes for the whole session or stops it; returns the new terminal reporter."""
+    """Remove what writes for the whole session or stop it; return the new terminal reporter."""
     manager = config.pluginmanager
     for name in _PARENTS_PLUGINS:
         if manager.has_plugin(name):

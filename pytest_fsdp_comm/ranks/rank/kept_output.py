@@ -85,7 +85,7 @@ def shortened(text: str) -> str:
 
 
 def shortened_texts(data: Any) -> Any:
-    """Shortens each text in what pytest serializes; lines of source or of an error are one text."""
+    """Shorten each text in what pytest serializes; lines of source or of an error are one text."""
     if isinstance(data, str):
         return shortened(data)
     if isinstance(data, dict):
@@ -152,14 +152,14 @@ class OutputFile:
     """A file that a rank writes to, whose disk is bounded; see Note [Kept output]."""
 
     def __init__(self, path: Path) -> None:
-        """Begins with the whole file kept; it need not exist yet."""
+        """Begin with the whole file kept; it need not exist yet."""
         self._path = path
         self._size = 0
         # Where the holes made so far end: before the phase, and in its middle.
         self._free = [0, 0]
 
     def release(self, start: int) -> int:
-        """Frees what no report needs before and in the phase that starts at an offset.
+        """Free what no report needs before and in the phase that starts at an offset.
 
         Returns how many bytes of disk the file still occupies.
         """
@@ -177,7 +177,7 @@ class OutputFile:
         return 0
 
     def _punch(self, start: int, end: int) -> int:
-        """Makes a hole of whole pages; returns where the next one may start."""
+        """Make a hole of whole pages; return where the next one may start."""
         start = -(-start // _PAGE_NBYTES) * _PAGE_NBYTES
         end = end // _PAGE_NBYTES * _PAGE_NBYTES
         if _FALLOCATE is not None:

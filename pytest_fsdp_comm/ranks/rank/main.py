@@ -72,7 +72,7 @@ class RankTemplate:
         *,
         random_state: object = None,
     ) -> None:
-        """Separates this process's session, after collection, from its parent's.
+        """Separate this process's session, after collection, from its parent's.
 
         `random_state` is `random.getstate` of the pytest process; None if this process was not
         forked from it.
@@ -92,7 +92,7 @@ class RankTemplate:
                 _ = item.location  # pytest caches it
 
     def run_rank(self, spec: RankSetSpec, rank: int, descriptors: tuple[int, int]) -> NoReturn:
-        """Runs tests as a rank until the supervisor hangs up, and ends the process."""
+        """Run tests as a rank until the supervisor hangs up, and end the process."""
         session = self._session
         flush_streams()
         redirect_output(spec, rank)
@@ -167,7 +167,7 @@ class RankTemplate:
             _ask_for_next(channel, TestsEnded())
 
     def _end_process(self, item: pytest.Item) -> None:
-        """Does what Python does as a process exits, which this one does not do by itself."""
+        """Do what Python does as a process exits, which this one does not do by itself."""
         self._plugin.run_exit_functions(item)
         run_finalizers()
 
@@ -215,7 +215,7 @@ def _context(spec: RankSetSpec, rank: int, number: int, departures: Marks) -> Ra
 def _run_item(
     item: pytest.Item, nextitem: pytest.Item | None, extensions: Sequence[RankExtension[Any]]
 ) -> tuple[tuple[str, ...] | None, Escape | None]:
-    """Runs a test's protocol; returns what `TestEnded` calls ``payloads`` and ``escaped``."""
+    """Run a test's protocol; return what `TestEnded` calls ``payloads`` and ``escaped``."""
     try:
         item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     except BaseException as error:  # noqa: BLE001  # pytest.exit, KeyboardInterrupt, plugins' errors
@@ -227,7 +227,7 @@ def _run_item(
 
 
 def _write_through() -> None:
-    """Replaces Python's own streams: what they buffer would be lost in a crash."""
+    """Replace Python's own streams: what they buffer would be lost in a crash."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = open(  # noqa: SIM115  # lives as long as the process
             descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
@@ -240,7 +240,7 @@ def _write_through() -> None:
 
 
 def save_coverage() -> None:
-    """Saves what coverage.py measured here, since a rank ends without its exit handler."""
+    """Save what coverage.py measured here, since a rank ends without its exit handler."""
     coverage: Any = sys.modules.get("coverage")
     current = coverage.Coverage.current() if coverage else None
     if current is not None:

@@ -74,7 +74,7 @@ class RankPlugin:
     _keeps_random_states: bool
 
     def __init__(self, config: pytest.Config) -> None:
-        """Redirects the output of subtests."""
+        """Redirect the output of subtests."""
         self._config = config
         self._logs: list[_Log] = []
         self._held: PhaseReport | None = None
@@ -92,7 +92,7 @@ class RankPlugin:
         *,
         shares_random_states: bool,
     ) -> None:
-        """Makes the hooks a rank's; `shares_random_states` where one process forked all ranks."""
+        """Make the hooks a rank's; `shares_random_states` where one process forked all ranks."""
         self._shares_random_states = shares_random_states
         # Only another test on the same ranks begins with them again.
         self._keeps_random_states = spec.settings.scope == "module"
@@ -103,13 +103,13 @@ class RankPlugin:
     # Innermost: within the filters for this test's warnings.
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Reports what only the end of a session brings to light, as a failed teardown."""
+        """Report what only the end of a session brings to light, as a failed teardown."""
         handled = yield
         self._report_failure(item, partial(raise_lost_exceptions, item))
         return handled
 
     def _report_failure(self, item: pytest.Item, end: Callable[[], None]) -> None:
-        """Runs what follows a test's own teardown; reports it only where it fails."""
+        """Run what follows a test's own teardown; report it only where it fails."""
 
         def run() -> None:
             __tracebackhide__ = True
@@ -123,13 +123,13 @@ class RankPlugin:
 
     # The last test gets the blame.
     def end_tests(self, item: pytest.Item) -> None:
-        """Ends the fixtures that were kept for a test which does not follow the last one."""
+        """End the fixtures that were kept for a test which does not follow the last one."""
         # As pytest's own session does at its end.
         self._report_failure(item, partial(item.session._setupstate.teardown_exact, None))  # noqa: SLF001
         self._report_failure(item, partial(raise_lost_exceptions, item))
 
     def run_exit_functions(self, item: pytest.Item) -> None:
-        """Runs what the rank registered with `atexit`; warns of what raised."""
+        """Run what the rank registered with `atexit`; warn of what raised."""
         # Past every filter: Python, too, only prints it.
         for text in run_exit_functions():
             self._send_warning(
@@ -163,7 +163,7 @@ class RankPlugin:
     # The skip marks are evaluated by a tryfirst hook, so that a skipped test makes no group; the
     # fixtures are set up by a hook that was registered before this one, and so runs after it.
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Makes the process group before the first fixture."""
+        """Make the process group before the first fixture."""
         __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
         _refuse_benchmark(item)
         if self._group is None:
@@ -211,7 +211,7 @@ class RankPlugin:
             captured.out, captured.err = (log.end_subtest() for log in self._logs)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Sends a phase's report immediately: the rank may die in the next phase."""
+        """Send a phase's report immediately: the rank may die in the next phase."""
         if is_subtest(report):
             self._has_failed_subtest |= report.failed
         elif self._has_failed_subtest and report.passed:
@@ -229,7 +229,7 @@ class RankPlugin:
             self._channel.send(message)
 
     def take_held(self) -> PhaseReport | None:
-        """Ends the test; returns the report that is to be sent along with its end."""
+        """End the test; return the report that is to be sent along with its end."""
         held, self._held = self._held, None
         self._skipped.clear()
         self._has_failed_subtest = False
@@ -239,26 +239,26 @@ class RankPlugin:
     # interrupt, and its threads end the process without a word about the other ranks.
     @pytest.hookimpl(tryfirst=True, optionalhook=True)
     def pytest_timeout_set_timer(self, settings: Any) -> bool:
-        """Leaves the timeout of pytest-timeout to the supervisor, which knows every rank."""
+        """Leave the timeout of pytest-timeout to the supervisor, which knows every rank."""
         self._channel.send(TimerSet(timeout_s=settings.timeout, set_at=time.monotonic()))
         return True
 
     @pytest.hookimpl(tryfirst=True, optionalhook=True)
     def pytest_timeout_cancel_timer(self) -> bool:
-        """Reports that what had a timeout has ended."""
+        """Report that what had a timeout has ended."""
         self._channel.send(TimerCancelled())
         return True
 
     def pytest_enter_pdb(self) -> None:
-        """Reports that a human is at work."""
+        """Report that a human is at work."""
         self._channel.send(Debugging(has_begun=True))
 
     def pytest_leave_pdb(self) -> None:
-        """Reports that the test goes on."""
+        """Report that the test goes on."""
         self._channel.send(Debugging(has_begun=False))
 
     def skip_debugger(self, frame: FrameType) -> None:
-        """Reports that this rank came to a debugger without having the terminal."""
+        """Report that this rank came to a debugger without having the terminal."""
         path = show_path(frame.f_code.co_filename, self._config.rootpath)
         site = f"{path}:{frame.f_lineno}"
         if site not in self._skipped:
@@ -272,7 +272,7 @@ class RankPlugin:
         nodeid: str,
         location: tuple[str, int, str] | None,
     ) -> None:
-        """Sends a warning."""
+        """Send a warning."""
         # Of collection or, before `bind`, of tests that ran before a fork server was replaced, the
         # pytest process has it, and pytest repeats it to every new plugin.
         if when == "runtest" and self._logs:

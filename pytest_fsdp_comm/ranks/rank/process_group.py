@@ -52,7 +52,7 @@ def set_environment(
     gpus: Sequence[str] = (),
     local: LocalRank | None = None,
 ) -> None:
-    """Sets the variables that torchrun would, the visible GPUs, and one thread per rank.
+    """Set the variables that torchrun would, the visible GPUs, and one thread per rank.
 
     Empty `gpus` leave the caller's list as it is; without `local` all ranks are on this machine.
     """
@@ -78,7 +78,7 @@ def set_environment(
 
 
 def empty_compiler_caches() -> None:
-    """Does once what making a process group does in each rank."""
+    """Do once what making a process group does in each rank."""
     # Read in torch 2.7, 2.13 and 2.15. It costs a rank 310 page faults, nearly as many as its gloo
     # group, and nothing where the caches are empty.
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
@@ -96,7 +96,7 @@ def has_group() -> bool:
 
 
 def join_group(context: RankContext) -> object:
-    """Makes the default process group of this rank, and returns it.
+    """Make the default process group of this rank, and return it.
 
     Raises:
         FsdpCommError: There is one already.
@@ -163,7 +163,7 @@ def is_default_group(group: object) -> bool:
 
 
 def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
-    """Makes a device mesh of all ranks from its axes' names and sizes, outermost first."""
+    """Make a device mesh of all ranks from its axes' names and sizes, outermost first."""
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  # see above
 
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -30,14 +30,14 @@ def fork_quietly() -> int:
 
 
 def flush_streams() -> None:
-    """Flushes both output streams, unless a test has closed them."""
+    """Flush both output streams, unless a test has closed them."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError, AttributeError):
             stream.flush()
 
 
 def redirect_output(spec: RankSetSpec, rank: int) -> None:
-    """Sends descriptors 1 and 2 to files of a rank, which survive a crash."""
+    """Send descriptors 1 and 2 to files of a rank, which survive a crash."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         log = os.open(spec.log_path(rank, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, descriptor)
@@ -45,7 +45,7 @@ def redirect_output(spec: RankSetSpec, rank: int) -> None:
 
 
 def end_forked_child(rank_pid: int, error: BaseException | None) -> None:
-    """Ends this process if it is not the rank's, but a test forked it, and it left the test."""
+    """End this process if it is not the rank's, but a test forked it, and it left the test."""
     if getpid() == rank_pid:
         return
     # At once: what follows (fixtures' teardown, exit handlers, coverage) is the rank's to do.
@@ -60,7 +60,7 @@ def end_forked_child(rank_pid: int, error: BaseException | None) -> None:
 
 
 def put_sockets_below(directory: Path) -> None:
-    """Makes managers, pools and servers put their sockets where they are removed in any case."""
+    """Make managers, pools and servers put their sockets where they are removed in any case."""
     # Otherwise each process has a directory below TMPDIR, which a killed one leaves behind.
     process: Any = multiprocessing.process.current_process()
     config = getattr(process, "_config", None)
@@ -70,7 +70,7 @@ def put_sockets_below(directory: Path) -> None:
 
 
 def run_finalizers() -> None:
-    """Ends managers, pools and daemonic children; the other children are killed with the rank."""
+    """End managers, pools and daemonic children; the other children are killed with the rank."""
     # Private, but what `multiprocessing` registers with `atexit` (read in Python 3.11 to 3.14).
     run: Any = getattr(multiprocessing.util, "_run_finalizers", None)
     if run is None:

@@ -48,14 +48,14 @@ def read_states() -> list[Any]:
 
 
 def restore_states(states: Sequence[Any]) -> None:
-    """Restores what `read_states` returned."""
+    """Restore what `read_states` returned."""
     for generator, state in zip(_generators(), states, strict=True):
         if generator is not None and state is not None:
             generator[1](state)
 
 
 def equalize(exchange: RankExchange) -> None:
-    """Seeds alike the libraries whose states differ between ranks; every rank calls it."""
+    """Seed alike the libraries whose states differ between ranks; every rank calls it."""
     # The text of a tensor leaves numbers out.
     own = [state.tolist() if hasattr(state, "tolist") else state for state in read_states()]
     digests = " ".join(hashlib.sha256(repr(state).encode()).hexdigest() for state in own)

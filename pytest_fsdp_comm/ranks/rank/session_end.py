@@ -22,7 +22,7 @@ _KEEPERS = ("unraisableexception", "threadexception")
 
 
 def raise_lost_exceptions(item: pytest.Item) -> None:
-    """Collects garbage, then makes pytest raise, or warn of, what finalizers and threads raised."""
+    """Collect garbage, then make pytest raise, or warn of, what finalizers and threads raised."""
     # It takes 0.2 ms after an empty test and 1.3 ms after an FSDP2 step, as what a rank was forked
     # with is frozen (torch 2.13, CPU).
     __tracebackhide__ = True
@@ -34,7 +34,7 @@ def raise_lost_exceptions(item: pytest.Item) -> None:
 
 
 def forget_exit_functions() -> None:
-    """Leaves what this process has registered with `atexit` so far to its parent."""
+    """Leave what this process has registered with `atexit` so far to its parent."""
     for finalizer in weakref.finalize._select_for_exit():  # type: ignore[attr-defined]  # no public list
         finalizer.atexit = False
     atexit._clear()  # documented for tests only
@@ -52,7 +52,7 @@ def has_exit_functions() -> bool:
 
 
 def run_exit_functions() -> list[str]:
-    """Runs the exit functions since `forget_exit_functions`; a traceback for each that raised."""
+    """Run the exit functions since `forget_exit_functions`; a traceback for each that raised."""
     problems: list[str] = []
     if not has_exit_functions():
         return problems

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def select_own_test(config: pytest.Config) -> None:
-    """Makes a spawned rank collect its own test only."""
+    """Make a spawned rank collect its own test only."""
     config.args[:] = [str(config.rootpath / _read_spec().nodeid)]
 
 
 def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension[Any]]) -> NoReturn:
-    """Runs the rank that this process was started as, after collection.
+    """Run the rank that this process was started as, after collection.
 
     Raises:
         pytest.UsageError: The test was not collected again.

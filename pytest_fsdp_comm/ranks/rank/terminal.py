@@ -39,7 +39,7 @@ def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def kept_foreground(terminal: Sequence[int]) -> Iterator[None]:
-    """Takes the terminal back at the end of the block, even if a rank that had it is dead."""
+    """Take the terminal back at the end of the block, even if a rank that had it is dead."""
     has_it = bool(terminal) and _foreground(terminal[0]) == os.getpgrp()
     try:
         yield
@@ -68,14 +68,14 @@ class RankTerminal:
     """The terminal in the rank that debugs: its own while a debugger runs, else its logs."""
 
     def __init__(self, descriptors: Sequence[int], pytests_group: int) -> None:
-        """Keeps the result of `copied_terminal`, and the pytest process's process group."""
+        """Keep the result of `copied_terminal`, and the pytest process's process group."""
         self._descriptors = tuple(descriptors)
         self._logs: list[int] = []
         self._stdin: Any = None
         self._pytests_group = pytests_group
 
     def enter(self) -> None:
-        """Connects this process's standard descriptors to the terminal."""
+        """Connect this process's standard descriptors to the terminal."""
         if self._logs:
             return
         flush_streams()
@@ -89,7 +89,7 @@ class RankTerminal:
             _pass_on(0, os.getpgrp())
 
     def leave(self) -> None:
-        """Connects the standard descriptors to the rank's logs again."""
+        """Connect the standard descriptors to the rank's logs again."""
         if not self._logs:
             return
         flush_streams()

@@ -16,12 +16,12 @@ class Echo:
     """Follows the logs of a rank set."""
 
     def __init__(self, spec: RankSetSpec) -> None:
-        """Follows the streams in `RankSetSpec.echoes` from their start."""
+        """Follow the streams in `RankSetSpec.echoes` from their start."""
         self._spec = spec
         self._offsets: dict[tuple[int, str], int] = {}
 
     def copy(self) -> None:
-        """Writes the new lines."""
+        """Write the new lines."""
         if not self._spec.echoes:
             return
         for rank in self._spec.ranks:

@@ -24,7 +24,7 @@ class Peers:
     is_launched = False
 
     def __init__(self, session: pytest.Session) -> None:
-        """Stores the session."""
+        """Store the session."""
         self.session = session
 
     def basetemp(self) -> Path:
@@ -36,7 +36,7 @@ class Peers:
         return True
 
     def begin(self, index: int, *, reuses_ranks: bool) -> bool:  # noqa: ARG002  # of subclasses
-        """Begins the session's test of an index in every process.
+        """Begin the session's test of an index in every process.
 
         Returns whether kept ranks run it, which the leader decides; `reuses_ranks` says whether
         those kept here could.
@@ -48,7 +48,7 @@ class Peers:
         return None
 
     def has_failed_elsewhere(self, has_failed: bool) -> bool:  # noqa: ARG002  # of subclasses
-        """Sends whether a rank of this process has failed; returns whether any other has."""
+        """Send whether a rank of this process has failed; return whether any other has."""
         return False
 
     def without_thread(self) -> AbstractContextManager[None]:
@@ -58,7 +58,7 @@ class Peers:
     def share(
         self, results: Mapping[int, RankResult], *, can_keep: bool
     ) -> tuple[dict[int, RankResult], bool]:
-        """Waits until every rank is done with the test, given what this process's did.
+        """Wait until every rank is done with the test, given what this process's did.
 
         Returns the results of all ranks on the leader, elsewhere this process's; and whether all
         ranks are kept for another test, which each process must be able to.
@@ -66,4 +66,4 @@ class Peers:
         return dict(results), can_keep
 
     def close(self) -> None:
-        """Leaves the other processes."""
+        """Leave the other processes."""

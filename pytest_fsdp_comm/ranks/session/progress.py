@@ -22,14 +22,14 @@ class Progress:
     """Writes to the terminal that a test still runs: after a while, then at each doubling."""
 
     def __init__(self, item: pytest.Item, reporter: Any) -> None:
-        """Begins with a test, on pytest's terminal reporter."""
+        """Begin with a test, on pytest's terminal reporter."""
         self._item = item
         self._reporter = reporter
         self.first_after_s = item.config.stash[OPTIONS].progress_s
         """Seconds after the test's start until the first line."""
 
     def show(self, positions: Mapping[int, Position], *, after_s: float) -> None:
-        """Writes one line, given where the ranks are that answered."""
+        """Write one line, given where the ranks are that answered."""
         sites = {
             rank: "done"
             if position.activity is Activity.HAS_ENDED
@@ -46,7 +46,7 @@ class Progress:
 
 
 def progress_on_terminal(item: pytest.Item) -> Progress | None:
-    """Shows a test's progress on the terminal; None where there is none, as in an xdist worker."""
+    """Show a test's progress on the terminal; None where there is none, as in an xdist worker."""
     reporter = item.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or hasattr(item.config, "workerinput"):
         return None

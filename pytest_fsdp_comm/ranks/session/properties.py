@@ -23,7 +23,7 @@ _Property = tuple[str, Any]
 def merge_user_properties(
     reports: Iterable[pytest.TestReport], results: Mapping[int, RankResult]
 ) -> None:
-    """Gives each merged report of a phase the properties that every rank recorded."""
+    """Give each merged report of a phase the properties that every rank recorded."""
     for report in reports:
         by_rank = {
             rank: [(name, value) for name, value in sent.report.get("user_properties", ())]
@@ -65,7 +65,7 @@ class SuitePropertiesOfRanks:
     payload_type: Final = SuiteProperties
 
     def enter_rank(self, config: pytest.Config) -> None:
-        """Forgets what the pytest process has recorded."""
+        """Forget what the pytest process has recorded."""
         _recorded(config).clear()
 
     def rank_payload(self, item: pytest.Item) -> SuiteProperties:
@@ -78,7 +78,7 @@ class SuitePropertiesOfRanks:
     def merge(
         self, item: pytest.Item, payloads: Mapping[int, SuiteProperties], *, has_failed: bool
     ) -> list[str]:
-        """Records each once; there are never problems."""
+        """Record each once; there are never problems."""
         del has_failed
         # A fixture of the session runs in the ranks of each test.
         known = _recorded(item.config)

@@ -19,7 +19,7 @@ _WRAPPERS = ("pytest_runtest_setup", "pytest_runtest_call", "pytest_runtest_tear
 
 
 def show_report_plugins(item: pytest.Item, reports: Sequence[pytest.TestReport]) -> None:
-    """Gives the session's plugins what they would have from the hooks of the test's phases."""
+    """Give the session's plugins what they would have from the hooks of the test's phases."""
     _show_allure(item, reports)
     for report in reports:
         extra: Any = getattr(report, "_json_report_extra", None)

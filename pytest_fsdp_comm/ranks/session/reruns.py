@@ -32,7 +32,7 @@ def run_with_reruns(
     nextitem: pytest.Item | None,
     attempt: Callable[[], list[pytest.TestReport]],
 ) -> bool:
-    """Runs and logs a test by its attempts as the plugin decides; False if it leaves the test."""
+    """Run and log a test by its attempts as the plugin decides; False if it leaves the test."""
     plugin: Any = item.config.pluginmanager.get_plugin("rerunfailures")
     if plugin is None:
         return False
@@ -79,7 +79,7 @@ def explain_no_rerun(item: pytest.Item) -> str:
 
 
 def drive(wrapper: Generator[None, Any, Any], result: object) -> None:
-    """Runs a hook's wrapper around a result."""
+    """Run a hook's wrapper around a result."""
     next(wrapper)
     with contextlib.suppress(StopIteration):
         wrapper.send(result)

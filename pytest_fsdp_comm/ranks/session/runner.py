@@ -92,7 +92,7 @@ class RankRunner:
         slots_directory: str | None = None,
         preloaded: Sequence[str] = (),
     ) -> None:
-        """Stores the arguments, of a session after collection; `start` forks the server.
+        """Store the arguments, of a session after collection; `start` forks the server.
 
         Through `slots_directory` the session's processes share ranks and GPUs; None if this is the
         only one. Ranks find the modules `preloaded` imported, beside torch's.
@@ -118,7 +118,7 @@ class RankRunner:
         self._fallback_reason = ""
 
     def start(self) -> None:
-        """Forks the fork server, unless the process is unsafe to fork."""
+        """Fork the fork server, unless the process is unsafe to fork."""
         self._terminal = copied_terminal(self._session.config)
         self._random_state = random.getstate()
         self._start_base()
@@ -148,7 +148,7 @@ class RankRunner:
             self._explain_fallback()
 
     def _close_base(self) -> int | None:
-        """Ends the fork server; returns how, as `ForkServer.close`."""
+        """End the fork server; return how, as `ForkServer.close`."""
         base, self._base = self._base, None
         if base is None:
             return None
@@ -159,7 +159,7 @@ class RankRunner:
         return status
 
     def _replace_server(self) -> str:
-        """Starts a fork server in place of one that has died; says how that ended."""
+        """Start a fork server in place of one that has died; say how that ended."""
         status = self._close_base()
         with self._peers.without_thread():
             self._start_base()
@@ -182,7 +182,7 @@ class RankRunner:
         return visible_gpu_names(os.environ, visible_gpu_count())
 
     def _explain_fallback(self) -> None:
-        """Writes on the terminal why ranks are slow to start."""
+        """Write on the terminal why ranks are slow to start."""
         reporter = self._session.config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter.write_line(
@@ -193,7 +193,7 @@ class RankRunner:
             )
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """Runs one test and logs its reports, as `pytest_runtest_protocol` must."""
+        """Run one test and log its reports, as `pytest_runtest_protocol` must."""
         hook = item.ihook
         attempt = partial(self._attempt, item, nextitem)
         if not run_with_reruns(item, nextitem, attempt):
@@ -232,7 +232,7 @@ class RankRunner:
         return reports
 
     def close(self) -> None:
-        """Ends every process and removes what they shared."""
+        """End every process and remove what they shared."""
         was_interrupted = self._session.exitstatus == pytest.ExitCode.INTERRUPTED
         self._end_ranks(HURRIED_S if was_interrupted else PATIENCE_S, is_reported=False)
         self._close_base()
@@ -244,12 +244,12 @@ class RankRunner:
         self._peers.close()
 
     def run_unreported(self, item: pytest.Item) -> None:
-        """Runs this process's rank of a test that another process reports."""
+        """Run this process's rank of a test that another process reports."""
         self._run_ranks(item, None)  # which test follows only the leader knows
         self._write_problems()
 
     def _look_for_unended(self) -> list[str]:
-        """Returns a problem for each rank that nothing could end."""
+        """Return a problem for each rank that nothing could end."""
         until = time.monotonic() + LAST_LOOK_S
         while left := [rank for rank in self._unended if rank.is_there()]:
             if time.monotonic() > until:
@@ -258,7 +258,7 @@ class RankRunner:
         return [rank.describe("could not be killed") for rank in left]
 
     def _write_problems(self) -> None:
-        """Writes what no test's report can hold: which processes are left."""
+        """Write what no test's report can hold: which processes are left."""
         problems, self._problems = self._problems, []
         for problem in problems:
             shown = printable(problem, "\n")
@@ -365,7 +365,7 @@ class RankRunner:
         return self._session.config.stash[OPTIONS].rank_slots is not None or gpus_of(settings) > 0
 
     def _begin(self, item: pytest.Item, nextitem: pytest.Item | None, peers: Peers) -> Supervision:
-        """Gives a test to the ranks that are kept for it, or starts new ones."""
+        """Give a test to the ranks that are kept for it, or start new ones."""
         index = self._indices[item]
         kept = self._kept
         reuses_ranks = (
@@ -447,7 +447,7 @@ class RankRunner:
         return Supervision(spec, self._base.server, connections)
 
     def _restore_directory(self, base: _Base, item: pytest.Item) -> None:
-        """Makes the session's directory again if it has vanished since the last test began."""
+        """Make the session's directory again if it has vanished since the last test began."""
         if not has_vanished(base.directory):
             return
         base.server.raise_if_failed()  # as in `_begin`
@@ -455,7 +455,7 @@ class RankRunner:
         warn_of_test(item, _describe_vanished(base.directory, "before this test"))
 
     def _end_ranks(self, within_s: float, *, is_reported: bool = True) -> None:
-        """Ends the rank set; if `is_reported`, the next report names ranks that do not go."""
+        """End the rank set; if `is_reported`, the next report names ranks that do not go."""
         ended, self._kept = self._kept, None
         if ended is not None:
             problems, unended = ended.end(within_s)
@@ -480,7 +480,7 @@ class RankRunner:
         results: Mapping[int, RankResult],
         reports: list[pytest.TestReport],
     ) -> list[pytest.TestReport]:
-        """Gives the extensions what their ranks sent; their problems fail the test."""
+        """Give the extensions what their ranks sent; their problems fail the test."""
         # As expected, too: a comparison is no news then either.
         has_failed = any(
             report.failed or (report.skipped and hasattr(report, "wasxfail")) for report in reports

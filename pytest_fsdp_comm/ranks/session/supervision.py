@@ -79,7 +79,7 @@ class UnendedRank:
         return start_time(self.pid) == self.started
 
     def describe(self, what: str) -> str:
-        """Says what is wrong, such as ``has not ended``, and where to look for the cause."""
+        """Say what is wrong, such as ``has not ended``, and where to look for the cause."""
         after_s = time.monotonic() - self.killed_at
         return (
             f"{self.name} {what}: its process {self.pid} still exists {after_s:.0f} s after "
@@ -98,7 +98,7 @@ class Supervision:
         server: ForkServer,
         connections: Mapping[int, tuple[socket.socket, socket.socket]],
     ) -> None:
-        """Begins with a rank set that has just started, and `ForkServer.fork_ranks` returned."""
+        """Begin with a rank set that has just started, and `ForkServer.fork_ranks` returned."""
         self.spec = spec
         self.server = server
         self._channels: dict[int, _Channel] = {}
@@ -142,7 +142,7 @@ class Supervision:
         """Whether all ranks finished the last test and wait for another."""
 
     def begin_next(self, item_index: int, next_test: NextTest) -> None:
-        """Gives another test to the same ranks; `run` watches it."""
+        """Give another test to the same ranks; `run` watches it."""
         self._begin(next_test)
         for rank in self.spec.ranks:
             for stream in _STREAMS:
@@ -158,7 +158,7 @@ class Supervision:
         has_failed_elsewhere: Callable[[bool], bool],
         progress: Progress | None = None,
     ) -> dict[int, RankResult]:
-        """Returns what each rank did, once all finished, one failed a while ago, or time ran out.
+        """Return what each rank did, once all finished, one failed a while ago, or time ran out.
 
         The test began at `started_at` (`time.monotonic`). `has_failed_elsewhere` is called again
         and again with whether one of these ranks has failed, and returns whether one that another
@@ -219,7 +219,7 @@ class Supervision:
         return not expected.is_none and expected.index in {None, item_index}
 
     def end(self, within_s: float) -> tuple[list[str], list[UnendedRank]]:
-        """Kills every process of the rank set, and removes what they shared.
+        """Kill every process of the rank set, and remove what they shared.
 
         Returns problems, of fixtures that were kept for a test which did not follow, and the ranks
         that are not gone in time.
@@ -262,7 +262,7 @@ class Supervision:
         ]
 
     def _end_tests(self) -> None:
-        """Lets the ranks that wait for another test end what they kept for it, for a second."""
+        """Let the ranks that wait for another test end what they kept for it, for a second."""
         if self._next_test.is_none:
             return
         self._next_test = NextTest()
@@ -297,7 +297,7 @@ class Supervision:
         self._echo.copy()
 
     def _bound_output(self) -> bool:
-        """Frees disk now and then; whether ranks had to be stopped, for one wrote too fast."""
+        """Free disk now and then; whether ranks had to be stopped, for one wrote too fast."""
         now = time.monotonic()
         if now < self._bounded_at + _POLL_S:
             return False
@@ -313,7 +313,7 @@ class Supervision:
         return True
 
     def _release_output(self) -> dict[int, int]:
-        """Frees the disk of what is not kept; returns each rank's bytes of its largest file."""
+        """Free the disk of what is not kept; return each rank's bytes of its largest file."""
         return {
             rank: max(
                 self._outputs[rank, stream].release(self._unread_from(rank, stream))
@@ -341,14 +341,14 @@ class Supervision:
                     self._results[rank].ended_at = time.time()
 
     def _note_survivors(self) -> None:
-        """Notes which ranks outlive a failure: if they die later, that is not its cause."""
+        """Note which ranks outlive a failure: if they die later, that is not its cause."""
         for rank, result in self._results.items():
             looked_at = time.time()
             if not result.is_over and is_alive(self.server.pids[rank]):
                 result.seen_alive_at = looked_at
 
     def _drain(self, rank: int) -> None:
-        """Reads what a rank has sent; see Note [Dead ranks are read first]."""
+        """Read what a rank has sent; see Note [Dead ranks are read first]."""
         channel = self._channels[rank]
         channel.settimeout(0.0)
         with contextlib.suppress(BlockingIOError):
@@ -418,7 +418,7 @@ class Supervision:
             self._debugging.discard(rank)
 
     def _stop(self, why: Stopped) -> None:
-        """Notes where the ranks are that still run, then leaves them to `end`."""
+        """Note where the ranks are that still run, then leave them to `end`."""
         running = [result for result in self._results.values() if not result.is_over]
         # See Note [Dead ranks are read first]: on a busy machine they may have ended the test.
         for result in running:
@@ -440,7 +440,7 @@ class Supervision:
                 result.stopped = why
 
     def _locate(self) -> None:
-        """Finds out where every rank is that lives, and what each waits for."""
+        """Find out where every rank is that lives, and what each waits for."""
         # Note [Locating ranks]: a rank's watchdog, a thread, answers where the rank is. The first
         # question to all is for what is quick to read, so that the positions are of one moment. The
         # second, to those that answered, is for their groups, which takes processor time. Those
@@ -458,7 +458,7 @@ class Supervision:
                 result.position = Position(site="", activity=Activity.HAS_ENDED)
 
     def _dump_stacks(self, silent: Iterable[RankResult]) -> None:
-        """Finds out where ranks are whose watchdog cannot run; see Note [Locating ranks]."""
+        """Find out where ranks are whose watchdog cannot run; see Note [Locating ranks]."""
         activities = {one.rank: silent_activity(self.server.pids[one.rank]) for one in silent}
         can_dump = [one for one in silent if activities[one.rank] is Activity.SILENT]
         for result in can_dump:
@@ -483,7 +483,7 @@ class Supervision:
     def _ask(
         self, results: Iterable[RankResult], *, within_s: float, with_groups: bool = False
     ) -> None:
-        """Asks ranks where they are; one that does not answer in time keeps what was known."""
+        """Ask ranks where they are; one that does not answer in time keeps what was known."""
         self._questions += 1
         # A dead one may have left its last word.
         asked = [(one, self._watchdogs[one.rank]) for one in results]
@@ -520,7 +520,7 @@ class Supervision:
         return {rank: position for rank, position in positions.items() if position is not None}
 
     def _note_what_was_left(self) -> None:
-        """Completes the results of ranks that did not finish the test."""
+        """Complete the results of ranks that did not finish the test."""
         now = time.monotonic()
         limits = [one.timeout_s for one in self._running_timers() if one.runs_out_at < now]
         for rank, result in self._results.items():

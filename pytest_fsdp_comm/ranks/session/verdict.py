@@ -100,7 +100,7 @@ class _Failure:
 def merge_reports(
     item: pytest.Item, results: Mapping[int, RankResult], load: LoadReport, *, timeout_s: float
 ) -> list[pytest.TestReport]:
-    """Makes the reports to log: set-up, call unless set-up ended the test, and teardown.
+    """Make the reports to log: set-up, call unless set-up ended the test, and teardown.
 
     Reports of subtests come before that of the phase in which they ran.
     """
@@ -387,7 +387,7 @@ def _gave_up(failure: _Failure, ranks: _Ranks) -> bool:
 def _with_story(
     report: pytest.TestReport, alike: Sequence[int], story: str, *, rank_count: int
 ) -> pytest.TestReport:
-    """Adds to a rank's failure which ranks failed like it, and what the others did."""
+    """Add to a rank's failure which ranks failed like it, and what the others did."""
     if not story and len(alike) == rank_count:
         return report
     is_first = story and len(alike) == 1
@@ -460,7 +460,7 @@ def _add_disagreement(
     ranks: _Ranks,
     sections: list[tuple[str, str]],
 ) -> None:
-    """Makes the test fail where no rank failed, but ranks came to different outcomes."""
+    """Make the test fail where no rank failed, but ranks came to different outcomes."""
     outcomes = {rank: ran.outcome for rank, ran in ranks.items()}
     present = [*merged.values()]
     if _agree(outcomes):
@@ -505,7 +505,7 @@ def _agree(outcomes: Mapping[int, _Outcome]) -> bool:
 
 
 def _give_reasons(merged: Iterable[pytest.TestReport], outcomes: Mapping[int, _Outcome]) -> None:
-    """Gives the first skip or expected failure the reasons of all ranks, each once."""
+    """Give the first skip or expected failure the reasons of all ranks, each once."""
     folded = fold_equal({rank: reason for rank, (_, reason) in outcomes.items()})
     if len(folded) == 1:
         return
@@ -558,7 +558,7 @@ def _completed(
     present: Sequence[pytest.TestReport],
     sections: list[tuple[str, str]],
 ) -> pytest.TestReport:
-    """Gives a merged report the output of all ranks, and the time of the slowest."""
+    """Give a merged report the output of all ranks, and the time of the slowest."""
     report.sections = sections
     report.duration = max((other.duration for other in present), default=0.0)
     return report

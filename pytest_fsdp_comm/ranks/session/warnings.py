@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def replay_warnings(config: pytest.Config, results: Iterable[RankResult]) -> None:
-    """Records each warning once, however many ranks gave it."""
+    """Record each warning once, however many ranks gave it."""
     for seen in dict.fromkeys(warning for result in results for warning in result.warnings):
         _record(config, _rebuilt(seen), seen.when, seen.nodeid, seen.location)
 
 
 def warn_of_test(item: pytest.Item, text: str) -> None:
-    """Records a warning about a test, past the filters, which could make it an error."""
+    """Record a warning about a test, past the filters, which could make it an error."""
     path, lineno, _ = item.location
     message = warnings.WarningMessage(
         message=pytest.PytestWarning(text),

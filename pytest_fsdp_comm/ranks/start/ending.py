@@ -44,24 +44,24 @@ _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
 
 
 def kill_groups(groups: Iterable[int]) -> None:
-    """Kills whole process groups, some of which may be gone."""
+    """Kill whole process groups, some of which may be gone."""
     kill(-group for group in groups)
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kills processes that nobody has waited for yet, wherever they have moved."""
+    """Kill processes that nobody has waited for yet, wherever they have moved."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def adopt_orphans() -> bool:
-    """Makes this process the parent of each descendant that loses its own, if the system can."""
+    """Make this process the parent of each descendant that loses its own, if the system can."""
     return sys.platform == "linux" and not _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_parent(parent: int) -> None:
-    """Makes the kernel end this process, and a program that it becomes, when its parent ends."""
+    """Make the kernel end this process, and a program that it becomes, when its parent ends."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -69,7 +69,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
-    """Kills and reaps all other children of this process, and theirs; returns those that remain.
+    """Kill and reap all other children of this process, and theirs; return those that remain.
 
     Those that clean up after others have some seconds more than `within_s`.
     """
@@ -114,7 +114,7 @@ def is_gone(pid: int) -> bool:
 
 
 def await_end(pid: int, *, within_s: float) -> int | None:
-    """Returns a child's exit status, or minus the signal that ended it; None if it still runs.
+    """Return a child's exit status, or minus the signal that ended it; None if it still runs.
 
     Raises:
         ChildProcessError: Somebody else has reaped it.

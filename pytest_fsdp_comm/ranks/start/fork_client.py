@@ -60,7 +60,7 @@ class ForkServer:
     """The fork server, or the process that starts ranks, with the rank set that it has."""
 
     def __init__(self, start: Callable[[socket.socket, socket.socket], int]) -> None:
-        """Starts the server with `start(ours, theirs)`, the ends of a connection to it.
+        """Start the server with `start(ours, theirs)`, the ends of a connection to it.
 
         `start` returns the server's process id.
         """
@@ -80,7 +80,7 @@ class ForkServer:
     def fork_ranks(
         self, spec: RankSetSpec, *, spares: int = 0
     ) -> dict[int, tuple[socket.socket, socket.socket]]:
-        """Forks a rank set after the end of the last, and processes ahead for the next one.
+        """Fork a rank set after the end of the last, and processes ahead for the next one.
 
         Returns the connections to each rank and its watchdog; the caller is to close them.
 
@@ -109,7 +109,7 @@ class ForkServer:
         within_s: float,
         descriptors: Sequence[int] = (),
     ) -> _Reply:
-        """Sends a request and waits for its answer; a server that gives none is killed."""
+        """Send a request and wait for its answer; a server that gives none is killed."""
         until = time.monotonic() + within_s
         self._channel.settimeout(max(within_s, 0.001))
         try:
@@ -131,7 +131,7 @@ class ForkServer:
                 return reply
 
     def end_ranks(self, within_s: float) -> dict[int, int]:
-        """Kills every process that the ranks left, and frees their slots.
+        """Kill every process that the ranks left, and free their slots.
 
         Returns the process ids of ranks that were killed and are still there after `within_s`.
         """
@@ -144,7 +144,7 @@ class ForkServer:
             return {}
 
     def send_signal(self, rank: int, number: int) -> None:
-        """Sends a signal to a rank, if it still lives."""
+        """Send a signal to a rank, if it still lives."""
         if rank not in self.exit_statuses():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
@@ -161,7 +161,7 @@ class ForkServer:
         return self._exited
 
     def raise_if_failed(self) -> None:
-        """Reads what the server has said, its last words too if it has ended.
+        """Read what the server has said, its last words too if it has ended.
 
         Raises:
             ServerDiedError: It has.
@@ -185,7 +185,7 @@ class ForkServer:
         return self._channel.fileno()
 
     def kill(self) -> None:
-        """Ends the server immediately, and with it the ranks."""
+        """End the server immediately, and with it the ranks."""
         if not self.has_died:
             kill([self._pid])
 
@@ -196,7 +196,7 @@ class ForkServer:
         return self._is_reaped
 
     def close(self) -> int | None:
-        """Ends the server and every rank.
+        """End the server and every rank.
 
         Returns its exit status, or minus the signal that ended it; None if somebody else took it.
         """
@@ -222,7 +222,7 @@ def fork_server(
     users: SharedDirectory | None,
     preloaded: Sequence[str] = (),
 ) -> ForkServer:
-    """Forks the server from this process, to `fork_server.serve`; torch is always preloaded."""
+    """Fork the server from this process, to `fork_server.serve`; torch is always preloaded."""
 
     def start(ours: socket.socket, theirs: socket.socket) -> int:
         pid = fork_quietly()

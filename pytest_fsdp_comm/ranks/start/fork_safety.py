@@ -17,7 +17,7 @@ _OMP_PAUSE_HARD = 2  # omp.h
 
 
 def unsafe_to_fork() -> str:
-    """Says what a test module or conftest did at import that a fork does not survive; else ""."""
+    """Say what a test module or conftest did at import that a fork does not survive; else ""."""
     threads = [thread for thread in threading.enumerate() if not _is_harmless(thread)]
     if threads:
         names = ", ".join(repr(thread.name) for thread in threads)
@@ -40,7 +40,7 @@ def unsafe_to_fork() -> str:
 
 
 def end_openmp_threads() -> None:
-    """Ends the threads with which torch did maths, if any; they come back when it does more."""
+    """End the threads with which torch did maths, if any; they come back when it does more."""
     # A forked process takes them to be alive, and waits for them as soon as it uses more than one
     # thread: a rank that called torch.set_num_threads(2) hung (torch 2.13, CPU).
     with contextlib.suppress(AttributeError):  # OpenMP is not loaded, or older than 5.0

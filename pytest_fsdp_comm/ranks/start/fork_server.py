@@ -100,7 +100,7 @@ def serve(
     *,
     preloaded: Sequence[str],
 ) -> NoReturn:
-    """Forks and reaps until the pytest process is gone, and ends this process.
+    """Fork and reap until the pytest process is gone, and end this process.
 
     Before, it imports `preloaded`, and `prepare` does what every rank would do first and returns
     what each does after its fork. In the end it removes `directory`, and `shared`, the slots'
@@ -204,7 +204,7 @@ class _Server:
                     return
 
     def _work_ahead(self) -> bool:
-        """Works for later rank sets, for a moment; returns whether there may be more to do."""
+        """Work for later rank sets, for a moment; return whether there may be more to do."""
         if len(self._spares) < self._wanted_spares:
             self._fork_spare()
             return True
@@ -312,7 +312,7 @@ class _Server:
                 self._channel.send(RankExited(rank=rank, status=os.waitstatus_to_exitcode(status)))
 
     def _end_set(self, *, within_s: float) -> dict[int, int]:
-        """Kills what the ranks left, and returns the process ids of ranks that are still there.
+        """Kill what the ranks left, and return the process ids of ranks that are still there.
 
         See Note [Ending a process tree].
         """

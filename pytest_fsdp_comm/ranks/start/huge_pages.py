@@ -25,7 +25,7 @@ _MADV_COLLAPSE = 25
 
 
 def collapse_memory() -> Iterator[None]:
-    """Moves this process's private memory into huge pages, one with each step of the iterator."""
+    """Move this process's private memory into huge pages, one with each step of the iterator."""
     # A step takes about a millisecond, much more on some virtual machines.
     if sys.platform != "linux":
         return

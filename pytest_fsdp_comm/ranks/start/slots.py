@@ -44,7 +44,7 @@ class SharedDirectory:
     """The slots' directory, where several processes share it: the last one to leave removes it."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the directory unless it is there, and uses it from now on."""
+        """Make the directory unless it is there, and use it from now on."""
         self.path = path
         while True:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -57,14 +57,14 @@ class SharedDirectory:
                 self.close()
 
     def leave(self) -> None:
-        """Ends the use of it, and removes it if nobody else uses it."""
+        """End the use of it, and remove it if nobody else uses it."""
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(self.path, ignore_errors=True)
         self.close()
 
     def close(self) -> None:
-        """Closes a forked child's copy, which would count as a use by its parent."""
+        """Close a forked child's copy, which would count as a use by its parent."""
         os.close(self._descriptor)
 
 
@@ -72,7 +72,7 @@ class Slots:
     """One pytest process's view of the session's slots; see Note [Slots]."""
 
     def __init__(self, directory: Path, *, ranks: int | None, gpus: Sequence[str]) -> None:
-        """Shares slots with the session's other processes; `ranks` None sets no limit."""
+        """Share slots with the session's other processes; `ranks` None sets no limit."""
         self._directory = directory  # made when it is needed
         self._bounds_ranks = ranks is not None
         self._ranks = [directory / f"rank{number}" for number in range(ranks or 0)]
@@ -81,7 +81,7 @@ class Slots:
 
     @contextlib.contextmanager
     def turn(self, *, ranks: int, gpus: int) -> Iterator[Grant]:
-        """Waits for its turn, and then until enough is free; yields the slots to hold.
+        """Wait for its turn, and then until enough is free; yield the slots to hold.
 
         Nobody else can take slots before the block ends, so that large tests are not overtaken by
         small ones for ever. Within it, the user of the slots must lock them (`HeldSlots`).
@@ -119,19 +119,19 @@ class HeldSlots:
     """Slots in use, until they are released or this process ends."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Locks the files of slots that were granted, within the turn."""
+        """Lock the files of slots that were granted, within the turn."""
         self._descriptors = [_opened(file) for file in files]
         for descriptor in self._descriptors:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Frees the slots, even where a process forked from this one has copied descriptors."""
+        """Free the slots, even where a process forked from this one has copied descriptors."""
         for descriptor in self._descriptors:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         self.close()
 
     def close(self) -> None:
-        """Closes a forked child's copies; the parent's own hold stays."""
+        """Close a forked child's copies; the parent's own hold stays."""
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def spawn_server(
     config: pytest.Config, directory: Path, shared: Path | None, terminal: tuple[int, ...]
 ) -> ForkServer:
-    """Starts the process that starts ranks, with the arguments of this one."""
+    """Start the process that starts ranks, with the arguments of this one."""
     # By now a path may exist, which moves the root directory where it is a word of its own.
     arguments = join_paths(map(str, config.invocation_params.args))
     from_environment = join_paths(shlex.split(os.environ.get("PYTEST_ADDOPTS", "")))
@@ -63,7 +63,7 @@ def spawn_server(
 
 
 def main(descriptor: str, directory: str, shared: str, *program: str) -> NoReturn:
-    """Starts ranks until the pytest process is gone.
+    """Start ranks until the pytest process is gone.
 
     Args:
         descriptor: Of the connection to the pytest process.
@@ -83,7 +83,7 @@ def main(descriptor: str, directory: str, shared: str, *program: str) -> NoRetur
 def _become_rank(
     program: tuple[str, ...], spec: RankSetSpec, rank: int, descriptors: tuple[int, int]
 ) -> NoReturn:
-    """Replaces this process by a pytest process, whose half is in `rank.spawned`."""
+    """Replace this process by a pytest process, whose half is in `rank.spawned`."""
     file = spec.directory / f"rank{rank}.json"
     file.write_text(dump_tagged(spec), encoding="utf-8")
     redirect_output(spec, rank)

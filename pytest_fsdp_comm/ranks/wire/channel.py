@@ -26,7 +26,7 @@ class Channel(Generic[_Received]):
     """One end of a connection."""
 
     def __init__(self, connection: socket.socket, receives: Mapping[str, type[_Received]]) -> None:
-        """Takes over a connected socket; `receives` are the messages that come, by name."""
+        """Take over a connected socket; `receives` are the messages that come, by name."""
         self._connection = connection
         self._receives = receives
         self._pid = getpid()
@@ -40,7 +40,7 @@ class Channel(Generic[_Received]):
     def inherited(
         cls, descriptor: int, receives: Mapping[str, type[_Received]]
     ) -> Channel[_Received]:
-        """Uses the socket of a descriptor; programs that this process starts do not inherit it."""
+        """Use the socket of a descriptor; programs that this process starts do not inherit it."""
         connection = socket.socket(fileno=descriptor)
         connection.set_inheritable(False)
         return cls(connection, receives)
@@ -50,7 +50,7 @@ class Channel(Generic[_Received]):
         return self._connection.fileno()
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Sends one message with copies of descriptors; blocks while the other end is busy.
+        """Send one message with copies of descriptors; block while the other end is busy.
 
         A process that was forked from the channel's own sends nothing.
         """
@@ -67,11 +67,11 @@ class Channel(Generic[_Received]):
         self._connection.sendall(data)
 
     def take_descriptors(self) -> tuple[int, int]:
-        """Returns the next two descriptors that came with messages; the caller is to close them."""
+        """Return the next two descriptors that came with messages; the caller is to close them."""
         return self._descriptors.pop(0), self._descriptors.pop(0)
 
     def receive(self) -> _Received | None:
-        """Waits for one message; returns None once the other end is gone.
+        """Wait for one message; return None once the other end is gone.
 
         Raises:
             CodecError: It is none that this end receives.
@@ -83,7 +83,7 @@ class Channel(Generic[_Received]):
         return self._take()
 
     def receive_available(self) -> Iterator[_Received]:
-        """Reads what is there, after a selector found it readable; never waits twice.
+        """Read what is there, after a selector found it readable; never wait twice.
 
         Raises:
             CodecError: The next message is none that this end receives; it is left out.
@@ -92,7 +92,7 @@ class Channel(Generic[_Received]):
         return self.take_pending()
 
     def take_pending(self) -> Iterator[_Received]:
-        """Takes the whole messages that were read along with an earlier one."""
+        """Take the whole messages that were read along with an earlier one."""
         while self._has_message():
             yield self._take()
 
@@ -106,11 +106,11 @@ class Channel(Generic[_Received]):
             return True
 
     def settimeout(self, timeout_s: float | None) -> None:
-        """Limits every later wait; 0 never waits, None waits for ever."""
+        """Limit every later wait; 0 never waits, None waits for ever."""
         self._connection.settimeout(timeout_s)
 
     def close(self) -> None:
-        """Closes this end, and the descriptors that nobody took."""
+        """Close this end, and the descriptors that nobody took."""
         self._connection.close()
         for descriptor in self._descriptors:
             os.close(descriptor)

@@ -25,7 +25,7 @@ def make_session_directory() -> Path:
 
 
 def remove_directory(directory: Path) -> None:
-    """Removes a session's or a rank set's directory, unless they are kept; never raises."""
+    """Remove a session's or a rank set's directory, unless they are kept; never raise."""
     if os.environ.get(KEEP_VARIABLE):
         return
     until = time.monotonic() + _REMOVED_WITHIN_S

@@ -38,7 +38,7 @@ class RankExchange:
     """
 
     def __init__(self, texts: TextStore | TextDirectory, rank: int, ranks: tuple[int, ...]) -> None:
-        """Starts before the first comparison; `texts` are of one test, `ranks` ascending."""
+        """Start before the first comparison; `texts` are of one test, `ranks` ascending."""
         self._texts = texts
         self._rank = rank
         self._ranks = ranks
@@ -46,7 +46,7 @@ class RankExchange:
         self._pid = getpid()
 
     def __call__(self, text: str) -> list[str]:
-        """Gives this rank's text; returns those of all in rank order, equal ones as one object.
+        """Give this rank's text; return those of all in rank order, equal ones as one object.
 
         Raises:
             RanksDivergedError: Another rank ended the test without coming here as often, or this is
@@ -75,11 +75,11 @@ class RankExchange:
         return [texts[other] for other in digests]
 
     def meet(self, name: str) -> None:
-        """Waits until every rank has come to the same point, as `share` does."""
+        """Wait until every rank has come to the same point, as `share` does."""
         self.share(name, "")
 
     def share(self, name: str, text: str, complaint: str = "") -> list[str]:
-        """Gives this rank's text at a point, once in a test; returns those of all, in rank order.
+        """Give this rank's text at a point, once in a test; return those of all, in rank order.
 
         Raises:
             RanksDivergedError: Another rank ended the test before it; `complaint` has a ``{}`` for
@@ -90,7 +90,7 @@ class RankExchange:
         return [self._await(f"{name}.{rank}", rank, complaint.format(rank)) for rank in self._ranks]
 
     def leave(self) -> None:
-        """Announces that this rank makes no more comparisons; does nothing in a forked process."""
+        """Announce that this rank makes no more comparisons; do nothing in a forked process."""
         if getpid() == self._pid:
             self._note_left()
 
@@ -114,7 +114,7 @@ class RankExchange:
 
 
 def forget(texts: TextStore, rank: int) -> None:
-    """Removes from a store what a rank gave in an exchange, once every rank has left."""
+    """Remove from a store what a rank gave in an exchange, once every rank has left."""
     for round_number in itertools.count(1):
         texts.remove(_text_name(round_number, rank))
         if not texts.remove(f"{round_number}.{rank}"):
@@ -132,15 +132,15 @@ class Marks:
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the file that the ranks of a rank set share; the first one makes it."""
+        """Open the file that the ranks of a rank set share; the first one makes it."""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def mark(self, rank: int, number: int) -> None:
-        """Marks the rank set's test of this number, from 0, and all before it."""
+        """Mark the rank set's test of this number, from 0, and all before it."""
         os.pwrite(self._descriptor, _COUNT.pack(number + 1), rank * _COUNT.size)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         os.close(self._descriptor)
 
     def has_marked(self, rank: int, number: int) -> bool:
@@ -153,7 +153,7 @@ class TextDirectory:
     """Texts under names, as in a `TextStore`, in files of ranks that share a machine."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
-        """Uses a directory that nobody else shares; each file's name begins with the prefix."""
+        """Use a directory that nobody else shares; each file's name begins with the prefix."""
         self._directory = directory
         self._prefix = prefix
 
@@ -162,7 +162,7 @@ class TextDirectory:
         return self._directory / f"{self._prefix}{name}"
 
     def put(self, name: str, text: str) -> None:
-        """Makes a whole text visible, in one step for readers: by the rename."""
+        """Make a whole text visible, in one step for readers: by the rename."""
         unfinished = self.path(f"{name}.unfinished")
         with self.explaining_absence():
             unfinished.write_text(text, encoding="utf-8")
@@ -178,7 +178,7 @@ class TextDirectory:
 
     @contextlib.contextmanager
     def explaining_absence(self) -> Iterator[None]:
-        """Explains a file that the block cannot find: the directory is gone."""
+        """Explain a file that the block cannot find: the directory is gone."""
         try:
             yield
         except FileNotFoundError:
@@ -203,13 +203,13 @@ class DirectoryExchange(RankExchange):
         number: int,
         departures: Marks,
     ) -> None:
-        """Starts before the first comparison in the rank set's test of this number, from 0."""
+        """Start before the first comparison in the rank set's test of this number, from 0."""
         super().__init__(TextDirectory(directory, f"test{number}."), rank, ranks)
         self._number = number
         self._departures = departures
 
     def meet(self, name: str) -> None:
-        """Waits until every rank has come to the same point: the last one wakes the others."""
+        """Wait until every rank has come to the same point: the last one wakes the others."""
         # Note [Last one rings]: each rank of each test waits here once, and looking for files again
         # and again took a tenth of a trivial test's processor time. So arrivals are marks in one
         # file, and the ranks sleep on a pipe by name, the bell. It is opened before this rank is

@@ -20,15 +20,15 @@ class RankExtension(Protocol[_Payload]):
         """The frozen dataclass that `rank_payload` returns, as `text.codec` reads it."""
 
     def enter_rank(self, config: pytest.Config) -> None:
-        """Runs in the process that ranks are forked from, or in a spawned rank, once."""
+        """Run in the process that ranks are forked from, or in a spawned rank, once."""
 
     def rank_payload(self, item: pytest.Item) -> _Payload:
-        """Runs in the rank, after the test's protocol."""
+        """Run in the rank, after the test's protocol."""
 
     def merge(
         self, item: pytest.Item, payloads: Mapping[int, _Payload], *, has_failed: bool
     ) -> list[str]:
-        """Runs in the pytest process, once per test; any problem that it returns fails the test.
+        """Run in the pytest process, once per test; any problem that it returns fails the test.
 
         A rank that died is missing in `payloads`; `has_failed` is whether a rank failed the test.
         """

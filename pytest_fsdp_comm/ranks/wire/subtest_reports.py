@@ -32,7 +32,7 @@ def is_subtest(report: pytest.TestReport) -> bool:
 
 
 def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
-    """Returns a text that identifies a subtest, loaded from `data`, among those of its test.
+    """Return a text that identifies a subtest, loaded from `data`, among those of its test.
 
     Also gives the report the arguments as the rank sent them: loading a report quotes them again.
 
@@ -50,7 +50,7 @@ def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
 
 
 def capture_subtests(capture: Callable[[Any], Any]) -> None:
-    """Makes subtests take their output from this rank's logs, which survive a crash.
+    """Make subtests take their output from this rank's logs, which survive a crash.
 
     pytest would send it to a temporary file for each subtest, unless the test itself captures.
     A context manager of `capture` gives its argument ``out`` and ``err``.

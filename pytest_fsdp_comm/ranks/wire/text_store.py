@@ -38,7 +38,7 @@ class TextStore:
     """One client of the store; not for use by several threads."""
 
     def __init__(self, store: Store) -> None:
-        """Wraps a client, which is used by this object alone."""
+        """Wrap a client, which is used by this object alone."""
         self._store = store
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class TextStore:
 
     @_explaining_loss()
     def put(self, name: str, text: str) -> None:
-        """Makes a whole text visible, in one step for readers."""
+        """Make a whole text visible, in one step for readers."""
         data = text.encode("utf-8", "surrogatepass")
         for offset in range(0, len(data), _CHUNK_NBYTES):
             chunk = data[offset : offset + _CHUNK_NBYTES]
@@ -72,12 +72,12 @@ class TextStore:
 
     @_explaining_loss()
     def count(self, name: str, *, add: int = 0) -> int:
-        """Adds to a number, which begins as 0 and has no text's name; returns the sum."""
+        """Add to a number, which begins as 0 and has no text's name; return the sum."""
         return int(self._store.add(name, add))
 
     @_explaining_loss()
     def remove(self, name: str) -> bool:
-        """Removes a text; whether there was one."""
+        """Remove a text; whether there was one."""
         if not self.has(name):
             return False
         for key in [*self._chunks(name), name]:
@@ -90,7 +90,7 @@ class TextStore:
 
 
 def connect_store(address: StoreAddress, *, timeout_s: float, serves: bool = False) -> PrefixStore:
-    """Connects to a store, or serves it from now until this process ends.
+    """Connect to a store, or serve it from now until this process ends.
 
     `timeout_s` limits this and every later wait.
 

@@ -273,7 +273,7 @@ def dim_smaller_than_axis(wrapping: Wrapping) -> Iterator[Case]:
 
 
 def _short(wrapping: Wrapping, unit: ShardUnit) -> Iterator[tuple[str, int, int, int]]:
-    """Yields the parameters of an FSDP2 unit with fewer rows than ranks, if that pads them much."""
+    """Yield the parameters of an FSDP2 unit with fewer rows than ranks, if that pads them much."""
     # Each as the axis (`dp=4`), the parameter's index, its rows, and the bytes of its padding.
     axis = unit.shard_axis if unit.kind == "fsdp2" else None
     for index in unit.parameters if axis else ():

@@ -88,7 +88,7 @@ class Wrapping:
         ]
 
     def sharded_units(self) -> Iterator[tuple[int, ShardUnit]]:
-        """Yields the units that gather parameters, with their indices."""
+        """Yield the units that gather parameters, with their indices."""
         for index, unit in enumerate(self.tree.units):
             if unit.kind in GATHERING and unit.shard_axis is not None and unit.parameters:
                 yield index, unit
@@ -102,14 +102,14 @@ class Wrapping:
         return any(parameter.trainable for parameter in self.parameters(unit))
 
     def around(self, module: int) -> Iterator[int]:
-        """Yields a module and those that enclose it, nearest first."""
+        """Yield a module and those that enclose it, nearest first."""
         at: int | None = module
         while at is not None:
             yield at
             at = self.tree.modules[at].parent
 
     def above(self, unit: ShardUnit) -> Iterator[int]:
-        """Yields the modules that enclose a unit's first, nearest first."""
+        """Yield the modules that enclose a unit's first, nearest first."""
         return islice(self.around(unit.modules[0]), 1, None)
 
     def enclosing_unit(self, unit: ShardUnit) -> ShardUnit | None:
