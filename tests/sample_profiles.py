@@ -11,6 +11,9 @@ from pytest_fsdp_comm.comm.profile import SUBJECTS, CommProfile, Row, sort_rows
 FORWARD, BACKWARD, RECOMPUTE = Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE
 DP = MeshAxis(name="dp", size=4, dims=((4, 2),))
 TP = MeshAxis(name="tp", size=2, dims=((2, 1),))
+REPLICATE = MeshAxis(name="replicate", size=2, dims=((2, 4),))
+SHARD = MeshAxis(name="shard", size=4, dims=((4, 1),))
+WORLD = MeshAxis(name="world", size=8, dims=((8, 1),))
 NBYTES = 5_120
 WHOLE = "(Shard(dim=1))->(Replicate())"
 
@@ -59,7 +62,7 @@ def made(rows):
     used = {one.axis for one in rows}
     return CommProfile(
         world_size=8,
-        mesh_axes=tuple(axis for axis in (DP, TP) if axis.name in used),
+        mesh_axes=tuple(axis for axis in (DP, TP, REPLICATE, SHARD, WORLD) if axis.name in used),
         rows=sort_rows(rows),
     )
 
@@ -80,6 +83,10 @@ def sized(one, factor):
     return replace(
         one, calls=tuple(replace(calls, nbytes=int(calls.nbytes * factor)) for calls in one.calls)
     )
+
+
+def typed(one, dtype):
+    return replace(one, calls=tuple(replace(calls, dtype=dtype) for calls in one.calls))
 
 
 def role(one):
@@ -117,8 +124,7 @@ def larger_batch(old):
 
 def in_bfloat16(old):
     def change(one):
-        calls = (replace(calls, dtype="bfloat16") for calls in sized(one, Fraction(1, 2)).calls)
-        return replace(one, calls=tuple(calls))
+        return typed(sized(one, Fraction(1, 2)), "bfloat16")
 
     return changed(old, change, ["collective"])
 

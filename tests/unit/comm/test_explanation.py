@@ -2,11 +2,14 @@
 
 import itertools
 import random
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from sample_profiles import (
+    BACKWARD,
     NBYTES,
+    RECOMPUTE,
     accumulated,
     changed,
     evaluated,
@@ -20,9 +23,12 @@ from sample_profiles import (
     recomputed,
     reduced_often,
     renamed,
+    role,
+    row,
     sized,
     times,
     twice,
+    typed,
     unit,
 )
 
@@ -208,6 +214,46 @@ def test_a_unit_that_came_has_bytes_that_no_other_unit_lost():
     # The same beside a unit that shrank by other bytes: two changes, neither of which is told so.
     shrunk = changed(new, lambda one: sized(one, Fraction(1, 2)) if one.owner == "" else one)
     assert not any(step.kind == "unit" for step in explain(old, shrunk).steps)
+
+
+def under_hsdp(rows):
+    """The same units, whose gradients are reduced between replicas as well."""
+    rows = [replace(one, axis="shard") if one.axis == "dp" else one for one in rows]
+    gradients = [one for one in rows if role(one) == "gradients"]
+    again = [replace(one, what="all_reduce", axis="replicate") for one in gradients]
+    return made([*rows, *again])
+
+
+def test_ddp_in_place_of_hsdp_tells_every_unit_that_is_gathered_now():
+    ddp = made([row(BACKWARD, "", "all_reduce", 768, "gradients", axis="world")])
+    hsdp = under_hsdp([*unit("", 64, kept=True), *unit("a", 128)])
+    explanation = explain(ddp, hsdp)
+    assert explanation.is_exact
+    assert {step.line for step in explanation.steps} == {
+        "nothing is sent over world any more",
+        "(root), a gathered now, other units as before: 3 calls, 320 B in all",
+    }
+
+
+def test_checkpointing_is_told_beside_another_type_of_parameters():
+    """A unit that recomputation gathers is not gathered again for backward."""
+
+    def units(nbytes, dtype, phase):
+        def change(one):
+            is_again = one.owner == "a" and one.phase is BACKWARD
+            if is_again and one.what in {"all_gather", "unshard"}:
+                one = replace(one, phase=phase)
+            return typed(one, dtype) if one.axis else one
+
+        return changed(made([*unit("a", nbytes), *unit("b", nbytes)]), change)
+
+    old, new = units(128, "bfloat16", BACKWARD), units(256, "float32", RECOMPUTE)
+    lines = [[step.line for step in explain(*sides).steps] for sides in ((old, new), (new, old))]
+    assert (
+        "forward collectives of a repeated by recomputation in backward: 1 call of 256 B"
+        in (lines[0])
+    )
+    assert "nothing of a is sent again by recomputation any more" in lines[1]
 
 
 def test_a_count_that_does_not_divide_refutes_a_fraction():
