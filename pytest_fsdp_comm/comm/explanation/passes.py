@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -57,7 +58,8 @@ def _axis(between: Between, axis: str, *, came: bool) -> Iterator[Step]:
         if not came:
             return f"nothing is sent over {axis} any more"
         what = f"sent over {axis} now, over which nothing was"
-        return step.with_calls(what, lambda key, _: key.axis == axis)
+        # All of it: what was there before the step only came there by the new name of an axis.
+        return replace(step, was={}).with_calls(what, lambda key, _: key.axis == axis)
 
     yield from between.replaced(
         "axis",

@@ -205,7 +205,7 @@ class Replaced(Step):
         count = nbytes = 0
         for sign, side in ((1, self.rows), (-1, self.was)):
             for owner in owners or self.owners:
-                for key, rows in side[owner].items():
+                for key, rows in side.get(owner, {}).items():
                     for call in calls_of(rows) if key.subject == "collective" else ():
                         if includes(key, call):
                             count += sign * call.count

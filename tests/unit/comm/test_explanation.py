@@ -33,6 +33,7 @@ from sample_profiles import (
 )
 
 from pytest_fsdp_comm.comm.diff import compare
+from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.contents import Pool
 from pytest_fsdp_comm.comm.explanation.search import explain
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
@@ -254,6 +255,21 @@ def test_checkpointing_is_told_beside_another_type_of_parameters():
         in (lines[0])
     )
     assert "nothing of a is sent again by recomputation any more" in lines[1]
+
+
+def test_what_is_sent_over_an_axis_that_is_new_is_counted_in_full_beside_a_rename():
+    """The rename says where the norm went that had more bytes, and not how many it has now."""
+
+    def step(axis, nbytes):
+        norm = row(Phase.OPTIMIZER, None, "all_reduce", nbytes, axis=axis)
+        rows = [*unit("", kept=True), *unit("a")]
+        return made([norm, *(replace(one, axis=one.axis and axis) for one in rows)])
+
+    old, new = step("dp", 80), step("world", 4)
+    assert [step.line for step in explain(old, new).steps] == [
+        "all that was sent over dp is sent over world now",
+        "sent over world now, over which nothing was: 1 call of 4 B",
+    ]
 
 
 def test_a_count_that_does_not_divide_refutes_a_fraction():
