@@ -613,6 +613,15 @@ def _units(between: Between, *, came: bool) -> Iterator[Step]:
         is_new = more.gathers[Phase.FORWARD] and not less.unit_rows
         return more.unit_rows if is_new else ()
 
+    keys = between.select(rows, came=came)
+    # No other unit may come or go beside them, as one does whose gradients DDP reduced.
+    if any(
+        having[owner].gathers[Phase.FORWARD] and not without[owner].gathers[Phase.FORWARD]
+        for owner in between.owners
+        if owner not in keys
+    ):
+        return
+
     def sentence(step: Replaced) -> str:
         if not came:
             return f"{step.who} no longer gathered nor reduced, other units gathered as before"
@@ -620,7 +629,7 @@ def _units(between: Between, *, came: bool) -> Iterator[Step]:
 
     yield from between.replaced(
         "unit",
-        between.select(rows, came=came),
+        keys,
         came=came,
         # Elsewhere, all gathers in forward are as before.
         claim=lambda key, call: is_gather(key, call) and key.phase is Phase.FORWARD,

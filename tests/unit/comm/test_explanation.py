@@ -34,8 +34,10 @@ from sample_profiles import (
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.explanation.contents import Pool
+from pytest_fsdp_comm.comm.explanation.between import Between
+from pytest_fsdp_comm.comm.explanation.contents import Pool, State
 from pytest_fsdp_comm.comm.explanation.search import explain
+from pytest_fsdp_comm.comm.explanation.units import propose_of_units
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
 
 # What may be told of each planted change.
@@ -270,6 +272,21 @@ def test_what_is_sent_over_an_axis_that_is_new_is_counted_in_full_beside_a_renam
         "all that was sent over dp is sent over world now",
         "sent over world now, over which nothing was: 1 call of 4 B",
     ]
+
+
+def test_a_unit_that_came_is_not_told_while_another_one_that_came_is_left_out():
+    """What DDP reduced of the root has to go before the root is a unit like the other one."""
+    ddp = made([row(BACKWARD, "", "all_reduce", 768, "gradients", axis="world")])
+    hsdp = under_hsdp([*unit("", 64, kept=True), *unit("a", 128)])
+    pool = Pool()
+    old, target = pool.state(ddp), pool.state(hsdp)
+
+    def units(state):
+        between = Between(state, target, old, (ddp.mesh_axes, hsdp.mesh_axes))
+        return [step.owners for step in propose_of_units(between) if step.kind == "unit"]
+
+    assert units(old) == []
+    assert units(State()) == [("", "a")]
 
 
 def test_a_count_that_does_not_divide_refutes_a_fraction():
