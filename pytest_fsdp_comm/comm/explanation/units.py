@@ -392,14 +392,7 @@ def _sharded(between: Between, *, came: bool) -> Iterator[Step]:
     """Units are sharded: they are gathered, and their all-reduces are reduce-scatters."""
 
     def rows(replicated: Content, sharded: Content) -> list[RowKey]:
-        was, now = sharded.reductions, replicated.reductions
-        is_changed = (
-            sharded.gathers[Phase.FORWARD]
-            and not replicated.gathers[Phase.FORWARD]
-            and {key.what for key in was} == {"reduce_scatter"}
-            and {key.what for key in now} == {"all_reduce"}
-            and total_count(was) == total_count(now)
-        )
+        is_changed = _is_sharding(replicated, sharded)
         return [*sharded.unit_rows, *replicated.unit_rows] if is_changed else []
 
     how = "replicated instead of sharded: gradients all-reduced, parameters no longer gathered"
@@ -411,6 +404,17 @@ def _sharded(between: Between, *, came: bool) -> Iterator[Step]:
         came=came,
         claim=is_of_whole_unit,
         sentence=lambda step: f"{step.who} {how}",
+    )
+
+
+def _is_sharding(replicated: Content, sharded: Content) -> bool:
+    was, now = sharded.reductions, replicated.reductions
+    return (
+        bool(sharded.gathers[Phase.FORWARD])
+        and not replicated.gathers[Phase.FORWARD]
+        and {key.what for key in was} == {"reduce_scatter"}
+        and {key.what for key in now} == {"all_reduce"}
+        and total_count(was) == total_count(now)
     )
 
 
@@ -614,11 +618,11 @@ def _units(between: Between, *, came: bool) -> Iterator[Step]:
         return more.unit_rows if is_new else ()
 
     keys = between.select(rows, came=came)
-    # No other unit may come or go beside them, as one does whose gradients DDP reduced.
+    # No other unit comes or goes beside them, unless `_sharded` tells of it.
     if any(
         having[owner].gathers[Phase.FORWARD] and not without[owner].gathers[Phase.FORWARD]
         for owner in between.owners
-        if owner not in keys
+        if owner not in keys and not _is_sharding(without[owner], having[owner])
     ):
         return
 
