@@ -134,14 +134,25 @@ class Counts(GlobalStep):
         return (2.0 if whole else 3.0) + (0.0 if self.scope is Scope.EVERYTHING else 0.5)
 
     def change(self, row: Row, content: Content) -> Row:
-        def factor(call: Calls) -> Fraction:
-            if self.scope.includes(row.key, call, content):
-                return self.factor
-            is_other = self.reductions != 1 and row.phase in _PASSES
-            return self.reductions if is_other and is_of_gradients(row.key, call, content) else _ONE
-
-        calls = tuple(replace(call, count=int(call.count * factor(call))) for call in row.calls)
+        calls = tuple(
+            replace(call, count=int(call.count * self._factor_of(row.key, call, content)))
+            for call in row.calls
+        )
         return row if calls == row.calls else replace(row, calls=calls)
+
+    def _factor_of(self, key: RowKey, call: Calls, content: Content) -> Fraction:
+        if self.scope.includes(key, call, content):
+            return self.factor
+        is_other = self.reductions != 1 and key.phase in _PASSES
+        return self.reductions if is_other and is_of_gradients(key, call, content) else _ONE
+
+    def fits(self, contents: Iterable[Content]) -> bool:
+        """Whether all counts that change can be multiplied."""
+        return self.factor.denominator == self.reductions.denominator == 1 or not any(
+            call.count % self._factor_of(key, call, content).denominator
+            for content in contents
+            for key, call in content.calls()
+        )
 
     def claims(self, owner: Owner, key: RowKey, call: Calls) -> bool:
         match self.scope:
@@ -180,21 +191,15 @@ def propose_counts(between: Between) -> Iterator[Step]:
             if before and scope.includes(key, before[0].calls[0], alike.old)
         )
         for ratio in _ratios(pairs):
-            if any(
-                call.count % ratio.denominator and scope.includes(key, call, content)
-                for content in (contents if ratio.denominator > 1 else ())
-                for key, call in content.calls()
-            ):
-                continue
             # Other scopes leave no unit out.
             units = between.state.items() if scope is Scope.FORWARD else ()
             kept = tuple(owner for owner, content in units if content.is_kept)
             step = Counts(scope=scope, factor=ratio, has_activations=sends, kept=kept)
-            yield step
-            if scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}:
-                for often in reductions:
-                    if often.denominator == 1:
-                        yield replace(step, reductions=often)
+            has_others = scope in {Scope.PASSES, Scope.PASSES_AND_OUTSIDE}
+            for often in (_ONE, *reductions) if has_others else (_ONE,):
+                guess = replace(step, reductions=often)
+                if guess.fits(contents):
+                    yield guess
 
 
 def _ratios(pairs: Iterable[tuple[int, int, int]]) -> list[Fraction]:

@@ -297,6 +297,16 @@ def test_a_count_that_does_not_divide_refutes_a_fraction():
     assert not any(step.kind == "counts" and step.factor < 1 for step in explain(third, new).steps)
 
 
+def test_a_fraction_is_told_of_gathers_and_reductions_alike_beside_another_change():
+    """Half as many steps, none of which computes the norm of its gradients any more."""
+    norm = row(Phase.OPTIMIZER, None, "all_reduce", 4)
+    old, new = made([*twice(profile()).rows, norm]), profile()
+    assert {step.line for step in explain(old, new).steps} == {
+        "all counts of forward and backward x1/2",
+        "nothing is sent in optimizer any more, forward as before",
+    }
+
+
 def test_the_layers_of_a_large_model_are_one_line():
     old, new = profile(126, tensor_parallel=True), profile(128, tensor_parallel=True)
     text = render_comparison(compare(old, new), snapshot="s", accept="")
