@@ -193,13 +193,13 @@ def _change(artifacts: Artifacts, target: Path, snapshot_dir: Path) -> _Change |
     expected, current = _read(artifacts.expected), _read(target)
     if received in (None, current):
         return None
-    if _body(expected) != _body(current):
-        raise FsdpCommError(
-            _OTHER_BASE[current is None, expected is None].format(show_path(target))
-        )
     name = show_path(target)
+    # Of a broken file, the broken line says more than that it is out of date.
+    pair = Pair(old=current, new=received, old_path=name, new_path=name)
+    if _body(expected) != _body(current):
+        raise FsdpCommError(_OTHER_BASE[current is None, expected is None].format(name))
     _check_kind_and_ranks(received, current, name)
-    return target, Pair(old=current, new=received, old_path=name, new_path=name)
+    return target, pair
 
 
 def _body(text: SnapshotText | None) -> str | None:

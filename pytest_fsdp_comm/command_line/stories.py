@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two sides of one file; at least one is there."""
+    """Two sides of one file; at least one is there, and each can be read to its end.
+
+    Raises:
+        SnapshotFormatError: One is broken.
+    """
 
     old: SnapshotText | None
     new: SnapshotText | None
@@ -36,6 +40,11 @@ class Pair:
     """As `old_path`, unless the file was renamed, or two files were named."""
     is_rename: bool = False
     """Whether git found that the file was renamed."""
+
+    def __post_init__(self) -> None:
+        """Read what would be read later, where a broken file would end the stories of all."""
+        for side in (self.old, self.new):
+            _ = side and side.profile
 
     @property
     def newer(self) -> SnapshotText:

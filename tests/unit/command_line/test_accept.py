@@ -338,3 +338,14 @@ def test_a_file_that_cannot_be_written_is_named_and_the_rest_accepted(
     assert "cannot write snapshots/test_a/test_x.ws8.tree.comm (No space left on dev" in done.out
     assert (done.status, done.lines[-1]) == (1, "2 files accepted, 1 refused")
     assert files(artifacts)["test_a/test_x.ws8.tree.comm"] == TREE
+
+
+@pytest.mark.usefixtures("artifacts")
+def test_a_broken_file_is_refused_for_its_broken_line_even_if_it_is_out_of_date(write, fsdp_comm):
+    write(f"ci/received/{COMM}", NEW.replace("total all_gather", "total broadcast"))
+    write(f"snapshots/{COMM}", OTHER)
+    done = fsdp_comm("accept", "ci", "--yes")
+    assert done.status == 1
+    assert f"{COMM}: refused" in done.lines
+    assert any(line.startswith(f"  ci/received/{COMM}, line ") for line in done.lines)
+    assert "is not the file that CI compared with" not in done.out
