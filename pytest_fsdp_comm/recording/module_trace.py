@@ -23,6 +23,7 @@ from pytest_fsdp_comm.recording.subclasses import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -69,7 +70,20 @@ class TracedModule:
         now = _parameters(self.module())
         if not now.keys() >= self.placements.keys():
             raise _model_is_gone()
-        return {name: now[name].data for name in self.placements}
+        # `.data` is an operation, and a question must not be part of what it asks about.
+        with _unwatched():
+            return {name: now[name].data for name in self.placements}
+
+
+def _unwatched() -> AbstractContextManager[object]:
+    """Hide what runs from the dispatch modes of this thread: the recording, and a test's own."""
+    use = "the recorder relies on to answer within a block"
+    # Read in torch 2.6 to 2.15.
+    disable = upstream.look_up(
+        "torch", "torch.utils._python_dispatch", "_disable_current_modes", use
+    )
+    unwatched: AbstractContextManager[object] = disable()
+    return unwatched
 
 
 def _traced(module: nn.Module) -> TracedModule:

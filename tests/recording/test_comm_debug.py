@@ -271,6 +271,34 @@ def test_asking_in_the_block_changes_nothing_in_it(comm_mode, device_mesh):
 
 
 @fake
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda mode, _: mode.get_parameter_info(),
+        lambda mode, _: mode.get_sharding_info(),
+        lambda mode, _: mode.comm_module_operation_counts,
+        lambda mode, _: mode.advanced_module_tracker,
+        lambda mode, _: mode.generate_comm_debug_tracing_table(noise_level=0),
+        lambda mode, path: mode.generate_json_dump(str(path), noise_level=3),
+    ],
+    ids=["parameters", "sharding", "operations", "tracker", "table", "json"],
+)
+def test_what_an_answer_in_the_block_runs_is_not_recorded(comm_mode, device_mesh, tmp_path, ask):
+    model = build(device_mesh(dp=2, tp=2), 2, {0}, {1}, reshard=True)
+
+    def run(ask):
+        with comm_mode:
+            step(model)
+            ask()
+        return comm_mode.generate_comm_debug_tracing_table(noise_level=3)
+
+    run(lambda: None)
+    unasked = run(lambda: None)
+    assert "aten.detach" in unasked
+    assert run(lambda: ask(comm_mode, tmp_path / "dump.json")) == unasked
+
+
+@fake
 def test_modules_of_several_models_are_named_by_their_own_classes(comm_mode, device_mesh):
     mesh = device_mesh(tp=4)
     block, pair = tensor_parallel(Block(), mesh, ""), nn.Sequential(Block())

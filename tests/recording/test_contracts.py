@@ -7,9 +7,11 @@ import torch
 from models import WIDTH, Model, shard, step
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils import _python_dispatch
 
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS
 from pytest_fsdp_comm.errors import UpstreamChangedError
+from pytest_fsdp_comm.recording import module_trace
 from pytest_fsdp_comm.recording.mesh_axes import (
     GroupNames,
     _name_of,
@@ -47,6 +49,16 @@ def test_autograd_has_the_private_names_that_are_read():
     made = torch.ones(1, requires_grad=True) * 2
     assert made.grad_fn._sequence_nr() >= before
     assert torch.autograd._get_sequence_nr() > made.grad_fn._sequence_nr()
+
+
+def test_dispatch_modes_can_be_hidden_from():
+    def active():
+        return _python_dispatch._get_current_dispatch_mode_stack()
+
+    with _python_dispatch.TorchDispatchMode() as mode:
+        with module_trace._unwatched():
+            assert active() == []
+        assert active() == [mode]
 
 
 def test_a_redistribution_has_the_locals_that_are_read():
