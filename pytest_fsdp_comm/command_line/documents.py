@@ -62,19 +62,20 @@ def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:
 
 def sort_ranks(recordings: Sequence[Recording], *, where: str) -> list[Recording]:
     """Sort recordings of one block by rank; refuse any others."""
+    if not recordings:
+        raise FsdpCommError(
+            f"{where}: expected recordings, got a file that holds none; save one after a block: "
+            "comm_mode.save(path)"
+        )
     ordered = sorted(recordings, key=lambda recording: recording.rank)
     ranks = [recording.rank for recording in ordered]
     sizes = {recording.world_size for recording in ordered}
-    if not ordered or len(sizes) > 1 or len(set(ranks)) < len(ranks):
+    if len(sizes) > 1 or len(set(ranks)) < len(ranks):
         raise FsdpCommError(
             f"{where}: expected recordings of different ranks of one world, got ranks "
-            f"{_listed(ranks)} of world sizes {_listed(sorted(sizes))}"
+            f"{', '.join(map(str, ranks))} of world sizes {', '.join(map(str, sorted(sizes)))}"
         )
     return ordered
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers)) or "none"
 
 
 def describe_problem(problem: FsdpCommError) -> str:

@@ -114,6 +114,16 @@ def test_recordings_of_different_worlds_are_not_merged(write, fsdp_comm):
     assert "expected recordings of different ranks of one world, got ranks 0, 0" in shown.err
 
 
+def test_a_saved_file_without_recordings_is_refused(write, fsdp_comm):
+    write("none.json", dump_recordings([]))
+    shown = fsdp_comm("show", "none.json")
+    assert (shown.status, shown.err) == (
+        2,
+        "fsdp-comm: none.json: expected recordings, got a file that holds none; save one after a "
+        "block: comm_mode.save(path)\n",
+    )
+
+
 def test_the_console_script_is_the_program():
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     module, _, name = project["scripts"]["fsdp-comm"].partition(":")
