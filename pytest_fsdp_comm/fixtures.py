@@ -74,6 +74,7 @@ class MakeDeviceMesh:
         Raises:
             FsdpCommError: The product of the sizes is not the world size.
         """
+        __tracebackhide__ = True  # the error is the caller's
         from pytest_fsdp_comm.ranks.rank.process_group import has_group, make_mesh  # noqa: PLC0415  # loads torch
 
         # Tests without the marker may make groups on their own, under a launcher too.
@@ -125,6 +126,7 @@ def device_mesh(dist_info: DistInfo) -> MakeDeviceMesh:
 
 def mesh_sizes(axes: dict[str, int], world_size: int) -> dict[str, int]:
     """Fill in the axis of size -1; FsdpCommError if the product is not the world size."""
+    __tracebackhide__ = True
     given = math.prod(size for size in axes.values() if size != -1)
     open_axes = [name for name, size in axes.items() if size == -1]
     sizes = {

@@ -98,6 +98,13 @@ def test_own_group_without_mark(device_mesh):
     finally:
         dist.destroy_process_group()
 
+def test_mesh_that_does_not_fit(device_mesh):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        device_mesh(dp=3)
+    finally:
+        dist.destroy_process_group()
+
 @on_ranks
 def test_threads():
     torch.set_num_threads(2)
@@ -110,13 +117,18 @@ def session(run_session):
     return run_session(SOURCE, "-v")
 
 
-def error(session, name):
-    """The lines of a test's error."""
+def failure(session, name):
+    """All that pytest shows of a test's failure."""
     found = (
         session.output.partition(f"___ {name} ___")[2]
         or (session.output.partition(f"ERROR at setup of {name} ___")[2])
     )
-    lines = re.findall(r"^E {3,10}(.*)", re.split(r"\n(?:___|===)", found)[0], re.MULTILINE)
+    return re.split(r"\n(?:___|===)", found)[0]
+
+
+def error(session, name):
+    """The lines of a test's error."""
+    lines = re.findall(r"^E {3,10}(.*)", failure(session, name), re.MULTILINE)
     assert lines, session.output
     return "\n".join(lines)
 
@@ -149,6 +161,17 @@ def test_a_forgotten_marker_is_named(session):
     assert remedy not in error(session, "test_broken_without_mark")
 
 
+def test_a_mesh_that_cannot_be_made_is_shown_where_the_test_makes_it(session):
+    assert error(session, "test_mesh_that_does_not_fit").endswith(
+        "device_mesh(dp=3) does not fit world size 1: the product of the sizes must equal it, and "
+        "at most one may be -1"
+    )
+    for name in ("test_mesh_without_mark", "test_mesh_that_does_not_fit"):
+        shown = failure(session, name)
+        assert "test_it.py:" in shown
+        assert "fixtures.py" not in shown
+
+
 def test_kept_ranks_without_their_group_run_no_other_test(session):
     for rank in (0, 1):
         pids = {
@@ -160,6 +183,6 @@ def test_kept_ranks_without_their_group_run_no_other_test(session):
 
 
 def test_everything_else_passes_and_threads_of_before_the_fork_are_no_trap(session):
-    assert "7 failed, 8 passed, 1 error" in session.output
+    assert "8 failed, 8 passed, 1 error" in session.output
     assert "test_it.py::test_threads PASSED" in session.output
     assert "which a fork does not survive" not in session.output
