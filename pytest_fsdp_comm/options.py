@@ -95,7 +95,7 @@ def parse_timeout_s(value: object) -> float:
 def parse_choice(value: Any, *, allowed: Sequence[Any]) -> Any:
     """Return a value that is one of a few; BadValueError for others."""
     if value not in allowed:
-        raise BadValueError(f"expected one of {', '.join(map(str, allowed))}, got {value!r}")
+        raise BadValueError(f"expected one of {', '.join(map(repr, allowed))}, got {value!r}")
     return value
 
 
@@ -317,7 +317,8 @@ def add_options(parser: pytest.Parser) -> None:
             group.addoption(flag, metavar=metavar, help=described)
         if ini:
             kind: Literal["linelist", "string"] = "linelist" if has_lines else "string"
-            parser.addini(ini, f"default for {flag}" if flag else described, type=kind)
+            unit = ", in seconds" if metavar == "SECONDS" else ""
+            parser.addini(ini, f"default for {flag}{unit}" if flag else described, type=kind)
 
 
 # Note [Moved root]: pytest chooses its root directory before it knows a plugin's options (8.4 to

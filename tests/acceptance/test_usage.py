@@ -105,7 +105,7 @@ def test_a_bad_marker_on_a_deselected_test_does_not_stop_the_session(project):
         ),
         (
             ["--comm-backend", "mpi"],
-            "--comm-backend: expected one of gloo, nccl, fake, got 'mpi'",
+            "--comm-backend: expected one of 'gloo', 'nccl', 'fake', got 'mpi'",
         ),
         (
             ["--comm-timeout", "0"],

@@ -142,9 +142,9 @@ def test_a_bad_world_size_is_refused(value):
          "with the fake backend), got 0")),
         ([512], {}, ("world_size: 512 ranks are too many processes for one machine (at most 256 "
          "with gloo); simulate them in one process with backend='fake' or --comm-backend fake")),
-        ([], {"backend": "mpi"}, "backend: expected one of gloo, nccl, fake, got 'mpi'"),
-        ([], {"scope": "session"}, "scope: expected one of test, module, got 'session'"),
-        ([], {"device": "tpu"}, "device: expected one of cpu, cuda, got 'tpu'"),
+        ([], {"backend": "mpi"}, "backend: expected one of 'gloo', 'nccl', 'fake', got 'mpi'"),
+        ([], {"scope": "session"}, "scope: expected one of 'test', 'module', got 'session'"),
+        ([], {"device": "tpu"}, "device: expected one of 'cpu', 'cuda', got 'tpu'"),
         ([], {"timeout_s": 0}, "timeout_s: expected a positive number of seconds, got 0"),
         ([], {"timeout_s": "soon"}, ("timeout_s: expected a positive number of seconds, got "
          "'soon'")),
@@ -247,3 +247,8 @@ def test_the_launched_world_size_wins_over_ini(pytester, monkeypatch, arguments,
     monkeypatch.setenv("MASTER_PORT", "1")
     pytester.makeini("[pytest]\nfsdp_comm_world_size = 4")
     assert read_session_options(pytester.parseconfig(*arguments)).world_size == size
+
+
+def test_help_says_that_the_ini_value_of_a_deadline_is_in_seconds(pytester):
+    shown = " ".join(pytester.runpytest_subprocess("--help").stdout.str().split())
+    assert "fsdp_comm_timeout_s (string): default for --comm-timeout, in seconds" in shown

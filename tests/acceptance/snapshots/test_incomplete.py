@@ -114,7 +114,7 @@ def test_a_bad_ini_value_says_what_was_expected(project):
     result = project.run()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
-        ["ERROR: ini fsdp_comm_unseen: expected one of error, warn, got 'ignore'"]
+        ["ERROR: ini fsdp_comm_unseen: expected one of 'error', 'warn', got 'ignore'"]
     )
 
 
