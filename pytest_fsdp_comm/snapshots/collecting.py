@@ -21,6 +21,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(OUTPUT, metavar="FILE", required=True, help="where the collection goes")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Set ``--snapshot-disable-unused``: syrupy calls all snapshots unused where no test runs."""
+    # Not on the command line, where pytest would refuse it without syrupy.
+    config.option.disable_unused_snapshots = True
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Write the file."""

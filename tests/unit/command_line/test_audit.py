@@ -145,3 +145,18 @@ def test_audit_collects_via_pytest(write, fsdp_comm):
     assert "pytest cannot collect the tests" in done.err
     assert "nothing_of_this_name" in done.err
     assert not list(Path("snapshots").rglob("*.json"))
+
+
+@pytest.mark.costly
+def test_snapshots_of_plain_syrupy_do_not_stop_the_audit(write, fsdp_comm):
+    write("test_a.py", f"{MODULE}\ndef test_plain(snapshot): assert [1] == snapshot\n")
+    write(
+        "__snapshots__/test_a.ambr",
+        "# serializer version: 1\n# name: test_plain\n  list([\n    1,\n  ])\n# ---\n",
+    )
+    write("snapshots/test_a/test_fixed.ws2.comm", TEXT)
+    done = fsdp_comm("audit", "--", "-p", "no:randomly")
+    assert (done.status, done.lines) == (
+        0,
+        ["1 snapshot file in snapshots, 3 tests: no faults"],
+    ), done.err
