@@ -9,7 +9,7 @@ from os import getpid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles, list_states
@@ -19,15 +19,13 @@ from pytest_fsdp_comm.text.suggestions import NamedAttributes, shows_usage
 from pytest_fsdp_comm.tree.facts import tree_facts
 from pytest_fsdp_comm.tree.findings.rules import compares_ranks, find_between_ranks
 from pytest_fsdp_comm.tree.findings.settings import FindingSettings
-from pytest_fsdp_comm.tree.model import dump_tree
+from pytest_fsdp_comm.tree.model import ShardTree, dump_tree
 from pytest_fsdp_comm.tree.profile import TreeProfile, ranks_of_stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import nn  # noqa: TID251  # for the type only
-
-    from pytest_fsdp_comm.tree.model import ShardTree
 
 
 class TreeFactory(NamedAttributes):
@@ -121,7 +119,12 @@ class TreeFactory(NamedAttributes):
         Args:
             tree: What to print.
             file: Where; None for standard output.
+
+        Raises:
+            FsdpCommError: It is not a tree, but for example a model.
         """
+        __tracebackhide__ = True  # the error is the caller's
+        _check_tree(tree, "fsdp_tree.show", "fsdp_tree.show(fsdp_tree(model))")
         target = file or sys.stdout
         # https://no-color.org: the variable's presence counts, unless it is empty.
         color = target.isatty() and not os.environ.get("NO_COLOR")
@@ -136,8 +139,10 @@ class TreeFactory(NamedAttributes):
             path: Ends with ``.html`` or ``.json``, which decides.
 
         Raises:
-            FsdpCommError: The path ends otherwise.
+            FsdpCommError: The path ends otherwise, or it is not a tree.
         """
+        __tracebackhide__ = True
+        _check_tree(tree, "fsdp_tree.save", "fsdp_tree.save(fsdp_tree(model), path)")
         match Path(path).suffix:
             case ".json":
                 text = dump_tree(tree)
@@ -178,3 +183,12 @@ class TreeFactory(NamedAttributes):
             RecordingError: It is not a module, or is half built.
         """
         return list_handles(model)
+
+
+def _check_tree(given: object, called: str, usage: str) -> None:
+    __tracebackhide__ = True
+    if not isinstance(given, ShardTree):
+        raise FsdpCommError(
+            f"{called} expects a tree, as fsdp_tree(model) returns it, got "
+            f"{printable(type(given).__name__)}; write {usage}"
+        )

@@ -210,3 +210,27 @@ def test_the_suffix_decides_how_a_tree_is_saved(tmp_path):
     assert str(caught.value) == (
         "fsdp_tree.save writes .html and .json files, got 'tree.pdf'; use one of these extensions"
     )
+
+
+@pytest.mark.parametrize(
+    ("call", "usage"),
+    [
+        (lambda factory, thing: factory.show(thing), "fsdp_tree.show(fsdp_tree(model))"),
+        (
+            lambda factory, thing: factory.save(thing, "tree.json"),
+            "fsdp_tree.save(fsdp_tree(model), path)",
+        ),
+    ],
+    ids=["show", "save"],
+)
+@pytest.mark.parametrize("thing", [object(), None, dump_tree(stack())])
+def test_what_is_no_tree_is_refused(call, usage, thing, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FsdpCommError) as caught:
+        call(TreeFactory(), thing)
+    name = usage.partition("(")[0]
+    assert str(caught.value) == (
+        f"{name} expects a tree, as fsdp_tree(model) returns it, got {type(thing).__name__}; "
+        f"write {usage}"
+    )
+    assert not list(tmp_path.iterdir())
