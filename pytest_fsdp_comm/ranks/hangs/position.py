@@ -122,7 +122,6 @@ def _expression(code: CodeType, instruction: int) -> str:
 
 
 def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
-    """The exception of the test that pytest is about to report."""
     if frames and frames[0].f_code.co_filename == channel.__file__:
         # It waits for another test. pytest keeps what a call raised until the next one begins.
         return getattr(sys, "last_value", None)
@@ -300,10 +299,7 @@ def _root(kind: str, call: FrameType | None) -> int | None:
 
 
 def _made_groups() -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, bool]]]:
-    """The ranks of every process group of this rank, in order of creation, and how each is called.
-
-    See Note [Reading a stuck rank]; the main thread, too, may change what is read here.
-    """
+    """Each group's ranks, oldest first, and names; they may change: Note [Reading a stuck rank]."""
     from torch import distributed as dist  # noqa: PLC0415  # loaded already
 
     from pytest_fsdp_comm.recording import mesh_axes  # noqa: PLC0415  # loads torch

@@ -40,7 +40,6 @@ class StackFrame:
     path: str
     line: int
     name: str
-    """The function's name."""
     code: str = ""
     """The expression that it evaluates; empty if unknown."""
 
@@ -83,10 +82,7 @@ def shortened_code(text: str, most: int = _LONGEST_CODE) -> str:
 
 
 def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
-    """The frames of user code, innermost first, then the library function that was called.
-
-    If there is no user code, the innermost frame of all.
-    """
+    """The frames of user code, innermost first, then the library's; else the innermost of all."""
     users = [frame for frame in frames if frame.is_users]
     if not users:
         inner = [frame for frame in frames if not frame.path.startswith("<")]
@@ -108,10 +104,7 @@ def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
 
 
 def read_dump(path: Path, *, until: float) -> list[StackFrame]:
-    """Wait until `time.monotonic` for the frames, innermost first, that `faulthandler` writes.
-
-    Empty if none came.
-    """
+    """Wait until `time.monotonic` for `faulthandler`'s frames, innermost first; empty if none."""
     text = ""
     unchanged = 0
     while True:

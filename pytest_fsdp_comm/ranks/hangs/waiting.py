@@ -58,11 +58,10 @@ _Words: TypeAlias = tuple[str, str, str]
 
 
 def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> list[str]:
-    """Explain a hang, given where each rank is that lives, and which are known to have failed.
+    """Explain a hang by where living ranks are, and which are known to have failed.
 
-    A line like ``all wait for rank 3, at model.py:90 in forward`` where that is known; then lines
-    like ``ranks 0-1 wait in all_gather #7 of dp for layers.3 (512 B) at model.py:88`` and ``rank 3
-    never issued it, and is at model.py:90``. Empty if no rank waits, or some wait for blamed ones.
+    Lines such as ``all wait for rank 3, at model.py:90 in forward`` and ``rank 3 never issued it``.
+    Empty if no rank waits, or some wait for blamed ones.
     """
     stalls = [*_stalls(positions), *_call_stalls(positions)]
     reached = _reached(stalls)
@@ -86,11 +85,7 @@ def explain_waiting(positions: _Positions, *, blamed: Sequence[int] = ()) -> lis
 
 
 def explain_mismatch(positions: _Positions, failed: Iterable[int]) -> str:
-    """Explain why a backend gave up in the last collective of some of the failed ranks.
-
-    ``rank 3 called all_reduce of 400,000 float32, ranks 0-2 of 4 float32, in #1 of world at
-    test_it.py:9 in test_it``, the rarest first; empty if what ranks called does not differ.
-    """
+    """Explain why a backend gave up in failed ranks' last collective; empty if calls are alike."""
     for group in _groups(positions):
         ended = [one for rank in failed for one in group.issued.get(rank, {}).values()]
         for seq in sorted({one.seq for one in ended if one.is_last}):
@@ -171,9 +166,7 @@ class _Stall:
     what: str
     """In words; of parallel groups the same."""
     waiting: Mapping[int, _Words]
-    """The ranks that wait in it, and their words for it."""
     missing: frozenset[int]
-    """The ranks that they wait for."""
     absent: Mapping[int, _Words]
     """The ranks that do not wait in it and have answered, and what they did instead."""
     notes: tuple[str, ...] = ()
@@ -251,7 +244,6 @@ class _Group:
     """What each rank issued, by its number."""
 
     def issued_as(self, seq: int) -> dict[int, IssuedCollective]:
-        """What the ranks issued as one collective."""
         own = {rank: by_seq[seq] for rank, by_seq in self.issued.items() if seq in by_seq}
         # Once it is done, nothing tells gloo's reduce-scatter from the all-reduce that it runs as.
         if "reduce_scatter" in {one.kind for one in own.values()}:
@@ -399,7 +391,6 @@ def _unequal(what: str, own: Mapping[int, IssuedCollective]) -> tuple[str, ...]:
 
 
 def _unlike_roots(own: Mapping[int, IssuedCollective]) -> tuple[str, ...]:
-    """Likewise for collectives of one kind."""
     roots = {rank: one for rank, one in own.items() if one.root is not None}
     if len({one.root for one in roots.values()}) <= 1:
         return ()
@@ -414,7 +405,6 @@ def _rooted(one: IssuedCollective) -> str:
 
 
 def _call_stalls(positions: _Positions) -> Iterator[_Stall]:
-    """Each call, other than a collective, in which ranks wait."""
     calls = {
         rank: position.call
         for rank, position in positions.items()
@@ -462,7 +452,6 @@ def _peers(calls: Mapping[int, UnrecordedCall], positions: _Positions) -> dict[i
 
 
 def _explain(stalls: Sequence[_Stall], reached: Mapping[int, object]) -> Iterator[str]:
-    """Explain one stall, or those of parallel groups."""
     waits = {rank: words for stall in stalls for rank, words in stall.waiting.items()}
     most = _MOST_PEERS if stalls[0].what.endswith(" other ranks") else _MOST_WAYS
     for ranks, words in _folded(waits, most=most):

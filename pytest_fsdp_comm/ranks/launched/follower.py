@@ -65,10 +65,7 @@ class Follower(Meeting):
         self.termination = Termination(session.config, defers=True)
 
     def meet(self, tests: Sequence[PlannedTest]) -> str:
-        """Bring the session's tests into the leader's order, and set the leader's seed.
-
-        Returns how the tests differ from the leader's; empty if only in order.
-        """
+        """Take the leader's order and seed; return how the tests differ, empty if only in order."""
         plan = self._plan = self._await_plan()
         config = self.session.config
         if plan.randomly_seed is not None and config.pluginmanager.has_plugin("randomly"):

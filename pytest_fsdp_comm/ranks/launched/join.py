@@ -34,11 +34,7 @@ def join_session(
     *,
     preloaded: Sequence[str],
 ) -> RankRunner:
-    """Meet the other processes; return on rank 0 only, the runner of the session's tests.
-
-    Raises `pytest.UsageError` if the processes' tests or sessions differ; see `RankRunner` for the
-    other arguments.
-    """
+    """Meet the other processes; return on rank 0 only, the runner of the session's tests."""
     environment = pytest.MonkeyPatch()
     environment.setenv(INSIDE_VARIABLE, "1")
     # A program may run another session.

@@ -53,11 +53,7 @@ class Leader(Meeting):
         self._lost: dict[int, str] = {}
 
     def meet(self, tests: tuple[PlannedTest, ...]) -> None:
-        """Wait until every process has collected the same tests, in whatever order.
-
-        Raises:
-            pytest.UsageError: One did not, or did not come.
-        """
+        """Wait until every process has collected the same tests, in whatever order."""
         config, launched = self.session.config, self.launched
         try:
             self.connect()
@@ -213,7 +209,6 @@ class Leader(Meeting):
             reporter.flush()
 
     def _silent(self, missing: Collection[int]) -> Collection[int]:
-        """The lost ranks, for `await_texts`."""
         self._look_for_lost(missing)
         signalled_at = self.termination.signalled_at
         if signalled_at is not None and time.monotonic() > signalled_at + _LAST_ANSWERS_S:

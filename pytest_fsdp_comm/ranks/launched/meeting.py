@@ -51,7 +51,6 @@ _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.02
 
 PLAN = "plan"
-"""The name of the leader's `Plan`."""
 # Present once a store that rank 0 serves is about to end.
 _CLOSED = "closed"
 
@@ -96,11 +95,7 @@ class Meeting(Peers):
         self._pulses: dict[int, Pulse] = {}
 
     def connect(self) -> None:
-        """Connect, and count the session; see Note [Sessions of a launch].
-
-        Raises:
-            StoreLostError: The store cannot be reached, or served, or ends.
-        """
+        """Connect and count the session: Note [Sessions of a launch]; raise `StoreLostError`."""
         launched = self.launched
         address = StoreAddress(
             host=launched.host, port=launched.port, prefix=f"pytest-fsdp-comm/{launched.run_id}"
@@ -145,9 +140,8 @@ class Meeting(Peers):
     ) -> Iterator[tuple[int, str]]:
         """Wait for a text of each rank at its name; yield ranks and texts as they come.
 
-        The one loop in which leader and followers wait. Between two looks `given_up` gets the ranks
-        whose texts are missing, and returns those that need not be waited for, or raises; theirs
-        may still come while the loop waits for others.
+        Between two looks `given_up` gets the missing ranks; it returns those not to wait for, or
+        raises. Their texts may still come while the loop waits for others.
         """
         missing = dict(names)
         pause_s = _FIRST_PAUSE_S

@@ -23,18 +23,15 @@ class RankContext:
     """This rank on its machine, from 0."""
     local_world_size: int
     world_size: int
-    """Ranks of the default process group."""
     ranks: tuple[int, ...]
     """The ranks that really run; fewer than `world_size` with the fake backend."""
     backend: Backend
     device: str
     """Where this rank's tensors belong: ``cpu`` or ``cuda:N``."""
     timeout_s: float
-    """The test's deadline in seconds."""
     directory: Path
     """Of the rank set, on this machine; gone after its last test."""
     exchange: RankExchange
-    """Collects a text from every rank that runs."""
     store: StoreAddress | None
     """Where the ranks make their process group; None if through a file in `directory`."""
 

@@ -53,10 +53,7 @@ def is_driver_started(torch: Any) -> bool:
 
 @functools.cache
 def no_gpu_error(torch: Any) -> str:
-    """Torch's error for a missing GPU, where the started driver found none; empty if it found some.
-
-    Starts the driver.
-    """
+    """Start the driver; return torch's error for a missing GPU, empty if it found some."""
     # Cached, so that forked children know it, in which torch blames the fork.
     # Not device_count(), which may have it from NVML: the driver's word counts.
     if torch._C._cuda_getDeviceCount():  # noqa: SLF001  # tests/unit/ranks/test_gpus.py

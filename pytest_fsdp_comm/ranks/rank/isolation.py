@@ -53,11 +53,7 @@ class LogTerminal:
 
 
 def isolate_session(config: pytest.Config, *, basetemp: Path) -> None:
-    """Give a rank its own output files and directory for temporary directories.
-
-    Raises:
-        UpstreamChangedError: pytest has moved a private name.
-    """
+    """Give a rank its own output files and directory for temporary directories."""
     # A fork shares the temporary files of the parent's capture. A rank has none; its descriptors go
     # to files of its own instead, which keep what came before a crash.
     manager = capture_manager(config)

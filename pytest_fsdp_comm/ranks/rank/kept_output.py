@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 KEPT_NBYTES: Final = 256 << 10
 """Kept at either end of a text, such as what a rank writes to a stream in a phase of a test."""
 MOST_ON_DISK_NBYTES: Final = 1 << 30
-"""A rank is ended if one of its files occupies more of the disk: it writes faster than holes are
-made, or its file system has none."""
+"""More in one file ends the rank: it writes faster than holes are made, or none can be."""
 
 # Freeing less would cost more than the disk does.
 _HOLE_NBYTES = 1 << 20
@@ -159,10 +158,7 @@ class OutputFile:
         self._free = [0, 0]
 
     def release(self, start: int) -> int:
-        """Free what no report needs before and in the phase that starts at an offset.
-
-        Returns how many bytes of disk the file still occupies.
-        """
+        """Free what no report needs of the phase from `start` and before; return bytes on disk."""
         with contextlib.suppress(FileNotFoundError):  # it may vanish at any moment
             status = os.stat(self._path)  # noqa: PTH116  # 20 times a second for each file
             # Not up to the end: the rank may have begun another phase, whose report is still to

@@ -74,8 +74,7 @@ class RankTemplate:
     ) -> None:
         """Separate this process's session, after collection, from its parent's.
 
-        `random_state` is `random.getstate` of the pytest process; None if this process was not
-        forked from it.
+        `random_state` is `random.getstate` of the pytest process; None if this is no fork of it.
         """
         self._random_state = random_state
         self._session = session

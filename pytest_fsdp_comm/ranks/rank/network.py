@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""Environment variable that names the interface which gloo uses."""
 
 _SIOCGIFFLAGS = 0x8913  # linux/sockios.h
 _SIOCGIFADDR = 0x8915

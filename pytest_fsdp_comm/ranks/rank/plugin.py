@@ -52,8 +52,6 @@ _TEXTS = ("longrepr", "sections", "wasxfail", "_subtest.context")
 
 
 def _takes_output(when: str) -> Any:
-    """A hook that adds to the item what a phase writes."""
-
     # Innermost: a process that the phase forked must not go further. Not when a report is made:
     # subtests make some within the call.
     @pytest.hookimpl(wrapper=True, trylast=True, specname=f"pytest_runtest_{when}")
@@ -313,8 +311,6 @@ def _shortened_value(value: object) -> object:
 
 
 class _Log:
-    """One of the rank's two output files."""
-
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self._file = path.open("rb", buffering=0)

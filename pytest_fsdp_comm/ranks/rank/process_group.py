@@ -96,12 +96,7 @@ def has_group() -> bool:
 
 
 def join_group(context: RankContext) -> object:
-    """Make the default process group of this rank, and return it.
-
-    Raises:
-        FsdpCommError: There is one already.
-        RuntimeError: There are fewer GPUs than ranks, or the ranks cannot connect.
-    """
+    """Make the default process group of this rank, and return it."""
     __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
     import torch  # noqa: PLC0415  # not in the pytest process
     import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process

@@ -27,11 +27,7 @@ def select_own_test(config: pytest.Config) -> None:
 
 
 def run_spawned_rank(session: pytest.Session, extensions: Sequence[RankExtension[Any]]) -> NoReturn:
-    """Run the rank that this process was started as, after collection.
-
-    Raises:
-        pytest.UsageError: The test was not collected again.
-    """
+    """Run the rank that this process was started as, after collection."""
     spec = _read_spec()
     indices = [index for index, item in enumerate(session.items) if item.nodeid == spec.nodeid]
     if not indices:

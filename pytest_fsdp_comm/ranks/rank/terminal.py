@@ -19,10 +19,7 @@ _STANDARD = (0, 1, 2)
 
 
 def copied_terminal(config: pytest.Config) -> tuple[int, ...]:
-    """Copies of descriptors 0 to 2 as the user gave them; empty in an xdist worker.
-
-    To be called outside of any test.
-    """
+    """Copies of descriptors 0 to 2 as the user gave them, outside of tests; empty under xdist."""
     if hasattr(config, "workerinput"):
         return ()
     manager: Any = config.pluginmanager.getplugin("capturemanager")

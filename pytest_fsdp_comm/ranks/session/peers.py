@@ -36,10 +36,9 @@ class Peers:
         return True
 
     def begin(self, index: int, *, reuses_ranks: bool) -> bool:  # noqa: ARG002  # of subclasses
-        """Begin the session's test of an index in every process.
+        """Begin the test of an index in every process; return whether kept ranks run it.
 
-        Returns whether kept ranks run it, which the leader decides; `reuses_ranks` says whether
-        those kept here could.
+        The leader decides; `reuses_ranks` says whether those kept here could.
         """
         return reuses_ranks
 
@@ -58,11 +57,7 @@ class Peers:
     def share(
         self, results: Mapping[int, RankResult], *, can_keep: bool
     ) -> tuple[dict[int, RankResult], bool]:
-        """Wait until every rank is done with the test, given what this process's did.
-
-        Returns the results of all ranks on the leader, elsewhere this process's; and whether all
-        ranks are kept for another test, which each process must be able to.
-        """
+        """Wait for all ranks; return results (on followers, its own), and whether all are kept."""
         return dict(results), can_keep
 
     def close(self) -> None:

@@ -86,10 +86,7 @@ def drive(wrapper: Generator[None, Any, Any], result: object) -> None:
 
 
 def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
-    """A stand-in for the exception that a merged report shows, by its name and text.
-
-    Derived from the built-in exception of that name, if there is one; None if nothing failed.
-    """
+    """A stand-in for what a merged report shows, of its built-in class if any; None if passed."""
     if not report.failed:
         return None
     crash = getattr(report.longrepr, "reprcrash", None)

@@ -64,16 +64,12 @@ _LOOK_PAUSE_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Base:
-    """What rank sets are started from."""
-
     directory: Path
     """Holds a directory for each rank set."""
     slots: Slots
-    """What the ranks of all of the session's processes may use."""
     users: SharedDirectory | None
     """This process's use of the slots' directory, where it is shared with other sessions."""
     server: ForkServer
-    """What the ranks are forked from, or started by as new processes."""
 
 
 class _NotStartedError(Exception):
@@ -182,7 +178,6 @@ class RankRunner:
         return visible_gpu_names(os.environ, visible_gpu_count())
 
     def _explain_fallback(self) -> None:
-        """Write on the terminal why ranks are slow to start."""
         reporter = self._session.config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter.write_line(
@@ -249,7 +244,6 @@ class RankRunner:
         self._write_problems()
 
     def _look_for_unended(self) -> list[str]:
-        """Return a problem for each rank that nothing could end."""
         until = time.monotonic() + LAST_LOOK_S
         while left := [rank for rank in self._unended if rank.is_there()]:
             if time.monotonic() > until:
@@ -354,7 +348,6 @@ class RankRunner:
         return not self._suits(kept, nextitem) or self._base.slots.are_wanted()
 
     def _suits(self, kept: Supervision, item: pytest.Item | None) -> bool:
-        """Whether another test runs on the same ranks as those before."""
         return (
             item is not None
             and kept.spec.settings == item.stash.get(SETTINGS, None)
@@ -365,7 +358,6 @@ class RankRunner:
         return self._session.config.stash[OPTIONS].rank_slots is not None or gpus_of(settings) > 0
 
     def _begin(self, item: pytest.Item, nextitem: pytest.Item | None, peers: Peers) -> Supervision:
-        """Give a test to the ranks that are kept for it, or start new ones."""
         index = self._indices[item]
         kept = self._kept
         reuses_ranks = (
@@ -447,7 +439,6 @@ class RankRunner:
         return Supervision(spec, self._base.server, connections)
 
     def _restore_directory(self, base: _Base, item: pytest.Item) -> None:
-        """Make the session's directory again if it has vanished since the last test began."""
         if not has_vanished(base.directory):
             return
         base.server.raise_if_failed()  # as in `_begin`

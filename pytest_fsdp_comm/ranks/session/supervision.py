@@ -160,9 +160,8 @@ class Supervision:
     ) -> dict[int, RankResult]:
         """Return what each rank did, once all finished, one failed a while ago, or time ran out.
 
-        The test began at `started_at` (`time.monotonic`). `has_failed_elsewhere` is called again
-        and again with whether one of these ranks has failed, and returns whether one that another
-        process supervises has.
+        The test began at `started_at` (`time.monotonic`). `has_failed_elsewhere` gets, again and
+        again, whether a rank here has failed, and returns whether another process's has.
         """
         results = self._results.values()
         deadline = started_at + self.spec.settings.timeout_s
@@ -219,11 +218,7 @@ class Supervision:
         return not expected.is_none and expected.index in {None, item_index}
 
     def end(self, within_s: float) -> tuple[list[str], list[UnendedRank]]:
-        """Kill every process of the rank set, and remove what they shared.
-
-        Returns problems, of fixtures that were kept for a test which did not follow, and the ranks
-        that are not gone in time.
-        """
+        """Kill the rank set; return kept fixtures' problems, and the ranks not gone in time."""
         problems = self._late_problems()
         killed_at = time.monotonic()
         try:
@@ -440,7 +435,6 @@ class Supervision:
                 result.stopped = why
 
     def _locate(self) -> None:
-        """Find out where every rank is that lives, and what each waits for."""
         # Note [Locating ranks]: a rank's watchdog, a thread, answers where the rank is. The first
         # question to all is for what is quick to read, so that the positions are of one moment. The
         # second, to those that answered, is for their groups, which takes processor time. Those
@@ -520,7 +514,6 @@ class Supervision:
         return {rank: position for rank, position in positions.items() if position is not None}
 
     def _note_what_was_left(self) -> None:
-        """Complete the results of ranks that did not finish the test."""
         now = time.monotonic()
         limits = [one.timeout_s for one in self._running_timers() if one.runs_out_at < now]
         for rank, result in self._results.items():

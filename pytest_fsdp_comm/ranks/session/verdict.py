@@ -55,14 +55,12 @@ _MOST_REASONS = 3
 _LONGEST_REASON = 200
 
 _Subtest = tuple[When, pytest.TestReport]
-"""One rank's report of a subtest, and the phase in which it ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ran:
     result: RankResult
     phases: dict[When, pytest.TestReport] = field(default_factory=dict)
-    """One report for each phase that ended."""
     subtests: dict[tuple[str, int], _Subtest] = field(default_factory=dict)
     """By name and arguments, and how often they came before on the rank."""
 
@@ -84,8 +82,7 @@ class _Failure:
     rank: int
     when: When
     at: float
-    """`time.time` on the rank; minus infinity if the rank is lost, infinity if it only took too
-    long. See Note [First failure leads]."""
+    """`time.time` on the rank; -inf if it is lost, inf if only slow: Note [First failure leads]."""
     report: pytest.TestReport | None = None
     """None if the rank died."""
     text: str
@@ -100,10 +97,7 @@ class _Failure:
 def merge_reports(
     item: pytest.Item, results: Mapping[int, RankResult], load: LoadReport, *, timeout_s: float
 ) -> list[pytest.TestReport]:
-    """Make the reports to log: set-up, call unless set-up ended the test, and teardown.
-
-    Reports of subtests come before that of the phase in which they ran.
-    """
+    """Make reports to log: set-up, call unless set-up ended the test, teardown; subtests first."""
     ranks = {rank: _loaded(result, load) for rank, result in sorted(results.items())}
     subtests = _merged_subtests(ranks)
     raised = [
@@ -177,10 +171,7 @@ def _loaded(result: RankResult, load: LoadReport) -> _Ran:
 
 
 def _merged_subtests(ranks: _Ranks) -> dict[When, list[pytest.TestReport]]:
-    """One report for each subtest that a rank ran, in order, by the phase in which it ran.
-
-    A subtest that did not fail has none if a rank died, or was ended, before the subtest's end.
-    """
+    """One report per subtest, in order, by phase; none if it passed, but not on all ranks."""
     by_key: dict[tuple[str, int], dict[int, _Subtest]] = {}
     for rank, ran in ranks.items():
         for key, subtest in ran.subtests.items():
@@ -375,7 +366,6 @@ def _mismatch(failures: Sequence[_Failure], ranks: _Ranks) -> str:
 
 
 def _gave_up(failure: _Failure, ranks: _Ranks) -> bool:
-    """Whether a backend gave up, and so the rank failed."""
     if failure.report is not None:
         return _GAVE_UP.search(failure.raised) is not None
     # A rank that C++ ended has left its last words.

@@ -50,20 +50,14 @@ _CLOSED_WITHIN_S = 5.0
 
 
 class ServerDiedError(Exception):
-    """The fork server has died, and every rank with it.
-
-    The text is why it ended itself, so that the next one would, too; empty if it was killed.
-    """
+    """The fork server died, and every rank; the text says why it ended itself, empty if killed."""
 
 
 class ForkServer:
     """The fork server, or the process that starts ranks, with the rank set that it has."""
 
     def __init__(self, start: Callable[[socket.socket, socket.socket], int]) -> None:
-        """Start the server with `start(ours, theirs)`, the ends of a connection to it.
-
-        `start` returns the server's process id.
-        """
+        """Start the server with `start(ours, theirs)`, ends of a connection; it returns the pid."""
         ours, theirs = socket.socketpair()
         self._pid = start(ours, theirs)
         theirs.close()
@@ -82,11 +76,8 @@ class ForkServer:
     ) -> dict[int, tuple[socket.socket, socket.socket]]:
         """Fork a rank set after the end of the last, and processes ahead for the next one.
 
-        Returns the connections to each rank and its watchdog; the caller is to close them.
-
-        Raises:
-            ServerDiedError: The server is gone.
-            OSError: The system does not have so many descriptors.
+        Returns the connections to each rank and its watchdog; the caller is to close them. Raises
+        `ServerDiedError`, and `OSError` if the system does not have so many descriptors.
         """
         self._exited.clear()
         request = StartSet(spec=spec, spares=spares)
@@ -131,10 +122,7 @@ class ForkServer:
                 return reply
 
     def end_ranks(self, within_s: float) -> dict[int, int]:
-        """Kill every process that the ranks left, and free their slots.
-
-        Returns the process ids of ranks that were killed and are still there after `within_s`.
-        """
+        """Kill all that the ranks left, free slots; return ranks' pids still there `within_s`."""
         request = EndSet(within_s=within_s)
         try:
             return self.ask(request, SetEnded, within_s + _ANSWERED_WITHIN_S).unended
@@ -150,22 +138,14 @@ class ForkServer:
                 os.kill(self.pids[rank], number)
 
     def exit_statuses(self) -> dict[int, int]:
-        """The ranks that ended, with exit status or minus signal number.
-
-        Raises:
-            ServerDiedError: The server is gone, and with it the ranks.
-        """
+        """The ranks that ended, with exit status or minus signal number, or `ServerDiedError`."""
         self._take(self._channel.take_pending())
         while select.select([self._channel], [], [], 0)[0]:
             self.raise_if_failed()
         return self._exited
 
     def raise_if_failed(self) -> None:
-        """Read what the server has said, its last words too if it has ended.
-
-        Raises:
-            ServerDiedError: It has.
-        """
+        """Read what the server has said, last words too; raise `ServerDiedError` if it ended."""
         self._channel.settimeout(0.0)
         with contextlib.suppress(BlockingIOError):
             self._take(self._channel.receive_available())
@@ -196,10 +176,7 @@ class ForkServer:
         return self._is_reaped
 
     def close(self) -> int | None:
-        """End the server and every rank.
-
-        Returns its exit status, or minus the signal that ended it; None if somebody else took it.
-        """
+        """End server and ranks; return its exit status, or minus signal; None if unknown."""
         self._channel.close()
         os.close(self._until_exit)
         self._reap(_CLOSED_WITHIN_S)

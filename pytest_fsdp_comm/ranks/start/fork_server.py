@@ -88,8 +88,7 @@ _HUNG_UP_POLL_S = 0.05
 _COLLAPSES_AFTER_RANKS = 32  # see Note [Huge pages]
 
 RunRank = Callable[[RankSetSpec, int, tuple[int, int]], NoReturn]
-"""What a process does as a rank, after its fork: given which one it is, and the descriptors of its
-connection to the supervisor and of its watchdog's."""
+"""What a process does as a rank: its spec, its rank, its and its watchdog's descriptors."""
 
 
 def serve(
@@ -102,9 +101,8 @@ def serve(
 ) -> NoReturn:
     """Fork and reap until the pytest process is gone, and end this process.
 
-    Before, it imports `preloaded`, and `prepare` does what every rank would do first and returns
-    what each does after its fork. In the end it removes `directory`, and `shared`, the slots'
-    directory of several processes, if no other uses it any more.
+    `prepare` does what every rank would do first, and returns what each does after its fork. In the
+    end `directory` goes, and so does `shared`, the slots' directory, if no other process uses it.
     """
     ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
     before: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
@@ -146,8 +144,7 @@ def serve(
 @dataclass(slots=True, kw_only=True)
 class _RankSet:
     slots: HeldSlots
-    """Held here: freed when the last rank is reaped, and, should this process be killed, by the
-    kernel, as the ranks die with it."""
+    """Held here: if this process is killed, the kernel frees them, as the ranks die with it."""
     pids: dict[int, int] = field(default_factory=dict)
     """Process ids of the ranks that are not reaped yet, by rank."""
     groups: tuple[int, ...] = ()
@@ -312,10 +309,7 @@ class _Server:
                 self._channel.send(RankExited(rank=rank, status=os.waitstatus_to_exitcode(status)))
 
     def _end_set(self, *, within_s: float) -> dict[int, int]:
-        """Kill what the ranks left, and return the process ids of ranks that are still there.
-
-        See Note [Ending a process tree].
-        """
+        """Kill what the ranks left; return pids still there; see Note [Ending a process tree]."""
         ended, self._set = self._set, None
         if ended is None:
             return {}

@@ -36,8 +36,7 @@ class Grant:
     files: tuple[Path, ...] = ()
     """The slots' files, for `HeldSlots`."""
     gpus: tuple[str, ...] = ()
-    """The GPUs among them, by the names of the caller's visible list; empty if none were asked for,
-    or more than there are."""
+    """By the caller's names; empty if none were asked for, or more than there are."""
 
 
 class SharedDirectory:
@@ -83,8 +82,7 @@ class Slots:
     def turn(self, *, ranks: int, gpus: int) -> Iterator[Grant]:
         """Wait for its turn, and then until enough is free; yield the slots to hold.
 
-        Nobody else can take slots before the block ends, so that large tests are not overtaken by
-        small ones for ever. Within it, the user of the slots must lock them (`HeldSlots`).
+        Within the block nobody else takes any, and the user of the slots locks them (`HeldSlots`).
         """
         leased = gpus if gpus <= len(self._gpus) else 0
         bounded = ranks if self._bounds_ranks else 0

@@ -1,8 +1,4 @@
-"""Ranks as new processes, where forking is unsafe: slow, but independent of the parent.
-
-They are started from a process of their own too, as forked ranks are: it survives the pytest
-process, adopts what ranks leave, and is small, so that it can fork.
-"""
+"""Ranks as new processes where forking is unsafe: slow, and forked by a small one beside pytest."""
 
 from __future__ import annotations
 
@@ -65,11 +61,7 @@ def spawn_server(
 def main(descriptor: str, directory: str, shared: str, *program: str) -> NoReturn:
     """Start ranks until the pytest process is gone.
 
-    Args:
-        descriptor: Of the connection to the pytest process.
-        directory: As for `serve`.
-        shared: As for `serve`; empty for None.
-        program: Where pytest was started, then its arguments.
+    `shared` is empty for None; `program` is where pytest was started, then its arguments.
     """
     serve(
         Channel.inherited(int(descriptor), FORK_SERVER),

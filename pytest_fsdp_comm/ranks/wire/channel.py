@@ -50,10 +50,7 @@ class Channel(Generic[_Received]):
         return self._connection.fileno()
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send one message with copies of descriptors; block while the other end is busy.
-
-        A process that was forked from the channel's own sends nothing.
-        """
+        """Send a message with copies of descriptors, blocking; a forked process sends nothing."""
         if getpid() != self._pid:
             return
         # What JSON cannot carry travels as its repr: a strange user property must not cost the
@@ -71,11 +68,7 @@ class Channel(Generic[_Received]):
         return self._descriptors.pop(0), self._descriptors.pop(0)
 
     def receive(self) -> _Received | None:
-        """Wait for one message; return None once the other end is gone.
-
-        Raises:
-            CodecError: It is none that this end receives.
-        """
+        """Wait for one message; return None once the other end is gone."""
         while not self._has_message():
             self._read_chunk()
             if self.is_closed:
@@ -83,11 +76,7 @@ class Channel(Generic[_Received]):
         return self._take()
 
     def receive_available(self) -> Iterator[_Received]:
-        """Read what is there, after a selector found it readable; never wait twice.
-
-        Raises:
-            CodecError: The next message is none that this end receives; it is left out.
-        """
+        """Read what a selector found, never waiting twice; `CodecError` leaves a message out."""
         self._read_chunk()
         return self.take_pending()
 

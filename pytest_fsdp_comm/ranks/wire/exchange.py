@@ -1,8 +1,4 @@
-"""Collects a text from every rank: on one machine through files, else through a store.
-
-Each rank gives a text and its digest. Every rank reads all digests, but each text once: where ranks
-have the same, which may be large, it costs the others nothing.
-"""
+"""Collects a text from every rank, equal ones once: on one machine through files, else a store."""
 
 from __future__ import annotations
 
@@ -32,10 +28,7 @@ _COUNT = struct.Struct("<q")
 
 
 class RankExchange:
-    """One rank's end of an exchange.
-
-    Never a collective: it would be recorded, and would hang for ever beside a rank that failed.
-    """
+    """One rank's end of an exchange; no collective, which would be recorded, and could hang."""
 
     def __init__(self, texts: TextStore | TextDirectory, rank: int, ranks: tuple[int, ...]) -> None:
         """Start before the first comparison; `texts` are of one test, `ranks` ascending."""
@@ -46,12 +39,7 @@ class RankExchange:
         self._pid = getpid()
 
     def __call__(self, text: str) -> list[str]:
-        """Give this rank's text; return those of all in rank order, equal ones as one object.
-
-        Raises:
-            RanksDivergedError: Another rank ended the test without coming here as often, or this is
-                not the rank, but a process that it forked.
-        """
+        """Give this rank's text; return those of all in rank order, equal ones as one object."""
         if getpid() != self._pid:
             raise RanksDivergedError(
                 f"a process that rank {self._rank} forked compares comm_mode or fsdp_tree; only "
@@ -79,11 +67,9 @@ class RankExchange:
         self.share(name, "")
 
     def share(self, name: str, text: str, complaint: str = "") -> list[str]:
-        """Give this rank's text at a point, once in a test; return those of all, in rank order.
+        """Give a text at a point, once in a test; return those of all ranks, in rank order.
 
-        Raises:
-            RanksDivergedError: Another rank ended the test before it; `complaint` has a ``{}`` for
-                that rank.
+        `complaint`, for the error that a rank ended the test before, has a ``{}`` for that rank.
         """
         complaint = complaint or f"rank {{}} ended the test before {name}"
         self._texts.put(f"{name}.{self._rank}", text)
@@ -126,10 +112,7 @@ def _text_name(round_number: int, rank: int) -> str:
 
 
 class Marks:
-    """How many tests each rank has marked, such as those that it has left, in 8 bytes each.
-
-    Unlike a file for each test and rank it costs nothing to make or to remove.
-    """
+    """How many tests each rank has marked, such as those it left: 8 bytes each in one file."""
 
     def __init__(self, path: Path) -> None:
         """Open the file that the ranks of a rank set share; the first one makes it."""

@@ -1,8 +1,4 @@
-"""What processes send each other: a frozen value for each message, and which end receives it.
-
-`Channel` carries these over a socket, `TextStore` the last section's. Every message is read
-strictly (`text.codec`): anything that the receiving end does not expect is an error.
-"""
+"""What processes send each other: a frozen value for each message, read strictly."""
 
 from __future__ import annotations
 
@@ -22,7 +18,6 @@ class TimerSet:
     """pytest-timeout began to limit something."""
 
     timeout_s: float
-    """The limit."""
     set_at: float
     """`time.monotonic`, which all processes of a machine share."""
 
@@ -42,7 +37,6 @@ class Debugging:
     """A human began or ended work in a debugger, in which time does not count."""
 
     has_begun: bool
-    """Whether it began; otherwise the test goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +62,13 @@ class TestEnded:
     """The rank has finished the test, and waits for another one."""
 
     last_report: PhaseReport | None
-    """The report of a teardown that passed: nothing can happen between the two messages, so they
-    are one. None if it was sent, or never made."""
+    """A passed teardown's: nothing happens between the two. None if it was sent, or never made."""
     payloads: tuple[str, ...] | None
-    """What each extension carries out of the rank, as `RankExtension.payload_type` is dumped; None
-    after an escape."""
+    """What each extension carries out, as its `payload_type` is dumped; None after an escape."""
     escaped: Escape | None
     """None if pytest's protocol returned."""
     can_run_another: bool = True
-    """Whether the rank is as the next test expects it: not where the test destroyed the process
-    group, or put another in its place."""
+    """False where the test destroyed the process group, or put another in its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +87,6 @@ class PositionAnswer:
     number: int
     """The question's, or `LAST_WORDS`."""
     position: Position
-    """Where the rank is."""
 
 
 RankMessage = (
@@ -121,7 +111,6 @@ class RunTest:
     item_index: int
     """The test, by its index in the session's items."""
     next_test: NextTest
-    """What follows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +125,7 @@ class PositionQuestion:
     number: int
     """Counts the questions: an answer may come after its time."""
     with_groups: bool
-    """Whether `Position.groups` are needed. Their names are looked for among all objects, which
-    takes long where many ranks share few cores."""
+    """Whether to look for `Position.groups`: it takes long where many ranks share few cores."""
 
 
 SupervisorMessage = RunTest | EndTests | PositionQuestion
@@ -159,7 +147,6 @@ class EndSet:
     """Kill what is left of the rank set."""
 
     within_s: float
-    """How long to wait until it is gone."""
 
 
 ServerRequest = StartSet | EndSet
@@ -208,7 +195,6 @@ class ServerFailed:
     """The fork server's last words."""
 
     reason: str
-    """Why it cannot go on."""
 
 
 ServerReply = SetStarted | RankExited | SetEnded | ServerFailed
@@ -221,7 +207,6 @@ class PlannedTest:
     """A test as launched processes compare it."""
 
     nodeid: str
-    """The test's name."""
     settings: str
     """How it runs on ranks, in words; empty if it is not distributed."""
 
@@ -233,7 +218,6 @@ class Plan:
     tests: tuple[PlannedTest, ...]
     """In the order in which they run."""
     basetemp: Path
-    """Where temporary directories are."""
     randomly_seed: int | None
     """pytest-randomly's; None without it."""
 
@@ -243,7 +227,6 @@ class FollowerHandshake:
     """A follower's answer to `Plan`."""
 
     host: str
-    """Its machine's name."""
     problem: str
     """How its tests differ from the leader's; empty if they do not."""
 
@@ -255,7 +238,6 @@ class BeginTest:
     item_index: int
     """The test, by its index in the session's items."""
     reuses_ranks: bool
-    """Whether the ranks of the test before run it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +245,6 @@ class EndSession:
     """There is no other test."""
 
     status: int
-    """The session's exit status."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +254,6 @@ class FollowerResult:
     result: RankResult
     """By the follower's clock."""
     can_keep: bool
-    """Whether the rank could run another test."""
     began_at: float
     """`time.time` on the follower when it began the test, to compare clocks."""
     is_terminating: bool

@@ -16,12 +16,9 @@ class Activity(StrEnum):
     """What a rank does where it is."""
 
     RUNS = "runs"
-    """It runs the test."""
     REPORTS = "reports"
-    """The test has raised an exception on it, and pytest makes the report: `Position.site` is where
-    the exception comes from."""
+    """The test raised, at `Position.site`, and pytest makes the report."""
     HAS_ENDED = "has ended"
-    """It has finished the test; the other ranks may not."""
     HOLDS_GIL = "holds the GIL"
     """None of its threads can run Python code; only its site is known, from its stack."""
     STOPPED = "stopped"
@@ -54,11 +51,9 @@ class IssuedCollective:
     is_last: bool = False
     """Whether the rank has issued none after it, on any group."""
     root: int | None = None
-    """The rank that it gathers or reduces to, or that it scatters or broadcasts from; None if
-    there is none, or it is unknown: torch keeps it only while the call lasts."""
+    """The rank that it gives to or takes from; None if there is none, or the call is over."""
     is_waited_in: bool = False
-    """Whether the main thread waits for it, itself or by joining the thread that does. False for
-    one that is done, and for one that only runs in the background."""
+    """Whether the main thread waits for it, itself or by a join; False if done or in background."""
     thread: str = ""
     """The name of the Python thread that waits in it; empty for the main thread."""
     site: str = ""
@@ -112,4 +107,3 @@ class Position:
     call: UnrecordedCall | None = None
     """What the main thread waits in, if not in a collective."""
     activity: Activity = Activity.RUNS
-    """What the rank does there."""

@@ -1,7 +1,4 @@
-"""A rank set as values: how its processes are started.
-
-A rank set runs one test or, with ``scope="module"``, several, one after another.
-"""
+"""A rank set as values: how its processes are started, for one test or several in turn."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ class StoreAddress:
     host: str
     port: int
     prefix: str
-    """What every name begins with."""
 
     def below(self, name: str) -> StoreAddress:
         """The same store with a longer prefix."""
@@ -32,9 +28,7 @@ class LocalRank:
 
     rank: int
     local_rank: int
-    """Its number on its machine, from 0."""
     local_world_size: int
-    """The ranks on this machine."""
     store: StoreAddress
     """Of this rank set alone."""
 
@@ -44,8 +38,7 @@ class NextTest:
     """What follows a test on the same ranks."""
 
     index: int | None = None
-    """The next test, by its index in the session's items, if it is sure to be run by these ranks
-    or by none: the fixtures that it shares with the test before stay. None ends them all."""
+    """By its index, if only these ranks may run it: shared fixtures stay. None ends them all."""
     is_none: bool = True
     """Whether no other test follows, so that the ranks do what a process does at its end."""
 
@@ -59,16 +52,12 @@ class RankSetSpec:
     nodeid: str
     """The first test, for ranks that collect again."""
     settings: DistributedSettings
-    """How the test runs on ranks."""
     directory: Path
     """Of this rank set alone; holds the logs and the stores."""
     basetemp: Path
-    """Where the session's temporary directories are."""
     echoes: tuple[str, ...]
-    """The streams that are shown while the test runs: with ``-s`` what a rank prints, with
-    ``--setup-show`` and the like what its pytest writes."""
+    """Streams to show meanwhile: with ``-s`` the rank's, with ``--setup-show`` its pytest's."""
     next_test: NextTest = NextTest()
-    """What follows the first test."""
     local: LocalRank | None = None
     """The only rank that is started here; None starts all of them."""
     slots: tuple[Path, ...] = ()
@@ -78,10 +67,8 @@ class RankSetSpec:
     foreground: int = 0
     """The session's process group, which has the terminal while no debugger runs."""
     debugged_rank: int = 0
-    """The rank that debuggers run in."""
     gpus: tuple[str, ...] = ()
-    """The GPUs that the ranks may use, by the names of the caller's visible list; empty leaves the
-    list as it is."""
+    """By the names of the caller's visible list; empty leaves the list as it is."""
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ class Stopped(StrEnum):
     AT_DEADLINE = "at deadline"
     """The test, or what pytest-timeout limits, ran out of time."""
     TOO_MUCH_OUTPUT = "too much output"
-    """Its output took more of the disk than it may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +31,7 @@ class PhaseReport:
     precedes_debugger: bool = False
     """Whether a debugger follows, so the other ranks must wait."""
     nbytes_reported: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Up to which byte of ``stdout`` and ``stderr`` reports hold the rank's output. If the rank
-    dies, what comes after is in its log files alone."""
+    """Bytes of ``stdout`` and ``stderr`` that reports hold; the rest is in its logs alone."""
 
     @property
     def has_failed(self) -> bool:
@@ -75,37 +73,30 @@ class RankResult:
     has_failed_phase: bool = False
     """Whether a phase failed; after a failed subtest the test goes on."""
     warnings: tuple[WarningSeen, ...] = ()
-    """The warnings, in order."""
     is_done: bool = False
-    """Whether it finished the test."""
     payloads: tuple[str, ...] | None = None
     """What each extension sent; None if the rank did not come so far."""
     escaped: str | None = None
     """The exception that went through pytest's protocol, such as ``Exit``; None if none did."""
     entered_debugger: bool = False
-    """Whether a human debugged it."""
     skipped_debuggers: tuple[str, ...] = ()
     """Where it came to a debugger and went on, as ``file:line``."""
     status: int | None = None
-    """Exit status, or minus the signal's number, of a process that ended before the test did; None
-    if it did not."""
+    """Exit status, or minus the signal's number, of a process that ended early; else None."""
     ended_at: float | None = None
     """`time.time` of an end before the end of the test; None if it finished the test."""
     seen_alive_at: float | None = None
-    """`time.time` at which its process still lived, after another rank had failed; None if it did
-    not, or none had failed."""
+    """`time.time` when its process still lived after another rank failed; None if it never did."""
     stopped: Stopped | None = None
     """Why the supervisor ended it; None if it did not."""
     timeout_s: float | None = None
     """The timeout of pytest-timeout that ran out; None if it was the test's deadline or none."""
     unreported: dict[str, str] = dataclasses.field(default_factory=dict)
-    """What it printed in the phase that it did not end, by ``stdout`` and ``stderr``; empty if it
-    finished the test."""
+    """What its unfinished phase printed, by ``stdout`` and ``stderr``; empty if it finished."""
     position: Position | None = None
     """Where it was when the rank set was stopped; None if it was not, or did not answer."""
     lost: str = ""
-    """What happened to a rank that is gone with the process that should report on it, to be read
-    after its name: ``was lost``; empty if that process answered."""
+    """What became of a rank whose process was lost, to be read after its name; else empty."""
 
     @property
     def is_over(self) -> bool:

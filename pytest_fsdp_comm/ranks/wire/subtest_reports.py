@@ -1,10 +1,7 @@
-"""Subtests: those of pytest 9, of the plugin pytest-subtests, and ``unittest``'s ``subTest``.
+"""Subtests of pytest 9, pytest-subtests and ``unittest``, by private names used only here.
 
-Private names, read in pytest 8.4 to 9.2 and pytest-subtests 0.15, are used here and nowhere else:
-reports that are serialized with ``_subtest.context`` and have a ``context`` of ``msg`` and
-``kwargs``; and the functions ``capturing_output(request)``, whose value is a ``Captured`` with
-``out`` and ``err``.
-``tests/unit/ranks/test_subtest_reports.py`` fails when one moves.
+Read in pytest 8.4 to 9.2 and pytest-subtests 0.15: ``_subtest.context`` of serialized reports, with
+``msg`` and ``kwargs``, and ``capturing_output(request)``, a ``Captured`` with ``out`` and ``err``.
 """
 
 from __future__ import annotations
@@ -34,10 +31,7 @@ def is_subtest(report: pytest.TestReport) -> bool:
 def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
     """Return a text that identifies a subtest, loaded from `data`, among those of its test.
 
-    Also gives the report the arguments as the rank sent them: loading a report quotes them again.
-
-    Raises:
-        UpstreamChangedError: pytest has moved a private name.
+    Gives the report the arguments as the rank sent them: loading a report quotes them again.
     """
     context: Any = getattr(report, "context", None)
     if _CONTEXT not in data or not {"msg", "kwargs"} <= data[_CONTEXT].keys() or context is None:
@@ -52,11 +46,7 @@ def name_subtest(report: pytest.TestReport, data: Mapping[str, Any]) -> str:
 def capture_subtests(capture: Callable[[Any], Any]) -> None:
     """Make subtests take their output from this rank's logs, which survive a crash.
 
-    pytest would send it to a temporary file for each subtest, unless the test itself captures.
     A context manager of `capture` gives its argument ``out`` and ``err``.
-
-    Raises:
-        UpstreamChangedError: pytest has moved a private name.
     """
     for name in _MODULES:
         module: Any = sys.modules.get(name)

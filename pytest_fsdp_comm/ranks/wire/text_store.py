@@ -90,9 +90,7 @@ class TextStore:
 
 
 def connect_store(address: StoreAddress, *, timeout_s: float, serves: bool = False) -> PrefixStore:
-    """Connect to a store, or serve it from now until this process ends.
-
-    `timeout_s` limits this and every later wait.
+    """Connect to a store, or serve it until this process ends; `timeout_s` limits every wait.
 
     Raises:
         StoreLostError: It cannot be reached, or served.
