@@ -95,7 +95,11 @@ class Meeting(Peers):
         self._pulses: dict[int, Pulse] = {}
 
     def connect(self) -> None:
-        """Connect and count the session: Note [Sessions of a launch]; raise `StoreLostError`."""
+        """Connect, and count the session; see Note [Sessions of a launch].
+
+        Raises:
+            StoreLostError: The store cannot be reached, or served, or ends.
+        """
         launched = self.launched
         address = StoreAddress(
             host=launched.host, port=launched.port, prefix=f"pytest-fsdp-comm/{launched.run_id}"

@@ -57,7 +57,10 @@ class Peers:
     def share(
         self, results: Mapping[int, RankResult], *, can_keep: bool
     ) -> tuple[dict[int, RankResult], bool]:
-        """Wait for all ranks; return results (on followers, its own), and whether all are kept."""
+        """Wait until every rank is done with the test, given what this process's did.
+
+        Returns all results on the leader, elsewhere this process's; and whether all ranks are kept.
+        """
         return dict(results), can_keep
 
     def close(self) -> None:

@@ -86,7 +86,7 @@ def drive(wrapper: Generator[None, Any, Any], result: object) -> None:
 
 
 def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
-    """A stand-in for what a merged report shows, of its built-in class if any; None if passed."""
+    """A stand-in for the exception that a merged report shows; None if nothing failed."""
     if not report.failed:
         return None
     crash = getattr(report.longrepr, "reprcrash", None)

@@ -69,7 +69,10 @@ def end_with_parent(parent: int) -> None:
 
 
 def kill_children(spared: Iterable[int], *, within_s: float) -> set[int]:
-    """Kill and reap other children, and theirs; return those left. Cleaners have seconds more."""
+    """Kill and reap all other children of this process, and theirs; return those that remain.
+
+    Those that clean up after others have some seconds more than `within_s`.
+    """
     spared = set(spared)
     left: set[int] = set()
     until = time.monotonic() + within_s

@@ -76,8 +76,11 @@ class ForkServer:
     ) -> dict[int, tuple[socket.socket, socket.socket]]:
         """Fork a rank set after the end of the last, and processes ahead for the next one.
 
-        Returns the connections to each rank and its watchdog; the caller is to close them. Raises
-        `ServerDiedError`, and `OSError` if the system does not have so many descriptors.
+        Returns the connections to each rank and its watchdog; the caller is to close them.
+
+        Raises:
+            ServerDiedError: The server is gone.
+            OSError: The system does not have so many descriptors.
         """
         self._exited.clear()
         request = StartSet(spec=spec, spares=spares)
@@ -122,7 +125,7 @@ class ForkServer:
                 return reply
 
     def end_ranks(self, within_s: float) -> dict[int, int]:
-        """Kill all that the ranks left, free slots; return ranks' pids still there `within_s`."""
+        """Kill what the ranks left, and free slots; return, by rank, the pids that are left."""
         request = EndSet(within_s=within_s)
         try:
             return self.ask(request, SetEnded, within_s + _ANSWERED_WITHIN_S).unended
@@ -138,7 +141,11 @@ class ForkServer:
                 os.kill(self.pids[rank], number)
 
     def exit_statuses(self) -> dict[int, int]:
-        """The ranks that ended, with exit status or minus signal number, or `ServerDiedError`."""
+        """The ranks that ended, with exit status or minus signal number.
+
+        Raises:
+            ServerDiedError: The server is gone, and with it the ranks.
+        """
         self._take(self._channel.take_pending())
         while select.select([self._channel], [], [], 0)[0]:
             self.raise_if_failed()
@@ -176,7 +183,10 @@ class ForkServer:
         return self._is_reaped
 
     def close(self) -> int | None:
-        """End server and ranks; return its exit status, or minus signal; None if unknown."""
+        """End the server and every rank.
+
+        Returns its exit status, or minus the signal that ended it; None if somebody else took it.
+        """
         self._channel.close()
         os.close(self._until_exit)
         self._reap(_CLOSED_WITHIN_S)

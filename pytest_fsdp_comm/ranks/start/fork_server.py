@@ -88,7 +88,7 @@ _HUNG_UP_POLL_S = 0.05
 _COLLAPSES_AFTER_RANKS = 32  # see Note [Huge pages]
 
 RunRank = Callable[[RankSetSpec, int, tuple[int, int]], NoReturn]
-"""What a process does as a rank: its spec, its rank, its and its watchdog's descriptors."""
+"""What a process does as a rank, given which, and its connection's and watchdog's descriptors."""
 
 
 def serve(

@@ -1,4 +1,4 @@
-"""Ranks as new processes where forking is unsafe: slow, and forked by a small one beside pytest."""
+"""Ranks as new processes where forking is unsafe, started by a small one that outlives pytest's."""
 
 from __future__ import annotations
 

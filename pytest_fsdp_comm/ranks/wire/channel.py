@@ -76,7 +76,11 @@ class Channel(Generic[_Received]):
         return self._take()
 
     def receive_available(self) -> Iterator[_Received]:
-        """Read what a selector found, never waiting twice; `CodecError` leaves a message out."""
+        """Read what is there, after a selector found it readable; never wait twice.
+
+        Raises:
+            CodecError: The next message is none that this end receives; it is left out.
+        """
         self._read_chunk()
         return self.take_pending()
 

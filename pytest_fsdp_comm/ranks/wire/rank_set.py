@@ -38,7 +38,8 @@ class NextTest:
     """What follows a test on the same ranks."""
 
     index: int | None = None
-    """By its index, if only these ranks may run it: shared fixtures stay. None ends them all."""
+    """The next test, by its index in the session's items, if it is sure to be run by these ranks
+    or by none: the fixtures that it shares with the test before stay. None ends them all."""
     is_none: bool = True
     """Whether no other test follows, so that the ranks do what a process does at its end."""
 
