@@ -25,11 +25,7 @@ _Value = TypeVar("_Value")
 
 
 def gather_alike(gather: Callable[[str], list[str]], label: str, value: _Value) -> list[_Value]:
-    """Exchange values of one class with the other ranks, and return all of them in rank order.
-
-    Raises:
-        RanksDivergedError: Another rank exchanged something of another label.
-    """
+    """Exchange values of one class, in rank order; raise RanksDivergedError if labels differ."""
     kinds = _kinds_of_entries(type(value))
     data = to_json(value)
     entries = {name: data.pop(name) for name in kinds}

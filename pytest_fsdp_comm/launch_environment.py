@@ -79,7 +79,6 @@ class LaunchedRank:
     local_rank: int
     """This rank on its machine, from 0."""
     local_world_size: int
-    """The ranks on this machine."""
     host: str
     """Where the store is."""
     port: int

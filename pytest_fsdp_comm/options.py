@@ -44,8 +44,7 @@ MARKER_ARGUMENTS: Final = {
     "device": "'cpu' or 'cuda', where dist_info.device and device_mesh are (default: cuda with "
     "nccl, else cpu)",
 }
-"""The marker's arguments, each with what it does. Those without a default here default to the
-field of `SessionOptions` of the same name."""
+"""What each argument does; those without a default here have that of `SessionOptions`."""
 # Name of the fixture that carries a parametrized world size.
 WORLD_SIZE_PARAM: Final = "_fsdp_comm_world_size"
 
@@ -161,11 +160,9 @@ class SessionOptions:
     """What command line and ini set, before any marker is looked at."""
 
     snapshot_anchor: Path
-    """Absolute directory whose tree `snapshot_dir` mirrors: pytest's root directory, or, where
-    several projects share a snapshot directory above theirs, the directory that it is in."""
+    """What `snapshot_dir` mirrors, absolute: pytest's root, or above it if projects share one."""
     launched: LaunchedRank | None = None
-    """This process's rank, if torchrun or the like started it; None if it starts the ranks of its
-    tests itself."""
+    """This process's rank, if torchrun or the like started it; None if it starts ranks itself."""
     world_size: int = _setting(
         "--world-size=N fsdp_comm_world_size",
         parse_world_size,
@@ -270,12 +267,10 @@ class DistributedSettings:
     world_size: int
     """Ranks of the test's process group; at least 1."""
     backend: Backend
-    """The backend of the default process group."""
     ranks: tuple[int, ...]
     """The ranks that really run, ascending: all of them, or the chosen ones with ``fake``."""
     scope: Scope
-    """``test``: fresh ranks for each test; ``module``: kept for a module's tests of equal
-    settings."""
+    """``test``: fresh ranks for each; ``module``: kept for a module's tests of equal settings."""
     timeout_s: float
     """Seconds from the start of the ranks until they are dumped and killed; greater than 0."""
     device: Device | None

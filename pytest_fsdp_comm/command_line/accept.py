@@ -243,7 +243,6 @@ def _check_test(path: Path, anchor: Path) -> None:
 
 
 def _check_kind_and_ranks(received: SnapshotText, current: SnapshotText | None, name: str) -> None:
-    """Refuse what its file cannot be about."""
     came = received.lines.kind
     kind = current.lines.kind if current is not None else came
     if came != kind:

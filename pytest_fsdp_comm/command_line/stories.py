@@ -39,7 +39,6 @@ class Pair:
     new_path: str
     """As `old_path`, unless the file was renamed, or two files were named."""
     is_rename: bool = False
-    """Whether git found that the file was renamed."""
 
     def __post_init__(self) -> None:
         """Read what would be read later, where a broken file would end the stories of all."""

@@ -22,8 +22,7 @@ ACCEPT: Final = "  accept: "
 RECORD: Final = "  record it: "
 BESIDE: Final = "  not compared: "
 READ: Final = "  then read the file, and commit it with the test"
-"""How lines begin that name a cause, say that something is left out, name another cure than to
-accept the change, or a command, or what was not compared."""
+"""How lines begin that name no change: causes, what is left out, cures and commands."""
 
 # pytest cuts an explanation at 8 lines or 640 characters outside CI, but not for less than what
 # saying so takes: 2 lines and 46 characters (9.2; 70 in 8.4).
@@ -48,7 +47,6 @@ class FailureText:
     short: tuple[str, ...]
     """What fits where pytest cuts: the first changes, the first cause, the command."""
     full: tuple[str, ...]
-    """Everything."""
     compared: str = ""
     """What differs, ``comm_mode`` or ``fsdp_tree``; empty if there was nothing to compare with."""
     snapshot: str = ""
@@ -58,8 +56,7 @@ class FailureText:
     told: tuple[str, ...] = ()
     """Each change of the whole in one line with its probable cause, those of regressions first."""
     scope: str = ""
-    """What the first line says of the comparison as a whole: what is not compared, or on one side
-    only, and that another torch recorded the snapshot; empty for most."""
+    """What the first line says of the whole, such as what is not compared; empty for most."""
 
     def __post_init__(self) -> None:
         """Make every line printable, as the names in a file may not be."""

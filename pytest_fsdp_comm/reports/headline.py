@@ -66,7 +66,6 @@ def weight(change: Change) -> tuple[bool, bool, int]:
 
 
 def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:
-    """One change, in one or several phases of the step."""
     first = phases[0]
     if first.phase is None:
         return f"{first.what}: {first.old_text} -> {first.new_text}"

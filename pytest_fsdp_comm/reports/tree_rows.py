@@ -38,8 +38,7 @@ class TreeRow:
     same_as: str
     """FQN of the module that it repeats; empty for most."""
     inside_as: str
-    """Name of the sibling row that is alike but for the policy, and whose parameters and children
-    stand for this one's too; empty if they are drawn."""
+    """The sibling, alike but for the policy, that draws the inside of both; empty if none."""
 
     @property
     def has_parameter_rows(self) -> bool:

@@ -39,11 +39,7 @@ class Artifacts:
         )
 
     def keep(self, *, received: str, expected: str | None, story: Sequence[str]) -> None:
-        """Write them, in place of those of an earlier run; `expected` is None for a new snapshot.
-
-        Raises:
-            OSError: The directory cannot be written.
-        """
+        """Replace an earlier run's, or raise OSError; `expected` is None for a new snapshot."""
         text = "\n".join(story) + "\n"
         contents = ((self.story, text), (self.expected, expected), (self.received, received))
         for path, content in contents:

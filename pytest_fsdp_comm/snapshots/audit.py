@@ -22,8 +22,7 @@ OUTPUT: Final = "--comm-collection"
 """The option by which `collecting` learns the file to write."""
 
 Fault = Literal["broken", "old format", "orphan", "variant"]
-"""What is wrong with a file: it cannot be read, is of a format that is no longer read, has no test,
-or has one that is collected at other world sizes only."""
+"""It cannot be read; is of a format no longer read; has no test; has one at other sizes only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +55,7 @@ def snapshot_files(directory: Path) -> list[Path]:
 
 
 def find_faults(collections: Sequence[Collection]) -> list[Faulty]:
-    """Check every snapshot file; in order of their paths, a file may have two faults.
-
-    The collections are of the same project, with different default world sizes.
-    """
+    """List faults in order of paths; the collections differ in their default world size alone."""
     known = _Known(collections)
     root = collections[0].snapshot_dir
     files = snapshot_files(root)

@@ -119,7 +119,6 @@ def _comm_lines(profile: CommProfile) -> list[str]:
 
 
 def _row_content(row: Row) -> str:
-    """What a line says of a module, without ranks."""
     what = {
         "collective": _kind_and_axis(row.what, row.axis),
         "reshard": row.what,

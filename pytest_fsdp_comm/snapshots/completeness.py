@@ -42,11 +42,7 @@ _SHOWN: Final = 4
 def check_completeness(
     profile: CommProfile, *, unseen: UnseenLevel, allowed: AbstractSet[str] = frozenset()
 ) -> None:
-    """Refuse a profile with gaps of kinds that are not allowed; `unseen` "warn" only warns.
-
-    Raises:
-        IncompleteRecordingError: It has a gap of such a kind.
-    """
+    """Refuse a profile with gaps of kinds that are not allowed; `unseen` "warn" only warns."""
     for kind, text in _REFUSED.items():
         gaps = [gap for gap in profile.gaps if gap.kind == kind]
         if not gaps or kind in allowed:

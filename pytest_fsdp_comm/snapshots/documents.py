@@ -14,11 +14,7 @@ Profile: TypeAlias = CommProfile | TreeProfile
 
 
 class SnapshotText(str):
-    """The text of a snapshot, which knows what it says.
-
-    syrupy passes one value from reading or serializing on to comparing and reporting, and treats it
-    as text.
-    """
+    """The text of a snapshot, and what it says, in the one value that syrupy passes on as text."""
 
     __slots__ = ("__dict__", "lines")
 
@@ -26,11 +22,7 @@ class SnapshotText(str):
     """Its lines, for errors."""
 
     def __new__(cls, text: str, *, where: str) -> Self:
-        """Check the frame of a whole text; `profile` checks the rest.
-
-        Raises:
-            SnapshotFormatError: First or last line, size or characters are not those of a snapshot.
-        """
+        """Check the frame of a text, or raise SnapshotFormatError; `profile` checks the rest."""
         # git or an editor may have made LF into CRLF.
         snapshot = super().__new__(cls, text.replace("\r\n", "\n"))
         snapshot.lines = SnapshotLines(str(snapshot), where=where)
@@ -38,11 +30,7 @@ class SnapshotText(str):
 
     @classmethod
     def of(cls, profile: Profile, *, where: str) -> Self:
-        """Write a profile, which the text holds with what is not written.
-
-        Raises:
-            SnapshotFormatError: It is beyond what a snapshot may hold.
-        """
+        """Write a profile, which the text holds with what is not written; refuse a large one."""
         if isinstance(profile, CommProfile):
             snapshot = cls(comm_text.format_profile(profile), where=where)
         else:
@@ -52,10 +40,6 @@ class SnapshotText(str):
 
     @cached_property
     def profile(self) -> Profile:
-        """What the text says, read on first use: most texts are equal to the one beside them.
-
-        Raises:
-            SnapshotFormatError: A line is not as it would be written.
-        """
+        """What the text says, read on first use: most texts are equal to the one beside them."""
         read = comm_text.read_comm if self.lines.kind == "comm" else tree_text.read_tree
         return read(self.lines)

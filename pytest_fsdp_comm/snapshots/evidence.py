@@ -52,7 +52,6 @@ def _parameters_of(
     old: Mapping[str, ParameterFacts],
     new: Mapping[str, ParameterFacts],
 ) -> dict[str, list[tuple[ParameterFacts, ParameterFacts]]]:
-    """The parameters of each unit, as far as both trees have them."""
     unit_of = {module: unit for unit in units for module in unit.split("+")}
     found: defaultdict[str, list[tuple[ParameterFacts, ParameterFacts]]] = defaultdict(list)
     for name in old.keys() & new.keys():

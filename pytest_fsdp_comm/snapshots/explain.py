@@ -88,11 +88,7 @@ class FailedComparison:
 
 
 def explain_comparison(left: object, right: object) -> list[str] | None:
-    """Explain a failed assertion in the domain's words, the most important line first.
-
-    Return None for an assertion that is not one of ours or did not fail. What does not fit into
-    pytest's short explanation is added to the report when that is made.
-    """
+    """Explain a failed assertion, most important line first; None if it passed or is not ours."""
     assertion = right if isinstance(right, CommSnapshot) else left
     if not isinstance(assertion, CommSnapshot):
         return None
@@ -148,11 +144,7 @@ def explain_bare_failure(item: pytest.Item, error: BaseException | None) -> None
 def explain_result(
     assertion: CommSnapshot, name: str, result: AssertionResult
 ) -> tuple[tuple[str, ...], str]:
-    """Explain one value of the last comparison, even if the assertion as a whole passed.
-
-    Return all lines of the explanation, and the difference in a few words: where several things
-    changed, in a line for each.
-    """
+    """Return all lines of the explanation, even if the whole passed; and each change in a line."""
     _, differences = _explain(assertion, {name: result})
     explanation = differences[name].explanation
     return explanation.full, "\n".join(explanation.told) or headline_of_values(differences)
@@ -195,7 +187,6 @@ def _file_lines(extension: CommSnapshotExtension, result: AssertionResult) -> tu
 
 
 def _is_verbose(config: pytest.Config) -> bool:
-    """Whether pytest shows explanations uncut."""
     is_ci = any(os.environ.get(name) for name in ("CI", "BUILD_NUMBER"))
     return is_ci or config.get_verbosity(config.VERBOSITY_ASSERTIONS) > 1
 
@@ -273,7 +264,6 @@ def describe_problem(error: BaseException, *, where: str) -> str:
 def _keep(
     extension: CommSnapshotExtension, result: AssertionResult, explanation: FailureText
 ) -> None:
-    """With ``--comm-artifacts``: keep what is needed to look at the difference elsewhere."""
     artifacts = extension.artifacts(result.snapshot_location)
     if artifacts is None or result.asserted_data is None:
         return
@@ -296,10 +286,7 @@ def _keep(
 
 
 def _update_command(item: pytest.Item) -> str:
-    """The command that records a test again, from the directory of the last command.
-
-    It repeats what that one set, but neither what it selected nor how it reported.
-    """
+    """The command that records a test again, with the settings of the last, not its selection."""
     config = item.config
     # A worker of xdist has its controller's command line only here.
     given = getattr(config, "workerinput", {}).get("mainargv", [""])[1:]

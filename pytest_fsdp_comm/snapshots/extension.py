@@ -60,18 +60,12 @@ class _Comparison:
     allowed: frozenset[str] = frozenset()
     """Kinds of gaps that a recording may have, and ``empty`` for a value without any content."""
     activation_nbytes: bool = True
-    """Whether the sizes of activations are compared."""
     value: object = None
     location: str = ""
-    """Path of the snapshot file."""
 
 
 class CommSnapshotExtension(SingleFileSnapshotExtension):
-    """One file for each assertion, below a directory that mirrors the tests.
-
-    syrupy asks the class where files are and gives it the test, which knows all of that. What one
-    assertion needs besides is in its instance: see `bind_extension`.
-    """
+    """One file for each assertion; `bind_extension` gives its instance what syrupy does not."""
 
     _write_mode = WriteMode.TEXT
     file_extension = SUFFIX.removeprefix(".")
@@ -90,14 +84,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         self._updated: dict[str, str] = {}
 
     def serialize(self, data: _Comparison, **_: Any) -> SnapshotText:
-        """Merge what the ranks have and write it as text.
-
-        Raises:
-            EmptyRecordingError: There is nothing that a later change could differ from.
-            IncompleteRecordingError: The recording is known not to be the whole truth.
-            FsdpCommError: The value is neither of ``comm_mode`` nor of ``fsdp_tree(model)``, or too
-                much to become a snapshot.
-        """
+        """Merge what the ranks have and write it as text; refuse what is empty or incomplete."""
         profile = self._profile(data.value, allow_empty="empty" in data.allowed)
         if isinstance(profile, CommProfile):
             check_completeness(profile, unseen=self._options.unseen, allowed=data.allowed)
@@ -182,12 +169,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def read_snapshot_data_from_location(
         self, *, snapshot_location: str, snapshot_name: str, session_id: str
     ) -> SnapshotText | None:
-        """Read a file of either kind; `matches` checks its records, unless it is equal.
-
-        Raises:
-            SnapshotFormatError: It is broken, also when updating, so that nothing is lost silently.
-                Of an old format, only when not updating.
-        """
+        """Read a file; refuse a broken one even when updating, so that nothing is lost silently."""
         del snapshot_name, session_id
         path = Path(snapshot_location)
         try:

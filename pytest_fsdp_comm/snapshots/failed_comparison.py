@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 FAILED_COMPARISON: Final = pytest.StashKey["FailedComparison"]()
-"""In a test's stash."""
 UNEXPLAINED: Final = pytest.StashKey[object]()
 """In a test's stash: the assertion whose last comparison failed, until that is explained."""
 COMPARED: Final = pytest.StashKey[dict[str, None]]()

@@ -24,13 +24,7 @@ _FILE_TYPES: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
 
 
 def read_snapshot(path: Path, *, where: str) -> SnapshotText | None:
-    """Read a snapshot of either kind, or a link to one; None if there is no file.
-
-    Its frame is checked, and `SnapshotText.profile` checks the rest; errors name it `where`.
-
-    Raises:
-        SnapshotFormatError: It is broken, too large, or no regular file, which is not read then.
-    """
+    """Read a snapshot, or raise SnapshotFormatError for its frame; None if there is no file."""
     try:
         raw = _read_regular(path, where)
     except (FileNotFoundError, NotADirectoryError):
@@ -81,11 +75,7 @@ def _no_file(path: Path, where: str, reason: str) -> SnapshotFormatError:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file atomically: at any time, the old one or the new one is there.
-
-    Raises:
-        OSError: The directory cannot be written, or the disk is full.
-    """
+    """Replace a file by a whole one: at any time, the old or the new is there; or raise OSError."""
     # Where the file system can (O_TMPFILE), the new one has no name before it is complete, so that
     # a process that is killed leaves nothing behind. An existing file can only be replaced by one
     # with a name: it has one between two system calls, and if the process is killed just there, the

@@ -30,8 +30,7 @@ FORMAT_VERSION: Final = 2
 MAX_BYTES: Final = 4 << 20
 """The largest snapshot file: eight times what GitHub shows of one file's changes."""
 MAX_LINES: Final = 10_000
-"""The longest snapshot: half of what GitHub shows of one file's changes. A step of 126 layers of
-128 experts has 60 lines, as layers that are alike share theirs."""
+"""Half of what GitHub shows of a file's changes; 126 layers of 128 experts have 60 lines."""
 MAX_RANKS: Final = 1_000_000
 MAX_WORLD_SIZE: Final = 131_072
 """As `pytest_fsdp_comm.options.MAX_SIMULATED`."""
@@ -43,7 +42,6 @@ INDENT: Final = "  "
 """Before the lines of ranks that differ."""
 
 NUMBER: Final = r"[1-9][0-9]{0,17}"
-"""A number from 1."""
 REMEDY: Final = (
     "Nothing was overwritten: restore the file with `git checkout`, or delete it and record it "
     "again with --snapshot-update"
@@ -170,10 +168,7 @@ class SnapshotLines:
 
     @contextmanager
     def at(self, number: int) -> Iterator[None]:
-        """Make a ValueError the SnapshotFormatError of a line.
-
-        Its text is ``<what came>: expected <what>``, or ``expected <what>`` of the whole line.
-        """
+        """Turn a ValueError ``[<what came>: ]expected <what>`` into a SnapshotFormatError."""
         try:
             yield
         except ValueError as error:

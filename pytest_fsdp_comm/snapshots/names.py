@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Final
 
 SUFFIX: Final = ".comm"
-"""What every snapshot file ends with."""
 
 PART: Final = "\x1f"
 """Joins the parts of an assertion's name where it has several: no name holds a unit separator."""
@@ -58,10 +57,7 @@ def function_of(name: str) -> str:
 
 
 def written_module(module: Path, anchor: Path) -> Path:
-    """The directory of a test module's snapshots, relative to that of all snapshots.
-
-    Both paths are absolute; the anchor is the directory whose tree the snapshots mirror.
-    """
+    """The directory of a module's snapshots, relative to that of all; both paths are absolute."""
     above = 0
     while (relative := _below(module, anchor)) is None:
         anchor = anchor.resolve().parent
@@ -82,10 +78,7 @@ def _below(module: Path, anchor: Path) -> Path | None:
 
 
 def named_module(directory: Path, anchor: Path) -> Path | None:
-    """The absolute path of the module whose snapshots `written_module` puts in a directory.
-
-    None if it is not a ``.py`` file below the anchor: any other looks like a directory.
-    """
+    """The absolute path that `written_module` had; None if no ``.py`` file is there."""
     if ABOVE in directory.parts or not directory.parts:
         return None
     return anchor / directory.with_name(f"{directory.name}.py")

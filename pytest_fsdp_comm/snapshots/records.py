@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.snapshots.lines import SnapshotLines
 
 RANKS: Final = "ranks "
-"""Before a list of ranks."""
 _WORLD_SIZE: Final = "world_size "
 _MESH: Final = "mesh "
 _NUMBER: Final = re.compile(NUMBER)
@@ -167,10 +166,7 @@ def with_ranks(content: str, ranks: str) -> str:
 
 
 def folded_lines(names_of: Mapping[str, Sequence[str | None]]) -> list[str]:
-    """Fold the names of each content into lines, sorted naturally by their first names.
-
-    None stands for no module, and comes last.
-    """
+    """Fold the names of each content, sorted naturally; None, for no module, comes last."""
     lines: list[tuple[tuple[object, ...], str]] = []
     for content, names in names_of.items():
         for pattern in fold_fqns(name for name in names if name is not None):
@@ -182,10 +178,7 @@ def folded_lines(names_of: Mapping[str, Sequence[str | None]]) -> list[str]:
 
 
 class RecordReader:
-    """Reads names and ranks, within the limits of the whole file (see Note [Limits of a file]).
-
-    Its methods raise ValueError, as `SnapshotLines.at` expects it.
-    """
+    """Reads names and ranks, or raises ValueError; see Note [Limits of a file]."""
 
     def __init__(self) -> None:
         """Count from zero: one reader for each file."""

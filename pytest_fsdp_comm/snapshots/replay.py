@@ -39,13 +39,11 @@ class RankAssertion:
     module: str
     """The module of its extension's class."""
     qualname: str
-    """The class's name in it."""
     index: int | str
     """The assertion's number in the test, or its name."""
     data: str
     """What was asserted, serialized; in base64 if it is bytes."""
     is_bytes: bool
-    """Whether the extension serializes to bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +106,7 @@ class RankSnapshots:
     def merge(
         self, item: pytest.Item, payloads: Mapping[int, RankAssertions], *, has_failed: bool
     ) -> list[str]:
-        """Assert again, on the session that writes, what the lowest rank asserted.
-
-        Return why it failed here though the ranks passed, such as a file that cannot be written.
-        If the test has failed in the ranks, that is no news.
-        """
+        """Assert again what the lowest rank did; return why it fails, unless the ranks failed."""
         if not payloads:
             return []
         problems = []

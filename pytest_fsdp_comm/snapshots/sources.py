@@ -92,10 +92,7 @@ class Source:
     # What defines tests.
 
     def find(self, test: str) -> str | None:
-        """Whether any branch can define a test, named as in names of files.
-
-        Return empty if a branch does, None if none can, otherwise what may define it, for a person.
-        """
+        """Return empty if a branch defines the test, None if none can, otherwise what may."""
         if "~" in test:
             return "its name is too long to be read back"
         *classes, name = parts = unquote(test).split(".")

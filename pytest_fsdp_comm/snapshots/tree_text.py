@@ -56,7 +56,6 @@ _Facts = TypeVar("_Facts")
 def _checked(
     pattern: str, what: str, expected: str, read: Callable[[str], Any] = str
 ) -> Callable[[str], Any]:
-    """Make a reader of texts that have to match a pattern."""
     shape = re.compile(pattern)
 
     def read_checked(text: str) -> Any:
@@ -254,7 +253,6 @@ def read_tree(lines: SnapshotLines) -> TreeProfile:
 
 
 def _read_trees(lines: SnapshotLines, reader: RecordReader) -> dict[tuple[int, ...], TreeFacts]:
-    """Read several trees, each below the ranks that have it."""
     starts = [at for at, line in enumerate(lines.lines, 1) if line.startswith(RANKS)]
     if len(starts) == 1:
         with lines.at(2):

@@ -77,7 +77,6 @@ class UnusedSnapshots:
         self.found: Sequence[UnusedSnapshot] = ()
         """The unused files, known from the end of the session on."""
         self.are_removed = False
-        """Whether they were deleted."""
         self._config = config
         self._options = config.stash[OPTIONS]
         # Every child of a file or class, before --lf, node ids and -k narrow the list; None where
@@ -367,7 +366,6 @@ class UnusedSnapshots:
 
 
 def _is_narrowed(config: pytest.Config) -> bool:
-    """Whether the command line chose among the tests of a module."""
     option = config.option
     settings = {setting.partition("=")[0] for setting in option.override_ini or ()}
     names_tests = any("::" in str(argument) for argument in config.args)

@@ -24,8 +24,7 @@ class TreeChange:
     """One difference between two trees."""
 
     subject: str
-    """Whose: a pattern of FQNs as `text.fqn.fold_fqns` writes it, or ``world_size``, ``ranks``,
-    ``mesh``."""
+    """Whose: a pattern as `text.fqn.fold_fqns` writes it, ``world_size``, ``ranks`` or ``mesh``."""
     what: str
     """``layers.2: reshard_after_forward True -> False`` without its subject."""
     likely: str = ""

@@ -21,7 +21,6 @@ class UnitFacts:
 
     kind: UnitKind
     is_root: bool = False
-    """As in `pytest_fsdp_comm.tree.model.ShardUnit`."""
     shard_axis: str | None = None
     """Name of the mesh axis; None if it is not sharded."""
     replicate_axis: str | None = None
@@ -66,7 +65,6 @@ class ParameterFacts:
     """As torch prints it without its prefix."""
     trainable: bool = True
     managed: bool = True
-    """Whether some unit manages it."""
     placements: tuple[tuple[str, str], ...] = ()
     """Mesh axis and placement, in the order of the mesh; empty for a plain tensor."""
     tied: tuple[str, ...] = ()
@@ -82,8 +80,7 @@ class TreeFacts:
     mesh_axes: tuple[MeshAxis, ...]
     """Sorted by name."""
     units: Mapping[int, Mapping[str, UnitFacts]]
-    """By the FQNs of the unit's modules, joined with ``+``; first by 1, or more where these modules
-    have several units (parameters on different meshes)."""
+    """By 1, or more where modules have several units; then by their FQNs, joined with ``+``."""
     parameters: Mapping[str, ParameterFacts]
     """By FQN."""
 

@@ -21,8 +21,7 @@ class TreeProfile:
     """All that is compared of how a test's ranks shard a model, and what is shown beside it."""
 
     trees: Mapping[tuple[int, ...], TreeFacts]
-    """By the ranks that have it, ascending, in the order of their lowest; by no ranks if all have
-    the same."""
+    """By the ranks that have it, ascending, lowest first; by no ranks if all have the same."""
     recorded_ranks: tuple[int, ...] = ()
     """The ranks that were recorded, ascending; empty for all ranks."""
     backend: str = field(default="", compare=False)
