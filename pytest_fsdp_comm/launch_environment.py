@@ -80,7 +80,6 @@ class LaunchedRank:
     """This rank on its machine, from 0."""
     local_world_size: int
     host: str
-    """Where the store is."""
     port: int
     """The store's TCP port."""
     has_store: bool

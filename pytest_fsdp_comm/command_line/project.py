@@ -28,7 +28,6 @@ class Project:
     """What pytest's settings say about snapshots."""
 
     root: Path
-    """The directory that pytest takes for the root directory."""
     snapshot_dir: Path
     """Of ini ``fsdp_comm_snapshot_dir``; absolute."""
     links: Links = field(default_factory=Links)

@@ -38,7 +38,7 @@ class Difference:
     changes: tuple[Change, ...] | tuple[TreeChange, ...] = ()
     """Empty if nothing that is compared differs, or nothing was compared."""
     text: str = ""
-    """The difference in one line, where no single change says it, or why none was looked for."""
+    """The difference in one line, where no single change says it; or why nothing was compared."""
 
 
 def explain_profiles(

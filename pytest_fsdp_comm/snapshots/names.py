@@ -25,11 +25,7 @@ ABOVE: Final = "%2E%2E"
 
 
 def basename(test_name: str, variant: str, index: str | int) -> str:
-    """The file name of an assertion, without suffix: ``<test>.ws4``, or ``<test>.ws4.<index>``.
-
-    The variant is ``ws1`` for a test that is not distributed. Of the index, a name may have parts
-    that `PART` separates, and the number 0 is left out.
-    """
+    """``<test>.<variant>[.<index>]``; `PART` separates what the index has, and 0 is left out."""
     name = f"{written_test(test_name)}.{variant}"
     given = str(index) if index != 0 else ""
     if not given:
@@ -78,7 +74,7 @@ def _below(module: Path, anchor: Path) -> Path | None:
 
 
 def named_module(directory: Path, anchor: Path) -> Path | None:
-    """The absolute path that `written_module` had; None if no ``.py`` file is there."""
+    """The inverse of `written_module`; None for what is no ``.py`` file below the anchor."""
     if ABOVE in directory.parts or not directory.parts:
         return None
     return anchor / directory.with_name(f"{directory.name}.py")

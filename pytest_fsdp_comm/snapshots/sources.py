@@ -178,10 +178,9 @@ class Source:
     def find_parameters(
         self, test: str, *, used: AbstractSet[str], given: AbstractSet[str]
     ) -> str | None:
-        """Whether any branch can give a collected test parameters that this run did not.
+        """What may give a collected test parameters that this run did not; None if nothing can.
 
-        Return None if none can, otherwise what may, for a person. Of the test, `used` are the names
-        of its fixtures and parameters, `given` those of its parameters.
+        `used` are the names of its fixtures and parameters, `given` those of its parameters.
         """
         *classes, name = unquote(test).split(".")
         scopes, doubt = self._scopes(classes)

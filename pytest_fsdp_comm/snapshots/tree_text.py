@@ -183,7 +183,6 @@ def _parameter_content(parameter: ParameterFacts) -> str:
 
 
 def _read_parameter(content: str) -> ParameterFacts:
-    """Read what `_parameter_content` wrote; the caller checks it by writing it again."""
     tensor, *words = content.split(" ")
     dtype, _, shape = _read_tensor(tensor).removesuffix("]").partition("[")
     tied: tuple[str, ...] = ()

@@ -114,14 +114,10 @@ def find_unused(
     removable: Iterable[Path],
     full_anchor: Path | None,
 ) -> list[UnusedSnapshot]:
-    """Apply the rule to the removable files below `root`, in order of their paths.
+    """Apply the rule to the removable files, which no test compared or wrote, in order of paths.
 
-    Args:
-        root: Directory of all snapshots.
-        modules: What was collected, by the directory of its snapshots relative to `root`.
-        passed: Node ids of the tests that ran to their end and passed.
-        removable: The files that may be removed, which no test compared or wrote.
-        full_anchor: If the run was full, the directory whose tree `root` mirrors; None if not.
+    `modules` are by the directory of their snapshots, relative to `root`; `passed` has the node ids
+    of tests that ran to their end; `full_anchor`, whose tree `root` mirrors, is None if not full.
     """
     found: list[UnusedSnapshot] = []
     variants = {test.variant for module in modules.values() for test in module.tests}

@@ -76,7 +76,6 @@ class TreeFacts:
     """All that is compared of one rank's tree."""
 
     world_size: int
-    """Ranks of the default group."""
     mesh_axes: tuple[MeshAxis, ...]
     """Sorted by name."""
     units: Mapping[int, Mapping[str, UnitFacts]]
