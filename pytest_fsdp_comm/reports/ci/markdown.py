@@ -47,8 +47,6 @@ def render_summary(outcomes: Outcomes, source: str = "", *, room: int = MAX_NBYT
 
 
 class _Budget:
-    """Text of bounded size."""
-
     _RESERVED: Final = 200
     """For what says that something is left out."""
 

@@ -16,8 +16,7 @@ class Comparisons:
     story: tuple[str, ...] = ()
     """All of it, without the command that accepts it; empty as above."""
     told: tuple[str, ...] = ()
-    """Each change of the whole in one line with its probable cause, those of regressions first;
-    empty if only single modules changed."""
+    """Each change of the whole in a line, regressions first; empty if only modules changed."""
     cost: tuple[str, ...] = ()
     """What the difference costs, the whole first; empty if that is unchanged or not known."""
     accept: str = ""
@@ -69,9 +68,7 @@ class Outcomes:
     """In the order in which they were reported."""
     unused: tuple[UnusedFile, ...] = ()
     are_removed: bool = False
-    """Whether the unused files were deleted."""
     fails_for_unused: bool = False
-    """Whether the session failed for them."""
     ended_early: str = ""
     """Why not all tests ran; empty if all did."""
 

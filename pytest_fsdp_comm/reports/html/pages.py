@@ -70,7 +70,6 @@ _MAX_HEADLINES: Final = 6
 _FILE_PART: Final = re.compile(r"\.ws\d+\.(.+)\.comm$")
 _MADE_WITH: Final = re.compile(r"#[^\n|]*\| ([^\n]*) \(not compared\)")
 _MAX_ROWS: Final = 300
-"""Rows of a table."""
 # Levels that are indented: so many classes the style sheet has.
 _MAX_DEPTH: Final = 12
 # How lines of an explanation begin that are no changes.
@@ -124,8 +123,6 @@ def status_of(result: Result) -> Status:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TestRow:
-    """A test in the index."""
-
     status: Status
     page: str
     name: str

@@ -111,7 +111,6 @@ class ListRow:
     place: str
     """``12``, or ``12, ... 627`` by its first and last place."""
     times: int
-    """How often it repeats."""
     modules: tuple[str | None, ...]
     """In order of appearance."""
     differs: bool

@@ -109,8 +109,6 @@ class Run:
     others: int = 0
     """How many other tests ran."""
     is_interrupted: bool = False
-    """Whether the session ended before its last test."""
     command: str = ""
-    """How pytest was called."""
     made_at: str = ""
     """Date and time, as they are shown."""

@@ -18,7 +18,6 @@ class Case(NamedTuple):
     fqns: tuple[str, ...]
     """The modules or parameters concerned, in any order."""
     reason: str
-    """As in `Finding`."""
     nbytes: int | None = None
     """As in `Finding`."""
     cure: str = ""

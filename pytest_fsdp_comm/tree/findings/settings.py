@@ -24,8 +24,7 @@ class Thresholds:
     by a measurement: 20 us at 50 GB/s. Measure with nccl-tests on your machines, and set it.
     """
     large_nbytes: int = 4 << 30
-    """A unit that gathers more is too large: 4 GiB by our choice, since prefetching holds two
-    units at once."""
+    """A larger unit is too large: 4 GiB by our choice, as prefetching holds two units at once."""
     replicated_nbytes: int = 16 << 20
     """A parameter that every rank holds whole is large from here on."""
     padding_share: float = 0.1

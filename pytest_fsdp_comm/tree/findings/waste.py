@@ -188,7 +188,6 @@ def unit_too_small(wrapping: Wrapping) -> Iterator[Case]:
 
 
 def _can_join(wrapping: Wrapping, unit: ShardUnit, around: ShardUnit) -> bool:
-    """Whether a unit's parameters could as well be in the unit around it."""
     dtypes, dtypes_around = (
         {parameter.dtype for parameter in wrapping.parameters(of)} for of in (unit, around)
     )
