@@ -25,7 +25,6 @@ class CallWord:
     text: str
     """What a snapshot has where the value is not the default; with ``{}`` for a number."""
     of: Callable[[Collective], Any]
-    """The value of one call."""
     number: str = ""
     """The pattern of the number; empty for a flag."""
     kinds: frozenset[str] = frozenset()

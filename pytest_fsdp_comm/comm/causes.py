@@ -26,7 +26,6 @@ class Cause:
 
     text: str
     steps: tuple[Step, ...] = ()
-    """Those of the explanation that it explains."""
 
     @property
     def is_of_regression(self) -> bool:
@@ -83,7 +82,6 @@ _REDUCES_IN_FLOAT32: Final = (2, 15)
 
 
 def _reading_of_torch(versions: tuple[str, str], step: Step) -> str | None:
-    """What a change of torch's own says of a step; None if nothing."""
     was, now = (tuple(map(int, re.findall("[0-9]+", one)[:2])) for one in versions)
     if not (was and now) or (was < _REDUCES_IN_FLOAT32) == (now < _REDUCES_IN_FLOAT32):
         return None
@@ -102,7 +100,6 @@ def _reading_of_torch(versions: tuple[str, str], step: Step) -> str | None:
 
 
 def _reading_with(evidence: Evidence, step: Step) -> str | None:
-    """What the trees say of a step; None if nothing."""
     if isinstance(step, Dtype):
         if evidence.is_other_dtype == evidence.is_other_policy:
             return None

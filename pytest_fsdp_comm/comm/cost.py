@@ -33,12 +33,9 @@ class Volume:
     count: int = 0
     """How many, without those that carry pickled objects."""
     nbytes: int = 0
-    """Sum of their message sizes."""
     objects: int = 0
-    """How many carry pickled objects."""
     seconds: float | None = None
-    """Of `count` calls one after the other; None if no link or no formula is known. Of a sum, those
-    of the parts for which both are known."""
+    """Of `count` calls in sequence, as far as link and formula are known; None if none are."""
 
     def __add__(self, other: Volume) -> Volume:
         """Both together."""
@@ -58,7 +55,6 @@ class PartCost:
     kind: str = ""
     """As `events.Collective.kind`; empty for all kinds."""
     axis: str
-    """Name of the mesh axis."""
     link: Link | None
     """How fast the axis is; None if the user does not say."""
     before: Volume

@@ -65,8 +65,7 @@ class Comparison:
     """All that differs between a snapshot and what was recorded."""
 
     changes: tuple[Change, ...]
-    """All of it, one by one; empty if nothing differs. Collectives first, in the order of the
-    profile."""
+    """Collectives first, in the order of the profile; empty if nothing differs."""
     explanation: Explanation | None = None
     """What explains rows that differ; None if no rows do."""
     left: tuple[Change, ...] = ()

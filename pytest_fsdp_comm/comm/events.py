@@ -1,8 +1,4 @@
-"""What one rank saw: immutable records of communication, in the order in which it was issued.
-
-Every record of a recording carries ``index``, its place in one sequence that all records
-share, so that the timeline of a step can be put together again from the parts.
-"""
+"""What one rank saw: immutable records of communication, in the order in which it was issued."""
 
 from __future__ import annotations
 

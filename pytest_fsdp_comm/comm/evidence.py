@@ -11,7 +11,6 @@ class Evidence:
     """What two trees say of the units that both have; names as those of owners."""
 
     units: frozenset[str]
-    """Units of both trees."""
     frozen: frozenset[str] = frozenset()
     """Those whose trainable parameters are all frozen now."""
     partly_frozen: frozenset[str] = frozenset()
@@ -21,8 +20,6 @@ class Evidence:
     policies: Mapping[str, str]
     """As `tree.facts.policy_change` words it, of those with another policy after forward."""
     new_roots: frozenset[str] = frozenset()
-    """Those that became roots."""
     is_other_dtype: bool = False
-    """Whether parameters that both have are of another type now."""
     is_other_policy: bool = False
     """Whether units that both have got another mixed precision."""

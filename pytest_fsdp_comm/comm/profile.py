@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.events import Collective, Recording
 
 Subject: TypeAlias = Literal["collective", "reshard", "redistribution"]
-"""What a row counts: collectives; the unshards or reshards of an FSDP unit; redistributions of
-DTensors. What the last two send are collectives of their own."""
+"""What a row counts; what unshards and redistributions send are collectives of their own."""
 SUBJECTS: Final[tuple[Subject, ...]] = get_args(Subject)
 
 _PHASE_ORDER: Final = {phase: place for place, phase in enumerate(Phase)}
@@ -281,10 +280,7 @@ def _fold_others(recording: Recording) -> Iterable[Row]:
 
 
 def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> CommProfile:
-    """Merge the profiles of ranks, in their order; a row that not all have says which have it.
-
-    Ascending `ranks` say whose they are where the profiles do not. See Note [Merging].
-    """
+    """Merge the profiles of ranks in order; ascending `ranks` name them. See Note [Merging]."""
     # One process alone is all ranks.
     ranks = ranks or [(profile.recorded_ranks or (0,))[0] for profile in profiles]
     groups = _Groups(profiles, ranks)

@@ -101,7 +101,6 @@ class Counted:
     matching: Sequence[Collective]
     """In the order of issue."""
     recorded: Sequence[Collective]
-    """All that the rank sent."""
 
 
 class Answer(int):
@@ -123,11 +122,7 @@ class Answer(int):
 def select(
     question: Question, recorded: Sequence[Collective], names: Names
 ) -> tuple[Collective, ...]:
-    """Find the collectives that are meant; see Note [Names that nothing has].
-
-    Raises:
-        RecordingError: There is no such kind, phase, axis or owner; it lists what there is.
-    """
+    """Find the collectives that are meant; see Note [Names that nothing has]."""
     __tracebackhide__ = True
     _check("kind", question.kind, (*COLLECTIVE_KINDS, *sorted(names.kinds)))
     _check("phase", question.phase, tuple(Phase))
@@ -165,7 +160,6 @@ def _check(what: str, asked: str | None, allowed: Sequence[str]) -> None:
 
 
 def _owner_test(asked: str | None, names: Names) -> Callable[[str | None], bool]:
-    """Make the test whether the owner of an event is meant."""
     __tracebackhide__ = True
     if asked is None:
         return lambda _: True

@@ -1,8 +1,4 @@
-"""The questions of torch's CommDebugMode, under its names, answered from a recording.
-
-A test that was written for ``CommDebugMode`` moves over by changing the name. Where the two differ,
-the recording is right: ``tests/recording/test_comm_debug.py`` shows each difference.
-"""
+"""The questions of torch's CommDebugMode, under its names, answered from a recording."""
 
 # Note [Answers of CommDebugMode]
 # torch's class writes its own answers: it is filled with what was recorded and is never entered.

@@ -62,12 +62,10 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         """Prepare, and record nothing yet.
 
         Args:
-            gather: Out-of-band exchange between the ranks of the test; the default is for one
-                process.
+            gather: Exchange between the ranks of the test; the default is for one process.
             ranks: The ranks that exchange, ascending; empty for this one alone.
             show: Writes a profile as ``str`` shows it; None for one line.
-            trace_operations: What blocks do unless ``comm_mode(model, trace_operations=...)`` says
-                otherwise. It costs more than all the rest.
+            trace_operations: Whether blocks do so by default; it costs more than all the rest.
         """
         self._traces_by_default = self._traces = trace_operations
         self._gather = gather

@@ -44,7 +44,6 @@ class Flight:
     group: str
     """Name of the process group; empty under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
     description: str
-    """Description of the process group."""
     seq: int
     """Its number among the group's collectives, from 1; equal on all ranks of the group."""
     kind: str
@@ -78,8 +77,7 @@ def flown(since_ns: int) -> list[Flight]:
 def mark() -> dict[tuple[str, str], int]:
     """Mark the end of the flight recorder, in a few microseconds however full it is.
 
-    By dump and number of the process group, which is never used again in a process, comes the
-    number of the group's last collective.
+    By dump and number of a group, which is never used again, comes its last collective.
     """
     return {
         (dump, number): status["last_enqueued_collective"]
@@ -89,11 +87,7 @@ def mark() -> dict[tuple[str, str], int]:
 
 
 def issued_after(begin: dict[tuple[str, str], int]) -> tuple[list[Flight], int]:
-    """List the collectives of this process since a mark, in order.
-
-    With them comes how many entries the flight recorder still has, if it may have dropped some that
-    are later than the mark; otherwise 0.
-    """
+    """List collectives since a mark, and how many entries are kept if some may be lost, else 0."""
     found: list[Flight] = []
     num_kept, end = 0, mark()
     for dump in _DUMPS:

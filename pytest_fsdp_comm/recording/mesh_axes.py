@@ -124,8 +124,7 @@ class GroupNames:
         """What this rank could have sent over, given the keys of the groups over which it did.
 
         First the axis of each process group by the group's name, then the names of all axes, also
-        of meshes that this rank is outside of. A further name of a group, which another mesh gives
-        it, is not among them: nothing is recorded under it.
+        of other ranks' meshes; without second names of a group, under which nothing is recorded.
         """
         for group in process_groups():
             self.note(group)
@@ -138,10 +137,7 @@ class GroupNames:
 
 
 def existing_axes() -> Iterator[tuple[str, str]]:
-    """The axis names that this process has now, also of meshes that no recording has seen.
-
-    With each comes the name of its process group; empty if this rank is in none, or it is gone.
-    """
+    """List each axis that exists, with its group's name: empty if it has none on this rank."""
     world = dist.group.WORLD
     if world is None:
         return
@@ -152,10 +148,7 @@ def existing_axes() -> Iterator[tuple[str, str]]:
 
 
 def axes_of_groups() -> dict[str, tuple[str, bool]]:
-    """How a recording would name each process group of this rank, by the group's name.
-
-    With each comes whether that only gives the group's shape, which other groups may share.
-    """
+    """Axis of each group of this rank by the group's name, and whether it only gives its shape."""
     names = GroupNames()
     # A group keeps the first name that it is given, which must not depend on the order of objects.
     for mesh in sorted(_existing_meshes(), key=lambda mesh: mesh.mesh_dim_names or ()):

@@ -46,8 +46,7 @@ class TracedModule:
     module_type: str
     """Its class, as CommDebugMode writes it."""
     placements: dict[str, Placements]
-    """Of its own parameters by name, when it was first seen or, if FSDP had gathered them then,
-    when it is named."""
+    """Of its own parameters by name, when first seen or, if FSDP had gathered them, when named."""
     callers: tuple[TracedModule, ...] = ()
     """The modules that were running when it was first called, outermost first."""
     name: str = GLOBAL
@@ -97,14 +96,11 @@ class ModuleTrace:
     """Which modules a block called, and which operations ran in them."""
 
     modules: Callable[[], tuple[TracedModule, ...]]
-    """The modules in the order of their first operations, callers first. Where operations were not
-    traced, all that have a forward, in the order of registration, as long as they exist."""
+    """Callers first, in order of first operations; untraced, all with a forward, as registered."""
     keys: Mapping[str, tuple[str, ...]]
-    """FQN of each owner -> CommDebugMode's names of the module and of those around it that have a
-    forward, outermost first."""
+    """Owner's FQN -> CommDebugMode's names of it and of callables around it, outermost first."""
     operations: Callable[[], Iterator[tuple[str, dict[str, Any]]]] | None = None
-    """Makes CommDebugMode's name of the module and dictionary of each operation, in the order of
-    dispatch; None if operations were not traced."""
+    """Makes each operation's module name and dictionary, in dispatch order; None if untraced."""
 
 
 # A tuple for each of the many operations, and CommDebugMode's dictionary only where a test looks.

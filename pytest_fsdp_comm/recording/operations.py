@@ -50,20 +50,15 @@ class Operation:
     """How one operation communicates."""
 
     kind: str
-    """One of `events.COLLECTIVE_KINDS`, or ``unknown:<op>``; `BATCH` if one call sends and receives
-    several times."""
+    """One of `events.COLLECTIVE_KINDS`, ``unknown:<op>`` or, for several messages, `BATCH`."""
     sent: str = "input"
-    """Name of the argument that holds the tensors which this rank contributes; empty if none, ``*``
-    for all tensors of an unknown operation."""
+    """Argument with the tensors to send; empty if none, ``*`` for all of an unknown operation."""
     received: str = "return"
-    """Name of the argument that holds the output tensors; ``return`` if they are returned; empty if
-    the input is overwritten, or nothing comes out."""
+    """Argument with the output tensors, or ``return``; empty if in place, or if there are none."""
     root: str = ""
-    """Name of the argument with the group rank that alone gives, or receives, all data; empty if
-    there is none."""
+    """Argument with the group rank that alone gives or receives all data; empty if none has."""
     peer: str = ""
-    """Name of the argument with the group rank at the other end, or with a list of them in a batch;
-    empty if there is none."""
+    """Argument with the group rank at the other end, in a batch with a list; empty if none has."""
 
 
 _C10D: Final = {
@@ -165,10 +160,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def messages(
     operation: Operation, group: dist.ProcessGroup | None, bound: dict[str, Any], result: Any
 ) -> list[dict[str, Any]]:
-    """List what a call sends and receives, as fields of `comm.events.Collective`.
-
-    That is one message, unless the call is a batch. Its `group` is None if it does not say.
-    """
+    """List a call's messages as fields of `comm.events.Collective`: one, unless it is a batch."""
     if operation.kind == BATCH:
         batched = zip(bound["op_list"], bound[operation.peer], bound["tensors"], strict=True)
         calls = [(_FUNCTIONAL[name], number, tensor) for name, number, tensor in batched]

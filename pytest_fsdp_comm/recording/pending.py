@@ -39,7 +39,6 @@ class Pending(Generic[Event]):
     """An event whose call has returned. See Note [Names come last]."""
 
     record: type[Event]
-    """What it will be."""
     index: int
     """Its place in the recording, from 0."""
     attribution: Attribution

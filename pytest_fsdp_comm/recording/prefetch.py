@@ -17,7 +17,6 @@ class Gather:
     """One gather of a unit's parameters: what its events have in common, until they are named."""
 
     slot: int
-    """The slot in which it was issued."""
     ahead: int | None = None
     """How many slots later its unit was used; None until then."""
 

@@ -90,8 +90,7 @@ class RecordedBlock:
     recording: Recording
     names: Names
     roots: tuple[weakref.ref[nn.Module], ...]
-    """The modules that names are relative to; the first gives plain names. Weak, since a recording
-    must not keep a model and its parameters alive."""
+    """Names are relative to these, plain in the first; weak, so as to keep no model alive."""
     trace: ModuleTrace
 
 
@@ -113,8 +112,7 @@ class Recorder:
     ) -> None:
         """Prepare to name modules relative to `models`, or to the outermost ones that run.
 
-        `backward` knows the autograd nodes of earlier blocks, and `earlier_roots` hold modules that
-        act only in backward here.
+        `backward` knows nodes of earlier blocks, `earlier_roots` hold what acts only in backward.
         """
         # Now, since the block may destroy the group.
         self._rank, self._world_size, self._backend = own_world()

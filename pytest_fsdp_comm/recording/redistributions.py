@@ -24,10 +24,7 @@ class RedistributionWatch:
         self._last: tuple[int, int] | None = None
 
     def note_collective(self, frame: FrameType | None) -> dict[str, Any] | None:
-        """Take the frame of the redistribution that issued a collective; None if none did.
-
-        Returns fields of `comm.events.Redistribution` if this is its first collective, else None.
-        """
+        """Return `events.Redistribution`'s fields at its first collective; None at any other."""
         if frame is None:
             self._last = None
             return None

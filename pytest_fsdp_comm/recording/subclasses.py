@@ -22,8 +22,7 @@ class Dispatch(IntEnum):
     OPAQUE = 1
     """Has code of its own, and dispatch modes may not see what that runs."""
     WRAPPER = 2
-    """Runs them on the tensors that it holds, where modes see them: DTensor, quantized tensors,
-    collectives that nobody has waited for."""
+    """Runs them on the tensors that it holds, where modes see them: DTensor, unwaited results."""
 
 
 class Subclasses(dict[type, Dispatch]):

@@ -44,7 +44,6 @@ class _Sent(NamedTuple):
     nbytes: int
 
     def __str__(self) -> str:
-        """As gaps show it."""
         dtype = "+".join(sorted(self.dtypes))
         return f"{self.kind} of {show_nbytes(self.nbytes)} {dtype}" if dtype else self.kind
 

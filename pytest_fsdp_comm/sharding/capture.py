@@ -42,12 +42,7 @@ if TYPE_CHECKING:
 def capture_tree(
     model: nn.Module | Sequence[nn.Module], findings: FindingSettings | None = None
 ) -> ShardTree:
-    """Read how `model`, or the parts of it that this rank runs, are sharded.
-
-    Raises:
-        RecordingError: `model` is not a module, is half built, or has a parameter without a shape.
-        UpstreamChangedError: This torch lacks a private name that is needed.
-    """
+    """Read how `model`, or the parts of it that this rank runs, are sharded."""
     visit = visit_modules(model)
     axes = AxisNames(chain(fsdp2_meshes(visit), dtensor_meshes(visit)))
     units = [*read_fsdp2(visit, axes), *read_fsdp1(visit, axes)]

@@ -63,11 +63,7 @@ class WrapExpectation:
 
 
 def expect_units(model: nn.Module | Sequence[nn.Module], policy: Any) -> WrapExpectation:
-    """Compare the units of `model`, or parts of it, with those that an auto-wrap policy would make.
-
-    Raises:
-        RecordingError: `model` is not a module, or `policy` is no such policy.
-    """
+    """Compare the units of `model`, or its parts, with those that an auto-wrap policy makes."""
     visit = visit_modules(model)
     tree = capture_tree(model)
     roots = {index for index, node in enumerate(visit.nodes) if node.parent is None}

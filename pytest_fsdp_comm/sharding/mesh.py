@@ -52,7 +52,6 @@ class AxisNames:
 
 
 def _ranks_along(mesh: DeviceMesh, dim: int) -> Sequence[int]:
-    """The ranks of the group that a dimension of a mesh is on this rank."""
     # RuntimeError: this rank is outside the mesh. The others: the mesh outlived its groups.
     with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
         return dist.get_process_group_ranks(mesh.get_group(dim))

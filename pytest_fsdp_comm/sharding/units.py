@@ -43,9 +43,7 @@ class ReadUnit:
     state: object
     """Identifies the unit where another prefetches it."""
     forward_prefetch: tuple[object, ...] = ()
-    """States of other units."""
     backward_prefetch: tuple[object, ...] = ()
-    """States of other units."""
 
 
 UNGATHERED: Final = ShardUnit(

@@ -60,12 +60,7 @@ class Visit:
 
 
 def visit_modules(model: object) -> Visit:
-    """List the modules below `model` in registration order, parents first, part after part.
-
-    Raises:
-        RecordingError: `model` is neither a module nor a list of parts of one model, or one of its
-            modules is only half built.
-    """
+    """List the modules below `model` in registration order, parents first, part after part."""
     # A module that is registered several times has its children where natural order comes to it
     # first, so that the order of construction does not show; elsewhere it is an alias.
     roots = parts_of(model, given_to="fsdp_tree")

@@ -228,7 +228,6 @@ class _Scaled(GlobalStep):
     """The element type; empty for that which each has."""
 
     def is_meant(self, key: RowKey, call: Calls) -> bool:
-        """Whether a call is changed."""
         raise NotImplementedError
 
     def fits(self, state: State) -> bool:

@@ -42,9 +42,7 @@ class Between:
     ) -> None:
         """Compare the states, by identity of contents."""
         self.state = state
-        """What is known to be so far."""
         self.target = target
-        """What is to be reached."""
         self.origin = origin
         """What the first step began with."""
         self.axes = axes
@@ -91,10 +89,7 @@ class Between:
     def replaced(
         self, kind: Kind, keys: Mapping[Owner, Iterable[RowKey]], **fields: Any
     ) -> Iterator[Replaced]:
-        """The step that writes what the target has for some rows, as far as it differs.
-
-        None if no rows are given; `fields` are the others of `Replaced`.
-        """
+        """The step that writes the target's rows where they differ; none if no rows are given."""
         # Modules in which the same differs share what is written.
         shared: dict[tuple[object, ...], list[dict[RowKey, Rows]]] = {}
         sides: dict[Owner, list[dict[RowKey, Rows]]] = {}

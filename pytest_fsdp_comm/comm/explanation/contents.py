@@ -98,7 +98,6 @@ class Content:
 
 
 NOTHING: Final = Content(())
-"""Of a module that does nothing."""
 
 
 class State(dict[Owner, Content]):

@@ -157,8 +157,7 @@ class Layers(Step):
     kind: Kind = "layers"
     order: ClassVar[int] = 2
     prefix: str
-    """Of the list, with ``*`` for the numbers of lists around it: ``layers``,
-    ``layers.*.experts``."""
+    """Of the list, with ``*`` for the numbers of lists around it: ``layers.*.experts``."""
     old: int
     """How many there were."""
     new: int

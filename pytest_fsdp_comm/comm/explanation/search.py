@@ -45,7 +45,6 @@ three things changed at once, such as DDP that became HSDP, 4 lose what 5 tell."
 DEPTH: Final = 6
 """The most steps of an explanation."""
 _LEAST_COST: Final = 1.5
-"""Of the cheapest step."""
 _COLLECTIVE_COST: Final = 4.0
 """Of telling one row that is left over."""
 _OTHER_COST: Final = 1.0
@@ -70,7 +69,6 @@ class Explanation:
     steps: tuple[Step, ...]
     """In the order in which they are applied."""
     is_exact: bool
-    """Whether the old profile after all steps is the new one."""
     before: tuple[Row, ...]
     """What the steps leave over, as it is after them: only owners that still differ."""
     after: tuple[Row, ...]

@@ -142,7 +142,6 @@ class Replaced(Step):
     rows: Mapping[Owner, Mapping[RowKey, Rows]]
     """What the new profile has for each of these rows; empty where it has none."""
     was: Mapping[Owner, Mapping[RowKey, Rows]] = field(compare=False)
-    """What was there before the step."""
     sentence: Callable[[Replaced], str] = field(compare=False)
     """Makes its line: of the steps that are proposed, few are told."""
     claim: Callable[[RowKey, Calls], bool] | None = field(default=None, compare=False)

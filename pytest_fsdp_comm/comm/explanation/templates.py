@@ -19,8 +19,7 @@ def template(fqn: str) -> str:
 def replace_prefix(fqn: str, old: str, new: str) -> str:
     """The name with another beginning, in each module of a unit that has it.
 
-    Both are whole segments, with as many ``*``, which stand for numbers in order; an empty `old` is
-    the beginning of all names.
+    Both are whole segments with ``*`` for numbers in order; an empty `old` begins all names.
     """
     if "+" in fqn:
         return "+".join(replace_prefix(part, old, new) for part in fqn.split("+"))

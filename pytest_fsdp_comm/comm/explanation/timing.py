@@ -1,7 +1,4 @@
-"""When collectives are issued: how far ahead of use units are gathered, and what is asynchronous.
-
-Compared for what both profiles have, and told apart from counts and bytes; see Note [Contents].
-"""
+"""When collectives are issued: how far ahead of use units are gathered, what is asynchronous."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ if TYPE_CHECKING:
 Subject: TypeAlias = Literal["ahead", "async"]
 """``ahead``: how many units ahead of use. ``async``: whether the caller has to wait, 0 or 1."""
 Shares: TypeAlias = tuple[tuple[int, Fraction], ...]
-"""Each value with its share of the calls, ascending; a share and no count, since that may differ
-for other reasons."""
+"""Each value with its share of the calls, ascending; their count may differ for other reasons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -482,7 +482,6 @@ def _unit_keys(between: Between, owner: Owner) -> list[RowKey]:
 
 
 def _unit_above(owner: str, state: State) -> str | None:
-    """The closest unit above a module, or above the first of a unit's modules."""
     name = owner.partition("+")[0]
     while name:
         name = name.rpartition(".")[0]

@@ -41,7 +41,6 @@ class Attribution:
     adds_gradient: bool = False
     """It is issued while the gradient of a parameter is added, and no unit of FSDP requested it."""
     gather: Gather | None = None
-    """The gather of FSDP parameters that it belongs to; None if it belongs to none."""
 
     @property
     def acting(self) -> Modules:
@@ -144,10 +143,7 @@ class BackwardMap:
         return self._current_task() != -1
 
     def module_of_current_node(self) -> nn.Module | None:
-        """The module whose forward made the node that runs, or whose parameter's gradient it adds.
-
-        None if no node runs, no module made it, or its forward was not recorded.
-        """
+        """Find whose forward made the current node, or whose gradient it adds; None if unknown."""
         maker = self._maker_of_current_node()
         return None if isinstance(maker, _Maker) else maker
 

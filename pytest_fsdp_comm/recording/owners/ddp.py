@@ -49,9 +49,6 @@ class ReplicaOwners:
                     self._owner_of.update((id(child), module) for child in module.modules())
 
     def owner(self, running: Modules) -> Modules:
-        """The replicated module around that of the parameter that completed the bucket.
-
-        Where that is unknown, the first one of the model, or its root.
-        """
+        """Find the replicated module around `running`; else the first of the model, or its root."""
         known = [self._owner_of[id(module)] for module in running if id(module) in self._owner_of]
         return tuple((known or self._replicas)[:1]) or self._fallback

@@ -53,8 +53,7 @@ class _ActingUnit:
 
     modules: tuple[nn.Module, ...]
     serves: bool = True
-    """Whether its collectives serve its own parameters; False while it only triggers a prefetch of
-    others."""
+    """Whether it sends for its own parameters; False while it only triggers others' prefetch."""
     is_in_backward: bool = False
     """Whether the method belongs to backward. A pipeline schedule calls it outside of autograd."""
     gather: Gather | None = None
@@ -76,8 +75,7 @@ class UnitWatch:
     ) -> None:
         """Prepare to call `on_reshard` as a unit's state changes; `groups` learns their meshes.
 
-        It is given the unit's modules, its bytes and the host seconds that a reshard took: 0.0 for
-        an unshard, whose all-gather is timed itself.
+        It is given the unit's modules and bytes, and a reshard's host seconds: 0.0 for an unshard.
         """
         self._acting: list[_ActingUnit] = []
         self._on_reshard = on_reshard

@@ -32,10 +32,7 @@ class ModuleNames:
     """The FQN of each module below some roots."""
 
     def __init__(self, roots: Iterable[nn.Module], *, are_parts: bool = False) -> None:
-        """Name all modules; those of further roots, unless they are parts of one model, as ``@2``.
-
-        Parts, such as the stages of a pipeline, keep the FQNs that they have in the model.
-        """
+        """Name all modules: those of further roots as ``@2``, those of parts as in their model."""
         # Not by the class of the root, which must not be part of a snapshot.
         self._names: dict[int, str] = {}
         self._roots = list(roots)
@@ -80,10 +77,6 @@ def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Mo
     """List the modules that a user gives: one, or a list of the parts of one model.
 
     The errors say what they were `given_to`, and what to do `otherwise`, which begins with a comma.
-
-    Raises:
-        RecordingError: It is not a module, a part lies within another, or two parts have a
-            parameter of the same name.
     """
     parts: list[Any] = [*model] if isinstance(model, Sequence) else [model]
     for part in parts:
@@ -121,7 +114,6 @@ def parts_of(model: object, *, given_to: str, otherwise: str = "") -> list[nn.Mo
 
 
 def _common_parameter(parts: Iterable[nn.Module]) -> str | None:
-    """The FQN of a parameter that two parts have; None if all their FQNs differ."""
     seen: set[str] = set()
     for part in parts:
         own = {

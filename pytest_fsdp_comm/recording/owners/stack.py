@@ -147,9 +147,7 @@ class StackScan:
     is_from_ddp: bool = False
     """DDP requested it, or a communication hook that it called."""
     is_from_dtensor: bool = False
-    """DTensor requested it."""
     redistribution: FrameType | None = None
-    """The frame of DTensor's redistribution; None outside of one."""
     user_call_site: str = ""
     """``path:line`` of the innermost user code; empty if there is none."""
     library_call_site: str = ""
