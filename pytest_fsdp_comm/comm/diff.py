@@ -75,7 +75,6 @@ class Comparison:
     sites: Sites = field(default_factory=dict)
     """Where the recorded collectives of each row were issued, by owner and key."""
     cost: Cost = field(default_factory=Cost)
-    """What the changes cost; nothing if nothing differs."""
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -318,7 +318,6 @@ class _Groups:
         self._lists: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def ranks(self, places: Iterable[int]) -> tuple[int, ...]:
-        """The ranks of some groups as rows hold them."""
         key = tuple(sorted(set(places)))
         if key not in self._lists:
             listed = sorted(chain.from_iterable(self._ranks[place] for place in key))

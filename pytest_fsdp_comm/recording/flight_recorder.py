@@ -87,7 +87,7 @@ def mark() -> dict[tuple[str, str], int]:
 
 
 def issued_after(begin: dict[tuple[str, str], int]) -> tuple[list[Flight], int]:
-    """List collectives since a mark, and how many entries are kept if some may be lost, else 0."""
+    """List collectives since a mark, in order, and how many remain if some may be lost, else 0."""
     found: list[Flight] = []
     num_kept, end = 0, mark()
     for dump in _DUMPS:

@@ -13,7 +13,6 @@ class GatheredMemory:
         self._nbytes: dict[Any, int] = {}
         self._total = 0
         self.peak = 0
-        """The most bytes that were held at once."""
 
     def learn(self, unit: Any, nbytes: int) -> None:
         """Add a unit that is not known yet, just before its first change or when all is over."""

@@ -213,7 +213,6 @@ def _rank_in(group: dist.ProcessGroup | None, number: int | None) -> int | None:
 
 
 def _peer(group: dist.ProcessGroup | None, number: int | None) -> int | None:
-    """The distance from this rank to the other one, counted upwards and around the group."""
     rank = _rank_in(group, number)
     return None if group is None or rank is None else (rank - group.rank()) % group.size()
 

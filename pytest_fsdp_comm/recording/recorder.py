@@ -533,7 +533,6 @@ class Recorder:
 
 
 def _is_watched() -> bool:
-    """Whether a recording's mode is active on this thread."""
     # Read in torch 2.6 to 2.15; a tested contract.
     return any(isinstance(mode, _Mode) for mode in _get_current_dispatch_mode_stack())
 

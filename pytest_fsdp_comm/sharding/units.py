@@ -60,7 +60,6 @@ UNGATHERED: Final = ShardUnit(
     nbytes_padding=0,
     nbytes_kept=0,
 )
-"""What units that gather nothing have in common."""
 
 
 def hold(

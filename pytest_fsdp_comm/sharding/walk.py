@@ -30,7 +30,6 @@ class Visit:
 
     nodes: tuple[ModuleNode, ...]
     modules: tuple[nn.Module, ...]
-    """The wrapped module of each node."""
     wrappers: tuple[tuple[nn.Module, ...], ...]
     """The wrappers of each node, outermost first."""
     index_of: Mapping[int, int]

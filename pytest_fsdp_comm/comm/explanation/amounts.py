@@ -220,8 +220,6 @@ def _ratios(pairs: Iterable[tuple[int, int, int]]) -> list[Fraction]:
 
 
 class _Scaled(GlobalStep):
-    """Some calls have other bytes, and maybe another element type."""
-
     order: ClassVar[int] = 3
     factor: Fraction
     new: str = ""

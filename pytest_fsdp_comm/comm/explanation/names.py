@@ -274,7 +274,6 @@ def _places(modules: _List, before: int, after: int) -> Iterator[tuple[int, int]
 
 
 def _has_units(between: Between, prefix: str) -> bool:
-    """Whether each module of a list is gathered, so that none is unseen."""
     names = f"{prefix}.*" if prefix else "*"
     old, new = (
         [content for owner, content in state.items() if template(owner or "") == names]

@@ -72,7 +72,6 @@ def _axis(between: Between, axis: str, *, came: bool) -> Iterator[Step]:
 
 
 def _recomputed(between: Between, *, came: bool) -> Iterator[Step]:
-    """Forward's collectives of modules are repeated in backward."""
     less, more = between.sides(came=came)
     keys = between.select_rows(lambda key, *_: key.phase is Phase.RECOMPUTE)
     rows = [

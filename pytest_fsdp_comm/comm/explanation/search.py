@@ -98,7 +98,6 @@ class _Search:
         self._costs: dict[tuple[Content, Content], float] = {}
 
     def cost_left(self, state: State) -> float:
-        """What it costs to tell all that differs between a state and the target."""
         groups = {
             (template(owner or ""), state[owner], self.target[owner])
             for owner in owners_that_differ(state, self.target)

@@ -318,7 +318,6 @@ def _largest(rows: Rows) -> int:
 def _reduced_times(
     between: Between, times: Fraction, keys: Mapping[Owner, Iterable[RowKey]]
 ) -> Iterator[Step]:
-    """Reductions of some kinds happen n times as often."""
     kinds = sorted({key.what for held in keys.values() for key in held if key.axis})
     # What FSDP reduces is gathered. With DDP nothing else is sent that would count the steps.
     is_sharded = all(between.state[owner].gathers[Phase.FORWARD] for owner in keys)

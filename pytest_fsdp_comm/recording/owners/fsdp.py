@@ -57,12 +57,10 @@ class _ActingUnit:
     is_in_backward: bool = False
     """Whether the method belongs to backward. A pipeline schedule calls it outside of autograd."""
     gather: Gather | None = None
-    """The gather of its own parameters that it issues; None if it issues none."""
 
 
 _Around = Generator["_ActingUnit | None", None, None]
-"""Runs around a method of FSDP: yields the unit that acts while the method runs, or None, and goes
-on while it still acts, unless the method raised."""
+"""Yields the unit that acts in a method, or None; goes on as it still acts, unless that raised."""
 
 
 class UnitWatch:
