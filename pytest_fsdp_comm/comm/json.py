@@ -29,12 +29,7 @@ def dump_recordings(recordings: Sequence[Recording]) -> str:
 
 
 def load_recordings(text: str) -> tuple[Recording, ...]:
-    """Read what `dump_recordings` wrote.
-
-    Raises:
-        CodecError: The text is not JSON, of another kind or version, or says where it is no
-            recording.
-    """
+    """Read what `dump_recordings` wrote; a CodecError says where it is no recording."""
     return load_document(_Recordings, _KIND, JSON_VERSION, text).recordings
 
 

@@ -55,11 +55,7 @@ class Links:
 
 
 def parse_links(lines: Iterable[str]) -> Links:
-    """Read the lines of the ini value ``fsdp_comm_links``, such as ``dp: 50 GB/s 10 us``.
-
-    Raises:
-        ValueError: A line is something else, or names an axis again; the text says which.
-    """
+    """Read lines of ``fsdp_comm_links`` (``dp: 50 GB/s 10 us``); a ValueError names a bad one."""
     found: dict[str, tuple[int, Link]] = {}
     for place, line in enumerate(filter(None, map(str.strip, lines)), start=1):
         try:

@@ -354,7 +354,6 @@ def _unsharded_nbytes_of_handle(handle: Any, padded: torch.Tensor) -> int:
 
 
 def _gathered_nbytes_of_handle(handle: Any) -> int:
-    """What a unit of FSDP1 holds beyond its own shard."""
     # Where the unit is gathered, in mixed and in full precision. Its first forward makes them.
     for name in ("_full_param_padded", "_full_prec_full_param_padded"):
         padded = getattr(handle.flat_param, name, None)
