@@ -492,7 +492,7 @@ def test_the_stacks_follow(reports):
 
 
 def test_failures_that_follow_from_another_are_not_explained(reports):
-    text = reports["a_failure_says_nothing_of_its_echo"]
+    text = reports["a_failure_does_not_mention_those_that_follow_from_it"]
     assert "ValueError: early" in text
     assert "rank 1 failed first" in text
     assert " wait in " not in text
