@@ -122,7 +122,8 @@ def _expression(code: CodeType, instruction: int) -> str:
 
 
 def _reported_exception(frames: Sequence[FrameType]) -> BaseException | None:
-    if frames and frames[0].f_code.co_filename == channel.__file__:
+    # The innermost one is socket.recv_fds.
+    if any(frame.f_code.co_filename == channel.__file__ for frame in frames[:2]):
         # It waits for another test. pytest keeps what a call raised until the next one begins.
         return getattr(sys, "last_value", None)
     for frame in frames:
