@@ -32,7 +32,6 @@ class TreeRow:
     """Rows above it."""
     class_name: str
     units: tuple[ShardUnit, ...]
-    """Of one of the modules."""
     parameters: tuple[ParameterNode, ...]
     """Of one of the modules, without its children's."""
     same_as: str

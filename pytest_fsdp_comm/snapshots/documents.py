@@ -19,7 +19,6 @@ class SnapshotText(str):
     __slots__ = ("__dict__", "lines")
 
     lines: SnapshotLines
-    """Its lines, for errors."""
 
     def __new__(cls, text: str, *, where: str) -> Self:
         """Check the frame of a text, or raise SnapshotFormatError; `profile` checks the rest."""

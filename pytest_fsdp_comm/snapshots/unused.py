@@ -47,7 +47,6 @@ class CollectedModule:
     """What was collected of a test module that has snapshots."""
 
     path: Path
-    """Of its source."""
     stamp: Stamp
     """Of its source, before it was imported."""
     tests: tuple[CollectedTest, ...]
@@ -64,7 +63,6 @@ class UnusedSnapshot:
 
     path: Path
     reason: str
-    """To be read after the path."""
     doubt: str = ""
     """What may still define its test, for which it stays; empty if nothing can."""
 

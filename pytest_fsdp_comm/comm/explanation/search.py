@@ -72,7 +72,6 @@ class Explanation:
     before: tuple[Row, ...]
     """What the steps leave over, as it is after them: only owners that still differ."""
     after: tuple[Row, ...]
-    """The same in the new profile."""
     timings: tuple[TimingChange, ...]
     """Of rows that both profiles have, what differs in when they are issued."""
 

@@ -31,7 +31,6 @@ class TimingChange:
 
     subject: Subject
     key: RowKey
-    """Of the new profile."""
     owners: tuple[Owner, ...]
     """By their new names, in natural order."""
     before: Shares

@@ -170,7 +170,6 @@ class _Stall:
     absent: Mapping[int, _Words]
     """The ranks that do not wait in it and have answered, and what they did instead."""
     notes: tuple[str, ...] = ()
-    """Why nobody need be missing."""
     is_aside: bool = False
     """Whether the main threads do something else."""
 

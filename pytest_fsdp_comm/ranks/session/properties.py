@@ -56,7 +56,6 @@ class SuiteProperties:
     """The properties of the session that one rank recorded in a test."""
 
     recorded: tuple[tuple[str, str], ...]
-    """Names and values, in order."""
 
 
 class SuitePropertiesOfRanks:

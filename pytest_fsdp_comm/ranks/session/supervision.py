@@ -67,7 +67,6 @@ class UnendedRank:
     """A rank whose process was killed, and did not go."""
 
     name: str
-    """The rank and its test."""
     pid: int
     started: str
     """As `start_time` gives it."""

@@ -52,7 +52,6 @@ class Escape:
     """An exception that went through pytest's protocol and ended the test."""
 
     text: str
-    """Its class and message."""
     at: float
     """`time.time` on the rank."""
 

@@ -32,7 +32,6 @@ class ModuleRow:
     """Pattern of its name in the row above; ``(root)`` for the root."""
     depth: int
     count: int
-    """How many modules share the row."""
     is_part: bool
     """Whether it is what a module with rows below it sends itself."""
     cells: tuple[Cell | None, ...]
@@ -59,7 +58,6 @@ class _Node:
     own: defaultdict[Column, list[int]] = field(default_factory=_cells)
     """Bytes before and after that the module sends itself."""
     total: defaultdict[Column, list[int]] = field(default_factory=_cells)
-    """The same with what is below it."""
     children: dict[str, _Node] = field(default_factory=dict)
 
     def key(self) -> object:

@@ -24,7 +24,6 @@ class TreeView:
     title: str
     """The root's class."""
     summary: str
-    """In a line."""
     rows: tuple[TreeRow, ...]
     """Parents first."""
     left_out: int = 0
@@ -63,7 +62,6 @@ class Compared:
     lines: tuple[str, ...] = ()
     """Why it failed, all of it; empty if it did not."""
     headline: str = ""
-    """The same in a few words."""
     tree: TreeView | None = None
     """Of the lowest rank; None for a recording."""
     timelines: tuple[Timeline, ...] = ()
@@ -92,11 +90,9 @@ class Result:
     nodeid: str
     outcome: Outcome
     seconds: float = 0.0
-    """Of all its phases."""
     problem: str = ""
     """The report of its failure, perhaps without the beginning; empty if it did not fail."""
     message: str = ""
-    """That report in one line."""
     record: Record = Record()
 
 
