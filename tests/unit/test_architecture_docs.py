@@ -1,6 +1,7 @@
 """The page that says where things are names what is there."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -42,3 +43,15 @@ def test_every_room_is_on_the_page_and_says_what_it_holds():
         ), room  # fmt: skip
         text = (room / "__init__.py").read_text()
         assert re.match(r'"""[A-Z].{20,}\.\n\n.{20,}', text), room
+
+
+def test_each_note_is_written_once_and_all_that_refer_to_it_find_it():
+    written, named = Counter(), set()
+    for file in PACKAGE.rglob("*"):
+        if file.suffix in {".py", ".js", ".css", ".jinja"}:
+            text = file.read_text(encoding="utf-8")
+            written.update(re.findall(r"^\s*(?:#|//) Note \[([^\]]+)\](?::|$)", text, re.MULTILINE))
+            named |= {*re.findall(r"Note \[([^\]]+)\]", re.sub(r"\n\s*(?:#|//)?\s*", " ", text))}
+    assert len(written) > 50
+    assert {name: count for name, count in written.items() if count > 1} == {}
+    assert named - written.keys() == set()
