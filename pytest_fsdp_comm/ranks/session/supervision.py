@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 GRACE_S = 1.0
 _POLL_S = 0.05
 _DUMP_S = 1.0
-# A thread of the rank answers as soon as it gets the GIL.
-_ANSWER_S = 0.5
+# A thread of the rank answers as soon as it gets the GIL, and a processor: ranks may share few.
+_ANSWER_S = 1.0
 # Reading the groups takes processor time of each rank, and ranks may share few cores.
 _GROUPS_S = 8.0
 _STREAMS = ("stdout", "stderr")
