@@ -1,4 +1,4 @@
-"""A slow but healthy test is told on the terminal, with where its ranks are."""
+"""The terminal shows that a test is slow but healthy, and where its ranks are."""
 
 import re
 
@@ -18,7 +18,7 @@ def test_slow(dist_info):
     if dist_info.rank == 2:
         return
     if dist_info.rank == 1:
-        time.sleep(4)
+        time.sleep(3)
 """
 
 
@@ -33,10 +33,12 @@ def test_progress_is_printed_each_time_the_duration_doubles(project):
     result = project.runpytest_subprocess()
     result.assert_outcomes(passed=2)
     told = [line for line in result.outlines if line.startswith("fsdp-comm: test_it")]
+    assert len(told) >= 2
     assert [re.sub(r"py:\d+", "py:N", line) for line in told] == [
         f"fsdp-comm: test_it.py::test_slow is still running after {seconds} s (deadline 60 s): "
-        "ranks 0, 2 done; rank 1 at test_it.py:N in test_slow: time.sleep(4)"
-        for seconds in (1, 2)
+        "ranks 0, 2 done; rank 1 at test_it.py:N in test_slow: time.sleep(3)"
+        # A busy machine may take a second more to start and end the ranks.
+        for seconds in (1, 2, 4)[: len(told)]
     ]
 
 
