@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.diff import Change
+from pytest_fsdp_comm.comm.explanation.contents import count_of, nbytes_of
 from pytest_fsdp_comm.comm.explanation.steps import Replaced
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.text.nbytes import show_nbytes_change
@@ -58,9 +59,7 @@ def weight(change: Change) -> tuple[bool, bool, int]:
     """Sort what costs most to the front."""
     # What was sent comes before what FSDP did to send it, since unshards repeat their all-gathers,
     # and before what this held in memory; what is new comes before what is gone.
-    before = sum(amount.nbytes for amount in change.before)
-    after = sum(amount.nbytes for amount in change.after)
-    growth = (after - before) * len(change.owners)
+    growth = (nbytes_of(change.after) - nbytes_of(change.before)) * len(change.owners)
     is_late = change.subject in {"reshard", "memory"}
     return (is_late, change.subject != "frame" and growth <= 0, -abs(growth))
 
@@ -76,12 +75,12 @@ def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:
     after = [amount for change in phases for amount in change.after]
     if any(amount.ranks for amount in (*before, *after)):
         return f"{where}: {what} {_by_rank(first.before)} -> {_by_rank(first.after)}{each}"
-    count = _count(after) - _count(before)
+    count = count_of(after) - count_of(before)
     if count:
         return f"{where}: {count:+} {what}{each}"
-    if _nbytes(before) != _nbytes(after):
-        return f"{where}: {what} {show_nbytes_change(_nbytes(before), _nbytes(after))}{each}"
-    moved = _count(first.after) - _count(first.before)
+    if nbytes_of(before) != nbytes_of(after):
+        return f"{where}: {what} {show_nbytes_change(nbytes_of(before), nbytes_of(after))}{each}"
+    moved = count_of(first.after) - count_of(first.before)
     if moved:
         return f"{where}: {moved:+} {what} in {first.phase}{each}"
     return f"{where}: {what} {_calls(first)}{each}"
@@ -89,14 +88,6 @@ def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:
 
 def _kind(change: Change) -> str:
     return change.what.partition("[")[0]
-
-
-def _count(amounts: Sequence[Row]) -> int:
-    return sum(amount.count for amount in amounts)
-
-
-def _nbytes(amounts: Sequence[Row]) -> int:
-    return sum(amount.nbytes for amount in amounts)
 
 
 def _by_rank(amounts: Sequence[Row]) -> str:

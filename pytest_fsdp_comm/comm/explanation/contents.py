@@ -162,12 +162,12 @@ def calls_of(rows: Rows) -> Iterator[Calls]:
     return chain.from_iterable(row.calls for row in rows)
 
 
-def count_of(rows: Rows) -> int:
+def count_of(rows: Iterable[Row]) -> int:
     """How many calls there are."""
     return sum(row.count for row in rows)
 
 
-def nbytes_of(rows: Rows) -> int:
+def nbytes_of(rows: Iterable[Row]) -> int:
     """The bytes of all calls together."""
     return sum(row.nbytes for row in rows)
 
