@@ -7,6 +7,9 @@
 # innermost that serves its own unit owns what is sent, the outermost is where it was issued, and
 # under prefetch the two differ. Names and arguments were read in torch 2.6, 2.9, 2.11 and 2.13;
 # tests/recording/test_contracts.py fails when one moves.
+# A method is wrapped once for all recordings of the process, in whatever order they begin and end,
+# and by a data descriptor, which Python asks before the instance: FSDPMemTracker gives each group a
+# `pre_backward` of its own, which calls the method that it had found and so would pass us by.
 
 # Note [Reshard after forward]
 # With reshard_after_forward=<int> a unit is kept over a smaller group between forward and backward:
@@ -18,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -63,6 +67,74 @@ _Around = Generator["_ActingUnit | None", None, None]
 """Yields the unit that acts in a method, or None; goes on as it still acts, unless that raised."""
 
 
+class _Watched:
+    """A method of FSDP, or a function, while recordings watch it. See Note [Acting units]."""
+
+    def __init__(self, holder: Any, name: str, original: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self._holder, self._name, self._original = holder, name, original
+        self._arounds: tuple[Callable[..., Any], ...] = ()
+        # The thread and the first argument of each call that is under way.
+        self._running: set[tuple[int, int]] = set()
+
+    @classmethod
+    def add(cls, holder: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+        """Call `around` with the method and its arguments; returns what ends that."""
+        with _changing:
+            found = vars(holder)[name]
+            watched = found if isinstance(found, cls) else cls(holder, name, found)
+            watched._arounds = (*watched._arounds, around)
+            if watched is not found:
+                setattr(holder, name, watched)
+        return partial(watched._drop, around)
+
+    def _drop(self, around: Callable[..., Any]) -> None:
+        with _changing:
+            self._arounds = tuple(kept for kept in self._arounds if kept is not around)
+            # Otherwise somebody else has patched it since, and calls this one.
+            if not self._arounds and vars(self._holder).get(self._name) is self:
+                setattr(self._holder, self._name, self._original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._original, *args, **kwargs)
+
+    def __get__(self, instance: Any, _owner: Any = None) -> Any:
+        if instance is None:
+            return self
+        own = vars(instance).get(self._name)
+        call = self._original if own is None else lambda _, *args, **kw: own(*args, **kw)
+        return partial(self._run, call, instance)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self._name] = value
+
+    def __delete__(self, instance: Any) -> None:
+        if vars(instance).pop(self._name, self) is self:
+            raise AttributeError(self._name)
+
+    def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        key = threading.get_ident(), id(args[0])
+        if key in self._running:  # what an instance has of its own calls this one in turn
+            return call(*args, **kwargs)
+        for around in self._arounds:
+            call = partial(around, call)
+        self._running.add(key)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._running.discard(key)
+
+
+_changing = threading.Lock()
+
+
+class _Acting(threading.local):
+    """The units with a method that runs now on this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.units: list[_ActingUnit] = []
+
+
 class UnitWatch:
     """Watch which FSDP units act at each moment. See Note [Acting units]."""
 
@@ -75,7 +147,7 @@ class UnitWatch:
 
         It is given the unit's modules and bytes, and a reshard's host seconds: 0.0 for an unshard.
         """
-        self._acting: list[_ActingUnit] = []
+        self._acting = _Acting()
         self._on_reshard = on_reshard
         self._groups = groups
         self._prefetches = Prefetches()
@@ -85,22 +157,24 @@ class UnitWatch:
     @property
     def owner(self) -> tuple[nn.Module, ...]:
         """The modules of the unit whose parameters are being sent; empty if none is."""
-        return next((unit.modules for unit in reversed(self._acting) if unit.serves), ())
+        return next((unit.modules for unit in reversed(self._acting.units) if unit.serves), ())
 
     @property
     def issuer(self) -> tuple[nn.Module, ...]:
         """The modules of the unit whose hook runs, which under prefetch is not the owner."""
-        return self._acting[0].modules if self._acting else ()
+        units = self._acting.units
+        return units[0].modules if units else ()
 
     @property
     def is_in_backward(self) -> bool:
         """Whether a backward hook of a unit runs."""
-        return any(unit.is_in_backward for unit in self._acting)
+        return any(unit.is_in_backward for unit in self._acting.units)
 
     @property
     def gather(self) -> Gather | None:
         """The gather that is being issued; None if none is."""
-        return self._acting[-1].gather if self._acting else None
+        units = self._acting.units
+        return units[-1].gather if units else None
 
     def peak_gathered_nbytes(self, roots: Iterable[nn.Module]) -> int:
         """The most bytes of parameters that were gathered at once in the block."""
@@ -144,32 +218,28 @@ class UnitWatch:
         """Wrap FSDP's methods, and put them back."""
         with contextlib.ExitStack() as undo:
             for holder, name, around in [*self._fsdp2(), *self._fsdp1()]:
-                original = holder.__dict__.get(name)
-                if original is None:
+                if name not in vars(holder):
                     module = getattr(holder, "__module__", "")  # a module itself has none
                     moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
                     use = "the recorder relies on to find the owner of a collective"
                     raise upstream.moved_error("torch", moved, use)
-                setattr(holder, name, self._wrapped(original, around))
-                undo.callback(setattr, holder, name, original)
+                undo.callback(_Watched.add(holder, name, partial(self._run, around)))
             yield
 
-    def _wrapped(self, original: Any, around: Callable[..., _Around]) -> Any:
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            steps = around(*args, **kwargs)
-            unit = next(steps)
+    def _run(
+        self, around: Callable[..., _Around], call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        units, steps = self._acting.units, around(*args, **kwargs)
+        unit = next(steps)
+        if unit is not None:
+            units.append(unit)
+        try:
+            result = call(*args, **kwargs)
+            next(steps, None)
+        finally:
             if unit is not None:
-                self._acting.append(unit)
-            try:
-                result = original(*args, **kwargs)
-                next(steps, None)
-            finally:
-                if unit is not None:
-                    self._acting.pop()
-            return result
-
-        return wrapped
+                units.pop()
+        return result
 
     def _fsdp2(self) -> list[tuple[Any, str, Callable[..., _Around]]]:
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import (  # noqa: PLC0415  # loads torch.distributed
@@ -292,7 +362,7 @@ class UnitWatch:
 
     def _unshard_handle(self, _state: Any, handle: Any, *_: Any, **__: Any) -> _Around:
         # While another unit acts, it prefetches this one.
-        if not self._acting:
+        if not self._acting.units:
             self._open_slot_of_handle(handle)
         yield None
 
