@@ -123,6 +123,7 @@ class RankRunner:
         # What a launcher started is its own bound, and has its GPUs by the local rank.
         is_bounded = not self._peers.is_launched
         shared = Path(self._slots_directory) if self._slots_directory else None
+        gpus = self._gpus() if is_bounded else ()
         with contextlib.ExitStack() as undo:
             directory = make_session_directory()
             undo.callback(remove_directory, directory)
@@ -130,7 +131,7 @@ class RankRunner:
             slots = Slots(
                 shared or directory / "slots",
                 ranks=self._session.config.stash[OPTIONS].rank_slots if is_bounded else None,
-                gpus=self._gpus() if is_bounded else (),
+                gpus=gpus,
             )
             self._fallback_reason = unsafe_to_fork()
             if self._fallback_reason:
@@ -148,11 +149,9 @@ class RankRunner:
         base, self._base = self._base, None
         if base is None:
             return None
-        status = base.server.close()
         if base.users is not None:
-            base.users.leave()
-        remove_directory(base.directory)
-        return status
+            base.users.leave()  # before the server, which removes what others may have left
+        return base.server.close()
 
     def _replace_server(self) -> str:
         """Start a fork server in place of one that has died; say how that ended."""

@@ -13,6 +13,7 @@ from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
 from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, await_end, kill, kill_groups
 from pytest_fsdp_comm.ranks.start.fork_server import PRELOADED, serve
 from pytest_fsdp_comm.ranks.wire.channel import Channel
+from pytest_fsdp_comm.ranks.wire.directories import remove_directory
 from pytest_fsdp_comm.ranks.wire.messages import (
     FORK_CLIENT,
     FORK_SERVER,
@@ -56,8 +57,14 @@ class ServerDiedError(Exception):
 class ForkServer:
     """The fork server, or the process that starts ranks, with the rank set that it has."""
 
-    def __init__(self, start: Callable[[socket.socket, socket.socket], int]) -> None:
-        """Start the server with `start(ours, theirs)`, ends of a connection; it returns the pid."""
+    def __init__(
+        self, start: Callable[[socket.socket, socket.socket], int], directory: Path
+    ) -> None:
+        """Start the server with `start(ours, theirs)`, ends of a connection; it returns the pid.
+
+        The server removes `directory` in the end, unless it is killed.
+        """
+        self._directory = directory
         ours, theirs = socket.socketpair()
         self._pid = start(ours, theirs)
         theirs.close()
@@ -183,15 +190,19 @@ class ForkServer:
         return self._is_reaped
 
     def close(self) -> int | None:
-        """End the server and every rank.
+        """End the server and every rank, and remove the directory.
 
         Returns its exit status, or minus the signal that ended it; None if somebody else took it.
         """
         self._channel.close()
         os.close(self._until_exit)
         self._reap(_CLOSED_WITHIN_S)
+        # Before the kill: xdist interrupts a worker 5 s after its session, just about now, if its
+        # server still loads torch. Somebody has to be left who removes it.
+        remove_directory(self._directory)
         self.kill()
         self._reap(HURRIED_S)
+        remove_directory(self._directory)  # what its ranks have written meanwhile
         return self._status
 
     def _reap(self, within_s: float) -> None:
@@ -226,4 +237,4 @@ def fork_server(
             )
         return pid
 
-    return ForkServer(start)
+    return ForkServer(start, directory)

@@ -132,13 +132,16 @@ def serve(
             channel.send(ServerFailed(reason=reason))
         status = 1
     finally:
-        if server is not None:
-            server.kill_all()
-        # Also where the pytest process was killed and could not.
-        remove_directory(directory)
-        if shared is not None:
-            SharedDirectory(shared).leave()
-        os._exit(status)
+        try:
+            if server is not None:
+                server.kill_all()
+        finally:
+            # Also where the pytest process was killed and could not.
+            remove_directory(directory)
+            with contextlib.suppress(OSError):
+                if shared is not None:
+                    SharedDirectory(shared).leave()
+            os._exit(status)
 
 
 @dataclass(slots=True, kw_only=True)

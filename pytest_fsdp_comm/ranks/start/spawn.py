@@ -55,7 +55,7 @@ def spawn_server(
         process.returncode = 0
         return process.pid
 
-    return ForkServer(start)
+    return ForkServer(start, directory)
 
 
 def main(descriptor: str, directory: str, shared: str, *program: str) -> NoReturn:

@@ -40,7 +40,7 @@ def end(within_s):
 
 
 @pytest.fixture
-def server(monkeypatch):
+def server(monkeypatch, tmp_path):
     """A server that has not started, its end of the connection, and how often it was killed."""
     ends, killed = [], []
 
@@ -49,7 +49,7 @@ def server(monkeypatch):
         return 0
 
     monkeypatch.setattr(ForkServer, "kill", lambda _: killed.append(True))
-    found = ForkServer(start)
+    found = ForkServer(start, tmp_path)
     yield found, ends[0], killed
     ends[0].close()
     found._channel.close()

@@ -163,6 +163,34 @@ def test_what_a_server_said_before_it_ended_is_read_without_asking_it(server, tm
 
 
 @linux
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_wherever_its_end_is_interrupted_no_directory_is_left(is_killed, tmp_path, monkeypatch):
+    monkeypatch.setattr(fork_client, "PRELOADED", ())
+    monkeypatch.setattr(fork_client, "_CLOSED_WITHIN_S", 0.0)
+    directory = tmp_path / "session"
+    directory.mkdir()
+    (directory / "rank0.stdout").touch()
+
+    def prepare():
+        eventually((tmp_path / "go").exists)  # as long as torch takes on a busy machine
+
+    closing = fork_client.fork_server(prepare, directory, None)
+    kill = closing.kill
+
+    def interrupt():
+        if is_killed:
+            kill()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(closing, "kill", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        closing.close()
+    (tmp_path / "go").touch()
+    eventually(lambda: closing.has_died)
+    assert not directory.exists()
+
+
+@linux
 def test_connections_of_a_rank_end_with_it_while_others_live(server, start):
     for name in ("forked", "forked ahead"):
         connections = start(name, spares=RANKS)
