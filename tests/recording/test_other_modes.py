@@ -5,16 +5,32 @@ with the whole recording without the tool.
 """
 
 import contextlib
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from models import BLOCK_NBYTES, ROOT_NBYTES, WIDTH, Model, shard
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from models import ACTIVATION_NBYTES, BLOCK_NBYTES, ROOT_NBYTES, WIDTH, Model, shard
 from oracle import gloo_and_fake, lines
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.logging_tensor import LoggingTensorMode
+from torch.utils._debug_mode import DebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from pytest_fsdp_comm import CommMode
+
+# Tools warn that they are slow or new, and FSDP2 of outputs that they make views.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 BLOCK, ROOT = BLOCK_NBYTES, ROOT_NBYTES
 
@@ -33,6 +49,20 @@ BACKWARD = [
 ]
 
 
+# Each block reduces its output, and in backward the gradient of its input.
+TP_FORWARD = [
+    f"forward layers.{n}.down all_reduce[tp] {ACTIVATION_NBYTES} < layers.{n}.down activations"
+    for n in (0, 1)
+]
+TP_BACKWARD = [
+    f"backward layers.{n}.up all_reduce[tp] {ACTIVATION_NBYTES} < layers.{n}.up activations"
+    for n in (1, 0)
+]
+
+
+NOTHING = contextlib.nullcontext()
+
+
 def told(comm_mode):
     """`lines`, and how far ahead, or the role of what is not gathered."""
     return [
@@ -41,13 +71,43 @@ def told(comm_mode):
     ]
 
 
-def sharded(device_mesh):
+def sharded(device_mesh, within=NOTHING):
+    mesh = device_mesh()
     torch.manual_seed(0)
-    model = shard(Model(), device_mesh())
+    with within:
+        model = shard(Model(), mesh)
     first, second = model.layers
     first.set_modules_to_forward_prefetch([second])
     second.set_modules_to_backward_prefetch([first])
     return model
+
+
+def parallel(device_mesh, within=NOTHING):
+    mesh = device_mesh(tp=2)
+    torch.manual_seed(0)
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    with within:
+        model = Model()
+        for layer in model.layers:
+            parallelize_module(layer, mesh, plan)
+    return model
+
+
+@dataclass
+class Step:
+    """A model, made within a context, and what one step of it sends."""
+
+    arrange: Callable[..., nn.Module]
+    forward: Sequence[str]
+    backward: Sequence[str]
+
+    @property
+    def all(self):
+        return [*self.forward, *self.backward]
+
+
+SHARDED = Step(sharded, FORWARD, BACKWARD)
+PARALLEL = Step(parallel, TP_FORWARD, TP_BACKWARD)
 
 
 def run(model):
@@ -55,7 +115,15 @@ def run(model):
     model(torch.ones(2, WIDTH)).sum().backward()
 
 
-def recorded(comm_mode, model, tool=contextlib.nullcontext, order="before", run=run):
+def run_with_input_gradient(model):
+    model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+
+
+def forward(model):
+    model(torch.ones(2, WIDTH))
+
+
+def recorded(comm_mode, model, tool=lambda: NOTHING, order="before", run=run):
     """What `comm_mode` records of a step while the tool runs that was entered in that order."""
     with contextlib.ExitStack() as stack:
         contexts = [tool(), comm_mode(model)]
@@ -67,7 +135,11 @@ def recorded(comm_mode, model, tool=contextlib.nullcontext, order="before", run=
 
 def siteless(recording):
     """Without call sites: where a test's own function stands between, that is the innermost."""
-    return replace(recording, collectives=[replace(e, call_site="") for e in recording.collectives])
+    fields = {
+        name: [replace(event, call_site="") for event in getattr(recording, name)]
+        for name in ("collectives", "redistributions")
+    }
+    return replace(recording, **fields)
 
 
 orders = pytest.mark.parametrize("order", ["before", "in the block"])
@@ -162,3 +234,150 @@ def test_a_patch_of_the_class_in_the_block_stays_whole(comm_mode, device_mesh, m
     before = len(calls)
     assert siteless(recorded(comm_mode, model)) == siteless(alone)
     assert len(calls) == 2 * before > 0
+
+
+class Passes(TorchDispatchMode):
+    """A mode of a user's own."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class PassesFunctions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+TOOLS = {
+    "MemTracker": MemTracker,
+    "FlopCounterMode": lambda: FlopCounterMode(display=False),
+    "CommDebugMode": CommDebugMode,
+    "DebugMode": DebugMode,
+    "LoggingTensorMode": LoggingTensorMode,
+    "torch.autograd.profiler": torch.autograd.profiler.profile,
+    "torch.profiler": lambda: torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ),
+    "saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor, lambda tensor: tensor
+    ),
+    # DTensor cannot check for NaN.
+    "detect_anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
+}
+
+steps = pytest.mark.parametrize("step", [SHARDED, PARALLEL], ids=["FSDP2", "TP"])
+
+
+@gloo_and_fake(2)
+@pytest.mark.parametrize("name", TOOLS)
+@steps
+def test_a_tool_changes_no_event(comm_mode, device_mesh, name, step):
+    alone = recorded(comm_mode, step.arrange(device_mesh))
+    assert told(comm_mode) == step.all
+    for order in ("before", "in the block"):
+        assert recorded(comm_mode, step.arrange(device_mesh), TOOLS[name], order) == alone
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+@pytest.mark.parametrize("mode", [Passes, PassesFunctions])
+@steps
+def test_a_mode_of_a_users_own_changes_no_event(comm_mode, device_mesh, mode, step):
+    alone = siteless(recorded(comm_mode, step.arrange(device_mesh)))
+    assert told(comm_mode) == step.all
+    for order in ("before", "in the block"):
+        assert siteless(recorded(comm_mode, step.arrange(device_mesh), mode, order)) == alone
+
+
+@gloo_and_fake(2)
+@orders
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+@steps
+def test_a_forward_without_gradients_is_that_of_a_step(
+    comm_mode, device_mesh, without_gradients, step, order
+):
+    recorded(comm_mode, step.arrange(device_mesh), without_gradients, order, forward)
+    assert told(comm_mode) == step.forward
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+@orders
+@steps
+def test_a_step_of_fake_tensors_sends_what_a_real_one_does(comm_mode, device_mesh, step, order):
+    mode = FakeTensorMode()
+    recorded(comm_mode, step.arrange(device_mesh, mode), lambda: mode, order)
+    assert told(comm_mode) == step.all
+
+
+@gloo_and_fake(2)
+@orders
+def test_torchs_own_mode_counts_the_same_beside_a_recording(comm_mode, device_mesh, order):
+    theirs = CommDebugMode()
+    recorded(comm_mode, sharded(device_mesh), lambda: theirs, order)
+    assert theirs.get_total_counts() == len(comm_mode.events) == 8
+
+
+@gloo_and_fake(2)
+def test_checkpointing_reduces_again_what_it_computes_again(comm_mode, device_mesh):
+    for reentrant in (False, True):
+        model = shard(Model(reentrant=reentrant), device_mesh())
+        recorded(comm_mode, model, run=run_with_input_gradient)
+        # The units are gathered by then. No layer prefetches another here, nor in forward.
+        alone = FORWARD[2].replace("< layers.0 ahead 1", "< layers.1 ahead 0")
+        assert told(comm_mode) == [*FORWARD[:2], alone, *BACKWARD]
+        model = parallel(device_mesh)
+        model.reentrant = reentrant
+        recorded(comm_mode, model, run=run_with_input_gradient)
+        # The other kind stops before the block's output, which nothing needs.
+        again = [line.replace("forward", "recompute") for line in TP_FORWARD if reentrant]
+        assert told(comm_mode) == [
+            *TP_FORWARD,
+            *(*again[1:], TP_BACKWARD[0]),
+            *(*again[:1], TP_BACKWARD[1]),
+        ]
+
+
+class Reduces(nn.Linear):
+    """Sums its output, by a functional collective or in place."""
+
+    def __init__(self, *, in_place):
+        super().__init__(WIDTH, WIDTH)
+        self.in_place = in_place
+
+    def forward(self, x):
+        x = super().forward(x)
+        if not self.in_place:
+            return funcol.all_reduce(x, "sum", dist.group.WORLD)
+        dist.all_reduce(x)
+        return x
+
+
+# Of torch.func, and how often it runs the collective. torch has no batching rule for those in
+# place, and no derivative for the others.
+TRANSFORMS = {
+    "grad": (1, True, lambda model, x: torch.func.grad(lambda x: model(x).sum())(x)),
+    "vjp": (1, True, lambda model, x: torch.func.vjp(model, x)[1](x)),
+    "jvp": (1, False, lambda model, x: torch.func.jvp(model, (x,), (x,))),
+    "functionalize": (1, False, lambda model, x: torch.func.functionalize(model)(x)),
+    # One slice at a time.
+    "vmap": (3, False, lambda model, x: torch.func.vmap(model)(x.expand(3, *x.shape))),
+}
+
+
+@gloo_and_fake(2)
+@orders
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_what_functorch_transforms_is_recorded_as_it_is_sent(comm_mode, name, order):
+    count, in_place, transformed = TRANSFORMS[name]
+    model, x = nn.Sequential(Reduces(in_place=in_place)), torch.ones(2, WIDTH)
+
+    def recorded_inside(x):
+        with comm_mode(model):
+            return model(x)
+
+    if order == "before":
+        transformed(recorded_inside, x)
+    else:
+        with comm_mode(model):
+            transformed(model, x)
+    line = f"forward 0 all_reduce[world] {ACTIVATION_NBYTES} < 0 activations"
+    assert told(comm_mode) == [line] * count
