@@ -131,13 +131,24 @@ def is_unknown_kind(kind: str) -> bool:
     )
 
 
-def bind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, those included that torch leaves out as the default."""
-    # The schema is a private name, but the only list of them.
-    arguments = func._schema.arguments
-    defaults = {arg.name: arg.default_value for arg in arguments if arg.has_default_value()}
-    names = [argument.name for argument in arguments]
-    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+class Call:
+    """An operation that communicates, and how to read its arguments."""
+
+    def __init__(self, func: Any, operation: Operation) -> None:
+        """Read its schema, a private name, but the only list of its arguments."""
+        self.func = func
+        self.operation = operation
+        self.namespace: str = func.namespace
+        self.op = f"{func.namespace}.{func.overloadpacket.__name__}"
+        arguments = func._schema.arguments
+        self._names = [argument.name for argument in arguments]
+        self._defaults = {
+            arg.name: arg.default_value for arg in arguments if arg.has_default_value()
+        }
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by name, those included that torch leaves out as the default."""
+        return {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
 
 
 def shows_async() -> bool:
@@ -239,25 +250,29 @@ def timing_category(kind: str, source: Source) -> str | None:
     return "reduce" if kind in REDUCING else None
 
 
-def may_copy(func: Any) -> bool:
-    """Whether an operation may copy between host and device: see `copy_direction`."""
-    # Higher-order operators have no namespace.
-    is_aten = getattr(func, "namespace", None) == "aten"
-    return is_aten and func.overloadpacket.__name__ in {"_to_copy", "copy_"}
+COPY: Final = "aten::copy_"
+"""What every copy between devices comes to."""
 
 
-def copy_direction(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Literal["H2D", "D2H"] | None:
-    """Whether a ``_to_copy`` or ``copy_`` crosses between host and device; None if it does not."""
-    if func.overloadpacket.__name__ == "_to_copy":
-        target = kwargs.get("device")
-        source = args[0].device.type
-        to = getattr(target, "type", target)
-    else:
-        to, source = args[0].device.type, args[1].device.type
-    if to is None or to == source or "meta" in (to, source):
+def copy_direction(to: torch.Tensor, source: torch.Tensor) -> Literal["H2D", "D2H"] | None:
+    """Whether a copy crosses between host and device; None if it does not."""
+    devices = to.device.type, source.device.type
+    if devices[0] == devices[1] or "meta" in devices or "cpu" not in devices:
         return None
-    if source == "cpu":
-        return "H2D"
-    return "D2H" if to == "cpu" else None
+    return "H2D" if devices[1] == "cpu" else "D2H"
+
+
+# In torch 2.13 those with the tag data_dependent_output or dynamic_output_shape that are no
+# composites of others, and the ones that make a tensor sparse, which have no such tag though the
+# number of values follows from the values.
+VALUE_READS: Final = tuple(
+    f"aten::{name}"
+    for name in (
+        *("_local_scalar_dense", "equal", "index.Tensor", "nonzero", "masked_select", "bincount"),
+        *("repeat_interleave.Tensor", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
+        *("unique_dim_consecutive", "_to_sparse", "_to_sparse.sparse_dim", "_to_sparse_csr"),
+        *("_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc", "_to_sparse_semi_structured"),
+        "allclose",
+    )
+)
+"""The operations that show values of tensors to Python, or make a shape of them."""

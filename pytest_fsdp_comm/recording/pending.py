@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
@@ -25,6 +24,8 @@ from pytest_fsdp_comm.recording.operations import REDUCING
 from pytest_fsdp_comm.recording.owners.attribution import Attribution
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pytest_fsdp_comm.comm.mesh import MeshAxis
     from pytest_fsdp_comm.recording.owners.attribution import OwnerNames
 
@@ -34,7 +35,7 @@ IN_MODULES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE})
 """The phases in which modules run, or their backward does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Pending(Generic[Event]):
     """An event whose call has returned. See Note [Names come last]."""
 
@@ -43,7 +44,7 @@ class Pending(Generic[Event]):
     """Its place in the recording, from 0."""
     attribution: Attribution
     """Its owner is the unit that was unsharded or resharded, where that is the event."""
-    fields: Mapping[str, Any]
+    fields: dict[str, Any]
     """The fields of the record that its call showed."""
     group: str | None = None
     """The key of a collective's group in `GroupNames`; None if the operation shows none."""

@@ -1,11 +1,4 @@
-"""Record what one rank sends, with one `TorchDispatchMode` and no global hooks."""
-
-# Note [Subclasses pass through]
-# A mode sees an operation before a tensor subclass does, and would record what the subclass then
-# does otherwise. So DTensor and other wrappers are let through (NotImplemented): what they make of
-# the operation comes back here on the tensors that they hold. A class with code of its own that
-# nobody can take apart is let through too, but a collective that it is given is recorded as it is
-# unless a second mode, entered just for it, sees the class send something in its place.
+"""Record what one rank sends, from the time that it is issued."""
 
 from __future__ import annotations
 
@@ -21,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from pytest_fsdp_comm.comm.events import (
     COLLECTIVE_KINDS,
@@ -37,20 +29,16 @@ from pytest_fsdp_comm.comm.events import (
 from pytest_fsdp_comm.comm.mesh import merge_axes
 from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.errors import printable
+from pytest_fsdp_comm.recording import kernels
+from pytest_fsdp_comm.recording.active import entered, noting_threads, under_way
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames, group_of, own_world
+from pytest_fsdp_comm.recording.modes import WatchingMode
 from pytest_fsdp_comm.recording.module_trace import ModuleTrace, ModuleTracer, untraced
 from pytest_fsdp_comm.recording.operations import (
-    NAMESPACES,
     TIMING_CATEGORIES,
-    Operation,
-    bind,
-    copy_direction,
-    look_up,
-    may_copy,
     messages,
     parts_sent,
     shows_async,
-    tensors_in,
     timing_category,
 )
 from pytest_fsdp_comm.recording.owners.attribution import (
@@ -59,28 +47,28 @@ from pytest_fsdp_comm.recording.owners.attribution import (
     OwnerNames,
     attribute,
     attribute_on_thread,
+    attribute_unit,
 )
-from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_groups
-from pytest_fsdp_comm.recording.owners.futures import following_callbacks
-from pytest_fsdp_comm.recording.owners.stack import running_modules, scan_stack
+from pytest_fsdp_comm.recording.owners.borders import borders
+from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_groups, units
+from pytest_fsdp_comm.recording.owners.futures import callbacks
+from pytest_fsdp_comm.recording.owners.stack import find_call_site, running_modules, scan_stack
 from pytest_fsdp_comm.recording.pending import Event, Pending
 from pytest_fsdp_comm.recording.redistributions import RedistributionWatch
-from pytest_fsdp_comm.recording.subclasses import Dispatch, Subclasses, is_dtensor_class
-from pytest_fsdp_comm.recording.threads import following_threads
-from pytest_fsdp_comm.recording.value_dependence import ValueReads, reads_values
+from pytest_fsdp_comm.recording.value_dependence import ValueReads, value_methods
 from pytest_fsdp_comm.recording.witness import Witness
 from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.fqn import escape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import FrameType
 
     from pytest_fsdp_comm.comm.events import Phase
+    from pytest_fsdp_comm.recording.active import Shared
+    from pytest_fsdp_comm.recording.operations import Call
     from pytest_fsdp_comm.recording.owners.fsdp import ReshardAction
     from pytest_fsdp_comm.recording.owners.stack import StackScan
-
-    _Run = Callable[[Any, Sequence[Any], dict[str, Any], "_ModeBelow | None"], Any]
-    _Trace = Callable[[Any, Sequence[Any]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +82,7 @@ class RecordedBlock:
     trace: ModuleTrace
 
 
-# How an operation is treated that does not communicate. One that shows values of tensors to Python
-# ("read") is of interest on the fake group only.
-_NoCollective = Literal["copy", "read", "silent"]
+_numbers = itertools.count()
 
 
 class Recorder:
@@ -127,50 +113,66 @@ class Recorder:
         self._pending: list[Pending[Any]] = []
         self._groups = GroupNames()
         self._backward = backward
-        self._units = UnitWatch(self._note_reshard, self._groups)
-        self._tracer = ModuleTracer(self._backward, self._units) if traces_operations else None
+        self.units = UnitWatch(self._note_reshard, self._groups)
+        self._tracer = ModuleTracer(self._backward, self.units) if traces_operations else None
         self._redistribution_watch = RedistributionWatch(self._groups)
         self._seconds = dict.fromkeys((*TIMING_CATEGORIES, "all"), 0.0)
         self._notes: list[str] = []
         self._witness = Witness()
-        self._reads = ValueReads(self._where) if self._backend == "fake" else None
+        self.reads = ValueReads(self._where) if self._backend == "fake" else None
         self._is_recording = False
-        # .is_followed on a thread that was started in the block or runs a callback of it, which has
-        # .attribution while it does.
+        self.number = next(_numbers)
+        # Of threads of earlier blocks, and at the end of kernels that others have registered.
+        self._unseen: dict[Gap, None] = {}
+        # .attribution on a thread that runs a callback which the block registered.
         self._here = threading.local()
         self._lock = threading.Lock()  # other threads record too
-        # Looked up for every operation of the block, so once, and by identity: torch's operations
-        # hash slowly. Each is kept, so that its identity stays its own.
-        self._known: dict[int, Operation | _NoCollective] = {}
-        self._classified: list[Any] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch while the block runs."""
         self._note_entry_state()
         self._backward.begin(self._roots)
-        self._is_recording = True
-        try:
-            with (
-                self._units.watching(),
-                following_callbacks(self._attribute, self._resumed),
-                following_threads(self._watching_thread),
-                contextlib.nullcontext() if self._reads is None else self._reads.watching(),
-                _Mode(self.run, None if self._tracer is None else self._tracer.note),
-            ):
+        self._note_running(running_modules())
+        problem = kernels.why_no_kernels()
+        if problem:
+            self._notes.append(
+                f"{problem}, so a dispatch mode records this thread alone; what others send is "
+                "missing, or known to torch's flight recorder at most"
+            )
+        with contextlib.ExitStack() as block:
+            for patch in self._patches(has_kernels=not problem):
+                block.enter_context(patch.needed())
+            block.enter_context(under_way(self))
+            if problem or self._tracer is not None:
+                calls = kernels.communicating().values() if problem else ()
+                block.enter_context(WatchingMode(self._tracer, calls, self.run_collective))
+            self._is_recording = True
+            try:
                 yield
-        finally:
-            self._witness.note_running_threads()
-            with self._lock:
-                self._is_recording = False
-            self._witness.end(self._all(Collective))
-            self._note_lost_owners()
+            finally:
+                self._witness.note_running_threads()
+                with self._lock:
+                    self._is_recording = False
+                if not problem:
+                    self._unseen.update(dict.fromkeys(kernels.gaps()))
+                self._witness.end(self._all(Collective))
+                self._note_lost_owners()
+
+    def _patches(self, *, has_kernels: bool) -> Iterator[Shared]:
+        yield from (borders, units, callbacks, noting_threads)
+        if has_kernels:
+            yield kernels.collectives
+            if self.reads is not None:
+                yield from (kernels.value_reads, value_methods)
+            if torch.accelerator.is_available():
+                yield kernels.copies
 
     def finish(self) -> RecordedBlock:
         """Name everything, and keep no module and no group."""
         block = self._named()
         self._pending.clear()
-        self._units.forget()
+        self.units.forget()
         self._backward.end()
         self._roots.clear()
         self._idle.clear()
@@ -217,7 +219,7 @@ class Recorder:
             copies=named(HostDeviceCopy),
             timings=tuple(Timing(category=name, seconds=s) for name, s in self._seconds.items()),
             notes=(*self._notes, *notes, *(gap.text for gap in gaps)),
-            peak_gathered_nbytes=self._units.peak_gathered_nbytes(self._roots),
+            peak_gathered_nbytes=self.units.peak_gathered_nbytes(self._roots),
             gaps=gaps,
         )
         owners = {event.owner for event in collectives if event.owner is not None}
@@ -235,8 +237,8 @@ class Recorder:
         if self._is_recording:
             return (), ()
         unseen = self._witness.gaps(lambda: self._groups.known(used_groups)[0])
-        of_values = () if self._reads is None else self._reads.gaps
-        return (*unseen, *of_values, *self._idle_gaps()), self._witness.notes
+        of_values = () if self.reads is None else self.reads.gaps
+        return (*unseen, *self._unseen, *of_values, *self._idle_gaps()), self._witness.notes
 
     def _idle_gaps(self) -> Iterator[Gap]:
         """The given models that did not run, where modules of others sent something."""
@@ -305,182 +307,160 @@ class Recorder:
             has_model=self._has_given_root,
         )
 
-    # Called by the mode.
+    # Called at borders, on a thread that has entered the recording.
 
-    def run(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        below: _ModeBelow | None = None,
-    ) -> Any:
-        """Run one operation, and record it if it communicates or copies."""
-        # At the first operation, since DDP sends in backward only, where no module runs.
+    def enter_module(self, module: nn.Module) -> int:
+        """A module is called; return what `leave` takes."""
+        depth = self._backward.enter(module)
         if self._lacks_root:
-            for outermost in running_modules()[:1]:
+            outermost = self._backward.outermost
+            if outermost is not None:
                 self._add_root(outermost)
         if self._idle:
-            self._note_running(running_modules())
-        known = self._known.get(id(func)) or self._classify(func)
-        self._backward.note_operation()
-        if self._tracer is not None:
-            self._tracer.note(func)
-        if known == "silent":
-            return func(*args, **kwargs)
-        return self._run_known(known, func, args, kwargs, below)
+            self._note_running((module,))
+        return depth
 
-    def run_on_other_thread(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        below: _ModeBelow | None = None,
-    ) -> Any:
-        """As `run`, on a thread that did not enter the recording, and may outlive it."""
-        if not self._is_recording:
-            return func(*args, **kwargs)
-        # Nothing is noted for backward: see Note [Backward map].
-        known = self._known.get(id(func)) or self._classify(func)
-        return self._run_known(known, func, args, kwargs, below)
+    def enter_engine(self) -> int:
+        """The autograd engine is called; return what `leave` takes."""
+        return self._backward.enter(None)
 
-    def _run_known(
-        self,
-        known: Operation | _NoCollective,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        below: _ModeBelow | None,
-    ) -> Any:
-        if isinstance(known, Operation):
-            return self._run_collective(known, func, args, kwargs, below)
-        if known == "copy":
-            direction = copy_direction(func, args, kwargs)
-            if direction is not None:
-                return self._run_copy(direction, func, args, kwargs)
-        elif known == "read" and self._reads is not None:
-            self._reads.note_operation(func, args, kwargs)
-        return func(*args, **kwargs)
+    def leave(self, depth: int) -> None:
+        """What was entered last has returned or failed."""
+        self._backward.leave(depth)
 
-    def _run_collective(
-        self,
-        operation: Operation,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        below: _ModeBelow | None,
+    def leave_module(self, module: nn.Module) -> None:
+        """A method of a module has returned that entered it."""
+        self._backward.leave_module(module)
+
+    def note_nodes(self) -> None:
+        """An operation is run in a backward that may make nodes."""
+        self._backward.note_nodes()
+
+    # Called by kernels, on any thread.
+
+    def run_collective(
+        self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
     ) -> Any:
-        scan = scan_stack()
-        attribution = self._attribute(scan, func.namespace)
-        bound = bind(func, args, kwargs)
+        """Run a collective, and record it."""
+        operation = call.operation
+        attribution, call_site, redistribution = self._issue(call.namespace)
+        bound = call.bind(args, kwargs)
         index = next(self._indices)
         started = time.perf_counter()
         try:
-            with below or contextlib.nullcontext():
-                result = func(*args, **kwargs)
+            result = run()
         finally:
             seconds = time.perf_counter() - started
-            if below is None or not below.has_sent:
-                self._add_seconds(timing_category(operation.kind, attribution.source), seconds)
-        if below is not None and below.has_sent:
-            return result
+            self._add_seconds(timing_category(operation.kind, attribution.source), seconds)
         group = group_of(bound)
-        sent = messages(operation, group, bound, result)
+        key = None if group is None else self._groups.note(group)
         parts = parts_sent(operation, bound)
-        op = f"{func.namespace}.{func.overloadpacket.__name__}"
         with self._lock:
             if not self._is_recording:  # the block ended while a callback's collective ran
                 return result
-            self._pending.extend(
-                Pending(
-                    record=Collective,
-                    index=next(self._indices) if number else index,
-                    attribution=attribution,
-                    fields={"op": op, "call_site": scan.call_site, **message},
-                    group=None if group is None else self._groups.note(group),
-                    parts=parts,
-                )
-                for number, message in enumerate(sent)
-            )
+            is_first = True
+            for message in messages(operation, group, bound, result):
+                fields = {"op": call.op, "call_site": call_site, **message}
+                place = index if is_first else next(self._indices)
+                self._pending.append(Pending(Collective, place, attribution, fields, key, parts))
+                is_first = False
             if group is not None:
                 self._witness.follow()
-        if self._reads is not None and operation.kind == "all_to_all":
-            self._reads.note_splits(bound, scan.call_site)
-        start = self._redistribution_watch.note_collective(scan.redistribution)
+        if self.reads is not None and operation.kind == "all_to_all":
+            self.reads.note_splits(bound, call_site)
+        start = self._redistribution_watch.note_collective(redistribution)
         if start is not None:
-            self._hold(Redistribution, attribution, **start, call_site=scan.call_site)
+            self._hold(Redistribution, attribution, {**start, "call_site": call_site})
         return result
 
-    def _run_copy(
-        self, direction: Literal["H2D", "D2H"], func: Any, args: Sequence[Any], kwargs: Any
+    def run_copy(
+        self, direction: Literal["H2D", "D2H"], copied: torch.Tensor, run: Callable[[], Any]
     ) -> Any:
-        scan = scan_stack()
-        attribution = self._attribute(scan)
+        """Run a copy between host and device, and record it."""
+        attribution, call_site, _ = self._issue("aten")
         index = next(self._indices)
         started = time.perf_counter()
-        result = func(*args, **kwargs)
+        result = run()
         self._add_seconds(direction, time.perf_counter() - started)
-        nbytes = sum(tensor.nbytes for tensor in tensors_in(result))
-        self._hold(
-            HostDeviceCopy,
-            attribution,
-            index,
-            direction=direction,
-            nbytes=nbytes,
-            call_site=scan.call_site,
-        )
+        fields = {"direction": direction, "nbytes": copied.nbytes, "call_site": call_site}
+        self._pending.append(Pending(HostDeviceCopy, index, attribution, fields))
         return result
+
+    def note_read(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """An operation is about to show values to Python."""
+        if self.reads is not None:
+            self.reads.note_operation(func, args, kwargs)
+
+    def note_outliving_thread(self, call: Call) -> None:
+        """A thread that was started in an earlier block sends in this one."""
+        name = printable(threading.current_thread().name)
+        text = (
+            f"thread '{name}' of an earlier block sent {call.op} in this one, where it is not "
+            "recorded; end it with the block that starts it"
+        )
+        self._unseen[Gap(kind="unseen", text=text)] = None
 
     def _note_reshard(
         self, action: ReshardAction, modules: tuple[nn.Module, ...], nbytes: int, seconds: float
     ) -> None:
-        issued = self._attribute()
+        issued = self._attribute_unit() or self._attribute(scan_stack())
         if action == "reshard":
             self._add_seconds("resharding", seconds)
         own = replace(issued, owner=modules, source=Source.FSDP)
-        self._hold(Reshard, own, action=action, nbytes=nbytes)
+        self._hold(Reshard, own, {"action": action, "nbytes": nbytes})
 
-    def _hold(
-        self, record: type[Any], own: Attribution, index: int | None = None, **fields: Any
-    ) -> None:
-        place = next(self._indices) if index is None else index
-        self._pending.append(Pending(record=record, index=place, attribution=own, fields=fields))
+    def _hold(self, record: type[Any], own: Attribution, fields: dict[str, Any]) -> None:
+        self._pending.append(Pending(record, next(self._indices), own, fields))
 
     @contextlib.contextmanager
-    def _resumed(self, attribution: Attribution) -> Iterator[None]:
+    def resumed(self, attribution: Attribution) -> Iterator[None]:
         """Record a callback on any thread as part of what registered it."""
         before = getattr(self._here, "attribution", None)
         self._here.attribution = attribution
         try:
-            with contextlib.ExitStack() as stack:
-                if self._is_recording and not _is_watched():
-                    stack.enter_context(self._watching_thread())
-                yield
+            yield
         finally:
             self._here.attribution = before
 
-    def _watching_thread(self) -> contextlib.AbstractContextManager[object]:
-        """Record what the current thread sends, which is not that of the block."""
-        self._here.is_followed = True
-        self._witness.follow()
-        return _Mode(self.run_on_other_thread)
+    def attribute_callback(self) -> Attribution:
+        """The attribution of what registers a callback now."""
+        return self._attribute(scan_stack())
 
     def _where(self) -> tuple[Phase, str]:
         scan = scan_stack()
         return self._attribute(scan).phase, scan.call_site
 
-    def _attribute(self, scan: StackScan | None = None, namespace: str = "") -> Attribution:
-        scan = scan or scan_stack()
+    def _issue(self, namespace: str) -> tuple[Attribution, str, FrameType | None]:
+        """Whose call is under way, its place in the user's code, and DTensor's if it requests."""
+        known = self._attribute_unit()
+        if known is not None:
+            return known, find_call_site(), None
+        scan = scan_stack()
+        return self._attribute(scan, namespace), scan.call_site, scan.redistribution
+
+    def _attribute_unit(self) -> Attribution | None:
+        if getattr(self._here, "attribution", None) is not None or self not in entered():
+            return None
+        found = attribute_unit(self.units, self._backward)
+        if found is not None:
+            self._note_acting(found, self._backward.outermost)
+        return found
+
+    def _attribute(self, scan: StackScan, namespace: str = "") -> Attribution:
         inherited: Attribution | None = getattr(self._here, "attribution", None)
         if inherited is not None:
             return inherited
-        if getattr(self._here, "is_followed", False):
+        if self not in entered():
             return attribute_on_thread(scan, namespace)
-        attribution = attribute(scan, self._units, self._backward, namespace)
+        attribution = attribute(scan, self.units, self._backward, namespace)
+        self._note_acting(attribution, scan.outermost)
+        return attribution
+
+    def _note_acting(self, attribution: Attribution, outermost: nn.Module | None) -> None:
         if self._idle:
             self._note_running(attribution.acting)
-        if not self._has_given_root and scan.outermost is not None:
-            self._add_root(scan.outermost)
-        return attribution
+        if not self._has_given_root and outermost is not None:
+            self._add_root(outermost)
 
     def _add_root(self, module: nn.Module) -> None:
         if not any(module is known for root in self._roots for known in root.modules()):
@@ -518,74 +498,3 @@ class Recorder:
                 "collectives of backward whose module is not known, because their forward ran "
                 f"outside of `with comm_mode`: {count}"
             )
-
-    def _classify(self, func: Any) -> Operation | _NoCollective:
-        found: Operation | _NoCollective
-        if getattr(func, "namespace", None) in NAMESPACES:
-            found = look_up(func) or "silent"
-        elif self._reads is not None and reads_values(func):
-            found = "read"
-        else:
-            found = "copy" if may_copy(func) else "silent"
-        self._classified.append(func)
-        self._known[id(func)] = found
-        return found
-
-
-def _is_watched() -> bool:
-    # Read in torch 2.6 to 2.15; a tested contract.
-    return any(isinstance(mode, _Mode) for mode in _get_current_dispatch_mode_stack())
-
-
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """See every operation below autograd. See Note [Subclasses pass through]."""
-
-    # Without it a higher-order operator in the block raises.
-    supports_higher_order_operators = True
-
-    def __init__(self, run: _Run, trace: _Trace | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._run = run
-        self._trace = trace
-        self._subclasses = Subclasses()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Keep torch.compile on under this mode (torch 2.9.1 and newer)."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        below: _ModeBelow | None = None
-        if types:
-            dispatch = max(map(self._subclasses.__getitem__, types))
-            if dispatch is Dispatch.WRAPPER:
-                if self._trace is not None and any(map(is_dtensor_class, types)):
-                    self._trace(func, args)
-                return NotImplemented
-            if dispatch is Dispatch.OPAQUE:
-                if getattr(func, "namespace", None) not in NAMESPACES:
-                    return NotImplemented
-                below = _ModeBelow(self._run)
-        return self._run(func, args, kwargs or {}, below)
-
-
-class _ModeBelow(_Mode):  # type: ignore[no-untyped-call]  # as for _Mode
-    """See what an opaque class makes of one collective. See Note [Subclasses pass through]."""
-
-    def __init__(self, run: _Run) -> None:
-        super().__init__(run)
-        # Whether it has issued a collective, which is then recorded in place of the given one.
-        self.has_sent = False
-        self._is_entered = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not self._is_entered:  # the given one
-            self._is_entered = True
-            return NotImplemented
-        is_namespaced = getattr(func, "namespace", None) in NAMESPACES
-        self.has_sent = self.has_sent or (is_namespaced and look_up(func) is not None)
-        return super().__torch_dispatch__(func, types, args, kwargs)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pytest_fsdp_comm.comm.events import Gap
+from pytest_fsdp_comm.recording.active import Shared, entered, patched, uncompiled
 from pytest_fsdp_comm.recording.operations import tensors_in
 from pytest_fsdp_comm.recording.owners.stack import requesting_frame
 from pytest_fsdp_comm.recording.pending import IN_MODULES
@@ -38,39 +39,8 @@ class ValueReads:
         self.gaps: dict[Gap, None] = {}
         """One for each place, in the order in which they were first reached."""
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch the methods that read values without an operation, and put them back."""
-
-        def wrap(name: str, original: Any) -> Any:
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                # The compiler follows this code; it reads nothing.
-                if not torch.compiler.is_compiling() and (
-                    name != "tensor_split" or _splits_by_tensor(args, kwargs)
-                ):
-                    self.note(name)
-                return original(*args, **kwargs)
-
-            # As code of torch's own: the compiler follows that from its caller, but never compiles
-            # it by itself, and `numpy` compiled by itself calls itself.
-            torch_file = torch.Tensor.__array__.__code__.co_filename
-            wrapped.__code__ = wrapped.__code__.replace(co_filename=torch_file)
-            return functools.update_wrapper(wrapped, original)
-
-        with contextlib.ExitStack() as undo:
-            for name in _METHODS:
-                own = vars(torch.Tensor).get(name)
-                setattr(torch.Tensor, name, wrap(name, getattr(torch.Tensor, name)))
-                if own is None:  # inherited from C
-                    undo.callback(delattr, torch.Tensor, name)
-                else:
-                    undo.callback(setattr, torch.Tensor, name, own)
-            undo.callback(setattr, torch, "tensor_split", torch.tensor_split)
-            torch.tensor_split = wrap("tensor_split", torch.tensor_split)
-            yield
-
     def note_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note an operation of which `reads_values` is true."""
+        """Note one of `operations.VALUE_READS`."""
         name = func.overloadpacket.__name__
         if name == "index" and not _has_mask(args[1]):
             return
@@ -102,19 +72,37 @@ class ValueReads:
         self.gaps[Gap(kind="value_dependent", text=text)] = None
 
 
+@Shared
+@contextlib.contextmanager
+def value_methods() -> Iterator[None]:
+    """Have recordings on the fake group told of each call of a method that reads values."""
+
+    def wrap(name: str, original: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            # The compiler follows this code; it reads nothing.
+            if not torch.compiler.is_compiling() and (
+                name != "tensor_split" or _splits_by_tensor(args, kwargs)
+            ):
+                for recorder in entered():
+                    if recorder.reads is not None:
+                        recorder.reads.note(name)
+            return original(*args, **kwargs)
+
+        # `numpy` compiled by itself calls itself.
+        return functools.update_wrapper(uncompiled(wrapped), original)
+
+    with contextlib.ExitStack() as undo:
+        for name in _METHODS:
+            around = wrap(name, getattr(torch.Tensor, name))
+            undo.enter_context(patched(torch.Tensor, name, around))
+        around = wrap("tensor_split", torch.tensor_split)
+        undo.enter_context(patched(torch, "tensor_split", around))
+        yield
+
+
 def _splits_by_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     # The indices are a tensor, whose values make shapes.
     return any(isinstance(value, torch.Tensor) for value in (*args[1:2], *kwargs.values()))
-
-
-def reads_values(func: Any) -> bool:
-    """Whether an operation shows values to Python, or makes a shape of them."""
-    # A higher-order operator has no tags.
-    tags = getattr(func, "tags", ())
-    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-        return True
-    # Not tagged in torch 2.13, though the number of values follows from the values.
-    return bool(tags) and func.overloadpacket.__name__.startswith("_to_sparse")
 
 
 def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:

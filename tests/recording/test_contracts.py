@@ -11,16 +11,15 @@ from torch.utils import _python_dispatch
 
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS
 from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.recording import module_trace
+from pytest_fsdp_comm.recording import kernels, module_trace
 from pytest_fsdp_comm.recording.mesh_axes import (
-    GroupNames,
     _name_of,
     existing_axes,
     process_groups,
 )
-from pytest_fsdp_comm.recording.operations import BATCH, SILENT, look_up
+from pytest_fsdp_comm.recording.operations import BATCH, SILENT, VALUE_READS, look_up
 from pytest_fsdp_comm.recording.owners import fsdp, stack
-from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
+from pytest_fsdp_comm.recording.owners.fsdp import units
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, clean_fqn
 
 
@@ -28,7 +27,7 @@ def test_torch_has_the_names_that_the_stack_walk_looks_for():
     assert nn.Module._call_impl.__code__.co_name == "_call_impl"
     assert stack._engine_code().co_name == "_engine_run_backward"
     assert stack._redistribute_code().co_name == "redistribute_local_tensor"
-    assert sorted(code.co_name for code in stack._clipping_codes().values()) == [
+    assert sorted(code.co_name for code in stack._clipping_codes()) == [
         "_clip_grads_with_norm_",
         "_get_total_norm",
         "clip_grad_norm_",
@@ -36,7 +35,7 @@ def test_torch_has_the_names_that_the_stack_walk_looks_for():
     ]
     assert stack._forward_method_code().co_varnames[0] == "self"
     # What torch.compile gives to the backends that interpret a graph.
-    assert issubclass(stack._graph_type(), torch.fx.GraphModule)
+    assert issubclass(stack.graph_type(), torch.fx.GraphModule)
     # torch wraps a class's step when its first instance is made.
     torch.optim.SGD([nn.Parameter(torch.ones(1))])
     assert torch.optim.SGD.step.__code__ is stack._STEP
@@ -67,13 +66,12 @@ def test_a_redistribution_has_the_locals_that_are_read():
 
 
 def test_watched_methods_of_fsdp_are_put_back():
-    watch = UnitWatch(lambda *_: None, GroupNames())
-    with watch.watching():
+    with units.needed():
         pass
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     originals = dict(vars(FSDPParamGroup))
-    with watch.watching():
+    with units.needed():
         names = {name for name, found in vars(FSDPParamGroup).items() if found != originals[name]}
     # Also those that are wrapped twice.
     assert dict(vars(FSDPParamGroup)) == originals
@@ -137,8 +135,7 @@ def test_a_method_that_moved_is_named(monkeypatch):
 
     original = FSDPParamGroup.unshard
     monkeypatch.delattr(FSDPParamGroup, "reshard")
-    watch = UnitWatch(lambda *_: None, GroupNames())
-    with pytest.raises(UpstreamChangedError) as caught, watch.watching():
+    with pytest.raises(UpstreamChangedError) as caught, units.needed():
         pass
     assert f"torch {torch.__version__} no longer has " in str(caught.value)
     assert "FSDPParamGroup.reshard, which" in str(caught.value)
@@ -255,3 +252,20 @@ def test_groups_are_named_without_counters(description, ranks, name):
 
 def test_an_unsharded_module_has_no_unit_of_its_own():
     assert fsdp.param_groups(nn.Linear(1, 1)) == []
+
+
+def test_the_operations_that_read_values_are_those_of_this_torch():
+    found = set()
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, short = name.partition("::")
+        of = torch._C._dispatch_has_kernel_for_dispatch_key
+        if namespace != "aten" or short.endswith("out") or of(name, "CompositeImplicitAutograd"):
+            continue
+        tags = {*kernels._overload(name).tags}
+        reads = tags & {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+        if reads or short.startswith("_to_sparse"):
+            found.add(name)
+    # These give Python nothing of what they read, and no shape that is made of it.
+    assert found - {"aten::linalg_lstsq", "aten::_ctc_loss", "aten::_ctc_loss.Tensor"} == {
+        *VALUE_READS
+    }

@@ -13,7 +13,7 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Source
 from pytest_fsdp_comm.recording.owners.ddp import Modules, ReplicaOwners
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
-from pytest_fsdp_comm.recording.owners.stack import innermost_module
+from pytest_fsdp_comm.recording.owners.stack import graph_type, is_in_step, running
 from pytest_fsdp_comm.recording.prefetch import Gather
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.owners.stack import StackScan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Attribution:
     """Which modules an event belongs to, and why it happened."""
 
@@ -69,10 +69,10 @@ class OwnerNames:
 
 # Note [Backward map]
 # In backward no module runs, so what is sent there belongs to the module whose forward made the
-# autograd node that runs. While forward runs, each dispatched operation notes the thread's next
-# sequence number and the module that runs. A node gets its number before its operation is
-# dispatched, so it belongs to the first note with a higher number. That also holds for a node made
-# in a forward pre-hook, before the module's first own operation, and for one of an
+# autograd node that runs. A thread numbers its nodes, so the ones that a module makes lie between
+# the numbers at its borders, less those at the borders of the modules that it calls: at each border
+# the nodes since the last one are noted as those of what has run until then. That also holds for a
+# node made in a forward pre-hook, before the module's first own operation, and for one of an
 # autograd.Function, whose forward runs without grad mode. A node made in backward
 # (create_graph=True) belongs to the module of the node whose backward made it, and the node that
 # adds a gradient, which no forward made, to the module of its parameter.
@@ -99,6 +99,10 @@ class BackwardMap:
         self._roots: list[nn.Module] = []
         # By identity of a parameter, the first module that registered it; None if none did.
         self._registering: dict[int, nn.Module | None] = {}
+        # What is under way, outermost first: modules, and None for the engine.
+        self._running: list[nn.Module | None] = []
+        self.is_in_step = False
+        """Whether the outermost of them was called by an optimizer's step, or by clipping."""
         self._thread = 0
         self._end = 0  # the number after that of the last node whose maker is known
         # Of each run of nodes of one maker, the number after its last node, and the maker.
@@ -113,20 +117,56 @@ class BackwardMap:
             self._thread = thread
             self._ends.clear()
             self._makers.clear()
+        self._running, self.is_in_step = running(), is_in_step()
         self._end = self._next_number()
         self._ends.append(self._end)
         self._makers.append(_Maker.UNSEEN)
 
     def end(self) -> None:
         """End the block, and let go of its modules."""
-        self._roots, self._registering = [], {}
+        self._roots, self._registering, self._running = [], {}, []
 
-    def note_operation(self) -> None:
-        """Note the module that runs now, if a node was made since the last note."""
+    @property
+    def innermost(self) -> nn.Module | None:
+        """The module that runs; in backward only one that a recomputation runs. None if none."""
+        return self._running[-1] if self._running else None
+
+    @property
+    def is_in_engine(self) -> bool:
+        """Whether Python called the engine further up, on whichever thread."""
+        return any(module is None for module in self._running)
+
+    @property
+    def outermost(self) -> nn.Module | None:
+        """The outermost module that runs; None if none does."""
+        return next((module for module in self._running if module is not None), None)
+
+    def enter(self, entered: nn.Module | None) -> int:
+        """Note that a module runs from now on, or the engine (None); return what `leave` takes."""
+        self.note_nodes()
+        depth = len(self._running)
+        if self.innermost is None:
+            self.is_in_step = is_in_step()
+        if not isinstance(entered, graph_type()):
+            self._running.append(entered)
+        return depth
+
+    def leave(self, depth: int) -> None:
+        """Note that what was entered then has returned or failed, and all that it entered."""
+        self.note_nodes()
+        del self._running[depth:]
+
+    def leave_module(self, module: nn.Module) -> None:
+        """As `leave`, of a module that was entered last, and is no longer where its call failed."""
+        if self.innermost is module:
+            self.leave(len(self._running) - 1)
+
+    def note_nodes(self) -> None:
+        """Note the nodes that were made since this was last called, as those of what runs."""
         number = self._next_number()
         if number <= self._end:
             return
-        maker: nn.Module | _Maker | None = innermost_module()
+        maker: nn.Module | _Maker | None = self.innermost
         if maker is None:
             maker = self._maker_of_current_node() if self.is_in_backward() else _Maker.NO_MODULE
         held = maker if isinstance(maker, _Maker) else weakref.ref(maker)
@@ -181,6 +221,17 @@ class BackwardMap:
         return self._registering[id(parameter)]
 
 
+def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | None:
+    """As `attribute`, without a look at the stack; None if that is needed."""
+    owner, innermost = units.owner, backward.innermost
+    in_backward = units.is_in_backward or backward.is_in_engine
+    if not owner or (innermost is None and not in_backward):
+        return None
+    phase = _phase(innermost, in_step=backward.is_in_step, in_backward=in_backward)
+    issuer = units.issuer if innermost is None else (innermost,)
+    return Attribution(owner, issuer, phase, Source.FSDP, gather=units.gather)
+
+
 def attribute(
     scan: StackScan, units: UnitWatch, backward: BackwardMap, namespace: str = ""
 ) -> Attribution:
@@ -194,7 +245,7 @@ def attribute(
     return Attribution(
         owner=owner,
         issued_in=running,
-        phase=_phase(scan, in_backward=in_backward),
+        phase=_phase(scan.innermost, in_step=scan.is_in_optimizer, in_backward=in_backward),
         source=source,
         lacks_forward=in_backward
         and not running
@@ -211,17 +262,17 @@ def attribute_on_thread(scan: StackScan, namespace: str) -> Attribution:
     return Attribution(
         owner=(),
         issued_in=() if scan.innermost is None else (scan.innermost,),
-        phase=_phase(scan, in_backward=scan.is_in_engine),
+        phase=_phase(scan.innermost, in_step=scan.is_in_optimizer, in_backward=scan.is_in_engine),
         source=_source(scan, namespace, in_backward=scan.is_in_engine),
     )
 
 
-def _phase(scan: StackScan, *, in_backward: bool) -> Phase:
-    if scan.is_in_optimizer:
+def _phase(innermost: nn.Module | None, *, in_step: bool, in_backward: bool) -> Phase:
+    if in_step:
         return Phase.OPTIMIZER
     if in_backward:
-        return Phase.BACKWARD if scan.innermost is None else Phase.RECOMPUTE
-    return Phase.OUTSIDE if scan.innermost is None else Phase.FORWARD
+        return Phase.BACKWARD if innermost is None else Phase.RECOMPUTE
+    return Phase.OUTSIDE if innermost is None else Phase.FORWARD
 
 
 def _running(

@@ -23,7 +23,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,12 +31,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.recording.active import Shared, entered, patched
 from pytest_fsdp_comm.recording.gathered_memory import GatheredMemory
 from pytest_fsdp_comm.recording.prefetch import Gather, Prefetches
 
 if TYPE_CHECKING:
     import enum
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
 
@@ -66,34 +67,22 @@ class _ActingUnit:
 _Around = Generator["_ActingUnit | None", None, None]
 """Yields the unit that acts in a method, or None; goes on as it still acts, unless that raised."""
 
+_Watch = Callable[..., _Around]
+"""A method of `UnitWatch` that is given what a method of FSDP is."""
+
 
 class _Watched:
     """A method of FSDP, or a function, while recordings watch it. See Note [Acting units]."""
 
-    def __init__(self, holder: Any, name: str, original: Callable[..., Any]) -> None:
+    def __init__(self, original: Callable[..., Any], arounds: Sequence[_Watch]) -> None:
         functools.update_wrapper(self, original)
-        self._holder, self._name, self._original = holder, name, original
-        self._arounds: tuple[Callable[..., Any], ...] = ()
-        # The thread and the first argument of each call that is under way.
+        self._original, self._arounds = original, tuple(arounds)
+        # The thread and the group of each call of a group's own method that is under way.
         self._running: set[tuple[int, int]] = set()
 
-    @classmethod
-    def add(cls, holder: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
-        """Call `around` with the method and its arguments; returns what ends that."""
-        with _changing:
-            found = vars(holder)[name]
-            watched = found if isinstance(found, cls) else cls(holder, name, found)
-            watched._arounds = (*watched._arounds, around)
-            if watched is not found:
-                setattr(holder, name, watched)
-        return partial(watched._drop, around)
-
-    def _drop(self, around: Callable[..., Any]) -> None:
-        with _changing:
-            self._arounds = tuple(kept for kept in self._arounds if kept is not around)
-            # Otherwise somebody else has patched it since, and calls this one.
-            if not self._arounds and vars(self._holder).get(self._name) is self:
-                setattr(self._holder, self._name, self._original)
+    def end(self) -> None:
+        """Watch no longer: somebody else may have found this method, and call it."""
+        self._arounds = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._original, *args, **kwargs)
@@ -101,38 +90,55 @@ class _Watched:
     def __get__(self, instance: Any, _owner: Any = None) -> Any:
         if instance is None:
             return self
-        own = vars(instance).get(self._name)
-        call = self._original if own is None else lambda _, *args, **kw: own(*args, **kw)
-        return partial(self._run, call, instance)
+        own = vars(instance).get(self._original.__name__)
+        if own is None:
+            return partial(self._run, self._original, instance)
+        return partial(self._run_own, own, instance)
 
     def __set__(self, instance: Any, value: Any) -> None:
-        vars(instance)[self._name] = value
+        vars(instance)[self._original.__name__] = value
 
     def __delete__(self, instance: Any) -> None:
-        if vars(instance).pop(self._name, self) is self:
-            raise AttributeError(self._name)
+        if vars(instance).pop(self._original.__name__, self) is self:
+            raise AttributeError(self._original.__name__)
 
-    def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        key = threading.get_ident(), id(args[0])
-        if key in self._running:  # what an instance has of its own calls this one in turn
-            return call(*args, **kwargs)
-        for around in self._arounds:
-            call = partial(around, call)
+    def _run_own(self, own: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
+        key = threading.get_ident(), id(instance)
         self._running.add(key)
         try:
-            return call(*args, **kwargs)
+            return self._around(lambda _, *args, **kw: own(*args, **kw), instance, *args, **kwargs)
         finally:
             self._running.discard(key)
 
+    def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # What a group has of its own calls this one in turn.
+        if self._running and (threading.get_ident(), id(args[0])) in self._running:
+            return call(*args, **kwargs)
+        return self._around(call, *args, **kwargs)
 
-_changing = threading.Lock()
+    def _around(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for recorder in entered():
+            for around in self._arounds:
+                call = partial(recorder.units.run, around, call)
+        return call(*args, **kwargs)
 
 
-class _Acting(threading.local):
-    """The units with a method that runs now on this thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.units: list[_ActingUnit] = []
+@Shared
+@contextlib.contextmanager
+def units() -> Iterator[None]:
+    """Have each recording told what FSDP's units do on its thread, and put FSDP's methods back."""
+    with contextlib.ExitStack() as undo:
+        for holder, name, *arounds in [*_fsdp2(), *_fsdp1()]:
+            original = vars(holder).get(name)
+            if original is None:
+                module = getattr(holder, "__module__", "")  # a module itself has none
+                moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
+                use = "the recorder relies on to find the owner of a collective"
+                raise upstream.moved_error("torch", moved, use)
+            watched = _Watched(original, arounds)
+            undo.callback(watched.end)
+            undo.enter_context(patched(holder, name, watched))
+        yield
 
 
 class UnitWatch:
@@ -147,7 +153,7 @@ class UnitWatch:
 
         It is given the unit's modules and bytes, and a reshard's host seconds: 0.0 for an unshard.
         """
-        self._acting = _Acting()
+        self._acting: list[_ActingUnit] = []
         self._on_reshard = on_reshard
         self._groups = groups
         self._prefetches = Prefetches()
@@ -157,24 +163,22 @@ class UnitWatch:
     @property
     def owner(self) -> tuple[nn.Module, ...]:
         """The modules of the unit whose parameters are being sent; empty if none is."""
-        return next((unit.modules for unit in reversed(self._acting.units) if unit.serves), ())
+        return next((unit.modules for unit in reversed(self._acting) if unit.serves), ())
 
     @property
     def issuer(self) -> tuple[nn.Module, ...]:
         """The modules of the unit whose hook runs, which under prefetch is not the owner."""
-        units = self._acting.units
-        return units[0].modules if units else ()
+        return self._acting[0].modules if self._acting else ()
 
     @property
     def is_in_backward(self) -> bool:
         """Whether a backward hook of a unit runs."""
-        return any(unit.is_in_backward for unit in self._acting.units)
+        return any(unit.is_in_backward for unit in self._acting)
 
     @property
     def gather(self) -> Gather | None:
         """The gather that is being issued; None if none is."""
-        units = self._acting.units
-        return units[-1].gather if units else None
+        return self._acting[-1].gather if self._acting else None
 
     def peak_gathered_nbytes(self, roots: Iterable[nn.Module]) -> int:
         """The most bytes of parameters that were gathered at once in the block."""
@@ -213,84 +217,40 @@ class UnitWatch:
         self._memory = GatheredMemory()
         self._unsharded_nbytes.clear()
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Wrap FSDP's methods, and put them back."""
-        with contextlib.ExitStack() as undo:
-            for holder, name, around in [*self._fsdp2(), *self._fsdp1()]:
-                if name not in vars(holder):
-                    module = getattr(holder, "__module__", "")  # a module itself has none
-                    moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
-                    use = "the recorder relies on to find the owner of a collective"
-                    raise upstream.moved_error("torch", moved, use)
-                undo.callback(_Watched.add(holder, name, partial(self._run, around)))
-            yield
-
-    def _run(
-        self, around: Callable[..., _Around], call: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        units, steps = self._acting.units, around(*args, **kwargs)
+    def run(self, around: _Watch, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a method of FSDP within what watches it."""
+        steps = around(self, *args, **kwargs)
         unit = next(steps)
         if unit is not None:
-            units.append(unit)
+            self._acting.append(unit)
         try:
             result = call(*args, **kwargs)
             next(steps, None)
         finally:
             if unit is not None:
-                units.pop()
+                self._acting.pop()
         return result
-
-    def _fsdp2(self) -> list[tuple[Any, str, Callable[..., _Around]]]:
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import (  # noqa: PLC0415  # loads torch.distributed
-            FSDPParamGroup,
-        )
-        from torch.distributed.fsdp._fully_shard._fsdp_state import (  # noqa: PLC0415  # see above
-            FSDPState,
-        )
-
-        forward, backward = _states(_FSDP2_STATES)
-        return [
-            # Around the group's own: explicit prefetch is issued after that has returned.
-            (FSDPState, "_pre_backward", self._before_backward),
-            (FSDPParamGroup, "pre_forward", partial(self._use, forward)),
-            (FSDPParamGroup, "unshard", self._unshard),
-            (FSDPParamGroup, "wait_for_unshard", self._wait),
-            (FSDPParamGroup, "reshard", self._reshard),
-            (FSDPParamGroup, "pre_backward", partial(self._in_backward, serves=False)),
-            (FSDPParamGroup, "pre_backward", partial(self._use, backward)),
-            (FSDPParamGroup, "post_backward", partial(self._in_backward, serves=True)),
-            # Called by `reshard`, but by the hooks of state dicts too.
-            (FSDPParamGroup, "_to_sharded", self._free),
-            (FSDPParamGroup, "_to_sharded_post_forward", self._free),
-            # Drops what backward prefetched for nothing.
-            (FSDPParamGroup, "finalize_backward", self._free),
-        ]
-
-    def _fsdp1(self) -> list[tuple[Any, str, Callable[..., _Around]]]:
-        runtime: Any = sys.modules.get("torch.distributed.fsdp._runtime_utils")
-        if runtime is None:
-            return []
-        handle = sys.modules["torch.distributed.fsdp._flat_param"].FlatParamHandle
-        return [
-            (handle, "_all_gather_flat_param", self._gather_handle),
-            (handle, "unshard_grad", self._serve_handle),
-            (handle, "reshard", self._reshard_handle),
-            (runtime, "_reduce_grad", self._serve_second),
-            (runtime, "_reduce_grad_no_shard", self._serve_second),
-            # Not _pre_backward_hook: a graph made before the block has captured the original.
-            (runtime, "_unshard", self._unshard_handle),
-            (runtime, "_prefetch_handle", self._prefetch_handle),
-        ]
 
     def _before_backward(self, state: Any, *_: Any, **__: Any) -> _Around:
         yield _ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)
 
-    def _in_backward(self, group: Any, *_: Any, serves: bool, **__: Any) -> _Around:
+    def _trigger_in_backward(self, group: Any, *_: Any, **__: Any) -> _Around:
+        return self._in_backward(group, serves=False)
+
+    def _serve_in_backward(self, group: Any, *_: Any, **__: Any) -> _Around:
+        return self._in_backward(group, serves=True)
+
+    def _in_backward(self, group: Any, *, serves: bool) -> _Around:
         self._groups.learn_mesh(group.mesh_info.mesh)
         yield _ActingUnit(tuple(group.modules), serves=serves, is_in_backward=True)
 
-    def _use(self, state: enum.Enum, group: Any, *_: Any, **__: Any) -> _Around:
+    def _use_in_forward(self, group: Any, *_: Any, **__: Any) -> _Around:
+        return self._use(_states(_FSDP2_STATES)[0], group)
+
+    def _use_in_backward(self, group: Any, *_: Any, **__: Any) -> _Around:
+        return self._use(_states(_FSDP2_STATES)[1], group)
+
+    def _use(self, state: enum.Enum, group: Any) -> _Around:
         # Otherwise the unit is in use already, and this is for another of its modules, or of their
         # outputs. Until torch 2.11 only the first module comes here.
         if group._training_state != state:
@@ -362,7 +322,7 @@ class UnitWatch:
 
     def _unshard_handle(self, _state: Any, handle: Any, *_: Any, **__: Any) -> _Around:
         # While another unit acts, it prefetches this one.
-        if not self._acting.units:
+        if not self._acting:
             self._open_slot_of_handle(handle)
         yield None
 
@@ -379,6 +339,53 @@ class UnitWatch:
             return False
         self._prefetches.open_slot(handle._training_state, handle)
         return True
+
+
+def _fsdp2() -> list[tuple[Any, ...]]:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import (  # noqa: PLC0415  # loads torch.distributed
+        FSDPParamGroup,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_state import (  # noqa: PLC0415  # see above
+        FSDPState,
+    )
+
+    return [
+        # Around the group's own: explicit prefetch is issued after that has returned.
+        (FSDPState, "_pre_backward", UnitWatch._before_backward),
+        (FSDPParamGroup, "pre_forward", UnitWatch._use_in_forward),
+        (FSDPParamGroup, "unshard", UnitWatch._unshard),
+        (FSDPParamGroup, "wait_for_unshard", UnitWatch._wait),
+        (FSDPParamGroup, "reshard", UnitWatch._reshard),
+        (
+            FSDPParamGroup,
+            "pre_backward",
+            UnitWatch._trigger_in_backward,
+            UnitWatch._use_in_backward,
+        ),
+        (FSDPParamGroup, "post_backward", UnitWatch._serve_in_backward),
+        # Called by `reshard`, but by the hooks of state dicts too.
+        (FSDPParamGroup, "_to_sharded", UnitWatch._free),
+        (FSDPParamGroup, "_to_sharded_post_forward", UnitWatch._free),
+        # Drops what backward prefetched for nothing.
+        (FSDPParamGroup, "finalize_backward", UnitWatch._free),
+    ]
+
+
+def _fsdp1() -> list[tuple[Any, ...]]:
+    runtime: Any = sys.modules.get("torch.distributed.fsdp._runtime_utils")
+    if runtime is None:
+        return []
+    handle = sys.modules["torch.distributed.fsdp._flat_param"].FlatParamHandle
+    return [
+        (handle, "_all_gather_flat_param", UnitWatch._gather_handle),
+        (handle, "unshard_grad", UnitWatch._serve_handle),
+        (handle, "reshard", UnitWatch._reshard_handle),
+        (runtime, "_reduce_grad", UnitWatch._serve_second),
+        (runtime, "_reduce_grad_no_shard", UnitWatch._serve_second),
+        # Not _pre_backward_hook: a graph made before the block has captured the original.
+        (runtime, "_unshard", UnitWatch._unshard_handle),
+        (runtime, "_prefetch_handle", UnitWatch._prefetch_handle),
+    ]
 
 
 def param_groups(module: nn.Module) -> list[Any]:

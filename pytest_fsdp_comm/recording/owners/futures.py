@@ -12,29 +12,28 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.recording.active import Shared, patched, whose_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-
-    from pytest_fsdp_comm.recording.owners.attribution import Attribution
 
 
+@Shared
 @contextlib.contextmanager
-def following_callbacks(
-    attribute: Callable[[], Attribution],
-    resumed: Callable[[Attribution], AbstractContextManager[None]],
-) -> Iterator[None]:
-    """Run each callback in `resumed`, with the attribution of the code that registers it."""
+def callbacks() -> Iterator[None]:
+    """Run each callback with the attribution of the code that registers it."""
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
         def wrapped(future: Any, callback: Callable[..., Any]) -> Any:
-            registered = attribute()
+            recorders, _ = whose_call()
+            registered = [(recorder, recorder.attribute_callback()) for recorder in recorders]
 
             @functools.wraps(callback)
             def run(*args: Any) -> Any:
-                with resumed(registered):
+                with contextlib.ExitStack() as resumed:
+                    for recorder, attribution in registered:
+                        resumed.enter_context(recorder.resumed(attribution))
                     return callback(*args)
 
             return original(future, run)
@@ -47,7 +46,5 @@ def following_callbacks(
     )
     with contextlib.ExitStack() as undo:
         for name in ("then", "add_done_callback"):
-            original = getattr(future_type, name)
-            setattr(future_type, name, wrap(original))
-            undo.callback(setattr, future_type, name, original)
+            undo.enter_context(patched(future_type, name, wrap(getattr(future_type, name))))
         yield

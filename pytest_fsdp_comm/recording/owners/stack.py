@@ -13,6 +13,7 @@ import inspect
 import sys
 import sysconfig
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.recording.active import OWN_CODES
 from pytest_fsdp_comm.text.paths import show_path
 
 if TYPE_CHECKING:
@@ -56,17 +58,14 @@ _THIN: Final = tuple(
 
 def innermost_module() -> nn.Module | None:
     """The innermost module on the stack that runs, or is run again; None in backward itself."""
-    frame: FrameType | None = sys._getframe(1)
-    engine, method = _engine_code(), _forward_method_code()
-    while frame is not None:
-        code = frame.f_code
-        if code is _CALL_MODULE or code is method:
+    for frame in _outwards(sys._getframe(1)):
+        kind = _kind_of(frame.f_code)
+        if kind is _Code.MODULE:
             module = _module_of(frame)
             if module is not None:
                 return module
-        elif code is engine:
+        elif kind is _Code.ENGINE:
             return None
-        frame = frame.f_back
     return None
 
 
@@ -79,19 +78,30 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def running_modules() -> list[nn.Module]:
     """The modules on the stack whose calls are under way, outermost first."""
-    method = _forward_method_code()
-    found = [
-        _module_of(frame)
-        for frame in _outwards(sys._getframe(1))
-        if frame.f_code is _CALL_MODULE or frame.f_code is method
-    ]
-    return [module for module in reversed(found) if module is not None]
+    return [module for module in running() if module is not None]
+
+
+def running() -> list[nn.Module | None]:
+    """What is under way on the stack, outermost first: modules, and None for the engine."""
+    found: list[nn.Module | None] = []
+    for frame in _outwards(sys._getframe(1)):
+        kind = _kind_of(frame.f_code)
+        module = _module_of(frame) if kind is _Code.MODULE else None
+        if module is not None or kind is _Code.ENGINE:
+            found.append(module)
+    return found[::-1]
+
+
+def is_in_step() -> bool:
+    """Whether an optimizer's step, or gradient clipping, is on the stack."""
+    return any(_kind_of(frame.f_code) is _Code.STEP for frame in _outwards(sys._getframe(1)))
 
 
 def requesting_frame() -> FrameType | None:
     """The innermost frame that requested the operation which runs; None if it is no user's."""
     for frame in _outwards(sys._getframe(1)):
-        requests = _requests(frame.f_code.co_filename)
+        is_own = _kind_of(frame.f_code) is _Code.SKIPPED
+        requests = None if is_own else _requests(frame.f_code.co_filename)
         if requests is not None:
             return frame if requests else None
     return None
@@ -128,6 +138,65 @@ def _kind_of_file(path: str) -> _File:
     return "stdlib" if path.startswith((_STDLIB, "<")) else "user"
 
 
+class _Code(Enum):
+    """What a frame's code means to whoever looks for the reason of a call."""
+
+    SKIPPED = auto()  # the recorder's own, or what torch runs between dispatcher and kernel
+    OTHER = auto()
+    MODULE = auto()
+    ENGINE = auto()
+    STEP = auto()
+    USER = auto()
+    LIBRARY = auto()
+    DDP = auto()
+    REDISTRIBUTE = auto()
+    DTENSOR = auto()
+    OBJECT = auto()
+
+
+# By identity, since code hashes slowly; kept, so that its identity stays its own. A stack of a
+# hundred frames is looked at for every collective, so each costs one look-up.
+_kinds: dict[int, _Code] = {}
+_codes: list[CodeType] = []
+
+
+def _kind_of(code: CodeType) -> _Code:
+    kind = _kinds.get(id(code))
+    if kind is None:
+        _codes.append(code)
+        kind = _kinds[id(code)] = _look_at(code)
+    return kind
+
+
+def _look_at(code: CodeType) -> _Code:
+    if code is _CALL_MODULE or code is _forward_method_code():
+        return _Code.MODULE
+    if code is _engine_code():
+        return _Code.ENGINE
+    if code is _STEP or any(code is clipping for clipping in _clipping_codes()):
+        return _Code.STEP
+    if code is _redistribute_code():
+        return _Code.REDISTRIBUTE
+    path = code.co_filename
+    kind = "skipped" if any(code is own for own in OWN_CODES) else _kind_of_file(path)
+    if kind == "requester":
+        return _kind_of_requester(code)
+    return {"skipped": _Code.SKIPPED, "user": _Code.USER, "library": _Code.LIBRARY}.get(
+        kind, _Code.OTHER
+    )
+
+
+def _kind_of_requester(code: CodeType) -> _Code:
+    if code.co_filename == _DDP:
+        return _Code.DDP
+    inside = code.co_filename[len(_TORCH) :]
+    if inside.startswith(("distributed/tensor/", "distributed/_tensor/")):
+        return _Code.DTENSOR
+    if inside == "distributed/distributed_c10d.py" and "object" in code.co_name:
+        return _Code.OBJECT
+    return _Code.OTHER
+
+
 @dataclass(slots=True)
 class StackScan:
     """What one walk up the stack found. Keep none: its frame keeps all its tensors alive."""
@@ -148,15 +217,13 @@ class StackScan:
     """DDP requested it, or a communication hook that it called."""
     is_from_dtensor: bool = False
     redistribution: FrameType | None = None
-    user_call_site: str = ""
-    """``path:line`` of the innermost user code; empty if there is none."""
-    library_call_site: str = ""
-    """``path:line`` of the innermost library outside of torch; empty if there is none."""
+    caller: FrameType | None = None
+    """The innermost user code; else the innermost library outside of torch."""
 
     @property
     def call_site(self) -> str:
-        """Where it was requested: in user code, else in a library; empty if in neither."""
-        return self.user_call_site or self.library_call_site
+        """``path:line`` of the caller; empty if there is none."""
+        return _call_site(self.caller)
 
     def pass_module(self, frame: FrameType) -> None:
         """Note the call of a module."""
@@ -167,77 +234,86 @@ class StackScan:
             if self.innermost is None and not self.is_in_engine:
                 self.innermost = module
 
-    def pass_code(self, frame: FrameType, clipping: dict[int, CodeType]) -> None:
-        """Note any other frame; `clipping` as `_clipping_codes`."""
-        code = frame.f_code
-        path = code.co_filename
-        kind = _kind_of_file(path)
-        if kind == "skipped":
-            return
-        if not self.is_in_engine:
-            self.is_from_cpp = False
-        if code is _STEP or id(code) in clipping:
+    def pass_code(self, kind: _Code, frame: FrameType) -> None:
+        """Note any other code that means something."""
+        if kind is _Code.STEP:
             self.is_in_optimizer = True
-        elif kind in {"user", "library"}:
-            self._pass_caller(frame, kind)
+        elif kind in {_Code.USER, _Code.LIBRARY}:
+            known = self.caller and _kind_of(self.caller.f_code)
+            if known is None or (known is _Code.LIBRARY and kind is _Code.USER):
+                self.caller = frame
         # See Note [No hooks].
-        elif kind == "requester" and self.innermost is None and not self.is_in_engine:
-            self._pass_requester(frame)
-
-    def _pass_caller(self, frame: FrameType, kind: _File) -> None:
-        if self.user_call_site or (kind == "library" and self.library_call_site):
+        elif self.innermost is not None or self.is_in_engine:
             return
-        call_site = f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
-        if kind == "user":
-            self.user_call_site = call_site
-        else:
-            self.library_call_site = call_site
-
-    def _pass_requester(self, frame: FrameType) -> None:
-        code = frame.f_code
-        if code.co_filename == _DDP:
+        elif kind is _Code.DDP:
             self.is_from_ddp = True
-            return
-        if code is _redistribute_code() and self.redistribution is None:
-            self.redistribution = frame
-        inside = code.co_filename[len(_TORCH) :]
-        if inside.startswith(("distributed/tensor/", "distributed/_tensor/")):
-            self.is_from_dtensor = True
-        elif inside == "distributed/distributed_c10d.py" and "object" in code.co_name:
+        elif kind is _Code.OBJECT:
             self.is_object = True
-
-    def pass_entry(self, frame: FrameType) -> None:
-        """Look at the frame that C++ called: below the engine, or at the start of a thread."""
-        # A communication hook of DDP is given the bucket.
-        bucket: Any = dist.GradBucket  # type: ignore[attr-defined]  # public, but torch does not list it
-        self.is_from_ddp |= any(isinstance(value, bucket) for value in frame.f_locals.values())
+        else:
+            self.is_from_dtensor = True
+            if kind is _Code.REDISTRIBUTE and self.redistribution is None:
+                self.redistribution = frame
 
 
 def scan_stack() -> StackScan:
     """Walk the whole stack once."""
     scan = StackScan()
-    engine, method, clipping = _engine_code(), _forward_method_code(), _clipping_codes()
     below = sys._getframe(1)
+    entry: FrameType | None = None
     for frame in _outwards(below):
-        code = frame.f_code
-        if code is engine:
-            if not scan.is_in_engine:
-                scan.pass_entry(below)
-            scan.is_in_engine = True
-        elif code is _CALL_MODULE or code is method:
+        kind = _kinds.get(id(frame.f_code)) or _kind_of(frame.f_code)
+        if kind is _Code.MODULE:
             scan.pass_module(frame)
-        else:
-            scan.pass_code(frame, clipping)
+        elif kind is _Code.ENGINE:
+            entry = entry or below
+            scan.is_in_engine = True
+        elif kind is not _Code.SKIPPED:
+            if not scan.is_in_engine:
+                scan.is_from_cpp = False
+            if kind is not _Code.OTHER:
+                scan.pass_code(kind, frame)
         below = frame
-    if not scan.is_in_engine:
-        scan.pass_entry(below)
+    scan.is_from_ddp = scan.is_from_ddp or _is_given_a_bucket(entry or below)
     return scan
+
+
+def find_call_site() -> str:
+    """What `StackScan.call_site` says, by a walk up to the innermost user code alone."""
+    library = None
+    for frame in _outwards(sys._getframe(1)):
+        kind = _kind_of(frame.f_code)
+        if kind is _Code.USER:
+            return _call_site(frame)
+        if kind is _Code.LIBRARY:
+            library = library or frame
+    return _call_site(library)
+
+
+# For every collective the same few places.
+_call_sites: dict[tuple[int, int], str] = {}
+
+
+def _call_site(frame: FrameType | None) -> str:
+    if frame is None:
+        return ""
+    place = id(frame.f_code), frame.f_lasti
+    if place not in _call_sites:
+        _call_sites[place] = f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return _call_sites[place]
+
+
+def _is_given_a_bucket(entry: FrameType) -> bool:
+    """Whether the frame that C++ called, or that starts a thread, is DDP's communication hook's."""
+    if entry.f_code.co_name == "<module>":
+        return False
+    bucket: Any = dist.GradBucket  # type: ignore[attr-defined]  # public, but torch does not list it
+    return any(isinstance(value, bucket) for value in entry.f_locals.values())
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:
     """The user's module whose call a frame is; None for a graph that the compiler made of one."""
     found: Any = frame.f_locals.get("self")
-    if not isinstance(found, nn.Module) or isinstance(found, _graph_type()):
+    if not isinstance(found, nn.Module) or isinstance(found, graph_type()):
         return None
     return found
 
@@ -252,7 +328,8 @@ def _engine_code() -> CodeType:
 
 
 @functools.cache
-def _graph_type() -> type[nn.Module]:
+def graph_type() -> type[nn.Module]:
+    """The class of the graphs that a compiled module's call runs."""
     # As whose call the backends below inductor (eager, aot_eager) run a compiled module's graph.
     found: type[nn.Module] = _look_up("torch.fx._lazy_graph_module", "_LazyGraphModule")
     return found
@@ -277,8 +354,8 @@ def _redistribute_code() -> CodeType:
 
 
 @functools.cache
-def _clipping_codes() -> dict[int, CodeType]:
-    """The code of functions that clip gradients, by identity: code hashes slowly."""
+def _clipping_codes() -> list[CodeType]:
+    """The code of functions that clip gradients."""
     # By their public names, all there since torch 2.6, because the functions themselves live under
     # private ones: torch.nn.utils.get_total_norm is clip_grad._get_total_norm.
     names = ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm")
@@ -287,7 +364,7 @@ def _clipping_codes() -> dict[int, CodeType]:
         raise upstream.moved_error("torch", f"{fsdp1.__qualname__}.clip_grad_norm_", _USE)
     codes = [_code("torch.nn.utils", name) for name in names]
     codes.append(inspect.unwrap(fsdp1.clip_grad_norm_).__code__)
-    return {id(code): code for code in codes}
+    return codes
 
 
 def _code(module: str, name: str) -> CodeType:

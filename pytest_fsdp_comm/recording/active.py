@@ -1,0 +1,179 @@
+"""The recordings under way in this process, and what is patched for their time."""
+
+# Note [Active recordings]
+# A patch or a kernel is the process's, not a recording's: with one each, recordings that overlap
+# would lose events, or put each other's patches back. So each is made when the first recording
+# that needs it begins and undone when the last one ends, and looks up at each call whom it serves.
+# That is kept with torch's thread-local state, which the autograd engine takes along to the threads
+# of its devices, where an ordinary thread-local value would be missing.
+
+# Note [Whose call]
+# What a thread sends that entered recordings belongs to these alone. What any other thread sends is
+# recorded by all that are under way, but serves no module: the units and graphs that they know are
+# another thread's. A thread that was started during recordings is left to these, so that one that
+# outlives its block sends nothing in a later one; that this saw it is a gap.
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import torch
+
+from pytest_fsdp_comm import upstream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from types import CodeType
+
+Recorder = Any
+"""`recorder.Recorder`, which is above what calls it."""
+
+_KEY: Final = "pytest_fsdp_comm.recordings"
+_STARTED_IN: Final = "_fsdp_comm_recordings"
+"""The attribute of a thread with the numbers of the recordings during which it was started."""
+
+_lock = threading.RLock()
+_recorders: tuple[Recorder, ...] = ()
+
+
+def _tls(name: str) -> Any:
+    return upstream.look_up("torch", "torch._C", name, "the recorder relies on to find its threads")
+
+
+# Read in torch 2.6 to 2.15.
+_is_stashed: Callable[[str], bool] = _tls("_is_key_in_tls")
+_stashed: Callable[[str], tuple[Recorder, ...]] = _tls("_get_obj_in_tls")
+_stash: Callable[[str, tuple[Recorder, ...]], None] = _tls("_stash_obj_in_tls")
+
+
+def entered() -> tuple[Recorder, ...]:
+    """The recordings that this thread entered, or the one whose backward it runs; oldest first."""
+    return _stashed(_KEY) if _is_stashed(_KEY) else ()
+
+
+@contextlib.contextmanager
+def under_way(recorder: Recorder) -> Iterator[None]:
+    """Make a recording one of this thread's, and of the process's, while the block runs."""
+    global _recorders  # noqa: PLW0603  # what torch patches for the process has one list of users
+    with _lock:
+        _recorders = (*_recorders, recorder)
+    _stash(_KEY, (*entered(), recorder))
+    try:
+        yield
+    finally:
+        _stash(_KEY, tuple(other for other in entered() if other is not recorder))
+        with _lock:
+            _recorders = tuple(other for other in _recorders if other is not recorder)
+
+
+def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
+    """Who records what this thread sends now, and who only learns that it did.
+
+    See Note [Whose call].
+    """
+    own = tuple(recorder for recorder in entered() if recorder in _recorders)
+    if own or not _recorders:
+        return own, ()
+    started_in = getattr(_python_thread(), _STARTED_IN, None)
+    if started_in is None:
+        return _recorders, ()
+    recording = tuple(recorder for recorder in _recorders if recorder.number in started_in)
+    return recording, tuple(other for other in _recorders if other not in recording)
+
+
+def _python_thread() -> threading.Thread | None:
+    # Not threading.current_thread(), which makes a record of each thread of C++ that it sees.
+    own = threading.get_ident()
+    return next((thread for thread in threading.enumerate() if thread.ident == own), None)
+
+
+# Note [Not compiled]
+# In a function that torch.compile cannot take as a whole, the compiler looks at each frame that is
+# run, ours too. It passes over the code of torch's own files, so that is where functions say that
+# they come from which torch calls in place of its own; what they call is run without the compiler,
+# as `torch.compiler.disable` does it, which has the cost of a context manager.
+
+set_compiler: Callable[[Any], Any] = upstream.look_up(  # read in torch 2.6 to 2.15
+    "torch", "torch._C._dynamo.eval_frame", "set_eval_frame", "the recorder relies on to run"
+)
+"""Set what compiles the frames of this thread, or None for nothing; returns what did."""
+
+_Function = TypeVar("_Function")
+
+OWN_CODES: Final[list[CodeType]] = []
+"""The code of functions of the recorder that say that they are torch's."""
+
+
+def uncompiled(function: _Function) -> _Function:
+    """Have the compiler pass over a function. See Note [Not compiled]."""
+    torch_file = torch.nn.Module.__call__.__code__.co_filename
+    own: Any = function
+    own.__code__ = own.__code__.replace(co_filename=torch_file)
+    OWN_CODES.append(own.__code__)
+    return function
+
+
+class Shared:
+    """A patch of the process, there while a recording needs it. See Note [Active recordings]."""
+
+    def __init__(self, patched: Callable[[], AbstractContextManager[object]]) -> None:
+        """Prepare to enter `patched` for the first recording, and leave it after the last one."""
+        self._patched = patched
+        self._num_users = 0
+        self._undo = contextlib.ExitStack()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the patch is in place."""
+        return bool(self._num_users)
+
+    @contextlib.contextmanager
+    def needed(self) -> Iterator[None]:
+        """Have the patch in place while the block runs."""
+        with _lock:
+            if not self._num_users:
+                self._undo.enter_context(self._patched())
+            self._num_users += 1
+        try:
+            yield
+        finally:
+            with _lock:
+                self._num_users -= 1
+                if not self._num_users:
+                    self._undo.close()
+
+
+@contextlib.contextmanager
+def patched(holder: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Have an attribute replaced while the block runs."""
+    found = vars(holder).get(name)
+    setattr(holder, name, replacement)
+    try:
+        yield
+    finally:
+        # Otherwise somebody else has replaced it since, and calls this one.
+        if vars(holder).get(name) is replacement:
+            if found is None:  # inherited
+                delattr(holder, name)
+            else:
+                setattr(holder, name, found)
+
+
+@Shared
+@contextlib.contextmanager
+def noting_threads() -> Iterator[None]:
+    """Note of each thread that starts during which recordings it does."""
+    original = threading.Thread.start
+
+    # Executors and timers start by it too.
+    @functools.wraps(original)
+    def start(thread: threading.Thread) -> None:
+        vars(thread)[_STARTED_IN] = frozenset(recorder.number for recorder in _recorders)
+        original(thread)
+
+    with patched(threading.Thread, "start", start):
+        yield

@@ -1,0 +1,226 @@
+"""Have torch call the recorder for each operation that communicates, and for no other."""
+
+# Note [Kernels]: while a recording runs, each operation that communicates has a kernel of ours at
+# the dispatch key BackendSelect, which passes it on to the keys below. There, torch has nothing of
+# its own for them; the key lies below autograd and tensor subclasses, so that what DTensor and
+# other wrappers send is seen as what it is, on the tensors that they hold; and it is active on
+# every thread, in inference mode, and for calls from C++, such as those of DDP's reducer. A
+# functional collective calls one of c10d inside, which is no second one. What torch.compile only
+# traces is not sent.
+# Registered below torch.library, which would have a library that registers its own kernel meanwhile
+# fail. Such a kernel shadows ours, which is a gap. One that is there before would be shadowed by
+# ours: then, or where torch has none of this, a dispatch mode sees the calls of its own thread.
+# What is used of torch was read in 2.6 to 2.15.
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from pytest_fsdp_comm.comm.events import Gap
+from pytest_fsdp_comm.recording.active import Shared, entered, set_compiler, uncompiled, whose_call
+from pytest_fsdp_comm.recording.operations import (
+    COPY,
+    NAMESPACES,
+    VALUE_READS,
+    Call,
+    copy_direction,
+    look_up,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch._ops import OpOverload
+
+_KEY: Final = "BackendSelect"
+_USED: Final = (
+    *("_dispatch_library", "_dispatch_get_all_op_names", "_dispatch_keyset_full_after"),
+    *("_dispatch_has_kernel_for_dispatch_key", "_dispatch_dump"),
+    "_dispatch_tls_is_dispatch_key_included",
+)
+
+
+class _Thread(threading.local):
+    is_inside = False
+    """Whether it runs a collective that is recorded: what that sends inside is part of it."""
+    is_reading = False
+    """Whether it runs an operation that was noted, which may run others of the kind."""
+
+
+_thread = _Thread()
+
+
+def why_no_kernels() -> str:
+    """Why a recording needs a dispatch mode instead; empty if it needs none."""
+    missing = [name for name in _USED if not hasattr(torch._C, name)]
+    if missing:
+        return f"this torch has no torch._C.{missing[0]}"
+    if not torch._C._dispatch_tls_is_dispatch_key_included(getattr(torch._C.DispatchKey, _KEY)):
+        return f"torch calls no kernels at {_KEY} on this thread"
+    taken = () if collectives.is_there else (name for name in communicating() if _has_kernel(name))
+    found = next(iter(taken), "")
+    return found and f"another library has registered a kernel for {found} at {_KEY}"
+
+
+def communicating() -> dict[str, Call]:
+    """Every operation of this torch that communicates, by its name in the dispatcher."""
+    names = (n for n in torch._C._dispatch_get_all_op_names() if n.split("::")[0] in NAMESPACES)
+    found = {name: _overload(name) for name in names}
+    operations = {name: look_up(func) for name, func in found.items()}
+    return {name: Call(found[name], known) for name, known in operations.items() if known}
+
+
+def _overload(name: str) -> OpOverload:
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    func: OpOverload = getattr(
+        getattr(getattr(torch.ops, namespace), packet), overload or "default"
+    )
+    return func
+
+
+def _has_kernel(name: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY))
+
+
+@contextlib.contextmanager
+def _registered(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Have kernels in place, by the names of their operations, while the block runs."""
+    libraries: dict[str, Any] = {}
+    try:
+        for name, kernel in kernels.items():
+            namespace, _, short = name.partition("::")
+            if namespace not in libraries:
+                libraries[namespace] = torch._C._dispatch_library(
+                    "IMPL", namespace, "", __file__, 1
+                )
+            libraries[namespace].impl(short, _KEY, kernel, True)  # noqa: FBT003  # with the key set
+        yield
+    finally:
+        for library in libraries.values():
+            library.reset()
+
+
+@Shared
+@contextlib.contextmanager
+def collectives() -> Iterator[None]:
+    """Have each collective of the process recorded."""
+    calls = communicating()
+    with _registered({name: _collective_kernel(call) for name, call in calls.items()}):
+        _known.update(calls)
+        yield
+    _known.clear()
+
+
+_known: dict[str, Call] = {}
+"""The operations that have kernels now."""
+
+
+def gaps() -> Iterator[Gap]:
+    """What the kernels that are in place may not have seen."""
+    for name in communicating():
+        if name not in _known:
+            problem = "was registered"
+        elif f"{_KEY} (inactive)" in torch._C._dispatch_dump(name):
+            problem = "was given another kernel"
+        else:
+            continue
+        yield Gap(
+            kind="unseen",
+            text=f"{name} {problem} in the block, so that calls of it may be missing; do so "
+            "before the block",
+        )
+
+
+def _collective_kernel(call: Call) -> Callable[..., Any]:
+    below, redispatch = _keys_below(), call.func.redispatch
+
+    @uncompiled
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        compiler = set_compiler(None)
+        try:
+            return record(keys, args, kwargs)
+        finally:
+            set_compiler(compiler)
+
+    def record(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _thread.is_inside or _is_traced(keys):
+            return redispatch(keys & below, *args, **kwargs)
+        recorders, outlived = whose_call()
+        for recorder in outlived:
+            recorder.note_outliving_thread(call)
+        run = functools.partial(redispatch, keys & below, *args, **kwargs)
+        for recorder in recorders:
+            run = functools.partial(recorder.run_collective, call, args, kwargs, run)
+        _thread.is_inside = True
+        try:
+            return run()
+        finally:
+            _thread.is_inside = False
+
+    return kernel
+
+
+@Shared
+@contextlib.contextmanager
+def value_reads() -> Iterator[None]:
+    """Have recordings on the fake group told of each operation that shows values to Python."""
+    known = {*torch._C._dispatch_get_all_op_names()}.intersection(VALUE_READS)
+    with _registered({name: _noting_kernel(name) for name in known}):
+        yield
+
+
+@Shared
+@contextlib.contextmanager
+def copies() -> Iterator[None]:
+    """Have each copy recorded that may cross between host and device."""
+    # Every other operation that copies between them calls it.
+    with _registered({COPY: _copy_kernel(_overload(COPY))}):
+        yield
+
+
+def _noting_kernel(name: str) -> Callable[..., Any]:
+    func, below = _overload(name), _keys_below()
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if _thread.is_reading or _is_traced(keys):
+            return func.redispatch(keys & below, *args, **kwargs)
+        for recorder in entered():
+            recorder.note_read(func, args, kwargs)
+        _thread.is_reading = True
+        try:
+            return func.redispatch(keys & below, *args, **kwargs)
+        finally:
+            _thread.is_reading = False
+
+    return kernel
+
+
+def _copy_kernel(func: OpOverload) -> Callable[..., Any]:
+    below = _keys_below()
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(func.redispatch, keys & below, *args, **kwargs)
+        direction = copy_direction(*args[:2])
+        if direction is not None and not _is_traced(keys):
+            for recorder in entered():
+                run = functools.partial(recorder.run_copy, direction, args[0], run)
+        return run()
+
+    return kernel
+
+
+def _keys_below() -> Any:
+    return torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
+
+
+def _is_traced(keys: Any) -> bool:
+    # On tensors without memory a call may also be a real one, of a test that has no other tensors.
+    return keys.has(torch._C.DispatchKey.Meta) and (
+        torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+    )

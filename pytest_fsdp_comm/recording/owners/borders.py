@@ -1,0 +1,137 @@
+"""Follow which module runs, by a border around each call of one and of the autograd engine."""
+
+# Note [Borders]: global module hooks would switch torch.compile off and leak after an error, so for
+# the time of recordings `nn.Module.__call__` is replaced by a function around it: one for the whole
+# process, since the compiler would compile again for another one. Methods other than forward that
+# enter a unit of FSDP2 (register_fsdp_forward_method) call FSDPState's `_pre_forward` and
+# `_post_forward` by name, which all others have captured. Read in torch 2.6 to 2.15.
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.autograd.graph
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.recording.active import Shared, entered, patched, set_compiler, uncompiled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_CREATE_GRAPH: Final = 2
+"""The place of the argument of a call of the engine, after the outputs."""
+_ENGINE: Final = "_engine_run_backward"
+_USE: Final = "the recorder relies on to find the module in backward"
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
+@functools.cache
+def _around_call(original: Any) -> Any:
+    @uncompiled
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _is_compiling():
+            return original(self, *args, **kwargs)
+        compiler = set_compiler(None)
+        recorders = entered()
+        depths = [recorder.enter_module(self) for recorder in recorders]
+        set_compiler(compiler)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            set_compiler(None)
+            for recorder, depth in zip(recorders, depths, strict=True):
+                recorder.leave(depth)
+            set_compiler(compiler)
+
+    return call
+
+
+@Shared
+@contextlib.contextmanager
+def borders() -> Iterator[None]:
+    """Have each recording told what its thread enters and leaves. See Note [Borders]."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import (  # noqa: PLC0415  # loads torch.distributed
+        FSDPState,
+    )
+
+    engine = upstream.look_up("torch", "torch.autograd.graph", _ENGINE, _USE)
+    patches = [
+        (nn.Module, "__call__", _around_call(vars(nn.Module)["__call__"])),
+        *(
+            (holder, _ENGINE, _around_engine(engine))
+            for holder in (torch.autograd.graph, torch.autograd)
+        ),
+        (FSDPState, "_pre_forward", _before_method(FSDPState._pre_forward)),
+        (FSDPState, "_post_forward", _after_method(FSDPState._post_forward)),
+    ]
+    with contextlib.ExitStack() as undo:
+        for holder, name, around in patches:
+            undo.enter_context(patched(holder, name, around))
+        yield
+
+
+def _around_engine(engine: Any) -> Any:
+    @functools.wraps(engine)
+    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        recorders = entered()
+        depths = [recorder.enter_engine() for recorder in recorders]
+        try:
+            with contextlib.ExitStack() as noting:
+                if len(args) > _CREATE_GRAPH and args[_CREATE_GRAPH]:
+                    for recorder in recorders:
+                        noting.enter_context(_Noting(recorder.note_nodes))
+                return engine(outputs, *args, **kwargs)
+        finally:
+            for recorder, depth in zip(recorders, depths, strict=True):
+                recorder.leave(depth)
+
+    return run_backward
+
+
+def _before_method(original: Any) -> Any:
+    @functools.wraps(original)
+    def pre_forward(state: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for recorder in entered():
+            recorder.enter_module(module)
+        return original(state, module, *args, **kwargs)
+
+    return pre_forward
+
+
+def _after_method(original: Any) -> Any:
+    @functools.wraps(original)
+    def post_forward(state: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(state, module, *args, **kwargs)
+        finally:
+            for recorder in entered():
+                recorder.leave_module(module)
+
+    return post_forward
+
+
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Note nodes at each operation of a backward that makes some: no border lies between them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._note = note
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Keep torch.compile on under this mode (torch 2.9.1 and newer)."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._note()
+        return func(*args, **(kwargs or {}))
