@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from pytest_fsdp_comm.ranks.rank.processes import fork_quietly
-from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, await_end, kill, kill_groups
+from pytest_fsdp_comm.ranks.start.ending import HURRIED_S, PATIENCE_S, await_end, kill, kill_groups
 from pytest_fsdp_comm.ranks.start.fork_server import PRELOADED, serve
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.directories import remove_directory
@@ -26,7 +26,7 @@ from pytest_fsdp_comm.ranks.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from pytest_fsdp_comm.ranks.start.fork_server import RunRank
@@ -44,10 +44,11 @@ _ANSWERED_WITHIN_S = 15.0
 _CLOSED_WITHIN_S = 5.0
 
 # Note [Connections]: each rank and its watchdog have a socket pair with the pytest process, which
-# makes them all and sends the ranks' ends along with `StartSet`. The server passes each rank its
-# own and closes its copies before it forks the next one. So the pytest process alone has its ends:
-# when it dies, each rank reads an end of file. A rank's end may stay open after the rank, in what
-# its test forked; so that a rank has died only the server tells.
+# makes them all, and after `StartSet` sends the ranks' ends one by one and closes its copies. The
+# server passes each rank its own and closes its copies before it forks the next one. So neither has
+# more open files than it needs, and the pytest process alone has its ends: when it dies, each rank
+# reads an end of file. A rank's end may stay open after the rank, in what its test forked; so that
+# a rank has died only the server tells.
 
 
 class ServerDiedError(Exception):
@@ -90,46 +91,53 @@ class ForkServer:
             OSError: The system does not have so many descriptors.
         """
         self._exited.clear()
-        request = StartSet(spec=spec, spares=spares)
+        self.pids = {}
         connections: list[socket.socket] = []
-        descriptors: list[int] = []
-        with contextlib.ExitStack() as unused, contextlib.ExitStack() as sent:
+        with contextlib.ExitStack() as unused:
+            with self._expecting_answer(_PREPARED_WITHIN_S):
+                self._channel.send(StartSet(spec=spec, spares=spares))
             for _ in range(2 * len(spec.ranks)):
-                ours, theirs = socket.socketpair()
+                try:
+                    ours, theirs = socket.socketpair()
+                except OSError:
+                    self.end_ranks(PATIENCE_S)  # those that have started
+                    raise
                 connections.append(unused.enter_context(ours))
-                descriptors.append(sent.enter_context(theirs).fileno())
-            self.pids = self.ask(request, SetStarted, _PREPARED_WITHIN_S, descriptors).pids
+                with theirs, self._expecting_answer(_PREPARED_WITHIN_S):
+                    self._channel.send_descriptors([theirs.fileno()])
+            self.pids = self._await(SetStarted, _PREPARED_WITHIN_S).pids
             unused.pop_all()
         pairs = zip(connections[::2], connections[1::2], strict=True)
         return dict(zip(spec.ranks, pairs, strict=True))
 
-    def ask(
-        self,
-        request: StartSet | EndSet,
-        cls: type[_Reply],
-        within_s: float,
-        descriptors: Sequence[int] = (),
-    ) -> _Reply:
+    def ask(self, request: StartSet | EndSet, cls: type[_Reply], within_s: float) -> _Reply:
         """Send a request and wait for its answer; a server that gives none is killed."""
+        with self._expecting_answer(within_s):
+            self._channel.send(request)
+        return self._await(cls, within_s)
+
+    def _await(self, cls: type[_Reply], within_s: float) -> _Reply:
         until = time.monotonic() + within_s
-        self._channel.settimeout(max(within_s, 0.001))
-        try:
-            self._channel.send(request, descriptors)
-        except OSError:
-            self._take(self._channel.receive_available())
-            raise ServerDiedError from None
         while True:
-            self._channel.settimeout(max(until - time.monotonic(), 0.001))
-            reply = None
-            try:
+            with self._expecting_answer(until - time.monotonic()):
                 reply = self._channel.receive()
-            except TimeoutError:
-                self.kill()
             if reply is None:
                 raise ServerDiedError
             self._take([reply])
             if isinstance(reply, cls):
                 return reply
+
+    @contextlib.contextmanager
+    def _expecting_answer(self, within_s: float) -> Iterator[None]:
+        self._channel.settimeout(max(within_s, 0.001))
+        try:
+            yield
+        except TimeoutError:
+            self.kill()
+            raise ServerDiedError from None
+        except ConnectionError:
+            self._take(self._channel.receive_available())
+            raise ServerDiedError from None
 
     def end_ranks(self, within_s: float) -> dict[int, int]:
         """Kill what the ranks left, and free slots; return, by rank, the pids that are left."""

@@ -236,18 +236,21 @@ class _Server:
         started = self._set = _RankSet(slots=HeldSlots(spec.slots))
         self._rank_count += len(spec.ranks)
         for rank in spec.ranks:
-            started.pids[rank] = self._start_rank(spec, rank)
-        started.groups = tuple(started.pids.values())
+            descriptors = self._channel.take_descriptors()
+            if descriptors is None:
+                return  # the pytest process could not open more files, or is gone
+            started.pids[rank] = self._start_rank(spec, rank, descriptors)
+            started.groups = tuple(started.pids.values())
         self._channel.send(SetStarted(pids=dict(started.pids)))
 
-    def _start_rank(self, spec: RankSetSpec, rank: int) -> int:
-        descriptors = self._channel.take_descriptors()
+    def _start_rank(self, spec: RankSetSpec, rank: int, descriptors: tuple[int, int]) -> int:
         try:
             while self._spares:
                 pid, channel = self._spares.pop(0)
                 with contextlib.closing(channel), contextlib.suppress(OSError):
                     if not is_gone(pid):
-                        channel.send(BecomeRank(spec=spec, rank=rank), descriptors)
+                        channel.send(BecomeRank(spec=spec, rank=rank))
+                        channel.send_descriptors(descriptors)
                         return pid
             return self._fork(partial(self._run_rank, spec, rank, descriptors))
         finally:
@@ -262,9 +265,9 @@ class _Server:
         def wait() -> NoReturn:
             ours.close()
             order = channel.receive()
-            if order is None:
-                os._exit(0)
             descriptors = channel.take_descriptors()
+            if order is None or descriptors is None:
+                os._exit(0)
             channel.close()
             self._run_rank(order.spec, order.rank, descriptors)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 from os import getpid
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.text.codec import CodecError, dump_tagged, load_tagged
 
 if TYPE_CHECKING:
@@ -49,23 +51,32 @@ class Channel(Generic[_Received]):
         """The socket's descriptor, for selectors."""
         return self._connection.fileno()
 
-    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a message with copies of descriptors, blocking; a forked process sends nothing."""
+    def send(self, message: Message) -> None:
+        """Send a message, blocking; a forked process sends nothing."""
         if getpid() != self._pid:
             return
         # What JSON cannot carry travels as its repr: a strange user property must not cost the
         # whole report.
-        data = f"{dump_tagged(message)}\n".encode("ascii")
-        for start in range(0, len(descriptors), _MOST_DESCRIPTORS):
-            # They travel with at least one byte.
-            sent = descriptors[start : start + _MOST_DESCRIPTORS]
-            socket.send_fds(self._connection, [data[:1]], sent)
-            data = data[1:]
-        self._connection.sendall(data)
+        self._connection.sendall(f"{dump_tagged(message)}\n".encode("ascii"))
 
-    def take_descriptors(self) -> tuple[int, int]:
-        """Return the next two descriptors that came with messages; the caller is to close them."""
+    def send_descriptors(self, descriptors: Sequence[int]) -> None:
+        """Send copies of descriptors, beside messages; a forked process sends nothing."""
+        if getpid() == self._pid:
+            # With at least one byte: here one that JSON ignores.
+            socket.send_fds(self._connection, [b" "], descriptors)
+
+    def take_descriptors(self) -> tuple[int, int] | None:
+        """Wait for two descriptors, which the caller is to close; None if a message comes first."""
+        while len(self._descriptors) < 2:  # noqa: PLR2004  # as the docstring says
+            if self.is_closed or self._has_message():
+                self._drop_descriptors()
+                return None
+            self._read_chunk()
         return self._descriptors.pop(0), self._descriptors.pop(0)
+
+    def _drop_descriptors(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
     def receive(self) -> _Received | None:
         """Wait for one message; return None once the other end is gone."""
@@ -90,13 +101,10 @@ class Channel(Generic[_Received]):
             yield self._take()
 
     def is_hung_up(self) -> bool:
-        """Whether the other end is gone and everything it sent has been read; never waits."""
-        try:
-            return not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        """Whether the other end is gone, even where something it sent is left; never waits."""
+        poll = select.poll()
+        poll.register(self._connection, 0)  # hanging up is always told
+        return bool(poll.poll(0))
 
     def settimeout(self, timeout_s: float | None) -> None:
         """Limit every later wait; 0 never waits, None waits for ever."""
@@ -105,18 +113,21 @@ class Channel(Generic[_Received]):
     def close(self) -> None:
         """Close this end, and the descriptors that nobody took."""
         self._connection.close()
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors.clear()
+        self._drop_descriptors()
 
     def _read_chunk(self) -> None:
         try:
-            chunk, descriptors, _, _ = socket.recv_fds(
+            chunk, descriptors, flags, _ = socket.recv_fds(
                 self._connection, _CHUNK_NBYTES, _MOST_DESCRIPTORS
             )
-            self._descriptors += descriptors
         except ConnectionResetError:
-            chunk = b""  # the other end died with something unread
+            chunk, descriptors, flags = b"", [], 0  # the other end died with something unread
+        self._descriptors += descriptors
+        if flags & socket.MSG_CTRUNC:
+            raise FsdpCommError(
+                "connections of ranks were lost, for the process that starts ranks has too many "
+                "open files: raise the limit (ulimit -n), or use fewer ranks"
+            )
         self.is_closed = not chunk
         self._pending += chunk
 

@@ -92,10 +92,10 @@ def test_a_channel_is_deaf_to_a_forked_child_of_its_owner(channels):
 
 def test_a_channel_knows_whether_the_other_end_is_gone(channels):
     ours, theirs = channels
-    assert not ours.is_hung_up()
     theirs.send(started(1))
+    assert not ours.is_hung_up()
     theirs.close()
-    assert not ours.is_hung_up()  # there is something to read
+    assert ours.is_hung_up()  # though there is something to read
     assert ours.receive() == started(1)
     assert ours.is_hung_up()
 

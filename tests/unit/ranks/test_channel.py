@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
 
@@ -74,7 +75,9 @@ def test_messages_received_in_pieces_are_whole(channels):
 def test_descriptors_travel_with_a_message_in_any_number(channels):
     rank, supervisor = channels
     ends = [os.pipe() for _ in range(200)]
-    rank.send(skipped("x" * 1000), [end for pair in ends for end in pair])
+    for start in range(0, len(ends), 100):
+        rank.send_descriptors([end for pair in ends[start : start + 100] for end in pair])
+    rank.send(skipped("x" * 1000))
     rank.send(skipped("after"))
     assert [supervisor.receive() for _ in range(2)] == [skipped("x" * 1000), skipped("after")]
     # Each is a copy.
@@ -92,3 +95,28 @@ def test_descriptors_travel_with_a_message_in_any_number(channels):
     for read_end, _ in ends:
         assert os.read(read_end, 10) == b""
         os.close(read_end)
+
+
+def test_nobody_waits_for_descriptors_that_do_not_come(channels):
+    rank, supervisor = channels
+    read_end, write_end = os.pipe()
+    rank.send_descriptors([write_end])
+    os.close(write_end)
+    rank.send(skipped("instead"))
+    assert supervisor.take_descriptors() is None
+    assert os.read(read_end, 10) == b""  # the one that came is closed
+    os.close(read_end)
+    assert supervisor.receive() == skipped("instead")
+    rank.close()
+    assert supervisor.take_descriptors() is None
+
+
+def test_descriptors_that_were_lost_are_an_error(channels, few_descriptors):
+    rank, supervisor = channels
+    rank.send_descriptors([0, 1, 2])
+    few_descriptors(2)
+    with pytest.raises(FsdpCommError, match=r"too many open files: raise the limit \(ulimit -n\)"):
+        supervisor.receive()
+    copies = supervisor.take_descriptors()
+    for copy in copies:
+        os.close(copy)

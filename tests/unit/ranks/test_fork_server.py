@@ -37,22 +37,22 @@ def server(tmp_path, monkeypatch):
     yield found
     everybody = children(found)
     found.close()
-    assert all(map(is_gone, everybody))
+    eventually(lambda: all(map(is_gone, everybody)))
 
 
 @pytest.fixture
 def start(server, tmp_path):
     connections = contextlib.ExitStack()
 
-    def start_set(name, spares):
+    def start_set(name, spares, size=RANKS):
         directory = tmp_path / name
         directory.mkdir()
         spec = RankSetSpec(
             item_index=0,
             nodeid=name,
             settings=DistributedSettings(
-                world_size=RANKS,
-                ranks=tuple(range(RANKS)),
+                world_size=size,
+                ranks=tuple(range(size)),
                 scope="test",
                 backend="gloo",
                 device="cpu",
@@ -204,6 +204,24 @@ def test_connections_of_a_rank_end_with_it_while_others_live(server, start):
             with pytest.raises(BlockingIOError):
                 connection.recv(1)
         assert server.end_ranks(10) == {}
+
+
+@linux
+def test_the_pytest_process_has_two_open_files_for_each_rank(server, start, few_descriptors):
+    few_descriptors(2 * 64 + 10, server._pid)
+    connections = start("many", spares=0, size=64)
+    assert len(connections) == 64
+    for pair in connections.values():
+        for connection in pair:
+            connection.close()
+    assert server.end_ranks(10) == {}
+    with pytest.raises(OSError, match="Too many open files"):
+        start("too many", spares=0, size=80)
+    # Of which no connection is taken for one of the next ranks.
+    (connection, _), _ = start("few", spares=0).values()
+    os.kill(server.pids[0], signal.SIGKILL)
+    connection.settimeout(30)
+    assert connection.recv(1) == b""
 
 
 def test_memory_is_moved_step_by_step_and_keeps_what_it_holds():
