@@ -9,49 +9,64 @@ import pytest
 
 SOURCE = r"""
 import os
+import pathlib
 import signal
+import time
 import pytest
 import torch
 import torch.distributed as dist
 
 pytestmark = pytest.mark.distributed(world_size=4, timeout_s=60)
 
-# All ranks are there before they call what does not fit: gloo ends them at once.
-def reduce(odd, numel=4, dtype=torch.float32):
-    dist.all_reduce(torch.ones(400_000 if odd else numel, dtype=dtype))
+def reduce(odd, numel=4):
+    dist.all_reduce(torch.ones(400_000 if odd else numel))
+
+# Gloo ends ranks as soon as two calls do not fit: the odd one calls once all others wait for it.
+def call_last(odd):
+    test = os.environ["PYTEST_CURRENT_TEST"].rpartition("::")[2].partition(" ")[0]
+    calling = pathlib.Path(f"{test}.calling")
+    calling.mkdir(exist_ok=True)
+    if odd:
+        while len([*calling.iterdir()]) < dist.get_world_size() - 1:
+            time.sleep(0.01)
+        time.sleep(0.3)
+    else:
+        (calling / str(dist.get_rank())).touch()
+    return odd
 
 def test_sizes(dist_info):
     dist.barrier()
-    reduce(dist_info.rank == 3)
+    reduce(call_last(dist_info.rank == 3))
 
 @pytest.mark.distributed(world_size=2, timeout_s=60)
 @pytest.mark.parametrize("odd", [0, 1])
 class TestTwo:
     def test_two(self, odd, dist_info):
-        reduce(dist_info.rank == odd)
+        reduce(call_last(dist_info.rank == odd))
 
 def test_dtypes(dist_info):
     dist.barrier()
-    dist.all_reduce(torch.ones(4, dtype=torch.bfloat16 if dist_info.rank == 2 else torch.float32))
+    dtype = torch.bfloat16 if call_last(dist_info.rank == 2) else torch.float32
+    dist.all_reduce(torch.ones(4, dtype=dtype))
 
 def test_gathers(dist_info):
     dist.barrier()
-    numel = 400_000 if dist_info.rank == 0 else 4
+    numel = 400_000 if call_last(dist_info.rank == 0) else 4
     dist.all_gather([torch.ones(numel) for _ in range(4)], torch.ones(numel))
 
 def test_scatters(dist_info):
     dist.barrier()
-    numel = 400_000 if dist_info.rank == 1 else 4
+    numel = 400_000 if call_last(dist_info.rank == 1) else 4
     dist.reduce_scatter_tensor(torch.ones(numel), torch.ones(4 * numel))
 
 def test_subgroup(device_mesh, dist_info):
     mesh = device_mesh(dp=2, tp=2)
-    reduced = torch.ones(400_000 if dist_info.rank == 2 else 4)
+    reduced = torch.ones(400_000 if call_last(dist_info.rank == 2) else 4)
     dist.all_reduce(reduced, group=mesh["tp"].get_group())
 
 def test_caught(dist_info):
     try:
-        reduce(dist_info.rank == 3)
+        reduce(call_last(dist_info.rank == 3))
     except RuntimeError:
         pass
     assert dist_info.rank > 3, "later"
@@ -59,7 +74,7 @@ def test_caught(dist_info):
 def test_reworded(dist_info):
     dist.barrier()
     try:
-        reduce(dist_info.rank == 3)
+        reduce(call_last(dist_info.rank == 3))
     except RuntimeError as error:
         raise LookupError("a step failed") from error
 
@@ -113,6 +128,13 @@ def test_uneven(is_earlier, dist_info):
     raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
 """
 
+# What ranks say last is the subject, not how soon they say it on a busy machine.
+PATIENT = """
+from pytest_fsdp_comm.ranks.session import supervision
+
+supervision._ANSWER_S = 20.0
+"""
+
 SPEAKS = {
     "sizes": "rank 3 called all_reduce of 400,000 float32, ranks 0-2 of 4 float32, in #2 of world "
     "at test_it.py:N in reduce",
@@ -136,7 +158,8 @@ SPEAKS = {
 @pytest.fixture(scope="module")
 def reports(run_session):
     """The failure of each test, with line numbers replaced by ``N``, and the summary's lines."""
-    failures, _, summary = run_session(SOURCE, "-q").output.partition("= short test summary info =")
+    output = run_session(SOURCE, "-q", conftest=PATIENT).output
+    failures, _, summary = output.partition("= short test summary info =")
     parts = re.split(r"^_+ (?:TestTwo\.)?test_(\w+\S*) _+$", failures, flags=re.MULTILINE)
     texts = {
         name: re.sub(r"py:\d+", "py:N", text)
