@@ -215,7 +215,7 @@ class _Server:
         # Here, to be gone before this process.
         kill(spare.pid for spare in self._spares)
         self._spares.clear()
-        self._end_set(within_s=self._patience_s())
+        self._end_set(within_s=PATIENCE_S)
         kill_children(self._unended, within_s=self._patience_s())
 
     def _patience_s(self) -> float:
@@ -331,13 +331,12 @@ class _Server:
         return unended
 
     def _await_ends(self, pids: Mapping[int, int], within_s: float) -> dict[int, int]:
-        until = time.monotonic() + within_s
+        began_at = time.monotonic()
         while True:
             left = {rank: pid for rank, pid in pids.items() if not is_gone(pid)}
-            now = time.monotonic()
-            if not left or now > until:
+            # Each time: one that is killed closes its files a moment before its children lose it.
+            limit_s = self._patience_s() if self._channel.is_hung_up() else within_s
+            if not left or time.monotonic() > began_at + min(limit_s, within_s):
                 return left
-            if self._channel.is_hung_up():
-                until = min(until, now + self._patience_s())
             if select.select([self._wakeup], [], [], _HUNG_UP_POLL_S)[0]:
                 self._wakeup.recv(4096)

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pytest_fsdp_comm.ranks.hangs.process_state import start_time
-from pytest_fsdp_comm.ranks.start import ending, fork_client
+from pytest_fsdp_comm.ranks.start import ending, fork_client, fork_server
 from pytest_fsdp_comm.ranks.start.fork_client import ForkServer, ServerDiedError
 from pytest_fsdp_comm.ranks.wire import messages
 from pytest_fsdp_comm.ranks.wire.channel import Channel
@@ -98,6 +99,24 @@ def test_a_channel_knows_whether_the_other_end_is_gone(channels):
     assert ours.is_hung_up()  # though there is something to read
     assert ours.receive() == started(1)
     assert ours.is_hung_up()
+
+
+def test_ranks_of_a_process_that_is_being_killed_have_time_to_end(channels, monkeypatch):
+    ours, theirs = channels
+    ours.close()
+    wakeup, _ = ends = socket.socketpair()
+    # Its children lose it after its connection has ended.
+    patience = iter([ending.HURRIED_S] * 2)
+    server = SimpleNamespace(
+        _channel=theirs,
+        _wakeup=wakeup,
+        _patience_s=lambda: next(patience, ending.PATIENCE_S),
+    )
+    gone_at = time.monotonic() + 3 * ending.HURRIED_S
+    monkeypatch.setattr(fork_server, "is_gone", lambda _: time.monotonic() > gone_at)
+    assert fork_server._Server._await_ends(server, {0: 10}, ending.PATIENCE_S) == {}
+    for end in ends:
+        end.close()
 
 
 def test_messages_before_a_broken_one_are_received(channels):
