@@ -1,39 +1,61 @@
-"""What recording adds to an FSDP2 step, beside a bare dispatch mode and torch's CommDebugMode.
+"""What recording adds to a training step, beside torch's own ways to watch one.
 
-    python benchmarks/recording_overhead.py [--layers 32] [--steps 15] [--backend fake|gloo]
+    python benchmarks/recording_overhead.py [--workload fsdp|tp] [--backend fake|gloo]
+                                            [--layers 8 32 126] [--turns 15]
 
-On the fake group, one process: nothing is waited for, and all added time is the recorder's. On
-gloo, two, whose recordings are compared with the flight recorder at the end of each step. It is
-full from the second turn on, when reading it takes longest; in a test it is after 20 such steps.
-The four ways take turns step by step; medians are compared, so that a busy moment of the machine
-hits all of them alike.
+Each case has processes of its own: one on the fake group of four, where nothing is waited for, or
+two on gloo, where a recording is compared with torch's flight recorder at the end of each block. It
+is full, so that reading it takes longest: 2,000 collectives, as after many steps. `--kept 200` is
+more like a test, which has run a few.
+
+All ways take one step in each turn, in an order that rotates. Measured is the CPU time of the
+thread that trains, backward included: neither waiting nor gloo's own threads count. Printed are
+ratios to a step under nothing, for the step alone and with what is around it: entering, leaving
+and, of ours, naming the events. "min" compares the shortest of all turns, "median" is that of the
+ratios of each turn, "+-" half the range of their middle half. "nothing, again" shows how far two
+measurements of the same thing lie apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
+import os
 import statistics
 import tempfile
 import time
+import tracemalloc
+import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.multiprocessing.spawn import spawn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_fsdp_comm.recording.comm_mode import CommMode
+from pytest_fsdp_comm import CommMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 WIDTH = 32
+# What `comm_mode` may take, as ratios and bytes; printed beside the figures, never enforced.
+STEP_LIMIT, BLOCK_LIMIT, EVENT_LIMIT = 1.2, 1.3, 735
+# What is made once, such as caches, falls into these turns.
+WARM_UP = 1
+WORLD_SIZES = {"fake": 4, "gloo": 2}
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -77,76 +99,141 @@ class Block(nn.Module):
 
 
 def main() -> None:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--backend", choices=["fake", "gloo"], default="fake")
+    """Measures each case in processes of its own, whose rank 0 prints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--workload", nargs="+", choices=["fsdp", "tp"], default=["fsdp", "tp"])
+    parser.add_argument("--backend", nargs="+", choices=[*WORLD_SIZES], default=[*WORLD_SIZES])
+    parser.add_argument("--layers", nargs="+", type=int, help="default: 8 32 126; of tp: 8 32")
+    parser.add_argument("--turns", type=int, help="default: fewer of more layers, from 30 to 5")
+    parser.add_argument("--kept", type=int, default=2000, help="by torch's flight recorder")
     options = parser.parse_args()
-    if options.backend == "fake":
-        measure(0, options, "")
-        return
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(options.kept)
+    os.environ["KINETO_LOG_LEVEL"] = "9"  # the profiler announces each block otherwise
+    print(f"torch {torch.__version__}; its flight recorder keeps {options.kept} collectives")
+    print(f"comm_mode may take {STEP_LIMIT} of nothing, {BLOCK_LIMIT} with entry and exit")
+    for workload in options.workload:
+        for layers in options.layers or ((8, 32, 126) if workload == "fsdp" else (8, 32)):
+            for backend in options.backend:
+                turns = options.turns or max(5, min(30, 480 // layers))
+                _spawned(_measure, 2 if backend == "gloo" else 1, backend, workload, layers, turns)
+    _spawned(_measure_memory, 1, "fake")
+
+
+def _spawned(function: Callable[..., None], processes: int, backend: str, *arguments: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        spawn(measure, (options, f"{folder}/store"), nprocs=2)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        given = (function, backend, f"{folder}/store", *arguments)
+        spawn(_in_group, given, nprocs=processes)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def measure(rank: int, options: argparse.Namespace, store: str) -> None:
-    """Measures on one rank; rank 0 prints.
-
-    Args:
-        rank: Its number.
-        options: The command line.
-        store: The file in which the ranks of gloo meet.
-    """
+def _in_group(
+    rank: int, function: Callable[..., None], backend: str, store: str, *arguments: Any
+) -> None:
     torch.set_num_threads(1)
-    if options.backend == "fake":
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    else:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    model = nn.Sequential(*(Block() for _ in range(options.layers)))
+    meeting = {"store": FakeStore()} if backend == "fake" else {"init_method": f"file://{store}"}
+    dist.init_process_group(backend, rank=rank, world_size=WORLD_SIZES[backend], **meeting)
+    function(backend, *arguments)
+    dist.destroy_process_group()
+
+
+def _model(backend: str, workload: str, layers: int) -> nn.Module:
+    mesh = init_device_mesh("cpu", (WORLD_SIZES[backend],), mesh_dim_names=(workload,))
+    model = nn.Sequential(*(Block() for _ in range(layers)))
+    columns, rows = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel()), RowwiseParallel()
     for block in model:
-        fully_shard(block)
-    fully_shard(model)
-    batch = torch.randn(1, 8, WIDTH)
+        if workload == "fsdp":
+            fully_shard(block, mesh=mesh)
+        else:  # each rank has a head of its own
+            parallelize_module(block, mesh, {**columns, "out": rows, "down": rows})
+    if workload == "fsdp":
+        fully_shard(model, mesh=mesh)
+    return model
 
-    def step() -> None:
-        model(batch).sum().backward()
-        model.zero_grad()
 
+def _ways(model: nn.Module) -> dict[str, Callable[[], Any]]:
     ways: dict[str, Callable[[], Any]] = {
         "nothing": nullcontext,
-        "a counting TorchDispatchMode": Counting,
+        "nothing, again": nullcontext,
+        "counting TorchDispatchMode": Counting,
         # As the fixture is, and as a class in place of CommDebugMode.
         "comm_mode": lambda: CommMode(trace_operations=False)(model),
         "comm_mode, operations traced": lambda: CommMode()(model),
         "CommDebugMode": CommDebugMode,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(options.steps + 2):
-        for name, way in ways.items():
-            # What one way leaves behind must not be collected while another is timed.
+    try:  # torch has it from 2.9 on
+        ways["DebugMode"] = importlib.import_module("torch.utils._debug_mode").DebugMode
+    except ModuleNotFoundError:
+        print("DebugMode is missing from this torch")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    return ways | {"torch.profiler": lambda: torch.profiler.profile(activities=activities)}
+
+
+def _measure(backend: str, workload: str, layers: int, turns: int) -> None:
+    model, batch = _model(backend, workload, layers), torch.randn(1, 8, WIDTH)
+    ways = _ways(model)
+    names, count = [*ways], 0
+    steps: dict[str, list[float]] = {name: [] for name in ways}
+    blocks: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(int(os.environ["TORCH_FR_BUFFER_SIZE"]) if backend == "gloo" else 0):
+        dist.all_reduce(torch.ones(1))
+    warnings.simplefilter("ignore")  # the hooks of CommDebugMode cause some
+    for turn in range(WARM_UP + turns):
+        if turn == WARM_UP:
+            gc.freeze()  # so that a collection takes no longer than a step
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            # What one way leaves behind must not be collected while another is measured.
             gc.collect()
             dist.barrier()
-            started = time.perf_counter()
-            with way():
-                step()
-            if turn > 1:
-                seconds[name].append(time.perf_counter() - started)
-    dist.destroy_process_group()
-    if rank:
-        return
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    plain, counting = medians["nothing"], medians["a counting TorchDispatchMode"]
-    added = {name: median - plain for name, median in medians.items()}
-    print(f"{options.layers} layers, {options.steps} steps each, {options.backend}")
-    print(
-        f"{'under':32} {'ms/step':>8} {'added ms':>9} {'step x counting':>16} {'added x Debug':>14}"
-    )
-    for name, median in medians.items():
-        print(
-            f"{name:32} {1000 * median:8.1f} {1000 * added[name]:9.1f} {median / counting:16.2f} "
-            f"{added[name] / added['CommDebugMode']:14.2f}"
-        )
+            way = ways[name]
+            entered = time.thread_time()
+            with way() as watch:
+                started = time.thread_time()
+                model(batch).sum().backward()
+                model.zero_grad()
+                ended = time.thread_time()
+            if isinstance(watch, CommMode):
+                count = len(watch.events)  # names them, if leaving did not
+            left = time.thread_time()
+            if turn >= WARM_UP:
+                steps[name].append(ended - started)
+                blocks[name].append(left - entered)
+    if dist.get_rank() == 0:
+        assert count, "nothing was recorded"
+        print(f"\n{workload} of {layers} layers on {backend}: {count} collectives, {turns} turns")
+        _print_ratios(steps, blocks)
+
+
+def _print_ratios(steps: dict[str, list[float]], blocks: dict[str, list[float]]) -> None:
+    titles = "".join(f"{title:^24}" for title in ("step alone", "with entry and exit"))
+    print(f"{'':30}{titles}{'CPU ms'}")
+    print(f"{'':30}" + f"{'min':>6}{'median':>8}{'+-':>6}    " * 2 + f"{'step':>6}{'all':>8}")
+    for name in [*steps][1:]:
+        line = f"{name:30}"
+        for seconds in (steps, blocks):
+            under, bare = seconds[name], steps["nothing"]
+            ratios = [mine / other for mine, other in zip(under, bare, strict=True)]
+            low, median, high = statistics.quantiles(ratios, n=4)
+            line += f"{min(under) / min(bare):6.2f}{median:8.2f}{(high - low) / 2:6.2f}    "
+        medians = (statistics.median(seconds[name]) for seconds in (steps, blocks))
+        print(line + "".join(f"{1000 * median:8.1f}" for median in medians), flush=True)
+
+
+def _measure_memory(backend: str) -> None:
+    tensor = torch.ones(1)
+
+    def kept(events: int) -> int:
+        mode = CommMode(trace_operations=False)
+        tracemalloc.start()
+        with mode:
+            for _ in range(events):
+                dist.all_reduce(tensor)
+        assert len(mode.events) == events
+        gc.collect()
+        size, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return size
+
+    kept(10)  # what is made once
+    print(f"\nmemory on {backend}: {kept(2000) / 2000:.0f} B an event, may be {EVENT_LIMIT}")
 
 
 if __name__ == "__main__":
