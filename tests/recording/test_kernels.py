@@ -1,0 +1,430 @@
+"""What a recording registers for the process: who is recorded by whom, and that nothing is left."""
+
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import ACTIVATION_NBYTES, WIDTH, Model, shard
+from oracle import gloo_and_fake, lines
+from torch import nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from pytest_fsdp_comm import CommMode
+from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.recording.operations import NAMESPACES, look_up
+
+KEY = "BackendSelect"
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest_fsdp_comm.UnseenCollectivesWarning")
+
+
+def to_come(reason):
+    """What the dispatch mode cannot do, and kernels do."""
+    return pytest.mark.xfail(strict=True, reason=reason)
+
+
+def sent(numel=1):
+    """An all-reduce that its size tells from others."""
+    dist.all_reduce(torch.ones(numel))
+
+
+def sizes(comm_mode):
+    return [event.nbytes // 4 for event in comm_mode.events]
+
+
+def owners(comm_mode):
+    return [(event.phase.value, event.owner) for event in comm_mode.events]
+
+
+def registered():
+    return sorted(
+        name
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key(KEY)
+        if name.partition("::")[0] in {*NAMESPACES, "symm_mem"}
+    )
+
+
+def kernels_of_communicating_operations():
+    """Of each operation of torch's own that communicates, whether it has a kernel there."""
+    found = {}
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        if namespace in {"c10d", "_c10d_functional", "_dtensor"}:
+            operation = getattr(getattr(torch.ops, namespace), name).default
+            if look_up(operation) is not None:
+                qualified = operation.name()
+                found[qualified] = torch._C._dispatch_has_kernel_for_dispatch_key(qualified, KEY)
+    assert len(found) > 30
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Fails where the process is not as before."""
+    before = registered()
+    yield
+    assert registered() == before
+
+
+@pytest.fixture
+def older():
+    """A thread that runs before any block; calls functions, and waits for them."""
+    with ThreadPoolExecutor(1, "older") as pool:
+        pool.submit(int).result()
+        yield lambda work: pool.submit(work).result(timeout=60)
+
+
+@to_come("a dispatch mode registers nothing")
+@gloo_and_fake(2)
+def test_every_operation_that_communicates_has_a_kernel_in_a_block_and_none_after(comm_mode):
+    with comm_mode:
+        assert all(kernels_of_communicating_operations().values())
+    assert not any(kernels_of_communicating_operations().values())
+
+
+@gloo_and_fake(2)
+@pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_exception_in_a_block_leaves_nothing(comm_mode, kind):
+    def fail():
+        with comm_mode:
+            sent(2)
+            raise kind
+
+    with pytest.raises(kind):
+        fail()
+    assert not any(kernels_of_communicating_operations().values())
+    assert sizes(comm_mode) == [2]
+    sent(3)
+    with comm_mode:
+        sent(4)
+    assert sizes(comm_mode) == [4]
+
+
+@gloo_and_fake(2)
+def test_nested_recordings_have_the_events_of_their_own_time(comm_mode):
+    first, second = CommMode(), CommMode()
+    with first:
+        sent(1)
+        with second:
+            sent(2)
+            with comm_mode:
+                sent(3)
+            sent(4)
+        sent(5)
+    sent(6)
+    assert sizes(first) == [1, 2, 3, 4, 5]
+    assert sizes(second) == [2, 3, 4]
+    assert sizes(comm_mode) == [3]
+    assert first.recording.gaps == second.recording.gaps == comm_mode.recording.gaps == ()
+
+
+@to_come("dispatch modes are left in the order of a stack")
+@gloo_and_fake(2)
+def test_overlapping_recordings_have_the_events_of_their_own_time():
+    first, second = CommMode(), CommMode()
+    first.__enter__()
+    sent(1)
+    second.__enter__()
+    sent(2)
+    first.__exit__(None, None, None)
+    sent(3)
+    second.__exit__(None, None, None)
+    sent(4)
+    assert sizes(first) == [1, 2]
+    assert sizes(second) == [2, 3]
+    assert first.recording.gaps == second.recording.gaps == ()
+
+
+@to_come("dispatch modes are left in the order of a stack")
+@gloo_and_fake(2)
+def test_overlapping_recordings_of_a_step_name_the_same_owners(device_mesh):
+    model = shard(Model(), device_mesh())
+    first, second = CommMode(), CommMode()
+    first(model).__enter__()
+    loss = model(torch.ones(2, WIDTH)).sum()
+    second(model).__enter__()
+    loss.backward()
+    first.__exit__(None, None, None)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    second.__exit__(None, None, None)
+    forward = [("forward", name) for name in ("", "layers.0", "layers.1")]
+    backward = [("backward", name) for name in ("layers.1", "layers.0", "layers.1", "layers.0", "")]
+    assert owners(first) == [*forward, *backward]
+    assert owners(second) == [*backward, *forward, *backward]
+
+
+@gloo_and_fake(2)
+def test_a_mode_is_entered_again_and_again(comm_mode):
+    for numel in range(1, 40):
+        with comm_mode:
+            sent(numel)
+        assert sizes(comm_mode) == [numel]
+    assert registered() == []
+
+
+@to_come("a thread that is older than the block is seen by the flight recorder alone")
+@gloo_and_fake(2)
+def test_what_an_older_thread_sends_has_no_owner(comm_mode, older):
+    model = nn.Linear(WIDTH, WIDTH)
+    with comm_mode(model):
+        sent(1)
+        older(lambda: sent(2))
+        older(dist.barrier)
+    assert lines(comm_mode) == [
+        "outside - all_reduce[world] 4 < -",
+        "outside - all_reduce[world] 8 < -",
+        "outside - barrier[world] 0 < -",
+    ]
+    assert {event.role for event in comm_mode.events} == {None}
+    assert comm_mode.recording.gaps == ()
+
+
+@to_come("a thread that is older than the block is seen by the flight recorder alone")
+@gloo_and_fake(2)
+def test_what_an_older_thread_sends_while_a_unit_acts_is_not_the_units(
+    comm_mode, older, device_mesh
+):
+    model = shard(Model(), device_mesh())
+    model.layers[0].register_forward_pre_hook(lambda *_: older(lambda: sent(3)))
+    model.layers[0].up.register_full_backward_hook(lambda *_: older(lambda: sent(5)))
+    with comm_mode(model):
+        model(torch.ones(2, WIDTH)).sum().backward()
+    of_thread = [event for event in comm_mode.events if event.kind == "all_reduce"]
+    assert [(event.nbytes, event.owner, event.issued_in) for event in of_thread] == [
+        (12, None, None),
+        (20, None, None),
+    ]
+    assert len(comm_mode.events) == 8 + 2
+
+
+@to_come("a thread that is older than the block is seen by the flight recorder alone")
+@gloo_and_fake(2)
+def test_two_threads_record_at_the_same_time(older, device_mesh):
+    ours, theirs = CommMode(), CommMode()
+    here, there = shard(Model(), device_mesh()), shard(Model(1), device_mesh())
+    x = torch.ones(2, WIDTH)
+    ours(here).__enter__()
+    older(lambda: theirs(there).__enter__())
+    here_loss = here(x).sum()
+    there_loss = older(lambda: there(x).sum())
+    here_loss.backward()
+    older(there_loss.backward)
+    ours.__exit__(None, None, None)
+    older(lambda: theirs.__exit__(None, None, None))
+    step = [
+        [("forward", name) for name in ("", "layers.0", "layers.1")],
+        [("backward", name) for name in ("layers.1", "layers.0", "layers.1", "layers.0", "")],
+    ]
+    step_there = [
+        [("forward", name) for name in ("", "layers.0")],
+        [("backward", name) for name in ("layers.0", "layers.0", "")],
+    ]
+
+    def foreign(events):
+        return [(phase, None) for phase, _ in events]
+
+    assert owners(ours) == [*step[0], *foreign(step_there[0]), *step[1], *foreign(step_there[1])]
+    assert owners(theirs) == [*foreign(step[0]), *step_there[0], *foreign(step[1]), *step_there[1]]
+
+
+@gloo_and_fake(2)
+def test_a_thread_that_a_block_left_belongs_to_no_later_block(comm_mode):
+    first = CommMode()
+    with first:
+        pool = ThreadPoolExecutor(1, "left")
+        pool.submit(sent, 1).result(timeout=60)
+    with comm_mode:
+        sent(2)
+        pool.submit(sent, 3).result(timeout=60)
+    pool.shutdown()
+    assert sizes(first) == [1]
+    assert sizes(comm_mode) == [2]
+
+
+@gloo_and_fake(2)
+def test_a_child_that_is_forked_in_a_block_leaves_it_alone(comm_mode):
+    with comm_mode:
+        sent(1)
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                if dist.get_backend() == "fake":  # gloo has no threads here
+                    sent(2)
+                    assert sizes(comm_mode) == [1, 2]
+                comm_mode.__exit__(None, None, None)
+                assert not any(kernels_of_communicating_operations().values())
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        sent(3)
+    assert sizes(comm_mode) == [1, 3]
+    assert comm_mode.recording.gaps == ()
+
+
+class Foreign:
+    """A library that has a kernel of its own where ours would be."""
+
+    def __init__(self):
+        self.called = 0
+        self._library = torch.library.Library("c10d", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, once a process, that it replaces a kernel
+            # In torch 2.7 `Library.impl` cannot replace one.
+            self._library.m.impl("allreduce_", KEY, self._pass, True)  # noqa: FBT003  # no names
+
+    def _pass(self, keyset, *args):
+        self.called += 1
+        after = keyset & torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        return torch.ops.c10d.allreduce_.default.redispatch(after, *args)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._library._destroy()
+
+
+@gloo_and_fake(2)
+def test_a_library_that_registered_before_is_called_or_refused_by_name(comm_mode):
+    with Foreign() as foreign:
+        try:
+            with comm_mode:
+                sent(2)
+        except FsdpCommError as refused:
+            assert "c10d::allreduce_" in str(refused)  # noqa: PT017  # either is right
+        else:
+            assert foreign.called == 1
+            assert sizes(comm_mode) == [2]
+            assert comm_mode.recording.gaps == ()
+        called = foreign.called
+        sent(3)
+        assert foreign.called == called + 1
+
+
+@gloo_and_fake(2)
+def test_a_library_that_registers_in_the_block_hides_nothing_silently(comm_mode):
+    with comm_mode:
+        sent(1)
+        foreign = Foreign()
+        sent(2)
+    with foreign:
+        assert foreign.called == 1
+    told_or_recorded(comm_mode, [1, 2])
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_library_that_came_and_went_hides_nothing_silently(comm_mode):
+    with comm_mode:
+        sent(1)
+        with Foreign() as foreign:
+            sent(2)
+        sent(3)
+    assert foreign.called == 1
+    told_or_recorded(comm_mode, [1, 2, 3])
+
+
+def told_or_recorded(comm_mode, expected):
+    """Asserts that all was recorded, or that a gap names what was not."""
+    texts = [gap.text for gap in comm_mode.recording.gaps]
+    assert sizes(comm_mode) == expected or "allreduce" in "".join(texts).replace("_", "")
+
+
+def parallel(device_mesh):
+    model, mesh = Model(), device_mesh(tp=2)
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+ENTRIES = {
+    "Tensor.backward": lambda loss, _: loss.backward(),
+    "torch.autograd.backward": lambda loss, _: torch.autograd.backward([loss]),
+    "torch.autograd.grad": torch.autograd.grad,
+    "create_graph": lambda loss, inputs: torch.autograd.grad(loss, inputs, create_graph=True),
+}
+
+
+@gloo_and_fake(2)
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_entry_to_the_engine_gives_owners(comm_mode, device_mesh, name):
+    model = parallel(device_mesh)
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    with comm_mode(model):
+        ENTRIES[name](model(x).sum(), [x, *model.parameters()])
+    assert lines(comm_mode) == [
+        *(
+            f"forward layers.{n}.down all_reduce[tp] {ACTIVATION_NBYTES} < layers.{n}.down"
+            for n in (0, 1)
+        ),
+        *(
+            f"backward layers.{n}.up all_reduce[tp] {ACTIVATION_NBYTES} < layers.{n}.up"
+            for n in (1, 0)
+        ),
+    ]
+
+
+class Reduced(torch.autograd.Function):
+    """Reduces its gradient, and that of its gradient."""
+
+    @staticmethod
+    def forward(_context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_context, gradient):
+        gradient = Reduced.apply(gradient)
+        reduced = gradient.detach().clone()
+        dist.all_reduce(reduced)
+        return gradient
+
+
+class Reduces(nn.Linear):
+    def forward(self, x):
+        return super().forward(Reduced.apply(x)) ** 3
+
+
+@gloo_and_fake(2)
+def test_a_double_backward_has_the_owners_of_the_first(comm_mode):
+    model = nn.Sequential(*(Reduces(WIDTH, WIDTH) for _ in range(2)))
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    with comm_mode(model):
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        assert owners(comm_mode) == [("backward", "1"), ("backward", "0")]
+        gradient.square().sum().backward()
+    # Backward of the first backward, from its end to its begin, then of the forward.
+    assert owners(comm_mode)[2:] == [("backward", name) for name in ("0", "1", "1", "0")]
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def encode(self, x):
+        x = self.up(x)
+        sent(3)
+        return x
+
+    def forward(self, x):
+        return self.encode(x)
+
+
+@gloo_and_fake(2)
+def test_a_registered_forward_method_owns_what_it_sends(comm_mode, device_mesh):
+    model = nn.Sequential(Encoder(), Encoder())
+    for encoder in model:
+        fully_shard(encoder, mesh=device_mesh())
+        register_fsdp_forward_method(encoder, "encode")
+    with comm_mode(model):
+        model[1].encode(model[0].encode(torch.ones(2, WIDTH))).sum().backward()
+    assert owners(comm_mode) == [
+        *(("forward", name) for name in ("0", "0", "1", "1")),
+        # Each is a root, which keeps its parameters for backward.
+        *(("backward", name) for name in ("1", "0")),
+    ]
