@@ -1,0 +1,154 @@
+"""Ranks that torch simulates itself: local tensors, and process groups written in Python.
+
+Both send above the dispatcher's kernels, so that neither may be recorded as nothing.
+"""
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from models import ACTIVATION_NBYTES, WIDTH, Model
+from oracle import gloo_and_fake, lines
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed import multi_threaded_pg
+
+from pytest_fsdp_comm import CommMode
+
+local_tensor = pytest.importorskip("torch.distributed._local_tensor")
+
+# Gaps, old names of collectives, hooks of CommDebugMode.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+RANKS = 4
+fake = pytest.mark.distributed(world_size=RANKS, backend="fake")
+
+
+def reduce(_):
+    dist.all_reduce(torch.ones(2))
+    funcol.all_reduce(torch.ones(3), "sum", dist.group.WORLD).wait()
+
+
+def gather(_):
+    funcol.all_gather_tensor(torch.ones(2), 0, dist.group.WORLD).wait()
+
+
+def gather_a_dtensor(device_mesh):
+    whole = torch.arange(64.0).reshape(8, 8)
+    distribute_tensor(whole, device_mesh(dp=RANKS), [Shard(0)]).full_tensor()
+
+
+def move_a_dtensor(device_mesh):
+    whole = torch.arange(64.0).reshape(8, 8)
+    mesh = device_mesh(dp=RANKS)
+    distribute_tensor(whole, mesh, [Shard(0)]).redistribute(mesh, [Shard(1)])
+
+
+def tensor_parallel_step(device_mesh):
+    model, mesh = Model(1), device_mesh(tp=RANKS)
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model.layers[0] = parallelize_module(model.layers[0], mesh, plan)
+    model(torch.ones(2, WIDTH)).sum().backward()
+
+
+# Of one local rank, in the bytes that it would send.
+SENT = {
+    reduce: ["outside - all_reduce[world] 8 < -", "outside - all_reduce[world] 12 < -"],
+    gather: ["outside - all_gather[world] 32 < -"],
+    gather_a_dtensor: ["outside - scatter[dp] 256 < -", "outside - all_gather[dp] 256 < -"],
+    move_a_dtensor: ["outside - scatter[dp] 256 < -", "outside - all_to_all[dp] 64 < -"],
+    tensor_parallel_step: [
+        *["outside - scatter[tp] 256 < -"] * 2,
+        f"forward layers.0.down all_reduce[tp] {ACTIVATION_NBYTES} < layers.0.down",
+        f"backward layers.0.up all_reduce[tp] {ACTIVATION_NBYTES} < layers.0.up",
+    ],
+}
+
+
+@pytest.mark.xfail(strict=True, reason="what local ranks send reaches no mode outside of theirs")
+@fake
+@pytest.mark.parametrize("order", ["before", "in the block"])
+@pytest.mark.parametrize("run", SENT)
+def test_a_local_rank_is_recorded_as_torch_counts_it(comm_mode, device_mesh, run, order):
+    theirs = CommDebugMode()
+    with local_tensor.LocalTensorMode(RANKS), theirs:
+        run(device_mesh)
+    assert theirs.get_total_counts() == len(SENT[run])
+    contexts = [local_tensor.LocalTensorMode(RANKS), comm_mode]
+    with contextlib.ExitStack() as stack:
+        for context in contexts if order == "before" else reversed(contexts):
+            stack.enter_context(context)
+        run(device_mesh)
+    assert lines(comm_mode) == SENT[run]
+    assert comm_mode.recording.gaps == ()
+
+
+def recorded_or_named(comm_mode, kinds):
+    """Asserts that it has these kinds, or says that a group written in Python hides some."""
+    found = [event.kind for event in comm_mode.events]
+    texts = " ".join(gap.text for gap in comm_mode.recording.gaps)
+    assert found == kinds or "ProcessLocalGroup" in texts
+
+
+@pytest.mark.xfail(strict=True, reason="a group written in Python calls no operation of torch")
+@pytest.mark.distributed(world_size=1)
+def test_a_group_written_in_python_is_recorded_or_named(comm_mode):
+    group = dist.new_group([0], backend="threaded")
+    with comm_mode:
+        dist.all_reduce(torch.ones(4), group=group)
+    recorded_or_named(comm_mode, ["all_reduce"])
+
+
+@pytest.mark.xfail(strict=True, reason="a group written in Python calls no operation of torch")
+@pytest.mark.distributed(world_size=1)
+def test_a_group_written_in_python_and_made_in_the_block_is_recorded_or_named(comm_mode):
+    with comm_mode:
+        group = dist.new_group([0], backend="threaded")
+        dist.all_reduce(torch.ones(4), group=group)
+    recorded_or_named(comm_mode, ["all_reduce"])
+
+
+@gloo_and_fake(2)
+def test_torchs_own_groups_are_none_of_them(comm_mode, device_mesh):
+    groups = [dist.group.WORLD, dist.new_group([0, 1]), device_mesh(a=1, b=2)["b"].get_group()]
+    assert {type(group) for group in groups} == {dist.ProcessGroup}
+    with comm_mode:
+        for group in groups:
+            dist.all_reduce(torch.ones(4), group=group)
+    assert len(comm_mode.events) == 3
+    assert comm_mode.recording.gaps == ()
+
+
+@pytest.mark.distributed(world_size=1)
+def test_functional_collectives_of_a_group_written_in_python_are_recorded(comm_mode):
+    group = dist.new_group([0], backend="threaded")
+    with comm_mode:
+        funcol.all_reduce(torch.ones(4), "sum", group).wait()
+    recorded_or_named(comm_mode, ["all_reduce"])
+
+
+@pytest.mark.xfail(strict=True, reason="a group written in Python calls no operation of torch")
+def test_each_of_the_threads_that_play_ranks_is_recorded_or_told():
+    modes, store = [CommMode() for _ in range(2)], dist.HashStore()
+
+    def play(rank):
+        dist.init_process_group("threaded", rank=rank, world_size=2, store=store)
+        with modes[rank]:
+            dist.all_reduce(torch.ones(4))
+        dist.destroy_process_group()
+
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+    multi_threaded_pg._install_threaded_pg()
+    isolate(True)  # noqa: FBT003  # takes no names
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(play, range(2), timeout=60)) == [None, None]
+    finally:
+        isolate(False)  # noqa: FBT003  # as above
+        multi_threaded_pg._uninstall_threaded_pg()
+    for mode in modes:
+        recorded_or_named(mode, ["all_reduce"])
