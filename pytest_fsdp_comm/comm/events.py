@@ -111,7 +111,7 @@ class Collective:
     """Whether the caller has to wait for it (``async_op=True``). None where torch does not say: for
     the functional collectives, for sends and receives, and in older torch."""
     ahead: int | None = None
-    """As `Reshard.ahead`, of the unshard that issued it. None if no unshard did."""
+    """As `Reshard.ahead`, of an all-gather that an unshard issued. None for all else."""
 
     @property
     def nbytes(self) -> int:

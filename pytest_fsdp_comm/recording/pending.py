@@ -53,7 +53,7 @@ class Pending(Generic[Event]):
 
     def named(self, names: OwnerNames, axes: Mapping[str, MeshAxis]) -> Event:
         """Make the record, with axes by the keys of their groups."""
-        own = self.attribution
+        own, kind = self.attribution, self.fields.get("kind", "")
         owner = names.owner(own)
         axis = None if self.group is None else axes[self.group]
         found = {
@@ -64,8 +64,9 @@ class Pending(Generic[Event]):
             "issued_in": names.issued_in(own),
             "phase": own.phase,
             "source": own.source,
-            "role": _role(self.fields.get("kind", ""), own),
-            "ahead": None if own.gather is None else own.gather.ahead,
+            "role": _role(kind, own),
+            # Not of what an extension (float8) sends before its gather. A reshard has no kind.
+            "ahead": own.gather.ahead if own.gather and kind in {"", "all_gather"} else None,
             "axis": "" if axis is None else axis.name,
             "group_size": 0 if axis is None else axis.size,
         }
@@ -74,7 +75,8 @@ class Pending(Generic[Event]):
 
 def _role(kind: str, attribution: Attribution) -> Role | None:
     if attribution.source is Source.FSDP:
-        return Role.GRADIENTS if kind in REDUCING else Role.PARAMETERS
+        reduces = kind in REDUCING and attribution.gather is None
+        return Role.GRADIENTS if reduces else Role.PARAMETERS
     if attribution.source is Source.DDP:
         # Its broadcasts carry buffers, and how it has rebuilt its buckets.
         return Role.GRADIENTS if kind in REDUCING else None

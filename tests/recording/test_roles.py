@@ -3,10 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from models import WIDTH, Model, shard, step
+import torch.distributed._functional_collectives as funcol
+from models import LINEAR_NBYTES, WIDTH, Model, shard, step
+from oracle import lines, witnessed_twice
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -15,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 pytestmark = pytest.mark.distributed(world_size=4, backend="fake", scope="module")
 
@@ -60,6 +63,60 @@ def test_fsdp_sends_parameters_and_gradients(comm_mode, device_mesh):
         ("backward", "reduce_scatter[shard]", "gradients"),
         ("forward", "all_gather[shard]", "parameters"),
     ]
+
+
+class Scaled(torch.Tensor):
+    """A weight that is gathered in fewer bits, by its largest value on all ranks: float8's way."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+
+    def __init__(self, held):
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(Scaled, lambda scaled: scaled.held, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, Scaled, func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, mesh):
+        """What is gathered, and what is kept beside it."""
+        largest = funcol.all_reduce(self.held.abs().max(), "max", (mesh, 0))
+        return ((self.held / largest).bfloat16(),), (largest,)
+
+    def fsdp_post_all_gather(self, gathered, _metadata, _dtype, *, out=None):
+        """The weight, and what holds its memory; into `out` it was gathered."""
+        (data,) = gathered
+        return None if out is not None else (data, (data,))
+
+
+@pytest.mark.distributed(world_size=2, backend="gloo", scope="test")
+def test_what_an_extension_sends_before_a_gather_carries_parameters(comm_mode, device_mesh):
+    model, mesh = Model(), device_mesh(dp=2)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model.layers:
+        layer.up.weight = nn.Parameter(Scaled(layer.up.weight.detach()))
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    # Prefetched: the largest value is sent one unit ahead too, but only a gather says so.
+    witnessed_twice(comm_mode, model, lambda: step(model), warm_up=1)
+    assert [line for line in lines(comm_mode) if "all_reduce" in line] == [
+        f"{phase} layers.{layer} all_reduce[dp] 4 < {within}"
+        for phase, layer, within in (
+            ("forward", 0, "layers.0"),
+            ("forward", 1, "layers.1"),
+            ("backward", 1, "."),
+            ("backward", 0, "layers.1"),
+        )
+    ]
+    (largest, gathered) = (
+        event
+        for event in comm_mode.events
+        if event.phase == "backward" and event.owner == "layers.0" and event.role == "parameters"
+    )
+    assert (largest.kind, largest.ahead) == ("all_reduce", None)
+    assert (gathered.kind, gathered.ahead, gathered.nbytes) == ("all_gather", 1, LINEAR_NBYTES)
 
 
 def test_tensor_parallelism_sends_activations_and_gradients_of_its_norms(comm_mode, device_mesh):
