@@ -43,6 +43,8 @@ class Role(StrEnum):
     """Of parameters, on their way to the optimizer."""
     ACTIVATIONS = "activations"
     """What a module's forward computes, and its gradients: their sizes follow the batch."""
+    UNUSED_PARAMETERS = "unused parameters"
+    """Which of them a backward did not use, on all ranks of DDP (``find_unused_parameters``)."""
 
 
 COLLECTIVE_KINDS: Final = (
@@ -92,10 +94,10 @@ class Collective:
     call_site: str
     """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
     role: Role | None = None
-    """Parameters or gradients of FSDP, gradients of DDP; gradients too of what is issued while one
-    is added to its parameter; otherwise activations, of what is issued in a module's forward or in
-    the backward of it. None for pickled objects, and for what serves no module: losses, norms,
-    checkpoints."""
+    """Parameters or gradients of FSDP; gradients of DDP, and which parameters are unused; gradients
+    too of what is issued while one is added to its parameter; otherwise activations, of what is
+    issued in a module's forward or in the backward of it. None for pickled objects, and for what
+    serves no module: losses, norms, checkpoints."""
     peer: int | None = None
     """Of a send or a receive, the other rank, as its distance from this one in the group, counted
     upwards and around: 1 is the next rank, ``group_size - 1`` the one before. None for other kinds,

@@ -64,7 +64,7 @@ class Pending(Generic[Event]):
             "issued_in": names.issued_in(own),
             "phase": own.phase,
             "source": own.source,
-            "role": _role(kind, own),
+            "role": _role(kind, self.fields.get("dtype", ""), own),
             # Not of what an extension (float8) sends before its gather. A reshard has no kind.
             "ahead": own.gather.ahead if own.gather and kind in {"", "all_gather"} else None,
             "axis": "" if axis is None else axis.name,
@@ -73,13 +73,17 @@ class Pending(Generic[Event]):
         return self.record(**{name: found[name] for name in self.record.__dataclass_fields__})
 
 
-def _role(kind: str, attribution: Attribution) -> Role | None:
+def _role(kind: str, dtype: str, attribution: Attribution) -> Role | None:
     if attribution.source is Source.FSDP:
         reduces = kind in REDUCING and attribution.gather is None
         return Role.GRADIENTS if reduces else Role.PARAMETERS
     if attribution.source is Source.DDP:
         # Its broadcasts carry buffers, and how it has rebuilt its buckets.
-        return Role.GRADIENTS if kind in REDUCING else None
+        if kind not in REDUCING:
+            return None
+        # The reducer's map of which parameters were used; gradients are no integers.
+        is_map = dtype == "int32" and not attribution.is_from_hook
+        return Role.UNUSED_PARAMETERS if is_map else Role.GRADIENTS
     if attribution.source is Source.OBJECT or attribution.phase not in IN_MODULES:
         return None
     if attribution.adds_gradient:

@@ -231,6 +231,11 @@ def ddp_smaller_buckets(changed):
 
 
 @regression(gloo=2, is_reversible=True)
+def ddp_smaller_buckets_beside_unused_parameters(changed):
+    return of(replicated(bucket_cap_mb=0.01 if changed else 25, find_unused_parameters=True))
+
+
+@regression(gloo=2, is_reversible=True)
 def ddp_looks_for_unused_parameters(changed):
     return of(replicated(find_unused_parameters=changed))
 

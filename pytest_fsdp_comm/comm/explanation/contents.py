@@ -195,7 +195,9 @@ def sole(values: Iterable[_T], otherwise: _T) -> _T:
 
 def role_of(rows: Rows) -> str:
     """The role of all calls; empty if they have several, or none."""
-    return sole((call.role for call in calls_of(rows)), "")
+    # DDP sends its map beside gradients, whatever happens to them.
+    beside = Role.UNUSED_PARAMETERS
+    return sole((call.role for call in calls_of(rows) if call.role != beside), "")
 
 
 def sizes_of(before: Rows, after: Rows) -> tuple[int, int] | None:

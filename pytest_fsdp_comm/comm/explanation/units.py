@@ -653,7 +653,11 @@ def _buckets(between: Between) -> Iterator[Step]:
     )
 
     def sentence(step: Replaced) -> str:
-        counts = {count_of(rows) for held in step.rows.values() for rows in held.values()}
+        rows_of = [rows for held in step.rows.values() for rows in held.values()]
+        counts = {
+            sum(call.count for call in calls_of(rows) if call.role == Role.GRADIENTS)
+            for rows in rows_of
+        }
         calls = "1 call" if counts == {1} else f"{'/'.join(map(str, sorted(counts)))} calls"
         return f"gradients of {step.who} sent in {calls}, as many bytes in all"
 

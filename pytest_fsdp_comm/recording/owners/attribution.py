@@ -40,6 +40,8 @@ class Attribution:
     """It happened in backward, and the forward that would name its module was not recorded."""
     adds_gradient: bool = False
     """It is issued while the gradient of a parameter is added, and no unit of FSDP requested it."""
+    is_from_hook: bool = False
+    """Of DDP: Python code requested it, such as a communication hook, and not the reducer."""
     gather: Gather | None = None
 
     @property
@@ -252,6 +254,7 @@ def attribute(
         and source is not Source.DDP
         and backward.is_current_node_unseen(),
         adds_gradient=adds_gradient,
+        is_from_hook=scan.is_from_ddp,
         gather=units.gather,
     )
 
@@ -264,6 +267,7 @@ def attribute_on_thread(scan: StackScan, namespace: str) -> Attribution:
         issued_in=() if scan.innermost is None else (scan.innermost,),
         phase=_phase(scan.innermost, in_step=scan.is_in_optimizer, in_backward=scan.is_in_engine),
         source=_source(scan, namespace, in_backward=scan.is_in_engine),
+        is_from_hook=scan.is_from_ddp,
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import BLOCK_NBYTES, LINEAR_NBYTES, ROOT_NBYTES, WIDTH, Model, shard, step
-from oracle import gloo_and_fake, lines, witnessed
+from oracle import gloo_and_fake, lines, witnessed, witnessed_twice
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
@@ -64,6 +64,26 @@ def test_a_static_graph_reduces_the_same_buckets(comm_mode):
     # Rebuilt one step later than otherwise.
     witnessed(comm_mode, model, lambda: step(model), warm_up=3)
     assert lines(comm_mode) == BUCKETS
+
+
+@ws2
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_the_search_for_unused_parameters_is_told_from_gradients(comm_mode, is_hooked):
+    def rounded(_state, bucket):
+        sent = bucket.buffer().mul(1000).to(torch.int32)
+        work = dist.all_reduce(sent, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0].to(torch.float32))
+
+    model = DistributedDataParallel(Model(), find_unused_parameters=True)
+    if is_hooked:
+        model.register_comm_hook(None, rounded)
+    witnessed_twice(comm_mode, model, lambda: step(model), warm_up=2)
+    gradients, used = comm_mode.events
+    dtype = "int32" if is_hooked else "float32"
+    assert (gradients.nbytes, gradients.dtype, gradients.role) == (MODEL, dtype, "gradients")
+    # An int32 for each parameter: the two of the root, and two in each layer.
+    assert (used.nbytes, used.dtype, used.role) == (6 * 4, "int32", "unused parameters")
+    assert "x1 of 24 B int32 unused parameters async" in str(comm_mode)
 
 
 @ws2
