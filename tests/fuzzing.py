@@ -49,7 +49,7 @@ outside (no-module) broadcast[odd] x1 of 8 B int64 root 0
 outside (no-module) send[pp_tp] x2 of 8 B int64 peer -1, x1 of 8 B int64 peer +1
 peak gathered 558_336 B ranks 0-6
 peak gathered 1_000 B ranks 7
-total all_gather[dp] x152 6_834_944 B, sum of 8 ranks
+total all_gather[dp] x152 6_834_944 B and 16 of unknown size, sum of 8 ranks
 total reduce_scatter[dp] x40 6_834_176 B, sum of 8 ranks
 total all_reduce[dp] x16 544 B, sum of 8 ranks
 total broadcast[odd] x8 64 B, sum of 8 ranks
@@ -79,7 +79,7 @@ mesh tp=4 stride 1
 activation sizes not compared
 forward layers.{0..3} all_reduce[tp] x1 of objects activations, x2 of float32 activations async
 backward layers.{0..3} all_reduce[tp] x2 of 64 B float32 gradients
-total all_reduce[tp] x20 512 B
+total all_reduce[tp] x20 512 B and 12 of unknown size
 end
 """,
 )
@@ -138,6 +138,7 @@ PIECES = [
         " peer +1",
         " root 0",
         " of objects",
+        " of unknown size",
         ", x1 of 8 B int8",
         " stride 1",
     ),

@@ -63,7 +63,7 @@ class Calls:
     """Calls that are alike in all that is compared, on one rank."""
 
     nbytes: int = 0
-    """Message size of each, in bytes; 0 for objects."""
+    """Message size of each, in bytes; 0 if it `lacks_size`."""
     dtype: str = ""
     """As `events.Collective.dtype`; empty for objects."""
     role: str = ""
@@ -71,7 +71,7 @@ class Calls:
     is_object: bool = False
     """Whether they carry pickled objects, whose size depends on values and paths."""
     is_unsized: bool = False
-    """Whether they carry activations whose size is not compared; `nbytes` is 0."""
+    """Whether they carry activations whose size is not compared."""
     ahead: int = _word(
         0,
         "ahead {}",
@@ -101,6 +101,11 @@ class Calls:
     """As `events.Collective.root_rank`; -1 where that is None."""
     count: int = 0
     """How many there are; 0 for what each of them is, however many there are."""
+
+    @property
+    def lacks_size(self) -> bool:
+        """Whether nothing is known of their size."""
+        return self.is_object or self.is_unsized
 
     @classmethod
     def of(cls, event: Collective) -> Calls:

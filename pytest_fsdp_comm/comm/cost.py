@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # Note [Cost by rank]: a cost is that of one rank, so that its parts add up, and the rank is the one
 # whose bytes change most, so that no other hides a difference. Thousands of ranks share a few lists
 # of ranks: those that are in the same lists have the same rows and peaks, and are looked at once.
-# Bytes are message sizes, as `events.Collective.nbytes`. Those of pickled objects are unknown:
-# calls that carry them are counted apart, and left out of bytes and seconds.
+# Bytes are message sizes, as `events.Collective.nbytes`. Calls whose
+# size is unknown are counted apart, and left out of bytes and seconds.
 
 _Value = TypeVar("_Value")
 _What: TypeAlias = tuple[str, str]
@@ -31,9 +31,10 @@ class Volume:
     """The calls of one rank."""
 
     count: int = 0
-    """How many, without those that carry pickled objects."""
+    """How many whose size is known."""
     nbytes: int = 0
-    objects: int = 0
+    unsized: int = 0
+    """How many others."""
     seconds: float | None = None
     """Of `count` calls in sequence, as far as link and formula are known; None if none are."""
 
@@ -43,7 +44,7 @@ class Volume:
         return Volume(
             count=self.count + other.count,
             nbytes=self.nbytes + other.nbytes,
-            objects=self.objects + other.objects,
+            unsized=self.unsized + other.unsized,
             seconds=sum(known) if known else None,
         )
 
@@ -183,8 +184,8 @@ def _volumes(profile: CommProfile, ranks: frozenset[int]) -> dict[int, defaultdi
     by_list: defaultdict[tuple[int, ...], defaultdict[_What, Volume]]
     by_list = defaultdict(lambda: defaultdict(Volume))
     for row in profile.collectives:
-        objects = sum(calls.count for calls in row.calls if calls.is_object)
-        volume = Volume(count=row.count - objects, nbytes=row.nbytes, objects=objects)
+        unsized = row.unsized
+        volume = Volume(count=row.count - unsized, nbytes=row.nbytes, unsized=unsized)
         by_list[row.ranks][row.axis, row.what] += volume
     found = {rank: by_list[()].copy() for rank in ranks}
     for having, volumes in by_list.items():
@@ -205,7 +206,7 @@ def _weight(change: Mapping[_What, tuple[Volume, Volume]]) -> tuple[int, int, in
     pairs = change.values()
     return (
         sum(abs(now.nbytes - was.nbytes) for was, now in pairs),
-        sum(abs(now.count - was.count) + abs(now.objects - was.objects) for was, now in pairs),
+        sum(abs(now.count - was.count) + abs(now.unsized - was.unsized) for was, now in pairs),
         sum(now.nbytes for _, now in pairs),
     )
 

@@ -107,8 +107,13 @@ class Row:
 
     @property
     def nbytes(self) -> int:
-        """Sum of the message sizes on one rank, in bytes; without those of objects."""
+        """Sum of the message sizes on one rank, in bytes, as far as they are known."""
         return sum(calls.count * calls.nbytes for calls in self.calls)
+
+    @property
+    def unsized(self) -> int:
+        """How many of them, on one rank, have a size that is not known."""
+        return sum(calls.count for calls in self.calls if calls.lacks_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +134,9 @@ class Total:
     axis: str
     count: int
     nbytes: int
+    """Of those whose size is known."""
+    unsized: int
+    """How many others there are."""
     num_ranks: int
     """Of how many ranks this is the sum: 1 if all have the same rows, else all recorded ones."""
 
@@ -181,16 +189,19 @@ class CommProfile:
         is_common = not any(row.ranks for row in self.collectives)
         counts: Counter[tuple[str, str]] = Counter()
         nbytes: Counter[tuple[str, str]] = Counter()
+        unsized: Counter[tuple[str, str]] = Counter()
         for row in self.collectives:
             times = 1 if is_common else len(row.ranks) or self.num_ranks
             counts[row.what, row.axis] += times * row.count
             nbytes[row.what, row.axis] += times * row.nbytes
+            unsized[row.what, row.axis] += times * row.unsized
         return tuple(
             Total(
                 kind=kind,
                 axis=axis,
                 count=counts[kind, axis],
                 nbytes=nbytes[kind, axis],
+                unsized=unsized[kind, axis],
                 num_ranks=1 if is_common else self.num_ranks,
             )
             for kind, axis in sorted(counts, key=lambda what: _kind_order(*what))

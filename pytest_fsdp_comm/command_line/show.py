@@ -107,12 +107,15 @@ def _totals(profile: CommProfile, totals: Sequence[Total], links: Links) -> Iter
         cost = axes.get(axis)
         speed = ""
         # Ranks that differ have no seconds together.
-        if cost and cost.link and cost.after.seconds is not None and alike[0].num_ranks == 1:
-            speed = f"about {show_seconds(cost.after.seconds, 3)} at {cost.link.text}"
-        nbytes = sum(total.nbytes for total in alike)
-        yield (axis, f"{sum(total.count for total in alike)}", show_nbytes(nbytes), speed)
+        seconds = cost.after.seconds if cost and cost.after.count else None
+        if cost and cost.link and seconds is not None and alike[0].num_ranks == 1:
+            speed = f"about {show_seconds(seconds, 3)} at {cost.link.text}"
+        count, nbytes, unsized = (
+            sum(getattr(total, name) for total in alike) for name in ("count", "nbytes", "unsized")
+        )
+        yield (axis, f"{count}", show_nbytes(nbytes, unsized), speed)
         for total in alike:
-            yield (f"  {total.kind}", f"{total.count}", show_nbytes(total.nbytes))
+            yield (f"  {total.kind}", f"{total.count}", show_nbytes(total.nbytes, total.unsized))
 
 
 def _columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:

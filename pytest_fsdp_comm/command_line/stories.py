@@ -114,7 +114,8 @@ def summary_lines(profile: Profile) -> Iterator[str]:
     if isinstance(profile, CommProfile):
         for total in profile.totals():
             of_all = f" of {total.num_ranks} ranks together" if total.num_ranks > 1 else ""
-            nbytes = f", {show_nbytes(total.nbytes)}" if total.nbytes else ""
+            has_size = total.nbytes or total.unsized
+            nbytes = f", {show_nbytes(total.nbytes, total.unsized)}" if has_size else ""
             yield f"{total.count} {total.kind}[{total.axis}]{nbytes}{of_all}"
         if profile.peaks:
             yield f"peak gathered {show_nbytes(max(peak.nbytes for peak in profile.peaks))}"

@@ -176,7 +176,8 @@ class CommMode(CommDebugAnswers, NamedAttributes):
             return "<CommMode: nothing recorded yet>"
         totals = self.profile.totals()
         count = sum(total.count for total in totals)
-        nbytes = show_nbytes(sum(total.nbytes for total in totals))
+        unsized = sum(total.unsized for total in totals)
+        nbytes = show_nbytes(sum(total.nbytes for total in totals), unsized)
         return f"<CommMode: {counted(count, 'collective')}, {nbytes}>"
 
     def __str__(self) -> str:

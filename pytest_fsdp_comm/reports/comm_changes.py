@@ -109,7 +109,9 @@ def _simple(before: Row | None, after: Row | None) -> str:
     text = f"{was} -> {now} ({now - was:+})" if now != was else f"{was}"
     old, new = (before.nbytes if before else 0), (after.nbytes if after else 0)
     in_all = " in all" if max(was, now) > 1 else ""
-    parts = [text] if old == new else [text, f"{show_nbytes_change(old, new)}{in_all} per rank"]
+    unsized = (before.unsized if before else 0), (after.unsized if after else 0)
+    change = f"{show_nbytes_change(old, new, unsized)}{in_all} per rank"
+    parts = [text] if old == new else [text, change]
     if before and after and (_kinds(before) != _kinds(after) or (was, old) == (now, new)):
         gone, came = _without(before, after), _without(after, before)
         parts += [f"{gone} -> {came}"] if before.calls else []
@@ -130,7 +132,7 @@ def _without(amount: Row, other: Row) -> str:
 def _listed(amounts: Sequence[Row]) -> str:
     listed = []
     for amount in amounts:
-        calls = f"{show_nbytes(amount.nbytes)} in all"
+        calls = f"{show_nbytes(amount.nbytes, amount.unsized)} in all"
         # Ranks may differ in what a sum does not show, such as their peers.
         if len(amount.calls) == 1:
             calls = str(amount.calls[0]).partition(" ")[2] or "no bytes"

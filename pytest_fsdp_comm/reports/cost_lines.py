@@ -35,7 +35,7 @@ def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
     whole += _peak(cost, by_bytes)
     if whole and not by_bytes and cost.after.nbytes:
         whole.insert(0, "bytes unchanged")
-    whole += _objects(cost, is_alone=not whole)
+    whole += _unsized(cost, is_alone=not whole)
     return tuple(
         line
         for statements in (whole, _cut(parts, width), *_seconds(cost))
@@ -121,12 +121,12 @@ def _peak(cost: Cost, changed: Sequence[PartCost]) -> list[str]:
     return [f"peak gathered {growth}({show_nbytes_change(before, after)} {where})"]
 
 
-def _objects(cost: Cost, *, is_alone: bool) -> list[str]:
-    was, now = cost.before.objects, cost.after.objects
+def _unsized(cost: Cost, *, is_alone: bool) -> list[str]:
+    was, now = cost.before.unsized, cost.after.unsized
     if was == now:
-        return ["pickled objects left out"] if now and not is_alone else []
+        return ["calls of unknown size left out"] if now and not is_alone else []
     whose = f" {_whose(cost)}" if is_alone else ""
-    return [f"calls with pickled objects {was} -> {now}{whose} (bytes unknown, left out)"]
+    return [f"calls of unknown size {was} -> {now}{whose} (left out)"]
 
 
 def _seconds(cost: Cost) -> tuple[list[str], list[str]]:
@@ -192,11 +192,17 @@ def _what(one: PartCost) -> str:
 
 
 def _growth(one: PartCost | Cost) -> str:
-    return show_growth(one.before.nbytes, one.after.nbytes)
+    return "unknown" if any(_unknown(one)) else show_growth(one.before.nbytes, one.after.nbytes)
 
 
 def _sides(one: PartCost | Cost) -> str:
-    return show_nbytes_change(one.before.nbytes, one.after.nbytes)
+    return show_nbytes_change(one.before.nbytes, one.after.nbytes, _unknown(one))
+
+
+def _unknown(one: PartCost | Cost) -> tuple[int, int]:
+    """How many calls each side has of unknown size, if it has no others."""
+    before, after = (0 if side.nbytes else side.unsized for side in (one.before, one.after))
+    return before, after
 
 
 def _whose(cost: Cost) -> str:

@@ -79,7 +79,9 @@ def _describe(phases: Sequence[Change], *, has_axes: bool) -> str:
     if count:
         return f"{where}: {count:+} {what}{each}"
     if nbytes_of(before) != nbytes_of(after):
-        return f"{where}: {what} {show_nbytes_change(nbytes_of(before), nbytes_of(after))}{each}"
+        unsized = sum(row.unsized for row in before), sum(row.unsized for row in after)
+        change = show_nbytes_change(nbytes_of(before), nbytes_of(after), unsized)
+        return f"{where}: {what} {change}{each}"
     moved = count_of(first.after) - count_of(first.before)
     if moved:
         return f"{where}: {moved:+} {what} in {first.phase}{each}"

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 # recorded ranks share ends with ``ranks 0,2-3``; such a line below the world's size says which were
 # recorded, if not all were. If ranks differ, totals are sums over all of them and say so:
 # ``total all_gather[dp] x32 16_777_216 B, sum of 4 ranks``. Below a line ``activation sizes not
-# compared``, calls that carry activations have no bytes, and totals leave theirs out.
+# compared``, calls that carry activations have no bytes. Totals tell how many calls have none.
 
 # The line of a recording in which torch did not say which calls are asynchronous.
 _ASYNC_UNKNOWN: Final = "async unknown"
@@ -130,7 +130,11 @@ def _row_content(row: Row) -> str:
 def _total_line(total: Total) -> str:
     of_ranks = f", sum of {total.num_ranks} ranks" if total.num_ranks > 1 else ""
     what = _kind_and_axis(total.kind, total.axis)
-    return f"{_TOTAL}{what} x{total.count} {total.nbytes:_} B{of_ranks}"
+    size = f"{total.nbytes:_} B"
+    if total.unsized:
+        some = f"{size} and {total.unsized} of unknown size"
+        size = some if total.unsized < total.count else "of unknown size"
+    return f"{_TOTAL}{what} x{total.count} {size}{of_ranks}"
 
 
 def _kind_and_axis(kind: str, axis: str) -> str:

@@ -11,8 +11,14 @@ _STEP: Final = 1024
 _FACTOR: Final = 3
 
 
-def show_nbytes(nbytes: int) -> str:
-    """Round to one decimal in the largest binary unit that leaves at least 1: ``512.0 KiB``."""
+def show_nbytes(nbytes: int, unsized: int = 0) -> str:
+    """Round to one decimal in the largest binary unit that leaves at least 1: ``512.0 KiB``.
+
+    Of calls together, `unsized` is the number of those whose size is unknown.
+    """
+    if unsized:
+        sized = f"{show_nbytes(nbytes)} and " if nbytes else ""
+        return f"{sized}{unsized} of unknown size"
     amount = float(nbytes)
     for unit in _UNITS[:-1]:
         # Rounds up to the next unit rather than write "1024.0 KiB".
@@ -22,8 +28,10 @@ def show_nbytes(nbytes: int) -> str:
     return f"{amount:.1f} {_UNITS[-1]}"
 
 
-def show_nbytes_change(old: int, new: int) -> str:
+def show_nbytes_change(old: int, new: int, unsized: tuple[int, int] = (0, 0)) -> str:
     """Write both sides, rounded as by `show_nbytes` unless that makes them equal."""
+    if any(unsized):
+        return f"{show_nbytes(old, unsized[0])} -> {show_nbytes(new, unsized[1])}"
     # `1.4 -> 2.3 MiB`, `512 B -> 2.0 KiB`, `0 -> 2.0 KiB`, `74_000 -> 74_008 B`.
     before, after = show_nbytes(old), show_nbytes(new)
     if before == after and old != new:

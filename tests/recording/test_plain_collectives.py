@@ -85,6 +85,8 @@ def test_object_collectives_have_their_own_source(comm_mode):
         ("broadcast", "object"),
         ("broadcast", "object"),
     ]
+    assert repr(comm_mode) == "<CommMode: 4 collectives, 4 of unknown size>"
+    assert "\ntotal broadcast[world] x2 of unknown size\n" in str(comm_mode)
 
 
 @pytest.mark.distributed(world_size=4)

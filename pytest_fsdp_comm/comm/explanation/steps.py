@@ -202,6 +202,7 @@ class Replaced(Step):
     ) -> str:
         """How much more or less is sent: ``3 calls, 30.0 KiB in all``; empty if nothing is."""
         count = nbytes = 0
+        is_sized = True
         for sign, side in ((1, self.rows), (-1, self.was)):
             for owner in owners or self.owners:
                 for key, rows in side.get(owner, {}).items():
@@ -209,6 +210,9 @@ class Replaced(Step):
                         if includes(key, call):
                             count += sign * call.count
                             nbytes += sign * call.count * call.nbytes
+                            is_sized &= not call.lacks_size
+        # The bytes of some would read as those of all.
+        nbytes *= is_sized
         if abs(count) == 1:
             return f"1 call of {show_nbytes(abs(nbytes))}" if nbytes else "1 call"
         in_all = f", {show_nbytes(abs(nbytes))} in all" if nbytes else ""

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 # Axis and phase.
 Column: TypeAlias = tuple[str, str]
-# Bytes on one rank before and after.
-Cell: TypeAlias = tuple[int, int]
+# Bytes on one rank before and after, and calls of unknown size.
+Cell: TypeAlias = tuple[int, ...]
 
 _PHASES: Final = {phase.value: place for place, phase in enumerate(Phase)}
 
@@ -50,13 +50,13 @@ class ModuleTable:
 
 
 def _cells() -> defaultdict[Column, list[int]]:
-    return defaultdict(lambda: [0, 0])
+    return defaultdict(lambda: [0, 0, 0, 0])
 
 
 @dataclass(slots=True)
 class _Node:
     own: defaultdict[Column, list[int]] = field(default_factory=_cells)
-    """Bytes before and after that the module sends itself."""
+    """As a `Cell`, what the module sends itself."""
     total: defaultdict[Column, list[int]] = field(default_factory=_cells)
     children: dict[str, _Node] = field(default_factory=dict)
 
@@ -78,12 +78,13 @@ def module_table(old: CommProfile, new: CommProfile) -> ModuleTable:
     for side, profile in enumerate((old, new)):
         for row in profile.collectives:
             column = (row.axis, row.phase.value)
-            node = root
-            node.total[column][side] += row.nbytes
+            node, cells = root, [root.total[column]]
             for name in _path(row.owner):
                 node = node.children.setdefault(name, _Node())
-                node.total[column][side] += row.nbytes
-            node.own[column][side] += row.nbytes
+                cells.append(node.total[column])
+            for cell in (*cells, node.own[column]):
+                cell[side] += row.nbytes
+                cell[2 + side] += row.unsized
     columns = tuple(sorted(root.total, key=lambda column: (column[0], _PHASES[column[1]])))
     return ModuleTable(columns=columns, rows=tuple(_rows(root, columns)), of_rank=of_rank)
 
@@ -111,7 +112,7 @@ def _rows(root: _Node, columns: tuple[Column, ...]) -> Iterator[ModuleRow]:
             count=count,
             is_part=is_part,
             cells=tuple(
-                (node.total[column][0] * count, node.total[column][1] * count)
+                tuple(number * count for number in node.total[column])
                 if column in node.total
                 else None
                 for column in columns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pytest_fsdp_comm.comm.calls import Calls
-    from pytest_fsdp_comm.comm.cost import Cost, Volume
+    from pytest_fsdp_comm.comm.cost import Cost, PartCost, Volume
     from pytest_fsdp_comm.comm.profile import CommProfile, Row
 
 Mark = Literal["same", "changed", "new", "gone"]
@@ -176,23 +176,28 @@ def cost_rows(cost: Cost) -> list[CostRow]:
         change = show_growth(before, after) if before != after else ""
         return CostRow(label=label, before=show(before), after=show(after), change=change)
 
+    def sizes(label: str, one: PartCost | Cost) -> CostRow:
+        was, now = one.before, one.after
+        return replace(
+            row(label, was.nbytes, now.nbytes, show_nbytes),
+            before=show_nbytes(was.nbytes, was.unsized),
+            after=show_nbytes(now.nbytes, now.unsized),
+        )
+
     axes = cost.axes if len(cost.axes) > 1 else ()
     return [
         *(
             row(f"{one.kind}[{one.axis}] calls", _count(one.before), _count(one.after), _grouped)
             for one in cost.collectives
         ),
-        *(
-            row(f"bytes on {one.axis}", one.before.nbytes, one.after.nbytes, show_nbytes)
-            for one in axes
-        ),
-        row("bytes in all", cost.before.nbytes, cost.after.nbytes, show_nbytes),
+        *(sizes(f"bytes on {one.axis}", one) for one in axes),
+        sizes("bytes in all", cost),
         row("peak gathered", cost.peak_before, cost.peak_after, show_nbytes),
     ]
 
 
 def _count(volume: Volume) -> int:
-    return volume.count + volume.objects
+    return volume.count + volume.unsized
 
 
 def _grouped(number: int) -> str:

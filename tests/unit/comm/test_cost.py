@@ -174,8 +174,8 @@ def test_objects_are_counted_apart():
     old = profile(row("all_gather[dp]", 8, objects=1))
     new = profile(row("all_gather[dp]", 8, objects=3))
     cost = cost_of_change(old, new, LINKS)
-    assert cost.before == Volume(count=1, nbytes=8, objects=1, seconds=cost.after.seconds)
-    assert cost.after == Volume(count=1, nbytes=8, objects=3, seconds=cost.after.seconds)
+    assert cost.before == Volume(count=1, nbytes=8, unsized=1, seconds=cost.after.seconds)
+    assert cost.after == Volume(count=1, nbytes=8, unsized=3, seconds=cost.after.seconds)
 
 
 def test_the_rank_whose_bytes_change_most_stands_for_all():

@@ -13,6 +13,7 @@ from pytest_fsdp_comm.comm.links import parse_links
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import CommProfile, GatheredPeak, Row, Site, restrict, sort_rows
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
+from pytest_fsdp_comm.reports.headline import headline
 
 KIB = 1024
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
@@ -179,6 +180,18 @@ def test_objects_are_counted_and_their_sizes_are_not_compared():
     assert rendered(objects(2), objects(4)).full[1] == (
         "  (no-module) forward: all_gather[dp] 2 -> 4 (+2)"
     )
+
+
+def test_a_size_that_is_no_longer_known_is_not_told_as_0_bytes():
+    def sent(*, is_object):
+        made = calls(count=2, nbytes=0 if is_object else 64, is_object=is_object)
+        return profile(row(FORWARD, None, "all_gather", calls=(made,)))
+
+    both = (sent(is_object=False), sent(is_object=True))
+    assert "128 B -> 2 of unknown size" in headline(compare(*both).changes)
+    text = "\n".join(rendered(*both).full)
+    assert "128 B -> 2 of unknown size in all per rank" in text
+    assert " 0 B" not in text
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import sample_profiles
 from sample_files import TREE, recording
 
+from pytest_fsdp_comm.comm.events import Source
 from pytest_fsdp_comm.comm.json import dump_recordings
 from pytest_fsdp_comm.comm.profile import GatheredPeak
 from pytest_fsdp_comm.command_line.main import main
@@ -61,6 +62,15 @@ def test_ranks_that_differ_are_summed_up_and_labelled(write, fsdp_comm):
     assert "calls and bytes of 2 ranks together, which differ" in shown.lines
     assert re.search(r"^  dp +3  24 B$", shown.out, re.MULTILINE)
     assert re.search(r"x2 of 8 B float32 ranks 1$", shown.out, re.MULTILINE)
+
+
+def test_objects_are_not_shown_as_0_bytes(write, fsdp_comm):
+    sent = recording(0)
+    objects = [replace(event, source=Source.OBJECT) for event in sent.collectives]
+    write("objects.json", dump_recordings([replace(sent, collectives=tuple(objects))]))
+    out = fsdp_comm("show", "objects.json").out
+    assert re.search(r"^  dp +1  1 of unknown size$", out, re.MULTILINE)
+    assert " 0 B" not in out
 
 
 def test_a_recording_of_one_rank_is_shown_as_such(write, fsdp_comm):

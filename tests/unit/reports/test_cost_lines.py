@@ -224,16 +224,21 @@ def test_the_peak_is_told_where_it_changes_or_was_expected_to():
     ]
 
 
-def test_a_cost_says_that_pickled_objects_are_left_out():
+def test_a_cost_says_that_calls_of_unknown_size_are_left_out():
     assert lines([gather((1, 8), objects=1)], [gather((1, 8), objects=3)]) == [
-        "calls with pickled objects 1 -> 3 per rank and step (bytes unknown, left out)"
+        "calls of unknown size 1 -> 3 per rank and step (left out)"
     ]
     assert lines([gather((1, 8), objects=1)], [gather((2, 8), objects=3)]) == [
-        "+100 % bytes in all_gather[dp] (8 -> 16 B per rank and step), calls with pickled objects "
-        "1 -> 3 (bytes unknown, left out)"
+        "+100 % bytes in all_gather[dp] (8 -> 16 B per rank and step), calls of unknown size "
+        "1 -> 3 (left out)"
     ]
     assert lines([gather((1, 8), objects=1)], [gather((2, 8), objects=1)]) == [
-        "+100 % bytes in all_gather[dp] (8 -> 16 B per rank and step), pickled objects left out"
+        "+100 % bytes in all_gather[dp] (8 -> 16 B per rank and step), "
+        "calls of unknown size left out"
+    ]
+    assert lines([gather((2, 64))], [gather(objects=2)]) == [
+        "unknown bytes in all_gather[dp] (128 B -> 2 of unknown size per rank and step), "
+        "calls of unknown size 0 -> 2 (left out)"
     ]
 
 

@@ -230,7 +230,7 @@ backward (root) all_gather[dp] x4 of objects, x1 of 32 B float32 async, x1 of 64
 parameters ahead 1, x2 of 64 B float32
 outside (no-module) unknown:odd[dp] x1
 peak gathered 2_048 B
-total all_gather[dp] x54 6_008_064 B, sum of 4 ranks
+total all_gather[dp] x54 6_008_064 B and 16 of unknown size, sum of 4 ranks
 total unknown:odd[dp] x4 0 B, sum of 4 ranks
 end
 """
@@ -259,9 +259,15 @@ mesh dp=4 stride 1
 activation sizes not compared
 forward a all_gather[dp] x1 of objects activations, x4 of bfloat16 activations async, x3 of \
 float32 activations, x1 of 64 B float32, x1 of 64 B float32 gradients, x1 of 64 B float32 parameters
-total all_gather[dp] x11 192 B
+total all_gather[dp] x11 192 B and 8 of unknown size
 end
 """
+
+
+def test_a_total_of_calls_without_a_size_is_not_0_bytes():
+    profile = profile_of(row(None, calls=CALLS[:1]))
+    assert "\ntotal all_gather[dp] x4 of unknown size\n" in format_profile(profile)
+    assert parse_comm(format_profile(profile)) == profile
 
 
 def test_activations_without_sizes_have_one_text():
@@ -285,7 +291,8 @@ def test_activations_without_sizes_have_one_text():
             "compared\nactivation sizes not compared\nf",
             "line 5: it reads 'activation sizes not compared'",
         ),
-        ("192 B\n", "576 B\n", "expected 'total all_gather[dp] x11 192 B'"),
+        ("192 B and", "576 B and", "expected 'total all_gather[dp] x11 192 B and 8 of unknown"),
+        ("and 8 of", "and 9 of", "expected 'total all_gather[dp] x11 192 B and 8 of unknown"),
     ],
 )
 def test_sizes_that_do_not_fit_the_header_are_refused(old, new, complaint):

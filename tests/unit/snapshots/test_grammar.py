@@ -26,6 +26,8 @@ forward a.{0..3} all_gather[dp.post_forward] x2 of float32 activations, x1 of ob
 outside (root) recv[pp] x12 of 512 B float32 peer -1
 outside (root) broadcast[world] x1 of 64 B int64 async root 0
 total all_to_all[ep] x4 0 B, sum of 4 ranks
+total all_to_all[ep] x4 8 B and 3 of unknown size, sum of 4 ranks
+total broadcast[world] x1 of unknown size
 """
 TREE_LINES = """
 ranks 0,3-5

@@ -24,6 +24,15 @@ def test_bytes_are_rounded_to_one_decimal_of_a_unit(nbytes, text):
 
 
 @pytest.mark.parametrize(
+    ("nbytes", "unsized", "text"),
+    [(0, 2, "2 of unknown size"), (2048, 1, "2.0 KiB and 1 of unknown size")],
+)
+def test_unknown_sizes_are_not_0_bytes(nbytes, unsized, text):
+    assert show_nbytes(nbytes, unsized) == text
+    assert show_nbytes_change(8, nbytes, (0, unsized)) == f"8 B -> {text}"
+
+
+@pytest.mark.parametrize(
     ("old", "new", "text"),
     [
         (1_468_006, 2_411_724, "1.4 -> 2.3 MiB"),

@@ -230,7 +230,7 @@
       const text = isHidden(entry)
         ? "nothing to show: all entries here are filtered out"
         : `${at + 1} of ${entries.length}: ${entry.what}${entry.axis && `[${entry.axis}]`} of ${nameOf(entry)}, ` +
-          `${entry.phase}, ${bytes(entry.nbytes)}; ${bytes(held[at])} gathered`;
+          `${entry.phase}${entry.nbytes ? `, ${bytes(entry.nbytes)}` : ""}; ${bytes(held[at])} gathered`;
       output.value = text;
       range.setAttribute("aria-valuetext", text);
       place(cursor, at + 0.5, 0, entries.length);

@@ -9,6 +9,7 @@ from page_checks import check_page
 from report_values import KIB, compared, profile_of, read, record_step, result
 
 from pytest_fsdp_comm.comm.cost import cost_of_change
+from pytest_fsdp_comm.comm.events import Source
 from pytest_fsdp_comm.reports.html import pages
 from pytest_fsdp_comm.reports.html.modules import module_table
 from pytest_fsdp_comm.reports.html.pages import MAX_PAGE, page_name, render_pages, status_of
@@ -190,6 +191,18 @@ def test_modules_add_up_by_axis_and_phase():
     assert [cell[0] for cell in whole] == [24 * KIB, 32 * KIB, 2 * KIB]
     assert [cell[1] for cell in layers] == [16 * KIB, 32 * KIB, 2 * KIB]
     assert rows["layers.{0..3}"].count == 4
+
+
+def test_modules_that_send_objects_alone_do_not_send_0_bytes():
+    sized = record_step(3)
+    sent = [replace(event, source=Source.OBJECT) for event in sized.collectives]
+    objects = replace(sized, collectives=tuple(sent))
+    table = module_table(profile_of(objects), profile_of(objects))
+    assert table.rows[0].cells[0] == (0, 0, 4, 4)
+    _, tests = pages_of(result(compared(sized, objects), problem="E  assert", message="assert"))
+    (page,) = tests.values()
+    assert "3 of unknown size" in page
+    assert not re.findall(r".{,30}[^\d._]0 B\b", page)
 
 
 def test_before_and_after_are_marked_in_words():
