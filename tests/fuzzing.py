@@ -139,6 +139,7 @@ PIECES = [
         " root 0",
         " of objects",
         " of unknown size",
+        ", x1 of unknown size int8",
         ", x1 of 8 B int8",
         " stride 1",
     ),

@@ -114,6 +114,8 @@ class Collective:
     the functional collectives, for sends and receives, and in older torch."""
     ahead: int | None = None
     """As `Reshard.ahead`, of an all-gather that an unshard issued. None for all else."""
+    is_unsized: bool = False
+    """Whether its size is not known, as of symmetric memory's all-to-all: its bytes are 0 then."""
 
     @property
     def nbytes(self) -> int:

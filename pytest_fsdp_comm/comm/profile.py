@@ -398,7 +398,9 @@ def without_activation_sizes(profile: CommProfile) -> CommProfile:
     alike: dict[tuple[RowKey, str | None, tuple[Calls, ...]], list[Row]] = {}
     for row in profile.rows:
         sized = {one for one in row.calls if one.role == Role.ACTIVATIONS and not one.is_object}
-        calls = {*row.calls} - sized | {*alike_but(sized, nbytes=0, is_unsized=True)}
+        calls = {*row.calls} - sized | {
+            *alike_but(sized, nbytes=0, is_unsized=True, is_unknown=False)
+        }
         unsized = replace(row, calls=tuple(sorted(calls)))
         alike.setdefault((unsized.key, unsized.owner, unsized.calls), []).append(unsized)
     # Ranks whose rows differed in these sizes alone share a row, as `merge` would have made one.

@@ -21,11 +21,17 @@ _ASYNC_NAMES: Final = ("async_op", "asyncOp")
 """The argument that says whether a call is asynchronous, as torch 2.13 and earlier ones name it."""
 
 NAMESPACES: Final = frozenset(
-    {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor"}
+    {
+        *("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor"),
+        "symm_mem",
+    }
 )
 
 UNKNOWN: Final = "unknown:"
 """How the kind of an operation begins that the tables lack. All its tensors count as sent."""
+
+PER_RANK: Final = "per rank"
+"""Stands for tensors that no argument shows: of the other direction's, one for each rank."""
 
 BATCH: Final = "batch"
 """The kind of an operation whose arguments list ``isend`` and ``irecv``, a message each."""
@@ -41,6 +47,9 @@ SILENT: Final = frozenset(
     {
         *("wait_tensor", "wait_tensors", "_wrap_tensor_autograd"),
         *("check_for_nan", "mesh_get_process_group"),
+        # Of symmetric memory: what others wrote is awaited, looked at or multiplied.
+        *("nccl_wait_for_signal", "nccl_wait_signal", "nvshmem_wait_for_signal", "_rendezvous"),
+        *("get_remote_tensors", "memset32_", "stream_write_value32_", "_async_input_mm"),
     }
 )
 
@@ -52,13 +61,16 @@ class Operation:
     kind: str
     """One of `events.COLLECTIVE_KINDS`, ``unknown:<op>`` or, for several messages, `BATCH`."""
     sent: str = "input"
-    """Argument with the tensors to send; empty if none, ``*`` for all of an unknown operation."""
+    """Argument with the tensors to send, or `PER_RANK`; empty if none, ``*`` for all of an unknown
+    operation."""
     received: str = "return"
-    """Argument with the output tensors, or ``return``; empty if in place, or if there are none."""
+    """Argument with the output tensors, ``return`` or `PER_RANK`; empty if in place, or if none."""
     root: str = ""
     """Argument with the group rank that alone gives or receives all data; empty if none has."""
     peer: str = ""
     """Argument with the group rank at the other end, in a batch with a list; empty if none has."""
+    is_unsized: bool = False
+    """Whether its tensors are only the most that it may send, which values decide."""
 
 
 _C10D: Final = {
@@ -107,6 +119,54 @@ _FUNCTIONAL: Final = {
 }
 
 
+# Schemas read in torch 2.13 and 2.15; the kernels need CUDA. A fused operation is one record: where
+# torch falls back to functional collectives for it, these are inside, and not counted.
+_SYMM_MEM: Final = {
+    "_low_contention_all_gather": Operation("all_gather", "tensor"),
+    "_low_contention_all_gather_ce_multicast": Operation("all_gather", "tensor"),  # torch 2.15
+    "_low_contention_all_gather_ce_multicast_out": Operation("all_gather", "tensor", "out"),  # 2.15
+    "multimem_all_gather_out": Operation("all_gather", "input", "out"),
+    "fused_all_gather_matmul": Operation("all_gather", "A", PER_RANK),
+    "fused_all_gather_scaled_matmul": Operation("all_gather", "A", PER_RANK),
+    "_low_contention_reduce_scatter": Operation("reduce_scatter", "tensor"),
+    "fused_matmul_reduce_scatter": Operation("reduce_scatter", PER_RANK),
+    "fused_scaled_matmul_reduce_scatter": Operation("reduce_scatter", PER_RANK),
+    "reduce_scatter_out": Operation("reduce_scatter", "input", "output"),
+    "nccl_reduce_scatter_offset": Operation("reduce_scatter", "input", "out"),
+    "multimem_all_reduce_": Operation("all_reduce", "input", "input"),
+    "multimem_one_shot_all_reduce": Operation("all_reduce"),
+    "multimem_one_shot_all_reduce_out": Operation("all_reduce", "input", "out"),
+    "one_shot_all_reduce": Operation("all_reduce"),
+    "one_shot_all_reduce_out": Operation("all_reduce", "input", "out"),
+    "one_shot_all_reduce_copy": Operation("all_reduce", "local_input"),
+    "one_shot_all_reduce_copy_out": Operation("all_reduce", "local_input", "out"),
+    "two_shot_all_reduce_": Operation("all_reduce", "input", "input"),
+    "two_shot_all_reduce_out": Operation("all_reduce", "input", "output"),
+    "multimem_one_shot_reduce_out": Operation("reduce", "input", "", "root"),
+    "tile_reduce": Operation("reduce", "in_tile", "", "root"),
+    "multi_root_tile_reduce": Operation("reduce", "in_tiles", ""),  # a root for each tile
+    "nvshmem_broadcast": Operation("broadcast", "input", "input", "root"),
+    "nvshmem_all_to_all": Operation("all_to_all", "input", "out"),
+    "nccl_all_to_all_nd": Operation("all_to_all", "input", "out"),  # torch 2.15
+    "all_to_all_vdev": Operation("all_to_all", "input", "out", is_unsized=True),
+    "all_to_all_vdev_2d": Operation("all_to_all", "input", "out", is_unsized=True),
+    "all_to_all_vdev_2d_offset": Operation("all_to_all", "input", "out", is_unsized=True),
+    # Most name no group, and so neither axis nor peer.
+    "nccl_put": Operation("send", "tensor", ""),
+    "nccl_put_signal": Operation("send", "src", ""),
+    "nccl_put_with_signal": Operation("send", "tensor", ""),
+    "nvshmem_put": Operation("send", "tensor", ""),
+    "nvshmem_put_with_signal": Operation("send", "tensor", ""),
+    "memcpy_to_multicast_": Operation("send", "src", ""),  # torch 2.15
+    "nccl_get": Operation("recv", "", "tensor"),
+    "nvshmem_get": Operation("recv", "", "tensor"),
+    # torch 2.15: given beside it how much of the tensor to fill.
+    "nccl_get_out": Operation("recv", "", "dst", is_unsized=True),
+    "nvshmem_get_out": Operation("recv", "", "dst", is_unsized=True),
+    "_barrier": Operation("barrier", "", ""),
+}
+
+
 def look_up(func: Any) -> Operation | None:
     """How a ``torch._ops.OpOverload`` communicates; None if it does not."""
     name = func.overloadpacket.__name__
@@ -116,7 +176,7 @@ def look_up(func: Any) -> Operation | None:
 
 
 def _known(namespace: str, name: str) -> Operation | None:
-    return (_C10D if namespace == "c10d" else _FUNCTIONAL).get(name)
+    return {"c10d": _C10D, "symm_mem": _SYMM_MEM}.get(namespace, _FUNCTIONAL).get(name)
 
 
 def is_unknown_kind(kind: str) -> bool:
@@ -181,7 +241,7 @@ def messages(
             for message in messages(call, group, {"tensor": tensor, call.peer: number}, None)
         ]
     root_rank = _rank_in(group, bound.get(operation.root))
-    sent, received = _sent_and_received(operation, bound, result)
+    sent, received = _sent_and_received(operation, group, bound, result)
     if operation.kind == "broadcast":
         is_source = group is not None and group.rank() == root_rank
         sent, received = (sent, []) if is_source else ([], received)
@@ -189,11 +249,12 @@ def messages(
         {
             "kind": operation.kind,
             "dtype": _dtype(sent or received),
-            "nbytes_sent": _nbytes(sent),
-            "nbytes_received": _nbytes(received),
+            "nbytes_sent": 0 if operation.is_unsized else _nbytes(sent),
+            "nbytes_received": 0 if operation.is_unsized else _nbytes(received),
+            "is_unsized": operation.is_unsized,
             "peer": _peer(group, bound.get(operation.peer)),
             "root_rank": root_rank,
-            "reduce_op": _reduce_op(bound.get("reduce_op")),
+            "reduce_op": _reduce_op(bound.get("reduce_op", bound.get("red_op"))),
             "is_async": next((bound[name] for name in _ASYNC_NAMES if name in bound), None),
         }
     ]
@@ -206,13 +267,18 @@ def parts_sent(operation: Operation, bound: Mapping[str, Any]) -> tuple[tuple[st
 
 
 def _sent_and_received(
-    operation: Operation, bound: dict[str, Any], result: Any
+    operation: Operation, group: dist.ProcessGroup | None, bound: dict[str, Any], result: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     if operation.sent == "*":
         return list(tensors_in(bound)), []
-    received = result if operation.received == "return" else bound.get(operation.received)
     # An empty name is that of no argument.
-    return list(tensors_in(bound.get(operation.sent))), list(tensors_in(received))
+    given = {**bound, "return": result}
+    sent = list(tensors_in(given.get(operation.sent)))
+    received = list(tensors_in(given.get(operation.received)))
+    ranks = 1 if group is None else group.size()
+    if PER_RANK in {operation.sent, operation.received}:
+        return (sent, sent * ranks) if sent else (received * ranks, received)
+    return sent, received
 
 
 def _rank_in(group: dist.ProcessGroup | None, number: int | None) -> int | None:

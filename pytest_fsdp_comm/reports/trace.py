@@ -104,7 +104,7 @@ def _sent_span(one: _Sent) -> tuple[str, Event]:
             arguments = {
                 "owner": _name(one.owner),
                 "issued in": None if one.issued_in == one.owner else _name(one.issued_in),
-                "bytes": one.nbytes,
+                "bytes": None if one.is_unsized else one.nbytes,
                 "dtype": one.dtype,
                 "carries": None if one.role is None else str(one.role),
                 "ranks of the group": one.group_size,

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory  # it defines operations
 from models import WIDTH, Model, shard, step
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -17,7 +18,13 @@ from pytest_fsdp_comm.recording.mesh_axes import (
     existing_axes,
     process_groups,
 )
-from pytest_fsdp_comm.recording.operations import BATCH, SILENT, VALUE_READS, look_up
+from pytest_fsdp_comm.recording.operations import (
+    BATCH,
+    PER_RANK,
+    SILENT,
+    VALUE_READS,
+    look_up,
+)
 from pytest_fsdp_comm.recording.owners import fsdp, stack
 from pytest_fsdp_comm.recording.owners.fsdp import units
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, clean_fqn
@@ -184,7 +191,7 @@ def test_a_function_that_moved_is_named():
 
 
 def communicating_operations():
-    namespaces = ("c10d", "_c10d_functional", "_dtensor")
+    namespaces = ("c10d", "_c10d_functional", "_dtensor", "symm_mem")
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
         if namespace in namespaces and name not in SILENT:
@@ -193,11 +200,11 @@ def communicating_operations():
 
 def test_every_operation_of_this_torch_is_in_the_table():
     found = list(communicating_operations())
-    assert len(found) > 30
+    assert len(found) > 60
     for packet, schema in found:
         operation = look_up(packet.default)
         assert operation.kind in {*COLLECTIVE_KINDS, BATCH}
-        names = {argument.name for argument in schema.arguments} | {"", "return"}
+        names = {argument.name for argument in schema.arguments} | {"", "return", PER_RANK}
         assert {operation.sent, operation.received, operation.root, operation.peer} <= names, schema
 
 
