@@ -23,7 +23,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.logging_tensor import LoggingTensorMode
-from torch.utils._debug_mode import DebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -252,7 +251,8 @@ TOOLS = {
     "MemTracker": MemTracker,
     "FlopCounterMode": lambda: FlopCounterMode(display=False),
     "CommDebugMode": CommDebugMode,
-    "DebugMode": DebugMode,
+    # Not in every torch that is supported.
+    "DebugMode": lambda: pytest.importorskip("torch.utils._debug_mode").DebugMode(),
     "LoggingTensorMode": LoggingTensorMode,
     "torch.autograd.profiler": torch.autograd.profiler.profile,
     "torch.profiler": lambda: torch.profiler.profile(
