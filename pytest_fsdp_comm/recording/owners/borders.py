@@ -1,10 +1,11 @@
 """Follow which module runs, by a border around each call of one and of the autograd engine."""
 
 # Note [Borders]: global module hooks would switch torch.compile off and leak after an error, so for
-# the time of recordings `nn.Module.__call__` is replaced by a function around it: one for the whole
-# process, since the compiler would compile again for another one. Methods other than forward that
-# enter a unit of FSDP2 (register_fsdp_forward_method) call FSDPState's `_pre_forward` and
-# `_post_forward` by name, which all others have captured. Read in torch 2.6 to 2.15.
+# the time of recordings `nn.Module.__call__` is replaced by a function around it. What the compiler
+# traced with it in place it would trace again without, so while it traces the original is back.
+# Methods other than forward that enter a unit of FSDP2 (register_fsdp_forward_method) call
+# FSDPState's `_pre_forward` and `_post_forward` by name, which all others have captured. Read in
+# torch 2.6 to 2.15.
 
 from __future__ import annotations
 
@@ -28,15 +29,10 @@ _CREATE_GRAPH: Final = 2
 _ENGINE: Final = "_engine_run_backward"
 _USE: Final = "the recorder relies on to find the module in backward"
 
-_is_compiling = torch.compiler.is_dynamo_compiling
 
-
-@functools.cache
 def _around_call(original: Any) -> Any:
     @uncompiled
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _is_compiling():
-            return original(self, *args, **kwargs)
         compiler = set_compiler(None)
         recorders = entered()
         depths = [recorder.enter_module(self) for recorder in recorders]
@@ -52,6 +48,32 @@ def _around_call(original: Any) -> Any:
     return call
 
 
+@contextlib.contextmanager
+def _calls() -> Iterator[None]:
+    """Put a border around calls of modules, but while the compiler traces."""
+    handler = upstream.look_up("torch", "torch._dynamo.callback", "callback_handler", _USE)
+    original = vars(nn.Module)["__call__"]
+    border = _around_call(original)
+
+    def swap(found: Any, other: Any) -> Callable[..., None]:
+        def swapped(*_: Any) -> None:
+            # Otherwise somebody else has replaced it since.
+            if vars(nn.Module)["__call__"] is found:
+                nn.Module.__call__ = other  # type: ignore[method-assign]  # see Note [Borders]
+
+        return swapped
+
+    away, back = swap(border, original), swap(original, border)
+    with patched(nn.Module, "__call__", border):
+        handler.register_start_callback(away)
+        handler.register_end_callback(back)
+        try:
+            yield
+        finally:
+            handler.remove_start_callback(away)
+            handler.remove_end_callback(back)
+
+
 @Shared
 @contextlib.contextmanager
 def borders() -> Iterator[None]:
@@ -62,7 +84,6 @@ def borders() -> Iterator[None]:
 
     engine = upstream.look_up("torch", "torch.autograd.graph", _ENGINE, _USE)
     patches = [
-        (nn.Module, "__call__", _around_call(vars(nn.Module)["__call__"])),
         *(
             (holder, _ENGINE, _around_engine(engine))
             for holder in (torch.autograd.graph, torch.autograd)
@@ -71,6 +92,7 @@ def borders() -> Iterator[None]:
         (FSDPState, "_post_forward", _after_method(FSDPState._post_forward)),
     ]
     with contextlib.ExitStack() as undo:
+        undo.enter_context(_calls())
         for holder, name, around in patches:
             undo.enter_context(patched(holder, name, around))
         yield
