@@ -71,7 +71,7 @@ def _root_not_sharded(explanation: Explanation) -> list[Cause]:
         return []
     text = (
         "fully_shard on the root is missing: its own parameters are not sharded, their "
-        "gradients not reduced, and each unit below is a root of its own"
+        "gradients not reduced by FSDP, and each unit below is a root of its own"
     )
     return [Cause(text=text, steps=(*gone, *kept))]
 

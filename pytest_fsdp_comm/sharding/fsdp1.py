@@ -62,7 +62,8 @@ def _read_unit(index: int, wrapper: Any, above: Any, visit: Visit, axes: AxisNam
     is_sharded = strategy is not ShardingStrategy.NO_SHARD
     shard_axis = own if is_sharded else None
     replicate_axis = None if is_sharded else own
-    if getattr(wrapper, "_inter_node_pg", None) is not None:
+    # Without shards FSDP1 reduces over its own group alone, one of a single rank too.
+    if is_sharded and getattr(wrapper, "_inter_node_pg", None) is not None:
         replicate_axis = axes.of_group(wrapper._inter_node_pg)
     placements = [] if replicate_axis is None else [replicate(replicate_axis)]
     if shard_axis is not None:

@@ -146,7 +146,7 @@ def test_a_missing_root_unit_is_explained(llama):
     assert lines[0] == HEAD
     assert lines[-2:] == [
         "likely: fully_shard on the root is missing: its own parameters are not sharded, their "
-        "gradients not reduced, and each unit below is a root of its own",
+        "gradients not reduced by FSDP, and each unit below is a root of its own",
         ACCEPT,
     ]
     for change in (

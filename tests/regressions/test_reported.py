@@ -196,8 +196,9 @@ def test_reentrant_checkpointing_with_forward_prefetch_gathers_again(record, dev
     reviewed, regressed = (record(model, lambda model=model: step(model)) for model in models)
     assert count(regressed, "all_gather") > count(reviewed, "all_gather")
     assert said(reviewed, regressed)[-1] == (
-        "likely: recomputation repeats the prefetching of set_modules_to_forward_prefetch: "
-        "checkpoint with use_reentrant=True does, use_reentrant=False does not"
+        "likely: recomputation gathers what backward gathers anyway: checkpoint with "
+        "use_reentrant=True does, under FSDP1 and where set_modules_to_forward_prefetch is called; "
+        "use_reentrant=False does not"
     )
 
 
@@ -288,7 +289,7 @@ def test_a_root_that_is_not_sharded_is_explained(record, device_mesh):
         "all less",
         "peak gathered: 1_536 B -> 1_024 B",
         "likely: fully_shard on the root is missing: its own parameters are not sharded, their "
-        "gradients not reduced, and each unit below is a root of its own",
+        "gradients not reduced by FSDP, and each unit below is a root of its own",
     ]
 
 
@@ -334,7 +335,7 @@ def test_a_needless_gather_of_a_dtensor_is_explained(record, device_mesh):
         "all_gather[tp]: 2 calls, 256 B in all, at tests/models.py:N",
         "{0..1}.down backward: redistributed (Shard(dim=1)) -> (Replicate()), which sends "
         "all_gather[tp]: 2 calls, 256 B in all",
-        "likely: its layout in the plan and that of the module before it no longer match",
+        "likely: its layouts in the plan and those before or after it no longer match",
     ]
 
 

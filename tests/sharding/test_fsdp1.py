@@ -137,6 +137,14 @@ def test_hybrid_sharding_has_a_shard_axis_and_a_replicate_axis():
     assert entry.local_numels[:2] == entry.local_numels[2:]
 
 
+def test_a_shard_of_one_rank_is_replicated_over_itself_as_nothing_else_is_reduced():
+    # pytorch 154888: FSDP1 makes it NO_SHARD, and reduces over the group of shards alone.
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replica", "shard"))
+    tree = capture_tree(wrapped(sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh))
+    block = unit_of(tree, "layers.0")
+    assert (block.shard_axis, block.replicate_axis.size) == (None, 1)
+
+
 def test_precision_and_prefetch_are_read_from_each_unit():
     tree = capture_tree(
         wrapped(

@@ -84,11 +84,12 @@ def _recomputed(between: Between, *, came: bool) -> Iterator[Step]:
         was or not forward or nbytes_of(again) > nbytes_of(forward) for was, again, forward in rows
     ):
         return
-    roles = {call.role for _, again, _ in rows for call in calls_of(again)}
-    if came and Role.PARAMETERS in roles:
+    gathers = [more[at].gathers for at in keys]
+    if came and any(at[Phase.RECOMPUTE] and at[Phase.BACKWARD] for at in gathers):
         cause = (
-            "recomputation repeats the prefetching of set_modules_to_forward_prefetch: checkpoint "
-            "with use_reentrant=True does, use_reentrant=False does not"
+            "recomputation gathers what backward gathers anyway: checkpoint with "
+            "use_reentrant=True does, under FSDP1 and where set_modules_to_forward_prefetch is "
+            "called; use_reentrant=False does not"
         )
     elif any(key.phase is Phase.RECOMPUTE for key in less.row_keys()):
         more_or_less = "more" if came else "less"
@@ -225,7 +226,17 @@ def _phase(
         )
 
     cause = "norms of gradients are computed, as clip_grad_norm_ does"
-    if not came:
+    # They may be computed of what is sent in another phase now, as of whole gradients.
+    old, new = between.origin[None], between.target[None]
+    is_elsewhere = any(
+        key.subject == "redistribution"
+        and key.phase is Phase.OUTSIDE
+        and count_of(rows) > count_of(old.row(key))
+        for key, rows in new.rows.items()
+    )
+    if not came and is_elsewhere:
+        cause = "norms of gradients are no longer computed as clip_grad_norm_ does, or not at all"
+    elif not came:
         is_still = "is clip_grad_norm_ still called in each step?"
         cause = f"norms of gradients are no longer computed: {is_still}"
     yield from between.replaced(
@@ -283,7 +294,7 @@ def _redistribution(
         )
 
     is_of_plan = came and phase is Phase.FORWARD and None not in keys
-    cause = "its layout in the plan and that of the module before it no longer match"
+    cause = "its layouts in the plan and those before or after it no longer match"
     yield from between.replaced(
         "redistributed",
         keys,

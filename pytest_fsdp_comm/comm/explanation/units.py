@@ -322,12 +322,26 @@ def _reduced_times(
     # What FSDP reduces is gathered. With DDP nothing else is sent that would count the steps.
     is_sharded = all(between.state[owner].gathers[Phase.FORWARD] for owner in keys)
     steps = "" if is_sharded else f"{times} steps in place of one, or "
+    call = f"set_requires_{'all_reduce' if kinds == ['all_reduce'] else 'gradient_sync'}(False)"
     switch = "enter no_sync()"
     if is_sharded and kinds == ["all_reduce"]:
-        switch = "call set_requires_all_reduce(False)"
+        switch = f"call {call}"
     elif is_sharded:
-        switch = "call set_requires_gradient_sync(False), or enter no_sync() with FSDP1,"
+        switch = f"call {call}, or enter no_sync() with FSDP1,"
     cause = f"{steps}reduced in each micro-batch: {switch} for all micro-batches but the last"
+    # Of units beside it: with micro-batches, each of which they are gathered for.
+    others = [
+        content
+        for owner, content in between.state.items()
+        if owner not in keys
+        and content.reductions
+        and content.reductions == between.target[owner].reductions
+    ]
+    if is_sharded and others and all(_forward_gathers(content) == 1 for content in others):
+        cause = (
+            "its backward runs several times, as by a loss in chunks: "
+            f"call {call} on it for all but the last"
+        )
 
     def sentence(step: Replaced) -> str:
         counts = {
@@ -389,9 +403,12 @@ def _reductions(
 
 def _sharded(between: Between, *, came: bool) -> Iterator[Step]:
     """Units are sharded: they are gathered, and their all-reduces are reduce-scatters."""
+    # FSDP1 all-reduces what it does not shard, over a group of one rank too.
+    alone = {axis.name for axis in between.axes[not came] if axis.size == 1}
 
     def rows(replicated: Content, sharded: Content) -> list[RowKey]:
-        is_changed = _is_sharding(replicated, sharded)
+        is_alone = alone.issuperset(key.axis for key in replicated.reductions)
+        is_changed = _is_sharding(replicated, sharded) and not is_alone
         return [*sharded.unit_rows, *replicated.unit_rows] if is_changed else []
 
     how = "replicated instead of sharded: gradients all-reduced, parameters no longer gathered"

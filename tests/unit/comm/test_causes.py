@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 from sample_profiles import (
     BACKWARD,
+    accumulated,
     changed,
     counted,
     frozen,
@@ -17,6 +18,7 @@ from sample_profiles import (
     role,
     row,
     sized,
+    times,
 )
 
 from pytest_fsdp_comm.comm.diff import compare
@@ -198,11 +200,26 @@ def clipped(old, change="(_NormPartial(2.0))->(Replicate())"):
     return made([*old.rows, *rows])
 
 
+GATHERED = "full_tensor() or redistribute()"
+OTHERWISE = "norms of gradients are no longer computed as clip_grad_norm_ does, or not at all"
+
+
+def logged(old):
+    """With DTensors that are gathered whole beside the step."""
+    rows = [
+        row(Phase.OUTSIDE, None, "all_gather", 4),
+        counted("redistribution", Phase.OUTSIDE, None, "(Shard(dim=0))->(Replicate())"),
+    ]
+    return made([*old.rows, *rows])
+
+
 @pytest.mark.parametrize(
     ("old", "new", "beginnings"),
     [
         (clipped(profile()), profile(), ["norms of gradients are no longer computed"]),
         (profile(), clipped(profile()), ["norms of gradients are computed, as clip_grad_norm_"]),
+        # They may be computed of gradients that are gathered whole.
+        (clipped(profile()), logged(profile()), [OTHERWISE, GATHERED]),
         # An optimizer that gathers for another reason clips nothing.
         (clipped(profile(), "(Partial(sum))->(Replicate())"), profile(), []),
     ],
@@ -213,3 +230,45 @@ def test_removed_clipping_comes_first(old, new, beginnings):
     assert all(text.startswith(begin) for text, begin in zip(causes, beginnings, strict=True))
     both = compare(clipped(in_bfloat16(profile())), profile())
     assert both.causes[0].text.startswith("norms of gradients are no longer computed")
+
+
+def reduced_often_by(owner):
+    def change(one):
+        return times(one, 4) if one.owner == owner and role(one) == "gradients" else one
+
+    return lambda old: changed(old, change)
+
+
+@pytest.mark.parametrize(
+    ("old", "beginning"),
+    [
+        (profile(), "its backward runs several times, as by a loss in chunks"),
+        # All are gathered for each of 4 micro-batches, and one is not told to wait.
+        (accumulated(profile()), "reduced in each micro-batch"),
+    ],
+)
+def test_a_unit_that_alone_is_reduced_often_has_no_micro_batches_as_the_reason(old, beginning):
+    (cause,) = compare(old, reduced_often_by("layers.1")(old)).causes
+    assert cause.text.startswith(beginning)
+
+
+def gathered_again(old, *, in_backward):
+    """With the layers' parameters gathered by recomputation: first, or beside backward."""
+    again = [
+        replace(one, phase=Phase.RECOMPUTE)
+        for one in old.rows
+        if one.owner and one.phase is Phase.FORWARD and one.what == "all_gather"
+    ]
+    rows = [
+        one
+        for one in old.rows
+        if in_backward or not (one.owner and one.phase is BACKWARD and one.what == "all_gather")
+    ]
+    return made([*rows, *again])
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_only_what_backward_gathers_too_is_gathered_for_nothing(in_backward):
+    causes = compare(profile(), gathered_again(profile(), in_backward=in_backward)).causes
+    beginning = "recomputation gathers what backward gathers anyway"
+    assert [cause.text.startswith(beginning) for cause in causes] == [True] * in_backward
