@@ -4,7 +4,8 @@ A case is a function of `changed` that gives a model and its step: the reviewed 
 changed ones for True.
 """
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from pytest_fsdp_comm.comm.cost import Cost
 from pytest_fsdp_comm.fixtures import mesh_sizes
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
 from pytest_fsdp_comm.gathering import gather_alike
+from pytest_fsdp_comm.reports.comm_changes import render_comparison
 from pytest_fsdp_comm.snapshots import comm_text, tree_text
 from pytest_fsdp_comm.tree.facts import tree_facts
 from pytest_fsdp_comm.tree.profile import merge
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from pytest_fsdp_comm.comm.diff import Comparison
     from pytest_fsdp_comm.comm.events import Recording
     from pytest_fsdp_comm.comm.profile import CommProfile
     from pytest_fsdp_comm.recording.comm_mode import CommMode
@@ -149,3 +153,9 @@ def write(folder, texts):
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+def told(comparison: "Comparison") -> list[str]:
+    """What is told of a change: without its head, its cost, and where in the code it was."""
+    shown = render_comparison(replace(comparison, cost=Cost()), snapshot="s", accept="").full[1:]
+    return [re.sub(r",(?: issued)?(?: in \S+)? at \S+:\d+$", "", line.strip()) for line in shown]

@@ -8,20 +8,16 @@ known of the case in ``case.json``.
 
 import json
 import os
-import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from regressions.cases import TABLE
 from regressions.expected import EXPECTED
-from regressions.table import both_sides, record, write
+from regressions.table import both_sides, record, told, write
 
-from pytest_fsdp_comm.comm.cost import Cost
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.json import dump_recordings
-from pytest_fsdp_comm.reports.comm_changes import render_comparison
 
 DIRECTORY = os.environ.get("FSDP_COMM_TABLE")
 CASES = TABLE.cases
@@ -38,13 +34,6 @@ def leave(case, texts, recording):
     (folder / "case.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
-def first_line(old, new):
-    """What is told first of a change: without its cost, and where in the code it was."""
-    comparison = replace(compare(old, new), cost=Cost())
-    line = render_comparison(comparison, snapshot="s", accept="").full[1].strip()
-    return re.sub(r",(?: issued)?(?: in \S+)? at \S+:\d+$", "", line)
-
-
 def check(comm_mode, name):
     case = CASES[name]
     old, new = (record(case, comm_mode, changed=changed) for changed in (False, True))
@@ -54,7 +43,7 @@ def check(comm_mode, name):
     assert bool(compare(old.comm, new.comm).changes) != case.is_silent
     assert compare(new.comm, new.comm).changes == ()
     for title, before, after in directions(case, old.comm, new.comm):
-        said = first_line(before, after)
+        said = told(compare(before, after))[0]
         assert said == EXPECTED.get(title, said)
         assert said
 
