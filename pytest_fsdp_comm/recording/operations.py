@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pytest_fsdp_comm.comm.events import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _ASYNC_NAMES: Final = ("async_op", "asyncOp")
 """The argument that says whether a call is asynchronous, as torch 2.13 and earlier ones name it."""
@@ -302,7 +302,12 @@ def _reduce_op(given: Any) -> str | None:
 
 
 def _dtype(tensors: Sequence[torch.Tensor]) -> str:
-    return "+".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
+    return joined_dtypes(tensor.dtype for tensor in tensors)
+
+
+def joined_dtypes(dtypes: Iterable[torch.dtype]) -> str:
+    """Each once, in order of appearance, as in `comm.events.Collective.dtype`."""
+    return "+".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -20,7 +20,7 @@ from pytest_fsdp_comm.comm.events import (
     Role,
     Source,
 )
-from pytest_fsdp_comm.recording.operations import REDUCING
+from pytest_fsdp_comm.recording.operations import REDUCING, joined_dtypes
 from pytest_fsdp_comm.recording.owners.attribution import Attribution
 
 if TYPE_CHECKING:
@@ -54,6 +54,11 @@ class Pending(Generic[Event]):
     def named(self, names: OwnerNames, axes: Mapping[str, MeshAxis]) -> Event:
         """Make the record, with axes by the keys of their groups."""
         own, kind = self.attribution, self.fields.get("kind", "")
+        # Not of what an extension (float8) sends before its gather. A reshard has no kind.
+        gather = own.gather if kind in {"", "all_gather"} else None
+        dtype = self.fields.get("dtype", "")
+        if gather and gather.dtypes and dtype == "uint8":
+            dtype = joined_dtypes(gather.dtypes)
         owner = names.owner(own)
         axis = None if self.group is None else axes[self.group]
         found = {
@@ -64,9 +69,9 @@ class Pending(Generic[Event]):
             "issued_in": names.issued_in(own),
             "phase": own.phase,
             "source": own.source,
-            "role": _role(kind, self.fields.get("dtype", ""), own),
-            # Not of what an extension (float8) sends before its gather. A reshard has no kind.
-            "ahead": own.gather.ahead if own.gather and kind in {"", "all_gather"} else None,
+            "role": _role(kind, dtype, own),
+            "ahead": gather and gather.ahead,
+            "dtype": dtype,
             "axis": "" if axis is None else axis.name,
             "group_size": 0 if axis is None else axis.size,
         }

@@ -19,6 +19,8 @@ class Gather:
     slot: int
     ahead: int | None = None
     """How many slots later its unit was used; None until then."""
+    dtypes: tuple[Any, ...] = ()
+    """What FSDP2 gathers, and sends as uint8 if it has several element types; else empty."""
 
 
 class Prefetches:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
+from pytest_fsdp_comm.recording.operations import joined_dtypes
 from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
 from pytest_fsdp_comm.sharding.dtensor import read_placements
 from pytest_fsdp_comm.sharding.units import (
@@ -99,7 +100,7 @@ def _read_group(unit: ShardUnit, state: Any, group: Any, visit: Visit, axes: Axi
         shard_axis=None if shard_dim is None else axes.of_mesh(info.mesh, shard_dim),
         replicate_axis=None if replicate_dim is None else axes.of_mesh(info.mesh, replicate_dim),
         reshard_after_forward=_reshard_after_forward(state, group, unit.is_root),
-        precision=_precision(_policy(group.fsdp_params[0], group)),
+        precision=_precision(group),
         offload=isinstance(group.offload_policy, CPUOffloadPolicy),
         unshard_in_backward=group.unshard_in_backward,
         nbytes_gathered=gathered,
@@ -131,9 +132,15 @@ def _reshard_after_forward(state: Any, group: Any, is_root: bool) -> bool | int 
     return int(target.shard_mesh_size)
 
 
-def _precision(policy: Any) -> Precision:
+def _precision(group: Any) -> Precision:
+    policies = [_policy(param, group) for param in group.fsdp_params]
+    # Of torch 2.15's param_dtype_override_fn a policy has only what it said of the parameter.
+    policy = policies[0]
+    dtype = shown_dtype(policy.param_dtype)
+    if any(own.param_dtype != policy.param_dtype for own in policies):
+        dtype = joined_dtypes(_gather_dtype(param, group) for param in group.fsdp_params)
     return Precision(
-        param_dtype=shown_dtype(policy.param_dtype),
+        param_dtype=dtype,
         reduce_dtype=shown_dtype(policy.reduce_dtype),
         output_dtype=shown_dtype(policy.output_dtype),
         cast_forward_inputs=policy.cast_forward_inputs,

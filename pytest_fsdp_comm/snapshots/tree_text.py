@@ -87,7 +87,9 @@ class _Word:
 _FLAG: Final = _Word(default=False)
 _AXIS: Final = _Word(write=escape, read=unescape)
 _NAMES: Final = _Word(default=(), write=_write_names, read=_read_names)
-_DTYPE: Final = _Word(read=_checked("[A-Za-z0-9_]+", "element type", "one such as bfloat16"))
+_DTYPE: Final = _Word(
+    read=_checked(r"[A-Za-z0-9_]+(?:\+[A-Za-z0-9_]+)*", "element type", "one such as bfloat16")
+)
 _GROUP: Final = _Word(default=1, read=_checked(NUMBER, "number", "a number such as group=2", int))
 _RESHARD: Final = _Word(
     write=lambda value: str(value).lower(),

@@ -86,8 +86,9 @@ class TreeFacts:
 
 def itemsize(dtype: str) -> int:
     """Bytes of one element; 1 if the name, such as ``bool``, has no number of bits."""
-    bits = re.search(r"\d+", dtype)
-    return int(bits[0]) // 8 if bits else 1
+    # The largest of several, in which gradients are reduced too.
+    names = (re.search(r"\d+", name) for name in dtype.split("+"))
+    return max(int(bits[0]) // 8 if bits else 1 for bits in names)
 
 
 def tree_facts(tree: ShardTree) -> TreeFacts:

@@ -110,6 +110,7 @@ class Precision:
     """Mixed precision of a unit: element types as torch prints them; None keeps the original."""
 
     param_dtype: str | None = None
+    """Several, of parameters that ``param_dtype_override_fn`` excepts, are joined with ``+``."""
     reduce_dtype: str | None = None
     output_dtype: str | None = None
     """FSDP2 only."""

@@ -103,6 +103,9 @@ def test_units_show_what_they_do_and_what_they_hold(device_mesh):
     states = fsdp._states(fsdp._FSDP2_STATES)
     assert seen == [(state, True, False) for state in states]
     assert group._all_gather_result is None
+    group.unshard()
+    dtypes = group._all_gather_result.param_all_gather_input_dtypes
+    assert dtypes == [[torch.float32], [torch.float32]]
 
     wrapper = FullyShardedDataParallel(Model(), device_id=torch.device("cpu"))
     handle = fsdp._handle_of(wrapper)

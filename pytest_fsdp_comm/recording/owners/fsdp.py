@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -266,6 +267,7 @@ class UnitWatch:
         # Set by a gather that was really issued, and only then.
         if pending is None and group._all_gather_result is not None:
             nbytes = self._nbytes_of(group)
+            gather.dtypes = tuple(chain(*group._all_gather_result.param_all_gather_input_dtypes))
             self._prefetches.issued(group, gather)
             self._memory.hold(group, nbytes)
             self._on_reshard("unshard", modules, nbytes, 0.0)

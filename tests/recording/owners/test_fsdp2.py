@@ -11,7 +11,7 @@ from models import (
     shard,
     step,
 )
-from oracle import gloo_and_fake, lines, witnessed
+from oracle import gloo_and_fake, lines, witnessed, witnessed_twice
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -215,6 +215,47 @@ def test_mixed_precision_gathers_and_reduces_in_its_own_dtypes(comm_mode, device
         ("all_gather", "bfloat16", BLOCK // 2),
         ("reduce_scatter", "float32", BLOCK),
     }
+
+
+@gloo_and_fake(2)
+def test_a_gather_of_several_dtypes_shows_them_and_not_the_bytes_that_torch_sends(
+    comm_mode, device_mesh
+):
+    model = nn.Sequential(Model().layers[0])
+    model[0].down = model[0].down.bfloat16()
+    # FSDP2 takes trainable parameters of one element type only.
+    model[0].down.weight.requires_grad = False
+    model[0].down.register_forward_pre_hook(lambda _, args: args[0].bfloat16())
+    fully_shard(model, mesh=device_mesh())
+    witnessed_twice(comm_mode, model, lambda: step(model))
+    gather, reduction = comm_mode.events
+    assert (gather.dtype, gather.nbytes) == ("float32+bfloat16", LINEAR_NBYTES * 3 // 2)
+    assert (reduction.dtype, reduction.nbytes) == ("float32", LINEAR_NBYTES)
+    assert comm_mode.peak_gathered_nbytes == LINEAR_NBYTES * 3 // 2
+
+
+@pytest.mark.skipif(
+    not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"), reason="new in torch 2.15"
+)
+@gloo_and_fake(2)
+def test_parameters_that_a_policy_excepts_are_gathered_in_their_own_dtype(
+    comm_mode, device_mesh, fsdp_tree
+):
+    model = nn.Sequential(Model().layers[0])
+    excepted = model[0].down.weight
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        param_dtype_override_fn=lambda own: own.dtype if own is excepted else None,
+    )
+    model[0].down.register_forward_pre_hook(lambda _, args: args[0].float())
+    fully_shard(model, mesh=device_mesh(), mp_policy=policy)
+    witnessed_twice(comm_mode, model, lambda: step(model))
+    gather = comm_mode.events[0]
+    assert (gather.dtype, gather.nbytes) == ("bfloat16+float32", LINEAR_NBYTES * 3 // 2)
+    assert comm_mode.peak_gathered_nbytes == LINEAR_NBYTES * 3 // 2
+    (unit,) = fsdp_tree(model).units
+    assert unit.precision.param_dtype == "bfloat16+float32"
+    assert unit.nbytes_gathered == LINEAR_NBYTES * 3 // 2
 
 
 @gloo_and_fake(2)

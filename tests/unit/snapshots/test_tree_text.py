@@ -99,7 +99,7 @@ def shard_units(draw, modules):
         replicate_axis=draw(axis),
         reshard_after_forward=draw(RESHARD),
         precision=Precision(
-            param_dtype=draw(st.one_of(st.none(), DTYPES)),
+            param_dtype=draw(st.one_of(st.none(), DTYPES, st.just("bfloat16+float32"))),
             cast_forward_inputs=draw(st.booleans()),
         ),
         offload=draw(st.booleans()),

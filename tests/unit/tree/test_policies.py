@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_fsdp_comm.tree.facts import UnitFacts, policy_change
+from pytest_fsdp_comm.tree.facts import UnitFacts, itemsize, policy_change
 
 
 def unit(policy, kind="fsdp1", **changes):
@@ -28,3 +28,11 @@ FULL, GRAD_OP, NONE = True, False, None
 )
 def test_a_policy_is_told_in_the_words_of_its_api(old, new, told):
     assert policy_change(old, new) == told
+
+
+@pytest.mark.parametrize(
+    ("dtype", "nbytes"),
+    [("float8_e4m3fn", 1), ("bool", 1), ("bfloat16+float32", 4), ("float32+bfloat16", 4)],
+)
+def test_an_element_of_several_types_counts_as_the_largest(dtype, nbytes):
+    assert itemsize(dtype) == nbytes
