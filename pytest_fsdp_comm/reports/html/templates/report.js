@@ -160,8 +160,8 @@
       const sent = entries.map((entry, at) => ({ ...entry, at })).filter((entry) => entry.axis === axis);
       const row = add(drawing, "axis");
       row.dataset.axis = axis;
-      const total = bytes(sent.reduce((sum, entry) => sum + entry.nbytes, 0));
-      const cap = add(row, "cap", ` ${sent.length} collectives, ${total}`);
+      const total = sent.reduce((sum, entry) => sum + entry.nbytes, 0);
+      const cap = add(row, "cap", ` ${sent.length} collectives${total ? `, ${bytes(total)}` : ""}`);
       cap.prepend(Object.assign(document.createElement("b"), { textContent: axis }));
       const strokes = shape(row, 2 * count, 40);
       path(strokes, "base", `M0 20H${2 * count}`);
