@@ -8,10 +8,10 @@
 # of its devices, where an ordinary thread-local value would be missing.
 
 # Note [Whose call]
-# What a thread sends that entered recordings belongs to these alone. What any other thread sends is
-# recorded by all that are under way, but serves no module: the units and graphs that they know are
-# another thread's. A thread that was started during recordings is left to these, so that one that
-# outlives its block sends nothing in a later one; that this saw it is a gap.
+# Every recording has what any thread sends while it is under way, but what a thread sends that has
+# not entered it serves no module: the units and graphs that it knows are its own thread's. A thread
+# that was started during recordings is left to these, so that one that outlives its block sends
+# nothing in a later one; that this saw it is a gap.
 
 from __future__ import annotations
 
@@ -75,9 +75,8 @@ def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
 
     See Note [Whose call].
     """
-    own = tuple(recorder for recorder in entered() if recorder in _recorders)
-    if own or not _recorders:
-        return own, ()
+    if entered():
+        return _recorders, ()
     started_in = getattr(_python_thread(), _STARTED_IN, None)
     if started_in is None:
         return _recorders, ()

@@ -16,13 +16,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch._ops import OpOverload
 
 from pytest_fsdp_comm.comm.events import Gap
-from pytest_fsdp_comm.recording.active import Shared, entered, set_compiler, uncompiled, whose_call
+from pytest_fsdp_comm.recording.active import (
+    Shared,
+    entered,
+    patched,
+    set_compiler,
+    uncompiled,
+    whose_call,
+)
 from pytest_fsdp_comm.recording.operations import (
     COPY,
     NAMESPACES,
@@ -31,11 +40,11 @@ from pytest_fsdp_comm.recording.operations import (
     copy_direction,
     look_up,
 )
+from pytest_fsdp_comm.recording.subclasses import is_dtensor_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from torch._ops import OpOverload
 
 _KEY: Final = "BackendSelect"
 _USED: Final = (
@@ -82,6 +91,11 @@ def _overload(name: str) -> OpOverload:
         getattr(getattr(torch.ops, namespace), packet), overload or "default"
     )
     return func
+
+
+def _name(func: Any) -> str:
+    # A higher-order operator has none there.
+    return str(func.name()) if isinstance(func, OpOverload) else ""  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _has_kernel(name: str) -> bool:
@@ -144,26 +158,53 @@ def _collective_kernel(call: Call) -> Callable[..., Any]:
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         compiler = set_compiler(None)
         try:
-            return record(keys, args, kwargs)
+            run = functools.partial(redispatch, keys & below, *args, **kwargs)
+            return run() if _is_traced(keys) else _recorded(call, args, kwargs, run)
         finally:
             set_compiler(compiler)
 
-    def record(keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _thread.is_inside or _is_traced(keys):
-            return redispatch(keys & below, *args, **kwargs)
-        recorders, outlived = whose_call()
-        for recorder in outlived:
-            recorder.note_outliving_thread(call)
-        run = functools.partial(redispatch, keys & below, *args, **kwargs)
-        for recorder in recorders:
-            run = functools.partial(recorder.run_collective, call, args, kwargs, run)
-        _thread.is_inside = True
-        try:
-            return run()
-        finally:
-            _thread.is_inside = False
-
     return kernel
+
+
+def _recorded(
+    call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
+) -> Any:
+    if _thread.is_inside:
+        return run()
+    recorders, outlived = whose_call()
+    for recorder in outlived:
+        recorder.note_outliving_thread(call)
+    for recorder in recorders:
+        run = functools.partial(recorder.run_collective, call, args, kwargs, run)
+    _thread.is_inside = True
+    try:
+        return run()
+    finally:
+        _thread.is_inside = False
+
+
+@Shared
+@contextlib.contextmanager
+def local_ranks() -> Iterator[None]:
+    """Have what all ranks of a LocalTensorMode send recorded as one of them sends it."""
+    # Its mode, which lies above every kernel, does what a collective would (new in torch 2.9).
+    module: Any = sys.modules.get("torch.distributed._local_tensor")
+    if module is None:
+        yield
+        return
+    original = module.LocalTensorMode.__torch_dispatch__
+
+    def dispatch(
+        mode: Any, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        run = functools.partial(original, mode, func, types, args, kwargs)
+        call = _known.get(_name(func))
+        if call is None or module.LocalTensor not in types or any(map(is_dtensor_class, types)):
+            return run()
+        return _recorded(call, args, kwargs or {}, run)
+
+    with patched(module.LocalTensorMode, "__torch_dispatch__", dispatch):
+        yield
 
 
 @Shared

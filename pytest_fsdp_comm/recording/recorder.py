@@ -31,7 +31,7 @@ from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.recording import kernels
 from pytest_fsdp_comm.recording.active import entered, noting_threads, under_way
-from pytest_fsdp_comm.recording.mesh_axes import GroupNames, group_of, own_world
+from pytest_fsdp_comm.recording.mesh_axes import GroupNames, group_of, own_world, process_groups
 from pytest_fsdp_comm.recording.modes import WatchingMode
 from pytest_fsdp_comm.recording.module_trace import ModuleTrace, ModuleTracer, untraced
 from pytest_fsdp_comm.recording.operations import (
@@ -156,13 +156,14 @@ class Recorder:
                     self._is_recording = False
                 if not problem:
                     self._unseen.update(dict.fromkeys(kernels.gaps()))
+                self._note_unseen_groups()
                 self._witness.end(self._all(Collective))
                 self._note_lost_owners()
 
     def _patches(self, *, has_kernels: bool) -> Iterator[Shared]:
         yield from (borders, units, callbacks, noting_threads)
         if has_kernels:
-            yield kernels.collectives
+            yield from (kernels.collectives, kernels.local_ranks)
             if self.reads is not None:
                 yield from (kernels.value_reads, value_methods)
             if torch.accelerator.is_available():
@@ -477,7 +478,19 @@ class Recorder:
         if category is not None:
             self._seconds[category] += seconds
 
+    def _note_unseen_groups(self) -> None:
+        for group in process_groups():
+            kind = type(group)
+            # torch gives the module of its own in C++ as another one.
+            if not kind.__module__.startswith(("torch._C", "torch.distributed.distributed_c10d")):
+                text = (
+                    f"group {printable(group.group_desc)!r} is a {kind.__name__}, which is written "
+                    "in Python and sends without any operation of torch"
+                )
+                self._unseen[Gap(kind="unseen", text=text)] = None
+
     def _note_entry_state(self) -> None:
+        self._note_unseen_groups()
         unsharded = [
             escape(name)
             for root in self._roots

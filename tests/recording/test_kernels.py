@@ -22,11 +22,6 @@ KEY = "BackendSelect"
 pytestmark = pytest.mark.filterwarnings("ignore::pytest_fsdp_comm.UnseenCollectivesWarning")
 
 
-def to_come(reason):
-    """What the dispatch mode cannot do, and kernels do."""
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 def sent(numel=1):
     """An all-reduce that its size tells from others."""
     dist.all_reduce(torch.ones(numel))
@@ -78,7 +73,6 @@ def older():
         yield lambda work: pool.submit(work).result(timeout=60)
 
 
-@to_come("a dispatch mode registers nothing")
 @gloo_and_fake(2)
 def test_every_operation_that_communicates_has_a_kernel_in_a_block_and_none_after(comm_mode):
     with comm_mode:
@@ -122,7 +116,6 @@ def test_nested_recordings_have_the_events_of_their_own_time(comm_mode):
     assert first.recording.gaps == second.recording.gaps == comm_mode.recording.gaps == ()
 
 
-@to_come("dispatch modes are left in the order of a stack")
 @gloo_and_fake(2)
 def test_overlapping_recordings_have_the_events_of_their_own_time():
     first, second = CommMode(), CommMode()
@@ -139,7 +132,6 @@ def test_overlapping_recordings_have_the_events_of_their_own_time():
     assert first.recording.gaps == second.recording.gaps == ()
 
 
-@to_come("dispatch modes are left in the order of a stack")
 @gloo_and_fake(2)
 def test_overlapping_recordings_of_a_step_name_the_same_owners(device_mesh):
     model = shard(Model(), device_mesh())
@@ -166,7 +158,6 @@ def test_a_mode_is_entered_again_and_again(comm_mode):
     assert registered() == []
 
 
-@to_come("a thread that is older than the block is seen by the flight recorder alone")
 @gloo_and_fake(2)
 def test_what_an_older_thread_sends_has_no_owner(comm_mode, older):
     model = nn.Linear(WIDTH, WIDTH)
@@ -183,7 +174,6 @@ def test_what_an_older_thread_sends_has_no_owner(comm_mode, older):
     assert comm_mode.recording.gaps == ()
 
 
-@to_come("a thread that is older than the block is seen by the flight recorder alone")
 @gloo_and_fake(2)
 def test_what_an_older_thread_sends_while_a_unit_acts_is_not_the_units(
     comm_mode, older, device_mesh
@@ -201,7 +191,6 @@ def test_what_an_older_thread_sends_while_a_unit_acts_is_not_the_units(
     assert len(comm_mode.events) == 8 + 2
 
 
-@to_come("a thread that is older than the block is seen by the flight recorder alone")
 @gloo_and_fake(2)
 def test_two_threads_record_at_the_same_time(older, device_mesh):
     ours, theirs = CommMode(), CommMode()

@@ -69,7 +69,6 @@ SENT = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="what local ranks send reaches no mode outside of theirs")
 @fake
 @pytest.mark.parametrize("order", ["before", "in the block"])
 @pytest.mark.parametrize("run", SENT)
@@ -94,7 +93,6 @@ def recorded_or_named(comm_mode, kinds):
     assert found == kinds or "ProcessLocalGroup" in texts
 
 
-@pytest.mark.xfail(strict=True, reason="a group written in Python calls no operation of torch")
 @pytest.mark.distributed(world_size=1)
 def test_a_group_written_in_python_is_recorded_or_named(comm_mode):
     group = dist.new_group([0], backend="threaded")
@@ -103,7 +101,6 @@ def test_a_group_written_in_python_is_recorded_or_named(comm_mode):
     recorded_or_named(comm_mode, ["all_reduce"])
 
 
-@pytest.mark.xfail(strict=True, reason="a group written in Python calls no operation of torch")
 @pytest.mark.distributed(world_size=1)
 def test_a_group_written_in_python_and_made_in_the_block_is_recorded_or_named(comm_mode):
     with comm_mode:
@@ -131,7 +128,6 @@ def test_functional_collectives_of_a_group_written_in_python_are_recorded(comm_m
     recorded_or_named(comm_mode, ["all_reduce"])
 
 
-@pytest.mark.xfail(strict=True, reason="a group written in Python calls no operation of torch")
 def test_each_of_the_threads_that_play_ranks_is_recorded_or_told():
     modes, store = [CommMode() for _ in range(2)], dist.HashStore()
 
