@@ -1,5 +1,7 @@
 """Operations of symmetric memory, whose kernels need CUDA: here with kernels of gloo's."""
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from texts import parse_comm
 from torch import nn
 
 from pytest_fsdp_comm import RecordingError
+from pytest_fsdp_comm.reports.trace import dump_trace
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 
 ROWS, WIDTH, RANKS = 4, 8, 2
@@ -107,6 +110,9 @@ def test_what_shows_no_group_has_no_axis_and_what_is_sent_by_values_no_size(comm
     assert comm_mode.counts("all_to_all") == 1
     with pytest.raises(RecordingError, match=r"1 collective, such as symm_mem.all_to_all_vdev, is"):
         comm_mode.nbytes()
+    events = json.loads(dump_trace([comm_mode.recording]))["traceEvents"]
+    sizes = [event["args"].get("bytes") for event in events if event.get("cat") == "outside"]
+    assert sizes == [NBYTES, NBYTES, NBYTES, None]
     text = format_profile(comm_mode.merged_profile())
     assert "\noutside (no-module) all_to_all[world] x1 of unknown size float32\n" in text
     assert "\noutside (no-module) send[] x1 of 128 B float32\n" in text
