@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 from sample_profiles import (
     BACKWARD,
+    NBYTES,
     accumulated,
     changed,
     counted,
@@ -105,6 +106,16 @@ def test_the_tree_decides_between_readings(change, new_tree, text):
 def test_a_tree_that_does_not_fit_leaves_the_readings_of_the_profile(change, new_tree, beginning):
     (text,) = texts(change, new_tree)
     assert text.startswith(beginning)
+
+
+def test_state_in_another_element_type_is_told_as_the_optimizers():
+    old = profile(extra=([row(Phase.OPTIMIZER, "layers.0", "all_gather", NBYTES, "state")],))
+    comparison = compare(old, in_dtype(old, "bfloat16", roles=("state",)))
+    (step,) = comparison.explanation.steps
+    assert step.line == "state[dp] float32 -> bfloat16, x1/2 bytes"
+    assert [cause.text for cause in comparison.causes] == [
+        "the element type of the optimizer's state"
+    ]
 
 
 def test_a_tree_with_other_units_says_nothing():
