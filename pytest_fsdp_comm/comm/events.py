@@ -76,7 +76,8 @@ class Collective:
     op: str
     """The dispatcher's name of the operation, e.g. ``c10d._allgather_base_``. Never compared."""
     owner: str | None
-    """FQN of the module whose parameters or activation it serves; None if it serves no module."""
+    """FQN of the module whose parameters or activation it serves, those of a tied parameter joined
+    with ``+``; None if it serves no module, or parameters of several that no unit has."""
     issued_in: str | None
     """FQN of the module that was running when it was issued; None outside every module. Differs
     from `owner` under prefetch."""
@@ -96,10 +97,10 @@ class Collective:
     call_site: str
     """``path:line`` of the innermost user code; empty if unknown. Reported, never compared."""
     role: Role | None = None
-    """Parameters or gradients of FSDP; gradients of DDP, and which parameters are unused; gradients
-    too of what is issued while one is added to its parameter; otherwise activations, of what is
-    issued in a module's forward or in the backward of it. None for pickled objects, and for what
-    serves no module: losses, norms, checkpoints."""
+    """Parameters or gradients of FSDP; gradients of DDP, and which parameters are unused;
+    parameters, gradients or state too where storage or graph prove it; otherwise activations, of
+    what is issued in a module's forward or in the backward of it. None for pickled objects, and for
+    what serves no module: losses, norms."""
     peer: int | None = None
     """Of a send or a receive, the other rank, as its distance from this one in the group, counted
     upwards and around: 1 is the next rank, ``group_size - 1`` the one before. None for other kinds,

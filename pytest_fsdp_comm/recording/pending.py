@@ -79,18 +79,23 @@ class Pending(Generic[Event]):
 
 
 def _role(kind: str, dtype: str, attribution: Attribution) -> Role | None:
+    if attribution.label is not None:
+        return attribution.label.role
     if attribution.source is Source.FSDP:
         reduces = kind in REDUCING and attribution.gather is None
         return Role.GRADIENTS if reduces else Role.PARAMETERS
     if attribution.source is Source.DDP:
-        # Its broadcasts carry buffers, and how it has rebuilt its buckets.
-        if kind not in REDUCING:
-            return None
-        # The reducer's map of which parameters were used; gradients are no integers.
-        is_map = dtype == "int32" and not attribution.is_from_hook
-        return Role.UNUSED_PARAMETERS if is_map else Role.GRADIENTS
+        return _role_of_ddp(kind, dtype, is_from_hook=attribution.is_from_hook)
     if attribution.source is Source.OBJECT or attribution.phase not in IN_MODULES:
         return None
     if attribution.adds_gradient:
         return Role.GRADIENTS
     return Role.ACTIVATIONS if attribution.owner else None
+
+
+def _role_of_ddp(kind: str, dtype: str, *, is_from_hook: bool) -> Role | None:
+    # Its broadcasts carry buffers, and how it has rebuilt its buckets.
+    if kind not in REDUCING:
+        return None
+    # The reducer's map of which parameters were used; gradients are no integers.
+    return Role.UNUSED_PARAMETERS if dtype == "int32" and not is_from_hook else Role.GRADIENTS

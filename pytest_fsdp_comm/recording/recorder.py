@@ -39,8 +39,10 @@ from pytest_fsdp_comm.recording.operations import (
     messages,
     parts_sent,
     shows_async,
+    tensors_in,
     timing_category,
 )
+from pytest_fsdp_comm.recording.owners.arithmetic import optimizers
 from pytest_fsdp_comm.recording.owners.attribution import (
     Attribution,
     BackwardMap,
@@ -53,6 +55,7 @@ from pytest_fsdp_comm.recording.owners.borders import borders
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_groups, units
 from pytest_fsdp_comm.recording.owners.futures import callbacks
 from pytest_fsdp_comm.recording.owners.stack import find_call_site, running_modules, scan_stack
+from pytest_fsdp_comm.recording.owners.tensors import TensorOwners
 from pytest_fsdp_comm.recording.pending import Event, Pending
 from pytest_fsdp_comm.recording.redistributions import RedistributionWatch
 from pytest_fsdp_comm.recording.value_dependence import ValueReads, value_methods
@@ -62,7 +65,6 @@ from pytest_fsdp_comm.text.fqn import escape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import FrameType
 
     from pytest_fsdp_comm.comm.events import Phase
     from pytest_fsdp_comm.recording.active import Shared
@@ -119,6 +121,7 @@ class Recorder:
         self._seconds = dict.fromkeys((*TIMING_CATEGORIES, "all"), 0.0)
         self._notes: list[str] = []
         self._witness = Witness()
+        self.tensors = TensorOwners(self._roots)
         self.reads = ValueReads(self._where) if self._backend == "fake" else None
         self._is_recording = False
         self.number = next(_numbers)
@@ -161,7 +164,7 @@ class Recorder:
                 self._note_lost_owners()
 
     def _patches(self, *, has_kernels: bool) -> Iterator[Shared]:
-        yield from (borders, units, callbacks, noting_threads)
+        yield from (borders, units, optimizers, callbacks, noting_threads)
         if has_kernels:
             yield from (kernels.collectives, kernels.local_ranks)
             if self.reads is not None:
@@ -174,6 +177,7 @@ class Recorder:
         block = self._named()
         self._pending.clear()
         self.units.forget()
+        self.tensors.forget()
         self._backward.end()
         self._roots.clear()
         self._idle.clear()
@@ -198,6 +202,7 @@ class Recorder:
             self._learn_roots()
         names = OwnerNames(self._roots, are_parts=self._has_given_root)
         self._groups.learn_parameters(self._roots)
+        self.tensors.settle()
         # By index: an event is held when its call returns, after what the call itself caused.
         pending = sorted(self._pending, key=attrgetter("index"))
         axes = self._groups.axes(entry.group for entry in pending if entry.group is not None)
@@ -343,9 +348,13 @@ class Recorder:
         self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
     ) -> Any:
         """Run a collective, and record it."""
-        operation = call.operation
-        attribution, call_site, redistribution = self._issue(call.namespace)
-        bound = call.bind(args, kwargs)
+        operation, bound = call.operation, call.bind(args, kwargs)
+        attribution, scan = self._attribute_unit(), None
+        if attribution is None:
+            scan = scan_stack()
+            attribution = self._attribute(scan, call.namespace)
+            attribution = self.tensors.name(scan, operation, bound, attribution)
+        call_site = find_call_site() if scan is None else scan.call_site
         index = next(self._indices)
         started = time.perf_counter()
         try:
@@ -355,6 +364,9 @@ class Recorder:
             self._add_seconds(timing_category(operation.kind, attribution.source), seconds)
         group = group_of(bound)
         key = None if group is None else self._groups.note(group)
+        if scan is not None:
+            received = result if operation.received == "return" else bound.get(operation.received)
+            self.tensors.follow(operation, attribution, tensors_in(received))
         parts = parts_sent(operation, bound)
         with self._lock:
             if not self._is_recording:  # the block ended while a callback's collective ran
@@ -369,7 +381,9 @@ class Recorder:
                 self._witness.follow()
         if self.reads is not None and operation.kind == "all_to_all":
             self.reads.note_splits(bound, call_site)
-        start = self._redistribution_watch.note_collective(redistribution)
+        start = self._redistribution_watch.note_collective(
+            None if scan is None else scan.redistribution
+        )
         if start is not None:
             self._hold(Redistribution, attribution, {**start, "call_site": call_site})
         return result
@@ -378,7 +392,8 @@ class Recorder:
         self, direction: Literal["H2D", "D2H"], copied: torch.Tensor, run: Callable[[], Any]
     ) -> Any:
         """Run a copy between host and device, and record it."""
-        attribution, call_site, _ = self._issue("aten")
+        scan = scan_stack()
+        attribution, call_site = self._attribute(scan), scan.call_site
         index = next(self._indices)
         started = time.perf_counter()
         result = run()
@@ -430,14 +445,6 @@ class Recorder:
     def _where(self) -> tuple[Phase, str]:
         scan = scan_stack()
         return self._attribute(scan).phase, scan.call_site
-
-    def _issue(self, namespace: str) -> tuple[Attribution, str, FrameType | None]:
-        """Whose call is under way, its place in the user's code, and DTensor's if it requests."""
-        known = self._attribute_unit()
-        if known is not None:
-            return known, find_call_site(), None
-        scan = scan_stack()
-        return self._attribute(scan, namespace), scan.call_site, scan.redistribution
 
     def _attribute_unit(self) -> Attribution | None:
         if getattr(self._here, "attribution", None) is not None or self not in entered():
@@ -505,7 +512,9 @@ class Recorder:
             )
 
     def _note_lost_owners(self) -> None:
-        count = sum(entry.attribution.lacks_forward for entry in self._all(Collective))
+        self.tensors.settle()
+        owns = [entry.attribution for entry in self._all(Collective)]
+        count = sum(own.lacks_forward and own.label is None for own in owns)
         if count:
             self._notes.append(
                 "collectives of backward whose module is not known, because their forward ran "

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from enum import IntEnum
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _STAND_INS: Final = (
     ("torch._subclasses.fake_tensor", "FakeTensor"),
@@ -53,11 +56,19 @@ def is_dtensor(thing: object) -> bool:
 
 def nbytes_held(tensor: torch.Tensor) -> int:
     """Bytes of a tensor or, of a wrapper, of what it holds, whatever dtype it says of itself."""
+    return sum(held.numel() * held.element_size() for held in tensors_held(tensor))
+
+
+def tensors_held(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors of a tensor: itself or, of a wrapper, those that it holds."""
     if not _can_be_taken_apart(type(tensor)):
-        return tensor.numel() * tensor.element_size()
+        yield tensor
+        return
     wrapper: Any = tensor
     names, _ = wrapper.__tensor_flatten__()
-    return sum(nbytes_held(getattr(wrapper, name)) for name in names)
+    for held in (getattr(wrapper, name) for name in names):
+        if isinstance(held, torch.Tensor):  # torch 2.13 lists the mesh of a DTensor too
+            yield from tensors_held(held)
 
 
 def _can_be_taken_apart(cls: type) -> bool:

@@ -1,5 +1,6 @@
 """The private names of torch that the recorder relies on: fails when one moves."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,7 @@ from pytest_fsdp_comm.recording.operations import (
     VALUE_READS,
     look_up,
 )
-from pytest_fsdp_comm.recording.owners import fsdp, stack
+from pytest_fsdp_comm.recording.owners import arithmetic, fsdp, stack, tensors
 from pytest_fsdp_comm.recording.owners.fsdp import units
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, clean_fqn
 
@@ -55,6 +56,46 @@ def test_autograd_has_the_private_names_that_are_read():
     made = torch.ones(1, requires_grad=True) * 2
     assert made.grad_fn._sequence_nr() >= before
     assert torch.autograd._get_sequence_nr() > made.grad_fn._sequence_nr()
+
+
+def test_storages_have_an_address_that_a_weak_reference_keeps():
+    tensor = torch.ones(4)
+    reference = arithmetic.weak_storage(tensor)
+    assert reference.cdata == tensor.view(2, 2).untyped_storage()._cdata
+    assert arithmetic.extent_of(tensor[1:3])[1:] == (4, 12)
+    assert not reference.expired()
+    del tensor
+    assert reference.expired()
+
+
+def test_optimizers_step_and_zero_gradients_in_a_range_of_the_profiler():
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter])
+    seen = []
+
+    def around(of):
+        seen.append(of)
+        return nullcontext()
+
+    record = torch.autograd.profiler.record_function
+    before = record.__enter__, record.__exit__
+    with arithmetic.following_optimizers(around):
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen == [optimizer, optimizer]
+    assert (record.__enter__, record.__exit__) == before
+
+
+def test_a_redistribution_shows_the_tensor_that_it_was_asked_for():
+    code = tensors._forward_code()
+    assert code.co_varnames[:2] == ("ctx", "input")
+
+
+def test_nodes_that_pass_on_a_gradient_have_the_names_that_are_looked_for():
+    parameter = nn.Parameter(torch.ones(2, 2))
+    made = parameter.to(torch.bfloat16).clone().view(4, 1).t().transpose(0, 1)
+    assert tensors._label_of_node(made.grad_fn, None).parameter is parameter
+    assert tensors._label_of_node((parameter * 2).grad_fn, None) is None
 
 
 def test_dispatch_modes_can_be_hidden_from():

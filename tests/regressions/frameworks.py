@@ -121,6 +121,41 @@ def accelerate_finds_no_class_of_that_name(changed):
     return of(by_class(ForCausalLM(), *classes))
 
 
+class Chunked(ForCausalLM):
+    """TRL's loss in chunks: the head is no call of its own, so the loss gathers its weight."""
+
+    def __init__(self, *, for_each):
+        super().__init__()
+        self.for_each = for_each
+
+    def forward(self, given):
+        hidden = self.model(given)
+        whole = None
+        logits = []
+        for chunk in hidden.chunk(4, dim=1):
+            if whole is None or self.for_each:
+                whole = self.lm_head.weight.full_tensor()
+            logits.append(chunk @ whole.T)
+        return torch.cat(logits, dim=1)
+
+
+@regression
+def trl_gathers_the_head_for_each_chunk(changed):
+    return of(by_class(Chunked(for_each=changed), DecoderLayer, nn.Linear))
+
+
+@regression
+def trl_gathers_the_head_for_each_chunk_outside_of_the_model(changed):
+    def run(model):
+        given = tokens()
+        hidden = model.model(given)
+        for chunk in hidden.chunk(4, dim=1) if changed else ():
+            (chunk @ model.lm_head.weight.full_tensor().T).sum().backward(retain_graph=True)
+        hidden.sum().backward()
+
+    return of(by_class(ForCausalLM(), Decoder, nn.Linear), run)
+
+
 @innocent(is_reversible=True)
 def accelerate_embeddings_become_units(changed):
     classes = (DecoderLayer, *[nn.Embedding] * changed)

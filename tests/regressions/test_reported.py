@@ -180,7 +180,9 @@ def test_a_full_state_dict_in_each_step_is_explained(record, device_mesh):
     reviewed = record(model, lambda: train(saved=False))
     regressed = record(model, lambda: train(saved=True))
     told, likely = said(reviewed, regressed)
-    assert told.startswith("DTensors gathered in full outside of forward and backward: ")
+    assert told.startswith(
+        "embed, head, layers.{0..1}.down and 1 more: parameters gathered in full outside of "
+    )
     assert "a full state dict as of a checkpoint" in likely
 
 
@@ -350,8 +352,8 @@ def test_gathering_a_parameter_to_log_it_is_explained(record, device_mesh):
     reviewed = record(model, lambda: train(logged=False))
     regressed = record(model, lambda: train(logged=True))
     assert said(reviewed, regressed) == [
-        "DTensors gathered in full outside of forward and backward: 1 call of 256 B more, at "
-        "tests/regressions/test_reported.py:N",
+        "head: parameters gathered in full outside of forward and backward: 1 call of 256 B more, "
+        "at tests/regressions/test_reported.py:N",
         "likely: full_tensor() or redistribute(), a full state dict as of a checkpoint, or a "
         "DTensor that is printed or logged",
     ]

@@ -259,7 +259,7 @@ def _redistributed(between: Between) -> Iterator[Step]:
             if key.subject != "redistribution" or (before and after):
                 continue
             is_whole = "Shard" not in key.what.partition("->")[2]
-            if None in alike.owners and key.phase is Phase.OUTSIDE and is_whole and after:
+            if key.phase is Phase.OUTSIDE and is_whole and after:
                 continue  # see `_gathered_in_full`
             sent = [
                 (other, count_of(now) - count_of(was))
@@ -306,31 +306,48 @@ def _redistribution(
 
 
 def _gathered_in_full(between: Between) -> Iterator[Step]:
-    """DTensors are gathered whole outside of the step, for no module."""
-    old, new = between.state[None], between.target[None]
+    """DTensors are gathered whole outside of the step, or parameters once more in forward."""
+    found: defaultdict[tuple[Phase, str], dict[Owner, list[RowKey]]] = defaultdict(dict)
+    for phase in (Phase.OUTSIDE, Phase.FORWARD):
+        for owner, keys in between.select(partial(_gathers_in_full, phase)).items():
+            new = between.target[owner]
+            sent = (key for key in keys if key.subject == "collective")
+            roles = {call.role for key in sent for call in calls_of(new.row(key))}
+            if phase is Phase.OUTSIDE or roles == {Role.PARAMETERS}:
+                found[phase, "" if "" in roles else " and ".join(sorted(roles))][owner] = keys
+    otherwise = {
+        Phase.OUTSIDE: "a full state dict as of a checkpoint, or a DTensor that is printed or "
+        "logged",
+        Phase.FORWARD: "such as once for each chunk of a loss",
+    }
+    for (phase, what), rows in found.items():
+        yield from between.replaced(
+            "gathered in full",
+            rows,
+            sentence=partial(_sentence_of_gathers, phase, what),
+            cause=f"full_tensor() or redistribute(), {otherwise[phase]}",
+            is_regression=True,
+        )
+
+
+def _sentence_of_gathers(phase: Phase, roles: str, step: Replaced) -> str:
+    who = f"{step.who}: {roles}" if roles else "DTensors"
+    where = "in forward" if phase is Phase.FORWARD else "outside of forward and backward"
+    return f"{who} gathered in full {where}: {step.calls()} more"
+
+
+def _gathers_in_full(phase: Phase, old: Content, new: Content) -> list[RowKey]:
     keys = [
         key
-        for key in new.rows
-        if key.phase is Phase.OUTSIDE
-        and old.row(key) != new.row(key)
+        for key in keys_that_differ(old, new)
+        if key.phase is phase
         and (key.what in {"all_gather", "all_reduce"} or key.subject == "redistribution")
     ]
     moves = [key for key in keys if key.subject == "redistribution"]
-    if (
+    is_whole = (
         moves
         and len(keys) > len(moves)
         and all("Shard" not in key.what.partition("->")[2] for key in moves)
         and all(is_part(old.row(key), new.row(key)) for key in keys)
-    ):
-        yield from between.replaced(
-            "gathered in full",
-            {None: keys},
-            sentence=lambda step: (
-                f"DTensors gathered in full outside of forward and backward: {step.calls()} more"
-            ),
-            cause=(
-                "full_tensor() or redistribute(), a full state dict as of a checkpoint, or a "
-                "DTensor that is printed or logged"
-            ),
-            is_regression=True,
-        )
+    )
+    return keys if is_whole else []

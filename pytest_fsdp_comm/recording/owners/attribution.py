@@ -14,6 +14,7 @@ from pytest_fsdp_comm.comm.events import Phase, Source
 from pytest_fsdp_comm.recording.owners.ddp import Modules, ReplicaOwners
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
 from pytest_fsdp_comm.recording.owners.stack import graph_type, is_in_step, running
+from pytest_fsdp_comm.recording.owners.tensors import Carried, registered_parameters
 from pytest_fsdp_comm.recording.prefetch import Gather
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from pytest_fsdp_comm.recording.owners.arithmetic import Label
     from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
     from pytest_fsdp_comm.recording.owners.stack import StackScan
 
@@ -43,6 +45,13 @@ class Attribution:
     is_from_hook: bool = False
     """Of DDP: Python code requested it, such as a communication hook, and not the reducer."""
     gather: Gather | None = None
+    carried: Carried | None = None
+    """What it carries, of a collective that no unit sends; None for any other."""
+
+    @property
+    def label(self) -> Label | None:
+        """What it is proven to carry; None if nothing does."""
+        return None if self.carried is None else self.carried.label
 
     @property
     def acting(self) -> Modules:
@@ -57,9 +66,14 @@ class OwnerNames:
         """Name every module below the roots, as `ModuleNames` does."""
         self.modules = ModuleNames(roots, are_parts=are_parts)
         self._replicas = ReplicaOwners(roots)
+        self._roots = roots
+        self._registering: dict[int, dict[int, nn.Module]] | None = None
 
     def owner(self, attribution: Attribution) -> str | None:
         """The FQN of the owner; None if there is none, or it is below no root."""
+        label = attribution.label
+        if label is not None:
+            return self.modules.joined(self._modules_of(label.parameter))
         if attribution.source is Source.DDP:
             return self.modules.joined(self._replicas.owner(attribution.issued_in))
         return self.modules.joined(attribution.owner)
@@ -67,6 +81,13 @@ class OwnerNames:
     def issued_in(self, attribution: Attribution) -> str | None:
         """The FQN of the module that was running; None as in `owner`."""
         return self.modules.joined(attribution.issued_in[:1])
+
+    def _modules_of(self, parameter: torch.Tensor | None) -> Modules:
+        if self._registering is None:
+            self._registering = {}
+            for own, module in registered_parameters(self._roots):
+                self._registering.setdefault(id(own), {})[id(module)] = module
+        return tuple(self._registering.get(id(parameter), {}).values())
 
 
 # Note [Backward map]

@@ -368,7 +368,7 @@ def test_what_runs_outside_every_phase_is_recorded_as_outside(comm_mode, device_
         model.head.weight.full_tensor()
         model.layers[0].unshard()
     assert table(comm_mode) == [
-        "outside - all_gather < -",
+        "outside head all_gather < -",
         "outside layers.0 all_gather < -",
     ]
 

@@ -1,0 +1,390 @@
+"""Say whose parameter, gradient or state a collective carries, where storage or graph prove it."""
+
+# Note [Tensors of parameters]
+# A DTensor's collective shows neither a unit nor a module: a parameter that is gathered by hand
+# looks as an activation does. What it carries is proven, in this order,
+# - in backward, by the autograd node that runs: one that only passes on the gradient of one
+#   parameter (a redistribution, casts and views between) ends in its AccumulateGrad. So does the
+#   graph of a DTensor that forward redistributes, such as a cast copy;
+# - by the storage of what is redistributed (before padding) or sent, if its bytes lie within those
+#   of a parameter, of its gradient or of its state in an optimizer. A table has the storages, and
+#   each find is compared with what the model holds at that moment, since addresses are used again;
+# - in the step of an optimizer by what it was computed from: see Note [Arithmetic of a step];
+# - by where the result goes, if a model holds it later: the gradients of compiled code.
+# What may be of several parameters is of none, and what is found nowhere keeps the owner and role
+# of the code that sends it: activations of the module that runs. Copies are not seen, so
+# one that has no graph (a cast under no_grad) is found nowhere. Of what FSDP and DDP send their
+# units tell, and nothing is looked up.
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from pytest_fsdp_comm import upstream
+from pytest_fsdp_comm.comm.events import Phase, Role, Source
+from pytest_fsdp_comm.recording.operations import REDUCING, tensors_in
+from pytest_fsdp_comm.recording.owners.arithmetic import (
+    Arithmetic,
+    Extent,
+    Label,
+    extent_of,
+    sends_what_it_computes,
+    sole_parameter,
+    weak_storage,
+)
+from pytest_fsdp_comm.recording.owners.fsdp import param_groups
+from pytest_fsdp_comm.recording.subclasses import is_dtensor, tensors_held
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from types import CodeType, FrameType
+
+    from pytest_fsdp_comm.recording.operations import Operation
+    from pytest_fsdp_comm.recording.owners.attribution import Attribution
+    from pytest_fsdp_comm.recording.owners.ddp import Modules
+    from pytest_fsdp_comm.recording.owners.stack import StackScan
+
+_USE: Final = "the recorder relies on to find the parameter that is sent"
+_NAMED_BY_UNITS: Final = frozenset({Source.FSDP, Source.DDP, Source.OBJECT})
+_RUNS_MODULES: Final = frozenset({Phase.FORWARD, Phase.RECOMPUTE})
+
+_FEW: Final = 64
+
+# Nodes whose output is the gradient of their only input, elsewhere or in another form. Read in
+# torch 2.6 to 2.13.
+_PASSES_ON: Final = frozenset(
+    {
+        *("RedistributeBackward", "NestedRedistributeBackward"),
+        *("_ToTorchTensorBackward", "_FromTorchTensorBackward"),
+        *("ToCopyBackward0", "CloneBackward0", "AliasBackward0", "TBackward0"),
+        *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0"),
+    }
+)
+
+
+@dataclass(slots=True)
+class Carried:
+    """What a collective carries. Where its result goes may show that after its call."""
+
+    label: Label | None = None
+    """None if nothing proves it."""
+
+
+class _Held(NamedTuple):
+    """A tensor of the model when the table was made."""
+
+    extent: Extent
+    label: Label
+    now: Callable[[], object]
+    """What holds it, with what is there now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What an unnamed collective has received."""
+
+    carried: Carried
+    reduces: bool
+    storage: Any
+    """A `StorageWeakRef`, so that no other storage gets the same address."""
+    extent: Extent
+
+    @property
+    def is_gone(self) -> bool:
+        return bool(self.storage.expired())
+
+
+class TensorOwners:
+    """Find what the collectives of a block carry. See Note [Tensors of parameters]."""
+
+    def __init__(self, roots: list[nn.Module]) -> None:
+        """Look below `roots`, a list that may still grow."""
+        self._roots = roots
+        self._current_node: Callable[[], Any] = _look_up("torch._C", "_current_autograd_node")
+        self._next_number: Callable[[], int] = _look_up("torch.autograd", "_get_sequence_nr")
+        self._table: dict[int, list[_Held]] = {}
+        self._parameters: dict[int, torch.Tensor] = {}
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._has_searched = False
+        # Since the table was made: for which roots, at which number of the next autograd node, and
+        # how many tensors were not found.
+        self._made_for: list[int] = []
+        self._made_at = 0
+        self._misses = 0
+        self._results: list[_Result] = []
+        self._limit = _FEW
+        self._step: Arithmetic | None = None
+
+    @contextlib.contextmanager
+    def around(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Follow what runs in a step of an optimizer, or in its `zero_grad`."""
+        self.settle()  # before the gradients are gone
+        if not any(one is optimizer for one in self._optimizers):
+            self._optimizers.append(optimizer)
+        if not sends_what_it_computes(optimizer):
+            yield
+            return
+        self._make_table()
+        before, self._step = self._step, Arithmetic(optimizer, self._held_at)
+        try:
+            with self._step:
+                yield
+        finally:
+            self._step = before
+
+    def name(
+        self,
+        scan: StackScan,
+        operation: Operation,
+        bound: Mapping[str, Any],
+        attribution: Attribution,
+    ) -> Attribution:
+        """Add what a call carries that is about to be made."""
+        if attribution.source in _NAMED_BY_UNITS:
+            return attribution
+        frame = scan.redistribution
+        label = self._of_graph(frame, attribution.phase)
+        if label is None:
+            if frame is not None:
+                # `redistributions.py` says if it has moved.
+                sent = [*tensors_in(frame.f_locals.get("local_tensor"))]
+            else:
+                sent = [*tensors_in(bound.get(operation.sent))]
+                sent = sent or [*tensors_in(bound.get(operation.received))]
+            label = self._of_tensors(sent, frame, attribution)
+        return replace(attribution, carried=Carried(label))
+
+    def follow(self, operation: Operation, own: Attribution, received: Iterable[Any]) -> None:
+        """Note the results of a call that `name` found nothing for, outside of forward."""
+        # In forward the results are activations, many, and soon gone.
+        if own.carried is None or own.carried.label is not None or own.phase in _RUNS_MODULES:
+            return
+        if len(self._results) >= self._limit:
+            self._results = [one for one in self._results if not one.is_gone]
+            self._limit = max(_FEW, 2 * len(self._results))
+        for tensor in received:
+            extent = extent_of(tensor)
+            if extent is not None:
+                reference = weak_storage(tensor)
+                reduces = operation.kind in REDUCING
+                self._results.append(_Result(own.carried, reduces, reference, extent))
+
+    def settle(self) -> None:
+        """Find the results that the model holds now."""
+        live = [one for one in self._results if not one.is_gone]
+        if live:
+            self._make_table()
+        for result in live:
+            label = self._held_at(result.extent, whole=False)
+            # What is reduced is a gradient, and a gradient is what is reduced; anything else was
+            # written there for another reason.
+            if label is not None and result.reduces is (label.role is Role.GRADIENTS):
+                result.carried.label = label
+        self._results = [one for one in live if one.carried.label is None]
+
+    def forget(self) -> None:
+        """Let go of all tensors."""
+        self._table.clear()
+        self._parameters.clear()
+        self._optimizers.clear()
+        self._results.clear()
+
+    def _of_graph(self, frame: FrameType | None, phase: Phase) -> Label | None:
+        if phase is Phase.BACKWARD:
+            return _label_of_node(self._current_node(), Role.GRADIENTS)
+        given = _redistributed(frame)
+        if isinstance(given, nn.Parameter):
+            return Label(parameter=given, role=Role.PARAMETERS)
+        node = getattr(given, "grad_fn", None)
+        return None if node is None else _label_of_node(node, Role.PARAMETERS)
+
+    def _of_tensors(
+        self, sent: Sequence[torch.Tensor], frame: FrameType | None, own: Attribution
+    ) -> Label | None:
+        extents = [extent_of(tensor) for tensor in sent]
+        if own.phase in _RUNS_MODULES:
+            if self._results:
+                self.settle()  # before the next backward puts others in their place
+            self._learn_running(own.issued_in)
+        if self._made_for != [*map(id, self._roots)]:
+            self._make_table()
+        label = self._label_of_all(extents)
+        if label is None and own.phase in _RUNS_MODULES and _may_be_copy(frame, own.issued_in):
+            return Label(parameter=None, role=None)
+        if label is None and own.phase not in _RUNS_MODULES:
+            self._misses += 1
+            made = self._next_number() - self._made_at
+            # Gradients and state come and go. Looking for them costs as much as there are
+            # parameters, so that many nodes or misses have to be new.
+            if 4 * (made + self._misses) >= len(self._parameters):
+                self._make_table()
+                label = self._label_of_all(extents)
+            if label is None and own.phase is Phase.OUTSIDE and self._learn_optimizers(frame):
+                label = self._label_of_all(extents)
+        return label
+
+    def _label_of_all(self, extents: Sequence[Extent | None]) -> Label | None:
+        return merged([None if one is None else self._label_at(one) for one in extents])
+
+    def _label_at(self, extent: Extent) -> Label | None:
+        label = self._held_at(extent)
+        if label is not None or self._step is None:
+            return label
+        label = self._step.label_at(extent)
+        if label is not None and label.parameter is not None:
+            # What this very step has begun to keep.
+            kept = map(extent_of, _plain(self._step.optimizer.state.get(label.parameter)))
+            if any(one is not None and one.storage == extent.storage for one in kept):
+                return replace(label, role=Role.STATE)
+        return label
+
+    def _held_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
+        """What the model holds there; with `whole`, in which all of it lies."""
+        labels = {
+            (id(held.label.parameter), held.label.role): held.label
+            for held in self._table.get(extent.storage, ())
+            if _overlap(held.extent, extent)
+            and any(extent_of(now) == held.extent for now in _plain(held.now()))
+        }
+        if not labels:
+            return None
+        label = merged([*labels.values()])
+        is_within = any(
+            held.extent.start <= extent.start and extent.end <= held.extent.end
+            for held in self._table[extent.storage]
+        )
+        # Beside what is known there is something else in it.
+        return label if is_within or not whole else Label(parameter=None, role=None)
+
+    def _make_table(self) -> None:
+        self._table.clear()
+        self._parameters = {
+            id(parameter): parameter for parameter, _ in registered_parameters(self._roots)
+        }
+        for parameter in self._parameters.values():
+            self._hold(parameter, Role.PARAMETERS, functools.partial(_itself, parameter))
+            self._hold(parameter, Role.GRADIENTS, functools.partial(getattr, parameter, "grad"))
+        for optimizer in self._optimizers:
+            for parameter in optimizer.state:
+                if isinstance(parameter, torch.Tensor):
+                    get = functools.partial(optimizer.state.get, parameter)
+                    self._hold(parameter, Role.STATE, get)
+        self._made_for = [*map(id, self._roots)]
+        self._made_at, self._misses = self._next_number(), 0
+
+    def _hold(self, parameter: torch.Tensor, role: Role, now: Callable[[], object]) -> None:
+        label = Label(parameter=parameter, role=role)
+        for tensor in _plain(now()):
+            extent = extent_of(tensor)
+            if extent is not None:
+                self._table.setdefault(extent.storage, []).append(_Held(extent, label, now))
+
+    def _learn_running(self, modules: Modules) -> None:
+        """Look at what the running module has registered since the table was made."""
+        for parameter in (own for one in modules for own in one._parameters.values()):
+            if parameter is not None and id(parameter) not in self._parameters:
+                self._parameters[id(parameter)] = parameter
+                self._hold(parameter, Role.PARAMETERS, functools.partial(_itself, parameter))
+
+    def _learn_optimizers(self, frame: FrameType | None) -> bool:
+        """Find the optimizers once a block, for what is shaped as a parameter is."""
+        # All objects are looked at, which takes up to a third of a second.
+        given = _redistributed(frame)
+        if self._has_searched or not is_dtensor(given):
+            return False
+        if all(given.shape != parameter.shape for parameter in self._parameters.values()):
+            return False
+        self._has_searched = True
+        # By the type: an instance may answer for another class.
+        self._optimizers = [
+            thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)
+        ]
+        self._make_table()
+        return True
+
+
+def registered_parameters(
+    roots: Iterable[nn.Module],
+) -> Iterator[tuple[torch.Tensor, nn.Module]]:
+    """Each parameter with each module that registered it, also while FSDP has put another there."""
+    for module in (module for root in roots for module in root.modules()):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                yield parameter, module
+        for group in param_groups(module):
+            for managed in group.fsdp_params:
+                info = managed._module_info
+                for owner in (info.module, *info.shared_modules):
+                    yield managed.sharded_param, owner
+
+
+def merged(labels: Sequence[Label | None]) -> Label | None:
+    """What all of them are; None if any is unknown, or if there are none."""
+    known = [label for label in labels if label is not None]
+    if not known or len(known) < len(labels):
+        return None
+    roles = {label.role for label in known}
+    return Label(parameter=sole_parameter(known), role=known[0].role if len(roles) == 1 else None)
+
+
+def _label_of_node(node: Any, role: Role) -> Label | None:
+    while node is not None:
+        parameter = getattr(node, "variable", None)  # of an AccumulateGrad
+        if parameter is not None:
+            is_parameter = isinstance(parameter, nn.Parameter)
+            return Label(parameter=parameter, role=role) if is_parameter else None
+        if node.name() not in _PASSES_ON:
+            return None
+        following = [found for found, _ in node.next_functions if found is not None]
+        node = following[0] if len(following) == 1 else None
+    return None
+
+
+def _redistributed(frame: FrameType | None) -> Any:
+    """The DTensor that `redistribute_local_tensor` was asked for; None if an operator did."""
+    code = None if frame is None else _forward_code()
+    for _ in range(3):  # what wraps either function lies between
+        frame = None if frame is None else frame.f_back
+        if frame is not None and frame.f_code is code:
+            return frame.f_locals["input"]
+    return None
+
+
+def _may_be_copy(frame: FrameType | None, modules: Modules) -> bool:
+    """Whether something without a graph is shaped as a parameter of the running module is."""
+    given = _redistributed(frame)
+    if given is None or given.requires_grad:
+        return False
+    own = (one for module in modules for one in module._parameters.values() if one is not None)
+    return any(given.shape == parameter.shape for parameter in own)
+
+
+def _plain(value: object) -> Iterator[torch.Tensor]:
+    for tensor in tensors_in(value):
+        yield from tensors_held(tensor)
+
+
+def _overlap(one: Extent, other: Extent) -> bool:
+    return one == other or (one.start < other.end and other.start < one.end)
+
+
+def _itself(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter
+
+
+@functools.cache
+def _forward_code() -> CodeType:
+    function = _look_up("torch.distributed.tensor._redistribute", "Redistribute")
+    code: CodeType = function.forward.__code__
+    return code
+
+
+def _look_up(module: str, name: str) -> Any:
+    return upstream.look_up("torch", module, name, _USE)

@@ -1,0 +1,656 @@
+"""DTensors that are sent by hand: each has the module and the role of its parameter.
+
+On gloo ranks. A line is ``phase owner role kind nbytes``, in the order of issue; ``-`` is no
+module, ``?`` no role.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp
+from models import FLOAT, LINEAR_NBYTES, WIDTH, Block, Model, TokenModel, shard, step
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+pytestmark = pytest.mark.distributed(world_size=2)
+
+NAMES = ["embed", "layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down", "head"]
+
+
+def lines(comm_mode):
+    return [
+        f"{event.phase.value} {'-' if event.owner is None else event.owner or '.'} "
+        f"{event.role.value if event.role else '?'} {event.kind} {event.nbytes}"
+        for event in comm_mode.events
+    ]
+
+
+def simple_fsdp(model, mesh, *, dtype=None, placements=None):
+    """Shards each parameter, and gathers it wherever forward reads it (as torchtitan's)."""
+    for module in list(model.modules()):
+        names = [name for name, own in module._parameters.items() if own is not None]
+        for name in names:
+            whole = module._parameters[name].data
+            sharded = distribute_tensor(whole, mesh, placements or [Shard(0)])
+            module._parameters[name] = nn.Parameter(sharded)
+        if names:
+            whole = [Replicate()] * mesh.ndim
+            means = [Partial("avg")] * mesh.ndim
+
+            def gather(module, name, whole=whole, means=means):
+                own = module._parameters[name]
+                own = own if dtype is None else own.to(dtype)
+                return own.redistribute(placements=whole).to_local(grad_placements=means)
+
+            read = {
+                name: property(lambda module, name=name: gather(module, name)) for name in names
+            }
+            module.__class__ = type("Gathering", (module.__class__,), read)
+    return model
+
+
+def gathers(nbytes=LINEAR_NBYTES, names=NAMES, phase="forward"):
+    return [f"{phase} {name} parameters all_gather {nbytes}" for name in names]
+
+
+def reductions(nbytes=LINEAR_NBYTES, names=NAMES):
+    return [f"backward {name} gradients reduce_scatter {nbytes}" for name in reversed(names)]
+
+
+def test_simple_fsdp_gathers_parameters_and_reduces_gradients(comm_mode, device_mesh):
+    model = simple_fsdp(Model(), device_mesh())
+    with comm_mode(model):
+        step(model)
+    assert lines(comm_mode) == [*gathers(), *reductions()]
+
+
+def test_a_cast_copy_is_its_parameter(comm_mode, device_mesh):
+    model = simple_fsdp(Model(), device_mesh(), dtype=torch.bfloat16)
+    with comm_mode(model):
+        model(torch.randn(2, WIDTH, dtype=torch.bfloat16)).sum().backward()
+    half = LINEAR_NBYTES // 2
+    assert lines(comm_mode) == [*gathers(half), *reductions(half)]
+
+
+def test_a_recomputation_gathers_parameters_again(comm_mode, device_mesh):
+    model = simple_fsdp(Model(reentrant=False), device_mesh())
+    with comm_mode(model):
+        step(model)
+    assert lines(comm_mode) == [
+        *gathers(),
+        *reductions(names=["head"]),
+        *gathers(names=NAMES[3:5], phase="recompute"),
+        *reductions(names=NAMES[3:5]),
+        *gathers(names=NAMES[1:3], phase="recompute"),
+        *reductions(names=NAMES[1:3]),
+        *reductions(names=["embed"]),
+    ]
+
+
+def test_compiled_code_gathers_parameters_and_makes_gradients(comm_mode, device_mesh):
+    model = simple_fsdp(Model(), device_mesh())
+    compiled = torch.compile(model, backend="aot_eager")
+    step(compiled)
+    model.zero_grad()
+    with comm_mode(model):
+        step(compiled)
+    assert sorted(lines(comm_mode)) == sorted([*gathers(), *reductions()])
+
+
+def test_gradients_of_compiled_code_are_named_before_the_next_take_their_place(
+    comm_mode, device_mesh
+):
+    model = simple_fsdp(Model(), device_mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = torch.compile(model, backend="aot_eager")
+    step(compiled)
+    optimizer.zero_grad()
+    with comm_mode(model):
+        for _ in range(2):
+            step(compiled)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert sorted(lines(comm_mode)) == sorted(2 * [*gathers(), *reductions()])
+
+
+def test_adamw_and_clipping_send_nothing_of_a_parameter(comm_mode, device_mesh):
+    model = simple_fsdp(Model(), device_mesh())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    with comm_mode(model):
+        for _ in range(2):
+            step(model)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [line for line in lines(comm_mode) if not line.startswith("optimizer")]
+    assert found == 2 * [*gathers(), *reductions()]
+    norms = [line for line in lines(comm_mode) if line.startswith("optimizer")]
+    assert norms == 2 * [f"optimizer - ? all_reduce {len(NAMES) * FLOAT}"]
+
+
+@pytest.mark.distributed(world_size=4)
+def test_hybrid_sharding_reduces_gradients_over_both_axes(comm_mode, device_mesh):
+    mesh = device_mesh(replicate=2, shard=2)
+    model = simple_fsdp(Model(), mesh, placements=[Replicate(), Shard(0)])
+    with comm_mode(model):
+        step(model)
+    assert {event.axis for event in comm_mode.events} == {"replicate", "shard"}
+    forward = [line for line in lines(comm_mode) if line.startswith("forward")]
+    assert forward == gathers()
+    assert {(e.owner, e.kind, e.role.value) for e in comm_mode.events if e.phase == "backward"} == {
+        (name, kind, "gradients") for name in NAMES for kind in ("reduce_scatter", "all_reduce")
+    }
+
+
+def test_a_parameter_gathered_for_each_chunk_of_a_loss_is_named(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    with comm_mode(model):
+        losses = [model.head.weight.full_tensor().sum() for _ in range(3)]
+        sum(losses).backward()
+    assert lines(comm_mode) == [
+        *3 * [f"outside head parameters all_gather {LINEAR_NBYTES}"],
+        # Each copy is whole, and its gradient too: nothing is reduced.
+    ]
+
+
+def test_gradients_gathered_in_full_are_named(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    with comm_mode(model):
+        for _ in range(2):
+            step(model)
+            for parameter in model.parameters():
+                parameter.grad.full_tensor()
+            model.zero_grad()
+    outside = [line for line in lines(comm_mode) if line.startswith("outside")]
+    assert outside == 2 * [f"outside {name} gradients all_gather {LINEAR_NBYTES}" for name in NAMES]
+
+
+def test_a_full_checkpoint_of_a_model_gathers_parameters(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    with comm_mode(model):
+        dcp.get_model_state_dict(model, options=dcp.StateDictOptions(full_state_dict=True))
+    assert lines(comm_mode) == gathers(phase="outside")
+
+
+def test_a_full_checkpoint_of_an_optimizer_gathers_state(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model)
+    optimizer.step()
+    with comm_mode(model):
+        options = dcp.StateDictOptions(full_state_dict=True)
+        dcp.get_optimizer_state_dict(model, optimizer, options=options)
+    # The first and the second moment.
+    assert sorted(lines(comm_mode)) == sorted(
+        2 * [f"outside {name} state all_gather {LINEAR_NBYTES}" for name in NAMES]
+    )
+
+
+def test_a_tied_parameter_has_both_names(comm_mode, device_mesh):
+    model = simple_fsdp(TokenModel(layers=0), device_mesh())
+    model.head._parameters["weight"] = model.embed._parameters["weight"]
+    with comm_mode(model):
+        model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+    nbytes = 16 * LINEAR_NBYTES // WIDTH
+    assert sorted(set(lines(comm_mode))) == [
+        f"backward embed+head gradients reduce_scatter {nbytes}",
+        f"forward embed+head parameters all_gather {nbytes}",
+    ]
+
+
+class Adapted(nn.Module):
+    """A frozen linear, and an adapter of rank 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(requires_grad=False)
+        self.a = nn.Linear(WIDTH, 2, bias=False)
+        self.b = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+def test_adapters_are_reduced_and_frozen_parameters_are_not(comm_mode, device_mesh):
+    model = nn.Sequential(Adapted(), Adapted())
+    simple_fsdp(model, device_mesh())
+    for adapted in model:
+        adapted.base._parameters["weight"].requires_grad_(requires_grad=False)
+    with comm_mode(model):
+        step(model)
+    adapter = 2 * WIDTH * FLOAT
+    assert lines(comm_mode) == [
+        line
+        for n in range(2)
+        for line in (
+            *gathers(names=[f"{n}.base"]),
+            *gathers(adapter, names=[f"{n}.a", f"{n}.b"]),
+        )
+    ] + reductions(adapter, names=["0.a", "0.b", "1.a", "1.b"])
+
+
+def test_sequence_parallelism_reduces_gradients_of_norms_in_the_optimizer(comm_mode, device_mesh):
+    model = Block(norm=True)
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(model, device_mesh(tp=2), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    with comm_mode(model):
+        model(torch.randn(1, 4, WIDTH)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert {(e.owner, e.role) for e in comm_mode.events if e.phase != "optimizer"} == {
+        ("up", "activations"),
+        ("down", "activations"),
+    }
+    # Once by the norm, and twice by AdamW: for the first moment and, as one of two, the second.
+    found = [line for line in lines(comm_mode) if "gradients" in line]
+    assert set(found) == {f"optimizer norm gradients all_reduce {WIDTH * FLOAT}"}
+
+
+class Muon(torch.optim.Optimizer):
+    """Gathers what it makes of a gradient with momentum, in the way of `send`."""
+
+    def __init__(self, parameters, send):
+        super().__init__(parameters, {"lr": 0.1})
+        self.send = send
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter.grad)
+                momentum = state["momentum"]
+                momentum.mul_(0.9).add_(parameter.grad)
+                update = self.send(parameter.grad, momentum)
+                update = update / (update.norm() + 1e-7)
+                for _ in range(2):
+                    square = update @ update.T
+                    update = 1.5 * update - 0.5 * square @ update
+                whole = distribute_tensor(
+                    update.to(parameter.dtype), parameter.device_mesh, src_data_rank=None
+                )
+                parameter.add_(whole.redistribute(placements=parameter.placements), alpha=-0.1)
+
+
+def nesterov(gradient, momentum):
+    return gradient.add(momentum, alpha=0.9).bfloat16().full_tensor()
+
+
+def plain(_gradient, momentum):
+    return momentum.full_tensor()
+
+
+def by_hand(gradient, momentum):
+    own = gradient.lerp(momentum, 0.9).to_local()
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    return torch.cat(parts)
+
+
+def together(gradient, momentum):
+    return torch.stack([gradient.full_tensor(), momentum.full_tensor()]).mean(0)
+
+
+@pytest.mark.parametrize(
+    ("send", "sent"),
+    [
+        (nesterov, [f"gradients all_gather {LINEAR_NBYTES // 2}"]),
+        (plain, [f"state all_gather {LINEAR_NBYTES}"]),
+        (by_hand, [f"gradients all_gather {LINEAR_NBYTES}"]),
+        (
+            together,
+            [f"gradients all_gather {LINEAR_NBYTES}", f"state all_gather {LINEAR_NBYTES}"],
+        ),
+    ],
+    ids=["nesterov", "plain", "by_hand", "together"],
+)
+def test_muon_sends_what_it_makes_of_each_gradient(comm_mode, device_mesh, send, sent):
+    model = simple_fsdp(Model(), device_mesh())
+    optimizer = Muon(model.parameters(), send)
+    with comm_mode(model):
+        for _ in range(2):
+            step(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [line for line in lines(comm_mode) if line.startswith("optimizer")]
+    assert found == 2 * [f"optimizer {name} {one}" for name in NAMES for one in sent]
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Keeps its own rows of each factor, and gathers the gradient and the factor."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            gradient = parameter.grad.full_tensor()
+            if not state:
+                state["factors"] = {"left": torch.zeros_like(parameter)}
+            left = state["factors"]["left"]
+            square = gradient @ gradient.T
+            left.to_local().add_(square.chunk(dist.get_world_size())[dist.get_rank()])
+            inverse = torch.linalg.inv(left.full_tensor() + torch.eye(len(square)))
+            update = (inverse @ gradient).chunk(dist.get_world_size())[dist.get_rank()]
+            parameter.to_local().add_(update, alpha=-0.1)
+
+
+def test_shampoo_sends_gradients_and_factors(comm_mode, device_mesh):
+    model = simple_fsdp(Model(), device_mesh())
+    optimizer = Shampoo(model.parameters())
+    with comm_mode(model):
+        for _ in range(2):
+            step(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [line for line in lines(comm_mode) if line.startswith("optimizer")]
+    assert found == 2 * [
+        f"optimizer {name} {role} all_gather {LINEAR_NBYTES}"
+        for name in NAMES
+        for role in ("gradients", "state")
+    ]
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="new in torch 2.9")
+def test_each_product_of_torchs_muon_is_named(comm_mode, device_mesh):
+    model = simple_fsdp(Model(), device_mesh())
+    optimizer = torch.optim.Muon(model.parameters())
+    step(model)
+    with comm_mode(model):
+        optimizer.step()
+    # Its norm, then five iterations of three products, each of which gathers a factor.
+    half = LINEAR_NBYTES // 2
+    assert lines(comm_mode) == [
+        f"optimizer {name} gradients {sent}"
+        for name in NAMES
+        for sent in ("all_reduce 2", *15 * [f"all_gather {half}"])
+    ]
+
+
+def test_a_step_that_fails_leaves_no_mode(comm_mode, device_mesh):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    model = simple_fsdp(Model(), device_mesh())
+    optimizer = Muon(model.parameters(), fail)
+    step(model)
+    before = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    with comm_mode(model):
+        inside = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == inside
+    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == before
+
+
+# What must not be taken for a parameter's.
+
+
+def sent_of(comm_mode, model, send):
+    with comm_mode(model):
+        send()
+    return lines(comm_mode)
+
+
+def all_reduced(tensor):
+    dist.all_reduce(tensor.contiguous())
+
+
+def test_storage_that_is_used_again_is_not_the_gradient_that_it_held(comm_mode):
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def send():
+        step(model)
+        all_reduced(model.weight.grad)
+        address = model.weight.grad.untyped_storage()._cdata
+        model.weight.grad = None
+        others = []
+        while len(others) < 1000 and address not in {o.untyped_storage()._cdata for o in others}:
+            others.append(torch.randn(WIDTH, WIDTH))
+        all_reduced(others[-1])
+
+    assert sent_of(comm_mode, model, send) == [
+        f"outside . gradients all_reduce {LINEAR_NBYTES}",
+        f"outside - ? all_reduce {LINEAR_NBYTES}",
+    ]
+
+
+def test_a_gradient_that_was_given_away_is_no_gradient(comm_mode):
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def send():
+        step(model)
+        gradient = model.weight.grad
+        all_reduced(gradient)
+        model.zero_grad()
+        all_reduced(gradient)
+
+    assert sent_of(comm_mode, model, send)[1:] == [f"outside - ? all_reduce {LINEAR_NBYTES}"]
+
+
+def test_an_expanded_parameter_is_an_activation(comm_mode):
+    class Expanding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token = nn.Parameter(torch.zeros(1, WIDTH))
+
+        def forward(self, x):
+            expanded = self.token.detach().expand(len(x), -1)
+            torch.ops._c10d_functional.all_reduce(expanded, "sum", dist.group.WORLD.group_name)
+            return x
+
+    model = nn.Sequential(Expanding())
+    found = sent_of(comm_mode, model, lambda: model(torch.ones(2, WIDTH)))
+    assert found == [f"forward 0 activations all_reduce {2 * WIDTH * FLOAT}"]
+
+
+def test_views_of_a_flat_buffer_are_told_apart(comm_mode):
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+    flat = torch.zeros(3 * WIDTH * WIDTH)
+    parts = flat.view(3, WIDTH, WIDTH)
+    for linear, part in zip(model, parts, strict=False):
+        linear.weight.data = part
+
+    def send():
+        all_reduced(parts[0])
+        all_reduced(parts[1, 1:3])
+        all_reduced(parts[2])
+        all_reduced(parts[:2])
+        all_reduced(parts[0:3:2])
+
+    assert sent_of(comm_mode, model, send) == [
+        f"outside 0 parameters all_reduce {LINEAR_NBYTES}",
+        f"outside 1 parameters all_reduce {LINEAR_NBYTES // 4}",
+        # Beside the parameters, in their storage, and over several of them.
+        f"outside - ? all_reduce {LINEAR_NBYTES}",
+        f"outside - ? all_reduce {2 * LINEAR_NBYTES}",
+        f"outside - ? all_reduce {2 * LINEAR_NBYTES}",
+    ]
+
+
+def test_a_parameter_of_another_model_has_no_owner(comm_mode, device_mesh):
+    model, teacher = (simple_fsdp(Model(), device_mesh()) for _ in range(2))
+
+    class Distilled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.student = model
+
+        def forward(self, x):
+            return self.student(x) @ teacher.head._parameters["weight"].full_tensor()
+
+    outer = Distilled()
+    found = sent_of(comm_mode, outer, lambda: outer(torch.ones(2, WIDTH)))
+    assert found == [
+        *gathers(names=[f"student.{name}" for name in NAMES]),
+        f"forward - parameters all_gather {LINEAR_NBYTES}",
+    ]
+
+
+def test_a_copy_without_a_graph_is_unknown(comm_mode, device_mesh):
+    model = simple_fsdp(Model(), device_mesh(), dtype=torch.bfloat16)
+
+    @torch.no_grad()
+    def send():
+        model(torch.ones(2, WIDTH, dtype=torch.bfloat16))
+        model.head._parameters["weight"].clone().full_tensor()
+
+    assert sent_of(comm_mode, model, send) == [
+        *(f"forward - ? all_gather {LINEAR_NBYTES // 2}" for _ in NAMES),
+        f"outside - ? all_gather {LINEAR_NBYTES}",
+    ]
+
+
+def test_an_activation_of_the_shape_of_a_weight_is_an_activation(comm_mode, device_mesh):
+    mesh = device_mesh(tp=2)
+
+    class Gathering(nn.Linear):
+        def forward(self, x):
+            return DTensor.from_local(super().forward(x), mesh, [Shard(0)]).full_tensor()
+
+    model = nn.Sequential(Gathering(WIDTH, WIDTH, bias=False))
+    found = sent_of(comm_mode, model, lambda: model(torch.ones(WIDTH // 2, WIDTH)))
+    assert found == [f"forward 0 activations all_gather {LINEAR_NBYTES}"]
+
+
+def test_the_gradient_of_an_input_is_an_activation(comm_mode, device_mesh):
+    mesh = device_mesh(tp=2)
+
+    class Gathering(nn.Module):
+        def forward(self, x):
+            return DTensor.from_local(x, mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+
+    model = nn.Sequential(Gathering())
+    x = torch.ones(WIDTH // 2, WIDTH, requires_grad=True)
+
+    def send():
+        partial = model(x).to_local(grad_placements=[Partial()])
+        partial.sum().backward()
+
+    assert sent_of(comm_mode, model, send) == [
+        f"forward 0 activations all_gather {LINEAR_NBYTES}",
+        f"backward 0 activations reduce_scatter {LINEAR_NBYTES}",
+    ]
+
+
+def test_a_result_that_becomes_no_gradient_is_unknown(comm_mode):
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def send():
+        for _ in range(2):
+            step(model)
+            gathered = [torch.zeros(WIDTH, WIDTH) for _ in range(2)]
+            dist.all_gather(gathered, torch.ones(WIDTH, WIDTH))
+            # What is gathered is no gradient, and so not known to be this one.
+            model.weight.grad = gathered[0]
+        summed = torch.ones(WIDTH, WIDTH)
+        dist.all_reduce(summed)
+        model.weight.grad = summed
+
+    assert sent_of(comm_mode, model, send) == [
+        f"outside - ? all_gather {2 * LINEAR_NBYTES}",
+        f"outside - ? all_gather {2 * LINEAR_NBYTES}",
+        f"outside . gradients all_reduce {LINEAR_NBYTES}",
+    ]
+
+
+class Sending(torch.optim.Optimizer):
+    """Sends what `make` makes of all gradients, and of what it has kept."""
+
+    def __init__(self, model, make):
+        super().__init__(model.parameters(), {})
+        self.make = make
+        self.buffer = torch.zeros(WIDTH // 2, WIDTH)
+
+    @torch.no_grad()
+    def step(self):
+        parameters = self.param_groups[0]["params"]
+        for made in self.make(self, [parameter.grad.to_local() for parameter in parameters]):
+            dist.all_gather([torch.empty_like(made) for _ in range(2)], made)
+
+
+def overwritten(_optimizer, gradients):
+    copy = torch.empty_like(gradients[0])
+    for gradient in gradients[:2]:
+        yield copy.copy_(gradient)
+
+
+def changed(_optimizer, gradients):
+    copy = gradients[0].clone()
+    yield copy
+    yield copy.add_(gradients[1])
+
+
+def mixed(_optimizer, gradients):
+    yield torch.cat(gradients[:2])
+    yield gradients[0] + gradients[1]
+
+
+def kept_outside(optimizer, gradients):
+    yield optimizer.buffer
+    yield optimizer.buffer.add_(gradients[0])
+
+
+def ahead(_optimizer, gradients):
+    following = gradients[0] * 2
+    for number in range(3):
+        current, following = following, gradients[number + 1] * 2
+        yield current
+
+
+def scaled(_optimizer, gradients):
+    total = sum(gradient.norm() for gradient in gradients)
+    yield gradients[1] / total
+
+
+def each(_optimizer, gradients):
+    yield from torch._foreach_mul(gradients[:3], 2.0)
+
+
+def reused(_optimizer, gradients):
+    yield gradients[0] * 2
+    for _ in range(100):
+        other = torch.from_numpy((gradients[1] * 2).numpy().copy())
+    yield other
+
+
+E, U, D = (f"optimizer {name} gradients" for name in NAMES[:3])
+SOME = "optimizer - gradients"
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (overwritten, [E, SOME]),
+        (changed, [E, SOME]),
+        (mixed, [SOME, SOME]),
+        (kept_outside, ["optimizer - ?", "optimizer - ?"]),
+        (ahead, [E, U, D]),
+        (scaled, [U]),
+        (each, [E, U, D]),
+        (reused, [E, "optimizer - ?"]),
+    ],
+)
+def test_only_what_a_step_makes_of_one_parameter_has_its_name(
+    comm_mode, device_mesh, make, expected
+):
+    model = simple_fsdp(Model(), device_mesh())
+    optimizer = Sending(model, make)
+    step(model)
+    with comm_mode(model):
+        optimizer.step()
+    assert [line.partition(" all_gather")[0] for line in lines(comm_mode)] == expected
