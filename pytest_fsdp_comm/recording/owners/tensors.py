@@ -10,6 +10,7 @@
 #   of a parameter, of its gradient or of its state in an optimizer. A table has the storages, and
 #   each find is compared with what the model holds at that moment, since addresses are used again;
 # - in the step of an optimizer by what it was computed from: see Note [Arithmetic of a step];
+# - in torch's loader of full checkpoints by the tensor that it fills;
 # - by where the result goes, if a model holds it later: the gradients of compiled code.
 # What may be of several parameters is of none, and what is found nowhere keeps the owner and role
 # of the code that sends it: activations of the module that runs. Copies are not seen, so
@@ -21,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
 
 _USE: Final = "the recorder relies on to find the parameter that is sent"
 _NAMED_BY_UNITS: Final = frozenset({Source.FSDP, Source.DDP, Source.OBJECT})
+_HAS_ALL: Final = frozenset({Phase.OPTIMIZER, Phase.OUTSIDE})
+"""When gradients are complete, and state is sent."""
 _RUNS_MODULES: Final = frozenset({Phase.FORWARD, Phase.RECOMPUTE})
 
 _FEW: Final = 64
@@ -119,6 +123,7 @@ class TensorOwners:
         self._made_at = 0
         self._misses = 0
         self._results: list[_Result] = []
+        self._has_new_results = False
         self._limit = _FEW
         self._step: Arithmetic | None = None
 
@@ -150,15 +155,19 @@ class TensorOwners:
         if attribution.source in _NAMED_BY_UNITS:
             return attribution
         frame = scan.redistribution
-        label = self._of_graph(frame, attribution.phase)
-        if label is None:
+        node = self._current_node() if attribution.phase is Phase.BACKWARD else None
+        given = _redistributed(frame)
+        label = _label_of_dtensor(given) if node is None else _label_of_node(node, Role.GRADIENTS)
+        # A hook on a parameter may send its gradient, and anything else too.
+        if label is None or hasattr(node, "variable"):
             if frame is not None:
                 # `redistributions.py` says if it has moved.
-                sent = [*tensors_in(frame.f_locals.get("local_tensor"))]
+                sent: object = frame.f_locals.get("local_tensor")
             else:
-                sent = [*tensors_in(bound.get(operation.sent))]
-                sent = sent or [*tensors_in(bound.get(operation.received))]
-            label = self._of_tensors(sent, frame, attribution)
+                is_loaded = operation.kind == "broadcast" and attribution.phase is Phase.OUTSIDE
+                given = _loaded() if is_loaded else None
+                sent = bound.get(operation.sent or operation.received) if given is None else given
+            label = self._of_tensors([*_plain(sent)], given, attribution) or label
         return replace(attribution, carried=Carried(label))
 
     def follow(self, operation: Operation, own: Attribution, received: Iterable[Any]) -> None:
@@ -174,6 +183,7 @@ class TensorOwners:
             if extent is not None:
                 reference = weak_storage(tensor)
                 reduces = operation.kind in REDUCING
+                self._has_new_results = True
                 self._results.append(_Result(own.carried, reduces, reference, extent))
 
     def settle(self) -> None:
@@ -188,6 +198,7 @@ class TensorOwners:
             if label is not None and result.reduces is (label.role is Role.GRADIENTS):
                 result.carried.label = label
         self._results = [one for one in live if one.carried.label is None]
+        self._has_new_results = False
 
     def forget(self) -> None:
         """Let go of all tensors."""
@@ -196,29 +207,20 @@ class TensorOwners:
         self._optimizers.clear()
         self._results.clear()
 
-    def _of_graph(self, frame: FrameType | None, phase: Phase) -> Label | None:
-        if phase is Phase.BACKWARD:
-            return _label_of_node(self._current_node(), Role.GRADIENTS)
-        given = _redistributed(frame)
-        if isinstance(given, nn.Parameter):
-            return Label(parameter=given, role=Role.PARAMETERS)
-        node = getattr(given, "grad_fn", None)
-        return None if node is None else _label_of_node(node, Role.PARAMETERS)
-
     def _of_tensors(
-        self, sent: Sequence[torch.Tensor], frame: FrameType | None, own: Attribution
+        self, sent: Sequence[torch.Tensor], given: Any, own: Attribution
     ) -> Label | None:
         extents = [extent_of(tensor) for tensor in sent]
         if own.phase in _RUNS_MODULES:
-            if self._results:
+            if self._has_new_results:
                 self.settle()  # before the next backward puts others in their place
             self._learn_running(own.issued_in)
         if self._made_for != [*map(id, self._roots)]:
             self._make_table()
         label = self._label_of_all(extents)
-        if label is None and own.phase in _RUNS_MODULES and _may_be_copy(frame, own.issued_in):
+        if label is None and own.phase in _RUNS_MODULES and _may_be_copy(given, own.issued_in):
             return Label(parameter=None, role=None)
-        if label is None and own.phase not in _RUNS_MODULES:
+        if label is None and own.phase in _HAS_ALL:
             self._misses += 1
             made = self._next_number() - self._made_at
             # Gradients and state come and go. Looking for them costs as much as there are
@@ -226,7 +228,7 @@ class TensorOwners:
             if 4 * (made + self._misses) >= len(self._parameters):
                 self._make_table()
                 label = self._label_of_all(extents)
-            if label is None and own.phase is Phase.OUTSIDE and self._learn_optimizers(frame):
+            if label is None and own.phase is Phase.OUTSIDE and self._learn_optimizers(given):
                 label = self._label_of_all(extents)
         return label
 
@@ -293,10 +295,9 @@ class TensorOwners:
                 self._parameters[id(parameter)] = parameter
                 self._hold(parameter, Role.PARAMETERS, functools.partial(_itself, parameter))
 
-    def _learn_optimizers(self, frame: FrameType | None) -> bool:
+    def _learn_optimizers(self, given: Any) -> bool:
         """Find the optimizers once a block, for what is shaped as a parameter is."""
         # All objects are looked at, which takes up to a third of a second.
-        given = _redistributed(frame)
         if self._has_searched or not is_dtensor(given):
             return False
         if all(given.shape != parameter.shape for parameter in self._parameters.values()):
@@ -334,6 +335,13 @@ def merged(labels: Sequence[Label | None]) -> Label | None:
     return Label(parameter=sole_parameter(known), role=known[0].role if len(roles) == 1 else None)
 
 
+def _label_of_dtensor(given: Any) -> Label | None:
+    if isinstance(given, nn.Parameter):
+        return Label(parameter=given, role=Role.PARAMETERS)
+    node = getattr(given, "grad_fn", None)
+    return None if node is None else _label_of_node(node, Role.PARAMETERS)
+
+
 def _label_of_node(node: Any, role: Role) -> Label | None:
     while node is not None:
         parameter = getattr(node, "variable", None)  # of an AccumulateGrad
@@ -357,9 +365,8 @@ def _redistributed(frame: FrameType | None) -> Any:
     return None
 
 
-def _may_be_copy(frame: FrameType | None, modules: Modules) -> bool:
+def _may_be_copy(given: Any, modules: Modules) -> bool:
     """Whether something without a graph is shaped as a parameter of the running module is."""
-    given = _redistributed(frame)
     if given is None or given.requires_grad:
         return False
     own = (one for module in modules for one in module._parameters.values() if one is not None)
@@ -377,6 +384,23 @@ def _overlap(one: Extent, other: Extent) -> bool:
 
 def _itself(parameter: torch.Tensor) -> torch.Tensor:
     return parameter
+
+
+def _loaded() -> Any:
+    """The tensor that torch's loader of full checkpoints broadcasts for; None if it does not."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _load_code():
+        frame = frame.f_back
+    # One at a time (torch 2.6 to 2.13): what it copies the result to is the last that it read.
+    is_one = frame is not None and len(frame.f_locals["keys"]) == 1
+    return frame.f_locals["local_state"] if frame is not None and is_one else None
+
+
+@functools.cache
+def _load_code() -> CodeType:
+    function = _look_up("torch.distributed._state_dict_utils", "_broadcast_tensors")
+    code: CodeType = function.__code__
+    return code
 
 
 @functools.cache

@@ -192,6 +192,30 @@ def test_a_full_checkpoint_of_an_optimizer_gathers_state(comm_mode, device_mesh)
     )
 
 
+def test_a_full_checkpoint_that_one_rank_has_is_broadcast_to_parameters_and_state(
+    comm_mode, device_mesh
+):
+    model = shard(Model(), device_mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model)
+    optimizer.step()
+    options = dcp.StateDictOptions(full_state_dict=True)
+    whole = dcp.get_state_dict(model, optimizer, options=options)
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with comm_mode(model):
+        dcp.set_model_state_dict(model, whole[0], options=options)
+    loaded = [line for line in lines(comm_mode) if " ? " not in line]
+    assert loaded == [f"outside {name} parameters broadcast {LINEAR_NBYTES}" for name in NAMES]
+    with comm_mode(model):
+        dcp.set_optimizer_state_dict(model, optimizer, whole[1], options=options)
+    loaded = [line for line in lines(comm_mode) if " ? " not in line]
+    assert sorted(loaded) == sorted(
+        2 * [f"outside {name} state broadcast {LINEAR_NBYTES}" for name in NAMES]
+    )
+    # The rest are objects: names and numbers.
+    assert {e.source.value for e in comm_mode.events if e.role is None} == {"object"}
+
+
 def test_a_tied_parameter_has_both_names(comm_mode, device_mesh):
     model = simple_fsdp(TokenModel(layers=0), device_mesh())
     model.head._parameters["weight"] = model.embed._parameters["weight"]
@@ -654,3 +678,22 @@ def test_only_what_a_step_makes_of_one_parameter_has_its_name(
     with comm_mode(model):
         optimizer.step()
     assert [line.partition(" all_gather")[0] for line in lines(comm_mode)] == expected
+
+
+def test_a_hook_may_gather_its_parameter_or_average_its_gradient(comm_mode, device_mesh):
+    model = simple_fsdp(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)), device_mesh())
+
+    def send(parameter):
+        all_reduced(parameter.to_local())
+        parameter.full_tensor()
+        all_reduced(parameter.grad.to_local())
+        parameter.grad.full_tensor()
+
+    model[0]._parameters["weight"].register_post_accumulate_grad_hook(send)
+    own, whole = LINEAR_NBYTES // 2, LINEAR_NBYTES
+    assert sent_of(comm_mode, model, lambda: step(model))[2:] == [
+        f"backward 0 parameters all_reduce {own}",
+        f"backward 0 parameters all_gather {whole}",
+        f"backward 0 gradients all_reduce {own}",
+        f"backward 0 gradients all_gather {whole}",
+    ]
