@@ -43,12 +43,13 @@ def extent_of(tensor: Any) -> Extent | None:
     # A wrapper that nobody can take apart has none, nor has one of functorch.
     if tensor.layout is not torch.strided or not torch._C._has_storage(tensor):
         return None
-    pairs = [*zip(tensor.shape, tensor.stride(), strict=True)]
-    if any(size > 1 and not stride for size, stride in pairs):
-        return None
-    itemsize = tensor.element_size()
+    itemsize, numel = tensor.element_size(), tensor.numel()
+    if numel and not tensor.is_contiguous():
+        pairs = [*zip(tensor.shape, tensor.stride(), strict=True)]
+        if any(size > 1 and not stride for size, stride in pairs):
+            return None
+        numel = 1 + sum((size - 1) * stride for size, stride in pairs)
     start = tensor.storage_offset() * itemsize
-    numel = 1 + sum((size - 1) * stride for size, stride in pairs) if tensor.numel() else 0
     return Extent(tensor.untyped_storage()._cdata, start, start + numel * itemsize)
 
 

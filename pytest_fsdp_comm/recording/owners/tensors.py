@@ -160,13 +160,15 @@ class TensorOwners:
         label = _label_of_dtensor(given) if node is None else _label_of_node(node, Role.GRADIENTS)
         # A hook on a parameter may send its gradient, and anything else too.
         if label is None or hasattr(node, "variable"):
-            if frame is not None:
+            if operation.kind == "broadcast" and attribution.phase is Phase.OUTSIDE:
+                given = _loaded()
+            if given is not None:
+                sent = given
+            elif frame is not None:
                 # `redistributions.py` says if it has moved.
-                sent: object = frame.f_locals.get("local_tensor")
+                sent = frame.f_locals.get("local_tensor")
             else:
-                is_loaded = operation.kind == "broadcast" and attribution.phase is Phase.OUTSIDE
-                given = _loaded() if is_loaded else None
-                sent = bound.get(operation.sent or operation.received) if given is None else given
+                sent = bound.get(operation.sent or operation.received)
             label = self._of_tensors([*_plain(sent)], given, attribution) or label
         return replace(attribution, carried=Carried(label))
 
@@ -272,7 +274,8 @@ class TensorOwners:
         }
         for parameter in self._parameters.values():
             self._hold(parameter, Role.PARAMETERS, functools.partial(_itself, parameter))
-            self._hold(parameter, Role.GRADIENTS, functools.partial(getattr, parameter, "grad"))
+            if parameter.grad is not None:
+                self._hold(parameter, Role.GRADIENTS, functools.partial(getattr, parameter, "grad"))
         for optimizer in self._optimizers:
             for parameter in optimizer.state:
                 if isinstance(parameter, torch.Tensor):
