@@ -76,8 +76,16 @@ def why_no_kernels() -> str:
     return found and f"another library has registered a kernel for {found} at {_KEY}"
 
 
-def communicating() -> dict[str, Call]:
+def communicating() -> Mapping[str, Call]:
     """Every operation of this torch that communicates, by its name in the dispatcher."""
+    # To list all of torch's takes longer than all the rest of a short block, so only again where
+    # something may have been registered since.
+    own = (len(sys.modules), len(torch.library._defs), len(torch.ops.loaded_libraries))
+    return _communicating(own)
+
+
+@functools.lru_cache(maxsize=1)
+def _communicating(_registered: tuple[int, ...]) -> Mapping[str, Call]:
     names = (n for n in torch._C._dispatch_get_all_op_names() if n.split("::")[0] in NAMESPACES)
     found = {name: _overload(name) for name in names}
     operations = {name: look_up(func) for name, func in found.items()}
@@ -211,9 +219,14 @@ def local_ranks() -> Iterator[None]:
 @contextlib.contextmanager
 def value_reads() -> Iterator[None]:
     """Have recordings on the fake group told of each operation that shows values to Python."""
-    known = {*torch._C._dispatch_get_all_op_names()}.intersection(VALUE_READS)
-    with _registered({name: _noting_kernel(name) for name in known}):
+    with _registered({name: _noting_kernel(name) for name in _reading()}):
         yield
+
+
+@functools.cache
+def _reading() -> frozenset[str]:
+    # Older torch has not all of them.
+    return frozenset(VALUE_READS).intersection(torch._C._dispatch_get_all_op_names())
 
 
 @Shared

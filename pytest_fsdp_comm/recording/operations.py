@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from pytest_fsdp_comm.comm.events import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 _ASYNC_NAMES: Final = ("async_op", "asyncOp")
 """The argument that says whether a call is asynchronous, as torch 2.13 and earlier ones name it."""
@@ -217,15 +218,15 @@ def shows_async() -> bool:
     return not {argument.name for argument in arguments}.isdisjoint(_ASYNC_NAMES)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """All tensors of nested lists, in order."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from tensors_in(entry)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
+        return [value]
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for entry in value for tensor in tensors_in(entry)]
 
 
 def messages(
@@ -262,7 +263,7 @@ def messages(
 
 def parts_sent(operation: Operation, bound: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
     """Dtype and bytes of each tensor of a call that sends several; empty for one that does not."""
-    tensors = list(tensors_in(bound.get(operation.sent)))
+    tensors = tensors_in(bound.get(operation.sent))
     return tuple((_dtype([own]), _nbytes([own])) for own in tensors) if len(tensors) > 1 else ()
 
 
@@ -270,13 +271,14 @@ def _sent_and_received(
     operation: Operation, group: dist.ProcessGroup | None, bound: dict[str, Any], result: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     if operation.sent == "*":
-        return list(tensors_in(bound)), []
+        return tensors_in(bound), []
     # An empty name is that of no argument.
-    given = {**bound, "return": result}
-    sent = list(tensors_in(given.get(operation.sent)))
-    received = list(tensors_in(given.get(operation.received)))
-    ranks = 1 if group is None else group.size()
+    sent = tensors_in(bound.get(operation.sent))
+    received = tensors_in(
+        result if operation.received == "return" else bound.get(operation.received)
+    )
     if PER_RANK in {operation.sent, operation.received}:
+        ranks = 1 if group is None else group.size()
         return (sent, sent * ranks) if sent else (received * ranks, received)
     return sent, received
 
@@ -302,12 +304,17 @@ def _reduce_op(given: Any) -> str | None:
 
 
 def _dtype(tensors: Sequence[torch.Tensor]) -> str:
-    return joined_dtypes(tensor.dtype for tensor in tensors)
+    return joined_dtypes([tensor.dtype for tensor in tensors])
 
 
 def joined_dtypes(dtypes: Iterable[torch.dtype]) -> str:
     """Each once, in order of appearance, as in `comm.events.Collective.dtype`."""
-    return "+".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    return "+".join(dict.fromkeys(map(_dtype_name, dtypes)))
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:

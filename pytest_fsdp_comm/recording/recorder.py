@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -422,7 +422,14 @@ class Recorder:
         issued = self._attribute_unit() or self._attribute(scan_stack())
         if action == "reshard":
             self._add_seconds("resharding", seconds)
-        own = replace(issued, owner=modules, source=Source.FSDP)
+        own = Attribution(
+            modules,
+            issued.issued_in,
+            issued.phase,
+            Source.FSDP,
+            lacks_forward=issued.lacks_forward,
+            gather=issued.gather,
+        )
         self._hold(Reshard, own, {"action": action, "nbytes": nbytes})
 
     def _hold(self, record: type[Any], own: Attribution, fields: dict[str, Any]) -> None:

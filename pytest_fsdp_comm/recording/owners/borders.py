@@ -30,9 +30,14 @@ _ENGINE: Final = "_engine_run_backward"
 _USE: Final = "the recorder relies on to find the module in backward"
 
 
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
 def _around_call(original: Any) -> Any:
     @uncompiled
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _is_compiling():  # after torch._dynamo.reset(), which forgets `_calls`
+            return original(self, *args, **kwargs)
         compiler = set_compiler(None)
         recorders = entered()
         depths = [recorder.enter_module(self) for recorder in recorders]
@@ -70,8 +75,9 @@ def _calls() -> Iterator[None]:
         try:
             yield
         finally:
-            handler.remove_start_callback(away)
-            handler.remove_end_callback(back)
+            with contextlib.suppress(ValueError):  # torch._dynamo.reset() in the block
+                handler.remove_start_callback(away)
+                handler.remove_end_callback(back)
 
 
 @Shared

@@ -27,6 +27,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -38,7 +39,7 @@ from pytest_fsdp_comm.recording.prefetch import Gather, Prefetches
 
 if TYPE_CHECKING:
     import enum
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     import torch
 
@@ -53,7 +54,7 @@ _FSDP2_STATES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _ActingUnit:
     """A unit with a method that runs now. See Note [Acting units]."""
 
@@ -75,26 +76,28 @@ _Watch = Callable[..., _Around]
 class _Watched:
     """A method of FSDP, or a function, while recordings watch it. See Note [Acting units]."""
 
-    def __init__(self, original: Callable[..., Any], arounds: Sequence[_Watch]) -> None:
+    def __init__(self, original: Callable[..., Any], around: _Watch) -> None:
         functools.update_wrapper(self, original)
-        self._original, self._arounds = original, tuple(arounds)
+        self._original = original
+        self._around: _Watch | None = around
         # The thread and the group of each call of a group's own method that is under way.
         self._running: set[tuple[int, int]] = set()
 
     def end(self) -> None:
         """Watch no longer: somebody else may have found this method, and call it."""
-        self._arounds = ()
+        self._around = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # What a group has of its own calls this one in turn.
+        if self._running and (threading.get_ident(), id(args[0])) in self._running:
+            return self._original(*args, **kwargs)
         return self._run(self._original, *args, **kwargs)
 
     def __get__(self, instance: Any, _owner: Any = None) -> Any:
         if instance is None:
             return self
-        own = vars(instance).get(self._original.__name__)
-        if own is None:
-            return partial(self._run, self._original, instance)
-        return partial(self._run_own, own, instance)
+        own = instance.__dict__.get(self._original.__name__)
+        return MethodType(self, instance) if own is None else partial(self._run_own, own, instance)
 
     def __set__(self, instance: Any, value: Any) -> None:
         vars(instance)[self._original.__name__] = value
@@ -107,20 +110,14 @@ class _Watched:
         key = threading.get_ident(), id(instance)
         self._running.add(key)
         try:
-            return self._around(lambda _, *args, **kw: own(*args, **kw), instance, *args, **kwargs)
+            return self._run(lambda _, *args, **kw: own(*args, **kw), instance, *args, **kwargs)
         finally:
             self._running.discard(key)
 
     def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # What a group has of its own calls this one in turn.
-        if self._running and (threading.get_ident(), id(args[0])) in self._running:
-            return call(*args, **kwargs)
-        return self._around(call, *args, **kwargs)
-
-    def _around(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        for recorder in entered():
-            for around in self._arounds:
-                call = partial(recorder.units.run, around, call)
+        if self._around is not None:
+            for recorder in entered():
+                call = partial(recorder.units.run, self._around, call)
         return call(*args, **kwargs)
 
 
@@ -129,14 +126,14 @@ class _Watched:
 def units() -> Iterator[None]:
     """Have each recording told what FSDP's units do on its thread, and put FSDP's methods back."""
     with contextlib.ExitStack() as undo:
-        for holder, name, *arounds in [*_fsdp2(), *_fsdp1()]:
+        for holder, name, around in [*_fsdp2(), *_fsdp1()]:
             original = vars(holder).get(name)
             if original is None:
                 module = getattr(holder, "__module__", "")  # a module itself has none
                 moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
                 use = "the recorder relies on to find the owner of a collective"
                 raise upstream.moved_error("torch", moved, use)
-            watched = _Watched(original, arounds)
+            watched = _Watched(original, around)
             undo.callback(watched.end)
             undo.enter_context(patched(holder, name, watched))
         yield
@@ -164,7 +161,10 @@ class UnitWatch:
     @property
     def owner(self) -> tuple[nn.Module, ...]:
         """The modules of the unit whose parameters are being sent; empty if none is."""
-        return next((unit.modules for unit in reversed(self._acting) if unit.serves), ())
+        for unit in reversed(self._acting):
+            if unit.serves:
+                return unit.modules
+        return ()
 
     @property
     def issuer(self) -> tuple[nn.Module, ...]:
@@ -236,6 +236,7 @@ class UnitWatch:
         yield _ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)
 
     def _trigger_in_backward(self, group: Any, *_: Any, **__: Any) -> _Around:
+        self._use(_states(_FSDP2_STATES)[1], group)
         return self._in_backward(group, serves=False)
 
     def _serve_in_backward(self, group: Any, *_: Any, **__: Any) -> _Around:
@@ -246,17 +247,14 @@ class UnitWatch:
         yield _ActingUnit(tuple(group.modules), serves=serves, is_in_backward=True)
 
     def _use_in_forward(self, group: Any, *_: Any, **__: Any) -> _Around:
-        return self._use(_states(_FSDP2_STATES)[0], group)
+        self._use(_states(_FSDP2_STATES)[0], group)
+        yield None
 
-    def _use_in_backward(self, group: Any, *_: Any, **__: Any) -> _Around:
-        return self._use(_states(_FSDP2_STATES)[1], group)
-
-    def _use(self, state: enum.Enum, group: Any) -> _Around:
+    def _use(self, state: enum.Enum, group: Any) -> None:
         # Otherwise the unit is in use already, and this is for another of its modules, or of their
         # outputs. Until torch 2.11 only the first module comes here.
         if group._training_state != state:
             self._prefetches.open_slot(state, group.modules)
-        yield None
 
     def _unshard(self, group: Any, *_: Any, **__: Any) -> _Around:
         self._groups.learn_unit(group)
@@ -358,12 +356,7 @@ def _fsdp2() -> list[tuple[Any, ...]]:
         (FSDPParamGroup, "unshard", UnitWatch._unshard),
         (FSDPParamGroup, "wait_for_unshard", UnitWatch._wait),
         (FSDPParamGroup, "reshard", UnitWatch._reshard),
-        (
-            FSDPParamGroup,
-            "pre_backward",
-            UnitWatch._trigger_in_backward,
-            UnitWatch._use_in_backward,
-        ),
+        (FSDPParamGroup, "pre_backward", UnitWatch._trigger_in_backward),
         (FSDPParamGroup, "post_backward", UnitWatch._serve_in_backward),
         # Called by `reshard`, but by the hooks of state dicts too.
         (FSDPParamGroup, "_to_sharded", UnitWatch._free),

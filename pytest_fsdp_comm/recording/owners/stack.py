@@ -279,13 +279,14 @@ def scan_stack() -> StackScan:
 
 def find_call_site() -> str:
     """What `StackScan.call_site` says, by a walk up to the innermost user code alone."""
-    library = None
-    for frame in _outwards(sys._getframe(1)):
-        kind = _kind_of(frame.f_code)
+    library, frame = None, sys._getframe(1).f_back
+    while frame is not None:
+        kind = _kinds.get(id(frame.f_code)) or _kind_of(frame.f_code)
         if kind is _Code.USER:
             return _call_site(frame)
         if kind is _Code.LIBRARY:
             library = library or frame
+        frame = frame.f_back
     return _call_site(library)
 
 
