@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Role, Source
@@ -251,9 +252,10 @@ class TensorOwners:
 
     def _held_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
         """What the model holds there; with `whole`, in which all of it lies."""
+        there = self._table.get(extent.storage, [])
         labels = {
             (id(held.label.parameter), held.label.role): held.label
-            for held in self._table.get(extent.storage, ())
+            for held in there
             if _overlap(held.extent, extent)
             and any(extent_of(now) == held.extent for now in _plain(held.now()))
         }
@@ -261,20 +263,19 @@ class TensorOwners:
             return None
         label = merged([*labels.values()])
         is_within = any(
-            held.extent.start <= extent.start and extent.end <= held.extent.end
-            for held in self._table[extent.storage]
+            held.extent.start <= extent.start and extent.end <= held.extent.end for held in there
         )
         # Beside what is known there is something else in it.
         return label if is_within or not whole else Label(parameter=None, role=None)
 
     def _make_table(self) -> None:
-        self._table.clear()
+        self._table = {}  # another thread may read the one before
         self._parameters = {
             id(parameter): parameter for parameter, _ in registered_parameters(self._roots)
         }
         for parameter in self._parameters.values():
             self._hold(parameter, Role.PARAMETERS, functools.partial(_itself, parameter))
-            if parameter.grad is not None:
+            if parameter.is_leaf and parameter.grad is not None:
                 self._hold(parameter, Role.GRADIENTS, functools.partial(getattr, parameter, "grad"))
         for optimizer in self._optimizers:
             for parameter in optimizer.state:
@@ -293,8 +294,8 @@ class TensorOwners:
 
     def _learn_running(self, modules: Modules) -> None:
         """Look at what the running module has registered since the table was made."""
-        for parameter in (own for one in modules for own in one._parameters.values()):
-            if parameter is not None and id(parameter) not in self._parameters:
+        for parameter in (own for one in modules for own in _registered(one)):
+            if id(parameter) not in self._parameters:
                 self._parameters[id(parameter)] = parameter
                 self._hold(parameter, Role.PARAMETERS, functools.partial(_itself, parameter))
 
@@ -319,9 +320,8 @@ def registered_parameters(
 ) -> Iterator[tuple[torch.Tensor, nn.Module]]:
     """Each parameter with each module that registered it, also while FSDP has put another there."""
     for module in (module for root in roots for module in root.modules()):
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                yield parameter, module
+        for parameter in _registered(module):
+            yield parameter, module
         for group in param_groups(module):
             for managed in group.fsdp_params:
                 info = managed._module_info
@@ -372,8 +372,15 @@ def _may_be_copy(given: Any, modules: Modules) -> bool:
     """Whether something without a graph is shaped as a parameter of the running module is."""
     if given is None or given.requires_grad:
         return False
-    own = (one for module in modules for one in module._parameters.values() if one is not None)
+    own = (one for module in modules for one in _registered(module))
     return any(given.shape == parameter.shape for parameter in own)
+
+
+def _registered(module: nn.Module) -> Iterator[torch.Tensor]:
+    for parameter in module._parameters.values():
+        # That of a lazy module has neither shape nor bytes before its first forward.
+        if parameter is not None and not is_lazy(parameter):
+            yield parameter
 
 
 def _plain(value: object) -> Iterator[torch.Tensor]:

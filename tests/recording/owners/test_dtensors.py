@@ -18,6 +18,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from pytest_fsdp_comm.recording.owners.arithmetic import Arithmetic
+from pytest_fsdp_comm.recording.owners.tensors import TensorOwners
+
 pytestmark = pytest.mark.distributed(world_size=2)
 
 NAMES = ["embed", "layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down", "head"]
@@ -696,4 +699,46 @@ def test_a_hook_may_gather_its_parameter_or_average_its_gradient(comm_mode, devi
         f"backward 0 parameters all_gather {whole}",
         f"backward 0 gradients all_reduce {own}",
         f"backward 0 gradients all_gather {whole}",
+    ]
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_nothing_is_looked_up_where_units_send_everything(
+    comm_mode, device_mesh, monkeypatch, replicated
+):
+    if replicated:
+        model = nn.parallel.DistributedDataParallel(Model())
+    else:
+        model = shard(Model(), device_mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def run():
+        step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run()
+    for looking in ("_of_tensors", "_make_table"):
+        monkeypatch.delattr(TensorOwners, looking)
+    monkeypatch.delattr(Arithmetic, "__init__")
+    with comm_mode(model):
+        run()
+    assert {event.source.value for event in comm_mode.events} == {"ddp" if replicated else "fsdp"}
+
+
+def test_a_lazy_module_has_no_parameter_yet(comm_mode):
+    class Sending(nn.Module):
+        def forward(self, x):
+            dist.all_reduce(x)
+            return x
+
+    model = nn.Sequential(Sending(), nn.LazyLinear(WIDTH, bias=False))
+
+    def send():
+        step(model)
+        all_reduced(model[1].weight.grad)
+
+    assert sent_of(comm_mode, model, send) == [
+        f"forward 0 activations all_reduce {2 * WIDTH * FLOAT}",
+        f"outside 1 gradients all_reduce {LINEAR_NBYTES}",
     ]
