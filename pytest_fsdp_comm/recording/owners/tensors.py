@@ -252,21 +252,20 @@ class TensorOwners:
 
     def _held_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
         """What the model holds there; with `whole`, in which all of it lies."""
-        there = self._table.get(extent.storage, [])
-        labels = {
-            (id(held.label.parameter), held.label.role): held.label
-            for held in there
+        found = [
+            held
+            for held in self._table.get(extent.storage, ())
             if _overlap(held.extent, extent)
             and any(extent_of(now) == held.extent for now in _plain(held.now()))
-        }
-        if not labels:
-            return None
-        label = merged([*labels.values()])
+        ]
+        label = merged([held.label for held in found])
         is_within = any(
-            held.extent.start <= extent.start and extent.end <= held.extent.end for held in there
+            held.extent.start <= extent.start and extent.end <= held.extent.end for held in found
         )
+        if label is None or is_within or not whole:
+            return label
         # Beside what is known there is something else in it.
-        return label if is_within or not whole else Label(parameter=None, role=None)
+        return Label(parameter=None, role=None)
 
     def _make_table(self) -> None:
         self._table = {}  # another thread may read the one before
