@@ -355,6 +355,24 @@ def test_muon_sends_what_it_makes_of_each_gradient(comm_mode, device_mesh, send,
     assert found == 2 * [f"optimizer {name} {one}" for name in NAMES for one in sent]
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
+def test_a_step_that_calls_compiled_code_is_compiled_as_often_and_named(comm_mode, device_mesh):
+    @torch.compile(backend="aot_eager")
+    def double(update):
+        return update + update
+
+    model = simple_fsdp(Model(), device_mesh())
+    optimizer = Muon(model.parameters(), lambda *given: double(nesterov(*given)))
+    step(model)
+    optimizer.step()
+    frames = dict(torch._dynamo.utils.counters["frames"])
+    with comm_mode(model):
+        optimizer.step()
+    assert torch._dynamo.utils.counters["frames"] == frames
+    sent = f"gradients all_gather {LINEAR_NBYTES // 2}"
+    assert lines(comm_mode) == [f"optimizer {name} {sent}" for name in NAMES]
+
+
 class Shampoo(torch.optim.Optimizer):
     """Keeps its own rows of each factor, and gathers the gradient and the factor."""
 
