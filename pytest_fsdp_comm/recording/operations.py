@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pytest_fsdp_comm.comm.events import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 _ASYNC_NAMES: Final = ("async_op", "asyncOp")
 """The argument that says whether a call is asynchronous, as torch 2.13 and earlier ones name it."""
