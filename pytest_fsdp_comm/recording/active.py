@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
@@ -50,9 +51,23 @@ _stashed: Callable[[str], tuple[Recorder, ...]] = _tls("_get_obj_in_tls")
 _stash: Callable[[str, tuple[Recorder, ...]], None] = _tls("_stash_obj_in_tls")
 
 
+# As torch's, by thread: asked a thousand times a step, where each call into torch counts.
+_entered: dict[int, tuple[Recorder, ...]] = {}
+
+
 def entered() -> tuple[Recorder, ...]:
     """The recordings that this thread entered, or the one whose backward it runs; oldest first."""
+    found = _entered.get(threading.get_ident())
+    if found is not None:
+        return found
     return _stashed(_KEY) if _is_stashed(_KEY) else ()
+
+
+def _enter(recorders: tuple[Recorder, ...]) -> None:
+    _entered[threading.get_ident()] = recorders
+    _stash(_KEY, recorders)
+    if not recorders:
+        del _entered[threading.get_ident()]
 
 
 @contextlib.contextmanager
@@ -61,11 +76,11 @@ def under_way(recorder: Recorder) -> Iterator[None]:
     global _recorders  # noqa: PLW0603  # what torch patches for the process has one list of users
     with _lock:
         _recorders = (*_recorders, recorder)
-    _stash(_KEY, (*entered(), recorder))
+    _enter((*entered(), recorder))
     try:
         yield
     finally:
-        _stash(_KEY, tuple(other for other in entered() if other is not recorder))
+        _enter(tuple(other for other in entered() if other is not recorder))
         with _lock:
             _recorders = tuple(other for other in _recorders if other is not recorder)
 
@@ -92,9 +107,9 @@ def _python_thread() -> threading.Thread | None:
 
 # Note [Not compiled]
 # In a function that torch.compile cannot take as a whole, the compiler looks at each frame that is
-# run, ours too. It passes over the code of torch's own files, so that is where functions say that
-# they come from which torch calls in place of its own; what they call is run without the compiler,
-# as `torch.compiler.disable` does it, which has the cost of a context manager.
+# run, ours too. It passes over the code below torch's own directory, so that is where functions say
+# that they come from which torch calls in place of its own; what they call is run without the
+# compiler, as `torch.compiler.disable` does it, which has the cost of a context manager.
 
 set_compiler: Callable[[Any], Any] = upstream.look_up(  # read in torch 2.6 to 2.15
     "torch", "torch._C._dynamo.eval_frame", "set_eval_frame", "the recorder relies on to run"
@@ -103,16 +118,18 @@ set_compiler: Callable[[Any], Any] = upstream.look_up(  # read in torch 2.6 to 2
 
 _Function = TypeVar("_Function")
 
-OWN_CODES: Final[list[CodeType]] = []
-"""The code of functions of the recorder that say that they are torch's."""
+OWN_CODES: Final[dict[CodeType, CodeType]] = {}
+"""Of functions of the recorder, what is written, and what says that it is torch's."""
 
 
 def uncompiled(function: _Function) -> _Function:
     """Have the compiler pass over a function. See Note [Not compiled]."""
-    torch_file = torch.Tensor.__array__.__code__.co_filename
     own: Any = function
-    own.__code__ = own.__code__.replace(co_filename=torch_file)
-    OWN_CODES.append(own.__code__)
+    if own.__code__ not in OWN_CODES:
+        # Of no file that is there, so that a traceback does not show a line of it.
+        path = str(Path(torch.__file__).with_name("pytest_fsdp_comm.py"))
+        OWN_CODES[own.__code__] = own.__code__.replace(co_filename=path)
+    own.__code__ = OWN_CODES[own.__code__]
     return function
 
 

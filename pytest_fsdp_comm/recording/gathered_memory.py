@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class GatheredMemory:
@@ -14,13 +17,13 @@ class GatheredMemory:
         self._total = 0
         self.peak = 0
 
-    def learn(self, unit: Any, nbytes: int) -> None:
+    def learn(self, unit: Any, held: Callable[[Any], int]) -> None:
         """Add a unit that is not known yet, just before its first change or when all is over."""
         # What it holds by then, it has held all the time: the peak rises by it, whenever the peak
         # was. A step therefore has the same peak whether it gathers the root, or finds it gathered
         # by an earlier forward.
         if unit not in self._nbytes:
-            self._nbytes[unit] = nbytes
+            nbytes = self._nbytes[unit] = held(unit)
             self._total += nbytes
             self.peak += nbytes
 

@@ -159,6 +159,7 @@ def gaps() -> Iterator[Gap]:
         )
 
 
+@functools.cache
 def _collective_kernel(call: Call) -> Callable[..., Any]:
     below, redispatch = _keys_below(), call.func.redispatch
 
@@ -182,11 +183,11 @@ def _recorded(
     recorders, outlived = whose_call()
     for recorder in outlived:
         recorder.note_outliving_thread(call)
-    for recorder in recorders:
+    for recorder in recorders[1:]:
         run = functools.partial(recorder.run_collective, call, args, kwargs, run)
     _thread.is_inside = True
     try:
-        return run()
+        return recorders[0].run_collective(call, args, kwargs, run) if recorders else run()
     finally:
         _thread.is_inside = False
 
@@ -238,6 +239,7 @@ def copies() -> Iterator[None]:
         yield
 
 
+@functools.cache
 def _noting_kernel(name: str) -> Callable[..., Any]:
     func, below = _overload(name), _keys_below()
 
@@ -269,6 +271,7 @@ def _copy_kernel(func: OpOverload) -> Callable[..., Any]:
     return kernel
 
 
+@functools.cache
 def _keys_below() -> Any:
     return torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
 

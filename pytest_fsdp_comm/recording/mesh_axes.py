@@ -65,15 +65,15 @@ class GroupNames:
                 continue
             self._axes.setdefault(group.group_name, axis)
 
-    def learn_parameters(self, roots: Iterable[nn.Module]) -> None:
-        """Learn the meshes over which parameters are distributed."""
+    def learn_parameters(self, modules: Iterable[nn.Module]) -> None:
+        """Learn the meshes over which the modules' own parameters are distributed."""
         # Compiled code sends without a trace of its mesh, and torch gives the default group to a
         # mesh over all ranks, whose description names no axis.
         tensors: Any = sys.modules.get("torch.distributed.tensor")
         if tensors is None:
             return
-        for root in roots:
-            for parameter in root.parameters():
+        for module in modules:
+            for parameter in module._parameters.values():
                 if isinstance(parameter, tensors.DTensor):
                     self.learn_mesh(parameter.device_mesh)
 
@@ -209,19 +209,6 @@ def own_world() -> tuple[int, int, str]:
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1, ""
     return dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
-
-
-def group_of(bound: dict[str, Any]) -> dist.ProcessGroup | None:
-    """The group among a call's arguments; None if it has none that is known here."""
-    given: Any = bound.get("process_group", bound.get("group_name"))
-    group: dist.ProcessGroup | None = given
-    if isinstance(given, str):
-        # Private, but what torch's own functional collectives call (read in torch 2.6 to 2.13).
-        distributed: Any = dist.distributed_c10d
-        group = distributed._resolve_process_group(given)
-    elif given is not None and not isinstance(given, dist.ProcessGroup):
-        group = dist.ProcessGroup.unbox(given)
-    return group
 
 
 def _name_of(description: str, ranks: Sequence[int]) -> str:

@@ -203,7 +203,7 @@ class ModuleTracer:
         called = {seen.name: seen for seen in self._called if seen.module() is not None}
         return ModuleTrace(
             modules=lambda: tuple(called.values()),
-            keys=_keys_of_owners(owners, roots, names, keys),
+            keys=_keys_of_owners(owners, names, keys),
             operations=functools.partial(_operation_dicts, tuple(self._operations)),
         )
 
@@ -213,7 +213,7 @@ def untraced(roots: Sequence[nn.Module], names: ModuleNames, owners: Iterable[st
     return ModuleTrace(
         # Lazily: every block has a trace, and few tests look at it.
         modules=functools.partial(_modules_below, [weakref.ref(root) for root in roots]),
-        keys=_keys_of_owners(owners, roots, names, _keys(roots)),
+        keys=_keys_of_owners(owners, names, _keys(roots)),
     )
 
 
@@ -258,12 +258,9 @@ def _keys(roots: Iterable[nn.Module]) -> dict[int, str]:
 
 
 def _keys_of_owners(
-    owners: Iterable[str],
-    roots: Sequence[nn.Module],
-    names: ModuleNames,
-    keys: Mapping[int, str],
+    owners: Iterable[str], names: ModuleNames, keys: Mapping[int, str]
 ) -> dict[str, tuple[str, ...]]:
-    below = [module for root in roots for module in root.modules()]
+    below = names.modules
     own = {fqn: keys[id(module)] for module in below if (fqn := names.fqn(module)) is not None}
     callable_ = {keys[id(module)] for module in below if has_forward(module)}
 

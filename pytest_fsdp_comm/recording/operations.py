@@ -203,6 +203,9 @@ class Call:
         self.op = f"{func.namespace}.{func.overloadpacket.__name__}"
         arguments = func._schema.arguments
         self._names = [argument.name for argument in arguments]
+        named = [name for name in ("process_group", "group_name") if name in self._names]
+        self._group = named[0] if named else ""
+        self._group_at = self._names.index(self._group) if named else len(self._names)
         self._defaults = {
             arg.name: arg.default_value for arg in arguments if arg.has_default_value()
         }
@@ -211,6 +214,46 @@ class Call:
         """The arguments by name, those included that torch leaves out as the default."""
         return {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
 
+    def group(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
+        """The group of a call; None if it has none that is known here."""
+        is_placed = self._group_at < len(args)
+        given: Any = args[self._group_at] if is_placed else kwargs.get(self._group)
+        group: dist.ProcessGroup | None = given
+        if isinstance(given, str):
+            # Private, but what torch's own functional collectives call (read in torch 2.6 to 2.13).
+            distributed: Any = dist.distributed_c10d
+            group = distributed._resolve_process_group(given)
+        elif given is not None and not isinstance(given, dist.ProcessGroup):
+            group = dist.ProcessGroup.unbox(given)
+        return group
+
+
+class Sized:
+    """What is kept of a tensor that was sent, until its call is read."""
+
+    __slots__ = ("_numel", "dtype")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Keep its size, and not the tensor."""
+        self.dtype = tensor.dtype
+        self._numel = tensor.numel()
+
+    def numel(self) -> int:
+        """As of the tensor."""
+        return self._numel
+
+    @property
+    def itemsize(self) -> int:
+        """As of the tensor."""
+        return self.dtype.itemsize
+
+
+def without_tensors(value: Any) -> Any:
+    """An argument with `Sized` in place of each tensor."""
+    if isinstance(value, torch.Tensor):
+        return Sized(value)
+    return [*map(without_tensors, value)] if isinstance(value, (list, tuple)) else value
+
 
 def shows_async() -> bool:
     """Whether this torch says which calls are asynchronous."""
@@ -218,9 +261,9 @@ def shows_async() -> bool:
     return not {argument.name for argument in arguments}.isdisjoint(_ASYNC_NAMES)
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors of nested lists, in order."""
-    if isinstance(value, torch.Tensor):
+def tensors_in(value: Any) -> list[Any]:
+    """All tensors of nested lists, or what `without_tensors` has put there, in order."""
+    if isinstance(value, (torch.Tensor, Sized)):
         return [value]
     if isinstance(value, dict):
         value = [*value.values()]
@@ -241,22 +284,23 @@ def messages(
             for call, number, tensor in calls
             for message in messages(call, group, {"tensor": tensor, call.peer: number}, None)
         ]
-    root_rank = _rank_in(group, bound.get(operation.root))
     sent, received = _sent_and_received(operation, group, bound, result)
+    root_rank = _rank_in(group, bound[operation.root]) if operation.root else None
     if operation.kind == "broadcast":
         is_source = group is not None and group.rank() == root_rank
         sent, received = (sent, []) if is_source else ([], received)
+    is_unsized = operation.is_unsized
     return [
         {
             "kind": operation.kind,
             "dtype": _dtype(sent or received),
-            "nbytes_sent": 0 if operation.is_unsized else _nbytes(sent),
-            "nbytes_received": 0 if operation.is_unsized else _nbytes(received),
-            "is_unsized": operation.is_unsized,
-            "peer": _peer(group, bound.get(operation.peer)),
+            "nbytes_sent": 0 if is_unsized else _nbytes(sent),
+            "nbytes_received": 0 if is_unsized else _nbytes(received),
+            "is_unsized": is_unsized,
+            "peer": _peer(group, bound[operation.peer]) if operation.peer else None,
             "root_rank": root_rank,
             "reduce_op": _reduce_op(bound.get("reduce_op", bound.get("red_op"))),
-            "is_async": next((bound[name] for name in _ASYNC_NAMES if name in bound), None),
+            "is_async": bound.get("async_op", bound.get("asyncOp")),
         }
     ]
 
@@ -297,13 +341,22 @@ def _peer(group: dist.ProcessGroup | None, number: int | None) -> int | None:
 
 
 def _reduce_op(given: Any) -> str | None:
+    if given is None:
+        return None
     if isinstance(given, str):  # of a functional collective
         return given.lower()
     # c10d is given a boxed object, whose only method says a number. Some torch does not show it.
-    return str(dist.ReduceOp.RedOpType(given.op()).name).lower() if hasattr(given, "op") else None
+    return _reduce_op_name(given.op()) if hasattr(given, "op") else None
+
+
+@functools.cache
+def _reduce_op_name(number: int) -> str:
+    return str(dist.ReduceOp.RedOpType(number).name).lower()
 
 
 def _dtype(tensors: Sequence[torch.Tensor]) -> str:
+    if len(tensors) == 1:
+        return _dtype_name(tensors[0].dtype)
     return joined_dtypes([tensor.dtype for tensor in tensors])
 
 
@@ -318,7 +371,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum([tensor.numel() * tensor.itemsize for tensor in tensors])
 
 
 def timing_category(kind: str, source: Source) -> str | None:

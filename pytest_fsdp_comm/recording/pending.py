@@ -5,6 +5,8 @@
 # queries it in the block. A mesh that names a group, the root that names modules and the replica
 # that a bucket serves may all show up after their first use, and how far ahead a gather was issued
 # is known once the unit is used. Until then modules are held as such, and a group by its key.
+# What a unit sends is not even read before: of its call the sizes are kept (`Pending.issued`),
+# since what is done between a model's operations takes five times as long as in one go.
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from pytest_fsdp_comm.comm.events import (
     Role,
     Source,
 )
-from pytest_fsdp_comm.recording.operations import REDUCING, joined_dtypes
+from pytest_fsdp_comm.recording.operations import (
+    REDUCING,
+    joined_dtypes,
+    messages,
+    parts_sent,
+)
 from pytest_fsdp_comm.recording.owners.attribution import Attribution
 
 if TYPE_CHECKING:
@@ -50,6 +57,19 @@ class Pending(Generic[Event]):
     """The key of a collective's group in `GroupNames`; None if the operation shows none."""
     parts: tuple[tuple[str, int], ...] = ()
     """Of a collective that sends several tensors, dtype and bytes of each; empty for any other."""
+    issued: tuple[Any, ...] | None = None
+    """Of a unit's collective that was not read yet, with `Sized` for each tensor: its `Call`, its
+    arguments, its result, its group, and the call site. None for any other event."""
+
+    def read(self) -> None:
+        """Read what was issued, if it was not read yet."""
+        if self.issued is None:
+            return
+        call, args, result, group, call_site = self.issued
+        self.issued, bound = None, call.bind(args, {})
+        (message,) = messages(call.operation, group, bound, result)
+        self.fields = {"op": call.op, "call_site": call_site, **message}
+        self.parts = parts_sent(call.operation, bound)
 
     def named(self, names: OwnerNames, axes: Mapping[str, MeshAxis]) -> Event:
         """Make the record, with axes by the keys of their groups."""

@@ -7,9 +7,9 @@ import itertools
 import threading
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.recording import kernels
 from pytest_fsdp_comm.recording.active import entered, noting_threads, under_way
-from pytest_fsdp_comm.recording.mesh_axes import GroupNames, group_of, own_world, process_groups
+from pytest_fsdp_comm.recording.mesh_axes import GroupNames, own_world, process_groups
 from pytest_fsdp_comm.recording.modes import WatchingMode
 from pytest_fsdp_comm.recording.module_trace import ModuleTrace, ModuleTracer, untraced
 from pytest_fsdp_comm.recording.operations import (
@@ -41,6 +41,7 @@ from pytest_fsdp_comm.recording.operations import (
     shows_async,
     tensors_in,
     timing_category,
+    without_tensors,
 )
 from pytest_fsdp_comm.recording.owners.arithmetic import optimizers
 from pytest_fsdp_comm.recording.owners.attribution import (
@@ -84,6 +85,8 @@ class RecordedBlock:
     trace: ModuleTrace
 
 
+_SENT_BY_UNITS: Final = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast"})
+
 _numbers = itertools.count()
 
 
@@ -108,8 +111,7 @@ class Recorder:
         self._earlier_roots = earlier_roots
         self._has_given_root = bool(models)
         self._lacks_root = not models
-        # The given models without a module that has run, each with the ids of its modules.
-        self._idle = [(model, set(map(id, model.modules()))) for model in models]
+        self._idle: list[tuple[nn.Module, set[int]]] = []
         # An index is taken before the call: what the call itself causes comes after it.
         self._indices = itertools.count()
         self._pending: list[Pending[Any]] = []
@@ -129,6 +131,7 @@ class Recorder:
         self._unseen: dict[Gap, None] = {}
         # .attribution on a thread that runs a callback which the block registered.
         self._here = threading.local()
+        self._num_resumed = 0
         self._lock = threading.Lock()  # other threads record too
 
     @contextlib.contextmanager
@@ -193,6 +196,8 @@ class Recorder:
         return block
 
     def _all(self, record: type[Event]) -> list[Pending[Event]]:
+        for entry in self._pending:
+            entry.read()
         return [entry for entry in self._pending if entry.record is record]
 
     def _named(self) -> RecordedBlock:
@@ -201,10 +206,12 @@ class Recorder:
         if not self._has_given_root:
             self._learn_roots()
         names = OwnerNames(self._roots, are_parts=self._has_given_root)
-        self._groups.learn_parameters(self._roots)
+        self._groups.learn_parameters(names.modules.modules)
         self.tensors.settle()
         # By index: an event is held when its call returns, after what the call itself caused.
         pending = sorted(self._pending, key=attrgetter("index"))
+        for entry in pending:
+            entry.read()
         axes = self._groups.axes(entry.group for entry in pending if entry.group is not None)
 
         def named(record: type[Event]) -> tuple[Event, ...]:
@@ -225,7 +232,7 @@ class Recorder:
             copies=named(HostDeviceCopy),
             timings=tuple(Timing(category=name, seconds=s) for name, s in self._seconds.items()),
             notes=(*self._notes, *notes, *(gap.text for gap in gaps)),
-            peak_gathered_nbytes=self.units.peak_gathered_nbytes(self._roots),
+            peak_gathered_nbytes=self.units.peak_gathered_nbytes(names.modules.modules),
             gaps=gaps,
         )
         owners = {event.owner for event in collectives if event.owner is not None}
@@ -294,8 +301,7 @@ class Recorder:
         self, names: OwnerNames, recorded: Sequence[Collective], used_groups: Iterable[str]
     ) -> Names:
         """List the names that queries may use; only after the axes were named: it learns some."""
-        modules = (module for root in self._roots for module in root.modules())
-        units = [unit for module in modules for unit in param_groups(module)]
+        units = [unit for module in names.modules.modules for unit in param_groups(module)]
         if dist.is_initialized():  # the block may have destroyed it
             for unit in units:
                 self._groups.learn_unit(unit)
@@ -348,25 +354,42 @@ class Recorder:
         self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
     ) -> Any:
         """Run a collective, and record it."""
-        operation, bound = call.operation, call.bind(args, kwargs)
-        attribution, scan = self._attribute_unit(), None
-        if attribution is None:
-            scan = scan_stack()
-            attribution = self._attribute(scan, call.namespace)
-            attribution = self.tensors.name(scan, operation, bound, attribution)
-        call_site = find_call_site() if scan is None else scan.call_site
-        index = next(self._indices)
+        attribution = self._attribute_unit()
+        if attribution is None or kwargs or call.operation.kind not in _SENT_BY_UNITS:
+            return self._run_unattributed(call, args, kwargs, run)
+        index, call_site = next(self._indices), find_call_site()
+        result = self._timed(call.operation.kind, attribution.source, run)
+        group = call.group(args, kwargs)
+        key = None if group is None else self._groups.note(group)
+        issued = (call, without_tensors(args), without_tensors(result), group, call_site)
+        with self._lock:
+            if self._is_recording:
+                self._pending.append(
+                    Pending(Collective, index, attribution, {}, key, issued=issued)
+                )
+                self._witness.follow()
+        self._redistribution_watch.note_collective(None)
+        return result
+
+    def _timed(self, kind: str, source: Source, run: Callable[[], Any]) -> Any:
         started = time.perf_counter()
         try:
-            result = run()
+            return run()
         finally:
-            seconds = time.perf_counter() - started
-            self._add_seconds(timing_category(operation.kind, attribution.source), seconds)
-        group = group_of(bound)
+            self._add_seconds(timing_category(kind, source), time.perf_counter() - started)
+
+    def _run_unattributed(
+        self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        operation, bound, scan = call.operation, call.bind(args, kwargs), scan_stack()
+        attribution = self._attribute(scan, call.namespace)
+        attribution = self.tensors.name(scan, operation, bound, attribution)
+        index, call_site = next(self._indices), scan.call_site
+        result = self._timed(operation.kind, attribution.source, run)
+        group = call.group(args, kwargs)
         key = None if group is None else self._groups.note(group)
-        if scan is not None:
-            received = result if operation.received == "return" else bound.get(operation.received)
-            self.tensors.follow(operation, attribution, tensors_in(received))
+        received = result if operation.received == "return" else bound.get(operation.received)
+        self.tensors.follow(operation, attribution, tensors_in(received))
         parts = parts_sent(operation, bound)
         with self._lock:
             if not self._is_recording:  # the block ended while a callback's collective ran
@@ -381,9 +404,7 @@ class Recorder:
                 self._witness.follow()
         if self.reads is not None and operation.kind == "all_to_all":
             self.reads.note_splits(bound, call_site)
-        start = self._redistribution_watch.note_collective(
-            None if scan is None else scan.redistribution
-        )
+        start = self._redistribution_watch.note_collective(scan.redistribution)
         if start is not None:
             self._hold(Redistribution, attribution, {**start, "call_site": call_site})
         return result
@@ -422,14 +443,9 @@ class Recorder:
         issued = self._attribute_unit() or self._attribute(scan_stack())
         if action == "reshard":
             self._add_seconds("resharding", seconds)
-        own = Attribution(
-            modules,
-            issued.issued_in,
-            issued.phase,
-            Source.FSDP,
-            lacks_forward=issued.lacks_forward,
-            gather=issued.gather,
-        )
+        own = issued
+        if issued.owner is not modules or issued.source is not Source.FSDP:
+            own = replace(issued, owner=modules, source=Source.FSDP)
         self._hold(Reshard, own, {"action": action, "nbytes": nbytes})
 
     def _hold(self, record: type[Any], own: Attribution, fields: dict[str, Any]) -> None:
@@ -440,10 +456,12 @@ class Recorder:
         """Record a callback on any thread as part of what registered it."""
         before = getattr(self._here, "attribution", None)
         self._here.attribution = attribution
+        self._num_resumed += 1
         try:
             yield
         finally:
             self._here.attribution = before
+            self._num_resumed -= 1
 
     def attribute_callback(self) -> Attribution:
         """The attribution of what registers a callback now."""
@@ -454,10 +472,10 @@ class Recorder:
         return self._attribute(scan).phase, scan.call_site
 
     def _attribute_unit(self) -> Attribution | None:
-        if getattr(self._here, "attribution", None) is not None or self not in entered():
+        if self._num_resumed:
             return None
         found = attribute_unit(self.units, self._backward)
-        if found is not None:
+        if found is not None and (self._idle or not self._has_given_root):
             self._note_acting(found, self._backward.outermost)
         return found
 
@@ -505,13 +523,17 @@ class Recorder:
 
     def _note_entry_state(self) -> None:
         self._note_unseen_groups()
-        unsharded = [
-            escape(name)
-            for root in self._roots
-            for name, module in root.named_modules()
-            for group in param_groups(module)
-            if group.is_unsharded
-        ]
+        unsharded = []
+        for root in self._roots:
+            named = [*root.named_modules()]
+            # The given models without a module that has run, each with the ids of its modules.
+            self._idle.append((root, {id(module) for _, module in named}))
+            unsharded += [
+                escape(name)
+                for name, module in named
+                for group in param_groups(module)
+                if group.is_unsharded
+            ]
         if unsharded:
             self._notes.append(
                 "already unsharded when the recording began, so their first all-gather is "

@@ -119,6 +119,7 @@ class BackwardMap:
         self._next_number: Callable[[], int] = _autograd("torch.autograd", "_get_sequence_nr")
         self._current_node: Callable[[], Any] = _autograd("torch._C", "_current_autograd_node")
         self._current_task: Callable[[], int] = _autograd("torch._C", "_current_graph_task_id")
+        self._graph_type = graph_type()
         self._roots: list[nn.Module] = []
         # By identity of a parameter, the first module that registered it; None if none did.
         self._registering: dict[int, nn.Module | None] = {}
@@ -166,17 +167,20 @@ class BackwardMap:
 
     def enter(self, entered: nn.Module | None) -> int:
         """Note that a module runs from now on, or the engine (None); return what `leave` takes."""
-        self.note_nodes()
+        # Called for each module, so without a further call where nothing was made.
+        if self._next_number() > self._end:
+            self.note_nodes()
         depth = len(self._running)
         if self.innermost is None:
             self.is_in_step = is_in_step()
-        if not isinstance(entered, graph_type()):
+        if not isinstance(entered, self._graph_type):
             self._running.append(entered)
         return depth
 
     def leave(self, depth: int) -> None:
         """Note that what was entered then has returned or failed, and all that it entered."""
-        self.note_nodes()
+        if self._next_number() > self._end:
+            self.note_nodes()
         del self._running[depth:]
 
     def leave_module(self, module: nn.Module) -> None:
@@ -246,13 +250,22 @@ class BackwardMap:
 
 def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | None:
     """As `attribute`, without a look at the stack; None if that is needed."""
+    acting = units.innermost
+    if acting is None:
+        return None
+    found: Attribution | None = acting.attribution
+    if found is not None:
+        return found
     owner, innermost = units.owner, backward.innermost
     in_backward = units.is_in_backward or backward.is_in_engine
     if not owner or (innermost is None and not in_backward):
         return None
     phase = _phase(innermost, in_step=backward.is_in_step, in_backward=in_backward)
     issuer = units.issuer if innermost is None else (innermost,)
-    return Attribution(owner, issuer, phase, Source.FSDP, gather=units.gather)
+    found = acting.attribution = Attribution(
+        owner, issuer, phase, Source.FSDP, gather=acting.gather
+    )
+    return found
 
 
 def attribute(

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from types import MethodType
@@ -55,7 +55,7 @@ _FSDP2_STATES = (
 
 
 @dataclass(slots=True)
-class _ActingUnit:
+class ActingUnit:
     """A unit with a method that runs now. See Note [Acting units]."""
 
     modules: tuple[nn.Module, ...]
@@ -64,9 +64,12 @@ class _ActingUnit:
     is_in_backward: bool = False
     """Whether the method belongs to backward. A pipeline schedule calls it outside of autograd."""
     gather: Gather | None = None
+    attribution: Any = None
+    """The `Attribution` of all that happens in the method, once something has; None before."""
+    thread: int = field(default_factory=threading.get_ident)
 
 
-_Around = Generator["_ActingUnit | None", None, None]
+_Around = Generator["ActingUnit | None", None, None]
 """Yields the unit that acts in a method, or None; goes on as it still acts, unless that raised."""
 
 _Watch = Callable[..., _Around]
@@ -88,10 +91,11 @@ class _Watched:
         self._around = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # What a group has of its own calls this one in turn.
-        if self._running and (threading.get_ident(), id(args[0])) in self._running:
-            return self._original(*args, **kwargs)
-        return self._run(self._original, *args, **kwargs)
+        recorders = entered()
+        if self._around is None or len(recorders) != 1 or self._running:
+            return self._run(self._original, *args, **kwargs)
+        # Called some fifteen times a unit, nearly always by one recording.
+        return recorders[0].units.run(self._around, self._original, *args, **kwargs)
 
     def __get__(self, instance: Any, _owner: Any = None) -> Any:
         if instance is None:
@@ -115,7 +119,9 @@ class _Watched:
             self._running.discard(key)
 
     def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._around is not None:
+        # What a group has of its own calls this one in turn.
+        is_inside = call is self._original and (threading.get_ident(), id(args[0])) in self._running
+        if self._around is not None and not is_inside:
             for recorder in entered():
                 call = partial(recorder.units.run, self._around, call)
         return call(*args, **kwargs)
@@ -151,12 +157,18 @@ class UnitWatch:
 
         It is given the unit's modules and bytes, and a reshard's host seconds: 0.0 for an unshard.
         """
-        self._acting: list[_ActingUnit] = []
+        self._acting: list[ActingUnit] = []
         self._on_reshard = on_reshard
         self._groups = groups
         self._prefetches = Prefetches()
         self._memory = GatheredMemory()
         self._unsharded_nbytes: dict[Any, int] = {}
+
+    @property
+    def innermost(self) -> ActingUnit | None:
+        """The unit with a method that this thread runs, and nothing of another one in it."""
+        unit = self._acting[-1] if self._acting else None
+        return unit if unit is not None and unit.thread == threading.get_ident() else None
 
     @property
     def owner(self) -> tuple[nn.Module, ...]:
@@ -181,15 +193,15 @@ class UnitWatch:
         """The gather that is being issued; None if none is."""
         return self._acting[-1].gather if self._acting else None
 
-    def peak_gathered_nbytes(self, roots: Iterable[nn.Module]) -> int:
+    def peak_gathered_nbytes(self, modules: Iterable[nn.Module]) -> int:
         """The most bytes of parameters that were gathered at once in the block."""
         # Units that were gathered all the time, without any change, count too.
-        for module in (module for root in roots for module in root.modules()):
+        for module in modules:
             for group in param_groups(module):
-                self._memory.learn(group, self._gathered_nbytes(group))
+                self._memory.learn(group, self._gathered_nbytes)
             handle = _handle_of(module)
             if handle is not None:
-                self._memory.learn(handle, _gathered_nbytes_of_handle(handle))
+                self._memory.learn(handle, _gathered_nbytes_of_handle)
         return self._memory.peak
 
     def _nbytes_of(self, group: Any) -> int:
@@ -233,7 +245,7 @@ class UnitWatch:
         return result
 
     def _before_backward(self, state: Any, *_: Any, **__: Any) -> _Around:
-        yield _ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)
+        yield ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)
 
     def _trigger_in_backward(self, group: Any, *_: Any, **__: Any) -> _Around:
         self._use(_states(_FSDP2_STATES)[1], group)
@@ -244,7 +256,7 @@ class UnitWatch:
 
     def _in_backward(self, group: Any, *, serves: bool) -> _Around:
         self._groups.learn_mesh(group.mesh_info.mesh)
-        yield _ActingUnit(tuple(group.modules), serves=serves, is_in_backward=True)
+        yield ActingUnit(tuple(group.modules), serves=serves, is_in_backward=True)
 
     def _use_in_forward(self, group: Any, *_: Any, **__: Any) -> _Around:
         self._use(_states(_FSDP2_STATES)[0], group)
@@ -258,10 +270,10 @@ class UnitWatch:
 
     def _unshard(self, group: Any, *_: Any, **__: Any) -> _Around:
         self._groups.learn_unit(group)
-        self._memory.learn(group, self._gathered_nbytes(group))
+        self._memory.learn(group, self._gathered_nbytes)
         pending = group._all_gather_result
         modules, gather = tuple(group.modules), self._prefetches.begin()
-        yield _ActingUnit(modules, gather=gather)
+        yield ActingUnit(modules, gather=gather)
         # Set by a gather that was really issued, and only then.
         if pending is None and group._all_gather_result is not None:
             nbytes = self._nbytes_of(group)
@@ -277,7 +289,7 @@ class UnitWatch:
         yield None
 
     def _free(self, group: Any, *_: Any, **__: Any) -> _Around:
-        self._memory.learn(group, self._gathered_nbytes(group))
+        self._memory.learn(group, self._gathered_nbytes)
         yield None
         nbytes = self._gathered_nbytes(group)
         self._memory.hold(group, nbytes)
@@ -289,15 +301,15 @@ class UnitWatch:
     def _reshard(self, group: Any, *_: Any, **__: Any) -> _Around:
         before, modules = group._sharded_state, tuple(group.modules)
         started = time.perf_counter()
-        yield _ActingUnit(modules)
+        yield ActingUnit(modules)
         seconds = time.perf_counter() - started
         if group._sharded_state != before:
             self._on_reshard("reshard", modules, self._nbytes_of(group), seconds)
 
     def _gather_handle(self, handle: Any, unsharded: torch.Tensor, *_: Any, **__: Any) -> _Around:
-        self._memory.learn(handle, 0)
+        self._memory.learn(handle, lambda _: 0)
         modules, gather = _modules_of_handle(handle), self._prefetches.begin()
-        yield _ActingUnit(modules, gather=gather)
+        yield ActingUnit(modules, gather=gather)
         nbytes = _unsharded_nbytes_of_handle(handle, unsharded)
         self._prefetches.issued(handle, gather)
         self._memory.hold(handle, nbytes)
@@ -305,17 +317,17 @@ class UnitWatch:
 
     def _reshard_handle(self, handle: Any, free: bool, *_: Any, **__: Any) -> _Around:
         modules, held = _modules_of_handle(handle), _gathered_nbytes_of_handle(handle)
-        self._memory.learn(handle, held)
+        self._memory.learn(handle, lambda _: held)
         frees = free and handle.uses_sharded_strategy and not handle.needs_unshard()
         started = time.perf_counter()
-        yield _ActingUnit(modules)
+        yield ActingUnit(modules)
         if frees:
             seconds = time.perf_counter() - started
             self._memory.hold(handle, 0)
             self._on_reshard("reshard", modules, held, seconds)
 
     def _serve_handle(self, handle: Any, *_: Any, **__: Any) -> _Around:
-        yield _ActingUnit(_modules_of_handle(handle))
+        yield ActingUnit(_modules_of_handle(handle))
 
     def _serve_second(self, _state: Any, handle: Any, *_: Any, **__: Any) -> _Around:
         return self._serve_handle(handle)
@@ -330,7 +342,7 @@ class UnitWatch:
         # Each use of a unit, after it was gathered, also looks for what it should prefetch.
         if self._open_slot_of_handle(handle):
             self._prefetches.used(handle)
-        yield _ActingUnit(() if handle is None else _modules_of_handle(handle), serves=False)
+        yield ActingUnit(() if handle is None else _modules_of_handle(handle), serves=False)
 
     def _open_slot_of_handle(self, handle: Any) -> bool:
         """Open the slot in which a unit is used; returns whether it is used at all."""

@@ -25,6 +25,8 @@ def has_forward(module: nn.Module) -> bool:
 
 def clean_fqn(name: str) -> str:
     """Remove wrapper segments from a dotted name."""
+    if not any(segment in name for segment in WRAPPER_SEGMENTS):
+        return name
     return ".".join(segment for segment in name.split(".") if segment not in WRAPPER_SEGMENTS)
 
 
@@ -37,11 +39,14 @@ class ModuleNames:
         self._names: dict[int, str] = {}
         self._roots = list(roots)
         self._are_parts = are_parts
+        self.modules: list[nn.Module] = []
+        """All of them, each once below each root: to list them takes long."""
         for number, root in enumerate(self._roots, start=1):
             prefix = "" if number == 1 or are_parts else f"@{number}"
             for name, module in _named_modules(root):
                 joined = ".".join(filter(None, (prefix, name)))
                 self._names.setdefault(id(module), joined)
+                self.modules.append(module)
 
     def all_fqns(self) -> Iterable[str]:
         """The name of each module."""
@@ -50,16 +55,16 @@ class ModuleNames:
     def children(self) -> dict[str, dict[str, str]]:
         """The ways to the modules: FQN -> attribute -> FQN of the child."""
         ways: dict[str, dict[str, str]] = {}
-        for number, root in enumerate(self._roots, start=1):
+        for number in range(1, len(self._roots) + 1):
             if number > 1 and not self._are_parts:
                 ways.setdefault("", {})[f"@{number}"] = f"@{number}"
-            for module in root.modules():
-                parent = self._names[id(module)]
-                # Also the second name of a shared module, which named_children() leaves out.
-                for name, child in module._modules.items():
-                    below = self.fqn(child)
-                    if below is not None:
-                        ways.setdefault(parent, {})[name] = below
+        for module in self.modules:
+            parent = self._names[id(module)]
+            # Also the second name of a shared module, which named_children() leaves out.
+            for name, child in module._modules.items():
+                below = self.fqn(child)
+                if below is not None:
+                    ways.setdefault(parent, {})[name] = below
         return ways
 
     def fqn(self, module: nn.Module | None) -> str | None:
@@ -68,6 +73,8 @@ class ModuleNames:
 
     def joined(self, modules: tuple[nn.Module, ...]) -> str | None:
         """The name of a unit of several modules, joined with ``+``; None if none has one."""
+        if len(modules) == 1:
+            return self.fqn(modules[0])
         names = [name for name in map(self.fqn, modules) if name is not None]
         # In natural order, since the order in which a user lists them sends the same.
         return "+".join(sorted(names, key=natural_key)) if names else None
@@ -131,12 +138,13 @@ def _named_modules(root: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     # DDP's own segment is called "module", which may also be a user's name: only DDP's is removed.
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415  # loads torch.distributed
 
+    named = [*root.named_modules()]
     ddp = [
         f"{name}.module" if name else "module"
-        for name, module in root.named_modules()
+        for name, module in named
         if isinstance(module, DistributedDataParallel)
     ]
-    for name, module in root.named_modules():
+    for name, module in named:
         shown = name
         for wrapped in reversed(ddp):
             if shown == wrapped or shown.startswith(wrapped + "."):

@@ -178,7 +178,7 @@ def _look_at(code: CodeType) -> _Code:
     if code is _redistribute_code():
         return _Code.REDISTRIBUTE
     path = code.co_filename
-    kind = "skipped" if any(code is own for own in OWN_CODES) else _kind_of_file(path)
+    kind = "skipped" if any(code is own for own in OWN_CODES.values()) else _kind_of_file(path)
     if kind == "requester":
         return _kind_of_requester(code)
     return {"skipped": _Code.SKIPPED, "user": _Code.USER, "library": _Code.LIBRARY}.get(
