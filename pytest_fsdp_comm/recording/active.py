@@ -107,9 +107,10 @@ def _python_thread() -> threading.Thread | None:
 
 # Note [Not compiled]
 # In a function that torch.compile cannot take as a whole, the compiler looks at each frame that is
-# run, ours too. It passes over the code below torch's own directory, so that is where functions say
-# that they come from which torch calls in place of its own; what they call is run without the
-# compiler, as `torch.compiler.disable` does it, which has the cost of a context manager.
+# run, ours too. It passes over that of code in torch.nn.modules, and follows it from code that it
+# compiles, so that is where functions say that they come from which torch calls in place of its
+# own; what they call is run without the compiler, as `torch.compiler.disable` does it, which has
+# the cost of a context manager.
 
 set_compiler: Callable[[Any], Any] = upstream.look_up(  # read in torch 2.6 to 2.15
     "torch", "torch._C._dynamo.eval_frame", "set_eval_frame", "the recorder relies on to run"
@@ -127,7 +128,7 @@ def uncompiled(function: _Function) -> _Function:
     own: Any = function
     if own.__code__ not in OWN_CODES:
         # Of no file that is there, so that a traceback does not show a line of it.
-        path = str(Path(torch.__file__).with_name("pytest_fsdp_comm.py"))
+        path = str(Path(torch.__file__).parent / "nn" / "modules" / "pytest_fsdp_comm.py")
         OWN_CODES[own.__code__] = own.__code__.replace(co_filename=path)
     own.__code__ = OWN_CODES[own.__code__]
     return function
