@@ -1,5 +1,6 @@
 """The private names of torch that the recorder relies on: fails when one moves."""
 
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -326,3 +327,23 @@ def test_the_operations_that_read_values_are_those_of_this_torch():
     assert found - {"aten::linalg_lstsq", "aten::_ctc_loss", "aten::_ctc_loss.Tensor"} == {
         *VALUE_READS
     }
+
+
+def test_kernels_have_a_key_of_their_own_below_subclasses_on_every_thread():
+    key, after = torch._C.DispatchKey.BackendSelect, kernels._keys_below()
+    assert kernels.why_no_kernels() == ""
+    assert not after.has(key)
+    assert not after.has(torch._C.DispatchKey.Python)
+    assert after.has(torch._C.DispatchKey.CPU)
+    included = []
+    thread = threading.Thread(
+        target=lambda: included.append(torch._C._dispatch_tls_is_dispatch_key_included(key))
+    )
+    thread.start()
+    thread.join()
+    assert included == [True]
+
+
+def test_torch_that_lacks_what_kernels_need_is_named(monkeypatch):
+    monkeypatch.delattr(torch._C, "_dispatch_library")
+    assert kernels.why_no_kernels() == "this torch has no torch._C._dispatch_library"
