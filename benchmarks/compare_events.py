@@ -259,7 +259,8 @@ def _field_changes(name: str, old: Any, new: Any) -> Iterator[tuple[str, str]]:
         return
     for field in dict.fromkeys([*old, *new]):
         before, after = (entry.get(field, "(no such field)") for entry in (old, new))
-        if before != after:
+        # A field that the old version lacks is no change where it says nothing.
+        if before != after and not (field not in old and not after):
             yield f"{name}.{field}", f"{before!r} -> {after!r}"
 
 

@@ -20,8 +20,10 @@ class RedistributionWatch:
     def __init__(self, groups: GroupNames) -> None:
         """Start outside of every redistribution; `groups` learns their meshes."""
         self._groups = groups
-        # The redistribution of the last collective, by its frame, and the step that it had reached.
-        self._last: tuple[int, int] | None = None
+        # The steps of the last collective's redistribution, and which it had reached. Held, and not
+        # known by the frame, whose address the next one may have. Torch keeps one list for all that
+        # are alike, but each begins at the same step.
+        self._last: tuple[Any, int] | None = None
 
     def note_collective(self, frame: FrameType | None) -> dict[str, Any] | None:
         """Return `events.Redistribution`'s fields at its first collective; None at any other."""
@@ -39,8 +41,8 @@ class RedistributionWatch:
         self._groups.learn_mesh(current.mesh)
         infos = found.get("optimized_transform_infos", found.get("transform_infos", []))
         step = next((n for n, info in enumerate(infos) if info is found.get("transform_info")), 0)
-        last, self._last = self._last, (id(frame), step)
-        if last is not None and last[0] == id(frame) and step > last[1]:
+        last, self._last = self._last, (infos, step)
+        if last is not None and last[0] is infos and step > last[1]:
             return None
         return {
             "source_placements": tuple(map(repr, current.placements)),

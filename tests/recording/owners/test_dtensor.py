@@ -1,5 +1,7 @@
 """DTensor: redistributions of every sort, on one, two and three mesh axes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from models import (
@@ -23,6 +25,9 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+
+from pytest_fsdp_comm.recording.mesh_axes import GroupNames
+from pytest_fsdp_comm.recording.redistributions import RedistributionWatch
 
 TENSOR = WIDTH * WIDTH * FLOAT
 
@@ -110,6 +115,30 @@ def test_a_gather_over_two_axes_is_one_redistribution(comm_mode, device_mesh):
     # One redistribution, of two steps.
     assert len(comm_mode.redistributions) == 1
     assert comm_mode.redistributions[0].mesh_axes == ("dp", "tp")
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_redistributions_whose_frames_have_one_address_are_two(device_mesh):
+    placed = SimpleNamespace(mesh=device_mesh(), placements=(Replicate(),))
+    watch = RedistributionWatch(GroupNames())
+    frame = SimpleNamespace()  # of which the second is where the first was
+
+    def reach(steps, number):
+        frame.f_locals = {
+            "current_spec": placed,
+            "target_spec": placed,
+            "local_tensor": torch.ones(1),
+            "transform_infos": steps,
+            "transform_info": steps[number],
+        }
+        return watch.note_collective(frame) is not None
+
+    first, second = [object()], [object(), object()]
+    assert reach(first, 0)
+    # Its first step sends nothing.
+    assert reach(second, 1)
+    assert reach(second, 0)
+    assert not reach(second, 1)
 
 
 @gloo_and_fake(8)
