@@ -79,17 +79,27 @@ def why_no_kernels() -> str:
 def communicating() -> Mapping[str, Call]:
     """Every operation of this torch that communicates, by its name in the dispatcher."""
     # To list all of torch's takes longer than all the rest of a short block, so only again where
-    # something may have been registered since.
-    own = (len(sys.modules), len(torch.library._defs), len(torch.ops.loaded_libraries))
-    return _communicating(own)
+    # something may have been registered since, or taken away, of which torch's list does not know.
+    found = (len(sys.modules), len(torch.library._defs), len(torch.ops.loaded_libraries))
+    return _communicating(found, frozenset(filter(_communicates, torch.library._defs)))
+
+
+def _communicates(name: str) -> bool:
+    return name.partition("::")[0] in NAMESPACES and bool(torch._C._dispatch_dump(name))
 
 
 @functools.lru_cache(maxsize=1)
-def _communicating(_registered: tuple[int, ...]) -> Mapping[str, Call]:
-    names = (n for n in torch._C._dispatch_get_all_op_names() if n.split("::")[0] in NAMESPACES)
-    found = {name: _overload(name) for name in names}
-    operations = {name: look_up(func) for name, func in found.items()}
-    return {name: Call(found[name], known) for name, known in operations.items() if known}
+def _communicating(*_registered: object) -> Mapping[str, Call]:
+    names = filter(_communicates, torch._C._dispatch_get_all_op_names())
+    calls = {name: _call(_overload(name)) for name in names}
+    return {name: call for name, call in calls.items() if call is not None}
+
+
+# Kept, since each has a kernel that is kept.
+@functools.cache
+def _call(func: OpOverload) -> Call | None:
+    operation = look_up(func)
+    return None if operation is None else Call(func, operation)
 
 
 def _overload(name: str) -> OpOverload:

@@ -318,6 +318,25 @@ def test_a_library_that_came_and_went_hides_nothing_silently(comm_mode):
     told_or_recorded(comm_mode, [1, 2, 3])
 
 
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_an_operation_that_a_library_takes_away_stops_no_block(comm_mode):
+    def defined(name):
+        library = torch.library.Library("c10d", "FRAGMENT")
+        library.define(f"{name}(Tensor own) -> Tensor")
+        library.impl(name, torch.clone, "CPU")
+        return library
+
+    for name in ("first_of_two", "second_of_two"):
+        library = defined(name)
+        with comm_mode:
+            getattr(torch.ops.c10d, name)(torch.ones(1))
+        library._destroy()
+        assert [event.kind for event in comm_mode.events] == [f"unknown:{name}"]
+        with comm_mode:
+            sent()
+        assert sizes(comm_mode) == [1]
+
+
 def told_or_recorded(comm_mode, expected):
     """Asserts that all was recorded, or that a gap names what was not."""
     texts = [gap.text for gap in comm_mode.recording.gaps]

@@ -1,8 +1,10 @@
 """A recording keeps numbers and names, and nothing that it saw."""
 
 import gc
+import sys
 import tracemalloc
 import weakref
+from types import ModuleType
 
 import pytest
 import torch
@@ -113,3 +115,18 @@ def test_a_thousand_recordings_leave_nothing(comm_mode, device_mesh):
     record(5)
     before = record(5)
     assert record(200) - before < 50
+
+
+@fake
+def test_what_is_imported_between_recordings_leaves_no_kernels(comm_mode, monkeypatch):
+    def record(times):
+        for _ in range(times):
+            monkeypatch.setitem(sys.modules, f"imported_{len(sys.modules)}", ModuleType("imported"))
+            with comm_mode:
+                pass
+        gc.collect()
+        return len(gc.get_objects())
+
+    record(5)
+    before = record(5)
+    assert record(20) - before < 100
