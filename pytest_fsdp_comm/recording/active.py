@@ -76,11 +76,17 @@ def under_way(recorder: Recorder) -> Iterator[None]:
     global _recorders  # noqa: PLW0603  # what torch patches for the process has one list of users
     with _lock:
         _recorders = (*_recorders, recorder)
-    _enter((*entered(), recorder))
+    # What another thread has left is still torch's here.
+    _enter((*(other for other in entered() if other in _recorders), recorder))
+    thread = threading.get_ident()
     try:
         yield
     finally:
-        _enter(tuple(other for other in entered() if other is not recorder))
+        left = tuple(other for other in _entered.get(thread, ()) if other is not recorder)
+        if thread == threading.get_ident():
+            _enter(left)
+        else:  # a generator may be resumed, and a fixture torn down, elsewhere
+            _entered[thread] = left
         with _lock:
             _recorders = tuple(other for other in _recorders if other is not recorder)
 

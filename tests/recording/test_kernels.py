@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pytest_fsdp_comm import CommMode
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.recording.active import entered
 from pytest_fsdp_comm.recording.operations import NAMESPACES, look_up
 
 KEY = "BackendSelect"
@@ -147,6 +148,20 @@ def test_overlapping_recordings_of_a_step_name_the_same_owners(device_mesh):
     backward = [("backward", name) for name in ("layers.1", "layers.0", "layers.1", "layers.0", "")]
     assert owners(first) == [*forward, *backward]
     assert owners(second) == [*backward, *forward, *backward]
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_a_block_that_another_thread_leaves_takes_no_part_in_later_ones(older, device_mesh):
+    model = shard(Model(blocks=1), device_mesh())
+    left, later = CommMode(trace_operations=False), CommMode(trace_operations=False)
+    left(model).__enter__()
+    older(lambda: left.__exit__(None, None, None))
+    assert entered() == ()
+    with later(model):
+        assert len(entered()) == 1
+        model(torch.ones(2, WIDTH))
+    assert entered() == ()
+    assert [event.owner for event in later.events] == ["", "layers.0"]
 
 
 @gloo_and_fake(2)
