@@ -332,6 +332,10 @@ class Recorder:
             self._note_running((module,))
         return depth
 
+    def enter_method(self, module: nn.Module) -> None:
+        """A method other than forward is called that is an entry of a unit."""
+        self._backward.note_method(self.enter_module(module))
+
     def enter_engine(self) -> int:
         """The autograd engine is called; return what `leave` takes."""
         return self._backward.enter(None)
@@ -340,9 +344,9 @@ class Recorder:
         """What was entered last has returned or failed."""
         self._backward.leave(depth)
 
-    def leave_module(self, module: nn.Module) -> None:
+    def leave_method(self, module: nn.Module) -> None:
         """A method of a module has returned that entered it."""
-        self._backward.leave_module(module)
+        self._backward.leave_method(module)
 
     def note_nodes(self) -> None:
         """An operation is run in a backward that may make nodes."""

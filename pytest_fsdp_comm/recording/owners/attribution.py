@@ -125,6 +125,8 @@ class BackwardMap:
         self._registering: dict[int, nn.Module | None] = {}
         # What is under way, outermost first: modules, and None for the engine.
         self._running: list[nn.Module | None] = []
+        # The depths of methods other than forward, of which torch says nothing if they fail.
+        self._methods: list[int] = []
         self.is_in_step = False
         """Whether the outermost of them was called by an optimizer's step, or by clipping."""
         self._thread = 0
@@ -141,7 +143,7 @@ class BackwardMap:
             self._thread = thread
             self._ends.clear()
             self._makers.clear()
-        self._running, self.is_in_step = running(), is_in_step()
+        self._running, self._methods, self.is_in_step = running(), [], is_in_step()
         self._end = self._next_number()
         self._ends.append(self._end)
         self._makers.append(_Maker.UNSEEN)
@@ -167,6 +169,8 @@ class BackwardMap:
 
     def enter(self, entered: nn.Module | None) -> int:
         """Note that a module runs from now on, or the engine (None); return what `leave` takes."""
+        if self._methods:
+            self.leave_failed_methods()
         # Called for each module, so without a further call where nothing was made.
         if self._next_number() > self._end:
             self.note_nodes()
@@ -182,17 +186,31 @@ class BackwardMap:
         if self._next_number() > self._end:
             self.note_nodes()
         del self._running[depth:]
+        while self._methods and self._methods[-1] >= depth:
+            self._methods.pop()
 
-    def leave_module(self, module: nn.Module) -> None:
-        """As `leave`, of a module that was entered last, and is no longer where its call failed."""
+    def note_method(self, depth: int) -> None:
+        """Note that what was entered then is a method other than forward."""
+        self._methods.append(depth)
+
+    def leave_method(self, module: nn.Module) -> None:
+        """As `leave`, of a method that was entered last, and is no longer where its call failed."""
         if self.innermost is module:
             self.leave(len(self._running) - 1)
+
+    def leave_failed_methods(self) -> None:
+        """As `leave`, of methods that are the last to have been entered, and run no longer."""
+        while self._methods and self._methods[-1] == len(self._running) - 1:
+            if any(module is self.innermost for module in running()):
+                return
+            del self._running[self._methods.pop() :]
 
     def note_nodes(self) -> None:
         """Note the nodes that were made since this was last called, as those of what runs."""
         number = self._next_number()
         if number <= self._end:
             return
+        self.leave_failed_methods()
         maker: nn.Module | _Maker | None = self.innermost
         if maker is None:
             maker = self._maker_of_current_node() if self.is_in_backward() else _Maker.NO_MODULE
@@ -256,6 +274,7 @@ def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | Non
     found: Attribution | None = acting.attribution
     if found is not None:
         return found
+    backward.leave_failed_methods()
     owner, innermost = units.owner, backward.innermost
     in_backward = units.is_in_backward or backward.is_in_engine
     if not owner or (innermost is None and not in_backward):

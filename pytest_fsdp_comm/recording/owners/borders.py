@@ -126,7 +126,7 @@ def _before_method(original: Any) -> Any:
     @functools.wraps(original)
     def pre_forward(state: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for recorder in entered():
-            recorder.enter_module(module)
+            recorder.enter_method(module)
         return original(state, module, *args, **kwargs)
 
     return pre_forward
@@ -139,7 +139,7 @@ def _after_method(original: Any) -> Any:
             return original(state, module, *args, **kwargs)
         finally:
             for recorder in entered():
-                recorder.leave_module(module)
+                recorder.leave_method(module)
 
     return post_forward
 
