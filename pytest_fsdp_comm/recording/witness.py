@@ -154,10 +154,7 @@ class Witness:
         if flight.thread_id in self._threads:
             return "sent below torch's dispatcher (by a backend's own method, or from C++)"
         name = self._thread_names.get(flight.thread_id) or flight.thread_name
-        return (
-            f"of thread {name!r}, which was running before the recording began or was not started "
-            "by threading.Thread"
-        )
+        return f"of thread {name!r}, of which nothing was recorded"
 
 
 def _kind(call: Pending[Collective]) -> str:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _REFUSED: Final = {
     "unseen": (
         "comm_mode lacks something that was sent, so nothing was compared or written:\n"
-        "send it by torch.distributed, on a thread that is started in the block; or, to compare "
-        "the rest with a warning, set ini fsdp_comm_unseen = warn"
+        "send it by torch.distributed, on a thread that no earlier block has started; or, to "
+        "compare the rest with a warning, set ini fsdp_comm_unseen = warn"
     ),
     "idle_model": (
         "comm_mode was given a model that did not run, so nothing was compared or written:\n"

@@ -108,9 +108,10 @@ def test_hang(dist_info):
 @pytest.mark.distributed(world_size=2)
 def test_loader(comm_mode, comm_snapshot):
     go = threading.Event()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     def work():
         go.wait()
-        dist.all_reduce(torch.ones(1))
+        backend.allreduce([torch.ones(1)]).wait()  # which no recording has
     thread = threading.Thread(target=work, name=LOADER)
     thread.start()
     with comm_mode:

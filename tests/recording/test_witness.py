@@ -95,9 +95,8 @@ def test_a_thread_that_was_running_before_is_named(comm_mode):
         waiting()
 
     assert gaps(comm_mode, work) == [
-        "3 collectives of thread 'loader', which was running before the recording began or was not "
-        "started by threading.Thread: barrier over world, 2 x all_reduce of 16 B float32 over "
-        "checkpoints"
+        "3 collectives of thread 'loader', of which nothing was recorded: barrier over world, "
+        "2 x all_reduce of 16 B float32 over checkpoints"
     ]
     assert len(comm_mode.events) == 1
 
@@ -116,6 +115,20 @@ def test_what_is_sent_below_the_dispatcher_is_named(comm_mode, device_mesh):
         "1 collective sent below torch's dispatcher (by a backend's own method, or from C++): "
         "all_reduce of 6 B bfloat16 over dp"
     ]
+
+
+@ws2
+def test_a_thread_of_the_block_that_sends_below_the_dispatcher_is_not_said_to_be_older(comm_mode):
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+
+    def work():
+        thread = threading.Thread(target=lambda: backend.allreduce([data()]).wait())
+        thread.start()
+        thread.join()
+
+    (text,) = gaps(comm_mode, work)
+    assert text.startswith("1 collective of thread ")
+    assert text.endswith(", of which nothing was recorded: all_reduce of 16 B float32 over world")
 
 
 @ws2
@@ -205,7 +218,7 @@ def test_a_thread_does_not_send_what_another_one_recorded(comm_mode, monkeypatch
 
     mismatch, missing = gaps(comm_mode, work)
     assert mismatch.endswith("was all_reduce of 16 B float32")
-    assert missing.endswith("started by threading.Thread: all_reduce of 8 B float32 over world")
+    assert missing.endswith("of which nothing was recorded: all_reduce of 8 B float32 over world")
 
 
 @ws2
