@@ -180,7 +180,7 @@ class Redistribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostDeviceCopy:
-    """A copy between host and device memory."""
+    """A copy between host and device memory; recorded where torch has an accelerator."""
 
     index: int
     """Place in the recording, from 0."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.events import Phase
 
 _METHODS: Final = ("tolist", "numpy", "tensor_split")
-"""Methods that read values without any operation that a mode sees."""
+"""Methods that read values without any operation that has a kernel."""
 
 
 class ValueReads:

@@ -37,7 +37,7 @@ _STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 _TORCH: Final = str(Path(torch.__file__).parent) + "/"
 _DDP: Final = _TORCH + "nn/parallel/distributed.py"
-# The recorder, and what torch puts between the dispatcher and a mode's Python.
+# The recorder, and what torch puts between the dispatcher and Python: a kernel's, or a mode's.
 _SKIPPED: Final = (
     str(Path(__file__).parents[1]) + "/",
     *(_TORCH + path for path in ("_compile.py", "_dynamo/", "utils/_python_dispatch.py")),
@@ -123,7 +123,7 @@ def _requests(path: str) -> bool | None:
 
 _File = Literal["skipped", "torch", "requester", "stdlib", "library", "user"]
 """Whose code a file is. ``skipped``: the recorder's own, or what torch runs between its dispatcher
-and a mode. ``requester``: of torch, and may be what requested a collective."""
+and a kernel or a mode. ``requester``: of torch, and may be what requested a collective."""
 
 
 @functools.cache
