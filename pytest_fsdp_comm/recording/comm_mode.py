@@ -46,7 +46,8 @@ class CommMode(CommDebugAnswers, NamedAttributes):
     them relative to the outermost module that ran. If several outermost modules ran, the first one
     gives plain names, and those of the others begin with ``@2``, ``@3`` and so on, in the order in
     which they first ran. If none ran, names are as in an earlier block, or relative to the FSDP
-    root. The result stays after the block; entering again starts over.
+    root. What other threads send is recorded without an owner. The result stays after the block;
+    entering again starts over.
     """
 
     _called = "comm_mode"

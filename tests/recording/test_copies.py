@@ -42,10 +42,25 @@ def test_copies_to_the_host_are_recorded(comm_mode, monkeypatch):
     }
 
 
-def test_the_direction_of_a_copy_follows_from_its_devices():
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_copies_of_fake_tensors_are_none(comm_mode, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    host, device = fakes()
+    with comm_mode, host.fake_mode:
+        host.copy_(device)
+        device.to("cpu")
+    assert comm_mode.recording.copies == ()
+
+
+def fakes():
+    """A tensor of the host, and one of a device that is not there."""
     with FakeTensorMode() as fake:
-        host = torch.ones(8)
-        device = FakeTensor(fake, torch.empty(8, device="meta"), torch.device("cuda"))
+        meta = torch.empty(8, device="meta")
+        return torch.ones(8), FakeTensor(fake, meta, torch.device("cuda:0"))
+
+
+def test_the_direction_of_a_copy_follows_from_its_devices():
+    host, device = fakes()
     assert copy_direction(device, host) == "H2D"
     assert copy_direction(host, device) == "D2H"
     assert copy_direction(host, host) is None

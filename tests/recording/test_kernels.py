@@ -310,6 +310,8 @@ def test_a_library_that_registered_before_is_called_or_refused_by_name(comm_mode
             assert foreign.called == 1
             assert sizes(comm_mode) == [2]
             assert comm_mode.recording.gaps == ()
+            (note,) = comm_mode.recording.notes
+            assert note.startswith("another library has registered a kernel for c10d::allreduce_")
         called = foreign.called
         sent(3)
         assert foreign.called == called + 1
