@@ -175,6 +175,7 @@ def _collective_kernel(call: Call) -> Callable[..., Any]:
 
     @uncompiled
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         compiler = set_compiler(None)
         try:
             run = functools.partial(redispatch, keys & below, *args, **kwargs)
@@ -188,6 +189,7 @@ def _collective_kernel(call: Call) -> Callable[..., Any]:
 def _recorded(
     call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
 ) -> Any:
+    __tracebackhide__ = True
     if _thread.is_inside:
         return run()
     recorders, outlived = whose_call()

@@ -358,6 +358,7 @@ class Recorder:
         self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
     ) -> Any:
         """Run a collective, and record it."""
+        __tracebackhide__ = True
         attribution = self._attribute_unit()
         if attribution is None or kwargs or call.operation.kind not in _SENT_BY_UNITS:
             return self._run_unattributed(call, args, kwargs, run)
@@ -376,6 +377,7 @@ class Recorder:
         return result
 
     def _timed(self, kind: str, source: Source, run: Callable[[], Any]) -> Any:
+        __tracebackhide__ = True
         started = time.perf_counter()
         try:
             return run()
@@ -385,6 +387,7 @@ class Recorder:
     def _run_unattributed(
         self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
     ) -> Any:
+        __tracebackhide__ = True
         operation, bound, scan = call.operation, call.bind(args, kwargs), scan_stack()
         attribution = self._attribute(scan, call.namespace)
         attribution = self.tensors.name(scan, operation, bound, attribution)

@@ -79,6 +79,7 @@ def value_methods() -> Iterator[None]:
 
     def wrap(name: str, original: Any) -> Any:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             # The compiler follows this code; it reads nothing.
             if not torch.compiler.is_compiling() and (
                 name != "tensor_split" or _splits_by_tensor(args, kwargs)

@@ -36,6 +36,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 def _around_call(original: Any) -> Any:
     @uncompiled
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         if _is_compiling():  # after torch._dynamo.reset(), which forgets `_calls`
             return original(self, *args, **kwargs)
         compiler = set_compiler(None)
@@ -107,6 +108,7 @@ def borders() -> Iterator[None]:
 def _around_engine(engine: Any) -> Any:
     @functools.wraps(engine)
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         recorders = entered()
         depths = [recorder.enter_engine() for recorder in recorders]
         try:
@@ -125,6 +127,7 @@ def _around_engine(engine: Any) -> Any:
 def _before_method(original: Any) -> Any:
     @functools.wraps(original)
     def pre_forward(state: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         for recorder in entered():
             recorder.enter_method(module)
         return original(state, module, *args, **kwargs)
@@ -135,6 +138,7 @@ def _before_method(original: Any) -> Any:
 def _after_method(original: Any) -> Any:
     @functools.wraps(original)
     def post_forward(state: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         try:
             return original(state, module, *args, **kwargs)
         finally:

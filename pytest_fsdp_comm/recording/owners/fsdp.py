@@ -91,6 +91,7 @@ class _Watched:
         self._around = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         recorders = entered()
         if self._around is None or len(recorders) != 1 or self._running:
             return self._run(self._original, *args, **kwargs)
@@ -111,6 +112,7 @@ class _Watched:
             raise AttributeError(self._original.__name__)
 
     def _run_own(self, own: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         key = threading.get_ident(), id(instance)
         self._running.add(key)
         try:
@@ -119,6 +121,7 @@ class _Watched:
             self._running.discard(key)
 
     def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         # What a group has of its own calls this one in turn.
         is_inside = call is self._original and (threading.get_ident(), id(args[0])) in self._running
         if self._around is not None and not is_inside:
@@ -232,6 +235,7 @@ class UnitWatch:
 
     def run(self, around: _Watch, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a method of FSDP within what watches it."""
+        __tracebackhide__ = True
         steps = around(self, *args, **kwargs)
         unit = next(steps)
         if unit is not None:
