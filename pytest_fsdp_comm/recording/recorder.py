@@ -142,9 +142,12 @@ class Recorder:
         self._note_running(running_modules())
         problem = kernels.why_no_kernels()
         if problem:
+            also = "or known to torch's flight recorder at most"
+            if self.reads is not None:
+                also = "as is a warning of code that reads values"
             self._notes.append(
                 f"{problem}, so a dispatch mode records this thread alone; what others send is "
-                "missing, or known to torch's flight recorder at most"
+                f"missing, {also}"
             )
         with contextlib.ExitStack() as block:
             for patch in self._patches(has_kernels=not problem):
