@@ -198,7 +198,8 @@ def _report(old: dict[str, Blocks], new: dict[str, Blocks], most: int) -> int:
         for block in sorted(before | after):
             where = f"rank {block[0]}, block {block[1]}"
             if block in before and block in after:
-                verdict = "equal" if before[block] == after[block] else "different"
+                is_changed = any(_changes(before[block], after[block]))
+                verdict = "different" if is_changed else "equal"
                 for kind, place, change in _changes(before[block], after[block]):
                     changes[kind][change].append(f"{test}, {where}{place}")
             else:

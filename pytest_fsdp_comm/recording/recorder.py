@@ -363,7 +363,9 @@ class Recorder:
         """Run a collective, and record it."""
         __tracebackhide__ = True
         attribution = self._attribute_unit()
-        if attribution is None or kwargs or call.operation.kind not in _SENT_BY_UNITS:
+        # A functional collective is DTensor's: FSDP reduces partial gradients of its so.
+        is_units = call.namespace == "c10d" and call.operation.kind in _SENT_BY_UNITS
+        if attribution is None or kwargs or not is_units:
             return self._run_unattributed(call, args, kwargs, run)
         index, call_site = next(self._indices), find_call_site()
         result = self._timed(call.operation.kind, attribution.source, run)

@@ -16,6 +16,7 @@ from models import (
 )
 from oracle import gloo_and_fake, lines, witnessed
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -198,6 +199,19 @@ def test_sequence_parallelism_gathers_and_scatters_both_ways(comm_mode, device_m
         f"backward 2 all_gather[tp] {TENSOR} < 2",
         f"backward 1 reduce_scatter[tp] {TENSOR} < 1",
     ]
+
+
+@gloo_and_fake(4)
+def test_partial_gradients_that_fsdp_reduces_are_redistributed(comm_mode, device_mesh):
+    mesh = device_mesh(dp=2, tp=2)
+    norm = nn.LayerNorm(WIDTH, bias=False)
+    parallelize_module(norm, mesh["tp"], SequenceParallel())
+    model = fully_shard(norm, mesh=mesh["dp"])
+    witnessed(comm_mode, model, lambda: model(torch.randn(1, 2, WIDTH)).sum().backward())
+    assert [line for line in lines(comm_mode) if "[tp]" in line] == [
+        f"backward . all_reduce[tp] {WIDTH * FLOAT} < ."
+    ]
+    assert moves(comm_mode) == ["backward . Partial(sum) -> Replicate() !"]
 
 
 @gloo_and_fake(2)
