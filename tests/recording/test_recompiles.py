@@ -146,3 +146,22 @@ def test_a_block_compiles_nothing_more_on_ranks(comm_mode, device_mesh):
 @pytest.mark.parametrize("name", CASES)
 def test_a_block_makes_inductor_compile_nothing_more(comm_mode, device_mesh, name):
     same_with_and_without(comm_mode, device_mesh, name, "inductor")
+
+
+def test_a_block_in_which_the_compiler_is_reset_compiles_nothing_more(comm_mode):
+    def reset_between(block):
+        torch._dynamo.reset()
+        counters.clear()
+        model, given = nn.Sequential(nn.Linear(WIDTH, WIDTH)), torch.ones(2, WIDTH)
+        called = torch.compile(model, backend="eager")
+        with block:
+            called(given)
+            torch._dynamo.reset()
+            called(given)
+        called(given)
+        return compiled()[0]
+
+    try:
+        assert reset_between(comm_mode) == reset_between(contextlib.nullcontext())
+    finally:
+        torch._dynamo.reset()

@@ -37,7 +37,7 @@ def _around_call(original: Any) -> Any:
     @uncompiled
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if _is_compiling():  # after torch._dynamo.reset(), which forgets `_calls`
+        if _is_compiling():  # where `_calls` could not take it away
             return original(self, *args, **kwargs)
         compiler = set_compiler(None)
         recorders = entered()
@@ -70,13 +70,22 @@ def _calls() -> Iterator[None]:
         return swapped
 
     away, back = swap(border, original), swap(original, border)
-    with patched(nn.Module, "__call__", border):
+    clear = handler.clear
+
+    def register() -> None:
         handler.register_start_callback(away)
         handler.register_end_callback(back)
+
+    def cleared() -> None:  # by torch._dynamo.reset() in the block
+        clear()
+        register()
+
+    with patched(nn.Module, "__call__", border), patched(handler, "clear", cleared):
+        register()
         try:
             yield
         finally:
-            with contextlib.suppress(ValueError):  # torch._dynamo.reset() in the block
+            with contextlib.suppress(ValueError):  # somebody else has cleared them otherwise
                 handler.remove_start_callback(away)
                 handler.remove_end_callback(back)
 
