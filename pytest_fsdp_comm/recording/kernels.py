@@ -255,16 +255,21 @@ def copies() -> Iterator[None]:
 def _noting_kernel(name: str) -> Callable[..., Any]:
     func, below = _overload(name), _keys_below()
 
+    @uncompiled
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if _thread.is_reading or _is_traced(keys):
-            return func.redispatch(keys & below, *args, **kwargs)
-        for recorder in entered():
-            recorder.note_read(func, args, kwargs)
-        _thread.is_reading = True
+        __tracebackhide__ = True
+        compiler = set_compiler(None)
+        is_noted = not (_thread.is_reading or _is_traced(keys))
         try:
+            if is_noted:
+                for recorder in entered():
+                    recorder.note_read(func, args, kwargs)
+                _thread.is_reading = True
             return func.redispatch(keys & below, *args, **kwargs)
         finally:
-            _thread.is_reading = False
+            if is_noted:
+                _thread.is_reading = False
+            set_compiler(compiler)
 
     return kernel
 
@@ -272,13 +277,19 @@ def _noting_kernel(name: str) -> Callable[..., Any]:
 def _copy_kernel(func: OpOverload) -> Callable[..., Any]:
     below = _keys_below()
 
+    @uncompiled
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(func.redispatch, keys & below, *args, **kwargs)
-        direction = copy_direction(*args[:2])
-        if direction is not None and not _is_traced(keys):
-            for recorder in entered():
-                run = functools.partial(recorder.run_copy, direction, args[0], run)
-        return run()
+        __tracebackhide__ = True
+        compiler = set_compiler(None)
+        try:
+            run = functools.partial(func.redispatch, keys & below, *args, **kwargs)
+            direction = copy_direction(*args[:2])
+            if direction is not None and not _is_traced(keys):
+                for recorder in entered():
+                    run = functools.partial(recorder.run_copy, direction, args[0], run)
+            return run()
+        finally:
+            set_compiler(compiler)
 
     return kernel
 

@@ -1,6 +1,7 @@
 """torch.compile does the same with a recording as without one, by dynamo's own counters."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -70,6 +71,21 @@ def functional_in_pieces(_, backend):
     return torch.compile(nn.Sequential(Broken()), backend=backend)
 
 
+def functional_step(_, backend):
+    """A step with its backward, and what reads values of tensors, in one compiled function."""
+    model = nn.Sequential(Sends())
+
+    @functools.partial(torch.compile, backend=backend)
+    def step(x):
+        loss = model(x).sum()
+        loss.backward()
+        if loss.item() == 0 or torch.equal(x, x + 1):
+            return x * 2
+        return x + 1
+
+    return lambda x: step(x).requires_grad_()
+
+
 # How many collectives two blocks, or a module and what it sends, issue in a step.
 CASES = {
     "compiled blocks of FSDP2": (compiled_blocks, 8),
@@ -78,6 +94,7 @@ CASES = {
     "a compiled model with TP": (parallel, 4),
     "functional collectives": (functional, 4),
     "functional collectives and a graph break": (functional_in_pieces, 4),
+    "a compiled step": (functional_step, 4),
 }
 
 
@@ -114,6 +131,7 @@ def same_with_and_without(comm_mode, device_mesh, name, backend):
     arrange, expected = CASES[name]
     without = contextlib.nullcontext()
     try:
+        three_steps(arrange(device_mesh, backend), [without])  # some is compiled once a process
         alone = three_steps(arrange(device_mesh, backend), [without] * 3)
         assert alone[0][0]["stats"]["unique_graphs"] > 0
         assert alone[0] == alone[2]  # nothing is compiled again by itself

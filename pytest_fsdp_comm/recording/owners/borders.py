@@ -62,6 +62,8 @@ def _calls() -> Iterator[None]:
     border = _around_call(original)
 
     def swap(found: Any, other: Any) -> Callable[..., None]:
+        # Its compilation would wait for a lock of torch's that is held while it is called.
+        @uncompiled
         def swapped(*_: Any) -> None:
             # Otherwise somebody else has replaced it since.
             if vars(nn.Module)["__call__"] is found:
@@ -115,46 +117,57 @@ def borders() -> Iterator[None]:
 
 
 def _around_engine(engine: Any) -> Any:
-    @functools.wraps(engine)
+    @uncompiled
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
+        compiler = set_compiler(None)
         recorders = entered()
         depths = [recorder.enter_engine() for recorder in recorders]
+        makes_nodes = len(args) > _CREATE_GRAPH and args[_CREATE_GRAPH]
+        modes = [_Noting(recorder.note_nodes) for recorder in recorders if makes_nodes]
         try:
             with contextlib.ExitStack() as noting:
-                if len(args) > _CREATE_GRAPH and args[_CREATE_GRAPH]:
-                    for recorder in recorders:
-                        noting.enter_context(_Noting(recorder.note_nodes))
-                return engine(outputs, *args, **kwargs)
+                for mode in modes:
+                    noting.enter_context(mode)
+                set_compiler(compiler)
+                try:
+                    return engine(outputs, *args, **kwargs)
+                finally:
+                    set_compiler(None)
         finally:
             for recorder, depth in zip(recorders, depths, strict=True):
                 recorder.leave(depth)
+            set_compiler(compiler)
 
-    return run_backward
+    return functools.update_wrapper(run_backward, engine)
 
 
 def _before_method(original: Any) -> Any:
-    @functools.wraps(original)
+    @uncompiled
     def pre_forward(state: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
+        compiler = set_compiler(None)
         for recorder in entered():
             recorder.enter_method(module)
+        set_compiler(compiler)
         return original(state, module, *args, **kwargs)
 
-    return pre_forward
+    return functools.update_wrapper(pre_forward, original)
 
 
 def _after_method(original: Any) -> Any:
-    @functools.wraps(original)
+    @uncompiled
     def post_forward(state: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         try:
             return original(state, module, *args, **kwargs)
         finally:
+            compiler = set_compiler(None)
             for recorder in entered():
                 recorder.leave_method(module)
+            set_compiler(compiler)
 
-    return post_forward
+    return functools.update_wrapper(post_forward, original)
 
 
 class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
