@@ -43,7 +43,8 @@ GATHERED = "full_tensor() or redistribute(), a full state dict as of a checkpoin
     "huggingface/transformers/pull/46113",
     happened="To clip gradients, each was made whole on each rank.",
     cost="60 GB a rank for a model of 30B, and out of memory on 80 GB.",
-    first="DTensors gathered in full outside of forward and backward: 30 calls, 34.4 KiB in all more",
+    first="embed, head, layers.{0..2}.attention.key and 9 more: gradients gathered in full outside of "
+    "forward and backward: 30 calls, 34.4 KiB in all more",
     likely=GATHERED,
     more={"all_gather": 30, "all_reduce": -1},  # 9 gradients a layer, embedding, norm, head
 )

@@ -39,7 +39,8 @@ def chunked(*, gather_each, chunks=4):
     "huggingface/trl/pull/6530",
     happened="A loss in chunks was to use `lm_head.weight` outside of the head's forward, gathered "
     "for each chunk, and again where the chunk is recomputed. A review found it.",
-    first="DTensors gathered in full outside of forward and backward: 3 calls, 6.0 KiB in all more",
+    first="head: parameters gathered in full outside of forward and backward: 3 calls, 6.0 KiB in all "
+    "more",
     likely="full_tensor() or redistribute(), a full state dict as of a checkpoint, or a DTensor that is printed or logged",
     more={"all_gather": 7},  # 4 chunks and 4 recomputations in place of 1
     neighbour=lambda: chunked(gather_each=False, chunks=8),
