@@ -116,9 +116,9 @@ class Recorder:
         self._indices = itertools.count()
         self._pending: list[Pending[Any]] = []
         self._groups = GroupNames()
-        self._backward = backward
+        self.backward = backward
         self.units = UnitWatch(self._note_reshard, self._groups)
-        self._tracer = ModuleTracer(self._backward, self.units) if traces_operations else None
+        self._tracer = ModuleTracer(self.backward, self.units) if traces_operations else None
         self._redistribution_watch = RedistributionWatch(self._groups)
         self._seconds = dict.fromkeys((*TIMING_CATEGORIES, "all"), 0.0)
         self._notes: list[str] = []
@@ -138,7 +138,7 @@ class Recorder:
     def watching(self) -> Iterator[None]:
         """Watch while the block runs."""
         self._note_entry_state()
-        self._backward.begin(self._roots)
+        self.backward.begin(self._roots)
         self._note_running(running_modules())
         problem = kernels.why_no_kernels()
         if problem:
@@ -184,7 +184,7 @@ class Recorder:
         self._pending.clear()
         self.units.forget()
         self.tensors.forget()
-        self._backward.end()
+        self.backward.end()
         self._roots.clear()
         self._idle.clear()
         self._tracer = None
@@ -326,9 +326,9 @@ class Recorder:
 
     def enter_module(self, module: nn.Module) -> int:
         """A module is called; return what `leave` takes."""
-        depth = self._backward.enter(module)
+        depth = self.backward.enter(module)
         if self._lacks_root:
-            outermost = self._backward.outermost
+            outermost = self.backward.outermost
             if outermost is not None:
                 self._add_root(outermost)
         if self._idle:
@@ -337,23 +337,7 @@ class Recorder:
 
     def enter_method(self, module: nn.Module) -> None:
         """A method other than forward is called that is an entry of a unit."""
-        self._backward.note_method(self.enter_module(module))
-
-    def enter_engine(self) -> int:
-        """The autograd engine is called; return what `leave` takes."""
-        return self._backward.enter(None)
-
-    def leave(self, depth: int) -> None:
-        """What was entered last has returned or failed."""
-        self._backward.leave(depth)
-
-    def leave_method(self, module: nn.Module) -> None:
-        """A method of a module has returned that entered it."""
-        self._backward.leave_method(module)
-
-    def note_nodes(self) -> None:
-        """An operation is run in a backward that may make nodes."""
-        self._backward.note_nodes()
+        self.backward.note_method(self.enter_module(module))
 
     # Called by kernels, on any thread.
 
@@ -486,9 +470,9 @@ class Recorder:
     def _attribute_unit(self) -> Attribution | None:
         if self._num_resumed:
             return None
-        found = attribute_unit(self.units, self._backward)
+        found = attribute_unit(self.units, self.backward)
         if found is not None and (self._idle or not self._has_given_root):
-            self._note_acting(found, self._backward.outermost)
+            self._note_acting(found, self.backward.outermost)
         return found
 
     def _attribute(self, scan: StackScan, namespace: str = "") -> Attribution:
@@ -497,7 +481,7 @@ class Recorder:
             return inherited
         if self not in entered():
             return attribute_on_thread(scan, namespace)
-        attribution = attribute(scan, self.units, self._backward, namespace)
+        attribution = attribute(scan, self.units, self.backward, namespace)
         self._note_acting(attribution, scan.outermost)
         return attribution
 

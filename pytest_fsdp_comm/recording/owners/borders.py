@@ -48,7 +48,7 @@ def _around_call(original: Any) -> Any:
         finally:
             set_compiler(None)
             for recorder, depth in zip(recorders, depths, strict=True):
-                recorder.leave(depth)
+                recorder.backward.leave(depth)
             set_compiler(compiler)
 
     return call
@@ -122,9 +122,9 @@ def _around_engine(engine: Any) -> Any:
         __tracebackhide__ = True
         compiler = set_compiler(None)
         recorders = entered()
-        depths = [recorder.enter_engine() for recorder in recorders]
+        depths = [recorder.backward.enter(None) for recorder in recorders]
         makes_nodes = len(args) > _CREATE_GRAPH and args[_CREATE_GRAPH]
-        modes = [_Noting(recorder.note_nodes) for recorder in recorders if makes_nodes]
+        modes = [_Noting(recorder.backward.note_nodes) for recorder in recorders if makes_nodes]
         try:
             with contextlib.ExitStack() as noting:
                 for mode in modes:
@@ -136,7 +136,7 @@ def _around_engine(engine: Any) -> Any:
                     set_compiler(None)
         finally:
             for recorder, depth in zip(recorders, depths, strict=True):
-                recorder.leave(depth)
+                recorder.backward.leave(depth)
             set_compiler(compiler)
 
     return functools.update_wrapper(run_backward, engine)
@@ -164,7 +164,7 @@ def _after_method(original: Any) -> Any:
         finally:
             compiler = set_compiler(None)
             for recorder in entered():
-                recorder.leave_method(module)
+                recorder.backward.leave_method(module)
             set_compiler(compiler)
 
     return functools.update_wrapper(post_forward, original)
