@@ -10,6 +10,8 @@
 # Registered below torch.library, which would have a library that registers its own kernel meanwhile
 # fail. Such a kernel shadows ours, which is a gap. One that is there before would be shadowed by
 # ours: then, or where torch has none of this, a dispatch mode sees the calls of its own thread.
+# Looked for are those of torch.library and of what is loaded meanwhile: the dispatcher itself would
+# have to be asked for each operation, for half as long as all the rest of a block of a few layers.
 # What is used of torch was read in 2.6 to 2.15.
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from pytest_fsdp_comm.recording.operations import (
 from pytest_fsdp_comm.recording.subclasses import is_dtensor_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 
 _KEY: Final = "BackendSelect"
@@ -78,21 +80,37 @@ def why_no_kernels() -> str:
 
 def communicating() -> Mapping[str, Call]:
     """Every operation of this torch that communicates, by its name in the dispatcher."""
-    # To list all of torch's takes longer than all the rest of a short block, so only again where
-    # something may have been registered since, or taken away, of which torch's list does not know.
-    found = (len(sys.modules), len(torch.library._defs), len(torch.ops.loaded_libraries))
-    return _communicating(found, frozenset(filter(_communicates, torch.library._defs)))
+    return _communicating(*_registrations())
 
 
-def _communicates(name: str) -> bool:
-    return name.partition("::")[0] in NAMESPACES and bool(torch._C._dispatch_dump(name))
+def _registrations() -> tuple[Hashable, ...]:
+    """What differs once something was registered or taken away, as far as torch lists it."""
+    # To ask the dispatcher for all of it takes longer than all the rest of a short block.
+    defined, implemented = torch.library._defs, frozenset(torch.library._impls)
+    others = len(sys.modules), len(torch.ops.loaded_libraries)
+    return (*others, frozenset(filter(_is_communicating, defined)), len(defined), implemented)
+
+
+def _is_communicating(name: str) -> bool:
+    namespace, _, rest = name.partition("::")
+    # What was destroyed stays on torch's list, but not in its namespace.
+    return namespace in NAMESPACES and rest.partition(".")[0] in vars(getattr(torch.ops, namespace))
 
 
 @functools.lru_cache(maxsize=1)
-def _communicating(*_registered: object) -> Mapping[str, Call]:
-    names = filter(_communicates, torch._C._dispatch_get_all_op_names())
+def _communicating(*_registered: Hashable) -> Mapping[str, Call]:
+    names = [
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.partition("::")[0] in NAMESPACES and torch._C._dispatch_dump(name)
+    ]
     calls = {name: _call(_overload(name)) for name in names}
     return {name: call for name, call in calls.items() if call is not None}
+
+
+@functools.lru_cache(maxsize=1)
+def _taken(*_registered: Hashable) -> str:
+    return next(filter(_has_kernel, communicating()), "")
 
 
 # Kept, since each has a kernel that is kept.
@@ -142,7 +160,8 @@ def _registered(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 @contextlib.contextmanager
 def collectives() -> Iterator[None]:
     """Have each collective of the process recorded."""
-    calls = communicating()
+    global _before  # as of `_known`: the kernels are the process's
+    calls, _before = communicating(), _registrations()
     with _registered({name: _collective_kernel(call) for name, call in calls.items()}):
         _known.update(calls)
         yield
@@ -151,10 +170,14 @@ def collectives() -> Iterator[None]:
 
 _known: dict[str, Call] = {}
 """The operations that have kernels now."""
+_before: tuple[Hashable, ...] = ()
+"""What was registered when they were."""
 
 
 def gaps() -> Iterator[Gap]:
     """What the kernels that are in place may not have seen."""
+    if _registrations() == _before:
+        return
     for name in communicating():
         if name not in _known:
             problem = "was registered"

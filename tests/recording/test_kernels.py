@@ -283,8 +283,7 @@ class Foreign:
         self._library = torch.library.Library("c10d", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, once a process, that it replaces a kernel
-            # In torch 2.7 `Library.impl` cannot replace one.
-            self._library.m.impl("allreduce_", KEY, self._pass, True)  # noqa: FBT003  # no names
+            self._library.impl("allreduce_", self._pass, KEY, with_keyset=True)
 
     def _pass(self, keyset, *args):
         self.called += 1
