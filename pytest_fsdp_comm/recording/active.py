@@ -143,30 +143,38 @@ def uncompiled(function: _Function) -> _Function:
 class Shared:
     """A patch of the process, there while a recording needs it. See Note [Active recordings]."""
 
-    def __init__(self, patched: Callable[[], AbstractContextManager[object]]) -> None:
-        """Prepare to enter `patched` for the first recording, and leave it after the last one."""
+    def __init__(
+        self,
+        patched: Callable[[], AbstractContextManager[object]],
+        *,
+        may_end: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Prepare to enter `patched` for the first recording, and leave it after the last one.
+
+        Where it may not end then, it does after a later recording.
+        """
         self._patched = patched
+        self._may_end = may_end
         self._num_users = 0
         self._undo = contextlib.ExitStack()
-
-    @property
-    def is_there(self) -> bool:
+        self.is_there = False
         """Whether the patch is in place."""
-        return bool(self._num_users)
 
     @contextlib.contextmanager
     def needed(self) -> Iterator[None]:
         """Have the patch in place while the block runs."""
         with _lock:
-            if not self._num_users:
+            if not self.is_there:
                 self._undo.enter_context(self._patched())
+                self.is_there = True
             self._num_users += 1
         try:
             yield
         finally:
             with _lock:
                 self._num_users -= 1
-                if not self._num_users:
+                if not self._num_users and self._may_end():
+                    self.is_there = False
                     self._undo.close()
 
 

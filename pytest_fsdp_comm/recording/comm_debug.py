@@ -68,7 +68,7 @@ class CommDebugAnswers(ABC):
         for event in block.recording.collectives:
             is_backward = event.phase in {Phase.BACKWARD, Phase.RECOMPUTE}
             direction = "backward" if is_backward else "forward"
-            around = () if event.owner is None else block.trace.keys.get(event.owner, ())
+            around = () if event.owner is None else block.trace.keys(event.owner)
             for key in (GLOBAL, *around):
                 counts.setdefault(key, _no_counts())[direction][_packet(event)] += 1
         return counts

@@ -10,16 +10,26 @@
 # Registered below torch.library, which would have a library that registers its own kernel meanwhile
 # fail. Such a kernel shadows ours, which is a gap. One that is there before would be shadowed by
 # ours: then, or where torch has none of this, a dispatch mode sees the calls of its own thread.
-# Looked for are those of torch.library and of what is loaded meanwhile: the dispatcher itself would
-# have to be asked for each operation, for half as long as all the rest of a block of a few layers.
+# Looked for are those of torch.library and of what is loaded meanwhile.
+# torch takes a kernel away without regard for a thread that is just about to call it, which then
+# fails, or calls another one (2.13: "fallthrough_kernel was executed", the arguments of a foreign
+# operation). So that happens only while all other threads wait for something outside of torch, and
+# else after a later block. Until then the kernels pass on what they are given.
 # What is used of torch was read in 2.6 to 2.15.
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import contextlib
 import functools
+import queue
+import selectors
+import socket
+import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -45,10 +55,12 @@ from pytest_fsdp_comm.recording.operations import (
 from pytest_fsdp_comm.recording.subclasses import is_dtensor_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import FrameType
 
 
 _KEY: Final = "BackendSelect"
+_TORCH: Final = str(Path(torch.__file__).parent)
 _USED: Final = (
     *("_dispatch_library", "_dispatch_get_all_op_names", "_dispatch_keyset_full_after"),
     *("_dispatch_has_kernel_for_dispatch_key", "_dispatch_dump"),
@@ -73,9 +85,39 @@ def why_no_kernels() -> str:
         return f"this torch has no torch._C.{missing[0]}"
     if not torch._C._dispatch_tls_is_dispatch_key_included(getattr(torch._C.DispatchKey, _KEY)):
         return f"torch calls no kernels at {_KEY} on this thread"
-    taken = () if collectives.is_there else (name for name in communicating() if _has_kernel(name))
-    found = next(iter(taken), "")
+    found = "" if collectives.is_there else _taken(*_registrations())
     return found and f"another library has registered a kernel for {found} at {_KEY}"
+
+
+def _do_others_wait() -> bool:
+    """Whether no other thread of Python can be in an operation of torch. See Note [Kernels]."""
+    for _ in range(_MAX_LOOKS):
+        # With the GIL just taken, no other thread gets it before the kernels are gone.
+        time.sleep(_BETWEEN_LOOKS_S)
+        own = threading.get_ident()
+        if all(_waits(frame) for thread, frame in sys._current_frames().items() if thread != own):
+            return True
+    return False
+
+
+_MAX_LOOKS: Final = 5
+_BETWEEN_LOOKS_S: Final = 0.0005
+_Kernels = functools.partial(Shared, may_end=_do_others_wait)
+_WAITING: Final = (
+    *(str(module.__file__) for module in (threading, queue, selectors, subprocess, socket)),
+    *(str(Path(__file__).parents[1]), f"{Path(torch.__file__).parents[1]}/execnet/"),
+)
+"""Where threads wait: those of the user, the watchdog of a rank, and those of xdist."""
+
+
+def _waits(frame: FrameType | None) -> bool:
+    if frame is None or frame.f_code is concurrent.futures.thread._worker.__code__:
+        return True
+    if not frame.f_code.co_filename.startswith(_WAITING):
+        return False
+    while frame is not None and not frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame is None
 
 
 def communicating() -> Mapping[str, Call]:
@@ -83,22 +125,17 @@ def communicating() -> Mapping[str, Call]:
     return _communicating(*_registrations())
 
 
-def _registrations() -> tuple[Hashable, ...]:
+def _registrations() -> tuple[int, ...]:
     """What differs once something was registered or taken away, as far as torch lists it."""
-    # To ask the dispatcher for all of it takes longer than all the rest of a short block.
-    defined, implemented = torch.library._defs, frozenset(torch.library._impls)
-    others = len(sys.modules), len(torch.ops.loaded_libraries)
-    return (*others, frozenset(filter(_is_communicating, defined)), len(defined), implemented)
-
-
-def _is_communicating(name: str) -> bool:
-    namespace, _, rest = name.partition("::")
-    # What was destroyed stays on torch's list, but not in its namespace.
-    return namespace in NAMESPACES and rest.partition(".")[0] in vars(getattr(torch.ops, namespace))
+    # Counts, since to ask the dispatcher takes longer than all the rest of a short block. What was
+    # destroyed stays on the list of what was defined, but leaves its namespace.
+    listed = sys.modules, torch.ops.loaded_libraries, torch.library._defs, torch.library._impls
+    spaces = (vars(getattr(torch.ops, name)) for name in NAMESPACES)
+    return tuple(map(len, (*listed, *spaces)))
 
 
 @functools.lru_cache(maxsize=1)
-def _communicating(*_registered: Hashable) -> Mapping[str, Call]:
+def _communicating(*_registered: int) -> Mapping[str, Call]:
     names = [
         name
         for name in torch._C._dispatch_get_all_op_names()
@@ -109,7 +146,7 @@ def _communicating(*_registered: Hashable) -> Mapping[str, Call]:
 
 
 @functools.lru_cache(maxsize=1)
-def _taken(*_registered: Hashable) -> str:
+def _taken(*_registered: int) -> str:
     return next(filter(_has_kernel, communicating()), "")
 
 
@@ -156,7 +193,7 @@ def _registered(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
             library.reset()
 
 
-@Shared
+@_Kernels
 @contextlib.contextmanager
 def collectives() -> Iterator[None]:
     """Have each collective of the process recorded."""
@@ -170,7 +207,7 @@ def collectives() -> Iterator[None]:
 
 _known: dict[str, Call] = {}
 """The operations that have kernels now."""
-_before: tuple[Hashable, ...] = ()
+_before: tuple[int, ...] = ()
 """What was registered when they were."""
 
 
@@ -251,7 +288,7 @@ def local_ranks() -> Iterator[None]:
         yield
 
 
-@Shared
+@_Kernels
 @contextlib.contextmanager
 def value_reads() -> Iterator[None]:
     """Have recordings on the fake group told of each operation that shows values to Python."""
@@ -265,7 +302,7 @@ def _reading() -> frozenset[str]:
     return frozenset(VALUE_READS).intersection(torch._C._dispatch_get_all_op_names())
 
 
-@Shared
+@_Kernels
 @contextlib.contextmanager
 def copies() -> Iterator[None]:
     """Have each copy recorded that may cross between host and device."""

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.recording.owners.module_names import clean_fqn, has_forward
+from pytest_fsdp_comm.recording.owners.module_names import clean_fqn, has_forward, named_modules
 from pytest_fsdp_comm.recording.owners.stack import innermost_module, running_modules
 from pytest_fsdp_comm.recording.subclasses import is_dtensor
 
@@ -97,8 +97,8 @@ class ModuleTrace:
 
     modules: Callable[[], tuple[TracedModule, ...]]
     """Callers first, in order of first operations; untraced, all with a forward, as registered."""
-    keys: Mapping[str, tuple[str, ...]]
-    """Owner's FQN -> CommDebugMode's names of it and of callables around it, outermost first."""
+    keys: Callable[[str], tuple[str, ...]]
+    """Of an owner's FQN, CommDebugMode's names of it and of callables around it, outermost first"""
     operations: Callable[[], Iterator[tuple[str, dict[str, Any]]]] | None = None
     """Makes each operation's module name and dictionary, in dispatch order; None if untraced."""
 
@@ -191,9 +191,7 @@ class ModuleTracer:
             if seen not in callers:
                 callers = (*callers, seen)
 
-    def result(
-        self, roots: Sequence[nn.Module], names: ModuleNames, owners: Iterable[str]
-    ) -> ModuleTrace:
+    def result(self, roots: Sequence[nn.Module], names: ModuleNames) -> ModuleTrace:
         """Name what was noted up to now, relative to the roots."""
         outermost = (seen.module() for seen in self._called if not seen.callers)
         keys = _keys((*roots, *(module for module in outermost if module is not None)))
@@ -203,17 +201,17 @@ class ModuleTracer:
         called = {seen.name: seen for seen in self._called if seen.module() is not None}
         return ModuleTrace(
             modules=lambda: tuple(called.values()),
-            keys=_keys_of_owners(owners, names, keys),
+            keys=_keys_of(names),
             operations=functools.partial(_operation_dicts, tuple(self._operations)),
         )
 
 
-def untraced(roots: Sequence[nn.Module], names: ModuleNames, owners: Iterable[str]) -> ModuleTrace:
+def untraced(roots: Sequence[nn.Module], names: ModuleNames) -> ModuleTrace:
     """What is known without a `ModuleTracer`."""
     return ModuleTrace(
         # Lazily: every block has a trace, and few tests look at it.
         modules=functools.partial(_modules_below, [weakref.ref(root) for root in roots]),
-        keys=_keys_of_owners(owners, names, _keys(roots)),
+        keys=_keys_of(names),
     )
 
 
@@ -251,27 +249,37 @@ def _keys(roots: Iterable[nn.Module]) -> dict[int, str]:
     """CommDebugMode's name of each module below some roots, by its ``id``."""
     keys: dict[int, str] = {}
     for root in roots:
-        for name, module in root.named_modules():
-            fqn = clean_fqn(name)
-            keys.setdefault(id(module), type(root).__name__ + (f".{fqn}" if fqn else ""))
+        for path, module in named_modules(root):
+            keys.setdefault(id(module), _key(type(root).__name__, path))
     return keys
 
 
-def _keys_of_owners(
-    owners: Iterable[str], names: ModuleNames, keys: Mapping[int, str]
-) -> dict[str, tuple[str, ...]]:
-    below = names.modules
-    own = {fqn: keys[id(module)] for module in below if (fqn := names.fqn(module)) is not None}
-    callable_ = {keys[id(module)] for module in below if has_forward(module)}
+def _key(root: str, path: str) -> str:
+    fqn = clean_fqn(path)
+    return f"{root}.{fqn}" if fqn else root
+
+
+def _keys_of(names: ModuleNames) -> Callable[[str], tuple[str, ...]]:
+    # Without the modules, which nothing may keep alive. Lazily, as few tests ask.
+    known = [
+        (names.fqn(module) or "", has_forward(module), *path)
+        for module, path in zip(names.modules, names.paths, strict=True)
+    ]
 
     def keys_of(owner: str) -> Iterator[str]:
+        keys: dict[str, str] = {}
+        callable_ = set()
+        for fqn, is_callable, *path in known:
+            key = keys.setdefault(fqn, _key(*path))
+            if is_callable:
+                callable_.add(key)
         # The owner is several modules if they are one unit.
-        for key in map(own.get, [owner] if owner in own else owner.split("+")):
-            if key is not None:
-                yield from (outer for outer in _around(key) if outer in callable_)
-                yield key
+        for fqn in [owner] if owner in keys else owner.split("+"):
+            if fqn in keys:
+                yield from (outer for outer in _around(keys[fqn]) if outer in callable_)
+                yield keys[fqn]
 
-    return {owner: tuple(dict.fromkeys(keys_of(owner))) for owner in owners}
+    return functools.cache(lambda owner: tuple(dict.fromkeys(keys_of(owner))))
 
 
 def _around(key: str) -> Iterator[str]:

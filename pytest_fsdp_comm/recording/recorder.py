@@ -55,6 +55,7 @@ from pytest_fsdp_comm.recording.owners.attribution import (
 from pytest_fsdp_comm.recording.owners.borders import borders
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_groups, units
 from pytest_fsdp_comm.recording.owners.futures import callbacks
+from pytest_fsdp_comm.recording.owners.module_names import named_modules
 from pytest_fsdp_comm.recording.owners.stack import find_call_site, running_modules, scan_stack
 from pytest_fsdp_comm.recording.owners.tensors import TensorOwners
 from pytest_fsdp_comm.recording.pending import Event, Pending
@@ -90,6 +91,13 @@ _SENT_BY_UNITS: Final = frozenset({"all_gather", "reduce_scatter", "all_reduce",
 _numbers = itertools.count()
 
 
+def _has_any(model: nn.Module, modules: Sequence[nn.Module]) -> bool:
+    # The model itself is nearly always the first to run, and its modules are many.
+    return any(module is model for module in modules) or not {
+        id(module) for module in model.modules()
+    }.isdisjoint(map(id, modules))
+
+
 class Recorder:
     """One recording: enter `watching`, run the code, leave, `finish`."""
 
@@ -111,7 +119,7 @@ class Recorder:
         self._earlier_roots = earlier_roots
         self._has_given_root = bool(models)
         self._lacks_root = not models
-        self._idle: list[tuple[nn.Module, set[int]]] = []
+        self._idle: list[nn.Module] = []
         # An index is taken before the call: what the call itself causes comes after it.
         self._indices = itertools.count()
         self._pending: list[Pending[Any]] = []
@@ -199,9 +207,13 @@ class Recorder:
         return block
 
     def _all(self, record: type[Event]) -> list[Pending[Event]]:
-        for entry in self._pending:
-            entry.read()
+        self._read()
         return [entry for entry in self._pending if entry.record is record]
+
+    def _read(self) -> None:
+        for entry in self._pending:
+            if entry.issued is not None:
+                entry.read()
 
     def _named(self) -> RecordedBlock:
         if not self._backend:  # unless the block has made the group
@@ -210,11 +222,11 @@ class Recorder:
             self._learn_roots()
         names = OwnerNames(self._roots, are_parts=self._has_given_root)
         self._groups.learn_parameters(names.modules.modules)
-        self.tensors.settle()
+        if self._is_recording:  # otherwise its end has
+            self.tensors.settle()
         # By index: an event is held when its call returns, after what the call itself caused.
+        self._read()
         pending = sorted(self._pending, key=attrgetter("index"))
-        for entry in pending:
-            entry.read()
         axes = self._groups.axes(entry.group for entry in pending if entry.group is not None)
 
         def named(record: type[Event]) -> tuple[Event, ...]:
@@ -238,13 +250,12 @@ class Recorder:
             peak_gathered_nbytes=self.units.peak_gathered_nbytes(names.modules.modules),
             gaps=gaps,
         )
-        owners = {event.owner for event in collectives if event.owner is not None}
         return RecordedBlock(
             recording=recording,
             names=self._names_to_query(names, collectives, axes),
             roots=tuple(map(weakref.ref, self._roots)),
             trace=(untraced if self._tracer is None else self._tracer.result)(
-                self._roots, names.modules, owners
+                self._roots, names.modules
             ),
         )
 
@@ -272,16 +283,15 @@ class Recorder:
         # Of a gradient that is added, the module may be unknown.
         found = next(filter(None, foreign), ())
         example = f", such as a {printable(type(found[0]).__name__)}," if found else ""
-        for model, _ in self._idle:
+        for model in self._idle:
             yield Gap(
                 kind="idle_model",
                 text=f"no module of the given {printable(type(model).__name__)} ran, while those "
                 f"of another model{example} issued {counted(len(foreign), 'collective')}",
             )
 
-    def _note_running(self, modules: Iterable[nn.Module]) -> None:
-        ids = set(map(id, modules))
-        self._idle = [entry for entry in self._idle if ids.isdisjoint(entry[1])]
+    def _note_running(self, modules: Sequence[nn.Module]) -> None:
+        self._idle = [model for model in self._idle if not _has_any(model, modules)]
 
     def _learn_roots(self) -> None:
         """Find the roots of modules whose forward did not run in the block."""
@@ -521,12 +531,11 @@ class Recorder:
         self._note_unseen_groups()
         unsharded = []
         for root in self._roots:
-            named = [*root.named_modules()]
-            # The given models without a module that has run, each with the ids of its modules.
-            self._idle.append((root, {id(module) for _, module in named}))
+            # The given models without a module that has run.
+            self._idle.append(root)
             unsharded += [
                 escape(name)
-                for name, module in named
+                for name, module in named_modules(root)
                 for group in param_groups(module)
                 if group.is_unsharded
             ]

@@ -3,6 +3,8 @@
 import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Event
 
 import pytest
 import torch
@@ -79,6 +81,58 @@ def test_every_operation_that_communicates_has_a_kernel_in_a_block_and_none_afte
     with comm_mode:
         assert all(kernels_of_communicating_operations().values())
     assert not any(kernels_of_communicating_operations().values())
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+@pytest.mark.parametrize("in_torch", [False, True])
+def test_kernels_stay_while_another_thread_may_be_about_to_call_one(comm_mode, in_torch):
+    # torch 2.13 took them away under its feet: "fallthrough_kernel was executed", or the arguments
+    # of another operation.
+    begun, may_end = Event(), Event()
+
+    def of_a_library(own):
+        begun.set()
+        may_end.wait()
+        return own.clone()
+
+    def busy():
+        begun.set()
+        while not may_end.is_set():
+            sent()
+
+    library = torch.library.Library("fsdp_comm_test", "FRAGMENT")
+    library.define("waits(Tensor own) -> Tensor")
+    library.impl("waits", of_a_library, "CPU")
+    work = partial(torch.ops.fsdp_comm_test.waits, torch.ones(1)) if in_torch else busy
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(work)
+        begun.wait()
+        with comm_mode:
+            sent()
+        after = registered()
+        sent()
+        may_end.set()
+        running.result()
+        with comm_mode:
+            sent()
+    assert after
+    assert not registered()
+    assert sizes(comm_mode) == [1]
+    library._destroy()
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_threads_that_wait_keep_no_kernel(comm_mode):
+    may_end = Event()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(int).result()
+        waiting = pool.submit(may_end.wait)
+        with comm_mode:
+            sent()
+        after = registered()
+        may_end.set()
+        waiting.result()
+    assert not after
 
 
 @gloo_and_fake(2)

@@ -65,8 +65,8 @@ class OwnerNames:
     def __init__(self, roots: Sequence[nn.Module], *, are_parts: bool) -> None:
         """Name every module below the roots, as `ModuleNames` does."""
         self.modules = ModuleNames(roots, are_parts=are_parts)
-        self._replicas = ReplicaOwners(roots)
         self._roots = roots
+        self._replicas: ReplicaOwners | None = None
         self._registering: dict[int, dict[int, nn.Module]] | None = None
 
     def owner(self, attribution: Attribution) -> str | None:
@@ -75,6 +75,7 @@ class OwnerNames:
         if label is not None:
             return self.modules.joined(self._modules_of(label.parameter))
         if attribution.source is Source.DDP:
+            self._replicas = self._replicas or ReplicaOwners(self._roots)
             return self.modules.joined(self._replicas.owner(attribution.issued_in))
         return self.modules.joined(attribution.owner)
 

@@ -401,8 +401,9 @@ def _fsdp1() -> list[tuple[Any, ...]]:
 
 def param_groups(module: nn.Module) -> list[Any]:
     """FSDP2's parameter groups of one module; none if it is no unit of its own."""
-    get_state = getattr(module, "_get_fsdp_state", None)
-    return [] if get_state is None else groups_of_state(get_state())
+    # Of the class: a module that has no such attribute is slow to say so.
+    get_state = getattr(type(module), "_get_fsdp_state", None)
+    return [] if get_state is None else groups_of_state(get_state(module))
 
 
 def groups_of_state(state: Any) -> list[Any]:
