@@ -261,18 +261,17 @@ def _key(root: str, path: str) -> str:
 
 def _keys_of(names: ModuleNames) -> Callable[[str], tuple[str, ...]]:
     # Without the modules, which nothing may keep alive. Lazily, as few tests ask.
-    known = [
-        (names.fqn(module) or "", has_forward(module), *path)
-        for module, path in zip(names.modules, names.paths, strict=True)
-    ]
+    first: dict[int, tuple[str, bool, str, str]] = {}
+    for module, path in zip(names.modules, names.paths, strict=True):
+        first.setdefault(id(module), (names.fqn(module) or "", has_forward(module), *path))
+
+    @functools.cache
+    def named() -> tuple[dict[str, str], set[str]]:
+        keys = {fqn: _key(*path) for fqn, _, *path in first.values()}
+        return keys, {_key(*path) for _, is_callable, *path in first.values() if is_callable}
 
     def keys_of(owner: str) -> Iterator[str]:
-        keys: dict[str, str] = {}
-        callable_ = set()
-        for fqn, is_callable, *path in known:
-            key = keys.setdefault(fqn, _key(*path))
-            if is_callable:
-                callable_.add(key)
+        keys, callable_ = named()
         # The owner is several modules if they are one unit.
         for fqn in [owner] if owner in keys else owner.split("+"):
             if fqn in keys:
