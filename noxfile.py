@@ -30,7 +30,10 @@ def fuzz(session: nox.Session) -> None:
 @nox.session
 def record(session: nox.Session) -> None:
     """Recordings and trees, most of them on the fake group."""
-    folders = ("tests/recording", "tests/sharding", "tests/regressions", "tests/history")
+    folders = [
+        f"tests/{name}"
+        for name in ("recording", "sharding", "simulation", "regressions", "history")
+    ]
     session.run("pytest", "-q", "-n", "2", *(session.posargs or folders))
 
 

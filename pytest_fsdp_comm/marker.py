@@ -23,8 +23,10 @@ from pytest_fsdp_comm.options import (
     DistributedSettings,
     Scope,
     SessionOptions,
+    Simulation,
     parse_backend,
     parse_choice,
+    parse_simulate,
     parse_timeout_s,
     parse_world_size,
     show_problems,
@@ -36,6 +38,7 @@ from pytest_fsdp_comm.text.suggestions import closest, did_you_mean
 _PARSERS: Final[dict[str, Callable[[Any], Any]]] = {
     "world_size": parse_world_size,
     "backend": parse_backend,
+    "simulate": parse_simulate,
     "scope": partial(parse_choice, allowed=get_args(Scope)),
     "timeout_s": parse_timeout_s,
     "device": partial(parse_choice, allowed=get_args(Device)),
@@ -73,7 +76,14 @@ def resolve(
     size = given["world_size"]
     world_size = (parametrized if isinstance(size, tuple) else size) or options.world_size
     device = given["device"]
-    backend = given["backend"] or options.backend
+    simulation = _simulation(given["simulate"], world_size)
+    if simulation and (given["backend"] not in {None, "fake"} or device == "cuda"):
+        wrong = "device" if device == "cuda" else "backend"
+        raise BadValueError(
+            f"{wrong}={given[wrong]!r} with simulate={given['simulate']!r}, where tensors have no "
+            f"memory and nothing is sent; drop one of the two"
+        )
+    backend = "fake" if simulation else given["backend"] or options.backend
     if device == "cuda" and backend == "fake":
         raise BadValueError(
             "device='cuda' with the fake backend, whose ranks are simulated on the CPU; drop "
@@ -106,7 +116,14 @@ def resolve(
         scope=given["scope"] or "test",
         timeout_s=given["timeout_s"] or options.timeout_s,
         device=device,
+        simulation=simulation,
     )
+
+
+def _simulation(given: bool | int | str | None, world_size: int) -> Simulation:
+    if given is True or given == "strict":
+        return "strict" if given == "strict" else "answering"
+    return "answering" if isinstance(given, int) and 1 <= given <= world_size else ""
 
 
 def uses_plugin(item: pytest.Item) -> bool:

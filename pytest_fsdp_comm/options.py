@@ -27,17 +27,20 @@ if TYPE_CHECKING:
 Backend = Literal["gloo", "nccl", "fake"]
 Scope = Literal["test", "module"]
 Device = Literal["cpu", "cuda"]
+Simulation = Literal["", "answering", "strict"]
 UnseenLevel = Literal["error", "warn"]
 
 MARKER_NAME: Final = "distributed"
 MARKER_SIGNATURE: Final = (
-    "distributed(world_size=None, *, backend=None, ranks=None, scope='test', timeout_s=None, "
-    "device=None)"
+    "distributed(world_size=None, *, backend=None, simulate=False, ranks=None, scope='test', "
+    "timeout_s=None, device=None)"
 )
 MARKER_ARGUMENTS: Final = {
     "world_size": "how many ranks: a whole number, or a list to parametrize over",
     "backend": "'gloo', 'nccl', or 'fake', which simulates ranks in one process",
-    "ranks": "with 'fake', which ranks run, such as [0, 511] (default: 0)",
+    "simulate": "True: tensors without memory, on the fake group; a whole number: with that many "
+    "ranks or more; 'strict': as True, with no answer for values that nobody knows",
+    "ranks": "with 'fake' or simulated, which ranks run, such as [0, 511] (default: 0)",
     "scope": "'test' starts ranks for each test, 'module' keeps them for the next test of the "
     "module with equal settings (default: 'test')",
     "timeout_s": "seconds after which ranks that still run are shown and ended",
@@ -96,6 +99,15 @@ def parse_choice(value: Any, *, allowed: Sequence[Any]) -> Any:
     if value not in allowed:
         raise BadValueError(f"expected one of {', '.join(map(repr, allowed))}, got {value!r}")
     return value
+
+
+def parse_simulate(value: object) -> bool | int | str:
+    """Parse whether to simulate, or from which world size on; BadValueError for others."""
+    if isinstance(value, bool) or value == "strict":
+        return value
+    return parse_whole_number(
+        value, expected="True, False, 'strict' or a world size of at least 1", least=1
+    )
 
 
 parse_backend = partial(parse_choice, allowed=get_args(Backend))
@@ -275,6 +287,8 @@ class DistributedSettings:
     """Seconds from the start of the ranks until they are dumped and killed; greater than 0."""
     device: Device | None
     """``cpu``, ``cuda``; None lets the backend decide."""
+    simulation: Simulation = ""
+    """Whether tensors have no memory, and what unknown values are; empty for real tensors."""
 
 
 # On an item's stash: present exactly if the test is distributed.

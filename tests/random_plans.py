@@ -1,13 +1,14 @@
 """Random models with random parallel plans, for `tests/acceptance/test_random_plans.py`.
 
-Collected there, not here: it is run on gloo ranks and on the fake group, and what both recorded is
-compared.
+Collected there, not here: it is run on gloo ranks, on the fake group and simulated, and what they
+recorded is compared.
 """
 
 import itertools
 import json
 import pathlib
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
@@ -98,7 +99,7 @@ def clipped(model):
     phases=[Phase.generate],  # shrinking would take minutes of gloo ranks
 )
 @given(plan=PLANS)
-def run(plan, comm_mode, device_mesh, dist_info, found):
+def run(*, plan, comm_mode, device_mesh, dist_info, found, is_simulated):
     # An axis of one rank sends nothing, and nothing would prove nothing.
     has_tensor_parallelism = any(block["tensor_parallel"] for block in plan["blocks"])
     assume(dist_info.world_size > 2 or plan["axes"] != "dp,tp" or has_tensor_parallelism)
@@ -111,15 +112,22 @@ def run(plan, comm_mode, device_mesh, dist_info, found):
             nn.utils.clip_grad_norm_(clipped(model), 1.0)
 
     # The second step finds roots unsharded or not, as the first does, from the second on.
-    witnessed(comm_mode, model, train, warm_up=1)
+    if is_simulated:
+        train()
+        with comm_mode(model):
+            train()
+    else:
+        witnessed(comm_mode, model, train, warm_up=1)
     found.append({"plan": plan, "events": lines(comm_mode)})
 
 
-def check(comm_mode, device_mesh, dist_info, request):
+def check(comm_mode, device_mesh, dist_info, request, *, is_simulated=False):
     assert WIDTH % 4 == 0
     found = []
-    run(comm_mode=comm_mode, device_mesh=device_mesh, dist_info=dist_info, found=found)
-    name = f"{dist_info.backend}-{dist_info.world_size}-{dist_info.rank}.json"
+    values = {"comm_mode": comm_mode, "device_mesh": device_mesh, "dist_info": dist_info}
+    run(**values, found=found, is_simulated=is_simulated)
+    kind = "simulated" if is_simulated else dist_info.backend
+    name = f"{kind}-{dist_info.world_size}-{dist_info.rank}.json"
     pathlib.Path(request.config.rootpath, name).write_text(json.dumps(found))
 
 
@@ -131,3 +139,17 @@ def test_two_ranks_record_what_they_send(comm_mode, device_mesh, dist_info, requ
 @gloo_and_fake(4)
 def test_four_ranks_record_what_they_send(comm_mode, device_mesh, dist_info, request):
     check(comm_mode, device_mesh, dist_info, request)
+
+
+@pytest.mark.distributed(world_size=2, simulate=True, ranks=range(2))
+def test_two_simulated_ranks_record_what_they_would_send(
+    comm_mode, device_mesh, dist_info, request
+):
+    check(comm_mode, device_mesh, dist_info, request, is_simulated=True)
+
+
+@pytest.mark.distributed(world_size=4, simulate=True, ranks=range(4))
+def test_four_simulated_ranks_record_what_they_would_send(
+    comm_mode, device_mesh, dist_info, request
+):
+    check(comm_mode, device_mesh, dist_info, request, is_simulated=True)

@@ -60,7 +60,11 @@ from pytest_fsdp_comm.recording.owners.stack import find_call_site, running_modu
 from pytest_fsdp_comm.recording.owners.tensors import TensorOwners
 from pytest_fsdp_comm.recording.pending import Event, Pending
 from pytest_fsdp_comm.recording.redistributions import RedistributionWatch
-from pytest_fsdp_comm.recording.value_dependence import ValueReads, value_methods
+from pytest_fsdp_comm.recording.value_dependence import (
+    ValueReads,
+    is_told_of_values,
+    value_methods,
+)
 from pytest_fsdp_comm.recording.witness import Witness
 from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.fqn import escape
@@ -181,7 +185,7 @@ class Recorder:
         yield from (borders, units, optimizers, callbacks, noting_threads)
         if has_kernels:
             yield from (kernels.collectives, kernels.local_ranks)
-            if self.reads is not None:
+            if self.reads is not None and not is_told_of_values():
                 yield from (kernels.value_reads, value_methods)
             if torch.accelerator.is_available():
                 yield kernels.copies

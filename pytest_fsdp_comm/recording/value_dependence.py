@@ -72,6 +72,25 @@ class ValueReads:
         self.gaps[Gap(kind="value_dependent", text=text)] = None
 
 
+_num_tellers = 0
+
+
+@contextlib.contextmanager
+def told_of_values() -> Iterator[None]:
+    """Have recordings told of reads by whoever runs the block, in place of kernels and methods."""
+    global _num_tellers  # noqa: PLW0603  # as the patches are, it is the process's
+    _num_tellers += 1
+    try:
+        yield
+    finally:
+        _num_tellers -= 1
+
+
+def is_told_of_values() -> bool:
+    """Whether `told_of_values` is under way."""
+    return bool(_num_tellers)
+
+
 @Shared
 @contextlib.contextmanager
 def value_methods() -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Random models and plans: gloo ranks, the fake group and the witnesses agree event by event."""
+"""Random models and plans: gloo ranks, the fake group, simulated ranks and witnesses agree."""
 
 import json
 import pathlib
@@ -7,19 +7,19 @@ import shutil
 TESTS = pathlib.Path(__file__).parents[1]
 
 
-def test_every_rank_and_the_fake_group_record_random_plans_alike(pytester):
+def test_every_rank_real_simulated_and_of_the_fake_group_records_random_plans_alike(pytester):
     for name in ("oracle.py", "models.py", "texts.py", "conftest.py"):
         shutil.copy(TESTS / name, pytester.path)
     shutil.copy(TESTS / "random_plans.py", pytester.path / "test_random_plans.py")
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=300)
-    result.assert_outcomes(passed=4)
+    result.assert_outcomes(passed=6)
     for world_size in (2, 4):
         recorded = {
             path.name: json.loads(path.read_text())
             for path in pytester.path.glob(f"*-{world_size}-*.json")
         }
         # The fake group ran its first rank only.
-        assert len(recorded) == world_size + 1
+        assert len(recorded) == 2 * world_size + 1
         fake = recorded[f"fake-{world_size}-0.json"]
         assert len(fake) >= 20
         assert all(example["events"] for example in fake)

@@ -115,6 +115,18 @@ def test_the_fake_backend_runs_rank_0_unless_others_are_chosen():
     assert settle(4096, backend="fake", ranks=[4095, 0, 0]).ranks == (0, 4095)
 
 
+@pytest.mark.parametrize(
+    ("simulate", "expected"),
+    [(True, "answering"), ("strict", "strict"), (64, "answering"), (65, ""), (False, "")],
+)
+def test_a_simulation_is_asked_for_or_begins_at_a_world_size(simulate, expected):
+    found = settle(64, simulate=simulate)
+    assert found.simulation == expected
+    assert (found.backend, found.ranks) == (
+        ("fake", (0,)) if expected else ("gloo", tuple(range(64)))
+    )
+
+
 @pytest.mark.parametrize("value", [0, -1, "four", 10**6, 2.5, True, "", "1e3"])
 def test_a_bad_world_size_is_refused(value):
     assert problem(value) == (
@@ -127,14 +139,14 @@ def test_a_bad_world_size_is_refused(value):
     ("args", "kwargs", "text"),
     [
         ([], {"worldsize": 4}, ("unknown argument 'worldsize'; allowed are world_size, backend, "
-         "ranks, scope, timeout_s, device; did you mean 'world_size'?")),
-        ([], {"nprocs": 4}, ("unknown argument 'nprocs'; allowed are world_size, backend, ranks, "
-         "scope, timeout_s, device; did you mean 'world_size'?")),
-        ([], {"colour": 4}, ("unknown argument 'colour'; allowed are world_size, backend, ranks, "
-         "scope, timeout_s, device")),
+         "simulate, ranks, scope, timeout_s, device; did you mean 'world_size'?")),
+        ([], {"nprocs": 4}, ("unknown argument 'nprocs'; allowed are world_size, backend, "
+         "simulate, ranks, scope, timeout_s, device; did you mean 'world_size'?")),
+        ([], {"colour": 4}, ("unknown argument 'colour'; allowed are world_size, backend, "
+         "simulate, ranks, scope, timeout_s, device")),
         ([4, "gloo"], {}, ("takes one positional argument (world_size), got 2: 4, 'gloo'; write "
-         "distributed(world_size=None, *, backend=None, ranks=None, scope='test', "
-         "timeout_s=None, device=None)")),
+         "distributed(world_size=None, *, backend=None, simulate=False, ranks=None, "
+         "scope='test', timeout_s=None, device=None)")),
         ([4], {"world_size": 4}, "world_size is given twice, by position and by name"),
         ([[]], {}, "world_size: expected at least one world size, such as [2, 4], got []"),
         ([[2, 2]], {}, "world_size: [2, 2] lists a world size twice"),
@@ -156,6 +168,14 @@ def test_a_bad_world_size_is_refused(value):
          "4")),
         ([4], {"backend": "fake", "ranks": []}, ("ranks: expected a list of ranks such as (0, 3), "
          "got []")),
+        ([], {"simulate": 0}, ("simulate: expected True, False, 'strict' or a world size of at "
+         "least 1, got 0")),
+        ([], {"simulate": "loose"}, ("simulate: expected True, False, 'strict' or a world size of "
+         "at least 1, got 'loose'")),
+        ([], {"simulate": True, "backend": "gloo"}, ("backend='gloo' with simulate=True, where "
+         "tensors have no memory and nothing is sent; drop one of the two")),
+        ([], {"simulate": "strict", "device": "cuda"}, ("device='cuda' with simulate='strict', "
+         "where tensors have no memory and nothing is sent; drop one of the two")),
         ([], {"device": "cuda"}, ("device='cuda', but no GPU is visible; drop it, or guard the "
          "test with pytest.mark.skipif(not torch.cuda.is_available(), reason=...) and "
          "device=None")),

@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from pytest_fsdp_comm.options import Backend
+from pytest_fsdp_comm.options import Backend, Simulation
 from pytest_fsdp_comm.ranks.wire.exchange import RankExchange
 from pytest_fsdp_comm.ranks.wire.rank_set import StoreAddress
 
@@ -26,6 +26,7 @@ class RankContext:
     ranks: tuple[int, ...]
     """The ranks that really run; fewer than `world_size` with the fake backend."""
     backend: Backend
+    simulation: Simulation
     device: str
     """Where this rank's tensors belong: ``cpu`` or ``cuda:N``."""
     timeout_s: float

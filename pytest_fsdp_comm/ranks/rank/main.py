@@ -203,6 +203,7 @@ def _context(spec: RankSetSpec, rank: int, number: int, departures: Marks) -> Ra
         world_size=settings.world_size,
         ranks=settings.ranks,
         backend=settings.backend,
+        simulation=settings.simulation,
         device=device_of(settings, local_rank),
         timeout_s=settings.timeout_s,
         directory=spec.directory,

@@ -80,6 +80,8 @@ class RankPlugin:
         self._skipped: set[str] = set()
         self._random_states: list[Any] | None = None
         self._has_failed_subtest = False
+        # From before the first fixture of a test to after its last one.
+        self._simulation = contextlib.ExitStack()
         capture_subtests(self._output_of_subtest)
 
     def bind(
@@ -102,7 +104,8 @@ class RankPlugin:
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Report what only the end of a session brings to light, as a failed teardown."""
-        handled = yield
+        with self._simulation:
+            handled = yield
         self._report_failure(item, partial(raise_lost_exceptions, item))
         return handled
 
@@ -174,6 +177,11 @@ class RankPlugin:
         elif self._random_states is not None:
             restore_states(self._random_states)
         align_examples(item)
+        simulation = item.config.stash[RANK_CONTEXT].simulation
+        if simulation:
+            from pytest_fsdp_comm.simulation.world import simulated  # noqa: PLC0415  # torch only where it is needed
+
+            self._simulation.enter_context(simulated(answers=simulation == "answering"))
 
     def can_run_another_test(self) -> bool:
         """Whether the rank still has the process group that it began with, if any."""

@@ -39,7 +39,7 @@ _TORCH: Final = str(Path(torch.__file__).parent) + "/"
 _DDP: Final = _TORCH + "nn/parallel/distributed.py"
 # The recorder, and what torch puts between the dispatcher and Python: a kernel's, or a mode's.
 _SKIPPED: Final = (
-    str(Path(__file__).parents[1]) + "/",
+    *(f"{Path(__file__).parents[2]}/{room}/" for room in ("recording", "simulation")),
     *(_TORCH + path for path in ("_compile.py", "_dynamo/", "utils/_python_dispatch.py")),
 )
 _USE: Final = "the recorder relies on"
