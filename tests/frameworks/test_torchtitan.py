@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from derived import fsdp_lines
+from frameworks.changes import observed, told_of, tree_told_of
 from oracle import owned_lines, witnessed_twice
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
@@ -55,7 +56,7 @@ def _on_the_cpu(monkeypatch):
     monkeypatch.setattr(moe_utils, "generate_permute_indices", on_cpu)
 
 
-def parallelized(models, **degrees):
+def parallelized(models, *, configure=lambda _: None, **degrees):
     """The debug model, made smaller, as torchtitan's trainer builds it."""
     config = JobConfig()
     config.training.seq_len = LENGTH
@@ -63,6 +64,7 @@ def parallelized(models, **degrees):
     config.activation_checkpoint.mode = "none"
     # Otherwise the sizes of all-to-all depend on random weights.
     config.debug.moe_force_load_balance = True
+    configure(config)
     spec = models.get_train_spec()
     sizes = {"dim": WIDTH, "n_layers": LAYERS, "n_heads": 4, "vocab_size": VOCABULARY}
     args = replace(spec.model_args["debugmodel"], **sizes)
@@ -207,3 +209,48 @@ def test_llama4_with_tensor_parallel_experts_owns_all(comm_mode, etp):
     )
     of_experts = {event.axis for event in comm_mode.events if event.owner == "layers.1.moe.experts"}
     assert of_experts == ({"efsdp", "ep"} if etp == 1 else {"ep", "etp"})
+
+
+# What a team changes in its configuration.
+
+
+def other_seed_and_rate(config):
+    config.debug.seed = 7
+    config.optimizer.lr = 0.1
+    config.metrics.log_freq = 1
+
+
+def recomputed(config):
+    # A layer is a unit, which backward gathers anyway.
+    config.activation_checkpoint.mode = "full"
+
+
+def never_resharded(config):
+    config.parallelism.fsdp_reshard_after_forward = "never"
+
+
+def half_parameters(config):
+    config.training.mixed_precision_param = "bfloat16"
+
+
+def of(comm_mode, models, *, configure=lambda _: None, **degrees):
+    model = parallelized(models, configure=configure, **degrees)
+    return observed(comm_mode, model, lambda: train_step(model))
+
+
+def test_of_its_configuration_what_sends_otherwise_is_told(comm_mode):
+    reviewed = of(comm_mode, llama3)
+    for innocent in (other_seed_and_rate, recomputed):
+        assert not told_of(reviewed, of(comm_mode, llama3, configure=innocent))
+    kept = of(comm_mode, llama3, configure=never_resharded)
+    # The embedding of 32 KiB, and two layers of 256.5.
+    assert told_of(reviewed, kept)[0] == (
+        "layers.{0..1}, tok_embeddings kept gathered after forward, not gathered in backward: "
+        "3 calls, 545.0 KiB in all less"
+    )
+    assert tree_told_of(reviewed, kept) == [
+        "layers.{0..1}: reshard_after_forward True -> False",
+        "tok_embeddings: reshard_after_forward True -> False",
+    ]
+    halved = of(comm_mode, llama3, configure=half_parameters)
+    assert told_of(reviewed, halved)[0] == "parameters[fsdp] float32 -> bfloat16, x1/2 bytes"
