@@ -16,9 +16,11 @@ from pytest_fsdp_comm.errors import RecordingError
 
 pytest.importorskip("torchtitan.protocols.train_spec", reason="needs torchtitan 0.2 and triton")
 
+from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed.utils import clip_grad_norm_
+from torchtitan.experiments.simple_fsdp import llama3 as simple_llama3
 from torchtitan.models import llama3, llama4
 from torchtitan.models.moe import kernels
 from torchtitan.models.moe import utils as moe_utils
@@ -32,6 +34,7 @@ pytestmark = [
 WIDTH, HIDDEN, VOCABULARY, LAYERS = 64, 256, 128, 2
 BATCH, LENGTH = 2, 16
 EXPERTS = 8
+MICRO_BATCHES = 4
 FLOAT, LONG = 4, 8
 
 EMBEDDING = VOCABULARY * WIDTH * FLOAT
@@ -56,8 +59,8 @@ def _on_the_cpu(monkeypatch):
     monkeypatch.setattr(moe_utils, "generate_permute_indices", on_cpu)
 
 
-def parallelized(models, *, configure=lambda _: None, **degrees):
-    """The debug model, made smaller, as torchtitan's trainer builds it."""
+def configured(models, configure=lambda _: None, **sizes):
+    """The configuration and the specification of the debug model, made smaller."""
     config = JobConfig()
     config.training.seq_len = LENGTH
     config.training.mixed_precision_param = "float32"
@@ -66,17 +69,23 @@ def parallelized(models, *, configure=lambda _: None, **degrees):
     config.debug.moe_force_load_balance = True
     configure(config)
     spec = models.get_train_spec()
-    sizes = {"dim": WIDTH, "n_layers": LAYERS, "n_heads": 4, "vocab_size": VOCABULARY}
+    sizes = {"dim": WIDTH, "n_layers": LAYERS, "n_heads": 4, "vocab_size": VOCABULARY} | sizes
     args = replace(spec.model_args["debugmodel"], **sizes)
     args.update_from_config(config)
-    with torch.device("meta"):
-        model = spec.model_cls(args)
+    return config, spec, args
+
+
+def dims_of(**degrees):
     all_degrees = {
         **dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep", "etp"), 1),
         "dp_shard": -1,
         "world_size": 4,
     }
-    model = spec.parallelize_fn(model, ParallelDims(**all_degrees | degrees), config)
+    return ParallelDims(**all_degrees | degrees)
+
+
+def initialized(model):
+    """Filled with weights, and with a reduction that gloo has."""
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.init_weights(buffer_device=None)
@@ -85,6 +94,14 @@ def parallelized(models, *, configure=lambda _: None, **degrees):
             # torchtitan sets a divide factor, for which torch asks gloo for PREMUL_SUM.
             module.set_force_sum_reduction_for_comms(enable=True)
     return model
+
+
+def parallelized(models, *, configure=lambda _: None, **degrees):
+    """A model as torchtitan's trainer builds it."""
+    config, spec, args = configured(models, configure)
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    return initialized(spec.parallelize_fn(model, dims_of(**degrees), config))
 
 
 def train_step(model, *, is_tensor_parallel=False, has_expert_groups=False):
@@ -211,6 +228,140 @@ def test_llama4_with_tensor_parallel_experts_owns_all(comm_mode, etp):
     assert of_experts == ({"efsdp", "ep"} if etp == 1 else {"ep", "etp"})
 
 
+# Pipelines, with four layers in two stages.
+
+
+class Pipeline:
+    """This rank's stages as torchtitan's trainer builds them, and its step of 4 micro-batches."""
+
+    def __init__(self, *, schedule="1F1B", configure=lambda _: None):
+        def configure_all(config):
+            config.training.local_batch_size = MICRO_BATCHES
+            config.parallelism.pipeline_parallel_degree = 2
+            config.parallelism.pipeline_parallel_schedule = schedule
+            configure(config)
+
+        config, spec, args = configured(llama3, configure_all, n_layers=4)
+        with torch.device("meta"):
+            model = spec.model_cls(args)
+        dims = dims_of(pp=2)
+        self.schedule, self.parts, self.is_first, self.is_last = spec.pipelining_fn(
+            *(model, dims, config, torch.device("cpu"), args),
+            *(spec.parallelize_fn, cross_entropy_loss),
+        )
+        for part in self.parts:
+            initialized(part)
+        self.pp = dims.get_mesh("pp")
+
+    def step(self):
+        tokens = torch.arange(MICRO_BATCHES * LENGTH).view(MICRO_BATCHES, LENGTH)
+        inputs = [tokens] if self.is_first else []
+        target = {"target": tokens, "losses": []} if self.is_last else {}
+        self.schedule.step(*inputs, **target, return_outputs=False)
+        parameters = [own for part in self.parts for own in part.parameters()]
+        clip_grad_norm_(parameters, 1.0, pp_mesh=self.pp)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "phase", "layers", "hops"),
+    [
+        # Each stage once; what is gathered stays so for all micro-batches.
+        ("1F1B", "forward", ((0, 1), (2, 3)), 1),
+        # The schedule gathers ahead, and three hops lie between four stages.
+        ("Interleaved1F1B", "outside", ((0, 3), (1, 2)), 3),
+    ],
+)
+def test_pipelines_gather_once_a_step(comm_mode, schedule, phase, layers, hops):
+    pipeline = Pipeline(schedule=schedule)
+    witnessed_twice(comm_mode, pipeline.parts, pipeline.step, warm_up=1)
+    rank = pipeline.pp.get_local_rank()
+    units = {f"layers.{number}": MATRICES + 2 * NORM for number in layers[rank]}
+    units |= {"norm+output": EMBEDDING + NORM} if rank else {"tok_embeddings": EMBEDDING}
+    activation = LENGTH * WIDTH * FLOAT
+    # The norm over all stages is the sum of one number each.
+    expected = [*clipping("fsdp", 2 * 9 + 1 + rank), f"outside - all_reduce[pp] {FLOAT}"]
+    for unit, nbytes in units.items():
+        expected += [f"{phase} {unit} all_gather[fsdp] {nbytes}"]
+        expected += [f"backward {unit} reduce_scatter[fsdp] {nbytes}"]
+    for kind in ("send", "recv"):
+        expected += [f"outside - {kind}[pp] {activation}"] * (hops * MICRO_BATCHES)
+    assert owned_lines(comm_mode) == sorted(expected)
+
+
+# SimpleFSDP: each parameter is gathered where forward reads it, and no unit sends it.
+
+
+def matrices_of(*, tensor_parallel=1):
+    """Each module that reads a parameter, in the order of forward."""
+    owners = {"tok_embeddings": EMBEDDING // tensor_parallel}
+    for layer in range(LAYERS):
+        owners[f"layers.{layer}.attention_norm"] = NORM
+        for name in ("wq", "wk", "wv", "wo"):
+            owners[f"layers.{layer}.attention.{name}"] = WIDTH * WIDTH * FLOAT // tensor_parallel
+        owners[f"layers.{layer}.ffn_norm"] = NORM
+        for name in ("w1", "w3", "w2"):
+            nbytes = WIDTH * HIDDEN * FLOAT // tensor_parallel
+            owners[f"layers.{layer}.feed_forward.{name}"] = nbytes
+    return owners | {"norm": NORM, "output": EMBEDDING // tensor_parallel}
+
+
+def simple_lines(owners):
+    return [
+        line
+        for owner, nbytes in owners.items()
+        for line in (
+            f"forward {owner} all_gather[fsdp] {nbytes}",
+            f"backward {owner} reduce_scatter[fsdp] {nbytes}",
+        )
+    ]
+
+
+ROLES = {"all_gather": "parameters", "reduce_scatter": "gradients", "all_reduce": "gradients"}
+
+
+def assert_roles(comm_mode, axes):
+    """What is sent over axes of data are parameters and their gradients."""
+    sent = [e for e in comm_mode.events if e.axis in axes and e.phase != "optimizer"]
+    assert {e.kind for e in sent} <= ROLES.keys()
+    assert all(e.role == ROLES[e.kind] for e in sent)
+
+
+def test_simple_fsdp(comm_mode, fsdp_tree):
+    model = parallelized(simple_llama3)
+    witnessed_twice(comm_mode, model, lambda: train_step(model))
+    assert owned_lines(comm_mode) == sorted(simple_lines(matrices_of()) + clipping("fsdp"))
+    assert_roles(comm_mode, {"fsdp"})
+    tree = fsdp_tree(model)
+    assert tree.is_sharded
+    assert not tree.units
+
+
+def test_simple_fsdp_with_replicas_reduces_whole_gradients_over_them_first(comm_mode):
+    model = parallelized(simple_llama3, dp_replicate=2)
+    witnessed_twice(comm_mode, model, lambda: train_step(model))
+    # FSDP2 reduces over the shards first, and then a shard over the replicas.
+    expected = simple_lines(matrices_of()) + clipping("fsdp")
+    expected += [
+        f"backward {owner} all_reduce[dp_replicate] {nbytes}"
+        for owner, nbytes in matrices_of().items()
+    ]
+    assert owned_lines(comm_mode) == sorted(expected)
+    assert_roles(comm_mode, {"fsdp", "dp_replicate"})
+
+
+def test_simple_fsdp_with_tensor_and_sequence_parallelism(comm_mode):
+    model = parallelized(simple_llama3, tp=2)
+    witnessed_twice(comm_mode, model, lambda: train_step(model, is_tensor_parallel=True))
+    # Each norm by itself, where FSDP2 has them in the unit of the layer.
+    norms = {owner for owner, nbytes in matrices_of().items() if nbytes == NORM}
+    others = [line for line in tensor_parallel_lines() if f" all_reduce[tp] {NORM}" not in line]
+    expected = simple_lines(matrices_of(tensor_parallel=2)) + others
+    expected += [f"backward {owner} all_reduce[tp] {NORM}" for owner in norms]
+    expected += clipping("fsdp") + clipping("tp")
+    assert owned_lines(comm_mode) == sorted(expected)
+    assert_roles(comm_mode, {"fsdp"})
+
+
 # What a team changes in its configuration.
 
 
@@ -221,8 +372,11 @@ def other_seed_and_rate(config):
 
 
 def recomputed(config):
-    # A layer is a unit, which backward gathers anyway.
     config.activation_checkpoint.mode = "full"
+
+
+def always_resharded(config):
+    config.parallelism.fsdp_reshard_after_forward = "always"
 
 
 def never_resharded(config):
@@ -233,13 +387,24 @@ def half_parameters(config):
     config.training.mixed_precision_param = "bfloat16"
 
 
+def half_gradients(config):
+    config.training.mixed_precision_reduce = "bfloat16"
+
+
 def of(comm_mode, models, *, configure=lambda _: None, **degrees):
     model = parallelized(models, configure=configure, **degrees)
-    return observed(comm_mode, model, lambda: train_step(model))
+    step = partial(train_step, model, has_expert_groups=degrees.get("ep", 1) > 1)
+    return observed(comm_mode, model, step)
 
 
-def test_of_its_configuration_what_sends_otherwise_is_told(comm_mode):
+def piped(comm_mode, configure=lambda _: None):
+    pipeline = Pipeline(configure=configure)
+    return observed(comm_mode, pipeline.parts, pipeline.step)
+
+
+def test_of_fsdp_what_sends_otherwise_is_told(comm_mode):
     reviewed = of(comm_mode, llama3)
+    # A layer is a unit, which backward gathers anyway, recomputed or not.
     for innocent in (other_seed_and_rate, recomputed):
         assert not told_of(reviewed, of(comm_mode, llama3, configure=innocent))
     kept = of(comm_mode, llama3, configure=never_resharded)
@@ -253,4 +418,51 @@ def test_of_its_configuration_what_sends_otherwise_is_told(comm_mode):
         "tok_embeddings: reshard_after_forward True -> False",
     ]
     halved = of(comm_mode, llama3, configure=half_parameters)
+    assert told_of(reviewed, halved)[0] == "parameters[fsdp] float32 -> bfloat16, x1/2 bytes"
+
+
+def test_of_experts_what_sends_otherwise_is_told(comm_mode):
+    reviewed = of(comm_mode, llama4, ep=2)
+    assert not told_of(reviewed, of(comm_mode, llama4, configure=other_seed_and_rate, ep=2))
+    again = of(comm_mode, llama4, configure=recomputed, ep=2)
+    # The gather of a rank's 4 experts, the counts, and the tokens there and back.
+    assert (EXPERTS * FEED_FORWARD // 2 + EXPERTS * LONG + 2 * ACTIVATION) / 1024 == 784.0625
+    assert told_of(reviewed, again)[0] == (
+        "forward collectives of layers.1.moe.experts repeated by recomputation in backward: "
+        "4 calls, 784.1 KiB in all"
+    )
+    lost = of(comm_mode, llama4, ep=1)
+    assert "nothing is sent over ep any more" in told_of(reviewed, lost)
+    assert "layers.1.moe.experts: is no longer a unit (fsdp2)" in tree_told_of(reviewed, lost)
+
+
+def test_of_pipelines_what_sends_otherwise_is_told(comm_mode):
+    reviewed = piped(comm_mode)
+    for innocent in (other_seed_and_rate, recomputed):
+        assert not told_of(reviewed, piped(comm_mode, innocent))
+    freed = piped(comm_mode, always_resharded)
+    # Each unit 4 times more: in FFBFBFBB of the first stage once before a forward and three times
+    # before a backward, in FBFBFBFB of the last before each backward.
+    nbytes = 4 * (2 * EMBEDDING + NORM + 4 * (MATRICES + 2 * NORM))
+    assert f"{nbytes / 2**20:.1f}" == "4.3"
+    assert told_of(reviewed, freed)[0] == (
+        "layers.{0..3}, norm+output, tok_embeddings freed after forward, gathered again in "
+        "backward: 24 calls, 4.3 MiB in all more"
+    )
+    halved = piped(comm_mode, half_gradients)
+    assert told_of(reviewed, halved)[0] == "gradients[fsdp] float32 -> bfloat16, x1/2 bytes"
+
+
+def test_of_simple_fsdp_what_sends_otherwise_is_told(comm_mode):
+    reviewed = of(comm_mode, simple_llama3)
+    assert not told_of(reviewed, of(comm_mode, simple_llama3, configure=other_seed_and_rate))
+    # Without units, recomputation gathers again.
+    again = of(comm_mode, simple_llama3, configure=recomputed)
+    assert told_of(reviewed, again) == [
+        "forward collectives of layers.{0..1}.attention.wk, layers.{0..1}.attention.wo, "
+        "layers.{0..1}.attention.wq and 6 more repeated by recomputation in backward: 18 calls, "
+        "513.0 KiB in all",
+        "likely: activation checkpointing was switched on",
+    ]
+    halved = of(comm_mode, simple_llama3, configure=half_parameters)
     assert told_of(reviewed, halved)[0] == "parameters[fsdp] float32 -> bfloat16, x1/2 bytes"
