@@ -9,6 +9,7 @@ PAGES = {page.stem: page.read_text() for page in (DOCS / "frameworks").glob("*.m
 # What a page's test imports; a page whose framework is missing here is not run.
 NEEDED = {
     "torchtitan": {"torchtitan", "triton"},
+    "torchao": {"torchao"},
     "accelerate": {"accelerate"},
     "trainer": {"accelerate"},
     "peft": {"peft"},

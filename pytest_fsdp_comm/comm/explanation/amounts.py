@@ -335,7 +335,10 @@ class Dtype(_Scaled):
     @property
     def cause(self) -> str:
         if Role.PARAMETERS in self.roles:
-            return "MixedPrecisionPolicy, or the model's own dtype"
+            # Which trees do not show.
+            own = "the weights' own fsdp_pre_all_gather, such as torchao's float8 all-gather, "
+            is_own = ("float8" in self.old) != ("float8" in self.new)
+            return own * is_own + "MixedPrecisionPolicy, or the model's own dtype"
         if Role.GRADIENTS in self.roles:
             return "reduce_dtype of MixedPrecisionPolicy, or a communication hook"
         if Role.STATE in self.roles:

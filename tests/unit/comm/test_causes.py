@@ -118,6 +118,16 @@ def test_state_in_another_element_type_is_told_as_the_optimizers():
     ]
 
 
+@pytest.mark.parametrize("into", [True, False])
+def test_weights_in_8_bits_may_be_gathered_by_their_own_way(into):
+    sides = [profile(), in_dtype(profile(), "float8_e4m3fn", roles=("parameters",))]
+    comparison = compare(*(sides if into else sides[::-1]))
+    assert [cause.text for cause in comparison.causes] == [
+        "the weights' own fsdp_pre_all_gather, such as torchao's float8 all-gather, "
+        "MixedPrecisionPolicy, or the model's own dtype"
+    ]
+
+
 def test_a_tree_with_other_units_says_nothing():
     old = profile(tensor_parallel=True)
     other = replace(tree(), units={1: {}}, parameters={})
@@ -162,7 +172,7 @@ def in_dtype(old, dtype, *, roles, version=""):
     def change(one):
         if role(one) not in roles:
             return one
-        factor = Fraction(1, 2) if dtype == "bfloat16" else 2
+        factor = {"bfloat16": Fraction(1, 2), "float8_e4m3fn": Fraction(1, 4)}.get(dtype, 2)
         calls = (replace(calls, dtype=dtype) for calls in sized(one, factor).calls)
         return replace(one, calls=tuple(calls))
 
