@@ -13,7 +13,7 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Source
 from pytest_fsdp_comm.recording.owners.ddp import Modules, ReplicaOwners
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
-from pytest_fsdp_comm.recording.owners.stack import graph_type, is_in_step, running
+from pytest_fsdp_comm.recording.owners.stack import is_graph, is_in_step, running
 from pytest_fsdp_comm.recording.owners.tensors import Carried, registered_parameters
 from pytest_fsdp_comm.recording.prefetch import Gather
 
@@ -120,7 +120,6 @@ class BackwardMap:
         self._next_number: Callable[[], int] = _autograd("torch.autograd", "_get_sequence_nr")
         self._current_node: Callable[[], Any] = _autograd("torch._C", "_current_autograd_node")
         self._current_task: Callable[[], int] = _autograd("torch._C", "_current_graph_task_id")
-        self._graph_type = graph_type()
         self._roots: list[nn.Module] = []
         # By identity of a parameter, the first module that registered it; None if none did.
         self._registering: dict[int, nn.Module | None] = {}
@@ -178,7 +177,7 @@ class BackwardMap:
         depth = len(self._running)
         if self.innermost is None:
             self.is_in_step = is_in_step()
-        if not isinstance(entered, self._graph_type):
+        if not is_graph(entered):
             self._running.append(entered)
         return depth
 

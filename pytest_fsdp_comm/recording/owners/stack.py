@@ -314,9 +314,14 @@ def _is_given_a_bucket(entry: FrameType) -> bool:
 def _module_of(frame: FrameType) -> nn.Module | None:
     """The user's module whose call a frame is; None for a graph that the compiler made of one."""
     found: Any = frame.f_locals.get("self")
-    if not isinstance(found, nn.Module) or isinstance(found, graph_type()):
-        return None
-    return found
+    return None if not isinstance(found, nn.Module) or is_graph(found) else found
+
+
+def is_graph(module: nn.Module | None) -> bool:
+    """Whether a module is a graph that the compiler made, or what the compiler calls it by."""
+    # Some backends run a graph as it is, and dynamo wraps that of backward (read in torch 2.13).
+    called = None if module is None else module._modules.get("_orig_mod", module)
+    return isinstance(called, graph_type())
 
 
 # For every collective the same few files.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp
 from models import FLOAT, LINEAR_NBYTES, WIDTH, Block, Model, TokenModel, shard, step
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -99,6 +100,21 @@ def test_a_recomputation_gathers_parameters_again(comm_mode, device_mesh):
 def test_compiled_code_gathers_parameters_and_makes_gradients(comm_mode, device_mesh):
     model = simple_fsdp(Model(), device_mesh())
     compiled = torch.compile(model, backend="aot_eager")
+    step(compiled)
+    model.zero_grad()
+    with comm_mode(model):
+        step(compiled)
+    assert sorted(lines(comm_mode)) == sorted([*gathers(), *reductions()])
+
+
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+def test_a_backend_that_runs_its_graphs_as_they_are_recomputes_nothing(comm_mode, device_mesh):
+    def as_it_is(graph, _inputs):
+        return graph
+
+    model = simple_fsdp(Model(), device_mesh())
+    backend = aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is)
+    compiled = torch.compile(model, backend=backend)
     step(compiled)
     model.zero_grad()
     with comm_mode(model):
