@@ -317,7 +317,7 @@ class TensorOwners:
 def registered_parameters(
     roots: Iterable[nn.Module],
 ) -> Iterator[tuple[torch.Tensor, nn.Module]]:
-    """Each parameter with each module that registered it, also while FSDP has put another there."""
+    """Each parameter with each module that registered it, also where FSDP puts another one."""
     for module in (module for root in roots for module in root.modules()):
         for parameter in _registered(module):
             yield parameter, module
@@ -326,6 +326,8 @@ def registered_parameters(
                 info = managed._module_info
                 for owner in (info.module, *info.shared_modules):
                     yield managed.sharded_param, owner
+                    if hasattr(managed, "_unsharded_param"):  # not before the first gather
+                        yield managed._unsharded_param, owner
 
 
 def merged(labels: Sequence[Label | None]) -> Label | None:

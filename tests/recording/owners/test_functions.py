@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.fsdp import fully_shard
 
+from pytest_fsdp_comm.comm.events import Role
+
 SENT = ACTIVATION_NBYTES
 
 
@@ -136,6 +138,35 @@ def test_what_a_hook_sends_belongs_to_its_module(comm_mode):
         "forward layers.0 barrier[world] 0",
         f"backward layers.0.up all_reduce[world] {WIDTH * WIDTH * 4}",
         "backward layers.0 barrier[world] 0",
+    ]
+
+
+class Summed(nn.Linear):
+    """Sums its weight's gradient in a hook, as norms of heads do under tensor parallelism."""
+
+    has_hook = False
+
+    def forward(self, x):
+        # What FSDP has gathered, which is no parameter of the model before and after.
+        dist.broadcast(self.weight.data, 0)
+        if not self.has_hook:
+            self.weight.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+            self.has_hook = True
+        return super().forward(x)
+
+
+@gloo_and_fake(2)
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_what_code_sends_of_a_gathered_parameter_belongs_to_its_module(
+    comm_mode, device_mesh, reshard_after_forward
+):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Summed(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    fully_shard(model, mesh=device_mesh(), reshard_after_forward=reshard_after_forward)
+    witnessed(comm_mode, model, lambda: model(torch.ones(2, WIDTH)).sum().backward(), warm_up=1)
+    by_hand = [event for event in comm_mode.events if event.kind in {"broadcast", "all_reduce"}]
+    assert [(event.kind, event.owner, event.issued_in, event.role) for event in by_hand] == [
+        ("broadcast", "1", "1", Role.PARAMETERS),
+        ("all_reduce", "1", "1", Role.GRADIENTS),
     ]
 
 
