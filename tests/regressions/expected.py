@@ -409,6 +409,7 @@ EXPECTED: dict[str, str] = {
     "transformers_embeddings_resized, back": "other sizes of parameters: (root) 8.1 -> 4.1 KiB in each gather",
     "transformers_model_moved_below_another_name": "model is language_model now",
     "transformers_model_moved_below_another_name, back": "language_model is model now",
+    "trl_gathers_the_head_beside_its_unit": "lm_head: parameters gathered in full in forward: 1 call of 2.0 KiB more",
     "trl_gathers_the_head_for_each_chunk": "lm_head: parameters gathered in full in forward: 3 calls, 6.0 KiB in all more",
     "trl_gathers_the_head_for_each_chunk_outside_of_the_model": "lm_head: parameters gathered in full outside of forward and backward: 4 calls, 8.0 KiB in all more",
     "twice_the_batch_and_loss_averaged": "activations and the loss: x2 bytes in each call",

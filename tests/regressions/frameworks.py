@@ -139,6 +139,13 @@ class Chunked(ForCausalLM):
         return torch.cat(logits, dim=1)
 
 
+class Penalized(ForCausalLM):
+    """A loss reads the head's weight, which is not gathered outside of the head's call."""
+
+    def forward(self, given):
+        return super().forward(given) + self.lm_head.weight.full_tensor().square().mean()
+
+
 @regression
 def trl_gathers_the_head_for_each_chunk(changed):
     return of(by_class(Chunked(for_each=changed), DecoderLayer, nn.Linear))
@@ -154,6 +161,11 @@ def trl_gathers_the_head_for_each_chunk_outside_of_the_model(changed):
         hidden.sum().backward()
 
     return of(by_class(ForCausalLM(), Decoder, nn.Linear), run)
+
+
+@regression
+def trl_gathers_the_head_beside_its_unit(changed):
+    return of(by_class(Penalized() if changed else ForCausalLM(), DecoderLayer, nn.Linear))
 
 
 @innocent(is_reversible=True)

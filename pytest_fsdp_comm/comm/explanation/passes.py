@@ -258,17 +258,18 @@ def _redistributed(between: Between) -> Iterator[Step]:
         for key, before, after in alike.rows:
             if key.subject != "redistribution" or (before and after):
                 continue
-            is_whole = "Shard" not in key.what.partition("->")[2]
-            if key.phase is Phase.OUTSIDE and is_whole and after:
-                continue  # see `_gathered_in_full`
-            sent = [
-                (other, count_of(now) - count_of(was))
+            sent = {
+                other: count_of(now) - count_of(was)
                 for other, was, now in alike.rows
                 if other.subject == "collective" and other.phase is key.phase
-            ]
+            }
+            is_whole = "Shard" not in key.what.partition("->")[2]
+            target = between.target[alike.owners[0]]
+            if after and is_whole and _is_by_hand(key.phase, map(target.row, sent)):
+                continue  # see `_gathered_in_full`
             # Each redistribution issues one collective, which came or went with it.
-            if [more for _, more in sent] == [count_of(after) - count_of(before)]:
-                chosen = [key, sent[0][0]]
+            if [*sent.values()] == [count_of(after) - count_of(before)]:
+                chosen = [key, *sent]
                 keys = found[key.phase, key.what, bool(after)]
                 keys.update(dict.fromkeys(alike.owners, chosen))
     for (phase, change, came), keys in found.items():
@@ -311,9 +312,9 @@ def _gathered_in_full(between: Between) -> Iterator[Step]:
     for phase in (Phase.OUTSIDE, Phase.FORWARD):
         for owner, keys in between.select(partial(_gathers_in_full, phase)).items():
             new = between.target[owner]
-            sent = (key for key in keys if key.subject == "collective")
-            roles = {call.role for key in sent for call in calls_of(new.row(key))}
-            if phase is Phase.OUTSIDE or roles == {Role.PARAMETERS}:
+            sent = [new.row(key) for key in keys if key.subject == "collective"]
+            if _is_by_hand(phase, sent):
+                roles = _roles(sent)
                 found[phase, "" if "" in roles else " and ".join(sorted(roles))][owner] = keys
     otherwise = {
         Phase.OUTSIDE: "a full state dict as of a checkpoint, or a DTensor that is printed or "
@@ -328,6 +329,14 @@ def _gathered_in_full(between: Between) -> Iterator[Step]:
             cause=f"full_tensor() or redistribute(), {otherwise[phase]}",
             is_regression=True,
         )
+
+
+def _is_by_hand(phase: Phase, sent: Iterable[Rows]) -> bool:
+    return phase is Phase.OUTSIDE or (phase is Phase.FORWARD and _roles(sent) == {Role.PARAMETERS})
+
+
+def _roles(sent: Iterable[Rows]) -> set[str]:
+    return {call.role for rows in sent for call in calls_of(rows)}
 
 
 def _sentence_of_gathers(phase: Phase, roles: str, step: Replaced) -> str:
