@@ -1,34 +1,39 @@
-"""accelerate's FSDP2, by itself and under the Trainer of transformers."""
+"""accelerate's FSDP2, by itself."""
+
+from contextlib import nullcontext
 
 import pytest
 import tiny_llama
 import torch
 from derived import fsdp_lines
+from frameworks.accelerated import accelerate, forget, plugin, use_fsdp
+from frameworks.changes import observed, told_of
 from oracle import owned_lines, witnessed_twice
-from tiny_llama import FLOAT, PARAMETERS, VOCABULARY
-from transformers import Trainer, TrainingArguments
-
-accelerate = pytest.importorskip("accelerate")
+from tiny_llama import FLOAT, PARAMETERS
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 pytestmark = pytest.mark.distributed(world_size=4)
 UNITS = tiny_llama.units()
 CLIPPING = f"optimizer - all_reduce[world] {PARAMETERS * FLOAT}"
 
 
-def plugin():
-    return accelerate.FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        cpu_ram_efficient_loading=False,
-    )
+def prepared(*, batches, accumulates=True, lr=0.001, **changed):
+    """A model, and its step of some micro-batches."""
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=batches)
+    use_fsdp(accelerator, plugin(**changed))
+    model = tiny_llama.build()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
 
+    def step():
+        for batch in range(batches):
+            with accelerator.accumulate(model) if accumulates else nullcontext():
+                accelerator.backward(tiny_llama.loss(model))
+                if batch == batches - 1:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
 
-def use_fsdp(accelerator):
-    """accelerate sets these three itself where it finds GPUs; on the CPU it takes DDP."""
-    accelerate.PartialState().distributed_type = accelerate.DistributedType.FSDP
-    accelerator.state.distributed_type = accelerate.DistributedType.FSDP
-    accelerator.state.fsdp_plugin = plugin()
+    return model, step
 
 
 def unit_names(tree):
@@ -37,20 +42,7 @@ def unit_names(tree):
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_a_step_with_clipping_and_accumulation(comm_mode, fsdp_tree, batches):
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=batches)
-    use_fsdp(accelerator)
-    model = tiny_llama.build()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-
-    def step():
-        for _ in range(batches):
-            with accelerator.accumulate(model):
-                accelerator.backward(tiny_llama.loss(model))
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-
+    model, step = prepared(batches=batches)
     witnessed_twice(comm_mode, model, step)
     sent = fsdp_lines(UNITS, axis="world", kept="lm_head+model.norm", unreduced_batches=batches - 1)
     assert owned_lines(comm_mode) == sorted([*sent, CLIPPING])
@@ -74,35 +66,31 @@ def test_without_the_distributed_type_accelerate_takes_ddp_and_the_recording_sho
     assert [unit.kind for unit in fsdp_tree(model).units] == ["ddp"]
 
 
-class FsdpTrainer(Trainer):
-    def create_accelerator_and_postprocess(self):
-        super().create_accelerator_and_postprocess()
-        use_fsdp(self.accelerator)
+def test_of_its_plugin_and_its_loop_what_sends_otherwise_is_told(comm_mode):
+    def of(**changed):
+        forget()
+        return observed(comm_mode, *prepared(batches=2, **changed))
 
-
-def test_the_trainer(comm_mode, fsdp_tree, tmp_path):
-    steps = 2
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        max_steps=steps,
-        per_device_train_batch_size=tiny_llama.BATCH,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    reviewed = of(mixed_precision_policy=half)
+    assert not told_of(reviewed, of(mixed_precision_policy=half, lr=0.5))
+    assert told_of(reviewed, of())[0] == (
+        "parameters[world], gradients[world] bfloat16 -> float32, x2 bytes"
     )
-    tokens = torch.arange(tiny_llama.LENGTH) % VOCABULARY
-    batches = [{"input_ids": tokens, "labels": tokens}] * 64
-    trainer = FsdpTrainer(tiny_llama.build(), arguments, train_dataset=batches)
-    with comm_mode:
-        trainer.train()
-    a_step = [*fsdp_lines(UNITS, axis="world", kept="lm_head+model.norm"), CLIPPING]
-    sent = [line for line in owned_lines(comm_mode) if not line.startswith("outside")]
-    assert sent == sorted(a_step * steps)
-    # How many tokens each rank has, in each step, and at the end the loss.
-    assert comm_mode.counts(phase="outside") == comm_mode.counts(
-        phase="outside", owner="(no-module)"
+    each = of(mixed_precision_policy=half, accumulates=False)
+    assert told_of(reviewed, each)[0] == (
+        "gradients of lm_head+model.norm, model.embed_tokens, model.layers.{0..1} reduced 1 -> 2 "
+        "times (reduce_scatter), gathers as before"
     )
-    assert comm_mode.counts(phase="outside") == steps + 1
-    assert unit_names(fsdp_tree(trainer.model)) == {"", *UNITS}
+    # The embedding of 16 KiB and two layers of 80.25, for two micro-batches.
+    kept = of(mixed_precision_policy=half, reshard_after_forward=False)
+    assert told_of(reviewed, kept)[0] == (
+        "model.embed_tokens, model.layers.{0..1} kept gathered after forward, not gathered in "
+        "backward: 6 calls, 353.0 KiB in all less"
+    )
+    # Attention and the layers' norms fall to the root.
+    parts = of(mixed_precision_policy=half, transformer_cls_names_to_wrap=["LlamaMLP"])
+    assert told_of(reviewed, parts)[0] == (
+        "other units, with as many bytes together: model.layers.{0..1} -> (root), "
+        "model.layers.{0..1}.mlp"
+    )

@@ -2,6 +2,7 @@
 
 import pytest
 import tiny_llama
+from frameworks.changes import observed, told_of
 from oracle import owned_lines, witnessed_twice
 from tiny_llama import EMBEDDING, FLOAT, LAYER, LAYERS, NORM, WIDTH
 from torch.distributed.fsdp import fully_shard
@@ -14,16 +15,25 @@ ADAPTERS = 2 * 2 * RANK * WIDTH * FLOAT
 MODEL = "base_model.model.model"
 
 
-@pytest.mark.distributed(world_size=4)
-# Of transformers, about what peft reads.
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
-def test_lora_with_one_unit_a_layer(comm_mode, fsdp_tree, device_mesh):
-    lora = peft.LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"])
-    model = peft.get_peft_model(tiny_llama.build(), lora)
-    mesh = device_mesh()
-    for layer in model.get_submodule(f"{MODEL}.layers"):
+pytestmark = [
+    pytest.mark.distributed(world_size=4),
+    # Of transformers, about what peft reads.
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
+]
+
+
+def adapted(mesh, *, change=lambda _: None, units=LAYERS, **changed):
+    """With one unit a layer, of the first layers at least."""
+    given = {"r": RANK, "target_modules": ["q_proj", "v_proj"]} | changed
+    model = peft.get_peft_model(tiny_llama.build(), peft.LoraConfig(**given))
+    change(model)
+    for layer in model.get_submodule(f"{MODEL}.layers")[:units]:
         fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def test_lora_with_one_unit_a_layer(comm_mode, fsdp_tree, device_mesh):
+    model = adapted(device_mesh())
     witnessed_twice(comm_mode, model, lambda: tiny_llama.loss(model).backward())
 
     layers = [f"{MODEL}.layers.{layer}" for layer in range(LAYERS)]
@@ -40,3 +50,39 @@ def test_lora_with_one_unit_a_layer(comm_mode, fsdp_tree, device_mesh):
     assert trainable == {name for name, entry in tree.named_parameters() if "lora_" in name}
     # Units of their own for the adapters would gather as many bytes in more collectives.
     assert not tree.findings
+
+
+def test_of_adapters_what_sends_otherwise_is_told(comm_mode, device_mesh):
+    def of(**changed):
+        model = adapted(device_mesh(), **changed)
+        return observed(comm_mode, model, lambda: tiny_llama.loss(model).backward())
+
+    reviewed = of()
+    innocent = {"lora_alpha": 32, "lora_dropout": 0.1, "use_rslora": True, "bias": "all"}
+    assert not told_of(reviewed, of(**innocent))
+
+    def train_the_head(model):
+        model.get_submodule("base_model.model.lm_head").requires_grad_(requires_grad=True)
+
+    assert told_of(reviewed, of(change=train_the_head))[0] == (
+        "gradients of (root) reduced now (reduce_scatter[dp]), gathers as before"
+    )
+
+    def train_everything(model):
+        model.requires_grad_(requires_grad=True)
+
+    assert told_of(reviewed, of(change=train_everything)) == [
+        "gradients of (root) reduced now (reduce_scatter[dp]), gathers as before",
+        "another part of the gradients reduced, gathers as before: "
+        "base_model.model.model.layers.{0..1} 4.0 -> 164.5 KiB in each call",
+        "likely: no longer frozen, as the tree says",
+    ]
+    assert told_of(reviewed, of(units=1))[0] == (
+        f"{MODEL}.layers.1 merged into (root), gathered with it"
+    )
+    # A second head beside the first, gathered with it, of which one is trained.
+    copied = told_of(reviewed, of(modules_to_save=["lm_head"]))
+    assert copied[:2] == [
+        "(root) forward: all_gather[dp] 1, 64.2 -> 96.2 KiB per rank",
+        "(root) backward: reduce_scatter[dp] 0 -> 1 (+1), 0 -> 32.0 KiB per rank",
+    ]

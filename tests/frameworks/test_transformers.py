@@ -1,11 +1,25 @@
-"""What transformers shards by its own plans: tensor parallelism, FSDP2, both."""
+"""What transformers shards by its own plans: tensor and expert parallelism, FSDP2, all of them."""
 
 import pytest
 import tiny_llama
+import torch
 from derived import fsdp_lines
+from frameworks.changes import observed, told_of, tree_told_of
 from oracle import owned_lines, witnessed_twice
-from tiny_llama import ACTIVATION, LAYERS, LOGITS
-from transformers import LlamaForCausalLM
+from tiny_llama import (
+    ACTIVATION,
+    BATCH,
+    EMBEDDING,
+    FLOAT,
+    HIDDEN,
+    LAYERS,
+    LENGTH,
+    LOGITS,
+    NORM,
+    VOCABULARY,
+    WIDTH,
+)
+from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 pytest.importorskip("accelerate", reason="transformers needs it to load a sharded model")
 distributed = pytest.importorskip("transformers.distributed", reason="needs transformers 5")
@@ -17,11 +31,13 @@ pytestmark = [
 ]
 
 
-def sharded(**sizes):
-    return LlamaForCausalLM.from_pretrained(
+def sharded(*, kind=LlamaForCausalLM, config=None, seed=0, **sizes):
+    config = config or tiny_llama.config()
+    torch.manual_seed(seed)
+    return kind.from_pretrained(
         None,
-        config=tiny_llama.config(),
-        state_dict=tiny_llama.build().state_dict(),
+        config=config,
+        state_dict=kind(config).state_dict(),
         distributed_config=distributed.DistributedConfig(**sizes),
     )
 
@@ -76,3 +92,180 @@ def test_fsdp_with_tensor_parallelism(comm_mode):
     units = tiny_llama.units(tensor_parallel=2)
     expected = fsdp_lines(units, axis="fsdp", kept="lm_head+model.norm") + tensor_parallel_lines()
     assert owned_lines(comm_mode) == sorted(expected)
+
+
+EXPERTS, CHOSEN, EXPERT_HIDDEN = 8, 2, 32
+HEADS, HEAD = 4, 16
+EXPERTS_NBYTES = EXPERTS * 3 * WIDTH * EXPERT_HIDDEN * FLOAT
+ROUTER = EXPERTS * WIDTH * FLOAT
+LONG = 8
+# Each token goes to two experts.
+DISPATCHED = CHOSEN * ACTIVATION
+WEIGHTS = BATCH * LENGTH * CHOSEN * FLOAT
+MOE_LAYERS = [f"model.layers.{layer}" for layer in range(LAYERS)]
+
+
+def mixture(**sizes):
+    """Qwen3's, routed evenly: otherwise the sizes of all-to-all depend on random weights."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=HIDDEN,
+        moe_intermediate_size=EXPERT_HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=HEAD,
+        num_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+        use_cache=False,
+    )
+    model = sharded(kind=Qwen3MoeForCausalLM, config=config, **sizes)
+
+    def evenly(router, _given, result):
+        logits, scores, chosen = result
+        return logits, scores, torch.arange(chosen.numel()).view_as(chosen) % router.num_experts
+
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(evenly)
+    return model
+
+
+def mixture_units(*, tensor_parallel=1):
+    attention = 4 * WIDTH * HEADS * HEAD * FLOAT // tensor_parallel
+    layer = attention + 2 * HEAD * FLOAT + 2 * NORM + ROUTER
+    return {
+        "model.embed_tokens": EMBEDDING // tensor_parallel,
+        **dict.fromkeys(MOE_LAYERS, layer),
+        "lm_head+model.norm": EMBEDDING // tensor_parallel + NORM,
+    }
+
+
+def dispatch_lines(axis, *, tensor_parallel=1):
+    """How many tokens each expert gets, they, and what experts make of them."""
+    tokens = DISPATCHED // tensor_parallel
+    return [
+        line
+        for layer in MOE_LAYERS
+        for line in [
+            f"forward {layer}.mlp.experts all_to_all[{axis}] {EXPERTS * LONG}",
+            *[f"forward {layer}.mlp.experts all_to_all[{axis}] {tokens}"] * 2,
+            *[f"backward {layer}.mlp.experts all_to_all[{axis}] {tokens}"] * 2,
+        ]
+    ]
+
+
+def mixture_lines(*, tensor_parallel=1, ep):
+    units = mixture_units(tensor_parallel=tensor_parallel)
+    lines = fsdp_lines(units, axis="fsdp", kept="lm_head+model.norm")
+    if ep == 2:
+        experts = {f"{layer}.mlp.experts": EXPERTS_NBYTES // ep for layer in MOE_LAYERS}
+        lines += fsdp_lines(experts, axis="efsdp", kept="")
+    # torch has one group of all ranks, so that with 4 expert groups its axes go by one name.
+    return lines + dispatch_lines("ep" if ep == 2 else "fsdp", tensor_parallel=tensor_parallel)
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_experts_are_gathered_over_one_axis_and_fed_over_another(comm_mode, fsdp_tree, ep):
+    model = mixture(fsdp_size=4, ep_size=ep)
+    witnessed_twice(comm_mode, model, lambda: tiny_llama.loss(model).backward())
+    assert owned_lines(comm_mode) == sorted(mixture_lines(ep=ep))
+    tree = fsdp_tree(model)
+    experts = {f"{layer}.mlp.experts" for layer in MOE_LAYERS}
+    names = {tree.unit_name(index) for index in range(len(tree.units))}
+    assert names == {"", *mixture_units(), *experts}
+    assert not tree.findings
+
+
+def test_ranks_of_a_tensor_parallel_group_feed_experts_a_slice_each(comm_mode):
+    model = mixture(fsdp_size=2, tp_size=2, ep_size=2)
+    witnessed_twice(comm_mode, model, lambda: tiny_llama.loss(model).backward())
+    expected = [
+        f"forward model.embed_tokens all_reduce[tp] {ACTIVATION}",
+        f"forward lm_head all_gather[tp] {LOGITS}",
+        f"backward lm_head all_reduce[tp] {ACTIVATION}",
+    ]
+    for layer in MOE_LAYERS:
+        attention = f"{layer}.self_attn"
+        expected += [
+            f"forward {attention}.o_proj all_reduce[tp] {ACTIVATION}",
+            *(f"backward {attention}.{one}_proj all_reduce[tp] {ACTIVATION}" for one in "qkv"),
+            # Each rank has normalized its own heads.
+            *(f"backward {attention}.{one}_norm all_reduce[tp] {HEAD * FLOAT}" for one in "qk"),
+            f"forward {layer}.mlp.experts all_gather[tp] {ACTIVATION}",
+            f"backward {layer}.mlp.experts all_gather[tp] {ACTIVATION}",
+            f"backward {layer}.mlp.experts all_gather[tp] {WEIGHTS}",
+        ]
+    assert owned_lines(comm_mode) == sorted(expected + mixture_lines(tensor_parallel=2, ep=2))
+
+
+@pytest.mark.filterwarnings("ignore:.enable_expert_parallel:FutureWarning")
+@pytest.mark.parametrize("sizes", [{"enable_expert_parallel": True}, {"ep_size": 4, "tp_plan": {}}])
+def test_experts_alone_are_refused_over_tensor_parallel_ranks(sizes):
+    # The first is deprecated in favour of the second, which is what it becomes.
+    with pytest.raises(ValueError, match="has no `tp_plan`"):
+        mixture(tp_size=4, **sizes)
+
+
+def seen(comm_mode, model):
+    return observed(comm_mode, model, lambda: tiny_llama.loss(model).backward())
+
+
+def test_of_a_tensor_parallel_plan_what_sends_otherwise_is_told(comm_mode):
+    sizes = {"tp_plan": "auto", "tp_size": 4}
+    reviewed = seen(comm_mode, sharded(**sizes))
+    assert not told_of(reviewed, seen(comm_mode, sharded(**sizes, seed=7)))
+    config = tiny_llama.config()
+    plan = config.base_model_tp_plan
+    config.base_model_tp_plan = {name: plan[name] for name in plan if ".mlp." not in name}
+    dropped = seen(comm_mode, sharded(**sizes, config=config))
+    assert told_of(reviewed, dropped) == [
+        "model.layers.{0..1}.mlp.down_proj forward: no redistribution (Partial(sum)) -> "
+        "(Replicate()) any more",
+        "model.layers.{0..1}.mlp.gate_proj, model.layers.{0..1}.mlp.up_proj backward: no "
+        "redistribution (Partial(sum)) -> (Replicate()) any more",
+    ]
+    assert tree_told_of(reviewed, dropped) == [
+        "model.layers.{0..1}.mlp.down_proj.weight: Shard(1) over tp -> a plain tensor",
+        "model.layers.{0..1}.mlp.gate_proj.weight: Shard(0) over tp -> a plain tensor",
+        "model.layers.{0..1}.mlp.up_proj.weight: Shard(0) over tp -> a plain tensor",
+    ]
+
+
+def test_of_an_fsdp_plan_what_sends_otherwise_is_told(comm_mode):
+    def of(**changed):
+        return seen(
+            comm_mode, sharded(**({"fsdp_size": 4, "fsdp_mixed_precision": True} | changed))
+        )
+
+    reviewed = of()
+    assert not told_of(reviewed, of(seed=7))
+    lost = of(fsdp_mixed_precision=False)
+    assert told_of(reviewed, lost)[0] == "parameters[fsdp] bfloat16 -> float32, x2 bytes"
+    # With more than norm and head kept, transformers no longer makes these two one unit.
+    kept = of(fsdp_plan={"model.layers.*": "keep_full_weight"})
+    assert told_of(reviewed, kept)[:2] == [
+        "other units, with as many bytes together: lm_head+model.norm -> lm_head, model.norm",
+        "model.layers.{0..1} kept gathered after forward, not gathered in backward: "
+        "2 calls, 160.5 KiB in all less",
+    ]
+
+
+def test_of_expert_parallelism_what_sends_otherwise_is_told(comm_mode):
+    def of(**changed):
+        return seen(comm_mode, mixture(**({"fsdp_size": 4, "ep_size": 2} | changed)))
+
+    reviewed = of()
+    assert not told_of(reviewed, of(seed=7))
+    # Each rank gathers all experts with their layer: 66.6 KiB and 192.
+    assert told_of(reviewed, of(ep_size=1))[:3] == [
+        "nothing is sent over efsdp any more",
+        "other sizes of parameters: model.layers.{0..1} 66.6 -> 258.6 KiB in each gather",
+        "nothing is sent over ep any more",
+    ]
+    shared = {"fsdp_size": 2, "tp_size": 2}
+    masked = told_of(of(**shared), of(**shared, ep_implementation="all_reduce"))
+    assert masked[0] == (
+        "model.layers.{0..1}.mlp.experts backward: all_reduce[ep] 0 -> 2 (+2), "
+        "0 -> 4.1 KiB in all per rank, each"
+    )

@@ -1,0 +1,147 @@
+"""The Trainer of transformers, with FSDP2 of accelerate and with that of transformers itself."""
+
+import pytest
+import tiny_llama
+from derived import fsdp_lines
+from frameworks.accelerated import BATCHES, LAYER_CLASS, FsdpOnCpu, arguments, trained
+from frameworks.changes import told_of, tree_told_of
+from oracle import owned_lines
+from tiny_llama import FLOAT, PARAMETERS
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+distributed = pytest.importorskip("transformers.distributed", reason="needs transformers 5")
+
+pytestmark = [
+    pytest.mark.distributed(world_size=4),
+    # Of torch, about what transformers does.
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
+]
+RANKS = 4
+LONG = 8
+UNITS = tiny_llama.units()
+KEPT = "lm_head+model.norm"
+# Of each step the number of tokens of all ranks, and at the end the loss.
+COUNTED = f"outside - all_gather[{{axis}}] {RANKS * LONG}"
+LOSS = f"outside - all_gather[{{axis}}] {RANKS * FLOAT}"
+
+
+class FsdpTrainer(FsdpOnCpu, Trainer):
+    pass
+
+
+def by_arguments(folder, *, config=None, **changed):
+    """As users write it: the layer's class, and what else the configuration has."""
+    fsdp = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": [LAYER_CLASS]}}
+    if config is not None:
+        fsdp["fsdp_config"] = config
+    given = arguments(TrainingArguments, folder, **(fsdp | changed))
+    return FsdpTrainer(tiny_llama.build(), given, train_dataset=BATCHES)
+
+
+def by_plan(folder, *, sizes, **changed):
+    """Sharded when it is loaded, so that accelerate has nothing to wrap."""
+    given = arguments(TrainingArguments, folder, **changed)
+    model = LlamaForCausalLM.from_pretrained(
+        None,
+        config=tiny_llama.config(),
+        state_dict=tiny_llama.build().state_dict(),
+        distributed_config=distributed.DistributedConfig(**sizes),
+    )
+    return Trainer(model, given, train_dataset=BATCHES)
+
+
+def expected(axis, *, steps=1, batches=1, replicate=None):
+    step = fsdp_lines(
+        UNITS, axis=axis, kept=KEPT, unreduced_batches=batches - 1, replicate=replicate
+    )
+    step.append(COUNTED.format(axis=axis))
+    return sorted([*step * steps, LOSS.format(axis=axis)])
+
+
+def clipping(*axes):
+    return [f"optimizer - all_reduce[{axis}] {PARAMETERS * FLOAT}" for axis in axes]
+
+
+@pytest.mark.parametrize(("steps", "batches"), [(2, 1), (1, 2)])
+def test_fsdp_by_arguments(comm_mode, fsdp_tree, tmp_path, steps, batches):
+    trainer = by_arguments(tmp_path, steps=steps, gradient_accumulation_steps=batches)
+    trained(comm_mode, trainer)
+    assert owned_lines(comm_mode) == sorted(
+        expected("world", steps=steps, batches=batches) + clipping("world") * steps
+    )
+    tree = fsdp_tree(trainer.model)
+    assert {tree.unit_name(index) for index in range(len(tree.units))} == {"", *UNITS}
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_model_that_transformers_has_sharded_needs_nothing_on_the_cpu(
+    comm_mode, tmp_path, batches
+):
+    trainer = by_plan(tmp_path, sizes={"fsdp_size": 4}, gradient_accumulation_steps=batches)
+    trained(comm_mode, trainer)
+    assert owned_lines(comm_mode) == sorted(expected("fsdp", batches=batches) + clipping("fsdp"))
+
+
+def test_replicas_are_reduced_with_the_last_micro_batch(comm_mode, tmp_path):
+    sizes = {"fsdp_size": 2, "dp_replicate_size": 2}
+    trained(comm_mode, by_plan(tmp_path, sizes=sizes, gradient_accumulation_steps=2))
+    sent = [line for line in owned_lines(comm_mode) if not line.startswith(("outside", "optim"))]
+    step = fsdp_lines(
+        UNITS, axis="fsdp", kept=KEPT, unreduced_batches=1, replicate=("dp_replicate", 2)
+    )
+    # Within a replica each micro-batch is reduced, so that gradients stay sharded.
+    step += [f"backward {unit} reduce_scatter[fsdp] {nbytes}" for unit, nbytes in UNITS.items()]
+    assert sent == sorted(step)
+
+
+def test_of_its_arguments_what_sends_otherwise_is_told(comm_mode, tmp_path):
+    def of(**changed):
+        given = {"gradient_accumulation_steps": 2} | changed
+        return trained(comm_mode, by_arguments(tmp_path, **given))
+
+    reviewed = of()
+    innocent = {
+        "other numbers": {"learning_rate": 0.5, "weight_decay": 0.1, "seed": 7, "data_seed": 7},
+        # Without a name the model says which classes are its layers.
+        "no class named": {"config": {}},
+        # A layer is a unit, which backward gathers anyway.
+        "recomputed": {"activation_checkpointing": True},
+    }
+    for name, changed in innocent.items():
+        assert not told_of(reviewed, of(**changed)), name
+
+    kept = of(config={"reshard_after_forward": False})
+    # The embedding of 32 KiB and two layers of 160.5, for two micro-batches.
+    assert told_of(reviewed, kept)[0] == (
+        "model.embed_tokens, model.layers.{0..1} kept gathered after forward, not gathered in "
+        "backward: 6 calls, 706.0 KiB in all less"
+    )
+    assert tree_told_of(reviewed, kept) == [
+        "model.embed_tokens: reshard_after_forward True -> False",
+        "model.layers.{0..1}: reshard_after_forward True -> False",
+    ]
+    each = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    assert told_of(reviewed, of(accelerator_config=each))[0] == (
+        "gradients of lm_head+model.norm, model.embed_tokens, model.layers.{0..1} reduced 1 -> 2 "
+        "times (reduce_scatter), gathers as before"
+    )
+    # The loss is gathered for each line of the log, and the last line is one more.
+    logged = of(logging_strategy="steps", logging_steps=1)
+    assert told_of(reviewed, logged)[0].startswith("(no-module) outside: all_gather[world] 2 -> ")
+    # DDP, which has one bucket of everything.
+    assert told_of(reviewed, of(fsdp=None))[0].startswith(
+        "lm_head+model.norm, model.embed_tokens, model.layers.{0..1} no longer gathered nor reduced"
+    )
+
+
+def test_of_a_plan_what_sends_otherwise_is_told(comm_mode, tmp_path):
+    def of(sizes, **changed):
+        return trained(comm_mode, by_plan(tmp_path, sizes=sizes, **changed))
+
+    reviewed = of({"fsdp_size": 4})
+    assert not told_of(reviewed, of({"fsdp_size": 4}, learning_rate=0.5, seed=7))
+    replicated = told_of(reviewed, of({"fsdp_size": 2, "dp_replicate_size": 2}))
+    assert replicated[0] == (
+        "gradients of lm_head+model.norm, model.embed_tokens, model.layers.{0..1} reduced by "
+        "all_reduce[dp_replicate] too now, all else as before"
+    )

@@ -1,0 +1,143 @@
+"""TRL's SFTTrainer, on top of the Trainer of transformers."""
+
+import pytest
+import tiny_llama
+from derived import fsdp_lines
+from frameworks.accelerated import LAYER_CLASS, FsdpOnCpu, arguments, trained
+from frameworks.changes import told_of
+from oracle import owned_lines
+from tiny_llama import EMBEDDING, FLOAT, LAYER, LAYERS, NORM, PARAMETERS, WIDTH
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+peft = pytest.importorskip("peft")
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+
+pytestmark = [
+    pytest.mark.distributed(world_size=4),
+    # Of transformers and TRL, about what each of them calls of the other.
+    pytest.mark.filterwarnings("ignore"),
+]
+RANKS = 4
+LONG = 8
+UNITS = tiny_llama.units()
+RANK = 4
+# Two adapters a layer, of two matrices.
+ADAPTERS = 2 * 2 * RANK * WIDTH * FLOAT
+# Of each step the numbers of tokens, of those that count, and of those that were foreseen; in
+# floating point the entropy and, at the end, the loss.
+METRICS = [f"outside - all_gather[world] {RANKS * LONG}"] * 4
+METRICS += [f"outside - all_gather[world] {RANKS * FLOAT}"] * 2
+
+
+class FsdpTrainer(FsdpOnCpu, trl.SFTTrainer):
+    pass
+
+
+def tokenizer():
+    """Of the words 0 to 127, so that nothing is downloaded."""
+    unknown, end = "0", "1"
+    vocabulary = {f"{word}": word for word in range(tiny_llama.VOCABULARY)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=unknown, eos_token=end)
+
+
+def fine_tuning(folder, *, text="2 3 4 5 6 7 8 9", config=None, lora=None, **changed):
+    config = {"transformer_layer_cls_to_wrap": [LAYER_CLASS]} | (config or {})
+    given = arguments(trl.SFTConfig, folder, fsdp=True, fsdp_config=config, **changed)
+    texts = datasets.Dataset.from_list([{"text": text}] * 64)
+    return FsdpTrainer(
+        tiny_llama.build(),
+        given,
+        train_dataset=texts,
+        processing_class=tokenizer(),
+        peft_config=lora,
+    )
+
+
+def lora(**changed):
+    return peft.LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"], **changed)
+
+
+def test_fine_tuning(comm_mode, fsdp_tree, tmp_path):
+    trainer = fine_tuning(tmp_path)
+    trained(comm_mode, trainer)
+    sent = fsdp_lines(UNITS, axis="world", kept="lm_head+model.norm")
+    clipping = f"optimizer - all_reduce[world] {PARAMETERS * FLOAT}"
+    assert owned_lines(comm_mode) == sorted([*sent, clipping, *METRICS])
+    assert not fsdp_tree(trainer.model).findings
+
+
+def test_lora_gathers_the_head_by_hand(comm_mode, tmp_path):
+    trained(comm_mode, fine_tuning(tmp_path, lora=lora()))
+    root = "base_model.model"
+    embedding = f"{root}.model.embed_tokens"
+    expected = [
+        f"forward {embedding} all_gather[world] {EMBEDDING}",
+        # Nothing needs it in backward, but its gather is prefetched there.
+        f"backward {embedding} all_gather[world] {EMBEDDING}",
+        # The last norm is what is left to the root.
+        f"forward . all_gather[world] {NORM}",
+        f"forward {root}.lm_head all_gather[world] {EMBEDDING}",
+        f"optimizer - all_reduce[world] {2 * 2 * LAYERS * FLOAT}",
+    ]
+    for layer in (f"{root}.model.layers.{number}" for number in range(LAYERS)):
+        expected += [
+            f"forward {layer} all_gather[world] {LAYER + ADAPTERS}",
+            f"backward {layer} all_gather[world] {LAYER + ADAPTERS}",
+            f"backward {layer} reduce_scatter[world] {ADAPTERS}",
+        ]
+    assert owned_lines(comm_mode) == sorted([*expected, *METRICS])
+    (by_hand,) = [event for event in comm_mode.events if event.owner == f"{root}.lm_head"]
+    assert (by_hand.source.value, by_hand.role) == ("dtensor", "parameters")
+
+
+def test_of_its_arguments_what_sends_otherwise_is_told(comm_mode, tmp_path):
+    def of(**changed):
+        return trained(comm_mode, fine_tuning(tmp_path, **changed))
+
+    reviewed = of()
+    innocent = {
+        "other numbers": {"learning_rate": 0.5, "seed": 7},
+        "a shorter text": {"text": "7 9"},
+        "another loss": {"loss_type": "dft"},
+        "several texts in a row": {"packing": True, "max_length": 16},
+    }
+    for name, changed in innocent.items():
+        assert not told_of(reviewed, of(**changed)), name
+    kept = of(config={"reshard_after_forward": False})
+    assert told_of(reviewed, kept)[0] == (
+        "model.embed_tokens, model.layers.{0..1} kept gathered after forward, not gathered in "
+        "backward: 3 calls, 353.0 KiB in all less"
+    )
+    # The model runs once more for the metrics, without a backward.
+    smoothed = told_of(reviewed, of(label_smoothing_factor=0.1))
+    assert smoothed[0] == (
+        "counts of forward x2, of backward x1; lm_head+model.norm kept, and gathered as before"
+    )
+    assert smoothed[-1] == "likely: forwards without a backward, such as an evaluation"
+
+
+def test_of_lora_what_sends_otherwise_is_told(comm_mode, tmp_path):
+    def of(**changed):
+        return trained(comm_mode, fine_tuning(tmp_path, lora=lora(**changed)))
+
+    reviewed = of()
+    assert not told_of(reviewed, of(lora_alpha=32, use_rslora=True))
+    head = "base_model.model.lm_head"
+    saved = of(modules_to_save=["lm_head"])
+    assert told_of(reviewed, saved)[0] == (
+        f"{head}.modules_to_save.default: parameters gathered in full in forward: "
+        "1 call of 32.0 KiB more"
+    )
+    # It is trained: its gradient is clipped as the adapters' are. But nobody reduces it.
+    trainable = 2 * 2 * LAYERS + 1
+    assert f"optimizer - all_reduce[world] {trainable * FLOAT}" in owned_lines(comm_mode)
+    reduced = {event.owner for event in comm_mode.events if event.kind == "reduce_scatter"}
+    assert reduced == {f"base_model.model.model.layers.{layer}" for layer in range(LAYERS)}
+    whole = trained(comm_mode, fine_tuning(tmp_path))
+    assert told_of(whole, reviewed)[0] == (
+        f"{head}: parameters gathered in full in forward: 1 call of 32.0 KiB more"
+    )
