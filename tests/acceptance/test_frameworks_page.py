@@ -14,6 +14,8 @@ NEEDED = {
     "trainer": {"accelerate"},
     "peft": {"peft"},
     "transformers": {"transformers", "accelerate"},
+    "transformers_experts": {"transformers", "accelerate"},
+    "trl": {"trl"},
     "pipelines": set(),
 }
 

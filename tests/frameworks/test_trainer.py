@@ -125,9 +125,10 @@ def test_of_its_arguments_what_sends_otherwise_is_told(comm_mode, tmp_path):
         "gradients of lm_head+model.norm, model.embed_tokens, model.layers.{0..1} reduced 1 -> 2 "
         "times (reduce_scatter), gathers as before"
     )
-    # The loss is gathered for each line of the log, and the last line is one more.
     logged = of(logging_strategy="steps", logging_steps=1)
-    assert told_of(reviewed, logged)[0].startswith("(no-module) outside: all_gather[world] 2 -> ")
+    assert told_of(reviewed, logged) == [
+        "(no-module) outside: all_gather[world] 2 -> 4 (+2), 48 -> 96 B in all per rank"
+    ]
     # DDP, which has one bucket of everything.
     assert told_of(reviewed, of(fsdp=None))[0].startswith(
         "lm_head+model.norm, model.embed_tokens, model.layers.{0..1} no longer gathered nor reduced"
