@@ -13,7 +13,7 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Source
 from pytest_fsdp_comm.recording.owners.ddp import Modules, ReplicaOwners
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
-from pytest_fsdp_comm.recording.owners.stack import is_graph, is_in_step, running
+from pytest_fsdp_comm.recording.owners.stack import is_graph, running
 from pytest_fsdp_comm.recording.owners.tensors import Carried, registered_parameters
 from pytest_fsdp_comm.recording.prefetch import Gather
 
@@ -127,8 +127,6 @@ class BackwardMap:
         self._running: list[nn.Module | None] = []
         # The depths of methods other than forward, of which torch says nothing if they fail.
         self._methods: list[int] = []
-        self.is_in_step = False
-        """Whether the outermost of them was called by an optimizer's step, or by clipping."""
         self._thread = 0
         self._end = 0  # the number after that of the last node whose maker is known
         # Of each run of nodes of one maker, the number after its last node, and the maker.
@@ -143,7 +141,7 @@ class BackwardMap:
             self._thread = thread
             self._ends.clear()
             self._makers.clear()
-        self._running, self._methods, self.is_in_step = running(), [], is_in_step()
+        self._running, self._methods = running(), []
         self._end = self._next_number()
         self._ends.append(self._end)
         self._makers.append(_Maker.UNSEEN)
@@ -175,8 +173,6 @@ class BackwardMap:
         if self._next_number() > self._end:
             self.note_nodes()
         depth = len(self._running)
-        if self.innermost is None:
-            self.is_in_step = is_in_step()
         if not is_graph(entered):
             self._running.append(entered)
         return depth
@@ -279,7 +275,7 @@ def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | Non
     in_backward = units.is_in_backward or backward.is_in_engine
     if not owner or (innermost is None and not in_backward):
         return None
-    phase = _phase(innermost, in_step=backward.is_in_step, in_backward=in_backward)
+    phase = _phase(innermost, in_step=False, in_backward=in_backward)
     issuer = units.issuer if innermost is None else (innermost,)
     found = acting.attribution = Attribution(
         owner, issuer, phase, Source.FSDP, gather=acting.gather

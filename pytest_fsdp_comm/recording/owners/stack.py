@@ -92,11 +92,6 @@ def running() -> list[nn.Module | None]:
     return found[::-1]
 
 
-def is_in_step() -> bool:
-    """Whether an optimizer's step, or gradient clipping, is on the stack."""
-    return any(_kind_of(frame.f_code) is _Code.STEP for frame in _outwards(sys._getframe(1)))
-
-
 def requesting_frame() -> FrameType | None:
     """The innermost frame that requested the operation which runs; None if it is no user's."""
     for frame in _outwards(sys._getframe(1)):
@@ -208,7 +203,7 @@ class StackScan:
     is_in_engine: bool = False
     """Python called the autograd engine further up."""
     is_in_optimizer: bool = False
-    """An optimizer's step, or gradient clipping, runs."""
+    """An optimizer's step, or gradient clipping, runs, and not a closure's forward or backward."""
     is_object: bool = False
     """One of the ``*_object*`` collectives requested it."""
     is_from_cpp: bool = True
@@ -236,15 +231,15 @@ class StackScan:
 
     def pass_code(self, kind: _Code, frame: FrameType) -> None:
         """Note any other code that means something."""
-        if kind is _Code.STEP:
-            self.is_in_optimizer = True
-        elif kind in {_Code.USER, _Code.LIBRARY}:
+        if kind in {_Code.USER, _Code.LIBRARY}:
             known = self.caller and _kind_of(self.caller.f_code)
             if known is None or (known is _Code.LIBRARY and kind is _Code.USER):
                 self.caller = frame
         # See Note [No hooks].
         elif self.innermost is not None or self.is_in_engine:
             return
+        elif kind is _Code.STEP:
+            self.is_in_optimizer = True
         elif kind is _Code.DDP:
             self.is_from_ddp = True
         elif kind is _Code.OBJECT:

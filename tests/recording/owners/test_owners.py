@@ -433,3 +433,59 @@ def test_each_unit_is_resharded_after_it_was_gathered(comm_mode, device_mesh):
     # One sequence over all sorts of events: a unit is resharded after it was gathered.
     order = sorted([*comm_mode.events, *comm_mode.reshards], key=lambda event: event.index)
     assert [event.index for event in order] == list(range(len(order)))
+
+
+# As in Lightning, and with LBFGS.
+@fake
+def test_what_a_closure_of_an_optimizer_runs_is_forward_and_backward(comm_mode, device_mesh):
+    model = shard(Model(), device_mesh())
+
+    def log_head(*_):
+        model.head.weight.full_tensor()
+
+    def closure():
+        step(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.register_step_pre_hook(log_head)
+    with comm_mode(model):
+        optimizer.step(closure)
+    gathered, *steps, clipped = table(comm_mode)
+    assert steps == STEP
+    assert gathered == "optimizer head all_gather < -"
+    assert clipped == "optimizer - all_reduce < -"
+
+
+@pytest.mark.distributed(world_size=2)
+def test_phases_of_plain_collectives_in_a_closure(comm_mode):
+    class Averaged(nn.Linear):
+        def forward(self, x):
+            dist.all_reduce(torch.ones(1))
+            return super().forward(x)
+
+    model = Averaged(WIDTH, WIDTH)
+    model.weight.register_post_accumulate_grad_hook(lambda weight: dist.all_reduce(weight.grad))
+
+    def closure():
+        dist.barrier()
+        model(torch.randn(2, WIDTH)).sum().backward()
+
+    with comm_mode(model):
+        torch.optim.SGD(model.parameters()).step(closure)
+    assert table(comm_mode) == [
+        "optimizer - barrier < -",
+        "forward . all_reduce < .",
+        "backward . all_reduce < .",
+    ]
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_step_in_backward_is_the_optimizers(comm_mode):
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: dist.barrier())
+    model.bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with comm_mode(model):
+        model(torch.randn(2, WIDTH)).sum().backward()
+    assert [event.phase for event in comm_mode.events] == ["optimizer"]
