@@ -1,0 +1,192 @@
+"""Lightning's Trainer with its ModelParallelStrategy (FSDP2, DTensor) and FSDPStrategy (FSDP1)."""
+
+from functools import partial
+
+import pytest
+import torch
+from derived import fsdp_lines
+from frameworks.changes import observed, told_of
+from models import ACTIVATION_NBYTES, BLOCK_NBYTES, FLOAT, ROOT_NBYTES, WIDTH, Block, Model, shard
+from oracle import owned_lines, witnessed
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+pytest.importorskip("lightning")
+
+import lightning
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+
+pytestmark = [
+    pytest.mark.distributed(world_size=4),
+    # Of Lightning, about loaders without workers, and of torch, about what Lightning does.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+PARAMETERS = 6
+BLOCKS = ["model.layers.0", "model.layers.1"]
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, *, plan=("up", "down"), lr=0.1, reduces_last=False, **options):
+        super().__init__()
+        self.model = Model()
+        self.reduces_last = reduces_last
+        self.plan, self.lr, self.options = plan, lr, options
+
+    def configure_model(self):
+        if self.device_mesh["tensor_parallel"].size() > 1:
+            styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            for layer in self.model.layers:
+                plan = {name: styles[name] for name in self.plan}
+                parallelize_module(layer, self.device_mesh["tensor_parallel"], plan)
+        shard(self.model, self.device_mesh["data_parallel"], **self.options)
+
+    def training_step(self, batch, batch_idx):
+        if self.reduces_last:
+            is_last = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
+            self.model.set_requires_gradient_sync(is_last)
+        loss = self.model(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class Fsdp1(Module):
+    def configure_model(self):
+        # As the strategy would, which gives FSDP no device where that is the CPU.
+        policy = ModuleWrapPolicy({Block})
+        cpu = torch.device("cpu")
+        self.model = FullyShardedDataParallel(self.model, auto_wrap_policy=policy, device_id=cpu)
+
+
+class FsdpOnCpu(FSDPStrategy):
+    """Without a GPU, Lightning refuses FSDPStrategy itself, but no class of the user's."""
+
+
+def fit(module, strategy, **options):
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=4,
+        strategy=strategy(),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(64, WIDTH), batch_size=2))
+
+
+def model_parallel(data, tensor):
+    return partial(ModelParallelStrategy, data_parallel_size=data, tensor_parallel_size=tensor)
+
+
+def trained(comm_mode, *, data=4, tensor=1, trainer=None, **module):
+    """What one step sends; the Trainer shards the module, so that each fit needs a new one."""
+    model = Module(**module)
+    run = partial(fit, model, model_parallel(data, tensor), **trainer or {})
+    return observed(comm_mode, model, run, warm_up=0, profiler=False)
+
+
+def sent_by_modules(comm_mode):
+    return [line for line in owned_lines(comm_mode) if not line.startswith("outside")]
+
+
+def units_of(tensor=1):
+    return {"model": ROOT_NBYTES, **dict.fromkeys(BLOCKS, BLOCK_NBYTES // tensor)}
+
+
+@pytest.mark.parametrize("is_clipped", [False, True])
+def test_fsdp2(comm_mode, fsdp_tree, is_clipped):
+    module = Module()
+    options = {"gradient_clip_val": 1.0} if is_clipped else {}
+    witnessed(
+        comm_mode, module, partial(fit, module, model_parallel(4, 1), **options), profiler=False
+    )
+    clipping = f"optimizer - all_reduce[data_parallel] {PARAMETERS * FLOAT}"
+    expected = fsdp_lines(units_of(), axis="data_parallel", kept="model")
+    assert sent_by_modules(comm_mode) == sorted(expected + [clipping] * is_clipped)
+    assert {event.owner for event in comm_mode.events if event.phase == "outside"} == {None}
+    tree = fsdp_tree(module)
+    assert {tree.unit_name(index) for index in range(3)} == units_of().keys()
+    assert not tree.findings
+
+
+def test_fsdp2_with_tensor_parallelism(comm_mode, fsdp_tree):
+    module = Module()
+    witnessed(comm_mode, module, partial(fit, module, model_parallel(2, 2)), profiler=False)
+    expected = fsdp_lines(units_of(tensor=2), axis="data_parallel", kept="model")
+    for block in BLOCKS:
+        expected.append(f"forward {block}.down all_reduce[tensor_parallel] {ACTIVATION_NBYTES}")
+        expected.append(f"backward {block}.up all_reduce[tensor_parallel] {ACTIVATION_NBYTES}")
+    assert sent_by_modules(comm_mode) == sorted(expected)
+    assert {axis.name for axis in fsdp_tree(module).mesh_axes} == {
+        "data_parallel",
+        "tensor_parallel",
+    }
+
+
+def test_accumulation_reduces_in_each_batch_unless_the_module_says_otherwise(comm_mode):
+    twice = {"trainer": {"accumulate_grad_batches": 2}}
+    each = trained(comm_mode, **twice)
+    a_batch = fsdp_lines(units_of(), axis="data_parallel", kept="model")
+    assert sent_by_modules(comm_mode) == sorted(a_batch * 2)
+    last = trained(comm_mode, reduces_last=True, **twice)
+    a_step = fsdp_lines(units_of(), axis="data_parallel", kept="model", unreduced_batches=1)
+    assert sent_by_modules(comm_mode) == sorted(a_step)
+    assert told_of(last, each)[0] == (
+        "gradients of model, model.layers.{0..1} reduced 1 -> 2 times (reduce_scatter), gathers as "
+        "before"
+    )
+
+
+def test_fsdp1_on_the_cpu(comm_mode, fsdp_tree):
+    module = Fsdp1()
+    witnessed(comm_mode, module, partial(fit, module, FsdpOnCpu), profiler=False)
+    expected = fsdp_lines(units_of(), axis="world", kept="model")
+    assert sent_by_modules(comm_mode) == sorted(expected)
+    tree = fsdp_tree(module)
+    assert {tree.unit_name(index) for index in range(3)} == units_of().keys()
+    assert {unit.kind for unit in tree.units} == {"fsdp1"}
+
+
+def test_innocent_changes_are_not_told(comm_mode):
+    reviewed = trained(comm_mode)
+    torch.manual_seed(1)
+    assert not told_of(reviewed, trained(comm_mode, lr=0.5, trainer={"log_every_n_steps": 1}))
+
+
+CHANGES = {
+    "units that stay gathered": (
+        {},
+        {"reshard_after_forward": False},
+        "model.layers.{0..1} kept gathered after forward, not gathered in backward: 2 calls, "
+        "1.0 KiB in all less",
+    ),
+    "no plan": (
+        {"data": 2, "tensor": 2},
+        {"data": 2, "tensor": 2, "plan": []},
+        "nothing is sent over tensor_parallel any more",
+    ),
+    "accumulation": (
+        {},
+        {"trainer": {"accumulate_grad_batches": 2}},
+        "all counts of forward and backward x2",
+    ),
+    "clipping": (
+        {},
+        {"trainer": {"gradient_clip_val": 1.0}},
+        "optimizer came, forward as before: 1 call of 24 B",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_told_in_a_true_first_line(comm_mode, change):
+    reviewed, changed, first = CHANGES[change]
+    old, new = trained(comm_mode, **reviewed), trained(comm_mode, **changed)
+    assert told_of(old, new)[0] == first
