@@ -100,6 +100,8 @@ class _Result:
     storage: Any
     """A `StorageWeakRef`, so that no other storage gets the same address."""
     extent: Extent
+    version: int
+    """Of the tensor, as autograd counts its changes."""
 
     @property
     def is_gone(self) -> bool:
@@ -171,6 +173,9 @@ class TensorOwners:
             else:
                 sent = bound.get(operation.sent or operation.received)
             label = self._of_tensors([*_plain(sent)], given, attribution) or label
+        if operation.kind == "all_gather" and given is None:
+            # Its own part may be of one parameter, and the rest of others.
+            label = self._held_in([*_plain(bound.get(operation.received))]) or label
         return replace(attribution, carried=Carried(label))
 
     def follow(self, operation: Operation, own: Attribution, received: Iterable[Any]) -> None:
@@ -184,10 +189,18 @@ class TensorOwners:
         for tensor in received:
             extent = extent_of(tensor)
             if extent is not None:
-                reference = weak_storage(tensor)
+                reference, version = weak_storage(tensor), _version(tensor)
+                carried = own.carried
+                for at, earlier in enumerate(self._results):
+                    if not _overlap(earlier.extent, extent) or earlier.is_gone:
+                        continue
+                    if earlier.version != version:
+                        # A bucket: what is in it at the end was not in it each time.
+                        carried = Carried()
+                        self._results[at] = replace(earlier, carried=carried)
                 reduces = operation.kind in REDUCING
                 self._has_new_results = True
-                self._results.append(_Result(own.carried, reduces, reference, extent))
+                self._results.append(_Result(carried, reduces, reference, extent, version))
 
     def settle(self) -> None:
         """Find the results that the model holds now."""
@@ -237,6 +250,11 @@ class TensorOwners:
 
     def _label_of_all(self, extents: Sequence[Extent | None]) -> Label | None:
         return merged([None if one is None else self._label_at(one) for one in extents])
+
+    def _held_in(self, received: Sequence[torch.Tensor]) -> Label | None:
+        """What the model holds in tensors that are about to be filled."""
+        extents = [extent_of(tensor) for tensor in received]
+        return merged([self._held_at(one, whole=False) for one in extents if one is not None])
 
     def _label_at(self, extent: Extent) -> Label | None:
         label = self._held_at(extent)
@@ -389,8 +407,13 @@ def _plain(value: object) -> Iterator[torch.Tensor]:
         yield from tensors_held(tensor)
 
 
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _overlap(one: Extent, other: Extent) -> bool:
-    return one == other or (one.start < other.end and other.start < one.end)
+    is_beside = one.start >= other.end or other.start >= one.end
+    return one == other or (one.storage == other.storage and not is_beside)
 
 
 def _itself(parameter: torch.Tensor) -> torch.Tensor:
