@@ -54,6 +54,8 @@ _THIN: Final = tuple(
     )
 )
 """Files of torch that only pass on what their caller requests."""
+# Of DeepSpeed; tests/frameworks/test_deepspeed.py fails when it moves (read in 0.19.8).
+_ZERO: Final = "/deepspeed/runtime/zero/"
 
 
 def innermost_module() -> nn.Module | None:
@@ -211,6 +213,8 @@ class StackScan:
     is_from_ddp: bool = False
     """DDP requested it, or a communication hook that it called."""
     is_from_dtensor: bool = False
+    zero_file: str = ""
+    """The name of the file of DeepSpeed's ZeRO that requested it; empty if none did."""
     redistribution: FrameType | None = None
     caller: FrameType | None = None
     """The innermost user code; else the innermost library outside of torch."""
@@ -235,6 +239,9 @@ class StackScan:
             known = self.caller and _kind_of(self.caller.f_code)
             if known is None or (known is _Code.LIBRARY and kind is _Code.USER):
                 self.caller = frame
+            is_reason = self.innermost is None and not self.is_in_engine and not self.zero_file
+            if is_reason and kind is _Code.LIBRARY and _ZERO in frame.f_code.co_filename:
+                self.zero_file = Path(frame.f_code.co_filename).name
         # See Note [No hooks].
         elif self.innermost is not None or self.is_in_engine:
             return
