@@ -48,8 +48,8 @@ def accept(session: nox.Session) -> None:
 def frameworks(session: nox.Session) -> None:
     """Real frameworks on ranks, and the page about them; needs the extra ``frameworks``."""
     # A test of a framework that is missing is skipped: here all are expected.
-    packages = "accelerate, deepspeed, lightning, peft, torchao, torchtitan, trl"
-    session.run("python", "-c", f"import {packages}")
+    names = "accelerate, deepspeed, lightning, megatron_fsdp, peft, torchao, trl"
+    session.run("python", "-c", f"import {names}, torchtitan.protocols.train_spec")
     page = "tests/acceptance/test_frameworks_page.py"
     session.run("pytest", "-n", "2", *(session.posargs or ("tests/frameworks", page)))
 

@@ -16,6 +16,7 @@ NEEDED = {
     "transformers": {"transformers", "accelerate"},
     "transformers_experts": {"transformers", "accelerate"},
     "trl": {"trl"},
+    "megatron": {"megatron_fsdp"},
     "deepspeed": {"deepspeed"},
     "lightning": {"lightning"},
     "pipelines": set(),
