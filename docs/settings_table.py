@@ -20,7 +20,7 @@ START, END = "<!-- table -->\n\n", "\n<!-- end of table -->"
 VARIABLES = {
     "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT": "set by `torchrun` and other launchers: this "
     "process is one rank of every test, and meets the others at that address. Without a launcher, "
-    "they are set in each rank",
+    "`RANK` and `WORLD_SIZE` are set in each rank",
     "LOCAL_RANK, LOCAL_WORLD_SIZE": "as above, of the ranks on this machine",
     "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NTASKS_PER_NODE": "set by `srun`: read in "
     "place of the above, if `MASTER_ADDR` and `MASTER_PORT` are set too",
