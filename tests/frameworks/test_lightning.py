@@ -16,6 +16,7 @@ pytest.importorskip("lightning")
 
 import lightning
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 pytestmark = [
     pytest.mark.distributed(world_size=4),
@@ -152,6 +153,11 @@ def test_fsdp1_on_the_cpu(comm_mode, fsdp_tree):
     tree = fsdp_tree(module)
     assert {tree.unit_name(index) for index in range(3)} == units_of().keys()
     assert {unit.kind for unit in tree.units} == {"fsdp1"}
+
+
+def test_fsdp1_clips_no_norms():
+    with pytest.raises(MisconfigurationException, match="'norm'` is currently not supported"):
+        fit(Fsdp1(), FsdpOnCpu, gradient_clip_val=1.0)
 
 
 def test_innocent_changes_are_not_told(comm_mode):
