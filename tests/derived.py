@@ -1,6 +1,13 @@
 """What FSDP2 sends, derived from its rules and the sizes of units; as `oracle.owned_lines`."""
 
 from collections.abc import Mapping
+from typing import Final
+
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+REDUCES_IN_OWN_TYPE: Final = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")
+"""Whether gradients without a ``reduce_dtype`` are reduced in the sharded parameter's own type, and
+partial ones over other axes are cast before: since torch 2.15, where the other name is new too."""
 
 
 def fsdp_lines(

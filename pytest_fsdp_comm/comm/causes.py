@@ -13,6 +13,7 @@ from pytest_fsdp_comm.comm.explanation.steps import Replaced, Step
 if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.evidence import Evidence
     from pytest_fsdp_comm.comm.explanation.search import Explanation
+    from pytest_fsdp_comm.comm.profile import CommProfile
 
 
 # Note [Causes]: a step is exact, so a cause explains all of its rows. A step itself names what its
@@ -26,6 +27,8 @@ class Cause:
 
     text: str
     steps: tuple[Step, ...] = ()
+    is_of_torch: bool = False
+    """Whether another version of torch does it, without any change of the user's."""
 
     @property
     def is_of_regression(self) -> bool:
@@ -35,12 +38,12 @@ class Cause:
 
 def find_causes(
     explanation: Explanation,
+    sides: tuple[CommProfile, CommProfile],
     evidence: Evidence | None = None,
     *,
     is_same_mesh: bool = True,
-    torch_versions: tuple[str, str] = ("", ""),
 ) -> tuple[Cause, ...]:
-    """Name the probable causes of a difference, those of regressions first."""
+    """Name the probable causes of a difference, those of regressions first, torch's own last."""
     found = _root_not_sharded(explanation)
     explained = [step for cause in found for step in cause.steps]
     for step in explanation.steps:
@@ -49,12 +52,15 @@ def find_causes(
         is_in_doubt = step.kind == "recomputed" and not explanation.is_exact
         if step not in explained and not is_of_mesh and not is_in_doubt:
             known = None if evidence is None else _reading_with(evidence, step)
-            text = known or _reading_of_torch(torch_versions, step) or step.cause
-            found.append(Cause(text=text, steps=(step,)))
+            torchs = "" if known else _reading_of_torch(sides, step, evidence)
+            text = known or torchs or step.cause
+            found.append(Cause(text=text, steps=(step,), is_of_torch=bool(torchs)))
     if explanation.is_exact and not explanation.steps:
         found += [Cause(text=one.cause) for one in explanation.timings]
     unique = {cause.text: cause for cause in found if cause.text}
-    return tuple(sorted(unique.values(), key=lambda cause: not cause.is_of_regression))
+    return tuple(
+        sorted(unique.values(), key=lambda cause: (not cause.is_of_regression, cause.is_of_torch))
+    )
 
 
 def _root_not_sharded(explanation: Explanation) -> list[Cause]:
@@ -77,26 +83,47 @@ def _root_not_sharded(explanation: Explanation) -> list[Cause]:
 
 
 _REDUCES_IN_FLOAT32: Final = (2, 15)
-"""The first torch whose FSDP2 reduces in float32 where ``reduce_dtype`` is unset; 2.13 reduces in
-``param_dtype``, as FSDP1 does in all of them. Recorded with torch 2.13.0 and 2.15.0."""
+"""The first torch whose FSDP2 takes the parameter's own type where ``reduce_dtype`` is unset, and
+casts partial gradients before DTensor reduces them; older ones take ``param_dtype`` for both, as
+FSDP1 does in all of them. Recorded with torch 2.13.0 and 2.15.0."""
 
 
-def _reading_of_torch(versions: tuple[str, str], step: Step) -> str | None:
-    was, now = (tuple(map(int, re.findall("[0-9]+", one)[:2])) for one in versions)
-    if not (was and now) or (was < _REDUCES_IN_FLOAT32) == (now < _REDUCES_IN_FLOAT32):
-        return None
+def _reading_of_torch(
+    sides: tuple[CommProfile, CommProfile], step: Step, evidence: Evidence | None
+) -> str:
+    old, _ = sides
+    was, now = (tuple(map(int, re.findall("[0-9]+", one.torch_version)[:2])) for one in sides)
     low, high = ("old", "new") if was < now else ("new", "old")
     if (
-        isinstance(step, Dtype)
-        and step.roles == {Role.GRADIENTS}
-        and getattr(step, high) == "float32"
-        and getattr(step, low) in {"bfloat16", "float16"}
+        not (was and now)
+        or (was < _REDUCES_IN_FLOAT32) == (now < _REDUCES_IN_FLOAT32)
+        or not isinstance(step, Dtype)
+        or step.roles != {Role.GRADIENTS}
+        or getattr(step, high) != "float32"
+        or getattr(step, low) not in {"bfloat16", "float16"}
+        # Of DDP nothing is gathered, nor freed.
+        or all(row.subject != "reshard" for row in old.rows)
     ):
+        return ""
+    since = f"in float32 since torch 2.15, in {getattr(step, low)} before"
+    axes = {axis for _, axis in step.parts}
+    gathered = {
+        row.axis
+        for row in old.rows
+        if row.what == "all_gather" and any(call.role == Role.PARAMETERS for call in row.calls)
+    }
+    if gathered and axes.isdisjoint(gathered):
         return (
-            "torch 2.15 and newer reduce in float32 where reduce_dtype of MixedPrecisionPolicy is "
-            "unset, older ones in param_dtype: set it to keep the bytes"
+            f"FSDP2 has partial gradients reduced over {', '.join(sorted(axes))} {since}: it casts "
+            "them to reduce_dtype, or to the parameters' own type, first"
         )
-    return None
+    if evidence is None:
+        known = "reduce_dtype was changed, or is unset"
+    elif evidence.is_reduce_dtype_unset:
+        known = "reduce_dtype is unset, as the tree says"
+    else:
+        return ""
+    return f"{known}: FSDP2 reduces {since}; reduce_dtype=torch.{step.old} keeps the bytes"
 
 
 def _reading_with(evidence: Evidence, step: Step) -> str | None:

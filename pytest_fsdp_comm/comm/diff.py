@@ -78,15 +78,20 @@ class Comparison:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The steps of the explanation as they are told: those of regressions first."""
+        """The steps as they are told: those of regressions first, those of torch last."""
         steps = () if self.explanation is None else self.explanation.steps
         # Of one dependence the step of forward is told before its counterpart in backward. By
         # identity: what a step writes is not hashable.
-        regressions = {
-            id(step) for cause in self.causes if cause.is_of_regression for step in cause.steps
+        places = {
+            id(step): (not cause.is_of_regression, cause.is_of_torch)
+            for cause in self.causes
+            for step in cause.steps
         }
         return tuple(
-            sorted(steps, key=lambda step: (id(step) not in regressions, _is_counterpart(step)))
+            sorted(
+                steps,
+                key=lambda step: (places.get(id(step), (True, False)), _is_counterpart(step)),
+            )
         )
 
 
@@ -139,9 +144,9 @@ def compare(
         left=(*frames, *_compare_rows(explanation.before, explanation.after, sites)),
         causes=find_causes(
             explanation,
+            (old, new),
             evidence,
             is_same_mesh=all(one.subject != "frame" for one in frames),
-            torch_versions=(old.torch_version, new.torch_version),
         ),
         sites=sites,
         cost=cost,

@@ -23,3 +23,6 @@ class Evidence:
     is_other_dtype: bool = False
     is_other_policy: bool = False
     """Whether units that both have got another mixed precision."""
+    is_reduce_dtype_unset: bool = False
+    """Whether, on both sides, all units with a `param_dtype` are FSDP2's, and set no
+    `reduce_dtype`."""

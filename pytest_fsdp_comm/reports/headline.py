@@ -50,7 +50,9 @@ def headline_of_steps(comparison: Comparison) -> str:
     ):
         return ""
     first, *others = comparison.steps
-    if isinstance(first, Replaced) and first.kind != "unit sizes":
+    # Unless that is what another torch changed.
+    has_torchs = any(cause.is_of_torch for cause in comparison.causes)
+    if isinstance(first, Replaced) and first.kind != "unit sizes" and not has_torchs:
         return ""
     return f"{first.line}, {len(others)} more" if others else first.line
 

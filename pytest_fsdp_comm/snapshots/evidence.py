@@ -44,6 +44,12 @@ def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:
         ),
         is_other_dtype=any(was.dtype != now.dtype for pairs in held.values() for was, now in pairs),
         is_other_policy=any(before[unit].precision != after[unit].precision for unit in units),
+        is_reduce_dtype_unset=all(
+            facts.kind == "fsdp2" and facts.precision.reduce_dtype is None
+            for unit in units
+            for facts in (before[unit], after[unit])
+            if facts.precision.param_dtype is not None
+        ),
     )
 
 

@@ -181,7 +181,9 @@ def accelerate_every_linear_is_a_unit(changed):
 
 @regression(is_reversible=True)
 def accelerate_lost_its_mixed_precision(changed):
-    policy = MixedPrecisionPolicy(param_dtype=None if changed else torch.bfloat16)
+    # As it makes of mixed_precision_policy="bf16".
+    dtype = None if changed else torch.bfloat16
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     return of(by_class(ForCausalLM(), DecoderLayer, mp_policy=policy))
 
 

@@ -287,6 +287,11 @@ def mixed(**dtypes):
     return MixedPrecisionPolicy(**dtypes)
 
 
+def mixed_alike(dtype):
+    # Without reduce_dtype, versions of torch reduce in different types.
+    return mixed(param_dtype=dtype, reduce_dtype=dtype)
+
+
 @innocent(is_reversible=True)
 def mixed_precision_switched_on(changed):
     policy = mixed(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if changed else mixed()
@@ -295,19 +300,19 @@ def mixed_precision_switched_on(changed):
 
 @innocent(is_reversible=True)
 def all_of_mixed_precision_in_bfloat16(changed):
-    policy = mixed(param_dtype=torch.bfloat16) if changed else mixed()
-    return of(units(Decoder(), mp_policy=policy))
+    return of(units(Decoder(), mp_policy=mixed_alike(torch.bfloat16) if changed else mixed()))
 
 
 @innocent(is_reversible=True)
 def gradients_reduced_in_float32(changed):
-    reduced = {"reduce_dtype": torch.float32} if changed else {}
-    return of(units(Decoder(), mp_policy=mixed(param_dtype=torch.bfloat16, **reduced)))
+    reduced = torch.float32 if changed else torch.bfloat16
+    policy = mixed(param_dtype=torch.bfloat16, reduce_dtype=reduced)
+    return of(units(Decoder(), mp_policy=policy))
 
 
 @regression
 def one_unit_lost_its_mixed_precision(changed):
-    policy = mixed(param_dtype=torch.bfloat16)
+    policy = mixed_alike(torch.bfloat16)
     model = Decoder()
     fully_shard(
         model.head, mesh=mesh(), mp_policy=mixed(param_dtype=torch.float32) if changed else policy
@@ -323,7 +328,7 @@ def whole_model_in_bfloat16(changed):
 @innocent(is_reversible=True)
 def bfloat16_instead_of_float16(changed):
     dtype = torch.bfloat16 if changed else torch.float16
-    return of(units(Decoder(), mp_policy=mixed(param_dtype=dtype)))
+    return of(units(Decoder(), mp_policy=mixed_alike(dtype)))
 
 
 @innocent(is_reversible=True)

@@ -440,7 +440,7 @@ def test_a_mesh_turned_around_is_a_difference(record):
 
 def test_another_dtype_of_equal_size_is_a_difference(record, device_mesh):
     def build(dtype):
-        model, policy = Model(), MixedPrecisionPolicy(param_dtype=dtype)
+        model, policy = Model(), MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         for module in (*model.layers, model):
             fully_shard(module, mesh=device_mesh(), mp_policy=policy)
         return model

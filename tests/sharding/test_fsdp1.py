@@ -3,6 +3,7 @@
 import importlib
 import math
 import warnings
+from importlib import metadata
 
 import pytest
 import torch
@@ -300,7 +301,7 @@ def test_a_private_name_that_moved_is_named():
     with pytest.raises(UpstreamChangedError) as caught:
         capture_tree(block)
     assert str(caught.value) == (
-        f"torch {torch.__version__} moved a private name of FSDP2 that fsdp_tree reads: "
+        f"torch {metadata.version('torch')} moved a private name of FSDP2 that fsdp_tree reads: "
         "'FSDPParamGroup' object has no attribute 'offload_policy'; pytest-fsdp-comm was written "
         "for torch 2.6 to 2.15: use one of these, or upgrade pytest-fsdp-comm"
     )

@@ -24,6 +24,7 @@ from sample_profiles import (
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.reports.headline import headline_of_steps
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
 from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
 from pytest_fsdp_comm.tree.model import Precision
@@ -181,7 +182,10 @@ def in_dtype(old, dtype, *, roles, version=""):
 
 HALF = in_dtype(profile(), "bfloat16", roles=("parameters", "gradients"), version="2.13.0+cpu")
 FULL = in_dtype(HALF, "float32", roles=("gradients",), version="2.15.0+cu130")
-OF_TORCH = "torch 2.15 and newer reduce in float32"
+UNSET = "FSDP2 reduces in float32 since torch 2.15, in bfloat16 before"
+KEEPS = "reduce_dtype=torch.bfloat16 keeps the bytes"
+# As of DDP, whose communication hook may have gone: of it nothing is gathered.
+HOOKED = made([row(BACKWARD, "", "all_reduce", NBYTES, "gradients", dtype="bfloat16")])
 
 
 @pytest.mark.parametrize(
@@ -197,19 +201,83 @@ OF_TORCH = "torch 2.15 and newer reduce in float32"
         (HALF, in_dtype(FULL, "float32", roles=("parameters",), version="2.15.0"), False),
         (FULL, replace(HALF, torch_version="2.16.0"), False),
         (replace(FULL, torch_version="2.13.0"), replace(HALF, torch_version="2.15.0"), False),
+        (
+            replace(HOOKED, torch_version="2.13.0"),
+            in_dtype(HOOKED, "float32", roles=("gradients",), version="2.15.0"),
+            False,
+        ),
     ],
 )
 def test_gradients_that_a_newer_torch_reduces_in_float32_are_torchs_change(old, new, is_torchs):
     causes = [cause.text for cause in compare(old, new).causes]
-    assert any(text.startswith(OF_TORCH) for text in causes) is is_torchs
+    assert any(UNSET in text for text in causes) is is_torchs
     assert bool(causes)
 
 
-def test_what_the_tree_says_of_a_type_comes_before_what_torch_changed():
-    policy = replace(tree().units[1][""], precision=Precision(reduce_dtype="float32"))
-    new_tree = replace(tree(), units={1: dict.fromkeys(tree().units[1], policy)})
-    causes = compare(HALF, FULL, evidence=tree_evidence(tree(), new_tree)).causes
-    assert [cause.text for cause in causes] == ["MixedPrecisionPolicy, as the tree says"]
+def in_half(**precision):
+    """A tree whose units all have mixed precision, as the marks of one unit would say it."""
+    names = [name.replace(".", "_") for name in UNITS]
+    return tree(**{name: {"precision": Precision(**precision)} for name in names})
+
+
+def of_fsdp1(facts):
+    units = {name: replace(unit, kind="fsdp1") for name, unit in facts.units[1].items()}
+    return replace(facts, units={1: units})
+
+
+HALF_TREE = in_half(param_dtype="bfloat16")
+SET_TREE = in_half(param_dtype="bfloat16", reduce_dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "text"),
+    [
+        (None, None, f"reduce_dtype was changed, or is unset: {UNSET}; {KEEPS}"),
+        (HALF_TREE, HALF_TREE, f"reduce_dtype is unset, as the tree says: {UNSET}; {KEEPS}"),
+        (HALF_TREE, SET_TREE, "MixedPrecisionPolicy, as the tree says"),
+        # FSDP1 reduces in param_dtype with every torch; a hook does as it likes.
+        (of_fsdp1(HALF_TREE), of_fsdp1(HALF_TREE), "reduce_dtype of MixedPrecisionPolicy, or a"),
+        (SET_TREE, SET_TREE, "reduce_dtype of MixedPrecisionPolicy, or a communication hook"),
+    ],
+)
+def test_the_tree_decides_whether_torch_reduces_otherwise(was, now, text):
+    evidence = None if was is None else tree_evidence(was, now)
+    (cause,) = compare(HALF, FULL, evidence=evidence).causes
+    assert cause.text.startswith(text)
+
+
+def test_what_keeps_the_bytes_is_the_type_of_the_snapshot():
+    (cause,) = compare(FULL, HALF).causes
+    assert cause.text.endswith("in bfloat16 before; reduce_dtype=torch.float32 keeps the bytes")
+
+
+def test_partial_gradients_of_another_axis_need_no_unset_reduce_dtype():
+    partial = [
+        row(BACKWARD, "layers.0", "all_reduce", 64, "gradients", axis="tp", dtype="bfloat16")
+    ]
+    old = replace(made([*HALF.rows, *partial]), torch_version="2.13.0")
+    wide = [row(BACKWARD, "layers.0", "all_reduce", 128, "gradients", axis="tp")]
+    new = replace(made([*HALF.rows, *wide]), torch_version="2.15.0")
+    text = (
+        "FSDP2 has partial gradients reduced over tp in float32 since torch 2.15, in bfloat16 "
+        "before: it casts them to reduce_dtype, or to the parameters' own type, first"
+    )
+    for evidence in (None, tree_evidence(SET_TREE, SET_TREE)):
+        assert [cause.text for cause in compare(old, new, evidence=evidence).causes] == [text]
+    assert UNSET not in compare(old, new).causes[0].text
+
+
+def test_what_the_user_changed_is_told_before_what_torch_changed():
+    new = kept(FULL)
+    comparison = compare(HALF, replace(new, torch_version="2.15.0"))
+    assert [cause.text.split()[0] for cause in comparison.causes] == [
+        *("reshard_after_forward", "reduce_dtype"),
+    ]
+    assert [step.kind for step in comparison.steps] == ["freed", "dtype"]
+    assert headline_of_steps(comparison).startswith("layers.{0..2} kept gathered after forward")
+    # With one version, the order is that of the steps.
+    alike = compare(HALF, replace(new, torch_version="2.13.0"))
+    assert [step.kind for step in alike.steps] == ["dtype", "freed"]
 
 
 def clipped(old, change="(_NormPartial(2.0))->(Replicate())"):

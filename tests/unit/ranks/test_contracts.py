@@ -3,9 +3,9 @@
 import inspect
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -82,7 +82,7 @@ def test_a_fake_group_that_moved_is_named(monkeypatch):
     with pytest.raises(UpstreamChangedError) as caught:
         _join_fake_group(0, 2)
     assert str(caught.value) == (
-        f"torch {torch.__version__} no longer has "
+        f"torch {metadata.version('torch')} no longer has "
         "torch.testing._internal.distributed.fake_pg.FakeStore, which the fake backend relies on; "
         "pytest-fsdp-comm was written for torch 2.6 to 2.15: use one of these, or upgrade "
         "pytest-fsdp-comm, or run this test with backend='gloo'"
