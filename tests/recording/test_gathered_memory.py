@@ -5,6 +5,7 @@ import torch
 from models import FLOAT, VOCABULARY, WIDTH, Block, TokenModel, UnevenModel, shard
 from torch.distributed.fsdp import (
     BackwardPrefetch,
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -307,3 +308,35 @@ def test_a_plain_model_gathers_nothing(comm_mode):
 def test_without_a_recording_there_is_no_peak(comm_mode):
     with pytest.raises(RecordingError, match="comm_mode has no recording yet"):
         _ = comm_mode.peak_gathered_nbytes
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_keep_unsharded_storage"), reason="new in torch 2.15"
+)
+@fake
+def test_storage_that_is_kept_after_resharding_counts(comm_mode, device_mesh):
+    model = layered(device_mesh)
+    with comm_mode(model):
+        step(model)
+    freed, gathers = comm_mode.peak_gathered_nbytes, comm_mode.counts("all_gather")
+    model.set_keep_unsharded_storage(True)
+    for _ in range(2):
+        with comm_mode(model):
+            step(model)
+        held = [
+            tensor.untyped_storage().nbytes()
+            for module in (model, *model.layers)
+            for group in module._get_fsdp_state()._fsdp_param_groups
+            for param in group.fsdp_params
+            for tensor in param.all_gather_outputs
+        ]
+        assert comm_mode.peak_gathered_nbytes == sum(held) == ROOT + LAYERS * LAYER > freed
+        # It is gathered again all the same.
+        assert comm_mode.counts("all_gather") == gathers
+        assert {e.ahead for e in comm_mode.events if e.kind == "all_gather"} == {0, 1}
+    model.set_keep_unsharded_storage(False)
+    with comm_mode(model):
+        step(model)
+    with comm_mode(model):
+        step(model)
+    assert comm_mode.peak_gathered_nbytes == freed

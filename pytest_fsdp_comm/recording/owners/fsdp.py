@@ -211,14 +211,25 @@ class UnitWatch:
         """Bytes of a unit of FSDP2 when it is gathered."""
         # Kept, since each change needs it. Dtypes are settled by the time of the first gather.
         if group not in self._unsharded_nbytes:
-            self._unsharded_nbytes[group] = sum(
-                param._orig_size.numel() * (param.param_dtype or param.orig_dtype).itemsize
-                for param in group.fsdp_params
-            )
+            self._unsharded_nbytes[group] = sum(map(_gathered_nbytes_of_param, group.fsdp_params))
         return self._unsharded_nbytes[group]
 
     def _gathered_nbytes(self, group: Any) -> int:
         """What a unit of FSDP2 holds beyond its own shard."""
+        used = self._used_nbytes(group)
+        if used == self._nbytes_of(group):
+            return used
+        # By set_keep_unsharded_storage, new in torch 2.15: gathered again, into the same storage.
+        kept = (
+            _gathered_nbytes_of_param(param)
+            for param in group.fsdp_params
+            if getattr(param, "keep_unsharded_storage", False)
+            and any(tensor.untyped_storage().size() for tensor in param.all_gather_outputs)
+        )
+        return used + sum(kept)
+
+    def _used_nbytes(self, group: Any) -> int:
+        """What of it a use of the unit would not gather."""
         if group.is_unsharded or group._all_gather_result is not None:
             return self._nbytes_of(group)
         after = group.post_forward_mesh_info
@@ -295,11 +306,10 @@ class UnitWatch:
     def _free(self, group: Any, *_: Any, **__: Any) -> _Around:
         self._memory.learn(group, self._gathered_nbytes)
         yield None
-        nbytes = self._gathered_nbytes(group)
-        self._memory.hold(group, nbytes)
+        self._memory.hold(group, self._gathered_nbytes(group))
         # Its next use may gather nothing: backward does without a unit that it does not need
         # (set_unshard_in_backward).
-        if not nbytes:
+        if not self._used_nbytes(group):
             self._prefetches.freed(group)
 
     def _reshard(self, group: Any, *_: Any, **__: Any) -> _Around:
@@ -440,6 +450,11 @@ def _unsharded_nbytes_of_handle(handle: Any, padded: torch.Tensor) -> int:
     """Bytes of a unit's parameters in FSDP1, without padding, in the dtype of what gathers them."""
     numel: int = sum(handle.flat_param._numels)
     return numel * padded.element_size()
+
+
+def _gathered_nbytes_of_param(param: Any) -> int:
+    nbytes: int = param._orig_size.numel() * (param.param_dtype or param.orig_dtype).itemsize
+    return nbytes
 
 
 def _gathered_nbytes_of_handle(handle: Any) -> int:
