@@ -340,3 +340,10 @@ def test_storage_that_is_kept_after_resharding_counts(comm_mode, device_mesh):
     with comm_mode(model):
         step(model)
     assert comm_mode.peak_gathered_nbytes == freed
+
+
+@fake
+def test_a_model_that_never_ran_holds_nothing(comm_mode, device_mesh):
+    with comm_mode(layered(device_mesh)):
+        pass
+    assert comm_mode.peak_gathered_nbytes == 0

@@ -217,7 +217,8 @@ class UnitWatch:
     def _gathered_nbytes(self, group: Any) -> int:
         """What a unit of FSDP2 holds beyond its own shard."""
         used = self._used_nbytes(group)
-        if used == self._nbytes_of(group):
+        # Of a unit that never ran, the dtypes are not settled.
+        if used and used == self._nbytes_of(group):
             return used
         # By set_keep_unsharded_storage, new in torch 2.15: gathered again, into the same storage.
         kept = (
