@@ -190,7 +190,8 @@ def gathered_itemsize(parameter: ParameterNode, unit: ShardUnit) -> int:
 
 
 def reduced_nbytes(parameter: ParameterNode, unit: ShardUnit) -> int:
-    """Bytes that reducing a parameter's gradient sends, padding not counted."""
+    """Bytes that FSDP1 sends to reduce a parameter's gradient, padding not counted."""
     precision = unit.precision
+    # FSDP2 falls back to the parameter's own type since torch 2.15.
     dtype = precision.reduce_dtype or precision.param_dtype or parameter.dtype
     return parameter.numel * itemsize(dtype)

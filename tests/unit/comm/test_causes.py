@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from sample_profiles import (
@@ -244,6 +245,12 @@ def test_the_tree_decides_whether_torch_reduces_otherwise(was, now, text):
     evidence = None if was is None else tree_evidence(was, now)
     (cause,) = compare(HALF, FULL, evidence=evidence).causes
     assert cause.text.startswith(text)
+
+
+def test_the_page_about_versions_has_the_cause_as_it_is_told():
+    page = Path(__file__).parents[3] / "docs" / "torch-versions.md"
+    (cause,) = compare(HALF, FULL, evidence=tree_evidence(HALF_TREE, HALF_TREE)).causes
+    assert f"\n  likely: {cause.text}\n" in page.read_text()
 
 
 def test_what_keeps_the_bytes_is_the_type_of_the_snapshot():
