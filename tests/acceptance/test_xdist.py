@@ -278,7 +278,7 @@ def test_two_workers_never_share_a_gpu(run, pytester, monkeypatch):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--dist", "load"),
+        pytest.param(("--dist", "load"), marks=pytest.mark.upstream),
         ("--dist", "loadscope"),
         ("--dist", "loadfile"),
         ("--dist", "loadgroup"),

@@ -119,7 +119,11 @@ def test_roots_are_ranks_of_the_group(comm_mode, dist_info):
 
 @pytest.mark.distributed(world_size=2, backend="fake")
 @pytest.mark.parametrize(
-    "name", ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
+    "name",
+    [
+        pytest.param("SUM", marks=pytest.mark.upstream),
+        *("AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"),
+    ],
 )
 def test_a_reduction_is_named_as_torch_names_it(comm_mode, name):
     if name == "PREMUL_SUM":
@@ -166,6 +170,7 @@ def test_a_call_is_asynchronous_if_its_caller_has_to_wait(comm_mode):
     assert set(found[8:]) == {None}
 
 
+@pytest.mark.upstream
 @gloo_and_fake(2)
 def test_fsdp_calls_are_synchronous_but_for_an_asynchronous_unshard(comm_mode, device_mesh):
     model = shard(Model(1), device_mesh())
@@ -194,6 +199,7 @@ def test_units_that_unshard_asynchronously_say_so(comm_mode, device_mesh):
     ]
 
 
+@pytest.mark.upstream
 @gloo_and_fake(2)
 def test_fsdp1_calls_are_synchronous(comm_mode):
     model = FullyShardedDataParallel(Model(1), device_id=torch.device("cpu"))

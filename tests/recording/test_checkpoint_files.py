@@ -52,6 +52,7 @@ def test_saving_and_loading_sends_objects_only(comm_mode, device_mesh, folder):
     assert {(event.phase.value, event.owner) for event in comm_mode.events} == {("outside", None)}
 
 
+@pytest.mark.upstream
 def test_a_full_state_dict_gathers_each_parameter(comm_mode, device_mesh):
     model = shard(Model(blocks=1), device_mesh())
     options = StateDictOptions(full_state_dict=True)

@@ -10,6 +10,7 @@ from pytest_fsdp_comm.recording.operations import copy_direction
 NBYTES = 4 * 8
 
 
+@pytest.mark.upstream
 @pytest.mark.distributed(world_size=2, backend="fake")
 def test_copies_to_the_host_are_recorded(comm_mode, monkeypatch):
     # Without a device, numbers of double width stand for those of one; see test_gpus.

@@ -76,6 +76,7 @@ def older():
         yield lambda work: pool.submit(work).result(timeout=60)
 
 
+@pytest.mark.upstream
 @gloo_and_fake(2)
 def test_every_operation_that_communicates_has_a_kernel_in_a_block_and_none_after(comm_mode):
     with comm_mode:

@@ -74,6 +74,7 @@ def layers(phase, kind, axis, count, nbytes):
     return {(phase, f"layers.{n}", kind, axis): (count, nbytes) for n in range(BLOCKS)}
 
 
+@pytest.mark.upstream
 @pytest.mark.distributed(world_size=[2, 4])
 def test_fsdp_sends_what_the_profiler_saw(comm_mode, device_mesh):
     model = shard(Model(BLOCKS), device_mesh())
@@ -103,6 +104,7 @@ def test_without_reshard_after_forward_nothing_is_gathered_again(comm_mode, devi
     }
 
 
+@pytest.mark.upstream
 @pytest.mark.distributed(world_size=4)
 def test_hsdp_all_reduces_the_shard_that_the_reduce_scatter_left(comm_mode, device_mesh):
     model = shard(Model(BLOCKS), device_mesh(replicate=2, shard=2))
@@ -120,6 +122,7 @@ def test_hsdp_all_reduces_the_shard_that_the_reduce_scatter_left(comm_mode, devi
     }
 
 
+@pytest.mark.upstream
 @pytest.mark.distributed(world_size=[2, 4])
 def test_tensor_parallel_fsdp_sends_what_the_profiler_saw(comm_mode, device_mesh, dist_info):
     mesh = device_mesh(dp=-1, tp=2)

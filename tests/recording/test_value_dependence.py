@@ -334,7 +334,11 @@ def transformers(comm_mode, device_mesh):
 @fake
 @pytest.mark.parametrize(
     "work",
-    [train, scale, set_up, checkpointed, compiled, harmless, even, objects, transformers],
+    [
+        *(train, scale, set_up, checkpointed),
+        pytest.param(compiled, marks=pytest.mark.upstream),
+        *(harmless, even, objects, transformers),
+    ],
 )
 def test_ordinary_training_has_no_gap(comm_mode, device_mesh, work):
     work(comm_mode, device_mesh)

@@ -78,6 +78,7 @@ MODE_NOTE = (
 # What must be said.
 
 
+@pytest.mark.upstream
 @ws2
 @pytest.mark.usefixtures("without_kernels")
 def test_a_thread_that_was_running_before_is_named(comm_mode):
@@ -101,6 +102,7 @@ def test_a_thread_that_was_running_before_is_named(comm_mode):
     assert len(comm_mode.events) == 1
 
 
+@pytest.mark.upstream
 @ws2
 def test_what_is_sent_below_the_dispatcher_is_named(comm_mode, device_mesh):
     mesh = device_mesh()

@@ -68,6 +68,7 @@ def count(profile, kind):
     return sum(row.count for row in profile.rows if row.what == kind)
 
 
+@pytest.mark.upstream
 def test_reshard_after_forward_changes_the_number_of_all_gathers(record, device_mesh):
     profiles = {}
     for policy in (True, False, None):

@@ -53,6 +53,7 @@ def unit_of(tree, name):
     return tree.units[index]
 
 
+@pytest.mark.upstream
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("run_first", [False, True])
 def test_units_and_names_are_those_of_torch(use_orig_params, run_first):
@@ -234,6 +235,7 @@ def test_states_below_replicate_are_left_out_as_torch_does():
     assert list_states(model) == ()
 
 
+@pytest.mark.upstream
 def test_the_private_names_are_where_they_were_read():
     """Fails, naming the place, when an upgrade of torch moves what the readers rely on."""
     walk = importlib.import_module("torch.distributed._composable.replicate")
@@ -294,6 +296,7 @@ def test_the_private_names_are_where_they_were_read():
         assert hasattr(group.fsdp_params[0], name), name
 
 
+@pytest.mark.upstream
 def test_a_private_name_that_moved_is_named():
     block = fully_shard(Block())
     (group,) = list_handles(block)

@@ -404,6 +404,7 @@ def copied(forked, path):
     return Path(shutil.copytree(forked, path))
 
 
+@pytest.mark.upstream
 def test_torchrun_writes_the_same_snapshots_as_forked_ranks(forked, tmp_path):
     path = copied(forked, tmp_path / "project")
     for file in (path / "snapshots").rglob("*.ws2.*"):

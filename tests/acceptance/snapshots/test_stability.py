@@ -123,13 +123,13 @@ def recorded(pytester, snapshots):
 @pytest.mark.parametrize(
     ("variant", "arguments"),
     [
-        ("", ()),
-        ("", ("-n", "2")),
+        pytest.param("", (), marks=pytest.mark.upstream),
+        pytest.param("", ("-n", "2"), marks=pytest.mark.upstream),
         ("reversed", ()),
         ("leftovers", ()),
         ("renamed", ()),
         ("compiled", ()),
-        ("all compiled", ()),
+        pytest.param("all compiled", (), marks=pytest.mark.upstream),
         ("checkpointed", ()),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else value or "plain",

@@ -28,6 +28,7 @@ def sources(comm_mode):
     return {event.source.value for event in comm_mode.events}
 
 
+@pytest.mark.upstream
 @ws2
 def test_each_bucket_is_one_all_reduce_after_two_steps(comm_mode):
     model = DistributedDataParallel(Model(), bucket_cap_mb=TWO_MATRICES)
@@ -112,6 +113,7 @@ def test_buffers_are_broadcast_in_forward(comm_mode):
     assert sources(comm_mode) == {"ddp"}
 
 
+@pytest.mark.upstream
 @ws2
 def test_a_communication_hook_sends_what_it_compressed(comm_mode):
     def halved(_state, bucket):

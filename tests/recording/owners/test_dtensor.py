@@ -47,6 +47,7 @@ def moves(comm_mode):
     ]
 
 
+@pytest.mark.upstream
 @gloo_and_fake(2)
 # torch says that gloo has no all-to-all.
 @pytest.mark.filterwarnings("ignore:.*alltoall")
@@ -74,6 +75,7 @@ def test_an_explicit_redistribution_is_recorded_with_its_collective(comm_mode, d
     assert {move.nbytes for move in comm_mode.redistributions} == {TENSOR // 2}
 
 
+@pytest.mark.upstream
 @gloo_and_fake(2)
 def test_an_operator_redistributes_implicitly(comm_mode, device_mesh):
     mesh = device_mesh(tp=2)
@@ -174,6 +176,7 @@ def test_each_collective_on_three_axes_names_its_own(comm_mode, device_mesh):
     assert rows == expected
 
 
+@pytest.mark.upstream
 @gloo_and_fake(2)
 def test_sequence_parallelism_gathers_and_scatters_both_ways(comm_mode, device_mesh):
     model = nn.Sequential(
@@ -251,6 +254,7 @@ def test_loss_parallel_never_sends_the_logits(comm_mode, device_mesh):
     ]
 
 
+@pytest.mark.upstream
 @gloo_and_fake(2)
 def test_clipping_sends_the_norms_of_dtensors_together(comm_mode, device_mesh):
     model = shard(Model(), device_mesh())

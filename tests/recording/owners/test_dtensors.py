@@ -67,6 +67,7 @@ def reductions(nbytes=LINEAR_NBYTES, names=NAMES):
     return [f"backward {name} gradients reduce_scatter {nbytes}" for name in reversed(names)]
 
 
+@pytest.mark.upstream
 def test_simple_fsdp_gathers_parameters_and_reduces_gradients(comm_mode, device_mesh):
     model = simple_fsdp(Model(), device_mesh())
     with comm_mode(model):

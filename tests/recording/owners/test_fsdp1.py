@@ -51,7 +51,11 @@ REDUCES = [
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        ("FULL_SHARD", [*forward(), *BACKWARD_GATHERS, *REDUCES]),
+        pytest.param(
+            "FULL_SHARD",
+            [*forward(), *BACKWARD_GATHERS, *REDUCES],
+            marks=pytest.mark.upstream,
+        ),
         ("SHARD_GRAD_OP", [*forward(), *REDUCES]),
         ("NO_SHARD", [line.replace("reduce_scatter", "all_reduce") for line in REDUCES]),
     ],
@@ -103,6 +107,7 @@ def test_hybrid_sharding_reduces_over_both_axes(comm_mode, device_mesh, strategy
     assert [line for line in lines(comm_mode) if "reduce" in line] == HYBRID_REDUCES
 
 
+@pytest.mark.upstream
 @pytest.mark.distributed(world_size=4)
 def test_groups_without_a_mesh_are_named_by_their_shape(comm_mode, dist_info):
     shard = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][dist_info.rank // 2]
@@ -117,6 +122,7 @@ def test_groups_without_a_mesh_are_named_by_their_shape(comm_mode, dist_info):
     }
 
 
+@pytest.mark.upstream
 @gloo_and_fake(2)
 def test_no_sync_gathers_in_each_micro_batch_and_reduces_once(comm_mode):
     model = wrap(backward_prefetch=None)
@@ -212,6 +218,7 @@ def test_each_kind_of_state_dict_has_its_own_sources(comm_mode, kind, counts):
     assert {event.phase.value for event in comm_mode.events} == {"outside"}
 
 
+@pytest.mark.upstream
 @gloo_and_fake(2)
 def test_clipping_all_reduces_one_norm(comm_mode):
     model = wrap()

@@ -39,6 +39,7 @@ def reshards(comm_mode):
     return [f"{e.phase.value} {e.action} {e.module or '.'}" for e in comm_mode.reshards]
 
 
+@pytest.mark.upstream
 @gloo_and_fake(2)
 def test_backward_prefetch_issues_gathers_in_the_prefetching_unit(comm_mode, device_mesh):
     model = shard(Model(blocks=3), device_mesh())
@@ -104,6 +105,7 @@ def test_units_left_gathered_after_backward_are_noted(comm_mode, device_mesh):
     )
 
 
+@pytest.mark.upstream
 @gloo_and_fake(4)
 def test_replicas_are_reduced_in_the_last_micro_batch_only(comm_mode, device_mesh):
     model = shard(Model(), device_mesh(replicate=2, shard=2))
@@ -202,6 +204,7 @@ def test_only_adapters_beside_frozen_parameters_are_reduced(comm_mode, device_me
     assert comm_mode.counts("reduce_scatter") == 2
 
 
+@pytest.mark.upstream
 @gloo_and_fake(2)
 def test_mixed_precision_gathers_and_reduces_in_its_own_dtypes(comm_mode, device_mesh):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -41,7 +41,7 @@ def order(comm_mode):
         # All forwards, then all backwards.
         ("ScheduleGPipe", "ssssrrrr", "rrrrssss"),
         # One forward, one backward.
-        ("Schedule1F1B", "ssrsrsrr", "rsrsrsrs"),
+        pytest.param("Schedule1F1B", "ssrsrsrr", "rsrsrsrs", marks=pytest.mark.upstream),
     ],
 )
 def test_one_stage_a_rank_follows_its_schedule(comm_mode, dist_info, name, first, last):

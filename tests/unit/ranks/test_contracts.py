@@ -16,6 +16,8 @@ from pytest_fsdp_comm.ranks.rank.process_group import (
     join_group,
 )
 
+pytestmark = pytest.mark.upstream
+
 
 def code_constants(code):
     """Every name and constant of a function and of those inside it."""

@@ -14,6 +14,7 @@ from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.ranks.rank.hypothesis_tests import align_examples
 
 
+@pytest.mark.upstream
 def test_hypothesis_has_the_private_names_that_are_used():
     getting = inspect.getsource(hypothesis.core.get_random_for_wrapped_test)
     assert "Random(global_force_seed)" in getting

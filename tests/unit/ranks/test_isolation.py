@@ -26,6 +26,7 @@ from pytest_fsdp_comm.ranks.rank.isolation import (
 )
 
 
+@pytest.mark.upstream
 def test_pytest_has_the_private_names_that_are_used(pytestconfig, tmp_path_factory, request):
     manager = CaptureManager("no")
     assert manager._method == "no"
@@ -38,6 +39,7 @@ def test_pytest_has_the_private_names_that_are_used(pytestconfig, tmp_path_facto
     assert hasattr(Parser, "addoption")
 
 
+@pytest.mark.upstream
 def test_every_way_into_a_debugger_uses_the_names_that_are_replaced():
     # Every way into a debugger makes it by this name.
     for user in (pytestPDB.set_trace.__func__, PdbInvoke.pytest_exception_interact):

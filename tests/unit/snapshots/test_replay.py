@@ -11,6 +11,7 @@ from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.replay import _get, _session
 
 
+@pytest.mark.upstream
 def test_syrupy_has_the_private_names_that_are_used(pytestconfig, snapshot):
     session = _session(pytestconfig)
     assert isinstance(session, SnapshotSession)
