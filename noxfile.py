@@ -1,5 +1,7 @@
 """Tasks: `check`, `fuzz`, `record` and `accept` are tiers of the tests (see tests/README.md)."""
 
+import runpy
+import shutil
 from pathlib import Path
 
 import nox
@@ -7,6 +9,7 @@ import nox
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["check"]
 UNIT = ("tests/unit", "tests/typing")
+MATRIX = runpy.run_path("tests/matrix.py")["COMBINATIONS"]
 
 
 @nox.session
@@ -91,14 +94,20 @@ def cover(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="venv")
-@nox.parametrize("torch", ["2.7.1", "2.9.1", "2.11.0", "2.13.0", "2.15.0"])
-def matrix(session: nox.Session, torch: str) -> None:
-    """The reviewed example snapshots, and their stability, with one version of torch.
+@nox.parametrize(
+    ("python", "record"), [nox.param(found[0], name, id=name) for name, found in MATRIX.items()]
+)
+def matrix(session: nox.Session, record: str) -> None:
+    """The tests marked ``upstream`` and the examples, with other versions; see tests/matrix.py.
 
-    2.6, the oldest that the package installs with, has no FSDP2 on the host: it lacks
-    ``Stream.record_event``. Set ``PIP_EXTRA_INDEX_URL`` to the index of CPU builds to save several
-    GB of CUDA libraries a version.
+    Set ``PIP_EXTRA_INDEX_URL`` to the index of CPU builds to save several GB of CUDA libraries a
+    version.
     """
-    session.install(f"torch=={torch}", "-e", ".[test]")
-    session.run("pytest", "--world-size", "4", "examples")
-    session.run("pytest", "-q", "tests/acceptance/snapshots/test_stability.py", *session.posargs)
+    _, *pinned = MATRIX[record]
+    session.install(*pinned, "-e", ".[test]")
+    try:
+        session.run("python", "tests/matrix.py", f"docs/matrix/{record}.json")
+    finally:
+        session.run("python", "docs/matrix_table.py")
+        # Several GB, which no later run needs.
+        shutil.rmtree(session.virtualenv.location)

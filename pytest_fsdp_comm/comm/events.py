@@ -169,9 +169,8 @@ class Redistribution:
     """As `source_placements`, after the redistribution."""
     mesh_axes: tuple[str, ...]
     """Names of the mesh axes, in the order of the placements."""
-    is_explicit: bool | None
-    """True where user code asked for it, False where an operator did; None where torch does not
-    say (before 2.11)."""
+    is_explicit: bool
+    """True where user code asked for it, False where an operator did."""
     nbytes: int
     """Bytes of this rank's local tensor before the redistribution."""
     call_site: str

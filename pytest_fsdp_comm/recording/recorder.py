@@ -57,7 +57,7 @@ from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_g
 from pytest_fsdp_comm.recording.owners.futures import callbacks
 from pytest_fsdp_comm.recording.owners.module_names import named_modules
 from pytest_fsdp_comm.recording.owners.stack import find_call_site, running_modules, scan_stack
-from pytest_fsdp_comm.recording.owners.tensors import TensorOwners
+from pytest_fsdp_comm.recording.owners.tensors import TensorOwners, redistributed
 from pytest_fsdp_comm.recording.pending import Event, Pending
 from pytest_fsdp_comm.recording.redistributions import RedistributionWatch
 from pytest_fsdp_comm.recording.value_dependence import (
@@ -416,7 +416,9 @@ class Recorder:
             self.reads.note_splits(bound, call_site)
         start = self._redistribution_watch.note_collective(scan.redistribution)
         if start is not None:
-            self._hold(Redistribution, attribution, {**start, "call_site": call_site})
+            is_explicit = redistributed(scan.redistribution) is not None
+            fields = {**start, "is_explicit": is_explicit, "call_site": call_site}
+            self._hold(Redistribution, attribution, fields)
         return result
 
     def run_copy(

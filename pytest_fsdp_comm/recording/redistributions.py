@@ -48,6 +48,5 @@ class RedistributionWatch:
             "source_placements": tuple(map(repr, current.placements)),
             "target_placements": tuple(map(repr, target.placements)),
             "mesh_axes": tuple(map(printable, current.mesh.mesh_dim_names or ())),
-            "is_explicit": found.get("is_explicit"),
             "nbytes": nbytes_held(local),
         }

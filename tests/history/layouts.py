@@ -9,7 +9,6 @@ from regressions.tensor_parallel import sharded, split, step, tensor_parallel
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
-    PrepareModuleInputOutput,
     SequenceParallel,
     parallelize_module,
 )
@@ -66,13 +65,19 @@ def normed(style, norm=nn.RMSNorm):
 
 HEADS = Shard(2)
 BY_HEAD = SequenceParallel(sequence_dim=2, use_local_output=True)
-ON_ALL_HEADS = PrepareModuleInputOutput(
-    input_layouts=HEADS,
-    desired_input_layouts=Replicate(),
-    use_local_input=True,
-    output_layouts=Replicate(),
-    desired_output_layouts=HEADS,
-)
+
+
+def on_all_heads():
+    # Not in torch 2.7.
+    from torch.distributed.tensor.parallel import PrepareModuleInputOutput
+
+    return PrepareModuleInputOutput(
+        input_layouts=HEADS,
+        desired_input_layouts=Replicate(),
+        use_local_input=True,
+        output_layouts=Replicate(),
+        desired_output_layouts=HEADS,
+    )
 
 
 @reported(
@@ -85,7 +90,7 @@ ON_ALL_HEADS = PrepareModuleInputOutput(
     neighbour=lambda: normed(BY_HEAD, nn.LayerNorm),
 )
 def heads_gathered_for_their_norms(changed):
-    return normed(ON_ALL_HEADS if changed else BY_HEAD)
+    return normed(on_all_heads() if changed else BY_HEAD)
 
 
 class Product(nn.Module):

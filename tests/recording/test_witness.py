@@ -15,6 +15,7 @@ from models import Block, Model, shard, step
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch_facts import needs_flight_recorder
 
 from pytest_fsdp_comm import CommMode, UnseenCollectivesWarning
 from pytest_fsdp_comm.recording import kernels, recorder
@@ -79,6 +80,7 @@ MODE_NOTE = (
 
 
 @pytest.mark.upstream
+@needs_flight_recorder
 @ws2
 @pytest.mark.usefixtures("without_kernels")
 def test_a_thread_that_was_running_before_is_named(comm_mode):
@@ -103,6 +105,7 @@ def test_a_thread_that_was_running_before_is_named(comm_mode):
 
 
 @pytest.mark.upstream
+@needs_flight_recorder
 @ws2
 def test_what_is_sent_below_the_dispatcher_is_named(comm_mode, device_mesh):
     mesh = device_mesh()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from texts import parse_comm, parse_trees
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm.comm.cost import Cost
@@ -114,7 +114,10 @@ def simulate(world_size):
         dist.destroy_process_group()
     # DTensor remembers results by meshes, and meshes of equal ranks and names are equal to it: it
     # would answer with the groups that are gone.
-    _clear_sharding_prop_cache()
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+    else:  # torch 2.7
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch_facts import needs_default_reshard
 
 from pytest_fsdp_comm.comm.cost import Cost
 from pytest_fsdp_comm.comm.diff import compare
@@ -69,6 +70,7 @@ def count(profile, kind):
 
 
 @pytest.mark.upstream
+@needs_default_reshard
 def test_reshard_after_forward_changes_the_number_of_all_gathers(record, device_mesh):
     profiles = {}
     for policy in (True, False, None):

@@ -163,7 +163,7 @@ class TensorOwners:
             return replace(attribution, carried=Carried(self._of_zero(scan, operation, bound)))
         frame = scan.redistribution
         node = self._current_node() if attribution.phase is Phase.BACKWARD else None
-        given = _redistributed(frame)
+        given = redistributed(frame)
         label = _label_of_dtensor(given) if node is None else _label_of_node(node, Role.GRADIENTS)
         # A hook on a parameter may send its gradient, and anything else too.
         if label is None or hasattr(node, "variable"):
@@ -392,7 +392,7 @@ def _label_of_node(node: Any, role: Role) -> Label | None:
     return None
 
 
-def _redistributed(frame: FrameType | None) -> Any:
+def redistributed(frame: FrameType | None) -> Any:
     """The DTensor that `redistribute_local_tensor` was asked for; None if an operator did."""
     code = None if frame is None else _forward_code()
     for _ in range(3):  # what wraps either function lies between

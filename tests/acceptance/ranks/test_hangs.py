@@ -6,6 +6,7 @@ All hangs run once, in sessions side by side, whose reports are read test by tes
 import re
 
 import pytest
+from torch_facts import needs_flight_recorder
 
 SESSIONS = 3
 QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:randomly")
@@ -469,12 +470,13 @@ rank 1 is at (innermost frame first):
 }
 
 
+WITH_RECORDER = [pytest.mark.upstream, needs_flight_recorder]
+
+
 @pytest.mark.parametrize(
     "test",
     [
-        pytest.param(
-            test, marks=pytest.mark.upstream if test in {"different", "in_a_model"} else ()
-        )
+        pytest.param(test, marks=WITH_RECORDER if test in {"different", "in_a_model"} else ())
         for test in REPORTS
     ],
 )
@@ -489,6 +491,7 @@ def test_a_hang_in_a_model_leads_with_the_rank_that_all_wait_for(reports, test):
     )
 
 
+@pytest.mark.upstream
 def test_the_stacks_follow(reports):
     assert (
         "rank 3 is at (innermost frame first):\n    test_it.py:N in test_missing: time.sleep(60)\n"

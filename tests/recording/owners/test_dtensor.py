@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch_facts import SUMS_NORMS_AT_EACH_USE
 
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames
 from pytest_fsdp_comm.recording.redistributions import RedistributionWatch
@@ -267,8 +268,11 @@ def test_clipping_sends_the_norms_of_dtensors_together(comm_mode, device_mesh):
         optimizer.step()
 
     witnessed(comm_mode, model, clip_and_step)
-    # The norms of the six matrices, together.
-    assert lines(comm_mode) == [f"optimizer - all_reduce[dp] {6 * FLOAT} < -"]
+    if SUMS_NORMS_AT_EACH_USE:  # the total, by clipping and by the test
+        total = f"all_reduce[dp] {FLOAT} < -"
+        assert lines(comm_mode) == [f"optimizer - {total}", f"outside - {total}"]
+    else:  # the norms of the six matrices, together
+        assert lines(comm_mode) == [f"optimizer - all_reduce[dp] {6 * FLOAT} < -"]
 
 
 @pytest.mark.distributed(world_size=2)

@@ -14,6 +14,7 @@ from models import (
 from oracle import gloo_and_fake, lines, witnessed, witnessed_twice
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch_facts import needs_replicas_of_fsdp2
 
 BLOCK, ROOT = BLOCK_NBYTES, ROOT_NBYTES
 
@@ -106,6 +107,7 @@ def test_units_left_gathered_after_backward_are_noted(comm_mode, device_mesh):
 
 
 @pytest.mark.upstream
+@needs_replicas_of_fsdp2
 @gloo_and_fake(4)
 def test_replicas_are_reduced_in_the_last_micro_batch_only(comm_mode, device_mesh):
     model = shard(Model(), device_mesh(replicate=2, shard=2))

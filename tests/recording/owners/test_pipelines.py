@@ -7,6 +7,7 @@ from oracle import witnessed
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.fsdp import fully_shard
+from torch_facts import needs_pipelines_on_gloo
 
 from pytest_fsdp_comm.errors import RecordingError
 
@@ -41,7 +42,12 @@ def order(comm_mode):
         # All forwards, then all backwards.
         ("ScheduleGPipe", "ssssrrrr", "rrrrssss"),
         # One forward, one backward.
-        pytest.param("Schedule1F1B", "ssrsrsrr", "rsrsrsrs", marks=pytest.mark.upstream),
+        pytest.param(
+            "Schedule1F1B",
+            "ssrsrsrr",
+            "rsrsrsrs",
+            marks=[pytest.mark.upstream, needs_pipelines_on_gloo],
+        ),
     ],
 )
 def test_one_stage_a_rank_follows_its_schedule(comm_mode, dist_info, name, first, last):

@@ -75,7 +75,7 @@ REDISTRIBUTIONS = st.builds(
     source_placements=st.just(("Replicate()",)),
     target_placements=st.sampled_from([("Shard(0)",), ("Shard(1)",)]),
     mesh_axes=st.just(("dp",)),
-    is_explicit=st.none(),
+    is_explicit=st.booleans(),
     nbytes=st.just(1),
     call_site=st.just(""),
 )

@@ -80,7 +80,7 @@ def stepped(rank=0):
             Redistribution(
                 index=7, owner="a", issued_in="a", phase=Phase.BACKWARD,
                 source_placements=("Shard(dim=0)",), target_placements=("Replicate()",),
-                mesh_axes=("tp",), is_explicit=None, nbytes=4, call_site="t.py:1",
+                mesh_axes=("tp",), is_explicit=False, nbytes=4, call_site="t.py:1",
             ),
         ),
         copies=(

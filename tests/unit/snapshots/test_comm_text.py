@@ -120,7 +120,7 @@ def recordings(draw, rank=0):
                 source_placements=st.sampled_from([("Shard(dim=0)",), ("_Odd(dim=0, sf=2)", "P")]),
                 target_placements=st.just(("Replicate()",)),
                 mesh_axes=st.just(("dp",)),
-                is_explicit=st.sampled_from([True, False, None]),
+                is_explicit=st.booleans(),
                 nbytes=st.integers(0, 99),
                 call_site=st.just(""),
             ),

@@ -1,0 +1,126 @@
+"""Runs what newer or older versions may break, with this Python, and writes down what it saw.
+
+    python tests/matrix.py docs/matrix/torch-2.13.0.json
+
+`nox -s matrix` does so for each of `COMBINATIONS`. docs/limits.md shows what was written, by
+`python docs/matrix_table.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+ROOT = Path(__file__).resolve().parents[1]
+
+COMBINATIONS = {
+    "torch-2.7.1": ("3.11", "torch==2.7.1"),
+    "torch-2.9.1": ("3.11", "torch==2.9.1"),
+    "torch-2.11.0": ("3.12", "torch==2.11.0"),
+    "torch-2.13.0": ("3.11", "torch==2.13.0"),
+    "torch-2.14.1": ("3.12", "torch==2.14.1"),
+    "torch-2.15.0": ("3.11", "torch==2.15.0"),
+    "torch-2.15.0-python-3.13": ("3.13", "torch==2.15.0"),
+    # The oldest of all else that the package installs with; xdist 3.6.0 is withdrawn.
+    "lowest": (
+        "3.11",
+        "torch==2.13.0",
+        "pytest==8.4.0",
+        "syrupy==7.0.0",
+        "pytest-xdist==3.6.1",
+        "jinja2==3.1.0",
+    ),
+}
+"""The name of each file in docs/matrix: the Python, and what is pinned. All else is the newest."""
+
+# Frameworks have a job of their own: their versions ask for certain ones of torch.
+RUNS = {
+    "upstream": ("-m", "upstream", "-n", "2", "--ignore", "tests/frameworks"),
+    "examples": ("--world-size", "4", "examples"),
+}
+PACKAGES = ("pytest", "syrupy", "pytest-xdist", "jinja2")
+TESTED = ("pytest_fsdp_comm", "tests", "examples", "snapshots", "conftest.py", "pyproject.toml")
+
+
+def main() -> None:
+    """Exits with 1 if a test failed, after the file is written."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    file = parser.parse_args().file
+    # First, for a change that is made while the tests run.
+    record = {"commit": _commit(), **_environment()}
+    cases = {name: _cases(arguments) for name, arguments in RUNS.items()}
+    record["runs"] = {
+        name: dict(sorted(Counter(outcome for _, outcome, _ in found).items()))
+        for name, found in cases.items()
+    }
+    every = [case for found in cases.values() for case in found]
+    failed = sorted(test for test, outcome, _ in every if outcome == "failed")
+    reasons = Counter(reason for _, outcome, reason in every if outcome == "skipped")
+    record |= {"failed": failed, "skipped": dict(sorted(reasons.items()))}
+    file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    sys.exit(1 if failed else 0)
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        command = ("git", "-C", str(ROOT), *arguments)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", *TESTED)
+    return git("rev-parse", "--short=12", "HEAD") + (" and changes" if changed else "")
+
+
+def _environment() -> dict[str, Any]:
+    import torch
+
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "gpus": torch.cuda.device_count(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            **{name: metadata.version(name) for name in PACKAGES},
+        },
+    }
+
+
+def _cases(arguments: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    """Each test, its outcome, and the reason if it was skipped."""
+    with tempfile.TemporaryDirectory() as place:
+        report = Path(place) / "junit.xml"
+        command = (sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments)
+        done = subprocess.run(command, cwd=ROOT, check=False)
+        # 0: all passed, 1: some failed. What was interrupted or collected nothing is no run.
+        if done.returncode not in {0, 1}:
+            sys.exit(f"pytest ended with {done.returncode}, and nothing is written")
+        return _read(ET.parse(report).getroot())  # noqa: S314  # pytest wrote it
+
+
+def _read(report: ET.Element) -> list[tuple[str, str, str]]:
+    outcomes: dict[str, tuple[str, str]] = {}
+    for case in report.iter("testcase"):
+        test = f"{case.get('classname')}::{case.get('name')}"
+        found = {child.tag: child.get("message") or "" for child in case}
+        if "failure" in found or "error" in found:
+            outcomes[test] = ("failed", "")
+        elif "skipped" in found:
+            outcomes.setdefault(test, ("skipped", found["skipped"]))
+        else:
+            outcomes.setdefault(test, ("passed", ""))
+    return [(test, *outcome) for test, outcome in outcomes.items()]
+
+
+if __name__ == "__main__":
+    main()
