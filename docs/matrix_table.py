@@ -31,33 +31,22 @@ def _numbers(version: str) -> list[int]:
 def table() -> str:
     """What passed, failed and was skipped, as Markdown."""
     rows = [
-        (
-            "torch",
-            "Python",
-            ", ".join(PACKAGES),
-            "tests of upstreams",
-            "examples",
-            "when",
-            "commit",
-        ),
+        ("torch", "Python", ", ".join(PACKAGES), "`-m upstream`", "examples", "when", "commit"),
         ("---",) * 7,
     ]
-    told = []
+    told: dict[str, list[str]] = {}
     for record in records():
         torch, python, *others = _versions(record)
         upstream, examples = (_counts(record["runs"][name]) for name in ("upstream", "examples"))
-        commit = record["commit"]
-        when = record["date"]
-        rows.append((torch, python, ", ".join(others), upstream, examples, when, f"`{commit}`"))
-        told += [
-            f"- failed with torch {torch} on Python {python}: `{test}`" for test in record["failed"]
-        ]
-        told += [
-            f"- skipped with torch {torch} on Python {python}, {count}: {reason}"
-            for reason, count in record["skipped"].items()
-        ]
+        when, commit = record["date"], f"`{record['commit']}`"
+        rows.append((torch, python, ", ".join(others), upstream, examples, when, commit))
+        for test in record["failed"]:
+            told.setdefault(f"failed: `{test}`", []).append(torch)
+        for reason in record["skipped"]:
+            told.setdefault(f"skipped: {reason}", []).append(torch)
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*lines, *([""] if told else []), *told]) + "\n"
+    lines += ["", *(f"- torch {', '.join(dict.fromkeys(on))}, {what}" for what, on in told.items())]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _counts(outcomes: dict[str, int]) -> str:

@@ -24,7 +24,7 @@ VERSIONS_READ: Final = {
     "pytest": "8.4 to 9.2",
     "pytest-rerunfailures": "16.7",
     "syrupy": "7.0",
-    "torch": "2.6 to 2.15",
+    "torch": "2.7 to 2.15",
 }
 
 # As in pyproject.toml, of what a session imports before any test.

@@ -306,7 +306,7 @@ def test_a_private_name_that_moved_is_named():
     assert str(caught.value) == (
         f"torch {metadata.version('torch')} moved a private name of FSDP2 that fsdp_tree reads: "
         "'FSDPParamGroup' object has no attribute 'offload_policy'; pytest-fsdp-comm was written "
-        "for torch 2.6 to 2.15: use one of these, or upgrade pytest-fsdp-comm"
+        "for torch 2.7 to 2.15: use one of these, or upgrade pytest-fsdp-comm"
     )
     model = wrapped(use_orig_params=True)
     del model._handle._fwd_bwd_param_dtype

@@ -86,7 +86,7 @@ def test_a_fake_group_that_moved_is_named(monkeypatch):
     assert str(caught.value) == (
         f"torch {metadata.version('torch')} no longer has "
         "torch.testing._internal.distributed.fake_pg.FakeStore, which the fake backend relies on; "
-        "pytest-fsdp-comm was written for torch 2.6 to 2.15: use one of these, or upgrade "
+        "pytest-fsdp-comm was written for torch 2.7 to 2.15: use one of these, or upgrade "
         "pytest-fsdp-comm, or run this test with backend='gloo'"
     )
 
