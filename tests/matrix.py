@@ -29,8 +29,7 @@ COMBINATIONS = {
     "torch-2.11.0": ("3.12", "torch==2.11.0"),
     "torch-2.13.0": ("3.11", "torch==2.13.0"),
     "torch-2.14.1": ("3.12", "torch==2.14.1"),
-    "torch-2.15.0": ("3.11", "torch==2.15.0"),
-    "torch-2.15.0-python-3.13": ("3.13", "torch==2.15.0"),
+    "torch-2.15.0": ("3.13", "torch==2.15.0"),
     # The oldest of all else that the package installs with; xdist 3.6.0 is withdrawn.
     "lowest": (
         "3.11",
