@@ -22,9 +22,6 @@ from pytest_fsdp_comm.tree.findings.settings import FindingSettings, Thresholds
 CPU = torch.device("cpu")
 ws2 = pytest.mark.distributed(world_size=2)
 
-# torch 2.7 warns of its own flat parameters when they are collected, in whatever test comes next.
-pytestmark = pytest.mark.filterwarnings("ignore:Deallocating Tensor that still has live")
-
 
 @pytest.fixture
 def four_ranks():

@@ -16,9 +16,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_states
 from pytest_fsdp_comm.tree.findings.settings import FindingSettings, Thresholds
 
-# torch 2.7 warns of its own flat parameters when they are collected, in whatever test comes next.
-pytestmark = pytest.mark.filterwarnings("ignore:Deallocating Tensor that still has live")
-
 
 @pytest.fixture(autouse=True, scope="module")
 def _four_ranks():
