@@ -17,7 +17,7 @@ needs_flight_recorder = pytest.mark.skipif(
 needs_replicas_of_fsdp2 = pytest.mark.skipif(
     VERSION < (2, 8),
     reason="FSDP2 of this torch cannot replicate on the CPU: it reduces by AVG, which gloo lacks, "
-    "and records an event of a GPU",
+    "and needs an event that only a GPU gives",
 )
 
 needs_pipelines_on_gloo = pytest.mark.skipif(

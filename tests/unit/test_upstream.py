@@ -16,7 +16,7 @@ def test_a_moved_private_name_is_reported_with_the_versions_known_to_have_it():
     assert isinstance(error, UpstreamChangedError)
     assert re.fullmatch(
         r"torch \S+ no longer has torch\.nn\.x, which the recorder relies on; pytest-fsdp-comm "
-        r"was written for torch 2\.6 to 2\.15: use one of these, or upgrade pytest-fsdp-comm",
+        r"was written for torch 2\.7 to 2\.15: use one of these, or upgrade pytest-fsdp-comm",
         str(error),
     )
 

@@ -116,7 +116,7 @@ class BackwardMap:
     """Find, in backward, the module whose forward made a node. See Note [Backward map]."""
 
     def __init__(self) -> None:
-        """Look up what it needs of autograd (read in torch 2.6 to 2.13)."""
+        """Look up what it needs of autograd (the same in torch 2.7 to 2.15)."""
         self._next_number: Callable[[], int] = _autograd("torch.autograd", "_get_sequence_nr")
         self._current_node: Callable[[], Any] = _autograd("torch._C", "_current_autograd_node")
         self._current_task: Callable[[], int] = _autograd("torch._C", "_current_graph_task_id")
