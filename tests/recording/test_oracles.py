@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.profiler import ProfilerActivity, profile
-from torch_facts import GATHERS_ON_ONE_RANK, needs_replicas_of_fsdp2
+from torch_facts import SENT_ON_ONE_RANK, needs_replicas_of_fsdp2
 
 BLOCKS = 3
 
@@ -156,9 +156,12 @@ def test_tensor_parallel_fsdp_sends_what_the_profiler_saw(comm_mode, device_mesh
         **layers("backward", "reduce_scatter", "dp", 1, half),
     }
     # With two ranks the data-parallel axis has one, and nothing to send.
-    sends = dist_info.world_size == 4 or GATHERS_ON_ONE_RANK
-    expected = tensor_parallel | (data_parallel if sends else {})
-    assert rows(comm_mode) == expected
+    sent = {
+        row: count
+        for row, count in data_parallel.items()
+        if dist_info.world_size == 4 or SENT_ON_ONE_RANK[row[2]]
+    }
+    assert rows(comm_mode) == tensor_parallel | sent
 
 
 @pytest.mark.distributed(world_size=4, backend="fake")
