@@ -67,6 +67,7 @@ def main() -> None:
     failed = sorted(test for test, outcome, _ in every if outcome == "failed")
     reasons = Counter(reason for _, outcome, reason in every if outcome == "skipped")
     record |= {"failed": failed, "skipped": dict(sorted(reasons.items()))}
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     sys.exit(1 if failed else 0)
 

@@ -1,0 +1,166 @@
+"""What docs/limits.md says that it runs on was run, and nothing claims more."""
+
+import ast
+import json
+import re
+import runpy
+import tomllib
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+import yaml
+
+from pytest_fsdp_comm.upstream import VERSIONS_READ
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+TABLE = runpy.run_path(str(DOCS / "matrix_table.py"))
+MATRIX = runpy.run_path(str(ROOT / "tests" / "matrix.py"))
+COMBINATIONS = MATRIX["COMBINATIONS"]
+RECORDS = {file.stem: json.loads(file.read_text()) for file in (DOCS / "matrix").glob("*.json")}
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+# Not recorded yet: run `nox -s "matrix(lowest)"`, and take it away here.
+AWAITED = {"lowest"}
+
+
+def series(version):
+    return ".".join(version.split(".")[:2])
+
+
+def ran(records):
+    """Packages and the series that passed."""
+    return {
+        (package, series(version))
+        for record in records
+        if not record["failed"]
+        for package, version in record["versions"].items()
+    }
+
+
+def named_in(text):
+    """Each torch and Python that a text names, with those listed after it."""
+    for package, versions in re.findall(
+        r"\b(torch|python)\s*[>=~]*\s*((?:[23]\.\d+(?:\.\d+)?(?:,? (?:and|or|to) |, )?)+)",
+        text,
+        re.IGNORECASE,
+    ):
+        for version in re.findall(r"[23]\.\d+", re.sub(r"(\.\d+)\.\d+", r"\1", versions)):
+            yield package.lower(), version
+
+
+def required():
+    """The lowest of each series that the package installs with."""
+    requirements = [*PYPROJECT["dependencies"], *PYPROJECT["optional-dependencies"]["test"]]
+    for package, version in re.findall(r"([\w-]+)(?:\[.*\])?>=([\d.]+)", "\n".join(requirements)):
+        if package in {"torch", "pytest", "syrupy", "jinja2", "pytest-xdist"}:
+            yield package, series(version + ".0")
+    yield "python", PYPROJECT["requires-python"].removeprefix(">=")
+    for classifier in PYPROJECT["classifiers"]:
+        if found := re.fullmatch(r"Programming Language :: Python :: (\d\.\d+)", classifier):
+            yield "python", found[1]
+
+
+def claims():
+    """Where a version is named as one that works, or that something was seen with."""
+    yield from (("pyproject.toml", *claim) for claim in required())
+    texts = {page: page.read_text() for page in [ROOT / "README.md", *DOCS.rglob("*.md")]}
+    # The table says itself what failed.
+    limits = DOCS / "limits.md"
+    texts[limits] = texts[limits].replace(TABLE["table"](), "")
+    for file in (ROOT / "pytest_fsdp_comm").rglob("*.py"):
+        nodes = ast.walk(ast.parse(file.read_text()))
+        # Docstrings, and texts that a user is shown.
+        strings = [node.value for node in nodes if isinstance(node, ast.Constant)]
+        texts[file] = "\n".join(string for string in strings if isinstance(string, str))
+    for file, text in texts.items():
+        yield from ((str(file.relative_to(ROOT)), *claim) for claim in named_in(text))
+    read = re.findall(r"\d\.\d+", VERSIONS_READ["torch"])
+    yield from (("VERSIONS_READ", "torch", version) for version in read)
+
+
+def test_the_page_shows_the_runs():
+    assert TABLE["table"]() in (DOCS / "limits.md").read_text(), "run: python docs/matrix_table.py"
+
+
+def test_each_combination_was_run_with_its_versions():
+    assert RECORDS.keys() == COMBINATIONS.keys() - AWAITED, "run: nox -s matrix"
+    for name in RECORDS:
+        python, *pinned = COMBINATIONS[name]
+        versions = RECORDS[name]["versions"]
+        assert series(versions["python"]) == python
+        for requirement in pinned:
+            package, version = requirement.split("==")
+            assert versions[package].partition("+")[0] == version, name
+        for run in ("upstream", "examples"):
+            assert RECORDS[name]["runs"][run]["passed"] > 0, name
+
+
+def test_the_lowest_of_each_package_is_in_the_matrix():
+    lowest = dict(requirement.split("==") for requirement in COMBINATIONS["lowest"][1:])
+    found = {package: series(version) for package, version in lowest.items()}
+    oldest = {"torch": series(COMBINATIONS["torch-2.7.1"][1].partition("==")[2])}
+    needs = {package: version for package, version in required() if package != "python"}
+    assert needs == found | oldest
+
+
+def test_no_version_is_claimed_without_a_run_that_passed():
+    found = {*claims()}
+    assert len(found) > 20
+    awaited = [pin.split("==") for name in AWAITED for pin in COMBINATIONS[name][1:]]
+    seen = ran(RECORDS.values()) | {(package, series(version)) for package, version in awaited}
+    assert {claim for claim in found if claim[1:] not in seen} == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (
+            "torch 2.8 and 2.13.1, on Python 3.10",
+            {("torch", "2.8"), ("torch", "2.13"), ("python", "3.10")},
+        ),
+        ("the same with torch 2.7.1, 2.9 or 2.11.", {("torch", v) for v in ("2.7", "2.9", "2.11")}),
+        ("torch>=2.6", {("torch", "2.6")}),
+        ("torch 3.2 KiB", {("torch", "3.2")}),
+        ("(torch\n2.12)", {("torch", "2.12")}),
+        ("transformers 2.8, pytorch issue 2.10, 2.5 MiB of torch", set()),
+    ],
+)
+def test_versions_are_found_in_texts(text, named):
+    assert {*named_in(text)} == named
+
+
+def test_a_run_with_a_failure_shows_that_nothing_works():
+    record = {"versions": {"torch": "2.13.0+cpu"}, "failed": []}
+    assert ran([record]) == {("torch", "2.13")}
+    assert ran([record | {"failed": ["tests.unit.test_it::test_it"]}]) == set()
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="a" name="passed"/>
+<testcase classname="a" name="failed"><failure message="assert"/></testcase>
+<testcase classname="a" name="error"><error message="setup"/></testcase>
+<testcase classname="a" name="torn"/>
+<testcase classname="a" name="torn"><error message="teardown"/></testcase>
+<testcase classname="a" name="skipped"><skipped message="needs a GPU"/></testcase>
+<testcase classname="" name="tests.test_b"><skipped message="collection skipped"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_outcomes_are_read_from_pytests_report():
+    assert MATRIX["_read"](ET.fromstring(REPORT)) == [  # noqa: S314  # as above
+        ("a::passed", "passed", ""),
+        ("a::failed", "failed", ""),
+        ("a::error", "failed", ""),
+        ("a::torn", "failed", ""),
+        ("a::skipped", "skipped", "needs a GPU"),
+    ]
+
+
+def test_the_workflow_runs_each_combination():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/upstream.yml").read_text())
+    strategy = workflow["jobs"]["matrix"]["strategy"]
+    assert strategy["matrix"]["record"] == [*COMBINATIONS]
+    assert strategy["fail-fast"] is False
