@@ -43,6 +43,8 @@ def test_torch_has_the_names_that_the_stack_walk_looks_for():
     assert stack._forward_method_code().co_varnames[0] == "self"
     # What torch.compile gives to the backends that interpret a graph.
     assert issubclass(stack.graph_type(), torch.fx.GraphModule)
+    # One that a user has traced is the user's module.
+    assert not stack.is_graph(torch.fx.symbolic_trace(torch.nn.Linear(2, 2)))
     # torch wraps a class's step when its first instance is made.
     torch.optim.SGD([nn.Parameter(torch.ones(1))])
     assert torch.optim.SGD.step.__code__ is stack._STEP

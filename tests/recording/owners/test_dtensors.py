@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp
 from models import FLOAT, LINEAR_NBYTES, WIDTH, Block, Model, TokenModel, shard, step
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -109,12 +109,14 @@ def test_compiled_code_gathers_parameters_and_makes_gradients(comm_mode, device_
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
-def test_a_backend_that_runs_its_graphs_as_they_are_recomputes_nothing(comm_mode, device_mesh):
-    def as_it_is(graph, _inputs):
-        return graph
-
+@pytest.mark.parametrize(
+    "made",
+    [lambda graph, _: graph, lambda graph, _: fx.GraphModule(graph, graph.graph)],
+    ids=["as it is", "another"],
+)
+def test_a_backend_that_runs_graphs_recomputes_nothing(comm_mode, device_mesh, made):
     model = simple_fsdp(Model(), device_mesh())
-    backend = aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is)
+    backend = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=made)
     compiled = torch.compile(model, backend=backend)
     step(compiled)
     model.zero_grad()
