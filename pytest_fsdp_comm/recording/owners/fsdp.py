@@ -220,6 +220,8 @@ class UnitWatch:
         # Of a unit that never ran, the dtypes are not settled.
         if used and used == self._nbytes_of(group):
             return used
+        if not any(hasattr(param, "keep_unsharded_storage") for param in group.fsdp_params[:1]):
+            return used
         # By set_keep_unsharded_storage, new in torch 2.15: gathered again, into the same storage.
         kept = (
             _gathered_nbytes_of_param(param)
