@@ -133,11 +133,11 @@ def _without_common_end(old: str, new: str) -> tuple[str, str]:
 def _is_rename(between: Between, step: Renamed, changes: list[Owner]) -> bool:
     """Whether what moved is known again: by the modules below it, or by all that it does."""
     old, new = step.old, step.new
+    below = {template(owner or "") for owner in changes} - {old}
     if not old or not new:
-        return True
+        return not old or bool(below)
     if f"{new}.".startswith(f"{old}.") or f"{old}.".startswith(f"{new}."):
         return False
-    below = {template(owner or "") for owner in changes} - {old}
     return bool(below) or all(
         between.state[owner] is between.target[step.name(owner)] for owner in changes
     )

@@ -209,6 +209,19 @@ def test_a_removed_and_an_added_module_of_equal_rows_is_told_as_either():
     ]
 
 
+def test_one_unit_whose_name_the_root_takes_has_not_moved_there():
+    """From all of a model to adapters, as of TRL: its names have a prefix, its root is a unit."""
+
+    def units(prefix, nbytes):
+        layers = [one for n in range(2) for one in unit(f"{prefix}layers.{n}", nbytes)]
+        return [*unit(f"{prefix}embed", 512), *layers]
+
+    old = made([*unit("head+model.norm", 516), *units("model.", NBYTES)])
+    adapted = [one for one in units("base.model.", NBYTES + 64) if role(one) != "gradients"]
+    new = made([*unit("", 4, kept=True), *adapted])
+    assert not any("at the top now" in step.line for step in explain(old, new).steps)
+
+
 def test_a_unit_that_came_has_bytes_that_no_other_unit_lost():
     old, new = profile(), profile(extra=[unit("head", 512)])
     assert [step.line for step in explain(old, new).steps] == [
