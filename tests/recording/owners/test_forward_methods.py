@@ -67,5 +67,5 @@ def test_a_registered_method_that_failed_runs_no_longer(comm_mode, device_mesh):
     assert lines(comm_mode) == [
         f"forward . all_gather[dp] {ROOT_NBYTES} < .",
         f"outside layers.0 all_gather[dp] {BLOCK_NBYTES} < -",
-        f"optimizer layers.0 all_gather[dp] {BLOCK_NBYTES} < layers.0",
+        f"forward layers.0 all_gather[dp] {BLOCK_NBYTES} < layers.0",
     ]
