@@ -19,6 +19,12 @@ import torch.distributed as dist
 
 def rank():
     return int(os.environ["RANK"])
+
+def limit_memory():
+    # Beyond what is mapped: torch's CUDA build alone maps more than 2 GiB.
+    with open("/proc/self/statm") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + (1 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 """
 
 
@@ -267,7 +273,7 @@ FAULTS = {
     ),
     "out_of_memory": Fault(
         body="if rank() == 1:\n"
-        "        resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31))\n"
+        "        limit_memory()\n"
         "        torch.ones(1 << 34)\n"
         "    dist.barrier()",
         says=("rank 1 failed first", "not enough memory|MemoryError|can't allocate"),
@@ -360,7 +366,7 @@ ENDINGS = {
         ("rank 1 left the test with KeyboardInterrupt",),
     ),
     "out_of_memory": (
-        "resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31)); torch.ones(1 << 34)",
+        "limit_memory(); torch.ones(1 << 34)",
         ("rank 1 failed first", "not enough memory|MemoryError|can't allocate"),
     ),
     "group_destroyed": (
