@@ -91,17 +91,17 @@ def why_no_kernels() -> str:
 
 def _do_others_wait() -> bool:
     """Whether no other thread of Python can be in an operation of torch. See Note [Kernels]."""
-    for _ in range(_MAX_LOOKS):
+    for delay_s in _DELAYS_S:
         # With the GIL just taken, no other thread gets it before the kernels are gone.
-        time.sleep(_BETWEEN_LOOKS_S)
+        time.sleep(delay_s)
         own = threading.get_ident()
         if all(_waits(frame) for thread, frame in sys._current_frames().items() if thread != own):
             return True
     return False
 
 
-_MAX_LOOKS: Final = 5
-_BETWEEN_LOOKS_S: Final = 0.0005
+_DELAYS_S: Final = (0.0, *(0.0005 * 2**n for n in range(6)))
+"""Before each look: in all 32 ms, for a thread that is about to wait on a busy machine."""
 _Kernels = functools.partial(Shared, may_end=_do_others_wait)
 _WAITING: Final = (
     *(str(module.__file__) for module in (threading, queue, selectors, subprocess, socket)),
