@@ -121,8 +121,9 @@ def resolve(
 
 
 def _simulation(given: bool | int | str | None, world_size: int) -> Simulation:
-    if given is True or given == "strict":
-        return "strict" if given == "strict" else "answering"
+    if given == "strict":
+        return "strict"
+    # True is 1.
     return "answering" if isinstance(given, int) and 1 <= given <= world_size else ""
 
 

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 _KEY: Final = "BackendSelect"
-_TORCH: Final = str(Path(torch.__file__).parent)
+_TORCH: Final = f"{Path(torch.__file__).parent}/"
 _USED: Final = (
     *("_dispatch_library", "_dispatch_get_all_op_names", "_dispatch_keyset_full_after"),
     *("_dispatch_has_kernel_for_dispatch_key", "_dispatch_dump"),
@@ -105,7 +105,7 @@ _DELAYS_S: Final = (0.0, *(0.0005 * 2**n for n in range(6)))
 _Kernels = functools.partial(Shared, may_end=_do_others_wait)
 _WAITING: Final = (
     *(str(module.__file__) for module in (threading, queue, selectors, subprocess, socket)),
-    *(str(Path(__file__).parents[1]), f"{Path(torch.__file__).parents[1]}/execnet/"),
+    *(f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parents[1]}/execnet/"),
 )
 """Where threads wait: those of the user, the watchdog of a rank, and those of xdist."""
 

@@ -75,9 +75,7 @@ class GroupNames:
         for module in modules:
             for parameter in module._parameters.values():
                 if isinstance(parameter, tensors.DTensor):
-                    mesh = parameter.device_mesh
-                    if id(mesh) not in self._meshes:
-                        self.learn_mesh(mesh)
+                    self.learn_mesh(parameter.device_mesh)
 
     def learn_unit(self, unit: Any) -> None:
         """Learn the groups of a parameter group of FSDP2. See Note [Reshard after forward]."""

@@ -98,7 +98,7 @@ class ModuleTrace:
     modules: Callable[[], tuple[TracedModule, ...]]
     """Callers first, in order of first operations; untraced, all with a forward, as registered."""
     keys: Callable[[str], tuple[str, ...]]
-    """Of an owner's FQN, CommDebugMode's names of it and of callables around it, outermost first"""
+    """By an owner's FQN, CommDebugMode's names of it and of callables around it, from outside."""
     operations: Callable[[], Iterator[tuple[str, dict[str, Any]]]] | None = None
     """Makes each operation's module name and dictionary, in dispatch order; None if untraced."""
 

@@ -9,16 +9,12 @@ A test records the reviewed step and changed ones, each with `observed`, and ass
 from typing import TYPE_CHECKING
 
 from oracle import witnessed
-from regressions.table import Side, both_sides, told
+from regressions.table import Side, both_sides, side_of, told
 
 from pytest_fsdp_comm.comm.diff import compare
-from pytest_fsdp_comm.fsdp_tree import TreeFactory
-from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.reports.tree_changes import render_tree_changes
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
 from pytest_fsdp_comm.tree import diff as tree_diff
-from pytest_fsdp_comm.tree.facts import tree_facts
-from pytest_fsdp_comm.tree.profile import merge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,13 +44,7 @@ def observed(
         is_traced: False to record with the bare mode, where the model is not known before.
     """
     witnessed(comm_mode, model if is_traced else None, step, warm_up=warm_up, profiler=profiler)
-    tree = TreeFactory()(model)
-    facts = gather_alike(comm_mode._gather, "fsdp_tree", tree_facts(tree))
-    return Side(
-        recording=comm_mode.recording,
-        comm=comm_mode.merged_profile(),
-        tree=merge(dict(enumerate(facts)), backend=tree.backend, torch_version=tree.torch_version),
-    )
+    return side_of(comm_mode, model)
 
 
 def told_of(old: Side, new: Side) -> list[str]:

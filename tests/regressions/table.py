@@ -132,6 +132,11 @@ def record(case: Case, comm_mode: "CommMode", *, changed: bool) -> Side:
         run()
     with comm_mode(model):
         run()
+    return side_of(comm_mode, model)
+
+
+def side_of(comm_mode: "CommMode", model: "nn.Module | Sequence[nn.Module]") -> Side:
+    """What was recorded last, and the tree of its model, of all ranks."""
     tree = TreeFactory()(model)
     facts = gather_alike(comm_mode._gather, "fsdp_tree", tree_facts(tree))
     return Side(
