@@ -18,6 +18,7 @@ def check(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
+    session.run("mypy", "benchmarks/run.py")
     session.run("lint-imports")
     quick = ("-m", "not costly", "--hypothesis-profile", "quick")
     session.run("pytest", "-q", "-n", "2", *quick, *(session.posargs or UNIT))
@@ -25,9 +26,11 @@ def check(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """What `check` leaves out: mutated and hostile files, and all examples of properties."""
+    """What `check` leaves out: mutated and hostile files, all examples, more random plans."""
     session.run("pytest", "-q", "-n", "2", *(session.posargs or UNIT))
     session.run("python", "tests/fuzzing.py", "--mutations", "50000", "--seed", "7")
+    plans = "tests/acceptance/test_random_plans.py"
+    session.run("pytest", "-q", plans, env={"RANDOM_PLANS_TIMES": "10"})
 
 
 @nox.session
@@ -45,6 +48,12 @@ def accept(session: nox.Session) -> None:
     """Everything, with real ranks."""
     session.run("pytest", "--world-size", "4", "examples")
     session.run("pytest", "-n", "4", "--dist", "worksteal", *session.posargs)
+
+
+@nox.session
+def layouts(session: nox.Session) -> None:
+    """The examples of real models on simulated ranks, the largest too."""
+    session.run("pytest", "-m", "", *(session.posargs or ("examples",)))
 
 
 @nox.session

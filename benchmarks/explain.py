@@ -17,6 +17,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from figures import keep
+
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.events import Phase, Role
 from pytest_fsdp_comm.comm.explanation.search import explain
@@ -124,6 +126,7 @@ def main() -> int:
             f"{name:34} {explained_s:6.3f} s, {explained_s / (compared - started):6.0f} x totals, "
             f"{'exact' if explained.is_exact else 'rows left'}: {', '.join(steps) or 'no step'}"
         )
+        keep(name, [explained_s / (compared - started)])
         if explained.is_exact:
             is_slow |= explained_s > _MOST_S[min(len(steps), 2)]
     return int(is_slow)

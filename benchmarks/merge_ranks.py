@@ -26,6 +26,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from figures import keep
+
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import (
     Collective,
@@ -105,6 +107,8 @@ def main() -> int:
                 f"{total:9.2f} {mib:4.0f} {size:7} B {ratio}",
                 flush=True,
             )
+            if before:
+                keep(f"{name}, {num_ranks} ranks", [total / before])
             before = total
             is_over |= not case.is_each_different and (total > MOST_SECONDS or mib > MOST_MIB)
     return int(is_over)

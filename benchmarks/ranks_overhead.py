@@ -21,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from figures import keep
+
 WORLD_SIZE = 4
 IDLE_SESSIONS = 11
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
@@ -60,14 +62,21 @@ def test_trivial(number):
     dist.barrier()
 """
 
-MULTI_PROCESS = """
+TEST_CASE = """
 import torch.distributed as dist
-from torch.testing._internal.common_distributed import MultiProcessTestCase
+from torch.testing._internal.common_distributed import {base}
 from torch.testing._internal.common_utils import run_tests
 
-class TestTrivial(MultiProcessTestCase):
+class TestTrivial({base}):
     world_size = {world_size}
+{own}
+{methods}
 
+if __name__ == "__main__":
+    run_tests()
+"""
+
+MULTI_PROCESS = """
     def setUp(self):
         super().setUp()
         self._spawn_processes()
@@ -79,11 +88,52 @@ class TestTrivial(MultiProcessTestCase):
         )
         dist.barrier()
         dist.destroy_process_group()
+"""
 
-{methods}
+CONTINUOUS = """
+    @classmethod
+    def backend_str(cls):
+        return "gloo"
+
+    @classmethod
+    def device_type(cls):
+        return "cpu"
+
+    def run_one(self):
+        dist.barrier()
+"""
+
+THREADED = """
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+    def run_one(self):
+        dist.barrier()
+"""
+
+# As DeepSpeed's DistributedTest does it: a pool of processes for each test.
+POOL = """
+import tempfile, time
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def run(rank, folder):
+    store = dist.FileStore(folder + "/store", {world_size})
+    dist.init_process_group("gloo", store=store, rank=rank, world_size={world_size})
+    dist.barrier()
+    dist.destroy_process_group()
+
+def once():
+    with tempfile.TemporaryDirectory() as folder:
+        with mp.get_context("forkserver").Pool({world_size}) as pool:
+            pool.starmap(run, [(rank, folder) for rank in range({world_size})])
 
 if __name__ == "__main__":
-    run_tests()
+    once()
+    started = time.perf_counter()
+    once()
+    print(time.perf_counter() - started)
 """
 
 PLAIN = """
@@ -106,26 +156,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tests", type=int, default=40, help="tests in the longer session")
     tests = parser.parse_args().tests
-    floor = _floor(tests)
+    floor = _printed(FLOOR, tests=tests)
     rows = {"floor: fork 4, file store, gloo, barrier, exit": floor}
     rows["plugin, fresh ranks for each test"] = _plugin(tests, "test")
     # A tenth as long: as many tests would be lost in the noise of two sessions.
     rows['plugin, scope="module"'] = _plugin(10 * tests, "module")
     if importlib.util.find_spec("expecttest"):
-        rows["torch's MultiProcessTestCase"] = _multi_process()
+        rows["torch's MultiProcessTestCase"] = _test_case(
+            "MultiProcessTestCase", MULTI_PROCESS, 1, 2
+        )
+        rows["torch's MultiProcContinuousTest"] = _test_case(
+            "MultiProcContinuousTest", CONTINUOUS, 10, 10 * tests
+        )
+        rows["torch's MultiThreadedTestCase"] = _test_case(
+            "MultiThreadedTestCase", THREADED, 10, 10 * tests
+        )
     else:
-        print("expecttest is not installed: leaving out torch's MultiProcessTestCase")
+        print("expecttest is not installed: leaving out torch's test cases")
+    rows["a pool for each test, as in DeepSpeed"] = _printed(POOL)
     rows["torchrun -m pytest for each test"] = _torchrun()
     fresh = rows["plugin, fresh ranks for each test"]
     print(f"{'':48} {'s/test':>8} {'x floor':>8} {'x plugin':>9}")
     for name, seconds in rows.items():
         print(f"{name:48} {seconds:8.4f} {seconds / floor:8.2f} {seconds / fresh:9.3f}")
-    print(f"session without distributed tests: {1000 * _idle():+.0f} ms with the plugin")
+        keep(name, [seconds / floor])
+    idle = _idle()
+    keep("milliseconds more of a session without distributed tests", [1000 * idle])
+    print(f"session without distributed tests: {1000 * idle:+.0f} ms with the plugin")
 
 
-def _floor(tests: int) -> float:
-    code = FLOOR.format(world_size=WORLD_SIZE, tests=tests)
-    return float(_run([sys.executable, "-c", code]))
+def _printed(source: str, **names: object) -> float:
+    """The seconds that a program prints."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "program.py"
+        file.write_text(source.format(world_size=WORLD_SIZE, **names))
+        return float(_run([sys.executable, str(file)]))
 
 
 def _plugin(tests: int, scope: str) -> float:
@@ -138,15 +203,15 @@ def _session(tests: int, scope: str) -> float:
     return _timed(source, [sys.executable, *PYTEST])
 
 
-def _multi_process() -> float:
+def _test_case(base: str, own: str, few: int, many: int) -> float:
     def session(tests: int) -> float:
         methods = "\n".join(
             f"    def test_{number}(self):\n        self.run_one()\n" for number in range(tests)
         )
-        source = MULTI_PROCESS.format(world_size=WORLD_SIZE, methods=methods)
-        return _timed(source, [sys.executable])
+        text = TEST_CASE.format(base=base, world_size=WORLD_SIZE, own=own, methods=methods)
+        return _timed(text, [sys.executable])
 
-    return session(2) - session(1)
+    return (session(many) - session(few)) / (many - few)
 
 
 def _torchrun() -> float:

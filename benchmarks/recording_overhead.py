@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from figures import keep
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -201,18 +202,20 @@ def _measure(backend: str, workload: str, layers: int, turns: int) -> None:
     if dist.get_rank() == 0:
         assert count, "nothing was recorded"
         print(f"\n{workload} of {layers} layers on {backend}: {count} collectives, {turns} turns")
-        _print_ratios(steps, blocks)
+        _print_ratios(f"{workload} of {layers} layers on {backend}", steps, blocks)
 
 
-def _print_ratios(steps: dict[str, list[float]], blocks: dict[str, list[float]]) -> None:
+def _print_ratios(case: str, steps: dict[str, list[float]], blocks: dict[str, list[float]]) -> None:
     titles = "".join(f"{title:^24}" for title in ("step alone", "with entry and exit"))
     print(f"{'':30}{titles}{'CPU ms'}")
     print(f"{'':30}" + f"{'min':>6}{'median':>8}{'+-':>6}    " * 2 + f"{'step':>6}{'all':>8}")
     for name in [*steps][1:]:
         line = f"{name:30}"
-        for seconds in (steps, blocks):
+        limits = (STEP_LIMIT, BLOCK_LIMIT) if name == "comm_mode" else (None, None)
+        for what, seconds, most in zip(("step", "block"), (steps, blocks), limits, strict=True):
             under, bare = seconds[name], steps["nothing"]
             ratios = [mine / other for mine, other in zip(under, bare, strict=True)]
+            keep(f"{case}: {name}, {what}", ratios, most=most)
             low, median, high = statistics.quantiles(ratios, n=4)
             line += f"{min(under) / min(bare):6.2f}{median:8.2f}{(high - low) / 2:6.2f}    "
         medians = (statistics.median(seconds[name]) for seconds in (steps, blocks))

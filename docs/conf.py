@@ -35,7 +35,7 @@ MADE_BY_FIXTURES = ("CommMode", "CommSnapshot", "DistInfo", "MakeDeviceMesh", "T
 nitpicky = True
 # Types of torch, pytest, syrupy and Python: links to them would need the network.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|nn|os|collections)\..*"),
+    ("py:.*", r"(torch|nn|optim|os|collections)\..*"),
     ("py:.*", r"(DeviceMesh|TextIO|TracebackType|WrapExpectation)"),
     ("py:class", r"Subject"),  # an alias, which Sphinx knows no page of
 ]

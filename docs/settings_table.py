@@ -32,7 +32,10 @@ VARIABLES = {
     "PYTEST_ADDOPTS": "pytest's: arguments before those of the command line",
     "CI, BUILD_NUMBER": "if one is set, a failed comparison shows everything, as with `-vv`",
     "GITHUB_ACTIONS, GITHUB_STEP_SUMMARY, GITHUB_WORKSPACE, GITHUB_SERVER_URL, GITHUB_REPOSITORY, "
-    "GITHUB_SHA": "set by GitHub: failed comparisons are annotated, and told in the step's summary",
+    "GITHUB_SHA, GITHUB_HEAD_REF, GITHUB_REF_NAME": "set by GitHub: failed comparisons are "
+    "annotated, and told in the step's summary; the report names and links the commit",
+    "CI_PROJECT_URL, CI_PROJECT_DIR, CI_COMMIT_SHA, CI_COMMIT_REF_NAME": "set by GitLab: summaries "
+    "and the report link lines of the commit",
     "NO_COLOR": "if set, `fsdp_tree.show` prints no colours",
     "TORCH_FR_BUFFER_SIZE": "torch's: how many collectives its flight recorder keeps. With 0, "
     "recordings are not checked against it",

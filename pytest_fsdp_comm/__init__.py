@@ -43,6 +43,7 @@ from pytest_fsdp_comm.errors import (
 
 if TYPE_CHECKING:
     from pytest_fsdp_comm.comm.events import (
+        Answer,
         Collective,
         Gap,
         HostDeviceCopy,
@@ -58,10 +59,12 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.fixtures import DistInfo, MakeDeviceMesh
     from pytest_fsdp_comm.fsdp_tree import TreeFactory
     from pytest_fsdp_comm.recording.comm_mode import CommMode
+    from pytest_fsdp_comm.recording.steps import record_script
     from pytest_fsdp_comm.snapshots.extension import CommSnapshot
     from pytest_fsdp_comm.tree.model import ShardTree
 
 __all__ = [
+    "Answer",
     "Collective",
     "CommMode",
     "CommProfile",
@@ -87,9 +90,11 @@ __all__ = [
     "TreeFactory",
     "UnseenCollectivesWarning",
     "UpstreamChangedError",
+    "record_script",
 ]
 
 _LAZY = {
+    "Answer": "comm.events",
     "Collective": "comm.events",
     "CommMode": "recording.comm_mode",
     "CommProfile": "comm.profile",
@@ -107,6 +112,7 @@ _LAZY = {
     "Source": "comm.events",
     "Timing": "comm.events",
     "TreeFactory": "fsdp_tree",
+    "record_script": "recording.steps",
 }
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from pytest_fsdp_comm.options import MARKER_NAME, OPTIONS
+from pytest_fsdp_comm.reports.ci.origin import Origin, read_origin
 from pytest_fsdp_comm.reports.ci.outcomes import (
     Comparisons,
     FailedTest,
@@ -47,7 +48,7 @@ class Review:
     top: Path
     """The top of the checkout, which places are relative to."""
     source: str
-    """Where GitHub shows the checkout; empty if unknown."""
+    """Where the hosting service shows the checkout; empty if unknown."""
 
 
 def read_review(config: pytest.Config, environment: Mapping[str, str]) -> Review | None:
@@ -59,16 +60,15 @@ def read_review(config: pytest.Config, environment: Mapping[str, str]) -> Review
     annotates = is_own and environment.get("GITHUB_ACTIONS") == "true"
     if not (summary or step or annotates):
         return None
-    names = ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_SHA")
-    server, repository, commit = (environment.get(name, "") for name in names)
+    origin = read_origin(environment) if is_own else Origin()
     plugins = config.pluginmanager.list_name_plugin()
     has_other = any(_ANNOTATES_TOO in (name or "") for name, _ in plugins)
     return Review(
         step_summary=Path(step) if step else None,
         summary=summary,
         annotates=annotates and not has_other,
-        top=Path(environment.get("GITHUB_WORKSPACE") or config.rootpath),
-        source=f"{server}/{repository}/blob/{commit}" if server and repository and commit else "",
+        top=Path(origin.top or config.rootpath),
+        source=origin.source,
     )
 
 

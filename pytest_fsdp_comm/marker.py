@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, get_args
 
@@ -21,14 +23,18 @@ from pytest_fsdp_comm.options import (
     BadValueError,
     Device,
     DistributedSettings,
+    RealAxis,
     Scope,
     SessionOptions,
     Simulation,
     parse_backend,
     parse_choice,
+    parse_real,
     parse_simulate,
+    parse_splits,
     parse_timeout_s,
     parse_world_size,
+    ranks_along,
     show_problems,
 )
 from pytest_fsdp_comm.text.rank_lists import name_ranks
@@ -39,6 +45,8 @@ _PARSERS: Final[dict[str, Callable[[Any], Any]]] = {
     "world_size": parse_world_size,
     "backend": parse_backend,
     "simulate": parse_simulate,
+    "simulation_splits": parse_splits,
+    "real": parse_real,
     "scope": partial(parse_choice, allowed=get_args(Scope)),
     "timeout_s": parse_timeout_s,
     "device": partial(parse_choice, allowed=get_args(Device)),
@@ -52,13 +60,15 @@ _ALIASES: Final = {
 }
 
 
-def marker_world_sizes(mark: pytest.Mark) -> tuple[int, ...] | None:
-    """The world sizes of a marker with a valid list; None for any other, which `resolve` judges."""
+def world_sizes(mark: pytest.Mark, options: SessionOptions) -> tuple[int, ...] | None:
+    """The world sizes to parametrize over; None if the marker has one, or `resolve` refuses it."""
     try:
-        sizes = _parse_arguments(mark)["world_size"]
+        given = _parse_arguments(mark)
     except BadValueError:
         return None
-    return sizes if isinstance(sizes, tuple) else None
+    if options.scaling and given["simulate"]:
+        return options.scaling
+    return given["world_size"] if isinstance(given["world_size"], tuple) else None
 
 
 def resolve(
@@ -74,15 +84,11 @@ def resolve(
     # which the caller knows.
     given = _parse_arguments(mark)
     size = given["world_size"]
-    world_size = (parametrized if isinstance(size, tuple) else size) or options.world_size
+    world_size = parametrized or size or options.world_size
     device = given["device"]
-    simulation = _simulation(given["simulate"], world_size)
-    if simulation and (given["backend"] not in {None, "fake"} or device == "cuda"):
-        wrong = "device" if device == "cuda" else "backend"
-        raise BadValueError(
-            f"{wrong}={given[wrong]!r} with simulate={given['simulate']!r}, where tensors have no "
-            f"memory and nothing is sent; drop one of the two"
-        )
+    simulation = _simulation(given["simulate"], math.inf if options.scaling else world_size)
+    _check_simulation(given, simulation)
+    real = _real_axes(given["real"] or {}, world_size) if simulation else ()
     backend = "fake" if simulation else given["backend"] or options.backend
     if device == "cuda" and backend == "fake":
         raise BadValueError(
@@ -101,7 +107,13 @@ def resolve(
             "the session's backend is nccl, but no GPU is visible; drop --comm-backend nccl (ini "
             "fsdp_comm_backend) to use gloo, or run on a machine with a GPU for each rank"
         )
-    ranks = _ranks(given["ranks"], world_size, backend)
+    chosen = given["ranks"]
+    if options.scaling and simulation and chosen and not isinstance(chosen, str):
+        # Those of the test's own world size may not be in a smaller one.
+        chosen = [rank for rank in chosen if type(rank) is not int or rank < world_size] or None
+    ranks = ranks_along(real, _ranks(chosen, world_size, backend))
+    if backend == "fake":
+        _check_number(ranks)
     if options.launched is None or options.launched.world_size != world_size:
         _check_room(world_size, backend, len(ranks), options.rank_slots)
     if options.pdb_rank is not None and options.pdb_rank not in ranks:
@@ -117,14 +129,62 @@ def resolve(
         timeout_s=given["timeout_s"] or options.timeout_s,
         device=device,
         simulation=simulation,
+        simulation_splits=given["simulation_splits"],
+        real=real,
+        finds_ranks=bool(simulation) and given["ranks"] in (None, "distinct"),
     )
 
 
-def _simulation(given: bool | int | str | None, world_size: int) -> Simulation:
+def _check_simulation(given: Mapping[str, Any], simulation: Simulation) -> None:
+    if simulation and (given["backend"] not in {None, "fake"} or given["device"] == "cuda"):
+        wrong = "device" if given["device"] == "cuda" else "backend"
+        raise BadValueError(
+            f"{wrong}={given[wrong]!r} with simulate={given['simulate']!r}, where tensors have no "
+            f"memory and nothing is sent; drop one of the two"
+        )
+    if given["simulation_splits"] is not None and not given["simulate"]:
+        raise BadValueError(
+            "simulation_splits without simulate=, where real scores choose; drop it"
+        )
+    if given["real"] and not given["simulate"]:
+        raise BadValueError("real: names axes of a simulation, so it requires simulate=; drop one")
+
+
+def with_further_ranks(
+    settings: DistributedSettings, further: Iterable[int], options: SessionOptions
+) -> DistributedSettings:
+    """Add the distinct ranks that a simulation has found; BadValueError if they are too many."""
+    ranks = ranks_along(settings.real, {*settings.ranks, *further})
+    _check_number(ranks)
+    _check_room(settings.world_size, settings.backend, len(ranks), options.rank_slots)
+    return replace(settings, ranks=ranks, finds_ranks=False)
+
+
+def _simulation(given: bool | int | str | None, world_size: float) -> Simulation:
     if given == "strict":
         return "strict"
     # True is 1.
     return "answering" if isinstance(given, int) and 1 <= given <= world_size else ""
+
+
+def _real_axes(given: Mapping[str, Sequence[int]], world_size: int) -> tuple[RealAxis, ...]:
+    axes = []
+    outer = 1
+    for name, (size, *strides) in given.items():
+        outer *= 1 if strides else size
+        stride = strides[0] if strides else world_size // outer
+        if stride == 0 or world_size % (size * stride):
+            raise BadValueError(
+                f"real: an axis {name!r} of size {size} and stride {stride} does not divide "
+                f"{world_size} ranks"
+            )
+        axes.append(RealAxis(name=name, size=size, stride=stride))
+    if len(ranks_along(axes, [0])) < math.prod(axis.size for axis in axes):
+        raise BadValueError(
+            f"real: the axes {', '.join(given)} overlap: give each its size and its stride in the "
+            "mesh, such as {'ep': (8, 1)}"
+        )
+    return tuple(axes)
 
 
 def uses_plugin(item: pytest.Item) -> bool:
@@ -247,24 +307,31 @@ def _check_room(world_size: int, backend: Backend, num_running: int, slots: int 
         )
 
 
+def _check_number(ranks: Sequence[int]) -> None:
+    if len(ranks) > MAX_PROCESSES:
+        raise BadValueError(
+            f"ranks: at most {MAX_PROCESSES} simulated ranks run, got {len(ranks)}; name some of "
+            "them, ranks=[0, 3]"
+        )
+
+
 def _ranks(given: object, world_size: int, backend: Backend) -> tuple[int, ...]:
-    if given is None:
-        return (0,) if backend == "fake" else tuple(range(world_size))
+    if given == "all" or (given in (None, "distinct") and backend != "fake"):
+        return tuple(range(world_size))
+    if given in (None, "distinct"):
+        return (0,)
     if backend != "fake":
         raise BadValueError(
             f"ranks: selects simulated ranks, so it requires backend='fake'; with {backend!r}, all "
             "ranks run"
         )
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise BadValueError(f"ranks: expected a list of ranks such as (0, 3), got {given!r}")
+        raise BadValueError(
+            f"ranks: expected 'distinct', 'all' or a list such as (0, 3), got {given!r}"
+        )
     for rank in given:
         if type(rank) is not int or not 0 <= rank < world_size:
             raise BadValueError(
                 f"ranks: expected whole numbers from 0 to {world_size - 1}, got {rank!r}"
             )
-    chosen = tuple(sorted(set(given)))
-    if len(chosen) > MAX_PROCESSES:
-        raise BadValueError(
-            f"ranks: at most {MAX_PROCESSES} simulated ranks run, got {len(chosen)}"
-        )
-    return chosen
+    return tuple(sorted(set(given)))

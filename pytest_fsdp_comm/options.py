@@ -32,15 +32,20 @@ UnseenLevel = Literal["error", "warn"]
 
 MARKER_NAME: Final = "distributed"
 MARKER_SIGNATURE: Final = (
-    "distributed(world_size=None, *, backend=None, simulate=False, ranks=None, scope='test', "
-    "timeout_s=None, device=None)"
+    "distributed(world_size=None, *, backend=None, simulate=False, simulation_splits=None, "
+    "real=None, ranks=None, scope='test', timeout_s=None, device=None)"
 )
 MARKER_ARGUMENTS: Final = {
     "world_size": "how many ranks: a whole number, or a list to parametrize over",
     "backend": "'gloo', 'nccl', or 'fake', which simulates ranks in one process",
     "simulate": "True: tensors without memory, on the fake group; a whole number: with that many "
     "ranks or more; 'strict': as True, with no answer for values that nobody knows",
-    "ranks": "with 'fake' or simulated, which ranks run, such as [0, 511] (default: 0)",
+    "simulation_splits": "where scores that nobody knows choose experts: 'even', or each expert's "
+    "share as a list, such as [4, 2, 1, 1] (default: reading such a choice is an error)",
+    "real": "axes of a simulation whose coordinates all run, a process for each: {'pp': 4} if "
+    "outermost in the mesh, else with the stride, {'ep': (8, 1)}",
+    "ranks": "with 'fake' or simulated, which ranks run, such as [0, 511], or 'all'; 'distinct': "
+    "one for each local shape, if simulated (default: 'distinct', else 0)",
     "scope": "'test' starts ranks for each test, 'module' keeps them for the next test of the "
     "module with equal settings (default: 'test')",
     "timeout_s": "seconds after which ranks that still run are shown and ended",
@@ -83,6 +88,14 @@ parse_world_size = partial(
 )
 
 
+def parse_scaling(value: str) -> tuple[int, ...]:
+    """Parse world sizes such as ``8,64,512``, at least two, into ascending ones."""
+    sizes = tuple(sorted(set(map(parse_world_size, value.split(",")))))
+    if len(sizes) < 2:  # noqa: PLR2004  # one says nothing of others
+        raise BadValueError(f"expected at least two world sizes such as 8,64,512, got {value!r}")
+    return sizes
+
+
 def parse_timeout_s(value: object) -> float:
     """Parse a deadline in seconds, greater than 0 and finite; BadValueError for others."""
     try:
@@ -108,6 +121,36 @@ def parse_simulate(value: object) -> bool | int | str:
     return parse_whole_number(
         value, expected="True, False, 'strict' or a world size of at least 1", least=1
     )
+
+
+def parse_splits(value: object) -> tuple[float, ...]:
+    """Parse the shares of experts, empty if they are equal; BadValueError for others."""
+    if value == "even":
+        return ()
+    shares = value if isinstance(value, (list, tuple)) else ()
+    is_number = all(type(own) in {int, float} and 0 <= own < math.inf for own in shares)
+    if not is_number or not sum(shares):
+        raise BadValueError(
+            f"expected 'even', or each expert's share as a list such as [4, 2, 1, 1], got {value!r}"
+        )
+    return tuple(map(float, shares))
+
+
+def parse_real(value: object) -> dict[str, tuple[int, ...]]:
+    """Parse axes with their size, and the stride if it is given; BadValueError for others."""
+    axes = value if isinstance(value, dict) else {}
+    found = {name: own if isinstance(own, tuple) else (own,) for name, own in axes.items()}
+    for own in found.values():
+        is_whole = all(type(number) is int and number > 0 for number in own)
+        if not (is_whole and len(own) in {1, 2} and own[0] > 1):
+            found = {}
+            break
+    if not found:
+        raise BadValueError(
+            "expected axes with their sizes, of at least 2, such as {'pp': 4}, or with size and "
+            f"stride, such as {{'ep': (8, 1)}}, got {value!r}"
+        )
+    return found
 
 
 parse_backend = partial(parse_choice, allowed=get_args(Backend))
@@ -212,6 +255,14 @@ class SessionOptions:
         "write an HTML report of the run to DIR/index.html: what each test sent, gathered and "
         "sharded, and how that differs from its snapshots",
     )
+    scaling: tuple[int, ...] = _setting(
+        "--comm-scaling=SIZES",
+        parse_scaling,
+        "run each simulated test at each of these world sizes instead of its own, such as "
+        "8,64,512, and show how calls, bytes, padding, peak and seconds grow",
+        (),
+        "none",
+    )
     pdb_rank: int | None = _setting(
         "--pdb-rank=N",
         partial(parse_whole_number, expected="a rank, 0 or greater", least=0),
@@ -273,6 +324,28 @@ PATH_OPTIONS: Final = tuple(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RealAxis:
+    """An axis of a simulated mesh with a process for each coordinate."""
+
+    name: str
+    size: int
+    stride: int
+    """From the rank at one coordinate to the rank at the next."""
+
+
+def ranks_along(axes: Iterable[RealAxis], ranks: Iterable[int]) -> tuple[int, ...]:
+    """Some ranks, and those that differ from one of them in these axes alone; ascending."""
+    found = {*ranks}
+    for axis in axes:
+        found = {
+            rank + (place - rank // axis.stride % axis.size) * axis.stride
+            for rank in found
+            for place in range(axis.size)
+        }
+    return tuple(sorted(found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DistributedSettings:
     """How one test runs on ranks, after marker, options, ini values and defaults are resolved."""
 
@@ -289,6 +362,12 @@ class DistributedSettings:
     """``cpu``, ``cuda``; None lets the backend decide."""
     simulation: Simulation = ""
     """Whether tensors have no memory, and what unknown values are; empty for real tensors."""
+    simulation_splits: tuple[float, ...] | None = None
+    """Shares of experts where scores choose them; empty if equal, None if not declared."""
+    real: tuple[RealAxis, ...] = ()
+    """Of a simulation: what is sent along them arrives."""
+    finds_ranks: bool = False
+    """Whether ranks that keep other shapes than `ranks` are to run as well."""
 
 
 # On an item's stash: present exactly if the test is distributed.

@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_fsdp_comm.snapshots import plain_snapshot  # noqa: PLC0415  # imports syrupy
 
         plain_snapshot.refuse_recordings(config)
-    if given.report_dir is not None:
+    if given.report_dir is not None or given.scaling:
         from pytest_fsdp_comm.run_report import session as run_report  # noqa: PLC0415  # on request
 
         run_report.register(config)
@@ -127,9 +127,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize over a marker's list of world sizes, as the last part of the test's id."""
+    """Parametrize over a list of world sizes, as the last part of the test's id."""
     mark = metafunc.definition.get_closest_marker(options.MARKER_NAME)
-    sizes = marker.marker_world_sizes(mark) if mark else None
+    sizes = marker.world_sizes(mark, metafunc.config.stash[options.OPTIONS]) if mark else None
     if sizes:
         metafunc.fixturenames.append(options.WORLD_SIZE_PARAM)
         ids = [f"ws{size}" for size in sizes]

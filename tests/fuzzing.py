@@ -64,6 +64,8 @@ world_size 131072
 ranks 0-511,1024
 mesh world=131072 stride 1
 async unknown
+answered cpu to train:Model.<locals>.step (torch.autocast)
+answered 1.0 to train:Model.forward (item)
 forward 0 broadcast[world] x1 of 1_000 B uint8 root 3 ranks 0-510/2
 outside (no-module) barrier[world] x1
 peak gathered 8 B ranks 0-505:2/8

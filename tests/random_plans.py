@@ -6,6 +6,7 @@ recorded is compared.
 
 import itertools
 import json
+import os
 import pathlib
 
 import pytest
@@ -19,7 +20,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-EXAMPLES = 25
+from pytest_fsdp_comm.sharding.capture import capture_tree
+from pytest_fsdp_comm.text.codec import to_json
+from pytest_fsdp_comm.tree.facts import tree_facts
+
+TIMES = int(os.environ.get("RANDOM_PLANS_TIMES", "1"))
+EXAMPLES = {2: 15 * TIMES, 4: 15 * TIMES, 8: 4 * TIMES}
+"""By world size: eight gloo ranks are slow."""
 
 
 class Checkpointed(Block):
@@ -90,15 +97,6 @@ def clipped(model):
     return [weight for weight, kind in zip(trained, kinds, strict=True) if kind == kinds[0]]
 
 
-@settings(
-    max_examples=EXAMPLES,
-    derandomize=True,  # all ranks and both backends have to draw the same
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.generate],  # shrinking would take minutes of gloo ranks
-)
-@given(plan=PLANS)
 def run(*, plan, comm_mode, device_mesh, dist_info, found, is_simulated):
     # An axis of one rank sends nothing, and nothing would prove nothing.
     has_tensor_parallelism = any(block["tensor_parallel"] for block in plan["blocks"])
@@ -118,14 +116,23 @@ def run(*, plan, comm_mode, device_mesh, dist_info, found, is_simulated):
             train()
     else:
         witnessed(comm_mode, model, train, warm_up=1)
-    found.append({"plan": plan, "events": lines(comm_mode)})
+    tree = to_json(tree_facts(capture_tree([model])))
+    found.append({"plan": plan, "events": lines(comm_mode), "tree": tree})
 
 
 def check(comm_mode, device_mesh, dist_info, request, *, is_simulated=False):
     assert WIDTH % 4 == 0
     found = []
     values = {"comm_mode": comm_mode, "device_mesh": device_mesh, "dist_info": dist_info}
-    run(**values, found=found, is_simulated=is_simulated)
+    drawn = settings(
+        max_examples=EXAMPLES[dist_info.world_size],
+        derandomize=True,  # all ranks and both backends have to draw the same
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],  # shrinking would take minutes of gloo ranks
+    )(given(plan=PLANS)(run))
+    drawn(**values, found=found, is_simulated=is_simulated)
     kind = "simulated" if is_simulated else dist_info.backend
     name = f"{kind}-{dist_info.world_size}-{dist_info.rank}.json"
     pathlib.Path(request.config.rootpath, name).write_text(json.dumps(found))
@@ -141,6 +148,11 @@ def test_four_ranks_record_what_they_send(comm_mode, device_mesh, dist_info, req
     check(comm_mode, device_mesh, dist_info, request)
 
 
+@gloo_and_fake(8)
+def test_eight_ranks_record_what_they_send(comm_mode, device_mesh, dist_info, request):
+    check(comm_mode, device_mesh, dist_info, request)
+
+
 @pytest.mark.distributed(world_size=2, simulate=True, ranks=range(2))
 def test_two_simulated_ranks_record_what_they_would_send(
     comm_mode, device_mesh, dist_info, request
@@ -150,6 +162,13 @@ def test_two_simulated_ranks_record_what_they_would_send(
 
 @pytest.mark.distributed(world_size=4, simulate=True, ranks=range(4))
 def test_four_simulated_ranks_record_what_they_would_send(
+    comm_mode, device_mesh, dist_info, request
+):
+    check(comm_mode, device_mesh, dist_info, request, is_simulated=True)
+
+
+@pytest.mark.distributed(world_size=8, simulate=True, ranks=range(8))
+def test_eight_simulated_ranks_record_what_they_would_send(
     comm_mode, device_mesh, dist_info, request
 ):
     check(comm_mode, device_mesh, dist_info, request, is_simulated=True)

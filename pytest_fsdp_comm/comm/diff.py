@@ -41,9 +41,10 @@ Sites: TypeAlias = Mapping[tuple[str | None, RowKey], tuple[Site, ...]]
 class Change:
     """One row that differs, for every module in which it differs in the same way."""
 
-    subject: Subject | Literal["frame", "memory"]
+    subject: Subject | Literal["frame", "memory", "answer"]
     phase: Phase | None
-    """None for a change of the frame (world size, recorded ranks, mesh) and of gathered bytes."""
+    """None for a change of the frame (world size, recorded ranks, mesh), of gathered bytes, and of
+    a simulated rank's answers."""
     owners: tuple[str | None, ...] = ()
     """FQNs in natural order; None stands for no module."""
     what: str
@@ -53,9 +54,9 @@ class Change:
     after: tuple[Row, ...] = ()
     """What was recorded of the first owner; empty if it is gone."""
     old_text: str = ""
-    """Of frame and memory."""
+    """Where there is no phase."""
     new_text: str = ""
-    """Of frame and memory."""
+    """Where there is no phase."""
     sites: tuple[Site, ...] = ()
     """Where the recorded collectives of the first owner were issued."""
 
@@ -173,6 +174,15 @@ def _compare_frames(old: CommProfile, new: CommProfile, sizes: tuple[str, str]) 
     for subject, what, before, after in pairs:
         if before != after:
             yield Change(subject=subject, phase=None, what=what, old_text=before, new_text=after)
+    sides = old.answers, new.answers
+    for site, how in sorted({(one.site, one.how) for side in sides for one in side}):
+        before, after = (
+            ", ".join(one.value for one in side if (one.site, one.how) == (site, how)) or "nothing"
+            for side in sides
+        )
+        if before != after:
+            what = f"answered to {site} ({how})"
+            yield Change(subject="answer", phase=None, what=what, old_text=before, new_text=after)
 
 
 def _meshes(old: Sequence[MeshAxis], new: Sequence[MeshAxis]) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Literal
 
@@ -219,6 +219,20 @@ class Gap:
     """The ranks that have it, ascending; empty for all ranks that were recorded."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Answer:
+    """What a simulated rank told code that asked for something that nobody knows there."""
+
+    site: str
+    """``module:function`` of the innermost user code: without lines, which every edit moves."""
+    how: str
+    """What asked, e.g. ``item`` or ``torch.cuda.device_count``."""
+    value: str
+    """As Python prints it."""
+    call_site: str = field(default="", compare=False)
+    """``path:line`` of the same code. Reported, never compared."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
     """All that one rank recorded between entering and leaving ``comm_mode``."""
@@ -248,3 +262,5 @@ class Recording:
     from then on; what ``reshard_after_forward=<int>`` leaves counts too."""
     gaps: tuple[Gap, ...] = ()
     """What is known to be missing or untrue; also in the notes."""
+    answers: tuple[Answer, ...] = ()
+    """Each once, sorted; also in the notes. Empty unless simulated."""

@@ -20,7 +20,7 @@ from typing import (
 )
 
 from pytest_fsdp_comm.comm.calls import Calls
-from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Gap, Phase, Role
+from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Answer, Gap, Phase, Role
 from pytest_fsdp_comm.comm.mesh import MeshAxis, merge_axes
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all
@@ -159,6 +159,8 @@ class CommProfile:
     """As `events.Recording.shows_async`; otherwise no `Calls` are compared for it."""
     sizes_activations: bool = True
     """Whether sizes of activations are compared; otherwise `Calls` that carry them have none."""
+    answers: tuple[Answer, ...] = ()
+    """As `events.Recording.answers`, those of all ranks."""
     backend: str = field(default="", compare=False)
     """E.g. ``gloo``."""
     torch_version: str = field(default="", compare=False)
@@ -248,6 +250,7 @@ def fold(recording: Recording) -> CommProfile:
         torch_version=recording.torch_version,
         notes=recording.notes,
         gaps=recording.gaps,
+        answers=recording.answers,
     )
 
 
@@ -305,6 +308,7 @@ def merge(profiles: Sequence[CommProfile], *, ranks: Sequence[int] = ()) -> Comm
         recorded_ranks=ranks_or_empty_if_all(ranks, first.world_size),
         notes=tuple(dict.fromkeys(note for profile in alike for note in profile.notes)),
         gaps=_merge_alike(groups, [profile.gaps for profile in alike]),
+        answers=tuple(sorted({one for profile in alike for one in profile.answers})),
     )
 
 

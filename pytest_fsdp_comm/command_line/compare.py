@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import re
+import sys
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from pytest_fsdp_comm.comm.links import Links
+from pytest_fsdp_comm.comm.profile import CommProfile, restrict
 from pytest_fsdp_comm.command_line.documents import NOWHERE, describe_problem, read_document
 from pytest_fsdp_comm.command_line.git import Repository, unknown_revision
 from pytest_fsdp_comm.command_line.project import find_project
-from pytest_fsdp_comm.command_line.stories import Pair, patch_lines, tell
+from pytest_fsdp_comm.command_line.stories import Pair, cost_table, patch_lines, tell
 from pytest_fsdp_comm.command_line.terminal import DIFFERENT, SAME, Printer, print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.files import decode_snapshot
 from pytest_fsdp_comm.snapshots.names import SUFFIX
+from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Sequence
 
     from pytest_fsdp_comm.command_line.git import ChangedFile
-    from pytest_fsdp_comm.snapshots.documents import SnapshotText
 
 # What to compare, and why other files could not be read.
 Pairs: TypeAlias = tuple[list[Pair], list[str]]
@@ -130,8 +133,32 @@ def _pairs_on_disk(names: Sequence[str]) -> Pairs:
     if any(are_directories):
         one, other = (old, new) if are_directories[0] else (new, old)
         raise FsdpCommError(f"{one} is a directory and {other} is not; expected two of a kind")
-    was, now = (read_document(side, where=name) for side, name in zip(sides, names, strict=True))
-    return [Pair(old=was, new=now, old_path=old, new_path=new)], []
+    pairs = [_pair_of(old, new)]
+    trees = [_tree_beside(name) for name in names]
+    # They explain each other, and a job is judged by both.
+    if trees[0] != old and trees[1] != new and all(Path(tree).is_file() for tree in trees):
+        pairs.append(_pair_of(*trees))
+    return pairs, []
+
+
+def _tree_beside(name: str) -> str:
+    return f"{name.removesuffix(SUFFIX).removesuffix('.json').removesuffix('.tree')}.tree{SUFFIX}"
+
+
+def _pair_of(old: str, new: str) -> Pair:
+    was, now = (read_document(Path(name), where=name) for name in (old, new))
+    ranks, profile = was.profile.recorded_ranks, now.profile
+    # One simulated rank is compared with the same one of a job.
+    if ranks and not profile.recorded_ranks and was.profile.world_size == profile.world_size:
+        of_ranks = (
+            restrict(profile, ranks)
+            if isinstance(profile, CommProfile)
+            else (profile.restricted(ranks))
+        )
+        now = SnapshotText.of(of_ranks, where=new)
+        only = f"{new} is compared on {name_ranks(ranks)} alone, as {old} has no other"
+        print(f"fsdp-comm: {only}", file=sys.stderr)  # noqa: T201  # beside the story
+    return Pair(old=was, new=now, old_path=old, new_path=new)
 
 
 def pairs_in_directories(names: Sequence[str]) -> Pairs:
@@ -166,6 +193,8 @@ def _print_stories(
             if with_lines:
                 printer.patch(patch_lines(pair.old, pair.new, pair.old_path, pair.new_path))
             is_first = False
+    table = cost_table(pairs)
+    printer.lines([*[""][: len(table)], *table])
     return any(story.differs for story in stories)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from pytest_fsdp_comm.comm.json import kind_of_document, load_recordings
+from pytest_fsdp_comm.comm.json import kind_of_document, load_recordings, parts_of
 from pytest_fsdp_comm.comm.profile import fold, merge
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_fsdp_comm.comm.events import Recording
+    from pytest_fsdp_comm.comm.profile import CommProfile
 
 # What git calls the file of a side that has none.
 NOWHERE: Final = "/dev/null"
@@ -36,11 +37,20 @@ def read_document(path: Path, *, where: str = "") -> SnapshotText:
         saved = read_json(path, where=where)
         if isinstance(saved, ShardTree):
             return SnapshotText.of(fold_tree(saved), where=where)
-        return SnapshotText.of(merge([fold(one) for one in saved]), where=where)
+        return SnapshotText.of(merge_recordings(saved), where=where)
     text = read_snapshot(path, where=where)
     if text is None:
         raise FsdpCommError(f"there is no file {where}")
     return text
+
+
+def merge_recordings(recordings: Sequence[Recording]) -> CommProfile:
+    """Make one profile of what several ranks recorded; those that are alike are counted once."""
+    folded = {parts_of(one): one for one in recordings}
+    profiles = {parts: fold(one) for parts, one in folded.items()}
+    return merge(
+        [profiles[parts_of(one)] for one in recordings], ranks=[one.rank for one in recordings]
+    )
 
 
 def read_json(path: Path, *, where: str) -> ShardTree | list[Recording]:

@@ -35,10 +35,12 @@ exit status: 0 if nothing that is compared differs, 1 if something does, 2 for e
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program with the arguments of the process, or others; return the exit status."""
-    # A file's name may be no UTF-8, and a C locale no UTF-8 at all.
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]  # a text stream
     given = list(sys.argv[1:] if arguments is None else arguments)
+    # A file's name may be no UTF-8, and a C locale no UTF-8 at all. What `record` runs writes, and
+    # ends, as it would by itself.
+    runs_script = given[:1] == ["record"]
+    for stream in (sys.stdout, sys.stderr) if not runs_script else ():
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]  # a text stream
     # argparse drops a "--", which tells paths from revisions, and pytest's options from ours.
     end = (
         given.index("--")
@@ -49,13 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A command's file imports what the command needs, and no other is imported.
     module, _, name = options.run.partition(":")
     try:
-        status: int = getattr(import_module(f"{__package__}.{module}"), name or "run")(options)
-        sys.stdout.flush()
+        found = import_module(module if module.startswith(".") else f".{module}", __package__)
+        status: int = getattr(found, name or "run")(options)
+        if not runs_script:
+            sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read has read enough; Python must not complain of it again at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
+        if runs_script:
+            raise
         return 130
     except FsdpCommError as problem:
         from pytest_fsdp_comm.command_line.documents import describe_problem  # noqa: PLC0415  # read by then
@@ -155,6 +161,34 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument(
         "-o", "--output", metavar="FILE", help="default: beside the first one, with .trace.json"
     )
+
+    record = command(
+        "..record",
+        "record",
+        "run a training script, and record what one of its steps sends",
+        description="Runs the script unchanged, records a step, and ends the script there. "
+        "Writes a snapshot (.comm), the sharded tree (.tree.comm) and a recording (.json).",
+        usage="fsdp-comm record [options] [-m] SCRIPT [ARGUMENT...]",
+    )
+    record.add_argument("--step", default="3", metavar="N", help="from 3 on, or 3-4 (default: 3)")
+    record.add_argument("--out", default="step.comm", metavar="FILE", help="default: step.comm")
+    record.add_argument("--go-on", action="store_true", help="let the script run to its end")
+    record.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    record.add_argument("--world-size", type=int, metavar="N", help="simulate one rank of N")
+    record.add_argument("--backend", choices=["fake"], help="with --world-size")
+    record.add_argument("--rank", type=int, default=0, metavar="R", help="the simulated rank")
+    record.add_argument(
+        "-m", dest="module", action="store_true", help="SCRIPT is a module, as of python -m"
+    )
+    record.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+    test = command(
+        "write_test",
+        "test",
+        "write a test, and its snapshots, from what record wrote",
+    )
+    test.add_argument("recording", metavar="RECORDING", help=".json, with the tree beside it")
+    test.add_argument("-o", "--output", metavar="FILE", help="default: test_SCRIPT.py, here")
 
     git_diff = command(
         "compare:run_git_diff",

@@ -12,6 +12,7 @@ from pytest_fsdp_comm.command_line.project import find_project
 from pytest_fsdp_comm.command_line.stories import tell, test_of
 from pytest_fsdp_comm.command_line.terminal import print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.reports.ci.origin import read_origin
 from pytest_fsdp_comm.reports.html.values import Compared, Record, Result, Run
 from pytest_fsdp_comm.run_report.writing import write_report
 from pytest_fsdp_comm.snapshots.artifacts import EXPECTED, RECEIVED
@@ -40,7 +41,9 @@ def run(options: argparse.Namespace) -> int:
     command = shlex.join(["fsdp-comm", "report", *arguments])
     output = Path(options.output)
     try:
-        write_report(Run(tests=tuple(map(_result, tests.values())), command=command), output)
+        origin = read_origin(os.environ)
+        results = tuple(map(_result, tests.values()))
+        write_report(Run(tests=results, command=command, origin=origin), output)
     except OSError as error:
         raise FsdpCommError(f"cannot write {output} ({error.strerror or error})") from None
     status = print_problems(problems)

@@ -18,9 +18,8 @@ from pytest_fsdp_comm.command_line.terminal import SAME, Printer
 from pytest_fsdp_comm.reports.cost_lines import show_seconds
 from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.text.counts import counted
-from pytest_fsdp_comm.text.nbytes import show_nbytes
+from pytest_fsdp_comm.text.nbytes import itemsize, show_nbytes
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.tree.facts import itemsize
 from pytest_fsdp_comm.tree.model import ShardTree
 
 if TYPE_CHECKING:
@@ -81,6 +80,8 @@ def _show_comm(text: SnapshotText, profile: CommProfile, links: Links) -> Iterat
         yield f"peak gathered: {show_nbytes(peak.nbytes)} ({peak.nbytes:_} B){on}"
     if not profile.sizes_activations:
         yield "sizes of activations: not compared"
+    for one in profile.answers:
+        yield f"answered {one.value} to {one.site} ({one.how})"
     totals = sorted(profile.totals(), key=lambda total: total.axis)
     if totals:
         yield ""

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, cast
 
+from pytest_fsdp_comm.comm.cost import cost_of_change
+from pytest_fsdp_comm.comm.diff import comparable
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.command_line.documents import NOWHERE
 from pytest_fsdp_comm.reports.explanation import CURE
+from pytest_fsdp_comm.reports.html.sides import cost_rows
 from pytest_fsdp_comm.snapshots.differences import evidence_of, explain_profiles
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
-from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename
+from pytest_fsdp_comm.snapshots.names import read_basename
 from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.evidence import Evidence
     from pytest_fsdp_comm.comm.links import Links
+    from pytest_fsdp_comm.reports.html.sides import CostRow
     from pytest_fsdp_comm.snapshots.documents import Profile
 
 
@@ -74,11 +78,30 @@ def tell(pairs: Sequence[Pair], links: Links) -> list[Story]:
     return [stories[id(pair)] for pair in pairs]
 
 
+def cost_table(pairs: Sequence[Pair]) -> list[str]:
+    """What changed tests send and hold, one below the other; empty for fewer than two."""
+    rows = [("bytes", "", "peak gathered", "", "snapshot")]
+    for pair in pairs:
+        sides = [side.profile for side in (pair.old, pair.new) if side is not None]
+        match sides:
+            case [CommProfile() as old, CommProfile() as new] if old != new:
+                nbytes, peak = cost_rows(cost_of_change(*comparable(old, new)))[-2:]
+                rows.append((*_words(nbytes), *_words(peak), pair.new_path))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return lines if len(rows) > 2 else []  # noqa: PLR2004  # the head, and one
+
+
+def _words(row: CostRow) -> tuple[str, str]:
+    if row.change:
+        return f"{row.before} -> {row.after}", row.change
+    return row.after, "unchanged"
+
+
 def test_of(pair: Pair) -> object:
-    """Equal for the files of one test at one world size; itself for any other file."""
+    """Equal for the comm and tree files of one test at one world size, or of one recording."""
     path = PurePath(pair.new_path)
-    name = read_basename(path.stem) if path.suffix == SUFFIX else None
-    return path if name is None else (path.parent, name)
+    return path.parent, read_basename(path.stem) or path.stem.removesuffix(".tree")
 
 
 def _tell(pair: Pair, links: Links, evidence: Evidence | None) -> Story:

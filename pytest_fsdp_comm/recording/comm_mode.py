@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import sys
+import threading
 import warnings
 import weakref
 from dataclasses import replace
@@ -18,24 +22,26 @@ from pytest_fsdp_comm.errors import (
 )
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.recording.comm_debug import CommDebugAnswers
-from pytest_fsdp_comm.recording.mesh_axes import existing_axes
+from pytest_fsdp_comm.recording.mesh_axes import existing_axes, own_world
 from pytest_fsdp_comm.recording.operations import is_unknown_kind
 from pytest_fsdp_comm.recording.owners.attribution import BackwardMap
 from pytest_fsdp_comm.recording.owners.module_names import parts_of
+from pytest_fsdp_comm.recording.rank_files import RankFiles
 from pytest_fsdp_comm.recording.recorder import Recorder
 from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.suggestions import NamedAttributes, shows_usage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
 
-    from torch import nn
+    from torch import nn, optim
 
     from pytest_fsdp_comm.comm.events import Collective, Recording, Redistribution, Reshard
     from pytest_fsdp_comm.comm.profile import CommProfile
+    from pytest_fsdp_comm.recording.estimates import Estimate
     from pytest_fsdp_comm.recording.recorder import RecordedBlock
 
 
@@ -73,8 +79,10 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         self._ranks = ranks
         self._show = show
         self._models: tuple[weakref.ref[nn.Module], ...] = ()
-        self._running: tuple[Recorder, AbstractContextManager[None]] | None = None
+        self._running: tuple[Recorder, AbstractContextManager[object]] | None = None
         self._block: RecordedBlock | None = None
+        self._estimated: optim.Optimizer | bool = False
+        self._estimate: Callable[[], Estimate] | None = None
         # Blocks before the last one whose recording nobody looked at.
         self._is_read, self._unread_blocks = True, 0
         # What the blocks of one test share.
@@ -83,7 +91,11 @@ class CommMode(CommDebugAnswers, NamedAttributes):
 
     @shows_usage("comm_mode")
     def __call__(
-        self, model: nn.Module | Sequence[nn.Module], *, trace_operations: bool | None = None
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        trace_operations: bool | None = None,
+        estimate: optim.Optimizer | bool = False,
     ) -> Self:
         """Choose the module that names are relative to, for the next block.
 
@@ -94,6 +106,8 @@ class CommMode(CommDebugAnswers, NamedAttributes):
             trace_operations: Whether the block also notes which operations run in which modules,
                 which the tables and the JSON of CommDebugMode show. None for what this value does
                 by default: no for the fixture.
+            estimate: An optimizer, or True for none, to estimate memory and count operations too,
+                which `estimate` then has. The model is the root of FSDP2.
 
         Raises:
             RecordingError: It is not a module, two parts have a parameter of the same name, or
@@ -103,6 +117,7 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         self._models = tuple(map(weakref.ref, parts))
         if trace_operations is not None:
             self._traces = trace_operations
+        self._estimated = estimate
         return self
 
     def __enter__(self) -> Self:
@@ -129,8 +144,16 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         traces, self._traces = self._traces, self._traces_by_default
         self._backward = self._backward or BackwardMap()
         recorder = Recorder(models, self._backward, self._roots, traces_operations=traces)
-        watching = recorder.watching()
-        watching.__enter__()
+        estimated, self._estimated, self._estimate = self._estimated, False, None
+        with contextlib.ExitStack() as block:
+            block.enter_context(recorder.watching())
+            # Within: the recorder must see what the tracker puts around FSDP's methods.
+            if estimated is not False:
+                from pytest_fsdp_comm.recording.estimates import estimating  # noqa: PLC0415  # few need it
+
+                optimizer = None if estimated is True else estimated
+                self._estimate = block.enter_context(estimating(models, optimizer))
+            watching = block.pop_all()
         self._running, self._block = (recorder, watching), None
         self._unread_blocks += not self._is_read
         self._is_read = False
@@ -150,6 +173,9 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         try:
             watching.__exit__(kind, value, traceback)
         finally:
+            if self._estimate is not None:
+                # The value alone: what makes it holds model and optimizer.
+                self._estimate = functools.partial(replace, self._estimate())
             self._block = recorder.finish()
             self._roots = self._block.roots or self._roots
         # Not in place of the exception that ends the block, where warnings are errors.
@@ -208,6 +234,13 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         return self._block
 
     @property
+    def models(self) -> list[nn.Module]:
+        """The modules that names of the last block are relative to, those with parameters alone."""
+        held = self._block.roots if self._block else ()
+        roots = [root for root in (one() for one in held) if root is not None]
+        return [root for root in roots if any(True for _ in root.parameters())]
+
+    @property
     def events(self) -> tuple[Collective, ...]:
         """The collectives in the order in which they were issued."""
         return self.recording.collectives
@@ -226,6 +259,20 @@ class CommMode(CommDebugAnswers, NamedAttributes):
     def peak_gathered_nbytes(self) -> int:
         """The most bytes of FSDP parameters that were gathered on this rank at once."""
         return self.recording.peak_gathered_nbytes
+
+    @property
+    def estimate(self) -> Estimate:
+        """What this rank holds at its peak, and computes: estimated, never compared.
+
+        Raises:
+            RecordingError: The last block did not estimate.
+        """
+        if self._estimate is None:
+            raise RecordingError(
+                "comm_mode has no estimate; ask for it where the block begins: "
+                "`with comm_mode(model, estimate=optimizer):`"
+            )
+        return self._estimate()
 
     @property
     def timings(self) -> dict[str, float]:
@@ -304,6 +351,52 @@ class CommMode(CommDebugAnswers, NamedAttributes):
             write = dump_trace if name.endswith(".trace.json") else dump_recordings
             Path(name).write_text(write(recordings), encoding="utf-8")
 
+    @contextlib.contextmanager
+    @shows_usage("comm_mode.saving")
+    def saving(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        path: str | os.PathLike[str],
+        *,
+        timeout_s: float = 60.0,
+    ) -> Iterator[None]:
+        """Record a block of a launched program on all its ranks, without a test, and save it.
+
+        Every rank enters it. They exchange files beside `path`, through none of the program's
+        groups, and rank 0 writes `path` on a thread of its own, while the program goes on. An error
+        of the recorder is a warning, and the program goes on too.
+
+        Args:
+            model: As for a call.
+            path: Ends with ``.json``; on a file system that all machines share. It is as `save`
+                writes it, but for the seconds, and ranks that recorded the same are in it once.
+            timeout_s: How long rank 0 waits for the others after the block.
+        """
+        is_recording = False
+        with _warned("recorded nothing"):
+            files = RankFiles(Path(path))
+            if not os.fspath(path).endswith(".json"):
+                raise FsdpCommError(f"saving expects a path that ends with .json, got {path}")
+            if own_world()[0] == 0:
+                files.clear()
+            self(model).__enter__()
+            is_recording = True
+        try:
+            yield
+        except BaseException as error:
+            with _warned("did not end the recording"):
+                self.__exit__(type(error), error, None)
+            raise
+        with _warned(f"did not write {path}"):
+            # Of what is incomplete where warnings are errors; it is written all the same.
+            with _warned("has gaps", UnseenCollectivesWarning):
+                self.__exit__(None, None, None)
+            if is_recording:
+                publish(self.recording, files)
+                if self.recording.rank == 0:
+                    arguments = (files, Path(path), self.recording.world_size, timeout_s)
+                    threading.Thread(target=_write_of_ranks, args=arguments).start()
+
     @shows_usage("comm_mode.counts")
     def counts(
         self,
@@ -378,3 +471,31 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         matching = select(question, recorded, names)
         counted = Counted(asked=asked, matching=matching, recorded=recorded)
         return Answer(measure(matching), counted)
+
+
+def publish(recording: Recording, files: RankFiles) -> None:
+    """Leave a recording for the rank that writes those of all; the seconds are left out."""
+    from pytest_fsdp_comm.comm.json import dump_recordings  # noqa: PLC0415  # as in `save`
+
+    files.publish(recording.rank, dump_recordings([replace(recording, rank=0, timings=())]))
+
+
+def _write_of_ranks(files: RankFiles, path: Path, num_ranks: int, timeout_s: float) -> None:
+    from pytest_fsdp_comm.comm.json import join_recordings  # noqa: PLC0415  # as in `save`
+
+    with _warned(f"did not write {path}"):
+        texts = files.collect(num_ranks, timeout_s=timeout_s)
+        path.write_text(join_recordings(texts), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _warned(what: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Make an error a warning, or where that is an error a line: a recorded program goes on."""
+    try:
+        yield
+    except kind as error:
+        text = f"comm_mode {what}: {error}"
+        try:
+            warnings.warn(text, UnseenCollectivesWarning, stacklevel=3)
+        except UnseenCollectivesWarning:
+            print(text, file=sys.stderr)  # noqa: T201  # there is no other way

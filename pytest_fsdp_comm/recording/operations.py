@@ -299,7 +299,7 @@ def messages(
             "is_unsized": is_unsized,
             "peer": _peer(group, bound[operation.peer]) if operation.peer else None,
             "root_rank": root_rank,
-            "reduce_op": _reduce_op(bound.get("reduce_op", bound.get("red_op"))),
+            "reduce_op": reduce_op(bound.get("reduce_op", bound.get("red_op"))),
             "is_async": bound.get("async_op", bound.get("asyncOp")),
         }
     ]
@@ -340,7 +340,8 @@ def _peer(group: dist.ProcessGroup | None, number: int | None) -> int | None:
     return None if group is None or rank is None else (rank - group.rank()) % group.size()
 
 
-def _reduce_op(given: Any) -> str | None:
+def reduce_op(given: Any) -> str | None:
+    """The name of a reduction that a collective is given, such as ``sum``; None if unknown."""
     if given is None:
         return None
     if isinstance(given, str):  # of a functional collective

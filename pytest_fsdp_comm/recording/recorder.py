@@ -17,6 +17,7 @@ from torch import nn
 
 from pytest_fsdp_comm.comm.events import (
     COLLECTIVE_KINDS,
+    Answer,
     Collective,
     Gap,
     HostDeviceCopy,
@@ -62,6 +63,7 @@ from pytest_fsdp_comm.recording.pending import Event, Pending
 from pytest_fsdp_comm.recording.redistributions import RedistributionWatch
 from pytest_fsdp_comm.recording.value_dependence import (
     ValueReads,
+    answers_of_process,
     is_told_of_values,
     value_methods,
 )
@@ -137,6 +139,7 @@ class Recorder:
         self._witness = Witness()
         self.tensors = TensorOwners(self._roots)
         self.reads = ValueReads(self._where) if self._backend == "fake" else None
+        self.answers: dict[Answer, None] = {}
         self._is_recording = False
         self.number = next(_numbers)
         # Of threads of earlier blocks, and at the end of kernels that others have registered.
@@ -237,6 +240,7 @@ class Recorder:
             return tuple(entry.named(names, axes) for entry in pending if entry.record is record)
 
         collectives = named(Collective)
+        answers = tuple(sorted({*answers_of_process, *self.answers}))
         gaps, notes = self._gaps(axes)
         recording = Recording(
             rank=self._rank,
@@ -250,9 +254,15 @@ class Recorder:
             redistributions=named(Redistribution),
             copies=named(HostDeviceCopy),
             timings=tuple(Timing(category=name, seconds=s) for name, s in self._seconds.items()),
-            notes=(*self._notes, *notes, *(gap.text for gap in gaps)),
+            notes=(
+                *self._notes,
+                *notes,
+                *(gap.text for gap in gaps),
+                *(f"{one.call_site} was answered {one.value} ({one.how})" for one in answers),
+            ),
             peak_gathered_nbytes=self.units.peak_gathered_nbytes(names.modules.modules),
             gaps=gaps,
+            answers=answers,
         )
         return RecordedBlock(
             recording=recording,
@@ -369,7 +379,9 @@ class Recorder:
         result = self._timed(call.operation.kind, attribution.source, run)
         group = call.group(args, kwargs)
         key = None if group is None else self._groups.note(group)
-        issued = (call, without_tensors(args), without_tensors(result), group, call_site)
+        # Not its work, which holds what it sent and received.
+        received = without_tensors(tensors_in(result))
+        issued = (call, without_tensors(args), received, group, call_site)
         with self._lock:
             if self._is_recording:
                 self._pending.append(
@@ -412,7 +424,7 @@ class Recorder:
                 is_first = False
             if group is not None:
                 self._witness.follow()
-        if self.reads is not None and operation.kind == "all_to_all":
+        if self.reads is not None and not is_told_of_values() and operation.kind == "all_to_all":
             self.reads.note_splits(bound, call_site)
         start = self._redistribution_watch.note_collective(scan.redistribution)
         if start is not None:

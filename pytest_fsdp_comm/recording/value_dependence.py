@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from pytest_fsdp_comm.comm.events import Gap
+from pytest_fsdp_comm.comm.events import Answer, Gap
 from pytest_fsdp_comm.recording.active import Shared, entered, patched, uncompiled
 from pytest_fsdp_comm.recording.operations import tensors_in
-from pytest_fsdp_comm.recording.owners.stack import requesting_frame
+from pytest_fsdp_comm.recording.owners.stack import call_site_of, find_caller, requesting_frame
 from pytest_fsdp_comm.recording.pending import IN_MODULES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
     from types import CodeType
 
     from pytest_fsdp_comm.comm.events import Phase
@@ -70,6 +70,57 @@ class ValueReads:
 
     def _add(self, text: str) -> None:
         self.gaps[Gap(kind="value_dependent", text=text)] = None
+
+
+class KeptAnswers:
+    """What was answered outside of recordings: most code asks for a device before a block begins.
+
+    A test has what itself and the fixtures that it uses have asked, whichever test set these up.
+    """
+
+    def __init__(self) -> None:
+        """Begin as a process that runs no tests."""
+        self._of_fixtures: dict[str, dict[Answer, None]] = {}
+        self._used: Container[str] = ()
+        self.asked: dict[Answer, None] = {}
+        """By the test, or by the fixture that is being set up."""
+
+    def begin(self, used: Container[str]) -> None:
+        """Begin a test, which uses the fixtures `used`, by name."""
+        self._used, self.asked = used, {}
+
+    @contextlib.contextmanager
+    def by(self, fixture: str) -> Iterator[None]:
+        """Keep what the block asks for as long as a fixture lives."""
+        outer, self.asked = self.asked, self._of_fixtures.setdefault(fixture, {})
+        try:
+            yield
+        finally:
+            self.asked = outer
+
+    def forget(self, fixture: str) -> None:
+        """Forget what a fixture asked."""
+        self._of_fixtures.pop(fixture, None)
+
+    def __iter__(self) -> Iterator[Answer]:
+        """Give each, of the test and its fixtures."""
+        yield from self.asked
+        for fixture, asked in self._of_fixtures.items():
+            if fixture in self._used:
+                yield from asked
+
+
+answers_of_process: Final = KeptAnswers()
+
+
+def note_answer(value: object, how: str, *, of_process: bool = False) -> None:
+    """Note what the innermost user code is told in place of something that nobody knows."""
+    frame = find_caller()
+    site = f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}" if frame else "?"
+    answer = Answer(value=str(value), site=site, how=how, call_site=call_site_of(frame))
+    kept = (answers_of_process.asked,)
+    for held in kept if of_process else (own.answers for own in entered()):
+        held.setdefault(answer)
 
 
 _num_tellers = 0

@@ -62,7 +62,7 @@ def weight(change: Change) -> tuple[bool, bool, int]:
     # What was sent comes before what FSDP did to send it, since unshards repeat their all-gathers,
     # and before what this held in memory; what is new comes before what is gone.
     growth = (nbytes_of(change.after) - nbytes_of(change.before)) * len(change.owners)
-    is_late = change.subject in {"reshard", "memory"}
+    is_late = change.subject in {"reshard", "memory", "answer"}
     return (is_late, change.subject != "frame" and growth <= 0, -abs(growth))
 
 

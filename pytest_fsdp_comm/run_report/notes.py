@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from pytest_fsdp_comm.comm.padding import padding_nbytes
 from pytest_fsdp_comm.comm.profile import fold
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.options import SETTINGS
@@ -16,7 +17,7 @@ from pytest_fsdp_comm.reports.html.timeline import share_timelines, timeline_of
 from pytest_fsdp_comm.reports.html.values import Compared, Record, TreeView, Verdict
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.explain import explain_result
-from pytest_fsdp_comm.snapshots.extension import CommSnapshot
+from pytest_fsdp_comm.snapshots.extension import CommSnapshot, is_unreviewed_size
 from pytest_fsdp_comm.text.paths import show_path
 from pytest_fsdp_comm.tree.model import ShardTree
 
@@ -82,7 +83,11 @@ class Notes:
     def _add(self, compared: Compared, recording: Recording | None) -> None:
         if recording is not None:
             self._recordings.append(recording)
-            compared = replace(compared, timelines=(timeline_of(recording),))
+            compared = replace(
+                compared,
+                timelines=(timeline_of(recording),),
+                padding_nbytes=padding_nbytes(recording),
+            )
         self._compared.append(compared)
 
     def note_tree(self, tree: ShardTree) -> None:
@@ -165,7 +170,8 @@ def _recording_of(value: Any) -> Recording | None:
 def _describe_comparison(
     assertion: CommSnapshot, name: str, result: AssertionResult, value: object
 ) -> Compared:
-    verdict = _verdict(result)
+    item = assertion.test_location.item
+    verdict = "uncompared" if is_unreviewed_size(item, result) else _verdict(result)
     lines: tuple[str, ...] = ()
     headline = ""
     is_difference = result.recalled_data is not None or result.exception is not None
@@ -175,7 +181,7 @@ def _describe_comparison(
         name=name,
         kind="tree" if isinstance(value, ShardTree) else "comm",
         verdict=verdict,
-        file=show_path(Path(result.snapshot_location), result.test_location.item.config.rootpath),
+        file=show_path(Path(result.snapshot_location), item.config.rootpath),
         old=_text(result.recalled_data),
         new=_text(result.asserted_data),
         lines=lines,

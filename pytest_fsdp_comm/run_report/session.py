@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -13,15 +15,15 @@ from pytest_fsdp_comm.launch_environment import is_spawned_rank
 from pytest_fsdp_comm.marker import may_record, uses_plugin
 from pytest_fsdp_comm.options import OBSERVER, OPTIONS, join_paths
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
+from pytest_fsdp_comm.reports.ci.origin import Origin, read_origin
 from pytest_fsdp_comm.snapshots.failed_comparison import first_line
 from pytest_fsdp_comm.text.codec import dump_document, load_document
-from pytest_fsdp_comm.text.counts import shorten
+from pytest_fsdp_comm.text.counts import counted, shorten
 from pytest_fsdp_comm.text.paths import shell_word, show_path
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pytest_fsdp_comm.reports.html.values import Outcome, Result
+    from pytest_fsdp_comm.reports.scaling import Scaling
     from pytest_fsdp_comm.run_report.notes import Notes
 
 # The attribute of a report by which a worker of xdist gives its controller a test's record.
@@ -37,12 +39,12 @@ _MAX_MESSAGE: Final = 300
 def register(config: pytest.Config) -> None:
     """Prepare a process of a session that writes a report, or raise a usage error."""
     directory = config.stash[OPTIONS].report_dir
-    if directory is None or config.option.collectonly:
+    if config.option.collectonly:
         return
     launched = config.stash[OPTIONS].launched
     is_worker = hasattr(config, "workerinput")
     is_other = is_spawned_rank() or (launched is not None and not launched.is_leader)
-    if not (is_worker or is_other):
+    if directory is not None and not (is_worker or is_other):
         check_directory(directory)
     # Now that it is known that a report will be made.
     from pytest_fsdp_comm.run_report.notes import SESSION_PLUGIN, Notes  # noqa: PLC0415
@@ -50,7 +52,7 @@ def register(config: pytest.Config) -> None:
     notes = config.stash[OBSERVER] = Notes()
     config.pluginmanager.register(notes, "fsdp-comm-notes")
     if not is_other:
-        plugin = SessionReport(config, notes, None if is_worker else directory)
+        plugin = SessionReport(config, notes, directory)
         config.pluginmanager.register(plugin, SESSION_PLUGIN)
 
 
@@ -80,14 +82,19 @@ class SessionReport:
     """Registered in the process that reports, and in each worker of xdist."""
 
     def __init__(self, config: pytest.Config, notes: Notes, directory: Path | None) -> None:
-        """Begin before collection; a worker, whose controller writes, has no directory."""
+        """Begin before collection; without a directory, nothing is written."""
         self._config = config
+        self._is_worker = hasattr(config, "workerinput")
         self._notes = notes
         self._directory = directory
         self._ours: dict[str, pytest.Item] = {}
         self._results: dict[str, Result] = {}
         self._finished: set[str] = set()
         self._other_tests: set[str] = set()
+        self._scalings: tuple[Scaling, ...] = ()
+        # Of a session within a test, nothing is known.
+        is_own = "PYTEST_CURRENT_TEST" not in os.environ
+        self._origin = read_origin(os.environ) if is_own else Origin()
         self._written = ""
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -102,7 +109,7 @@ class SessionReport:
         if RANK_CONTEXT in self._config.stash:
             return
         item = self._ours.get(report.nodeid)
-        if self._directory is None:
+        if self._is_worker:
             if item is not None:
                 record = self._notes.take_record(item) if report.when == "teardown" else None
                 text = dump_document(_KIND, _VERSION, record) if record is not None else ""
@@ -122,7 +129,8 @@ class SessionReport:
         if result is None or (report.when == "setup" and report.nodeid in self._finished):
             # Begins, or is run again.
             self._finished.discard(report.nodeid)
-            result = Result(nodeid=report.nodeid, outcome="unfinished")
+            address = self._address_of(report)
+            result = Result(nodeid=report.nodeid, outcome="unfinished", address=address)
         outcome = _outcome(report) or result.outcome
         is_worse = result.outcome not in {"failed", "error"} and outcome in {"failed", "error"}
         if is_worse:
@@ -143,17 +151,33 @@ class SessionReport:
         seconds = result.seconds + getattr(report, "duration", 0.0)
         self._results[report.nodeid] = replace(result, seconds=seconds)
 
+    def _address_of(self, report: pytest.TestReport) -> str:
+        file, line, _ = report.location
+        root = self._config.rootpath
+        path, top = (root / file).resolve(), Path(self._origin.top or root).resolve()
+        if line is None or not path.is_relative_to(top):
+            return ""
+        return self._origin.line_address(path.relative_to(top).as_posix(), line + 1)
+
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the report, of what there is if the session was interrupted."""
-        if self._directory is None or RANK_CONTEXT in self._config.stash:
+        if self._is_worker or RANK_CONTEXT in self._config.stash:
             return
         from pytest_fsdp_comm.reports.html.values import Run  # noqa: PLC0415  # as above
+        from pytest_fsdp_comm.run_report import scaling  # noqa: PLC0415  # as above
         from pytest_fsdp_comm.run_report.writing import write_report  # noqa: PLC0415  # as above
 
+        options = self._config.stash[OPTIONS]
+        results = tuple(self._results.values())
+        self._scalings = tuple(scaling.scalings_of(results, options.links, options.scaling))
+        if self._directory is None:
+            return
         called = self._config.invocation_params
         run = Run(
-            tests=tuple(self._results.values()),
+            tests=results,
+            origin=self._origin,
+            scalings=self._scalings,
             others=len(self._other_tests),
             is_interrupted=exitstatus == pytest.ExitCode.INTERRUPTED
             or bool(session.shouldfail or session.shouldstop),
@@ -169,7 +193,19 @@ class SessionReport:
             self._written = f"report: {shown}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say where the report is."""
+        """Show how tests scale, if that was asked for, and say where the report is."""
+        asked = self._config.stash[OPTIONS].scaling
+        if asked and not self._is_worker:
+            terminalreporter.write_sep("-", "scaling of what a rank sends and holds in a step")
+            for one in self._scalings:
+                for line in one.lines():
+                    terminalreporter.write_line(line)
+            ends = tuple(f"ws{size}]" for size in asked)
+            on_ranks = [one.nodeid for one in self._results.values() if one.record.backend]
+            others = [nodeid for nodeid in on_ranks if not nodeid.endswith(ends)]
+            if others:
+                tests = counted(len(others), "distributed test")
+                terminalreporter.write_line(f"fsdp-comm: without simulate=, {tests} ran as always")
         if self._written:
             terminalreporter.write_line(f"fsdp-comm: {self._written}")
 

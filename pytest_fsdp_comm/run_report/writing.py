@@ -13,9 +13,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_fsdp_comm.reports.html.values import Run
+    from pytest_fsdp_comm.snapshots.documents import Profile
 
 # Characters within which a page of ours names its generator.
 _HEAD: Final = 400
+
+
+# Many values of a test have the same text on both sides.
+@lru_cache(maxsize=2)
+def read_profile(text: str) -> Profile:
+    """Read what was recorded, or a snapshot."""
+    return SnapshotText(text, where="the recording").profile
 
 
 def write_report(run: Run, directory: Path) -> None:
@@ -23,9 +31,7 @@ def write_report(run: Run, directory: Path) -> None:
     tests = directory / "tests"
     tests.mkdir(parents=True, exist_ok=True)
     written = set()
-    # Many values of a test have the same text on both sides.
-    read = lru_cache(maxsize=2)(lambda text: SnapshotText(text, where="the recording").profile)
-    for name, page in render_pages(run, read):
+    for name, page in render_pages(run, read_profile):
         write_atomically(directory / name, page)
         written.add(directory / name)
     for path in tests.glob("*.html"):

@@ -2,39 +2,64 @@
 
 # Note [What stays real]
 # A mesh is arithmetic on the numbers of ranks, which torch does with tensors: they stay real, as it
-# reads them. FSDP2 cuts each parameter into the chunks of all ranks, to keep one: they are cut when
-# they are looked at. Read in torch 2.7 to 2.15.
+# reads them, and so are objects when they become bytes, or bytes objects. FSDP2 cuts each parameter
+# into the chunks of all ranks, to keep one: they are cut when they are looked at. Read in torch 2.7
+# to 2.15.
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed import device_mesh
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from pytest_fsdp_comm.recording.active import patched
+from pytest_fsdp_comm.recording.owners.stack import asks_for_user, find_call_site
 from pytest_fsdp_comm.recording.value_dependence import told_of_values
-from pytest_fsdp_comm.simulation.values import SimulatedTensors, values_of
+from pytest_fsdp_comm.simulation.conversions import conversions
+from pytest_fsdp_comm.simulation.devices import cuda_on_cpu
+from pytest_fsdp_comm.simulation.values import (
+    SimulatedTensors,
+    SimulationError,
+    is_own,
+    values_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from pytest_fsdp_comm.errors import FsdpCommError
+    from pytest_fsdp_comm.simulation.groups import RealGroups
+
+_MESHES_OF = frozenset({"__getitem__", "_concatenate"})
 _CHUNKS = "_chunk_with_empty"
+_LEARN = "_propagate_tensor_meta_non_cached"  # read in torch 2.13
+_GATHERS = {"all_gather_object", "gather_object"}
+_OBJECTS = ("_object_to_tensor", "_tensor_to_object")  # read in torch 2.13
 
 
 @contextlib.contextmanager
-def simulated(*, answers: bool) -> Iterator[None]:
+def simulated(
+    *, answers: bool, shares: tuple[float, ...] | None = None, groups: RealGroups | None = None
+) -> Iterator[None]:
     """Simulate this rank while the block runs.
 
     Args:
         answers: Whether a floating-point number that nobody knows is 1.0, and a truth False;
             otherwise each is an error, as unknown whole numbers always are.
+        shares: Of each expert in what is chosen by scores, in any unit; empty if all are equal,
+            None if unknown.
+        groups: Those whose ranks run; None if this rank runs alone.
     """
     with contextlib.ExitStack() as undo:
         mesh = device_mesh.DeviceMesh
@@ -42,20 +67,64 @@ def simulated(*, answers: bool) -> Iterator[None]:
             if name.startswith("__") and name not in {"__init__", "__getitem__"}:
                 continue
             real = _real(found)
+            if groups is not None and name == "__init__":
+                real = _checked(real, groups)
+            if real is not None and name in _MESHES_OF:
+                real = _made_once(real)
             if real is not None:
                 undo.enter_context(patched(mesh, name, real))
         if hasattr(_fsdp_param, _CHUNKS):  # otherwise only slower
             undo.enter_context(patched(_fsdp_param, _CHUNKS, LazyChunks))
+        # DTensor runs operations of whole tensors to learn what they return: on tensors of its own,
+        # as without a simulation, so that nothing counts them as this rank's.
+        learn = getattr(ShardingPropagator, _LEARN, None)
+        if learn is not None:  # otherwise estimates alone are too large
+            undo.enter_context(patched(ShardingPropagator, _LEARN, _on_real(learn)))
+        undo.enter_context(patched(DistributedDataParallel, "__init__", _refuse_ddp))
         undo.enter_context(told_of_values())
-        undo.enter_context(_tensors(answers))
+        undo.enter_context(cuda_on_cpu(answers=answers))
+        # What is compiled sends what it sends as it is written, and the compiler's own tensors
+        # without memory mix with no others.
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        for holder, name, replacement in conversions():
+            undo.enter_context(patched(holder, name, replacement))
+        tensors = _tensors(answers, shares)
+        tensors.begin(groups)
+        for name in _OBJECTS:
+            real = _on_real(getattr(distributed_c10d, name), tensors.known)
+            undo.enter_context(patched(distributed_c10d, name, _of_this_rank(real, groups)))
+        undo.enter_context(patched(torch.utils, "swap_tensors", tensors.swap))
+        undo.enter_context(tensors)
         yield
 
 
+def of_user(error: FsdpCommError) -> FsdpCommError:
+    """Leave the frames of torch and of this package out of a SimulationError."""
+    if not isinstance(error, SimulationError):
+        return error
+    found, kept = error.__traceback__, []
+    while found is not None:
+        kept += [found] * asks_for_user(found.tb_frame)
+        found = found.tb_next
+    shown = None
+    for one in reversed(kept):
+        shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return error.with_traceback(shown)
+
+
+def _refuse_ddp(*_: Any, **__: Any) -> None:
+    raise SimulationError(
+        f"{find_call_site()} wraps a model in DistributedDataParallel, whose reducer needs tensors "
+        "that have memory: use fully_shard over a mesh of replicas and shards, or "
+        'backend="fake" in place of simulate='
+    )
+
+
 @functools.cache
-def _tensors(answers: bool) -> SimulatedTensors:
+def _tensors(answers: bool, shares: tuple[float, ...] | None) -> SimulatedTensors:
     # One for the process: fixtures of a module outlive the test that they were made in, and torch
     # mixes no tensors of two.
-    return SimulatedTensors(answers=answers)
+    return SimulatedTensors(answers=answers, shares=shares)
 
 
 def _real(found: Any) -> Any:
@@ -67,12 +136,65 @@ def _real(found: Any) -> Any:
     return _on_real(found) if callable(found) and not isinstance(found, type) else None
 
 
-def _on_real(function: Callable[..., Any]) -> Callable[..., Any]:
+def _made_once(make: Any) -> Any:
+    """Have the same meshes and names give the same mesh: FSDP asks for each parameter's."""
+    # It would hold a number for each rank, and tell itself from its like by comparing them.
+    made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    is_static = isinstance(make, staticmethod)
+
+    def run(*args: Any) -> Any:
+        given = [own for arg in args for own in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        key = tuple(own if isinstance(own, str) else id(own) for own in given)
+        if key not in made:
+            made[key] = (make(*args), *given)  # kept, so that their addresses stay theirs
+        return made[key][0]
+
+    return staticmethod(run) if is_static else run
+
+
+def _checked(init: Any, groups: RealGroups) -> Callable[..., None]:
+    @functools.wraps(init)
+    def run(mesh: device_mesh.DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        init(mesh, *args, **kwargs)
+        with unset_fake_temporarily():
+            groups.check(mesh)
+
+    return run
+
+
+def _on_real(
+    function: Callable[..., Any], result_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(torch.Tensor, values_of, (args, kwargs))
+        # Most are given a mesh alone, and some return the numbers of all ranks: what holds no
+        # tensor is not looked through.
+        if kwargs or [*map(type, args)] != [device_mesh.DeviceMesh]:
+            args, kwargs = tree_map_only(torch.Tensor, values_of, (args, kwargs))
         with unset_fake_temporarily():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            return result if result_of is None else tree_map_only(torch.Tensor, result_of, result)
+
+    return run
+
+
+def _of_this_rank(convert: Callable[..., Any], groups: RealGroups | None) -> Callable[..., Any]:
+    @functools.wraps(convert)
+    def run(given: Any, place: Any, group: Any) -> Any:
+        # Asked before they are sent, since those of thousands of ranks take minutes to read.
+        is_gathered = sys._getframe(1).f_code.co_name in _GATHERS
+        group = group or distributed_c10d.GroupMember.WORLD
+        has_peers = group.size() == 1 or (groups is not None and groups.has(group))
+        if (is_gathered and not has_peers) or (
+            convert.__name__ == _OBJECTS[1] and not is_own(given)
+        ):
+            raise SimulationError(
+                f"{find_call_site()} receives an object from a rank that does not run, as "
+                "torch.distributed.checkpoint does too: have each rank make it, leave checkpoints "
+                "to code which the test does not run, have the ranks run by the name of their "
+                "axis, real=, or run the test on real ranks, without simulate="
+            )
+        return convert(given, place, group)
 
     return run
 

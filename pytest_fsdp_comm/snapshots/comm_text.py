@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pytest_fsdp_comm.comm.calls import CALL_WORDS, Calls
-from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Phase, Role
+from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, Answer, Phase, Role
 from pytest_fsdp_comm.comm.profile import SUBJECTS, CommProfile, GatheredPeak, Row, sort_rows
 from pytest_fsdp_comm.errors import quoted_part
 from pytest_fsdp_comm.snapshots.lines import END, MAX_RANKS, NUMBER, header
@@ -48,13 +48,16 @@ if TYPE_CHECKING:
 # recorded ranks share ends with ``ranks 0,2-3``; such a line below the world's size says which were
 # recorded, if not all were. If ranks differ, totals are sums over all of them and say so:
 # ``total all_gather[dp] x32 16_777_216 B, sum of 4 ranks``. Below a line ``activation sizes not
-# compared``, calls that carry activations have no bytes. Totals tell how many calls have none.
+# compared``, calls that carry activations have no bytes. Totals tell how many calls have
+# none. ``answered 1.0 to train:step (item)`` is what code of a simulated rank was told where nobody
+# knows.
 
 # The line of a recording in which torch did not say which calls are asynchronous.
 _ASYNC_UNKNOWN: Final = "async unknown"
 # The line of a recording whose calls that carry activations have no bytes.
 _UNSIZED: Final = "activation sizes not compared"
 _PEAK: Final = "peak gathered "
+_ANSWER: Final = "answered "
 # The first words of lines below all records.
 _TOTAL: Final = "total "
 
@@ -77,6 +80,7 @@ _CALLS: Final = re.compile(
         f"(?: {word.pattern.replace('(', f'(?P<{name}>', 1)})?" for name, word in CALL_WORDS.items()
     )
 )
+_ANSWER_LINE: Final = re.compile(rf"{_ANSWER}(?P<value>\S+) to (?P<site>\S+) \((?P<how>\S+)\)")
 _PEAK_LINE: Final = re.compile(rf"{_PEAK}{_NBYTES}{_OF_RANKS}")
 
 
@@ -106,6 +110,7 @@ def _comm_lines(profile: CommProfile) -> list[str]:
         *world_lines(profile.world_size, profile.recorded_ranks, profile.mesh_axes),
         *([] if profile.shows_async else [_ASYNC_UNKNOWN]),
         *([] if profile.sizes_activations else [_UNSIZED]),
+        *map(_answer_line, profile.answers),
         *(
             f"{phase} {line}"
             for phase in Phase
@@ -117,6 +122,11 @@ def _comm_lines(profile: CommProfile) -> list[str]:
         *map(_total_line, profile.totals()),
         END,
     ]
+
+
+def _answer_line(answer: Answer) -> str:
+    value, site, how = map(write_word, (answer.value, answer.site, answer.how))
+    return f"{_ANSWER}{value} to {site} ({how})"
 
 
 def _row_content(row: Row) -> str:
@@ -163,6 +173,8 @@ def read_comm(lines: SnapshotLines) -> CommProfile:
     first += not shows_async
     sizes_activations = lines.line(first) != _UNSIZED
     first += not sizes_activations
+    answers = _read_answers(lines, first)
+    first += len(answers)
     records: list[_Record] = []
     peaks: list[GatheredPeak] = []
     peak_ranks: set[int] = set()
@@ -210,10 +222,29 @@ def read_comm(lines: SnapshotLines) -> CommProfile:
         recorded_ranks=world.ranks,
         shows_async=shows_async,
         sizes_activations=sizes_activations,
+        answers=answers,
         torch_version=lines.torch_version,
     )
     lines.check_all(_comm_lines(profile))
     return profile
+
+
+def _read_answers(lines: SnapshotLines, first: int) -> tuple[Answer, ...]:
+    answers: list[Answer] = []
+    while lines.line(first + len(answers)).startswith(_ANSWER):
+        number = first + len(answers)
+        with lines.at(number):
+            match = _ANSWER_LINE.fullmatch(lines.line(number))
+            if match is None:
+                raise ValueError(
+                    f"expected '{_ANSWER}<value> to <module>:<function> (<what asked>)'"
+                )
+            answers.append(
+                Answer(**{name: read_word(text) for name, text in match.groupdict().items()})
+            )
+            if answers != sorted(set(answers)):
+                raise ValueError("expected each answer once, sorted by who asked")
+    return tuple(answers)
 
 
 def _read_peak(line: str, reader: RecordReader, world: World) -> GatheredPeak:

@@ -1,7 +1,8 @@
-"""Numbers of bytes as people read them."""
+"""Numbers of bytes, and how people read them."""
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -9,6 +10,13 @@ _STEP: Final = 1024
 
 # From here on people compare factors rather than percents.
 _FACTOR: Final = 3
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element; 1 if the name, such as ``bool``, has no number of bits."""
+    # The largest of several, in which gradients are reduced too.
+    names = (re.search(r"\d+", name) for name in dtype.split("+"))
+    return max(int(bits[0]) // 8 if bits else 1 for bits in names)
 
 
 def show_nbytes(nbytes: int, unsized: int = 0) -> str:

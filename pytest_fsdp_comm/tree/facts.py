@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -82,13 +81,6 @@ class TreeFacts:
     """By 1, or more where modules have several units; then by their FQNs, joined with ``+``."""
     parameters: Mapping[str, ParameterFacts]
     """By FQN."""
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of one element; 1 if the name, such as ``bool``, has no number of bits."""
-    # The largest of several, in which gradients are reduced too.
-    names = (re.search(r"\d+", name) for name in dtype.split("+"))
-    return max(int(bits[0]) // 8 if bits else 1 for bits in names)
 
 
 def tree_facts(tree: ShardTree) -> TreeFacts:

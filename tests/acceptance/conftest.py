@@ -1,20 +1,11 @@
 import contextlib
-import os
 import signal
-import sys
 from types import SimpleNamespace
 
 import pytest
 import running
+from sessions import OFF, set_outermost, start_warm
 from warm import WarmStarter
-
-# Plugins that change a run are tested on purpose, in test_other_plugins.py.
-# Neither anyio nor Hypothesis is used there; both take long to import.
-_OFF = (
-    *("anyio", "asyncio", "hypothesispytest", "randomly", "rerunfailures", "timeout"),
-    *("allure_pytest", "benchmark", "flaky", "html", "html_fixtures", "metadata"),
-    *("pytest-retry", "pytest_forked", "pytest_jsonreport"),
-)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,7 +39,7 @@ def run_session(tmp_path_factory, _warm_starter):
         for name, text in {**files, "test_it": source}.items():
             (path / f"{name}.py").write_text(text)
         (path / "pytest.ini").write_text("[pytest]\n")
-        off = " ".join(f"-p no:{name}" for name in _OFF if name not in plugins)
+        off = " ".join(f"-p no:{name}" for name in OFF if name not in plugins)
         with pytest.MonkeyPatch.context() as patch, (path / "output").open("w") as output:
             for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "CI"):
                 patch.delenv(name, raising=False)
@@ -69,27 +60,13 @@ def _warm_sessions(request, monkeypatch):
     if "pytester" not in request.fixturenames or request.node.get_closest_marker("cold"):
         return
     pytester, starter = (request.getfixturevalue(name) for name in ("pytester", "_warm_starter"))
-    begin = pytester.popen
-
-    def popen(command, stdout, stderr, stdin=pytester.CLOSE_STDIN, **options):
-        is_pytest = tuple(command[:2]) == (sys.executable, "-mpytest")
-        if not is_pytest or stdin is not pytester.CLOSE_STDIN or options:
-            return begin(command, stdout=stdout, stderr=stderr, stdin=stdin, **options)
-        with monkeypatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(pytester.path), prepend=os.pathsep)
-            return starter.start(command[2:], stdout.fileno(), stderr.fileno())
-
-    monkeypatch.setattr(pytester, "popen", popen)
+    start_warm(pytester, starter, monkeypatch)
 
 
 @pytest.fixture(autouse=True)
 def _outermost_pytest(monkeypatch, request):
     """A pytest that a test runs must not take itself for an xdist worker, nor for a CI run."""
-    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "CI"):
-        monkeypatch.delenv(name, raising=False)
     if "pytester" in request.fixturenames:
         # Before what follows, since it deletes PYTEST_ADDOPTS.
         request.getfixturevalue("pytester")
-    monkeypatch.setenv("PYTEST_ADDOPTS", " ".join(f"-p no:{name}" for name in _OFF))
-    # Ranks share the machine's few cores with the tests that run beside.
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    set_outermost(monkeypatch)

@@ -10,7 +10,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {
     page.stem.replace("-", "_"): page.read_text() for page in sorted((DOCS / "how-to").glob("*.md"))
 }
-NOT_RUN = {"reading_a_hang": "it hangs on purpose, for as long as its deadline"}
+NOT_RUN = {
+    "reading_a_hang": "it hangs on purpose, for as long as its deadline",
+    "record": "test_write_test.py compares it, and test_record.py runs its like, with a script",
+}
 TUTORIAL = (DOCS / "tutorial.md").read_text()
 
 

@@ -78,7 +78,7 @@ ERRORS = {
     ),
     "test_block": (
         "TypeError: comm_mode: got an unexpected keyword argument 'trace'; write "
-        "comm_mode(model, *, trace_operations=None)"
+        "comm_mode(model, *, trace_operations=None, estimate=False)"
     ),
     "test_tree_argument": (
         "TypeError: fsdp_tree: got an unexpected keyword argument 'dept'; write fsdp_tree(model)"

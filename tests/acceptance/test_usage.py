@@ -22,8 +22,8 @@ def test_plain():
 """
 MISSPELT = (
     "test_it.py::test_misspelt: @pytest.mark.distributed: unknown argument 'world_sizes'; "
-    "allowed are world_size, backend, simulate, ranks, scope, timeout_s, device; did you mean "
-    "'world_size'?"
+    "allowed are world_size, backend, simulate, simulation_splits, real, ranks, scope, "
+    "timeout_s, device; did you mean 'world_size'?"
 )
 ZERO = (
     "test_it.py::TestClass::test_zero: @pytest.mark.distributed: world_size: expected a whole "

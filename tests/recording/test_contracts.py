@@ -16,6 +16,7 @@ from torch.utils import _python_dispatch
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS
 from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.recording import kernels, module_trace
+from pytest_fsdp_comm.recording.active import patched
 from pytest_fsdp_comm.recording.mesh_axes import existing_axes, process_groups
 from pytest_fsdp_comm.recording.operations import (
     BATCH,
@@ -26,6 +27,8 @@ from pytest_fsdp_comm.recording.operations import (
 )
 from pytest_fsdp_comm.recording.owners import arithmetic, fsdp, stack, tensors
 from pytest_fsdp_comm.recording.owners.fsdp import units
+from pytest_fsdp_comm.recording.script import optimizer_steps
+from pytest_fsdp_comm.recording.steps import keeping_group
 
 pytestmark = pytest.mark.upstream
 
@@ -57,6 +60,52 @@ def test_autograd_has_the_private_names_that_are_read():
     made = torch.ones(1, requires_grad=True) * 2
     assert made.grad_fn._sequence_nr() >= before
     assert torch.autograd._get_sequence_nr() > made.grad_fn._sequence_nr()
+
+
+def test_within_backward_a_graph_task_has_an_id_and_optimizers_call_back_by_class_wide_hooks():
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter])
+    within, stepped = [], []
+    parameter.register_post_accumulate_grad_hook(
+        lambda _: within.append(torch._C._current_graph_task_id())
+    )
+    with optimizer_steps(stepped.append):
+        (parameter * 2).backward()
+        optimizer.step()
+    optimizer.step()
+    assert within != [-1]
+    assert stepped == [optimizer]
+
+
+def test_a_scaler_steps_by_a_method_of_its_class_that_skips_what_is_not_finite():
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([parameter]), torch.amp.GradScaler("cpu")
+    called, stepped = [], []
+    step = vars(torch.amp.GradScaler)["step"]
+
+    def around(own, given, *args, **kwargs):
+        called.append(given)
+        return step(own, given, *args, **kwargs)
+
+    with patched(torch.amp.GradScaler, "step", around), optimizer_steps(stepped.append):
+        for factor in (1.0, torch.inf):
+            scaler.scale((parameter * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert called == [optimizer, optimizer]
+    assert stepped == [optimizer]
+    assert vars(torch.amp.GradScaler)["step"] is step
+
+
+def test_torch_keeps_both_names_of_the_functions_that_make_and_destroy_the_group():
+    for name in ("init_process_group", "destroy_process_group"):
+        of_package = getattr(torch.distributed, name)
+        assert of_package is getattr(torch.distributed.distributed_c10d, name)
+    with keeping_group():
+        torch.distributed.init_process_group("no backend")
+        torch.distributed.distributed_c10d.destroy_process_group()
+    assert not torch.distributed.is_initialized()
 
 
 def test_storages_have_an_address_that_a_weak_reference_keeps():

@@ -1,6 +1,7 @@
 """Layouts of thousands of ranks on one, against numbers derived by hand."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -91,6 +92,7 @@ def test_two_axes_and_their_real_meshes(comm_mode, device_mesh, dist_info):
     assert mesh.mesh[0].tolist() == [*range(8)]
     assert [*mesh.get_coordinate()] == [dist_info.rank // 8, dist_info.rank % 8]
     assert mesh["tp"].mesh.tolist() == [dist_info.rank // 8 * 8 + place for place in range(8)]
+    assert mesh["tp"] is mesh["tp"] is not mesh["dp"]
     model = Model()
     for layer in model.layers:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -138,7 +140,7 @@ def test_tests_of_a_module_share_what_its_fixtures_made(number, shared):
 
 
 @pytest.mark.distributed(world_size=2, simulate=True)
-def test_what_reads_values_in_forward_is_a_gap_unless_it_knows_them(comm_mode, device_mesh):
+def test_what_is_answered_is_noted_with_its_line_and_compared_without(comm_mode, device_mesh):
     class Reading(nn.Linear):
         def forward(self, x):
             assert torch.arange(3).tolist() == [0, 1, 2]
@@ -149,9 +151,13 @@ def test_what_reads_values_in_forward_is_a_gap_unless_it_knows_them(comm_mode, d
     model = fully_shard(Reading(2, 2), mesh=device_mesh())
     with comm_mode(model):
         model(torch.rand(2, 2)).sum().backward()
-    (gap,) = comm_mode.recording.gaps
-    assert gap.kind == "value_dependent"
-    assert "tests/simulation/test_layouts.py:" in gap.text
+    assert comm_mode.recording.gaps == ()
+    (answer,) = comm_mode.recording.answers
+    function = f"{test_what_is_answered_is_noted_with_its_line_and_compared_without.__qualname__}"
+    assert answer.site == f"{__name__}:{function}.<locals>.Reading.forward"
+    assert (answer.value, answer.how) == ("False", "item")
+    (note,) = comm_mode.recording.notes
+    assert re.fullmatch(r"tests/simulation/test_layouts.py:\d+ was answered False \(item\)", note)
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 8, 9, 16])

@@ -1,7 +1,10 @@
 """What simulated tensors know of their values, and what code that reads others is told."""
 
+from itertools import product
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pytest_fsdp_comm.simulation.values import SimulatedTensors, SimulationError, values_of
 
@@ -82,6 +85,7 @@ def test_an_unknown_count_is_refused_with_the_line(read, how):
     assert "tests/simulation/test_values.py:" in text
     assert f"({how})" in text
     assert "without simulate=" in text
+    assert refused.value.__suppress_context__  # torch's error, which names no line
 
 
 def test_a_strict_simulation_answers_nothing():
@@ -89,3 +93,59 @@ def test_a_strict_simulation_answers_nothing():
         with pytest.raises(SimulationError, match=r"test_values\.py:\d+ reads values of a tensor"):
             torch.rand(1).item()
         assert torch.ones(1).item() == 1.0
+
+
+CALLS = [
+    *(lambda x, number=number: x + number for number in (1, 1.0, True, 1j)),
+    *(lambda x, size=size: x.view(size) for size in ((2, 6), (6, 2), (-1,))),
+    *(lambda x, keepdim=keepdim: x.sum(0, keepdim=keepdim) for keepdim in (False, True)),
+    *(lambda x, dtype=dtype: x.to(dtype) for dtype in (torch.bfloat16, torch.int8)),
+    *(lambda x, part=part: x[part] for part in (0, 1, slice(1, 2), slice(1, 3))),
+    lambda x: x.t() + 1,
+    lambda x: x.t().contiguous(),
+    lambda x: x + x.t().reshape(3, 4),
+    lambda x: x[1:] + 1,
+    lambda x: x.detach() + 1,
+    lambda x: torch.cat([x, x[:1]]),
+    lambda x: torch.cat([x[:1], x]),
+    lambda x: x.split([1, 2])[1],
+    lambda x: x.split([2, 1])[1],
+    lambda x: torch.empty_like(x, dtype=torch.float64),
+    lambda x: torch.zeros(len(x)),
+]
+
+
+def test_results_are_remembered_with_all_that_they_depend_on():
+    mode = SimulatedTensors(answers=True)
+
+    def made(dtype, has_gradient, default, call):
+        torch.set_default_dtype(default)
+        try:
+            own = call(torch.ones(3, 4, dtype=dtype).requires_grad_(has_gradient))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return own.dtype, own.shape, own.stride(), own.storage_offset(), own.requires_grad
+
+    inputs = ((torch.int64, False), (torch.float32, False), (torch.float32, True))
+    cases = [
+        (*given, default, call)
+        for given, default, call in product(inputs, (torch.float32, torch.float64), CALLS)
+    ]
+    expected = [made(*case) for case in cases]
+    with mode:
+        assert [made(*case) for case in cases] == expected
+        mode.cache_crosscheck_enabled = True
+        before = FakeTensorMode.cache_info()
+        assert [made(*case) for case in cases] == expected
+    after = FakeTensorMode.cache_info()
+    assert after.hits - before.hits > len(cases)
+    assert after.misses == before.misses
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_number_that_is_computed_in_steps_is_known():
+    step = torch.tensor(0.0)
+    for _ in range(3):
+        step += 1
+    assert step.item() == 3.0
+    assert step.constant is None

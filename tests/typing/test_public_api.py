@@ -71,7 +71,8 @@ def test_dir_and_help_have_every_public_name_and_begin_with_what_a_test_needs() 
     assert set(pytest_fsdp_comm.__all__) <= set(dir(pytest_fsdp_comm))
     shown = re.sub(".\b", "", pydoc.render_doc(pytest_fsdp_comm))  # less the bold print
     for name in pytest_fsdp_comm.__all__:
-        assert f"class {name}(" in shown or f"class {name}\n" in shown, name
+        kind = "class " if name[0].isupper() else ""
+        assert f"{kind}{name}(" in shown or f"{kind}{name}\n" in shown, name
     first_screen = "\n".join(shown.splitlines()[:40])
     for fixture in ("comm_mode", "fsdp_tree", "comm_snapshot", "device_mesh", "dist_info"):
         assert f"    {fixture} " in first_screen

@@ -108,7 +108,7 @@ def test_every_environment_variable_is_documented():
 
 def test_the_reference_has_every_public_name():
     page = (DOCS / "reference" / "api.md").read_text()
-    listed = re.findall(r"auto(?:class|exception):: (\w+)$", page, re.MULTILINE)
+    listed = re.findall(r"auto(?:class|exception|function):: (\w+)$", page, re.MULTILINE)
     assert sorted(listed) == sorted(pytest_fsdp_comm.__all__)
 
 

@@ -7,8 +7,9 @@ import pytest
 from _pytest.config.findpaths import determine_setup
 
 from pytest_fsdp_comm.launch_environment import LaunchedRank
-from pytest_fsdp_comm.marker import marker_world_sizes, resolve
+from pytest_fsdp_comm.marker import resolve, with_further_ranks, world_sizes
 from pytest_fsdp_comm.options import (
+    BadValueError,
     DistributedSettings,
     SessionOptions,
     describe,
@@ -88,10 +89,30 @@ def test_the_world_size_is_given_by_position_or_name():
 
 
 def test_a_list_of_world_sizes_parametrizes_the_test():
-    assert marker_world_sizes(pytest.mark.distributed([2, 4]).mark) == (2, 4)
-    assert marker_world_sizes(pytest.mark.distributed(world_size=(3,)).mark) == (3,)
-    assert marker_world_sizes(pytest.mark.distributed(4).mark) is None
+    def sizes(*args, **kwargs):
+        return world_sizes(pytest.mark.distributed(*args, **kwargs).mark, session_options())
+
+    assert sizes([2, 4]) == (2, 4)
+    assert sizes(world_size=(3,)) == (3,)
+    assert sizes(4) is None
     assert settle([2, 4], parametrized=4).world_size == 4
+
+
+def test_scaling_simulates_each_size_of_a_test_that_is_simulated_at_all():
+    options = session_options(scaling=(8, 64))
+
+    def sizes(*args, **kwargs):
+        return world_sizes(pytest.mark.distributed(*args, **kwargs).mark, options)
+
+    assert sizes(4) is sizes(4, simulate=False) is None
+    assert sizes([2, 4]) == (2, 4)
+    assert sizes([4, 8192], simulate=64) == sizes(simulate="strict") == (8, 64)
+    settled = settle([4, 8192], simulate=64, ranks=[0, 8, 8191], options=options, parametrized=8)
+    assert (settled.world_size, settled.simulation, settled.ranks) == (8, "answering", (0,))
+    settled = settle(8192, simulate=True, ranks=[63, 8191], options=options, parametrized=64)
+    assert (settled.world_size, settled.ranks) == (64, (63,))
+    settled = settle(8192, simulate=True, ranks=[64, 8191], options=options, parametrized=64)
+    assert settled.ranks == (0,)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +134,19 @@ def test_gpus_are_not_counted_unless_the_number_matters():
 def test_the_fake_backend_runs_rank_0_unless_others_are_chosen():
     assert settle(4096, backend="fake").ranks == (0,)
     assert settle(4096, backend="fake", ranks=[4095, 0, 0]).ranks == (0, 4095)
+    assert settle(4, backend="fake", ranks="all").ranks == (0, 1, 2, 3)
+    assert settle(4, ranks="all") == settle(4, ranks="distinct") == settle(4)
+
+
+def test_ranks_of_other_shapes_join_with_all_their_real_coordinates():
+    found = settle(16, simulate=True, real={"pp": 2})
+    assert found == settle(16, simulate=True, real={"pp": 2}, ranks="distinct")
+    assert found.finds_ranks
+    assert not settle(16, simulate=True, ranks=[0]).finds_ranks
+    joined = with_further_ranks(found, [3], session_options(rank_slots=4))
+    assert (joined.ranks, joined.finds_ranks) == ((0, 3, 8, 11), False)
+    with pytest.raises(BadValueError, match="4 ranks do not fit into the 3"):
+        with_further_ranks(found, [3], session_options(rank_slots=3))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +161,21 @@ def test_a_simulation_is_asked_for_or_begins_at_a_world_size(simulate, expected)
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"), [(None, None), ("even", ()), ([3, 1], (3.0, 1.0)), ((0.5, 0), (0.5, 0))]
+)
+def test_shares_of_experts_are_declared(given, expected):
+    assert settle(64, simulate=True, simulation_splits=given).simulation_splits == expected
+
+
+def test_real_axes_have_all_their_coordinates():
+    found = settle(16, simulate=True, real={"pp": 2, "ep": 2})
+    assert [(axis.name, axis.stride) for axis in found.real] == [("pp", 8), ("ep", 4)]
+    assert found.ranks == (0, 4, 8, 12)
+    assert settle(16, simulate=True, real={"ep": (2, 1)}, ranks=[6]).ranks == (6, 7)
+    assert settle(16, simulate=17, real={"pp": 2}).ranks == tuple(range(16))
+
+
 @pytest.mark.parametrize("value", [0, -1, "four", 10**6, 2.5, True, "", "1e3"])
 def test_a_bad_world_size_is_refused(value):
     assert problem(value) == (
@@ -139,14 +188,16 @@ def test_a_bad_world_size_is_refused(value):
     ("args", "kwargs", "text"),
     [
         ([], {"worldsize": 4}, ("unknown argument 'worldsize'; allowed are world_size, backend, "
-         "simulate, ranks, scope, timeout_s, device; did you mean 'world_size'?")),
+         "simulate, simulation_splits, real, ranks, scope, timeout_s, device; did you mean "
+         "'world_size'?")),
         ([], {"nprocs": 4}, ("unknown argument 'nprocs'; allowed are world_size, backend, "
-         "simulate, ranks, scope, timeout_s, device; did you mean 'world_size'?")),
+         "simulate, simulation_splits, real, ranks, scope, timeout_s, device; did you mean "
+         "'world_size'?")),
         ([], {"colour": 4}, ("unknown argument 'colour'; allowed are world_size, backend, "
-         "simulate, ranks, scope, timeout_s, device")),
+         "simulate, simulation_splits, real, ranks, scope, timeout_s, device")),
         ([4, "gloo"], {}, ("takes one positional argument (world_size), got 2: 4, 'gloo'; write "
-         "distributed(world_size=None, *, backend=None, simulate=False, ranks=None, "
-         "scope='test', timeout_s=None, device=None)")),
+         "distributed(world_size=None, *, backend=None, simulate=False, simulation_splits=None, "
+         "real=None, ranks=None, scope='test', timeout_s=None, device=None)")),
         ([4], {"world_size": 4}, "world_size is given twice, by position and by name"),
         ([[]], {}, "world_size: expected at least one world size, such as [2, 4], got []"),
         ([[2, 2]], {}, "world_size: [2, 2] lists a world size twice"),
@@ -166,16 +217,32 @@ def test_a_bad_world_size_is_refused(value):
          "with 'gloo', all ranks run")),
         ([4], {"backend": "fake", "ranks": [4]}, ("ranks: expected whole numbers from 0 to 3, got "
          "4")),
-        ([4], {"backend": "fake", "ranks": []}, ("ranks: expected a list of ranks such as (0, 3), "
-         "got []")),
+        ([4], {"backend": "fake", "ranks": []}, ("ranks: expected 'distinct', 'all' or a list such "
+         "as (0, 3), got []")),
         ([], {"simulate": 0}, ("simulate: expected True, False, 'strict' or a world size of at "
          "least 1, got 0")),
         ([], {"simulate": "loose"}, ("simulate: expected True, False, 'strict' or a world size of "
          "at least 1, got 'loose'")),
+        ([], {"simulate": True, "simulation_splits": [1, -1]}, ("simulation_splits: expected "
+         "'even', or each expert's share as a list such as [4, 2, 1, 1], got [1, -1]")),
+        ([], {"simulate": True, "simulation_splits": [0]}, ("simulation_splits: expected "
+         "'even', or each expert's share as a list such as [4, 2, 1, 1], got [0]")),
+        ([], {"simulation_splits": "even"}, ("simulation_splits without simulate=, where real "
+         "scores choose; drop it")),
         ([], {"simulate": True, "backend": "gloo"}, ("backend='gloo' with simulate=True, where "
          "tensors have no memory and nothing is sent; drop one of the two")),
         ([], {"simulate": "strict", "device": "cuda"}, ("device='cuda' with simulate='strict', "
          "where tensors have no memory and nothing is sent; drop one of the two")),
+        ([], {"real": {"pp": 2}}, ("real: names axes of a simulation, so it requires simulate=; "
+         "drop one")),
+        ([], {"real": {"pp": 1}}, ("real: expected axes with their sizes, of at least 2, such as "
+         "{'pp': 4}, or with size and stride, such as {'ep': (8, 1)}, got {'pp': 1}")),
+        ([6], {"simulate": True, "real": {"pp": 4}}, ("real: an axis 'pp' of size 4 and stride 1 "
+         "does not divide 6 ranks")),
+        ([8], {"simulate": True, "real": {"pp": 4, "ep": (4, 1)}}, ("real: the axes pp, ep "
+         "overlap: give each its size and its stride in the mesh, such as {'ep': (8, 1)}")),
+        ([1024], {"simulate": True, "real": {"pp": 512}}, ("ranks: at most 256 simulated ranks "
+         "run, got 512; name some of them, ranks=[0, 3]")),
         ([], {"device": "cuda"}, ("device='cuda', but no GPU is visible; drop it, or guard the "
          "test with pytest.mark.skipif(not torch.cuda.is_available(), reason=...) and "
          "device=None")),

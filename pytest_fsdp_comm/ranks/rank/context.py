@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from pytest_fsdp_comm.options import Backend, Simulation
+from pytest_fsdp_comm.options import Backend, RealAxis, Simulation
 from pytest_fsdp_comm.ranks.wire.exchange import RankExchange
 from pytest_fsdp_comm.ranks.wire.rank_set import StoreAddress
 
@@ -27,6 +27,9 @@ class RankContext:
     """The ranks that really run; fewer than `world_size` with the fake backend."""
     backend: Backend
     simulation: Simulation
+    simulation_splits: tuple[float, ...] | None
+    real: tuple[RealAxis, ...]
+    finds_ranks: bool
     device: str
     """Where this rank's tensors belong: ``cpu`` or ``cuda:N``."""
     timeout_s: float

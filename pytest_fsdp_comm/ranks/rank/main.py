@@ -145,6 +145,7 @@ class RankTemplate:
             context = _context(spec, rank, number, departures)
             watchdog.begin_test()
             session.config.stash[RANK_CONTEXT] = context
+            item.stash[SETTINGS] = spec.settings  # which may have more ranks than the marker
             payloads, escaped = _run_item(item, nextitem, self._extensions)
             # Again, since a plugin may have caught what should have ended a forked child before.
             end_forked_child(rank_pid, None)
@@ -154,6 +155,7 @@ class RankTemplate:
                 last_report=self._plugin.take_held(),
                 payloads=payloads,
                 escaped=escaped,
+                further_ranks=self._plugin.further_ranks(),
                 can_run_another=self._plugin.can_run_another_test(),
             )
             context.exchange.leave()
@@ -204,6 +206,9 @@ def _context(spec: RankSetSpec, rank: int, number: int, departures: Marks) -> Ra
         ranks=settings.ranks,
         backend=settings.backend,
         simulation=settings.simulation,
+        simulation_splits=settings.simulation_splits,
+        real=settings.real,
+        finds_ranks=settings.finds_ranks,
         device=device_of(settings, local_rank),
         timeout_s=settings.timeout_s,
         directory=spec.directory,

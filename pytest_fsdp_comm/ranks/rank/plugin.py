@@ -21,7 +21,7 @@ from pytest_fsdp_comm.ranks.rank.kept_output import (
     shortened,
     shortened_texts,
 )
-from pytest_fsdp_comm.ranks.rank.process_group import is_default_group, join_group
+from pytest_fsdp_comm.ranks.rank.process_group import is_default_group, join_group, real_groups
 from pytest_fsdp_comm.ranks.rank.processes import end_forked_child
 from pytest_fsdp_comm.ranks.rank.random_states import equalize, read_states, restore_states
 from pytest_fsdp_comm.ranks.rank.session_end import raise_lost_exceptions, run_exit_functions
@@ -34,6 +34,7 @@ from pytest_fsdp_comm.ranks.wire.messages import (
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, WarningSeen
 from pytest_fsdp_comm.ranks.wire.subtest_reports import capture_subtests, is_subtest
 from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 if TYPE_CHECKING:
     import warnings
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.ranks.wire.channel import Channel
     from pytest_fsdp_comm.ranks.wire.messages import EndTests, RunTest
     from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
+    from pytest_fsdp_comm.recording.value_dependence import KeptAnswers
+    from pytest_fsdp_comm.simulation.distinct import DistinctRanks
+    from pytest_fsdp_comm.simulation.groups import RealGroups
 
 
 # What reports hold of any length: of an error or a skip, of output, logs and subtests. What plugins
@@ -58,7 +62,17 @@ def _takes_output(when: str) -> Any:
     def hook(self: RankPlugin, item: pytest.Item) -> Generator[None, Any, Any]:
         __tracebackhide__ = True
         with self._output_of(item, when):
-            return (yield)
+            try:
+                result = yield
+            except FsdpCommError as error:
+                if self._answers is None:
+                    raise
+                from pytest_fsdp_comm.simulation.world import of_user  # noqa: PLC0415  # as below
+
+                raise of_user(error) from None
+            if when == "call" and self._real is not None:
+                self._real.check_used()
+            return result
 
     return hook
 
@@ -82,6 +96,9 @@ class RankPlugin:
         self._has_failed_subtest = False
         # From before the first fixture of a test to after its last one.
         self._simulation = contextlib.ExitStack()
+        self._distinct: DistinctRanks | None = None
+        self._answers: KeptAnswers | None = None
+        self._real: RealGroups | None = None
         capture_subtests(self._output_of_subtest)
 
     def bind(
@@ -167,8 +184,8 @@ class RankPlugin:
         """Make the process group before the first fixture."""
         __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
         _refuse_benchmark(item)
+        context = item.config.stash[RANK_CONTEXT]
         if self._group is None:
-            context = item.config.stash[RANK_CONTEXT]
             self._group = join_group(context)
             if not self._shares_random_states:
                 equalize(context.exchange)
@@ -177,11 +194,52 @@ class RankPlugin:
         elif self._random_states is not None:
             restore_states(self._random_states)
         align_examples(item)
-        simulation = item.config.stash[RANK_CONTEXT].simulation
-        if simulation:
-            from pytest_fsdp_comm.simulation.world import simulated  # noqa: PLC0415  # torch only where it is needed
+        if context.simulation:
+            from pytest_fsdp_comm.recording.value_dependence import answers_of_process  # noqa: PLC0415  # torch only where it is needed
+            from pytest_fsdp_comm.simulation.world import simulated  # noqa: PLC0415  # as above
 
-            self._simulation.enter_context(simulated(answers=simulation == "answering"))
+            self._real = real_groups(context)
+            self._answers = answers_of_process
+            self._answers.begin({*getattr(item, "fixturenames", ())})
+            self._simulation.enter_context(
+                simulated(
+                    answers=context.simulation == "answering",
+                    shares=context.simulation_splits,
+                    groups=self._real,
+                )
+            )
+        self._distinct = None
+        if context.finds_ranks:
+            from pytest_fsdp_comm.simulation.distinct import DistinctRanks  # noqa: PLC0415  # as above
+
+            self._distinct = DistinctRanks()
+            self._simulation.enter_context(self._distinct.watched())
+            context.exchange.before = self._leave_to_all
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any]
+    ) -> Generator[None, object, object]:
+        """Keep what a fixture of several tests asks: whichever sets it up, all have it."""
+        if self._answers is None or fixturedef.scope == "function":
+            return (yield)
+        with self._answers.by(fixturedef.argname):
+            return (yield)
+
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        """Forget what a fixture asked that is made anew for another test."""
+        if self._answers is not None:
+            self._answers.forget(fixturedef.argname)
+
+    def _leave_to_all(self) -> None:
+        """Leave the test if it is to run again on more ranks."""
+        if ranks := self.further_ranks():
+            # No debugger opens for it, and nobody takes it for a failed comparison.
+            raise pytest.skip.Exception(f"runs again, on {name_ranks(ranks)} too")
+
+    def further_ranks(self) -> tuple[int, ...]:
+        """The ranks that have to run as well, each with a local shape that this one lacks."""
+        return () if self._distinct is None else tuple(sorted(self._distinct.further))
 
     def can_run_another_test(self) -> bool:
         """Whether the rank still has the process group that it began with, if any."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.options import ranks_along
 from pytest_fsdp_comm.ranks.rank.gpus import visible_gpus_variable
 from pytest_fsdp_comm.ranks.rank.network import (
     INTERFACE_VARIABLE,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.options import DistributedSettings
     from pytest_fsdp_comm.ranks.rank.context import RankContext
     from pytest_fsdp_comm.ranks.wire.rank_set import LocalRank
+    from pytest_fsdp_comm.simulation.groups import RealGroups
 
 # Beyond the test's deadline, so that a hang ends in the supervisor's report of every rank and not
 # in one rank's timeout error.
@@ -119,7 +121,7 @@ def join_group(context: RankContext) -> object:
             )
         torch.cuda.set_device(context.local_rank)
     if context.backend == "fake":
-        _join_fake_group(context.rank, context.world_size)
+        join_fake_group(context.rank, context.world_size)
         return dist.group.WORLD
     timeout_s = context.timeout_s + BEYOND_DEADLINE_S
     store: Any
@@ -150,6 +152,23 @@ def join_group(context: RankContext) -> object:
     return dist.group.WORLD
 
 
+def real_groups(context: RankContext) -> RealGroups | None:
+    """The groups of a simulated rank whose ranks run; None if it has no real axis."""
+    if not context.real:
+        return None
+    import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
+
+    from pytest_fsdp_comm.simulation.groups import RealGroups  # noqa: PLC0415  # as above
+
+    store = dist.FileStore(  # type: ignore[attr-defined]  # not in torch's __all__, but documented
+        str(context.directory / "simulation"), len(context.ranks)
+    )
+    # As of a group: a rank that hangs ends in the supervisor's report.
+    store.set_timeout(dt.timedelta(seconds=context.timeout_s + BEYOND_DEADLINE_S))
+    axes = {axis.name: (axis.size, axis.stride) for axis in context.real}
+    return RealGroups(axes, ranks_along(context.real, [context.rank]), store)
+
+
 def is_default_group(group: object) -> bool:
     """Whether a group that `join_group` returned is still the default one."""
     import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
@@ -164,7 +183,8 @@ def make_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def _join_fake_group(rank: int, world_size: int) -> None:
+def join_fake_group(rank: int, world_size: int) -> None:
+    """Make this process one rank of a group that exchanges nothing."""
     import torch.distributed as dist  # noqa: PLC0415  # not in the pytest process
 
     # Importing it registers the backend "fake". It is private, but the only in-process group that

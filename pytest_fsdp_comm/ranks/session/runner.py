@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.options import OPTIONS, SETTINGS
+from pytest_fsdp_comm.marker import with_further_ranks
+from pytest_fsdp_comm.options import MARKER_NAME, OPTIONS, SETTINGS, BadValueError
 from pytest_fsdp_comm.ranks.rank.debugger import (
     QUIT,
     explain_skipped_debuggers,
@@ -292,6 +293,20 @@ class RankRunner:
         return 1 if self._peers_of(nextitem).is_launched else len(nextitem.stash[SETTINGS].ranks)
 
     def _run_ranks(self, item: pytest.Item, nextitem: pytest.Item | None) -> dict[int, RankResult]:
+        results = self._run_once(item, nextitem)
+        further = {rank for result in results.values() for rank in result.further_ranks}
+        if further:
+            settings, options = item.stash[SETTINGS], item.config.stash[OPTIONS]
+            try:
+                item.stash[SETTINGS] = with_further_ranks(settings, further, options)
+            except BadValueError as problem:
+                self._problems.append(f"@pytest.mark.{MARKER_NAME}: {problem}")
+                return results
+            self._end_ranks(PATIENCE_S)
+            results = self._run_once(item, nextitem)
+        return results
+
+    def _run_once(self, item: pytest.Item, nextitem: pytest.Item | None) -> dict[int, RankResult]:
         peers = self._peers_of(item)
         keeps = False
         died: ServerDiedError | _NotStartedError | None = None

@@ -398,6 +398,7 @@ class Supervision:
         if ended.last_report is not None:
             self._record_report(result, ended.last_report)
         result.payloads = ended.payloads
+        result.further_ranks = ended.further_ranks
         if ended.can_run_another:
             self._ready.add(result.rank)
         if ended.escaped is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pytest_fsdp_comm.errors import FsdpCommError, RanksDivergedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from pytest_fsdp_comm.ranks.wire.text_store import TextStore
@@ -37,6 +37,8 @@ class RankExchange:
         self._ranks = ranks
         self._rounds = 0
         self._pid = getpid()
+        self.before: Callable[[], None] = lambda: None
+        """Called before each comparison."""
 
     def __call__(self, text: str) -> list[str]:
         """Give this rank's text; return those of all in rank order, equal ones as one object."""
@@ -45,6 +47,7 @@ class RankExchange:
                 f"a process that rank {self._rank} forked compares comm_mode or fsdp_tree; only "
                 "the rank itself can: end the forked process with os._exit before the comparison"
             )
+        self.before()
         self._rounds += 1
         digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         # The digest last: a rank that sees it reads the text.

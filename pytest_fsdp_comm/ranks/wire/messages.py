@@ -67,6 +67,8 @@ class TestEnded:
     """What each extension carries out, as its `payload_type` is dumped; None after an escape."""
     escaped: Escape | None
     """None if pytest's protocol returned."""
+    further_ranks: tuple[int, ...] = ()
+    """Ranks that have to run as well, so that the test runs again on all of them."""
     can_run_another: bool = True
     """False where the test destroyed the process group, or put another in its place."""
 

@@ -76,6 +76,8 @@ class RankResult:
     is_done: bool = False
     payloads: tuple[str, ...] | None = None
     """What each extension sent; None if the rank did not come so far."""
+    further_ranks: tuple[int, ...] = ()
+    """As of `TestEnded`."""
     escaped: str | None = None
     """The exception that went through pytest's protocol, such as ``Exit``; None if none did."""
     entered_debugger: bool = False

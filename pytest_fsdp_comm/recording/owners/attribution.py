@@ -169,9 +169,7 @@ class BackwardMap:
         """Note that a module runs from now on, or the engine (None); return what `leave` takes."""
         if self._methods:
             self.leave_failed_methods()
-        # Called for each module, so without a further call where nothing was made.
-        if self._next_number() > self._end:
-            self.note_nodes()
+        self.note_nodes()
         depth = len(self._running)
         if not is_graph(entered):
             self._running.append(entered)
@@ -179,8 +177,7 @@ class BackwardMap:
 
     def leave(self, depth: int) -> None:
         """Note that what was entered then has returned or failed, and all that it entered."""
-        if self._next_number() > self._end:
-            self.note_nodes()
+        self.note_nodes()
         del self._running[depth:]
         while self._methods and self._methods[-1] >= depth:
             self._methods.pop()
@@ -206,8 +203,9 @@ class BackwardMap:
         number = self._next_number()
         if number <= self._end:
             return
-        self.leave_failed_methods()
-        maker: nn.Module | _Maker | None = self.innermost
+        if self._methods:
+            self.leave_failed_methods()
+        maker: nn.Module | _Maker | None = self._running[-1] if self._running else None
         if maker is None:
             maker = self._maker_of_current_node() if self.is_in_backward() else _Maker.NO_MODULE
         held = maker if isinstance(maker, _Maker) else weakref.ref(maker)

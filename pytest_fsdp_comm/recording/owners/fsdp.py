@@ -23,7 +23,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -66,43 +66,57 @@ class ActingUnit:
     gather: Gather | None = None
     attribution: Any = None
     """The `Attribution` of all that happens in the method, once something has; None before."""
+    before: Any = None
+    """What was there before the method ran, for what is done after it."""
     thread: int = field(default_factory=threading.get_ident)
 
 
-_Around = Generator["ActingUnit | None", None, None]
-"""Yields the unit that acts in a method, or None; goes on as it still acts, unless that raised."""
+_Before = Callable[..., "ActingUnit | None"]
+"""A method of `UnitWatch` that is given what a method of FSDP is, and gives the unit that acts."""
 
-_Watch = Callable[..., _Around]
-"""A method of `UnitWatch` that is given what a method of FSDP is."""
+_After = Callable[..., None]
+"""Likewise, given that unit first, while it still acts; not called where the method has failed."""
 
 
 class _Watched:
     """A method of FSDP, or a function, while recordings watch it. See Note [Acting units]."""
 
-    def __init__(self, original: Callable[..., Any], around: _Watch) -> None:
+    def __init__(
+        self, original: Callable[..., Any], before: _Before, after: _After | None = None
+    ) -> None:
         functools.update_wrapper(self, original)
         self._original = original
-        self._around: _Watch | None = around
+        self._is_watched = True
+        self._around = before, after
         # The thread and the group of each call of a group's own method that is under way.
         self._running: set[tuple[int, int]] = set()
 
+        # Called some fifteen times a unit, nearly always by one recording: a function, since Python
+        # takes three times as long to call an object.
+        def call(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            recorders = entered()
+            if len(recorders) != 1 or self._running or not self._is_watched:
+                return self._run(original, *args, **kwargs)
+            return recorders[0].units.run(before, after, original, *args, **kwargs)
+
+        self._call = call
+
     def end(self) -> None:
         """Watch no longer: somebody else may have found this method, and call it."""
-        self._around = None
+        self._is_watched = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        recorders = entered()
-        if self._around is None or len(recorders) != 1 or self._running:
-            return self._run(self._original, *args, **kwargs)
-        # Called some fifteen times a unit, nearly always by one recording.
-        return recorders[0].units.run(self._around, self._original, *args, **kwargs)
+        return self._call(*args, **kwargs)
 
     def __get__(self, instance: Any, _owner: Any = None) -> Any:
         if instance is None:
             return self
         own = instance.__dict__.get(self._original.__name__)
-        return MethodType(self, instance) if own is None else partial(self._run_own, own, instance)
+        if own is None:
+            return MethodType(self._call, instance)
+        return partial(self._run_own, own, instance)
 
     def __set__(self, instance: Any, value: Any) -> None:
         vars(instance)[self._original.__name__] = value
@@ -124,9 +138,9 @@ class _Watched:
         __tracebackhide__ = True
         # What a group has of its own calls this one in turn.
         is_inside = call is self._original and (threading.get_ident(), id(args[0])) in self._running
-        if self._around is not None and not is_inside:
+        if self._is_watched and not is_inside:
             for recorder in entered():
-                call = partial(recorder.units.run, self._around, call)
+                call = partial(recorder.units.run, *self._around, call)
         return call(*args, **kwargs)
 
 
@@ -135,14 +149,14 @@ class _Watched:
 def units() -> Iterator[None]:
     """Have each recording told what FSDP's units do on its thread, and put FSDP's methods back."""
     with contextlib.ExitStack() as undo:
-        for holder, name, around in [*_fsdp2(), *_fsdp1()]:
+        for holder, name, *around in [*_fsdp2(), *_fsdp1()]:
             original = vars(holder).get(name)
             if original is None:
                 module = getattr(holder, "__module__", "")  # a module itself has none
                 moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
                 use = "the recorder relies on to find the owner of a collective"
                 raise upstream.moved_error("torch", moved, use)
-            watched = _Watched(original, around)
+            watched = _Watched(original, *around)
             undo.callback(watched.end)
             undo.enter_context(patched(holder, name, watched))
         yield
@@ -247,38 +261,44 @@ class UnitWatch:
         self._memory = GatheredMemory()
         self._unsharded_nbytes.clear()
 
-    def run(self, around: _Watch, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self,
+        before: _Before,
+        after: _After | None,
+        call: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Run a method of FSDP within what watches it."""
         __tracebackhide__ = True
-        steps = around(self, *args, **kwargs)
-        unit = next(steps)
+        unit = before(self, *args, **kwargs)
         if unit is not None:
             self._acting.append(unit)
         try:
             result = call(*args, **kwargs)
-            next(steps, None)
+            if after is not None:
+                after(self, unit, *args, **kwargs)
         finally:
             if unit is not None:
                 self._acting.pop()
         return result
 
-    def _before_backward(self, state: Any, *_: Any, **__: Any) -> _Around:
-        yield ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)
+    def _before_backward(self, state: Any, *_: Any, **__: Any) -> ActingUnit:
+        return ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)
 
-    def _trigger_in_backward(self, group: Any, *_: Any, **__: Any) -> _Around:
+    def _trigger_in_backward(self, group: Any, *_: Any, **__: Any) -> ActingUnit:
         self._use(_states(_FSDP2_STATES)[1], group)
         return self._in_backward(group, serves=False)
 
-    def _serve_in_backward(self, group: Any, *_: Any, **__: Any) -> _Around:
+    def _serve_in_backward(self, group: Any, *_: Any, **__: Any) -> ActingUnit:
         return self._in_backward(group, serves=True)
 
-    def _in_backward(self, group: Any, *, serves: bool) -> _Around:
+    def _in_backward(self, group: Any, *, serves: bool) -> ActingUnit:
         self._groups.learn_mesh(group.mesh_info.mesh)
-        yield ActingUnit(tuple(group.modules), serves=serves, is_in_backward=True)
+        return ActingUnit(tuple(group.modules), serves=serves, is_in_backward=True)
 
-    def _use_in_forward(self, group: Any, *_: Any, **__: Any) -> _Around:
+    def _use_in_forward(self, group: Any, *_: Any, **__: Any) -> None:
         self._use(_states(_FSDP2_STATES)[0], group)
-        yield None
 
     def _use(self, state: enum.Enum, group: Any) -> None:
         # Otherwise the unit is in use already, and this is for another of its modules, or of their
@@ -286,80 +306,90 @@ class UnitWatch:
         if group._training_state != state:
             self._prefetches.open_slot(state, group.modules)
 
-    def _unshard(self, group: Any, *_: Any, **__: Any) -> _Around:
+    def _unshard(self, group: Any, *_: Any, **__: Any) -> ActingUnit:
         self._groups.learn_unit(group)
         self._memory.learn(group, self._gathered_nbytes)
-        pending = group._all_gather_result
-        modules, gather = tuple(group.modules), self._prefetches.begin()
-        yield ActingUnit(modules, gather=gather)
+        gather, pending = self._prefetches.begin(), group._all_gather_result
+        return ActingUnit(tuple(group.modules), gather=gather, before=pending)
+
+    def _unsharded(self, unit: ActingUnit, group: Any, *_: Any, **__: Any) -> None:
+        result, gather = group._all_gather_result, unit.gather
         # Set by a gather that was really issued, and only then.
-        if pending is None and group._all_gather_result is not None:
+        if unit.before is None and result is not None and gather is not None:
             nbytes = self._nbytes_of(group)
-            gather.dtypes = tuple(chain(*group._all_gather_result.param_all_gather_input_dtypes))
+            gather.dtypes = tuple(chain(*result.param_all_gather_input_dtypes))
             self._prefetches.issued(group, gather)
             self._memory.hold(group, nbytes)
-            self._on_reshard("unshard", modules, nbytes, 0.0)
+            self._on_reshard("unshard", unit.modules, nbytes, 0.0)
 
-    def _wait(self, group: Any, *_: Any, **__: Any) -> _Around:
+    def _wait(self, group: Any, *_: Any, **__: Any) -> None:
         # Otherwise user code waits, which is no use of the unit yet.
         if group._training_state in _states(_FSDP2_STATES):
             self._prefetches.used(group)
-        yield None
 
-    def _free(self, group: Any, *_: Any, **__: Any) -> _Around:
+    def _free(self, group: Any, *_: Any, **__: Any) -> None:
         self._memory.learn(group, self._gathered_nbytes)
-        yield None
+
+    def _freed(self, _: None, group: Any, *__: Any, **___: Any) -> None:
         self._memory.hold(group, self._gathered_nbytes(group))
         # Its next use may gather nothing: backward does without a unit that it does not need
         # (set_unshard_in_backward).
         if not self._used_nbytes(group):
             self._prefetches.freed(group)
 
-    def _reshard(self, group: Any, *_: Any, **__: Any) -> _Around:
-        before, modules = group._sharded_state, tuple(group.modules)
-        started = time.perf_counter()
-        yield ActingUnit(modules)
-        seconds = time.perf_counter() - started
-        if group._sharded_state != before:
-            self._on_reshard("reshard", modules, self._nbytes_of(group), seconds)
+    def _reshard(self, group: Any, *_: Any, **__: Any) -> ActingUnit:
+        before = group._sharded_state, time.perf_counter()
+        return ActingUnit(tuple(group.modules), before=before)
 
-    def _gather_handle(self, handle: Any, unsharded: torch.Tensor, *_: Any, **__: Any) -> _Around:
+    def _resharded(self, unit: ActingUnit, group: Any, *_: Any, **__: Any) -> None:
+        state, started = unit.before
+        if group._sharded_state != state:
+            seconds = time.perf_counter() - started
+            self._on_reshard("reshard", unit.modules, self._nbytes_of(group), seconds)
+
+    def _gather_handle(self, handle: Any, *_: Any, **__: Any) -> ActingUnit:
         self._memory.learn(handle, lambda _: 0)
-        modules, gather = _modules_of_handle(handle), self._prefetches.begin()
-        yield ActingUnit(modules, gather=gather)
-        nbytes = _unsharded_nbytes_of_handle(handle, unsharded)
-        self._prefetches.issued(handle, gather)
-        self._memory.hold(handle, nbytes)
-        self._on_reshard("unshard", modules, nbytes, 0.0)
+        return ActingUnit(_modules_of_handle(handle), gather=self._prefetches.begin())
 
-    def _reshard_handle(self, handle: Any, free: bool, *_: Any, **__: Any) -> _Around:
-        modules, held = _modules_of_handle(handle), _gathered_nbytes_of_handle(handle)
+    def _gathered_handle(
+        self, unit: ActingUnit, handle: Any, unsharded: torch.Tensor, *_: Any, **__: Any
+    ) -> None:
+        nbytes = _unsharded_nbytes_of_handle(handle, unsharded)
+        if unit.gather is not None:
+            self._prefetches.issued(handle, unit.gather)
+        self._memory.hold(handle, nbytes)
+        self._on_reshard("unshard", unit.modules, nbytes, 0.0)
+
+    def _reshard_handle(self, handle: Any, free: bool, *_: Any, **__: Any) -> ActingUnit:
+        held = _gathered_nbytes_of_handle(handle)
         self._memory.learn(handle, lambda _: held)
         frees = free and handle.uses_sharded_strategy and not handle.needs_unshard()
-        started = time.perf_counter()
-        yield ActingUnit(modules)
+        before = frees, held, time.perf_counter()
+        return ActingUnit(_modules_of_handle(handle), before=before)
+
+    def _resharded_handle(self, unit: ActingUnit, handle: Any, *_: Any, **__: Any) -> None:
+        frees, held, started = unit.before
         if frees:
             seconds = time.perf_counter() - started
             self._memory.hold(handle, 0)
-            self._on_reshard("reshard", modules, held, seconds)
+            self._on_reshard("reshard", unit.modules, held, seconds)
 
-    def _serve_handle(self, handle: Any, *_: Any, **__: Any) -> _Around:
-        yield ActingUnit(_modules_of_handle(handle))
+    def _serve_handle(self, handle: Any, *_: Any, **__: Any) -> ActingUnit:
+        return ActingUnit(_modules_of_handle(handle))
 
-    def _serve_second(self, _state: Any, handle: Any, *_: Any, **__: Any) -> _Around:
+    def _serve_second(self, _state: Any, handle: Any, *_: Any, **__: Any) -> ActingUnit:
         return self._serve_handle(handle)
 
-    def _unshard_handle(self, _state: Any, handle: Any, *_: Any, **__: Any) -> _Around:
+    def _unshard_handle(self, _state: Any, handle: Any, *_: Any, **__: Any) -> None:
         # While another unit acts, it prefetches this one.
         if not self._acting:
             self._open_slot_of_handle(handle)
-        yield None
 
-    def _prefetch_handle(self, _state: Any, handle: Any, *_: Any, **__: Any) -> _Around:
+    def _prefetch_handle(self, _state: Any, handle: Any, *_: Any, **__: Any) -> ActingUnit:
         # Each use of a unit, after it was gathered, also looks for what it should prefetch.
         if self._open_slot_of_handle(handle):
             self._prefetches.used(handle)
-        yield ActingUnit(() if handle is None else _modules_of_handle(handle), serves=False)
+        return ActingUnit(() if handle is None else _modules_of_handle(handle), serves=False)
 
     def _open_slot_of_handle(self, handle: Any) -> bool:
         """Open the slot in which a unit is used; returns whether it is used at all."""
@@ -382,16 +412,16 @@ def _fsdp2() -> list[tuple[Any, ...]]:
         # Around the group's own: explicit prefetch is issued after that has returned.
         (FSDPState, "_pre_backward", UnitWatch._before_backward),
         (FSDPParamGroup, "pre_forward", UnitWatch._use_in_forward),
-        (FSDPParamGroup, "unshard", UnitWatch._unshard),
+        (FSDPParamGroup, "unshard", UnitWatch._unshard, UnitWatch._unsharded),
         (FSDPParamGroup, "wait_for_unshard", UnitWatch._wait),
-        (FSDPParamGroup, "reshard", UnitWatch._reshard),
+        (FSDPParamGroup, "reshard", UnitWatch._reshard, UnitWatch._resharded),
         (FSDPParamGroup, "pre_backward", UnitWatch._trigger_in_backward),
         (FSDPParamGroup, "post_backward", UnitWatch._serve_in_backward),
         # Called by `reshard`, but by the hooks of state dicts too.
-        (FSDPParamGroup, "_to_sharded", UnitWatch._free),
-        (FSDPParamGroup, "_to_sharded_post_forward", UnitWatch._free),
+        (FSDPParamGroup, "_to_sharded", UnitWatch._free, UnitWatch._freed),
+        (FSDPParamGroup, "_to_sharded_post_forward", UnitWatch._free, UnitWatch._freed),
         # Drops what backward prefetched for nothing.
-        (FSDPParamGroup, "finalize_backward", UnitWatch._free),
+        (FSDPParamGroup, "finalize_backward", UnitWatch._free, UnitWatch._freed),
     ]
 
 
@@ -401,9 +431,9 @@ def _fsdp1() -> list[tuple[Any, ...]]:
         return []
     handle = sys.modules["torch.distributed.fsdp._flat_param"].FlatParamHandle
     return [
-        (handle, "_all_gather_flat_param", UnitWatch._gather_handle),
+        (handle, "_all_gather_flat_param", UnitWatch._gather_handle, UnitWatch._gathered_handle),
         (handle, "unshard_grad", UnitWatch._serve_handle),
-        (handle, "reshard", UnitWatch._reshard_handle),
+        (handle, "reshard", UnitWatch._reshard_handle, UnitWatch._resharded_handle),
         (runtime, "_reduce_grad", UnitWatch._serve_second),
         (runtime, "_reduce_grad_no_shard", UnitWatch._serve_second),
         # Not _pre_backward_hook: a graph made before the block has captured the original.

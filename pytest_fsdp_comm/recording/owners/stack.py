@@ -13,7 +13,6 @@ import inspect
 import sys
 import sysconfig
 from dataclasses import dataclass
-from enum import Enum, auto
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -38,8 +37,9 @@ _STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 _TORCH: Final = str(Path(torch.__file__).parent) + "/"
 _DDP: Final = _TORCH + "nn/parallel/distributed.py"
 # The recorder, and what torch puts between the dispatcher and Python: a kernel's, or a mode's.
+_PACKAGE: Final = f"{Path(__file__).parents[2]}/"
 _SKIPPED: Final = (
-    *(f"{Path(__file__).parents[2]}/{room}/" for room in ("recording", "simulation")),
+    *(f"{_PACKAGE}{room}/" for room in ("recording", "simulation")),
     *(_TORCH + path for path in ("_compile.py", "_dynamo/", "utils/_python_dispatch.py")),
 )
 _USE: Final = "the recorder relies on"
@@ -62,11 +62,11 @@ def innermost_module() -> nn.Module | None:
     """The innermost module on the stack that runs, or is run again; None in backward itself."""
     for frame in _outwards(sys._getframe(1)):
         kind = _kind_of(frame.f_code)
-        if kind is _Code.MODULE:
+        if kind == "module":
             module = _module_of(frame)
             if module is not None:
                 return module
-        elif kind is _Code.ENGINE:
+        elif kind == "engine":
             return None
     return None
 
@@ -88,8 +88,8 @@ def running() -> list[nn.Module | None]:
     found: list[nn.Module | None] = []
     for frame in _outwards(sys._getframe(1)):
         kind = _kind_of(frame.f_code)
-        module = _module_of(frame) if kind is _Code.MODULE else None
-        if module is not None or kind is _Code.ENGINE:
+        module = _module_of(frame) if kind == "module" else None
+        if module is not None or kind == "engine":
             found.append(module)
     return found[::-1]
 
@@ -97,11 +97,17 @@ def running() -> list[nn.Module | None]:
 def requesting_frame() -> FrameType | None:
     """The innermost frame that requested the operation which runs; None if it is no user's."""
     for frame in _outwards(sys._getframe(1)):
-        is_own = _kind_of(frame.f_code) is _Code.SKIPPED
+        is_own = _kind_of(frame.f_code) == "skipped"
         requests = None if is_own else _requests(frame.f_code.co_filename)
         if requests is not None:
             return frame if requests else None
     return None
+
+
+def asks_for_user(frame: FrameType) -> bool:
+    """Whether a frame is code of a user or of a library, neither torch's nor this package's."""
+    path = frame.f_code.co_filename
+    return _kind_of_file(path) in {"user", "library"} and not path.startswith(_PACKAGE)
 
 
 @functools.cache
@@ -135,26 +141,31 @@ def _kind_of_file(path: str) -> _File:
     return "stdlib" if path.startswith((_STDLIB, "<")) else "user"
 
 
-class _Code(Enum):
-    """What a frame's code means to whoever looks for the reason of a call."""
+_Code = Literal[
+    "skipped",
+    "module",
+    "engine",
+    "step",
+    "user",
+    "library",
+    "ddp",
+    "redistribute",
+    "dtensor",
+    "object",
+    "other",
+]
+"""What a frame's code means to whoever looks for the reason of a call. ``skipped``: the recorder's
+own, or what torch runs between dispatcher and kernel."""
 
-    SKIPPED = auto()  # the recorder's own, or what torch runs between dispatcher and kernel
-    OTHER = auto()
-    MODULE = auto()
-    ENGINE = auto()
-    STEP = auto()
-    USER = auto()
-    LIBRARY = auto()
-    DDP = auto()
-    REDISTRIBUTE = auto()
-    DTENSOR = auto()
-    OBJECT = auto()
 
+_MEANT: Final[dict[_File, _Code]] = {"skipped": "skipped", "user": "user", "library": "library"}
 
 # By identity, since code hashes slowly; kept, so that its identity stays its own. A stack of a
 # hundred frames is looked at for every collective, so each costs one look-up.
 _kinds: dict[int, _Code] = {}
 _codes: list[CodeType] = []
+_passed: set[int] = set()
+"""The codes among them that are neither a user's nor a library's."""
 
 
 def _kind_of(code: CodeType) -> _Code:
@@ -162,36 +173,36 @@ def _kind_of(code: CodeType) -> _Code:
     if kind is None:
         _codes.append(code)
         kind = _kinds[id(code)] = _look_at(code)
+        if kind not in {"user", "library"}:
+            _passed.add(id(code))
     return kind
 
 
 def _look_at(code: CodeType) -> _Code:
     if code is _CALL_MODULE or code is _forward_method_code():
-        return _Code.MODULE
+        return "module"
     if code is _engine_code():
-        return _Code.ENGINE
+        return "engine"
     if code is _STEP or any(code is clipping for clipping in _clipping_codes()):
-        return _Code.STEP
+        return "step"
     if code is _redistribute_code():
-        return _Code.REDISTRIBUTE
+        return "redistribute"
     path = code.co_filename
     kind = "skipped" if any(code is own for own in OWN_CODES.values()) else _kind_of_file(path)
     if kind == "requester":
         return _kind_of_requester(code)
-    return {"skipped": _Code.SKIPPED, "user": _Code.USER, "library": _Code.LIBRARY}.get(
-        kind, _Code.OTHER
-    )
+    return _MEANT.get(kind, "other")
 
 
 def _kind_of_requester(code: CodeType) -> _Code:
     if code.co_filename == _DDP:
-        return _Code.DDP
+        return "ddp"
     inside = code.co_filename[len(_TORCH) :]
     if inside.startswith(("distributed/tensor/", "distributed/_tensor/")):
-        return _Code.DTENSOR
+        return "dtensor"
     if inside == "distributed/distributed_c10d.py" and "object" in code.co_name:
-        return _Code.OBJECT
-    return _Code.OTHER
+        return "object"
+    return "other"
 
 
 @dataclass(slots=True)
@@ -222,7 +233,7 @@ class StackScan:
     @property
     def call_site(self) -> str:
         """``path:line`` of the caller; empty if there is none."""
-        return _call_site(self.caller)
+        return call_site_of(self.caller)
 
     def pass_module(self, frame: FrameType) -> None:
         """Note the call of a module."""
@@ -235,68 +246,76 @@ class StackScan:
 
     def pass_code(self, kind: _Code, frame: FrameType) -> None:
         """Note any other code that means something."""
-        if kind in {_Code.USER, _Code.LIBRARY}:
+        if kind in {"user", "library"}:
             known = self.caller and _kind_of(self.caller.f_code)
-            if known is None or (known is _Code.LIBRARY and kind is _Code.USER):
+            if known is None or (known == "library" and kind == "user"):
                 self.caller = frame
             is_reason = self.innermost is None and not self.is_in_engine and not self.zero_file
-            if is_reason and kind is _Code.LIBRARY and _ZERO in frame.f_code.co_filename:
+            if is_reason and kind == "library" and _ZERO in frame.f_code.co_filename:
                 self.zero_file = Path(frame.f_code.co_filename).name
         # See Note [No hooks].
         elif self.innermost is not None or self.is_in_engine:
             return
-        elif kind is _Code.STEP:
+        elif kind == "step":
             self.is_in_optimizer = True
-        elif kind is _Code.DDP:
+        elif kind == "ddp":
             self.is_from_ddp = True
-        elif kind is _Code.OBJECT:
+        elif kind == "object":
             self.is_object = True
         else:
             self.is_from_dtensor = True
-            if kind is _Code.REDISTRIBUTE and self.redistribution is None:
+            if kind == "redistribute" and self.redistribution is None:
                 self.redistribution = frame
 
 
 def scan_stack() -> StackScan:
     """Walk the whole stack once."""
-    scan = StackScan()
+    scan, known = StackScan(), _kinds.get
     below = sys._getframe(1)
+    frame: FrameType | None = below
     entry: FrameType | None = None
-    for frame in _outwards(below):
-        kind = _kinds.get(id(frame.f_code)) or _kind_of(frame.f_code)
-        if kind is _Code.MODULE:
+    while frame is not None:
+        kind = known(id(frame.f_code)) or _kind_of(frame.f_code)
+        if kind == "module":
             scan.pass_module(frame)
-        elif kind is _Code.ENGINE:
+        elif kind == "engine":
             entry = entry or below
             scan.is_in_engine = True
-        elif kind is not _Code.SKIPPED:
-            if not scan.is_in_engine:
+        elif kind != "skipped":
+            if entry is None:
                 scan.is_from_cpp = False
-            if kind is not _Code.OTHER:
+            if kind != "other":
                 scan.pass_code(kind, frame)
-        below = frame
+        below, frame = frame, frame.f_back
     scan.is_from_ddp = scan.is_from_ddp or _is_given_a_bucket(entry or below)
     return scan
 
 
 def find_call_site() -> str:
     """What `StackScan.call_site` says, by a walk up to the innermost user code alone."""
-    library, frame = None, sys._getframe(1).f_back
+    return call_site_of(find_caller())
+
+
+def find_caller() -> FrameType | None:
+    """What `StackScan.caller` is. Keep none: it keeps its tensors alive."""
+    library, passed, frame = None, _passed, sys._getframe(1).f_back
     while frame is not None:
-        kind = _kinds.get(id(frame.f_code)) or _kind_of(frame.f_code)
-        if kind is _Code.USER:
-            return _call_site(frame)
-        if kind is _Code.LIBRARY:
-            library = library or frame
+        if id(frame.f_code) not in passed:
+            kind = _kind_of(frame.f_code)
+            if kind == "user":
+                return frame
+            if kind == "library":
+                library = library or frame
         frame = frame.f_back
-    return _call_site(library)
+    return library
 
 
 # For every collective the same few places.
 _call_sites: dict[tuple[int, int], str] = {}
 
 
-def _call_site(frame: FrameType | None) -> str:
+def call_site_of(frame: FrameType | None) -> str:
+    """``path:line``; empty for None."""
     if frame is None:
         return ""
     place = id(frame.f_code), frame.f_lasti
@@ -323,8 +342,10 @@ def is_graph(module: nn.Module | None) -> bool:
     """Whether a module is a graph that the compiler made, or what the compiler calls it by."""
     # Some backends run a graph as it is, and dynamo wraps that of backward (read in torch 2.13).
     called = None if module is None else module._modules.get("_orig_mod", module)
-    if isinstance(called, graph_type()) or not isinstance(called, fx.GraphModule):
-        return isinstance(called, graph_type())
+    if not isinstance(called, fx.GraphModule):
+        return False
+    if isinstance(called, graph_type()):
+        return True
     # A pass may have made another of it, of the class of those that users trace; AOTAutograd names
     # what backward is given (read in torch 2.13).
     inputs = called.graph.find_nodes(op="placeholder")

@@ -25,6 +25,10 @@ _MARKUP: Final = re.compile(
     r"[`|<>&*\[\]\\~@#$]|:(?=[\w+-]+:)|(?<![^\W_])_|_(?![^\W_])|(?<=http):|(?<=https):|(?<=www)\."
 )
 
+# After which a long id may be broken.
+_SEPARATOR: Final = re.compile(r"(?<=[/_.:])(?!:)(?=.)")
+BREAK: Final = "<wbr>"
+
 
 def render_summary(outcomes: Outcomes, source: str = "", *, room: int = MAX_NBYTES) -> str:
     """Write the summary in at most `room` bytes; empty if its first line has no room."""
@@ -90,7 +94,8 @@ def _headline(outcomes: Outcomes) -> str:
 
 
 def _row(test: FailedTest, source: str) -> str:
-    name = f"<code>{_cell(test.nodeid)}</code>"
+    # Otherwise the id, which is the longest word, leaves no room for the cost.
+    name = f"<code>{_SEPARATOR.sub(BREAK, _cell(test.nodeid))}</code>"
     if source and test.place is not None:
         name = f'<a href="{source}/{quote(test.place.path)}#L{test.place.line}">{name}</a>'
     # The headline has the first of several changes alone.

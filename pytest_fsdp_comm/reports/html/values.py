@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
+from pytest_fsdp_comm.reports.ci.origin import Origin
 from pytest_fsdp_comm.reports.html.timeline import Timeline
+from pytest_fsdp_comm.reports.scaling import Scaling
 from pytest_fsdp_comm.reports.tree_rows import TreeRow, summary_words, tree_rows
 from pytest_fsdp_comm.tree.finding import Finding
 
@@ -66,6 +68,8 @@ class Compared:
     """Of the lowest rank; None for a recording."""
     timelines: tuple[Timeline, ...] = ()
     """By their lowest rank; empty for a tree."""
+    padding_nbytes: int | None = None
+    """As `comm.padding.padding_nbytes`, of the lowest rank; None for a tree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,8 @@ class Result:
     problem: str = ""
     """The report of its failure, perhaps without the beginning; empty if it did not fail."""
     message: str = ""
+    address: str = ""
+    """Where the hosting service shows the test; empty if unknown."""
     record: Record = Record()
 
 
@@ -108,3 +114,6 @@ class Run:
     command: str = ""
     made_at: str = ""
     """Date and time, as they are shown."""
+    origin: Origin = field(default_factory=Origin)
+    scalings: tuple[Scaling, ...] = ()
+    """Of each value that was simulated at several world sizes."""

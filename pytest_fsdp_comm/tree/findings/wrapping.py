@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from pytest_fsdp_comm.tree.facts import itemsize
+from pytest_fsdp_comm.text.nbytes import itemsize
 from pytest_fsdp_comm.tree.findings.settings import Thresholds
 from pytest_fsdp_comm.tree.model import ShardTree
 

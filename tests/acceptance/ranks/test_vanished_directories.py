@@ -198,7 +198,7 @@ make_template = runner.RankTemplate
 
 def make_slowly(*arguments, **more):
     pathlib.Path("preparing").touch()
-    time.sleep(3)
+    time.sleep(8)
     return make_template(*arguments, **more)
 
 runner.RankTemplate = make_slowly

@@ -51,11 +51,7 @@ REDUCES = [
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        pytest.param(
-            "FULL_SHARD",
-            [*forward(), *BACKWARD_GATHERS, *REDUCES],
-            marks=pytest.mark.upstream,
-        ),
+        ("FULL_SHARD", [*forward(), *BACKWARD_GATHERS, *REDUCES]),
         ("SHARD_GRAD_OP", [*forward(), *REDUCES]),
         ("NO_SHARD", [line.replace("reduce_scatter", "all_reduce") for line in REDUCES]),
     ],

@@ -18,16 +18,16 @@ def commands(monkeypatch):
     """The commands that the program would run."""
     calls = []
     for name in (
-        "show.run",
-        "compare.run_diff",
-        "accept.run",
-        "audit.run",
-        "report.run",
-        "trace.run",
+        "command_line.show.run",
+        "command_line.compare.run_diff",
+        "command_line.accept.run",
+        "command_line.audit.run",
+        "command_line.report.run",
+        "command_line.trace.run",
+        "command_line.write_test.run",
+        "record.run",
     ):
-        monkeypatch.setattr(
-            f"pytest_fsdp_comm.command_line.{name}", lambda options: calls.append(options) or 0
-        )
+        monkeypatch.setattr(f"pytest_fsdp_comm.{name}", lambda options: calls.append(options) or 0)
     return calls
 
 
@@ -41,7 +41,17 @@ def test_every_command_has_its_place_on_the_page(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     listed = set(re.findall(r"^    ([a-z-]+)\b", capsys.readouterr().out, re.MULTILINE))
-    assert {"show", "diff", "accept", "audit", "report", "trace", "git-diff"} == listed
+    assert {
+        "show",
+        "diff",
+        "accept",
+        "audit",
+        "report",
+        "trace",
+        "record",
+        "test",
+        "git-diff",
+    } == listed
     for name in listed:
         assert f"fsdp-comm {name}" in PAGE
         # Each says how it ends and what it takes.

@@ -16,7 +16,7 @@ def test_artifacts_become_pages_with_the_story_of_each_test(write, fsdp_comm, pr
     pages = [page.read_text() for page in (project / "pages/tests").iterdir()]
     assert len(pages) == 2
     assert any("layers: 3 -&gt; 4 modules" in page for page in pages)
-    index = (project / "pages/index.html").read_text()
+    index = (project / "pages/index.html").read_text().replace("<wbr>", "")
     assert "test_x.ws8" in index
     assert "test_new.ws8" in index
 

@@ -11,8 +11,8 @@ from torch.distributed import distributed_c10d
 
 from pytest_fsdp_comm.errors import FsdpCommError, UpstreamChangedError
 from pytest_fsdp_comm.ranks.rank.process_group import (
-    _join_fake_group,
     empty_compiler_caches,
+    join_fake_group,
     join_group,
 )
 
@@ -68,7 +68,7 @@ def test_what_is_registered_for_the_exit_is_noticed(register, found):
 def test_torch_lists_all_groups_and_names_each_unit():
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    _join_fake_group(0, 2)
+    join_fake_group(0, 2)
     try:
         ((group, ranks),) = distributed_c10d._world.pg_group_ranks.items()
         assert sorted(ranks) == [0, 1]
@@ -82,7 +82,7 @@ def test_torch_lists_all_groups_and_names_each_unit():
 def test_a_fake_group_that_moved_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
     with pytest.raises(UpstreamChangedError) as caught:
-        _join_fake_group(0, 2)
+        join_fake_group(0, 2)
     assert str(caught.value) == (
         f"torch {metadata.version('torch')} no longer has "
         "torch.testing._internal.distributed.fake_pg.FakeStore, which the fake backend relies on; "
@@ -92,7 +92,7 @@ def test_a_fake_group_that_moved_is_named(monkeypatch):
 
 
 def test_a_group_from_before_the_ranks_is_refused_with_the_remedy():
-    _join_fake_group(0, 2)
+    join_fake_group(0, 2)
     try:
         with pytest.raises(FsdpCommError) as caught:
             join_group(None)

@@ -21,6 +21,7 @@ mesh x=2x2 stride 8x1
 mesh cp=3 ranks 0,3,5 | 1,2,4
 ranks 0-55:8/16
 async unknown
+answered 1.0 to train:make.<locals>.Model.forward (item)
 backward (no-module) unknown:foo[] x1 of 64 B
 outside (no-module) all_to_all[] x1 of unknown size float32
 forward a.{0..3} all_gather[dp.post_forward] x2 of float32 activations, x1 of objects ranks 0,2-3

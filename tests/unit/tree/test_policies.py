@@ -2,7 +2,8 @@
 
 import pytest
 
-from pytest_fsdp_comm.tree.facts import UnitFacts, itemsize, policy_change
+from pytest_fsdp_comm.text.nbytes import itemsize
+from pytest_fsdp_comm.tree.facts import UnitFacts, policy_change
 
 
 def unit(policy, kind="fsdp1", **changes):

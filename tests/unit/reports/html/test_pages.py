@@ -10,6 +10,7 @@ from report_values import KIB, compared, profile_of, read, record_step, result
 
 from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.events import Source
+from pytest_fsdp_comm.reports.ci.origin import Origin
 from pytest_fsdp_comm.reports.html import pages
 from pytest_fsdp_comm.reports.html.modules import module_table
 from pytest_fsdp_comm.reports.html.pages import MAX_PAGE, page_name, render_pages, status_of
@@ -125,6 +126,31 @@ def test_an_index_without_tests_of_the_plugin_explains_itself():
     check_page(index)
     assert not tests
     assert "No test ran that records or compares communication." in index
+
+
+def test_commit_branch_and_line_are_linked_and_ids_break_at_their_separators():
+    one = replace(
+        result(compared(record_step(2), record_step(3))),
+        nodeid="tests/test_a.py::test_step[ws-4]",
+        address="https://host/r/blob/abcdef/tests/test_a.py#L7",
+    )
+    origin = Origin(commit="abcdef" * 4, branch="<b>faster", address="https://host/r")
+    index, tests = pages_of(one, origin=origin)
+    check_page(index, elsewhere=[origin.commit_address])
+    assert f'<a href="{origin.commit_address}">abcdefabcdef</a> of &lt;b&gt;faster</p>' in index
+    assert "test_<wbr>step[<wbr>ws-<wbr>4]</a>" in index
+    (page,) = tests.values()
+    check_page(page, elsewhere=[one.address])
+    assert f'<a href="{one.address}">tests/<wbr>test_<wbr>a.<wbr>py</a>' in page
+
+
+def test_both_sides_of_a_changed_number_have_a_label():
+    old, new = record_step(2), record_step(2, steps=2)
+    index, tests = pages_of(result(compared(old, new)))
+    (row,) = re.findall(r'<td role="cell" class="n" data-label="Bytes">(.*?)</td>', index)
+    assert re.fullmatch(r'<b class="delta more">\+100 %</b><small>before .*<small>after .*', row)
+    (page,) = tests.values()
+    assert re.search(r"≠ [0-9.]+ .iB</b><small>now; before [0-9.]+ .iB</small>", page)
 
 
 def test_a_page_without_a_recording_explains_itself():

@@ -1,0 +1,139 @@
+"""What a simulated rank of a real model costs, and what recording it adds.
+
+    python benchmarks/simulation.py [--cases 8b hsdp ...] [--turns 3]
+
+Each step runs in a process of its own, in turn with and without a recording, on the fake group and
+with tensors that have no memory. Measured are CPU seconds without imports, from the building of the
+model to the end of the step, and the most memory that the process has had. Printed are medians of
+all turns with their range; "adds" is the median of the ratios of each turn, less 1. Exponents are
+those of CPU seconds over ranks and over layers, between the first and the last of each series.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import math
+import resource
+import statistics
+import sys
+import time
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from figures import keep
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pytest_fsdp_comm import CommMode
+from pytest_fsdp_comm.simulation.world import simulated
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+layouts = importlib.import_module("layouts")
+
+# Configuration, mesh, layers (0: all), and the most seconds and MiB that it may take.
+CASES: dict[str, tuple[str, dict[str, int], int, float, float]] = {
+    "8b": ("LLAMA_3_8B", {"dp": 8192}, 0, 6, math.inf),
+    "hsdp 8 layers": ("LLAMA_3_8B", {"replicate": 128, "shard": 64}, 8, 6, math.inf),
+    "hsdp": ("LLAMA_3_8B", {"replicate": 128, "shard": 64}, 0, 6, math.inf),
+    "70b": ("LLAMA_3_70B", {"dp": 1024, "tp": 8}, 0, 13, 550),
+    "405b": ("LLAMA_3_405B", {"dp": 16384}, 0, 22, 400),
+}
+SERIES = {
+    "ranks": [(size, {"dp": size}, 8) for size in (8, 64, 512, 4096, 16384)],
+    "layers": [(layers, {"dp": 8192}, layers) for layers in (8, 16, 32)],
+}
+ADDED_LIMIT = 0.2
+EXPONENT_LIMITS = {"ranks": 0.05, "layers": 1}
+
+
+def main() -> None:
+    """Measures the cases, then the series."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cases", nargs="*", choices=[*CASES], default=[*CASES])
+    parser.add_argument("--turns", type=int, default=3)
+    options = parser.parse_args()
+    print(f"torch {torch.__version__}; recording may add {ADDED_LIMIT} of the bare step")
+    titles = ("CPU s", "range", "may be", "bare", "adds", "MiB", "may be")
+    widths = (8, 14, 8, 8, 8, 8, 8)
+    columns = (f"{title:>{width}}" for title, width in zip(titles, widths, strict=True))
+    print(f"{'':16}{''.join(columns)}")
+    for name in options.cases:
+        config, mesh, layers, most_s, most_mib = CASES[name]
+        _show(name, _measured(config, mesh, layers, options.turns), most_s, most_mib)
+    for name, series in SERIES.items():
+        seconds = []
+        for size, mesh, layers in series:
+            turns = _measured("LLAMA_3_8B", mesh, layers, options.turns)
+            _show(f"{size} {name}", turns, math.inf, math.inf)
+            seconds.append(statistics.median(turn[1][0] for turn in turns))
+        exponent = math.log(seconds[-1] / seconds[0]) / math.log(series[-1][0] / series[0][0])
+        print(f"exponent over {name}: {exponent:.2f}, may be {EXPONENT_LIMITS[name]}")
+        keep(f"exponent over {name}", [exponent], most=EXPONENT_LIMITS[name])
+
+
+_Turn = tuple[tuple[float, float], tuple[float, float]]
+"""Of the bare step and of the recorded one, CPU seconds and MiB."""
+
+
+def _measured(config: str, mesh: dict[str, int], layers: int, turns: int) -> list[_Turn]:
+    return [
+        (_spawned(config, mesh, layers, False), _spawned(config, mesh, layers, True))  # noqa: FBT003  # as multiprocessing passes them
+        for _ in range(turns)
+    ]
+
+
+def _spawned(*case: Any) -> tuple[float, float]:
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run, args=(theirs, *case))
+    process.start()
+    found: tuple[float, float] = ours.recv()
+    process.join()
+    return found
+
+
+def _run(pipe: Any, config: str, mesh: dict[str, int], layers: int, is_recorded: bool) -> None:
+    torch.set_num_threads(1)
+    wanted = copy(getattr(layouts, config))
+    wanted.num_hidden_layers = layers or wanted.num_hidden_layers
+    importlib.import_module("transformers.models.llama.modeling_llama")
+    dist.init_process_group("fake", rank=0, world_size=math.prod(mesh.values()), store=FakeStore())
+    started = time.process_time()
+    with simulated(answers=True):
+        made = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+        model = layouts.build(wanted, made)
+        optimizer = torch.optim.AdamW(model.parameters())
+        mode = CommMode(trace_operations=False)
+        with mode(model) if is_recorded else contextlib.nullcontext():
+            layouts.train_step(model, optimizer)
+        assert not is_recorded or mode.events, "nothing was recorded"
+    seconds = time.process_time() - started
+    pipe.send((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
+
+
+def _show(name: str, turns: list[_Turn], most_s: float, most_mib: float) -> None:
+    bare, recorded = zip(*turns, strict=True)
+    seconds = [turn[0] for turn in recorded]
+    ratios = [mine[0] / other[0] for other, mine in turns]
+    added = statistics.median(ratios) - 1
+    if name in CASES:
+        keep(f"{name}: recorded", ratios, most=1 + ADDED_LIMIT)
+        keep(f"{name}: CPU s", seconds, most=most_s)
+        keep(f"{name}: MiB", [turn[1] for turn in recorded], most=most_mib)
+    mib = max(turn[1] for turn in recorded)
+    spread = f"{min(seconds):.1f} to {max(seconds):.1f}"
+    print(
+        f"{name:16}{statistics.median(seconds):8.1f}{spread:>14}{most_s:8.0f}"
+        f"{statistics.median(turn[0] for turn in bare):8.1f}{added:8.2f}{mib:8.0f}{most_mib:8.0f}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""``fsdp-comm test``: from a recording of a script, the test that guards it, and its snapshots."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from pytest_fsdp_comm.comm.json import load_run
+from pytest_fsdp_comm.command_line.documents import read_document, read_json
+from pytest_fsdp_comm.command_line.project import find_project
+from pytest_fsdp_comm.command_line.terminal import SAME
+from pytest_fsdp_comm.errors import FsdpCommError
+from pytest_fsdp_comm.snapshots.names import SUFFIX, basename, written_module
+from pytest_fsdp_comm.text.paths import anchor_of, show_path
+
+if TYPE_CHECKING:
+    import argparse
+
+    from pytest_fsdp_comm.comm.json import ScriptRun
+    from pytest_fsdp_comm.snapshots.documents import Profile
+
+_TEST: Final = '''"""Guards what a training step of {script} sends, and how its model is sharded."""
+
+{imports}
+from pytest_fsdp_comm import record_script
+
+
+@pytest.mark.distributed({marks})
+def {name}(comm_mode, fsdp_tree, comm_snapshot):
+    model = record_script(
+        comm_mode,
+{given}    )
+    assert {{"comm": comm_mode, "tree": fsdp_tree(model)}} == comm_snapshot
+'''
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run ``fsdp-comm test``."""
+    recording = Path(options.recording)
+    tree = recording.with_suffix(f".tree{SUFFIX}")
+    ran = None
+    if recording.suffix == ".json" and isinstance(read_json(recording, where=str(recording)), list):
+        ran = load_run(recording.read_text(encoding="utf-8"))
+    if ran is None or not tree.is_file() or ran.first_step != ran.last_step:
+        raise FsdpCommError(
+            f"{recording}: expected a recording of one step of a script, with {tree.name} beside "
+            "it, as fsdp-comm record --out step.comm train.py writes them"
+        )
+    comm = read_document(recording)
+    name = Path(ran.script).stem.replace(".", "_").replace("-", "_")
+    test = Path(options.output or f"test_{name}.py").absolute()
+    project = find_project(test.parent)
+    # As the options of a test have it.
+    anchor = anchor_of(project.snapshot_dir, project.root)
+    folder = project.snapshot_dir / written_module(test, anchor)
+    variant = f"ws{comm.profile.world_size}"
+    files = {
+        test: _source(ran, test, f"test_{name}", comm.profile),
+        folder / f"{basename(f'test_{name}', variant, 0)}{SUFFIX}": comm,
+        folder / f"{basename(f'test_{name}', variant, 'tree')}{SUFFIX}": read_document(tree),
+    }
+    for file in files:
+        if file.exists():
+            raise FsdpCommError(f"{show_path(file)} exists; -o names another test, or remove it")
+    for file, text in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    print(f"{show_path(test)}: review it and {show_path(folder)}, then run pytest")  # noqa: T201  # a program's output
+    return SAME
+
+
+def _source(ran: ScriptRun, test: Path, name: str, profile: Profile) -> str:
+    marks = [f"world_size={profile.world_size}"]
+    if profile.recorded_ranks:  # of one simulated rank
+        marks += ["simulate=True", f"ranks={[*profile.recorded_ranks]}"]
+    path = Path(ran.script).absolute()
+    imports, script = "import pytest\n", _quoted(ran.script)
+    if not ran.is_module and _has_main(path) and path.parent == test.parent:
+        imports, script = f"{imports}import {path.stem}\n", f"{path.stem}.main"
+    elif not ran.is_module:
+        imports = f"from pathlib import Path\n\n{imports}"
+        script = f"str(Path(__file__).parent / {_quoted(os.path.relpath(path, test.parent))})"
+    given = [script, *map(_quoted, ran.arguments), f"step={ran.first_step}"]
+    given += ["is_module=True"] * ran.is_module
+    return _TEST.format(
+        script=path.name,
+        imports=imports,
+        marks=", ".join(marks),
+        name=name,
+        given="".join(f"        {one},\n" for one in given),
+    )
+
+
+def _quoted(text: str) -> str:
+    """As formatters write it."""
+    shown = repr(text)
+    return shown if '"' in shown else f'"{shown[1:-1]}"'
+
+
+def _has_main(path: Path) -> bool:
+    """Whether a script that can be imported has a function ``main`` that needs no arguments."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError) as problem:
+        raise FsdpCommError(
+            f"{path} cannot be read: {problem}; run this where it was recorded"
+        ) from None
+    guarded = any(isinstance(one, ast.If) and "__main__" in ast.dump(one.test) for one in body)
+    return guarded and any(
+        isinstance(one, ast.FunctionDef)
+        and one.name == "main"
+        and len(one.args.args) == len(one.args.defaults)
+        and path.stem.isidentifier()
+        for one in body
+    )

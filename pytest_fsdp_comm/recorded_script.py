@@ -1,0 +1,133 @@
+"""The part of ``fsdp-comm record`` that runs once the script has imported torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_fsdp_comm.comm.json import join_recordings, load_recordings
+from pytest_fsdp_comm.command_line.documents import merge_recordings
+from pytest_fsdp_comm.command_line.stories import summary_lines
+from pytest_fsdp_comm.errors import FsdpCommError, IncompleteRecordingError
+from pytest_fsdp_comm.recording.comm_mode import CommMode, publish
+from pytest_fsdp_comm.recording.mesh_axes import own_world
+from pytest_fsdp_comm.recording.rank_files import RankFiles
+from pytest_fsdp_comm.recording.script import too_short
+from pytest_fsdp_comm.recording.steps import StepRecorder, check_steps
+from pytest_fsdp_comm.sharding.capture import capture_tree
+from pytest_fsdp_comm.snapshots.documents import SnapshotText
+from pytest_fsdp_comm.text.codec import from_json, to_json
+from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.tree.facts import TreeFacts, tree_facts
+from pytest_fsdp_comm.tree.profile import merge as merge_trees
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pytest_fsdp_comm.comm.json import ScriptRun
+    from pytest_fsdp_comm.comm.profile import CommProfile
+
+_TIMEOUT_S: Final = 60.0
+
+
+class RecordedScript:
+    """Has steps of this process recorded; one rank writes what all ranks recorded."""
+
+    def __init__(self, run: ScriptRun, out: Path) -> None:
+        """Prepare to write beside `out`; RecordingError for steps that cannot be recorded."""
+        check_steps(run.first_step, run.last_step)
+        self._run, self._out = run, out
+        self._json, self._tree = out.with_suffix(".json"), out.with_suffix(".tree.comm")
+        self._files, self._tree_files = RankFiles(self._json), RankFiles(self._tree)
+        self._rank, self._num_ranks, backend = own_world()
+        # One simulated rank is alone, whichever it is.
+        self._is_fake = backend == "fake"
+        self._is_writer = self._is_fake or self._rank == 0
+        if self._is_writer:
+            self._files.clear()
+            self._tree_files.clear()
+        self._mode = CommMode(trace_operations=False)
+        self._recorder = StepRecorder(
+            self._mode, run.first_step, run.last_step, ended=self._ended, progress=self._show
+        )
+        self._writing: threading.Thread | None = None
+        self._problem: FsdpCommError | None = None
+
+    def has_ended_with(self, optimizer: Any) -> bool:
+        """Note a step of an optimizer; whether all steps to record have ended."""
+        self._recorder(optimizer)
+        return self._recorder.is_done
+
+    def _ended(self) -> None:
+        recording, models = self._mode.recording, self._recorder.models
+        if not (recording.backend or recording.collectives):
+            raise FsdpCommError(
+                "the script trained without a process group in this process, so nothing could be "
+                "sent; start its ranks: fsdp-comm record --nproc 4 train.py"
+            )
+        publish(recording, self._files)
+        facts = tree_facts(capture_tree(models)) if models else None
+        self._tree_files.publish(self._rank, json.dumps(to_json(facts)))
+        if self._is_writer:
+            # The script does not wait for it.
+            self._writing = threading.Thread(target=self._write)
+            self._writing.start()
+
+    def _write(self) -> None:
+        try:
+            num_ranks = 1 if self._is_fake else self._num_ranks
+            texts, trees = (
+                files.collect(num_ranks, timeout_s=_TIMEOUT_S)
+                for files in (self._files, self._tree_files)
+            )
+            joined = join_recordings(texts, self._run)
+            self._json.write_text(joined, encoding="utf-8")
+            comm = merge_recordings(load_recordings(joined))
+            self._out.write_text(SnapshotText.of(comm, where=str(self._out)), encoding="utf-8")
+            said = "; ".join(summary_lines(comm))
+            written = [self._out, self._json, *self._write_tree(trees, comm)]
+            names = ", ".join(map(show_path, written))
+            self._say(f"{self._run.steps} of {self._run.script}: {said}. Wrote {names}")
+            for note in dict.fromkeys((*comm.notes, *self._recorder.notes)):
+                self._say(f"note: {note}")
+            gaps = [gap.text for gap in comm.gaps]
+            if gaps:
+                text = f"the recording is incomplete: {'; '.join(gaps)}"
+                self._problem = IncompleteRecordingError(text)
+        except FsdpCommError as problem:
+            self._problem = problem
+        except Exception as problem:  # noqa: BLE001  # such as OSError
+            self._problem = FsdpCommError(f"cannot write {self._out}: {problem}")
+
+    def _write_tree(self, trees: dict[int, str], comm: CommProfile) -> list[Path]:
+        if "null" in trees.values():
+            self._recorder.notes.append("no tree: the optimizers' parameters are of no one model")
+            return []
+        facts = {text: from_json(TreeFacts, json.loads(text)) for text in {*trees.values()}}
+        profile = merge_trees(
+            {rank: facts[text] for rank, text in trees.items()},
+            backend=comm.backend,
+            torch_version=comm.torch_version,
+        )
+        text = SnapshotText.of(profile, where=str(self._tree))
+        self._tree.write_text(text, encoding="utf-8")
+        return [self._tree]
+
+    def _show(self, count: int) -> None:
+        if self._is_writer and sys.stderr.isatty():
+            sys.stderr.write(f"\rfsdp-comm: step {count} of {self._run.last_step}\r")
+            sys.stderr.flush()
+
+    def _say(self, text: str) -> None:
+        print(f"fsdp-comm: {text}", file=sys.stderr)  # noqa: T201  # standard output is the script's
+
+    def finish(self) -> FsdpCommError | None:
+        """Wait until all is written; what went wrong, if anything did."""
+        if self._writing is not None:
+            self._writing.join()
+        if not self._recorder.is_done:
+            self._recorder.close()
+            return too_short(self._recorder.count, self._run.last_step)
+        return self._problem

@@ -1,0 +1,104 @@
+"""Runs a training script as Python would, and calls back after each step of an optimizer."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib.util
+import os
+import runpy
+import sys
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.text.counts import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from importlib.machinery import ModuleSpec
+
+_OPTIMIZER: Final = "torch.optim.optimizer"
+
+
+class ScriptEnded(SystemExit):
+    """Ends a script whose steps are recorded; no ``except Exception`` of its own catches it."""
+
+
+@contextlib.contextmanager
+def optimizer_steps(stepped: Callable[..., None]) -> Iterator[None]:
+    """Have `stepped` called with an optimizer after each of its steps, while the block runs."""
+    # Before the script does, torch must not be imported: a script may set what torch reads then.
+    handles: list[Any] = []
+
+    def register(module: Any) -> None:
+        handles.append(module.register_optimizer_step_post_hook(lambda own, *_: stepped(own)))
+
+    finder = _OnImport(_OPTIMIZER, register)
+    if _OPTIMIZER in sys.modules:
+        register(sys.modules[_OPTIMIZER])
+    else:
+        sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+
+class _OnImport(MetaPathFinder):
+    """Calls back when a module has been imported."""
+
+    def __init__(self, name: str, imported: Callable[[Any], None]) -> None:
+        self._name, self._imported = name, imported
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002  # as it is called
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                self._imported(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one loader
+        return spec
+
+
+def run_script(
+    script: str | Callable[[], object], arguments: Sequence[str], *, is_module: bool = False
+) -> None:
+    """Run a script, a module (as ``python -m``) or a function, with arguments of its own."""
+    argv, path, main = sys.argv, [*sys.path], sys.modules["__main__"]
+    sys.argv = [script if isinstance(script, str) else argv[0], *arguments]
+    try:
+        if not isinstance(script, str):
+            script()
+        elif is_module:
+            sys.path[0] = os.getcwd()  # noqa: PTH109  # as python -m
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(script).resolve().parent)
+            # As the interpreter does: runpy.run_path would change sys.argv[0], or not __file__.
+            file = str(Path(script).absolute())
+            sys.modules["__main__"] = module = ModuleType("__main__")
+            vars(module).update(__file__=file, __builtins__=builtins, __cached__=None)
+            exec(compile(Path(file).read_bytes(), file, "exec"), vars(module))  # noqa: S102  # it is what runs
+    finally:
+        sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
+
+
+def too_short(count: int, last: int) -> RecordingError:
+    """Say that a script ended before the step that was asked for."""
+    return RecordingError(
+        f"the script ended after {counted(count, 'step')} of optimizers in this process, before "
+        f"step {last} did: let it run longer, or, if it starts processes or has no optimizer of "
+        "torch.optim, record in the script itself: with CommMode().saving(model, 'step.json'):"
+    )

@@ -1,0 +1,231 @@
+"""Records steps of a training program, each from the end of one optimizer step to the next."""
+
+# Note [Steps of a program]
+# A step of training ends where its optimizer has stepped: all micro-batches of an accumulation
+# belong to it. Which of several optimizers step together is learned where one of them steps again
+# and the others have not, so that the first step is never recorded. A step that a GradScaler skips
+# is none. Optimizers that step within backward (one for each parameter) have no end that the code
+# around backward shares, and are refused.
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning, printable
+from pytest_fsdp_comm.recording.active import patched
+from pytest_fsdp_comm.recording.script import ScriptEnded, optimizer_steps, run_script, too_short
+from pytest_fsdp_comm.text.counts import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from pytest_fsdp_comm.recording.comm_mode import CommMode
+
+FIRST: Final = 3
+"""The first step that can be recorded: the others tell where it begins."""
+
+
+def check_steps(first: int, last: int) -> None:
+    """Refuse steps that cannot be recorded."""
+    if not FIRST <= first <= last:
+        raise RecordingError(
+            f"expected steps from {FIRST} on, such as {FIRST} or {FIRST}-{FIRST + 1}, got "
+            f"{first if first == last else f'{first}-{last}'}; the ones before show which "
+            "optimizers step together, and send what only first steps do"
+        )
+
+
+class StepRecorder:
+    """Told of each step of an optimizer, records some steps. See Note [Steps of a program]."""
+
+    def __init__(
+        self,
+        mode: CommMode,
+        first: int,
+        last: int,
+        *,
+        ended: Callable[[], None],
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Prepare to record from step `first` to `last`, to call `ended` then, which may raise."""
+        self._mode, self._first, self._last = mode, first, last
+        self._ended, self._progress = ended, progress
+        self.models: list[nn.Module] = []
+        """Whose steps were recorded."""
+        self.notes: list[str] = []
+        self.count = 0
+        """Steps that have ended."""
+        self.is_done = False
+        self._is_recording = self._is_skipped = False
+        # By identity, the optimizers that step together, and those since the last step ended.
+        self._together: dict[int, torch.optim.Optimizer] = {}
+        self._stepped: dict[int, torch.optim.Optimizer] = {}
+        self._others: dict[int, torch.optim.Optimizer] = {}
+        self._num_calls = 0
+        self._undo = contextlib.ExitStack()
+        scaler = torch.amp.GradScaler
+        self._undo.enter_context(patched(scaler, "step", self._around_scaler(scaler.step)))
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *, is_skipped: bool = False) -> None:
+        """An optimizer has stepped, or a scaler has skipped its step."""
+        if self.is_done:
+            return
+        self._num_calls += 1
+        self._is_skipped |= is_skipped
+        if id(optimizer) in self._stepped:
+            self._together, self._stepped = self._stepped, {}
+            self._is_skipped |= self._is_recording  # it began within a step
+            self.count += 1
+        self._stepped[id(optimizer)] = optimizer
+        if self._together and self._together.keys() <= self._stepped.keys():
+            self._end_step()
+
+    def _end_step(self) -> None:
+        if self._is_recording:
+            self._others |= {
+                key: own for key, own in self._stepped.items() if key not in self._together
+            }
+        self._stepped, is_skipped, self._is_skipped = {}, self._is_skipped, False
+        self.count = (
+            self._first - 1 if is_skipped and self._is_recording else self.count + (not is_skipped)
+        )
+        self._progress(self.count)
+        if self._is_recording and (is_skipped or self.count == self._last):
+            self.close()
+            if is_skipped:
+                _ = self._mode.recording  # looked at: a comparison takes the next block alone
+            else:
+                if self._others:
+                    self.notes.append(_of_others([*self._others.values()]))
+                self.is_done = True
+                self._undo.close()
+                self.models = self.models or self._mode.models
+                self._ended()
+                return
+        if not self._is_recording and self.count == self._first - 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        if torch._C._current_graph_task_id() != -1:  # read in torch 2.7 to 2.15
+            raise RecordingError(
+                "expected optimizers that step after backward, but they step within it, where no "
+                "step of training ends; record a step in the script itself: "
+                "with CommMode().saving(model, 'step.json'):"
+            )
+        self.models = _holding(self._together.values())
+        try:
+            if self.models:  # otherwise names are by what runs
+                self._mode(self.models)
+        except RecordingError:  # no parts of one model
+            self.models = [nn.ModuleList(self.models)]
+            self._mode(self.models)
+        self._mode.__enter__()
+        self._is_recording = True
+
+    def close(self) -> None:
+        """Stop recording, if it does."""
+        if self._is_recording:
+            self._is_recording = False
+            # The gaps stay with the recording, where warnings are errors too.
+            with contextlib.suppress(UnseenCollectivesWarning):
+                self._mode.__exit__(None, None, None)
+
+    def _around_scaler(self, original: Any) -> Any:
+        def step(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before = self._num_calls
+            result = original(scaler, optimizer, *args, **kwargs)
+            if self._num_calls == before:
+                self(optimizer, is_skipped=True)
+            return result
+
+        return step
+
+
+def _of_others(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    names = ", ".join(sorted({printable(type(one).__name__) for one in optimizers}))
+    return (
+        f"{counted(len(optimizers), 'optimizer')} ({names}) stepped in the recorded steps, and not "
+        "in each step before; record as many steps as their cycle has: --step 3-7"
+    )
+
+
+def _holding(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Module]:
+    """The outermost modules that hold parameters of optimizers, in the optimizers' order."""
+    held = (one for own in optimizers for group in own.param_groups for one in group["params"])
+    places = {id(one): place for place, one in enumerate(held)}
+    # By the type: what isinstance() asks of a proxy may run code.
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    built = [module for module in modules if "_modules" in vars(module)]
+    inner = {id(child) for module in built for child in module._modules.values()}
+    first: dict[int, nn.Module] = {}
+    for module in built:
+        found = [places[id(one)] for one in module.parameters() if id(one) in places]
+        if found and id(module) not in inner:
+            first.setdefault(min(found), module)
+    return [module for _, module in sorted(first.items())]
+
+
+@contextlib.contextmanager
+def keeping_group() -> Iterator[None]:
+    """Have a script use the process group that there is, instead of making and destroying one."""
+    with contextlib.ExitStack() as undo:
+        for holder in (dist, distributed_c10d):
+            for name in ("init_process_group", "destroy_process_group"):
+                undo.enter_context(patched(holder, name, lambda *_, **__: None))
+        yield
+
+
+def leave_group() -> None:
+    """Destroy the process group of a script that was ended before it could itself."""
+    # Threads of gloo that are still there when the process ends may abort it.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def record_script(
+    comm_mode: CommMode,
+    script: str | Callable[[], object],
+    *arguments: str,
+    step: int = FIRST,
+    is_module: bool = False,
+) -> nn.Module | list[nn.Module]:
+    """Run a training script until one of its steps has ended, and record that step.
+
+    The script runs as ``__main__`` on every rank, with the process group of the test in place of
+    its own. A step is from the end of one step of its optimizers to the end of the next.
+
+    Args:
+        comm_mode: The fixture, which then has the recording.
+        script: Its path, or a function without arguments that trains.
+        arguments: Those of its command line.
+        step: Which step to record, from 3 on.
+        is_module: Whether `script` is the name of a module, as after ``python -m``.
+
+    Returns:
+        The model that was trained, for ``fsdp_tree``: a list of its parts if they are several, a
+        ``ModuleList`` of several models, in the order of their optimizers.
+
+    Raises:
+        RecordingError: The script ended before that step did.
+    """
+    check_steps(step, step)
+
+    def end() -> None:
+        raise ScriptEnded(0)
+
+    recorder = StepRecorder(comm_mode, step, step, ended=end)
+    with keeping_group(), optimizer_steps(recorder), contextlib.suppress(ScriptEnded):
+        try:
+            run_script(script, arguments, is_module=is_module)
+        finally:
+            recorder.close()
+    if not recorder.is_done:
+        raise too_short(recorder.count, step)
+    return recorder.models[0] if len(recorder.models) == 1 else recorder.models

@@ -1,0 +1,322 @@
+"""Code that says "cuda", where no GPU is visible: answered as cuda, executed on the CPU."""
+
+# Note [Cuda without CUDA]
+# What is to be on cuda reaches `values.SimulatedTensors`, which has the CPU do it and marks the
+# memory that it fills; what an operation makes of marked memory is marked. Users' code reads cuda
+# of marked tensors, and what `torch.cuda` says of a GPU; torch's own code reads the truth, so that
+# it sends what it sends on the CPU. Patched are only what refuses before any operation runs, and
+# what is read back. Read in torch 2.7, 2.13 and 2.15.
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections import defaultdict
+from itertools import product
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, Self, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
+from torch.distributed.tensor import DTensor
+
+from pytest_fsdp_comm.recording.active import patched
+from pytest_fsdp_comm.recording.owners.stack import asks_for_user, find_call_site
+from pytest_fsdp_comm.recording.value_dependence import note_answer
+from pytest_fsdp_comm.simulation.values import CPU, SimulationError, mark, mark_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+_H100: Final = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    major=9,
+    minor=0,
+    total_memory=80 * 2**30,
+    multi_processor_count=132,
+    warp_size=32,
+)
+_NOTHING: Final = (
+    *("empty_cache", "init", "ipc_collect", "synchronize", "set_sync_debug_mode"),
+    *("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"),
+    *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
+    *("reset_accumulated_memory_stats", "set_per_process_memory_fraction", "set_stream"),
+)
+"""Functions that change nothing that a simulated rank has."""
+_MEMORY: Final = tuple(
+    f"{most}memory_{what}" for most in ("", "max_") for what in ("allocated", "reserved", "cached")
+)
+_ENDINGS: Final = ("", "_index", "_idx")
+"""Of the functions for the number of a device, in `torch.cuda` and `torch.accelerator`."""
+_IDLE: Final = (
+    *("Stream", "Event", "StreamContext", "stream", "device", "device_of"),
+    *("current_stream", "default_stream"),
+)
+_TO: Final = torch.Tensor.to
+_AUTOCAST: Final = tuple(
+    f"{verb}_autocast_{what}"
+    for verb, what in (("is", "enabled"), ("set", "enabled"), ("get", "dtype"), ("set", "dtype"))
+)
+
+
+class _Idle:
+    """A stream, an event, or a block that selects a stream or a device: nothing waits."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Take what torch's take."""
+        self.device = _current()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        """It is done."""
+        return True
+
+    def record_event(self, event: _Idle | None = None) -> _Idle:
+        """Give the event."""
+        return event or _Idle()
+
+    def elapsed_time(self, _: _Idle) -> float:
+        """A number of milliseconds that nobody knows."""
+        return cast("float", _state.answer(1.0, "elapsed_time"))
+
+    def record(self, *_: Any) -> None:
+        """Nothing runs."""
+
+    synchronize = wait = wait_event = wait_stream = record
+
+
+class _State:
+    """What code of this process has said of devices."""
+
+    answers = True
+    index = 0
+    has_mesh = False
+
+    def answer(self, value: Any, how: str) -> Any:
+        """Answer for a GPU that nobody has, or refuse."""
+        if not self.answers:
+            raise SimulationError(
+                f"{find_call_site()} asks for {how}, which a simulated rank has no GPU to know: "
+                "let a number of the configuration decide in its place, or use simulate=True"
+            )
+        shown = "H100" if value is _H100 else value or 0
+        note_answer(str(shown).replace(" ", ""), how, of_process=True)
+        return value
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def cuda_on_cpu(*, answers: bool) -> Iterator[None]:
+    """Have code that says "cuda" run on the CPU; nothing changes where a GPU is visible."""
+    if torch.cuda.is_available():
+        yield
+        return
+    _state.answers = answers
+    with contextlib.ExitStack() as undo:
+        for holder, name, replacement in (*_of_tensors(), *_of_meshes(), *_of_amp(), *_of_cuda()):
+            undo.enter_context(patched(holder, name, replacement))
+        yield
+
+
+def _current() -> torch.device:
+    return torch.device("cuda", _state.index)
+
+
+def _place(given: Any) -> Any:
+    """A device with its number, where one is given as torch takes it; anything else as it is."""
+    # Without a number, or as a number alone, a CPU build refuses it before any operation runs.
+    if isinstance(given, int) and not isinstance(given, bool):
+        return torch.device("cuda", given)
+    if isinstance(given, str):
+        given = torch.device(given)
+    is_bare = isinstance(given, torch.device) and given.type == "cuda" and given.index is None
+    return _current() if is_bare else given
+
+
+def _moved(own: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """As ``Tensor.to``: on the CPU, and marked by where it is to be."""
+    other = kwargs.pop("other", args[0] if args else None)
+    if isinstance(other, torch.Tensor):
+        args = (mark_of(other) or other.device, other.dtype, *args[1:])
+    place = _place(args[0] if args else kwargs.get("device"))
+    if not isinstance(place, torch.device):
+        return _TO(own, *args, **kwargs)
+    is_to_cuda = place.type == "cuda"
+    # A tensor that stays where it is stays itself: to copy a partial one, DTensor would send it.
+    if is_to_cuda != (mark_of(own) is not None) and (is_to_cuda or _moves(sys._getframe(1))):
+        kwargs["copy"] = True
+    place, mark_as = (CPU, place) if is_to_cuda else (place, None)
+    result = _TO(own, place, *args[1:], **{k: v for k, v in kwargs.items() if k != "device"})
+    if mark_as is not None:
+        mark(result, mark_as)
+    return result
+
+
+def _moves(frame: FrameType) -> bool:
+    """Whether to the CPU is a move: torch's own code takes it for where it is already."""
+    return asks_for_user(frame) or frame.f_code.co_filename in {
+        __file__,
+        nn.modules.module.__file__,
+    }
+
+
+def _of_tensors() -> Iterator[tuple[Any, str, Any]]:
+    parse = torch._C._nn._parse_to
+
+    def cuda(own: torch.Tensor, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        non_blocking = dict(zip(("non_blocking",), args, strict=False))
+        return _moved(own, _current() if device is None else device, **non_blocking, **kwargs)
+
+    def cpu(own: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return _moved(own, CPU, **kwargs)
+
+    def parsed(*args: Any, **kwargs: Any) -> Any:
+        return parse(*map(_place, args), **{name: _place(own) for name, own in kwargs.items()})
+
+    def device_read_by(true: Callable[[torch.Tensor], torch.device]) -> property:
+        def read(own: torch.Tensor) -> torch.device:
+            found = mark_of(own) if asks_for_user(sys._getframe(1)) else None
+            return _place(found) or true(own)
+
+        return property(read)
+
+    def is_cuda(own: torch.Tensor) -> bool:
+        return asks_for_user(sys._getframe(1)) and mark_of(own) is not None
+
+    tensor = torch.Tensor
+    yield tensor, "to", _moved
+    yield tensor, "cuda", cuda
+    yield tensor, "cpu", cpu
+    yield tensor, "pin_memory", lambda own, *_, **__: own
+    yield tensor, "record_stream", lambda *_: None
+    yield tensor, "is_cuda", property(is_cuda)
+    yield FakeTensor, "device", device_read_by(vars(FakeTensor)["device"].fget)
+    yield DTensor, "device", device_read_by(tensor.device.__get__)
+    yield torch._C._nn, "_parse_to", parsed
+
+
+def _of_meshes() -> Iterator[tuple[Any, str, Any]]:
+    make = DeviceMesh.__init__
+
+    @functools.wraps(make)
+    def made(own: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        _state.has_mesh |= device_type == "cuda"
+        make(own, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    # An attribute before torch 2.10, a property of `_device_type` since.
+    def read(own: DeviceMesh) -> str:
+        is_asked = _state.has_mesh and asks_for_user(sys._getframe(1))
+        found = vars(own).get("device_type") or own._device_type
+        return "cuda" if is_asked and found == "cpu" else found
+
+    def move_and_mark(move: Any, parameters: Any, buffers: Any, *args: Any) -> None:
+        move(parameters, buffers, *args)
+        for own in (*parameters, *buffers) if _state.has_mesh else ():
+            mark(own, _current())
+
+    yield DeviceMesh, "__init__", made
+    yield (
+        DeviceMesh,
+        "device_type",
+        property(read, lambda own, value: vars(own).update(device_type=value)),
+    )
+    for module in (_fsdp_init, _fully_shard):
+        move = getattr(module, "_move_states_to_device", None)
+        if move is not None:
+            yield module, "_move_states_to_device", functools.partial(move_and_mark, move)
+
+
+def _of_amp() -> Iterator[tuple[Any, str, Any]]:
+    cast_, scale = torch.autocast.__init__, GradScaler.__init__
+
+    def autocast(
+        own: Any, device_type: str, dtype: Any = None, enabled: bool = True, **kwargs: Any
+    ) -> None:
+        if device_type.partition(":")[0] == "cuda":
+            device_type, dtype = "cpu", dtype or autocast_dtype("cuda")
+            # Of what runs in float32 all the same, it knows less than that of cuda.
+            if enabled:
+                _state.answer("cpu", "torch.autocast")
+        cast_(own, device_type, dtype, enabled, **kwargs)
+
+    def scaler(own: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+        scale(own, "cpu" if device == "cuda" else device, *args, **kwargs)
+
+    autocast_dtype = torch.get_autocast_dtype
+    yield torch.autocast, "__init__", autocast
+    yield GradScaler, "__init__", scaler
+    for name in _AUTOCAST:
+        yield torch, name, functools.partial(_of_cpu, getattr(torch, name))
+
+
+def _of_cpu(function: Callable[..., Any], device: Any = "cuda", *args: Any) -> Any:
+    return function("cpu" if device == "cuda" else device, *args)
+
+
+def _count() -> Any:
+    return _state.answer(int(os.environ["LOCAL_WORLD_SIZE"]), "torch.cuda.device_count")
+
+
+def _of_cuda() -> Iterator[tuple[Any, str, Any]]:
+    def told(value: Any, how: str) -> Callable[..., Any]:
+        return lambda *_, **__: _state.answer(value, f"torch.cuda.{how}")
+
+    def set_device(device: Any) -> None:
+        _state.index = _place(device).index
+
+    def module_of(device: Any = None) -> Any:
+        return torch.cuda if device is None else true_module_of(device)
+
+    nbytes, true_module_of = _H100.total_memory, torch.get_device_module
+    found: dict[str, Callable[..., Any]] = {
+        **dict.fromkeys(_NOTHING, lambda *_, **__: None),
+        **{name: told(0, name) for name in _MEMORY},
+        **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
+        **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), lambda *_, **__: True),
+        **dict.fromkeys((f"current_device{end}" for end in _ENDINGS), lambda: _state.index),
+        **dict.fromkeys((f"set_device{end}" for end in _ENDINGS), set_device),
+        "current_accelerator": lambda *_, **__: torch.device("cuda"),
+        "device_count": _count,
+        "get_device_capability": told((_H100.major, _H100.minor), "get_device_capability"),
+        "get_device_name": told(_H100.name, "get_device_name"),
+        "get_device_properties": told(_H100, "get_device_properties"),
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()],
+        "mem_get_info": told((nbytes, nbytes), "mem_get_info"),
+        "memory_stats": told(defaultdict(int), "memory_stats"),
+        "memory_summary": told("0", "memory_summary"),
+    }
+    both = product((torch.cuda, torch.accelerator), found.items())
+    for module, (name, own) in both:
+        if hasattr(module, name):
+            # `fork_rng`, too, asks for the states of devices that it is given.
+            is_open = "rng_state" in name
+            yield module, name, own if is_open else _to_users(own, getattr(module, name))
+    for name in _IDLE:
+        yield torch.cuda, name, _Idle
+    yield torch.accelerator, "current_stream", _Idle
+    yield torch, "get_device_module", _to_users(module_of, true_module_of)
+    for name in ("range_push", "range_pop", "mark"):
+        yield torch.cuda.nvtx, name, lambda *_: None
+
+
+def _to_users(answer: Callable[..., Any], true: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(true)
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        return (answer if asks_for_user(sys._getframe(1)) else true)(*args, **kwargs)
+
+    return ask

@@ -1,0 +1,22 @@
+"""Simulated ranks of a pipeline, or of experts, send what gloo's do, event by event."""
+
+import json
+import pathlib
+import shutil
+
+TESTS = pathlib.Path(__file__).parents[1]
+
+
+def test_ranks_along_a_real_axis_record_what_gloo_ranks_do(pytester):
+    for name in ("oracle.py", "models.py", "texts.py", "torch_facts.py", "conftest.py"):
+        shutil.copy(TESTS / name, pytester.path)
+    shutil.copy(TESTS / "real_axes.py", pytester.path / "test_real_axes.py")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=300)
+    result.assert_outcomes(passed=8)
+    recorded = {path.stem: json.loads(path.read_text()) for path in pytester.path.glob("*.json")}
+    simulated = {name: steps for name, steps in recorded.items() if "simulated" in name}
+    ranks = sorted(int(name.rpartition("-")[2]) for name in simulated)
+    assert ranks == sorted([0, 1, *[0, 2, 4, 6] * 3])
+    for name, steps in simulated.items():
+        assert all(steps), name
+        assert steps == recorded[name.replace("simulated", "gloo")], name

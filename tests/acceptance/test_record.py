@@ -1,0 +1,236 @@
+"""A script that knows nothing of us is recorded, and runs as it does without."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Prints all that a script can see of how it was started; torch reads the variable when it is
+# imported, if not by pytest or for a simulated rank, and the encoding is the terminal's.
+SCRIPT = """
+import atexit, os, pickle, sys
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+assert "torch" not in sys.modules or os.environ.get("WORLD_SIZE") in ("8192", None)
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import beside
+
+class Here: ...
+
+def say(*what):
+    if dist.get_rank() == 0:
+        print(*what, flush=True)
+
+def main():
+    torch.manual_seed(0)
+    if "fail" not in sys.argv:
+        atexit.register(lambda: print("has a group:", dist.is_initialized(), file=sys.stderr))
+    dist.init_process_group()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    batches = 2 if "--lr" in sys.argv else int(sys.argv[-1])
+    say(sys.argv, __name__, __file__, sys.path[0], beside.VALUE, sys.stdout.encoding)
+    say(type(pickle.loads(pickle.dumps(Here()))), sorted(os.environ.keys() - {"_"}))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(5):
+        for _ in range(batches):
+            model(torch.ones(8, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        say("step", step + 1)
+    if "fail" in sys.argv:
+        raise ZeroDivisionError("the script's")
+    dist.destroy_process_group()
+    sys.exit(7 if "exit" in sys.argv else 0)
+
+if __name__ == "__main__":
+    main()
+"""
+FSDP_COMM = ("-m", "pytest_fsdp_comm")
+RECORD = (*FSDP_COMM, "record")
+RANKS = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
+ENDPOINT = ("--rdzv-endpoint", "localhost:0")
+# A layer of 64 x 64 weights and 64 biases, of 4 bytes.
+LAYER = (64 * 64 + 64) * 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "src").mkdir()
+    (folder / "src" / "train.py").write_text(SCRIPT)
+    (folder / "src" / "beside.py").write_text("VALUE = 1")
+    return folder
+
+
+def run(folder, *arguments, **environment):
+    # A fixture of the module is made before those that take away CI and pytest's own.
+    given = {name: os.environ[name] for name in os.environ if not re.match("CI$|PYTEST_", name)}
+    given |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=given,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+        check=False,
+    )
+
+
+def forward_of(path):
+    return [line for line in path.read_text().splitlines() if line.startswith("forward {0,2} all")]
+
+
+@pytest.fixture(scope="module")
+def recorded(folder):
+    """A step of two micro-batches, on two ranks, by a launcher."""
+    done = run(folder, *RANKS, *ENDPOINT, *RECORD, "src/train.py", "--out", "x", "2")
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_a_step_is_written_as_a_test_would_and_the_script_ends_there(folder, recorded):
+    assert forward_of(folder / "step.comm") == [
+        f"forward {{0,2}} all_gather[dp] x2 of {LAYER:_} B float32 parameters"
+    ]
+    assert "unit {0,2} fsdp2 shard=dp" in (folder / "step.tree.comm").read_text()
+    assert recorded.stdout.splitlines()[-1] == "step 2"
+    assert "has a group: False" in recorded.stderr
+    assert "has a group: True" not in recorded.stderr
+    (line,) = [line for line in recorded.stderr.splitlines() if "fsdp-comm" in line]
+    assert line.startswith("fsdp-comm: step 3 of src/train.py: 2 ranks; 8 all_gather[dp]")
+    assert line.endswith("Wrote step.comm, step.json, step.tree.comm")
+    assert {file.name for file in folder.iterdir()} >= {"src", "step.comm", "step.json"}
+    assert not [*folder.glob(".*ranks")]
+
+
+def test_the_script_sees_what_it_sees_without(folder, recorded):
+    plain = run(folder, *RANKS, *ENDPOINT, "src/train.py", "--out", "x", "2")
+    assert plain.returncode == 0, plain.stderr
+    as_ours, as_plain = (done.stdout.splitlines() for done in (recorded, plain))
+    assert len(as_plain) == 2 + 5
+    assert as_ours == as_plain[: len(as_ours)]
+
+
+def test_a_script_that_goes_on_keeps_its_end(folder):
+    own = ("--nproc", "2", "--go-on", "--step", "3-4", "--out", "on.comm")
+    done = run(folder, *RECORD, *own, "-m", "src.train", "exit", "1", PYTHONPATH="src")
+    assert done.returncode == 1, done.stderr  # the launcher's, of ranks that fail
+    assert re.search(r"exitcode\s*: 7", done.stderr)
+    assert done.stdout.splitlines()[-1] == "step 5"
+    assert "fsdp-comm: steps 3-4 of src.train: 2 ranks" in done.stderr
+    assert forward_of(folder / "on.comm") == [
+        f"forward {{0,2}} all_gather[dp] x2 of {LAYER:_} B float32 parameters"
+    ]
+
+
+def test_an_error_is_the_scripts_own(folder):
+    group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    plain = run(folder, "src/train.py", "fail", "1", **group)
+    own = (*RECORD, "--go-on", "--out", "failed.comm")
+    ours = run(folder, *own, "src/train.py", "fail", "1", **group)
+    assert plain.returncode == ours.returncode == 1
+    assert plain.stdout == ours.stdout
+    # What was written is told when it is, before the error or after it.
+    told = re.sub("^fsdp-comm: .*\n", "", ours.stderr, flags=re.MULTILINE)
+    said = told[told.index("Traceback") :]
+    assert said == plain.stderr[plain.stderr.index("Traceback") :]
+    assert said.endswith("ZeroDivisionError: the script's\n")
+    assert (folder / "failed.comm").exists()
+
+
+def test_one_simulated_rank_sends_what_thousands_do(folder):
+    size = ("--world-size", "8192", "--backend", "fake", "--rank", "7", "--out", "large.comm")
+    done = run(folder, *RECORD, *size, "src/train.py", "1")
+    assert done.returncode == 0, done.stderr
+    # Each parameter's 64 rows are a row of each of 8192 ranks.
+    padded = (8192 * 64 + 8192) * 4
+    assert forward_of(folder / "large.comm") == [
+        f"forward {{0,2}} all_gather[dp] x1 of {padded:_} B float32 parameters"
+    ]
+    assert "world_size 8192\nranks 7\n" in (folder / "large.comm").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--step", "2", "src/train.py", "1"], "expected steps from 3 on, such as 3 or 3-4, got 2"),
+        (["--step", "2", "--go-on", "src/train.py", "1"], "expected steps from 3 on, such as 3"),
+        (["--step", "9", "src/train.py", "1"], "the script ended after 5 steps of optimizers"),
+        (["src/beside.py"], "the script ended after 0 steps of optimizers in this process, before"),
+    ],
+)
+def test_what_cannot_be_recorded_is_an_error_with_the_remedy(folder, arguments, text):
+    group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    done = run(folder, *RECORD, *arguments, **group)
+    assert done.returncode == 2
+    assert f"\nfsdp-comm: {text}" in f"\n{done.stderr}"
+    assert "has a group: True" not in done.stderr
+    assert ("step 5" in done.stdout) == ("--go-on" in arguments or "9" in arguments)
+
+
+def test_a_rank_says_itself_what_failed_on_it(folder):
+    for rank, whose in (("0", ""), ("3", "rank 3: ")):
+        done = run(folder, *RECORD, "src/beside.py", RANK=rank, WORLD_SIZE="4")
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"fsdp-comm: {whose}the script ended after 0 steps")
+
+
+@pytest.mark.parametrize(
+    "ending", ["os.kill(os.getpid(), signal.SIGINT)", "sys.exit('text')", "1 / 0", "print(2)"]
+)
+def test_a_script_that_does_not_train_ends_as_it_does_without(folder, ending):
+    script = folder / "src" / "ends it.py"
+    script.write_text(
+        "import atexit, os, signal, sys\natexit.register(print, 'late')\nprint(1, flush=True)\n"
+        f"def main():\n    {ending}\nmain()\n"
+    )
+    plain = run(folder, str(script))
+    ours = run(folder, *RECORD, str(script))
+    assert ours.stdout == plain.stdout
+    assert ours.stderr.startswith(plain.stderr)
+    said = ours.stderr.removeprefix(plain.stderr)
+    if plain.returncode:
+        assert (ours.returncode, said) == (plain.returncode, "")
+    else:
+        assert (ours.returncode, said[:29]) == (2, "fsdp-comm: the script ended a")
+
+
+def test_the_pages_commands_guard_a_script_and_tell_a_regression(tmp_path):
+    (tmp_path / "beside.py").write_text("VALUE = 1")
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "record.md").read_text()
+    commands = "".join(re.findall(r"(?ms)^```shell\n(.*?)^```$", page)).splitlines()
+    # Of two ranks, for the sake of time.
+    shown = [line.replace("--nproc 4", "--nproc 2").replace("ws4", "ws2") for line in commands]
+    record, show, test, diff = ((*FSDP_COMM, *shlex.split(line)[1:]) for line in shown)
+    pytest_run = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    said = [run(tmp_path, *command) for command in (record, show, test, pytest_run, diff)]
+    assert [done.returncode for done in said] == [0] * 5, said
+    assert "Wrote step.comm, step.json, step.tree.comm" in said[0].stderr
+    assert "all_gather[dp]" in said[1].stdout
+    assert said[4].stdout == ""
+
+    kept = "fully_shard(layer, mesh=mesh, reshard_after_forward=False)"
+    script.write_text(SCRIPT.replace("fully_shard(layer, mesh=mesh)", kept))
+    failed, again, told = (run(tmp_path, *command) for command in (pytest_run, record, diff))
+    assert [done.returncode for done in (failed, again, told)] == [1, 0, 1], again.stderr
+    # Two layers, of two micro-batches.
+    story = "{0,2} kept gathered after forward, not gathered in backward"
+    assert story in failed.stdout
+    assert story in told.stdout
+    assert "{0,2}: reshard_after_forward True -> False" in told.stdout
+    assert run(tmp_path, *diff[:-1], "no.json").returncode == 2

@@ -1,0 +1,179 @@
+"""``CommMode().saving``: a block of a launched job, collected through files, and no harm done."""
+
+import json
+import re
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from models import TokenModel, shard
+
+from pytest_fsdp_comm import CommMode, UnseenCollectivesWarning, record_script
+from pytest_fsdp_comm.comm.json import load_recordings
+from pytest_fsdp_comm.command_line.documents import read_document
+from pytest_fsdp_comm.command_line.main import main
+from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.recording.rank_files import RankFiles
+
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "record.md").read_text()
+RANKS = 3
+gloo = pytest.mark.distributed(world_size=RANKS, backend="gloo")
+
+
+def step(model):
+    model(torch.arange(4).view(1, 4)).sum().backward()
+
+
+def until_written(path):
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(60)
+    until = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def shared(tmp_path_factory):
+    """A directory that all ranks of a test share; each has a basetemp of its own."""
+    return tmp_path_factory.getbasetemp().parent
+
+
+@gloo
+def test_it_collects_what_a_test_compares_and_equal_ranks_once(
+    comm_mode, device_mesh, dist_info, shared, monkeypatch
+):
+    model = shard(TokenModel(3), device_mesh())
+    step(model)
+    path = shared / "step.json"
+    with comm_mode(model):
+        step(model)
+    merged = comm_mode.merged_profile()
+    # The page's own loop, which records one step.
+    (loop,) = [
+        code for code in re.findall(r"(?ms)^```python\n(.*?)^```$", PAGE) if "saving" in code
+    ]
+    given = {}
+    exec(loop, given)  # noqa: S102  # as readers would
+    monkeypatch.chdir(shared)
+    batches = [torch.arange(4).view(1, 4)] * 5
+    given["train"](model, torch.optim.SGD(model.parameters()), batches)
+    until_written(path)
+    if dist_info.rank == 0:
+        text = path.read_text()
+        assert read_document(path).profile == merged
+        recordings = load_recordings(text)
+        assert sorted(one.rank for one in recordings) == [*range(RANKS)]
+        assert len(json.loads(text)["value"]["recordings"]) < RANKS
+        assert not [*shared.glob(".step*")]
+
+
+@gloo
+def test_an_error_of_the_recorder_is_a_warning_and_one_of_the_job_is_the_jobs(
+    device_mesh, dist_info, tmp_path
+):
+    model = shard(TokenModel(3), device_mesh())
+    path = tmp_path / "step.json"
+    with (
+        pytest.warns(UnseenCollectivesWarning, match="comm_mode recorded nothing: .*, got str"),
+        CommMode().saving("model", path),
+    ):
+        step(model)
+    with pytest.raises(ZeroDivisionError), CommMode().saving(model, path):
+        raise ZeroDivisionError
+    (tmp_path / "file").touch()
+    unwritable = tmp_path / "file" / "step.json"
+    with (
+        pytest.warns(UnseenCollectivesWarning, match=f"comm_mode did not write {unwritable}: "),
+        CommMode().saving(model, unwritable),
+    ):
+        step(model)
+    with (
+        pytest.warns(UnseenCollectivesWarning, match=r"expects a path that ends with \.json"),
+        CommMode().saving(model, tmp_path / "step.comm"),
+    ):
+        step(model)
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
+    assert dist_info.world_size == RANKS
+
+
+@gloo
+def test_where_warnings_are_errors_the_job_goes_on_and_what_is_incomplete_is_written(
+    device_mesh, dist_info, shared, capfd
+):
+    model = shard(TokenModel(3), device_mesh())
+    backend = device_mesh().get_group()._get_backend(torch.device("cpu"))
+    path = shared / "step.json"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnseenCollectivesWarning)
+        for given, where in (("model", path), (model, None), (model, shared / "step.comm")):
+            with CommMode().saving(given, where):
+                step(model)
+        with CommMode().saving(model, path):
+            step(model)
+            backend.allreduce([torch.ones(1)]).wait()  # below torch's dispatcher
+        until_written(path)
+    said = capfd.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in said] == [
+        *["comm_mode recorded nothing"] * 3,
+        "comm_mode has gaps",
+    ]
+    if dist_info.rank == 0:
+        assert read_document(path).profile.gaps
+
+
+@gloo
+def test_a_step_that_is_incomplete_ends_as_any_other_where_warnings_are_errors(
+    comm_mode, device_mesh
+):
+    backend = device_mesh().get_group()._get_backend(torch.device("cpu"))
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
+
+    def train():
+        for _ in range(4):
+            backend.allreduce([torch.ones(1)]).wait()  # below torch's dispatcher
+            optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnseenCollectivesWarning)
+        record_script(comm_mode, train)
+    assert comm_mode.recording.gaps
+
+
+def test_ranks_that_left_nothing_are_named(tmp_path):
+    files = RankFiles(tmp_path / "step.json")
+    files.publish(1, "text")
+    with pytest.raises(
+        RecordingError, match=r"all 4 ranks recorded .* came from ranks 0, 2-3; the"
+    ):
+        files.collect(4, timeout_s=0)
+    for rank in (0, 2, 3):
+        files.publish(rank, "text" if rank else "other")
+    found = files.collect(4, timeout_s=0)
+    assert found == {0: "other", 1: "text", 2: "text", 3: "text"}
+    assert found[1] is found[3]
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_thousands_of_ranks_are_read_and_compared_with_one_simulated_rank(tmp_path, capsys):
+    from sample_files import recording
+
+    from pytest_fsdp_comm.comm.json import dump_recordings, join_recordings
+    from pytest_fsdp_comm.snapshots.documents import SnapshotText
+
+    ranks = recording(0).world_size
+    own = dump_recordings([recording(0)])
+    (tmp_path / "step.json").write_text(join_recordings(dict.fromkeys(range(ranks), own)))
+    (tmp_path / "one.json").write_text(own)
+    one = SnapshotText.of(read_document(tmp_path / "one.json").profile, where="one.comm")
+    (tmp_path / "one.comm").write_text(one)
+    assert "ranks 0\n" in one
+    assert main(["diff", str(tmp_path / "one.comm"), str(tmp_path / "step.json")]) == 0
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.endswith(
+        f"step.json is compared on rank 0 alone, as {tmp_path}/one.comm has no other\n"
+    )

@@ -1,0 +1,192 @@
+"""Where steps of a training script begin and end, by what is sent in them."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from pytest_fsdp_comm import CommMode
+from pytest_fsdp_comm.errors import RecordingError
+from pytest_fsdp_comm.recording.steps import StepRecorder, record_script
+
+pytestmark = pytest.mark.distributed(world_size=2, backend="fake")
+SGD = torch.optim.SGD
+
+
+def mark(number):
+    """Sends so many bytes that the recording shows which numbers were sent in it."""
+    dist.all_reduce(torch.ones(number, dtype=torch.uint8))
+
+
+def marks(comm_mode):
+    return [event.nbytes for event in comm_mode.events if event.kind == "all_reduce"]
+
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2, bias=False)
+
+    def loss(self):
+        return self(torch.ones(1, 2)).sum()
+
+
+def test_all_micro_batches_and_what_is_sent_after_a_step_belong_to_the_next_one(comm_mode):
+    model = Net()
+    optimizer = SGD(model.parameters())
+
+    def train():
+        dist.init_process_group("nccl")
+        for step in range(1, 9):
+            for batch in range(3):
+                model.loss().backward()
+                mark(10 * step + batch)
+            optimizer.step()
+            mark(10 * step + 9)
+        dist.destroy_process_group()
+
+    assert record_script(comm_mode, train, step=4) is model
+    assert marks(comm_mode) == [39, 40, 41, 42]
+    assert dist.is_initialized()
+    with pytest.raises(RecordingError, match=r"ended after 8 steps .* before step 9 did"):
+        record_script(comm_mode, train, step=9)
+    with pytest.raises(RecordingError, match="expected steps from 3 on, such as 3 or 3-4, got 2"):
+        record_script(comm_mode, train, step=2)
+
+
+@pytest.mark.parametrize("num_optimizers", [2, 3])
+def test_optimizers_that_step_together_end_one_step(comm_mode, num_optimizers):
+    models = [Net() for _ in range(num_optimizers)]
+    optimizers = [SGD(model.parameters()) for model in models]
+
+    def train():
+        for step in range(1, 9):
+            for place, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                model.loss().backward()
+                mark(10 * step + place)
+                optimizer.step()
+
+    found = record_script(comm_mode, train)
+    assert [*found] == models
+    assert marks(comm_mode) == [30 + place for place in range(num_optimizers)]
+
+
+def recorder_of(mode, first, last):
+    return StepRecorder(mode, first, last, ended=lambda: None)
+
+
+def test_an_optimizer_that_steps_now_and_then_is_named():
+    model = Net()
+    often, seldom = SGD(model.parameters()), SGD(model.parameters())
+    mode = CommMode(trace_operations=False)
+    recorder = recorder_of(mode, 3, 8)
+    for step in range(1, 20):
+        if step % 5 == 0:
+            recorder(seldom)
+        mark(step)
+        recorder(often)
+    assert marks(mode) == [3, 4, 5, 6, 7, 8]
+    (note,) = recorder.notes
+    assert note.startswith("1 optimizer (SGD) stepped in the recorded steps, and not in each")
+
+
+def test_optimizers_that_replace_others_end_steps_from_then_on():
+    early, late = (SGD(Net().parameters()) for _ in range(2))
+    mode = CommMode(trace_operations=False)
+    recorder = recorder_of(mode, 6, 6)
+    for step in range(1, 12):
+        mark(step)
+        recorder(early if step < 4 else late)
+    assert len(marks(mode)) == 1
+    assert recorder.is_done
+
+
+def test_a_step_that_a_scaler_skips_is_none(comm_mode):
+    model = Net()
+    optimizer, scaler = SGD(model.parameters()), torch.amp.GradScaler("cpu")
+
+    def train():
+        for step in range(1, 9):
+            loss = model.loss()
+            scaler.scale(loss).backward()
+            if step in {2, 4}:
+                model.weight.grad.fill_(torch.inf)
+            mark(step)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    step = torch.amp.GradScaler.step
+    # 1, 3 and 5 count; 4 was recorded and thrown away.
+    record_script(comm_mode, train)
+    assert marks(comm_mode) == [5]
+    assert torch.amp.GradScaler.step is step
+
+
+def test_a_closure_runs_in_its_step(comm_mode):
+    model = Net()
+    optimizer = SGD(model.parameters())
+
+    def train():
+        for step in range(1, 9):
+
+            def closure(step=step):
+                mark(step)
+                loss = model.loss()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    record_script(comm_mode, train)
+    assert marks(comm_mode) == [3]
+
+
+def test_optimizers_that_step_within_backward_are_refused(comm_mode):
+    model = Net()
+    optimizer = SGD(model.parameters())
+    model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+
+    def train():
+        for _ in range(9):
+            model.loss().backward()
+
+    with pytest.raises(RecordingError, match="expected optimizers that step after backward"):
+        record_script(comm_mode, train)
+
+
+def test_an_error_of_the_script_ends_the_recording(comm_mode):
+    optimizer = SGD(Net().parameters())
+
+    def train():
+        optimizer.step()
+        optimizer.step()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        record_script(comm_mode, train)
+    with comm_mode:
+        mark(1)
+    assert marks(comm_mode) == [1]
+
+
+def test_parts_of_a_model_are_named_as_in_it_and_models_by_their_number(comm_mode, device_mesh):
+    def trained(*names):
+        models = [nn.Sequential(OrderedDict({name: Net()})) for name in names]
+        for model in models:
+            fully_shard(model[0], mesh=device_mesh())
+        optimizer = SGD([one for model in models for one in model.parameters()])
+
+        def train():
+            for _ in range(9):
+                for model in models:
+                    model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+
+        assert [*record_script(comm_mode, train)] == models
+        return {event.owner for event in comm_mode.events}
+
+    assert trained("a", "b") == {"a", "b"}
+    assert trained("a", "a") == {"0.a", "1.a"}

@@ -1,0 +1,70 @@
+"""The private names of torch that a simulation replaces or reads: fails when one moves."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from pytest_fsdp_comm.simulation import devices, world
+
+pytestmark = pytest.mark.upstream
+
+
+def parameters(function):
+    return [*inspect.signature(inspect.unwrap(function)).parameters]
+
+
+def check_devices():
+    assert torch._C._nn._parse_to("cpu", torch.float16)[:2] == (torch.device("cpu"), torch.float16)
+    assert "torch._C._nn._parse_to" in inspect.getsource(nn.Module.to)
+    assert isinstance(vars(FakeTensor)["device"], property)
+    assert "device" not in vars(DTensor)
+    moving = [
+        each for each in (_fsdp_init, _fully_shard) if "_move_states" in inspect.getsource(each)
+    ]
+    assert moving
+    for module in moving:
+        assert parameters(module._move_states_to_device)[:3] == ["params", "buffers", "device"]
+    assert parameters(DeviceMesh.__init__)[:3] == ["self", "device_type", "mesh"]
+    assert "device_type" in vars(DeviceMesh) or "self.device_type =" in inspect.getsource(
+        DeviceMesh
+    )
+    assert parameters(torch.autocast.__init__)[:4] == ["self", "device_type", "dtype", "enabled"]
+    for name in (*devices._AUTOCAST, "get_device_module"):
+        assert callable(getattr(torch, name)), name
+    for name in (*devices._IDLE, *devices._NOTHING, *devices._MEMORY):
+        assert hasattr(torch.cuda, name), name
+
+
+def check_world():
+    assert hasattr(_fsdp_param, world._CHUNKS)
+    assert parameters(_fsdp_param._chunk_with_empty) == ["tensor", "num_chunks", "dim"]
+    assert f"{world._CHUNKS}(" in inspect.getsource(_fsdp_param.FSDPParam)
+    given = [parameters(getattr(distributed_c10d, name)) for name in world._OBJECTS]
+    assert given == [["obj", "device", "group"], ["tensor", "tensor_size", "group"]]
+    for name in world._GATHERS:
+        source = inspect.getsource(inspect.unwrap(getattr(distributed_c10d, name)))
+        assert all(f" {converts}(" in source for converts in world._OBJECTS), name
+    assert distributed_c10d.GroupMember.WORLD is None
+
+
+def check_conversions():
+    with FakeTensorMode() as mode:
+        own = torch.ones(2)
+    assert own.constant is None
+    assert len(mode.fake_tensor_converter.meta_converter.tensor_memo) == 0
+    loader = vars(DataLoader([1], num_workers=1, timeout=3))
+    assert (loader["num_workers"], loader["timeout"]) == (1, 3)
+
+
+def test_what_a_simulation_replaces_is_what_torch_calls():
+    check_devices()
+    check_world()
+    check_conversions()

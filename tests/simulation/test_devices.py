@@ -1,0 +1,267 @@
+"""Code that says "cuda" is simulated where there is no GPU, as if it said "cpu"."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from pytest_fsdp_comm.simulation.devices import cuda_on_cpu
+from pytest_fsdp_comm.simulation.values import SimulationError
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is used as it is")
+
+simulated = pytest.mark.distributed(world_size=16, simulate=True)
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self, device=None):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, device=device)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, device=device)
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[0], device=x.device).view(-1, 1)
+        x = x + positions.to(x.device, x.dtype)
+        return x + self.down(nn.functional.dropout(torch.relu(self.up(self.norm(x))), 0.1))
+
+
+class Model(nn.Module):
+    def __init__(self, device=None):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(device) for _ in range(2))
+        self.register_buffer("scale", torch.ones(1, device=device))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=True)
+        return x * self.scale
+
+
+def shard(model, mesh, **given):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **given)
+    return fully_shard(model, mesh=mesh, **given)
+
+
+def fsdp(device):
+    return shard(Model().to(device), init_device_mesh(device, (16,)))
+
+
+def hsdp(device):
+    mesh = init_device_mesh(device, (4, 4), mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return shard(Model(device), mesh, mp_policy=policy)
+
+
+def tensor_parallel(device):
+    mesh = init_device_mesh(device, (4, 4), mesh_dim_names=("dp", "tp"))
+    with torch.device(device):
+        model = Model()
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], plan)
+    return shard(model, mesh["dp"])
+
+
+def meta(device):
+    model = shard(Model("meta"), DeviceMesh(device, torch.arange(16)))
+    model.to_empty(device=device)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    return model
+
+
+def offload(device):
+    return shard(Model(), init_device_mesh(device, (16,)), offload_policy=CPUOffloadPolicy())
+
+
+def train(model, device, *, mixed=False, **how):
+    optimizer = torch.optim.AdamW(model.parameters(), **how)
+    scaler = torch.amp.GradScaler(device, enabled=mixed)
+    for _ in range(2):
+        x = torch.randn(8, WIDTH).to(device, non_blocking=True)
+        with torch.autocast(device, torch.bfloat16, enabled=mixed):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def events(comm_mode):
+    recording = comm_mode.recording
+    assert recording.gaps == ()
+    return recording.collectives, recording.reshards, recording.redistributions
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not")
+@simulated
+@pytest.mark.parametrize(
+    ("build", "how"),
+    [
+        (fsdp, {"foreach": True}),
+        (fsdp, {"mixed": True}),
+        (hsdp, {"fused": True}),
+        (tensor_parallel, {}),
+        (tensor_parallel, {"mixed": True}),
+        (meta, {}),
+        (offload, {"foreach": False}),
+    ],
+)
+def test_a_step_on_cuda_sends_what_it_sends_on_the_cpu(comm_mode, fsdp_tree, build, how):
+    found = []
+    for device in ("cpu", "cuda"):
+        model = build(device)
+        with comm_mode(model):
+            train(model, device, **how)
+        found.append((events(comm_mode), fsdp_tree(model)))
+    (sent, tree), (sent_on_cuda, tree_on_cuda) = found
+    assert sent[0]
+    assert sent == sent_on_cuda
+    assert tree == tree_on_cuda
+
+
+@simulated
+def test_ddp_is_refused():
+    with pytest.raises(SimulationError) as refused:
+        DistributedDataParallel(Model().cuda(), device_ids=[0])
+    text = str(refused.value)
+    assert text.startswith("tests/simulation/test_devices.py:")
+    assert text.endswith('or backend="fake" in place of simulate=')
+
+
+@simulated
+def test_devices_are_read_back_as_they_were_asked_for():
+    assert torch.rand(2).device.type == "cpu"
+    torch.cuda.set_device(3)
+    there = torch.device("cuda", 3)
+    made = (
+        torch.zeros(2, device="cuda"),
+        torch.rand(2).cuda(),
+        torch.rand(2).to("cuda", torch.bfloat16),
+        torch.rand(2).pin_memory().to(there, non_blocking=True),
+        torch.rand(2).to(torch.rand(2, device="cuda")),
+        torch.tensor([1, 2], device="cuda"),
+        nn.Linear(2, 2).cuda().weight,
+        nn.Linear(2, 2).to(3).weight,
+        nn.Linear(2, 2, device="meta").to_empty(device="cuda").weight,
+    )
+    # Of a list, torch names the first one where tensors have no memory.
+    assert [own.device for own in made if own is not made[5]] == [there] * (len(made) - 1)
+    assert all(own.is_cuda for own in made)
+    one = made[0]
+    assert (one + 1).view(1, 2).device == one.detach()[1:].device == there
+    assert not one.cpu().is_cuda
+    assert one.to("cpu").device.type == "cpu"
+    assert one.device == there
+    assert made[5].tolist() == [1, 2]
+    with torch.device("cuda"):
+        assert torch.ones(1).is_cuda
+    torch.set_default_device("cuda")
+    try:
+        assert nn.Linear(2, 2).weight.is_cuda
+    finally:
+        torch.set_default_device(None)
+
+
+@simulated
+def test_what_fsdp_moves_and_gathers_is_on_cuda():
+    mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp", "tp"))
+    assert mesh.device_type == mesh["dp"].device_type == "cuda"
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh["dp"])
+    assert model.weight.device.type == "cuda"
+    seen = []
+
+    def look(module, args):
+        seen.append((type(module.weight), module.weight.device.type, args[0].device.type))
+
+    model.register_forward_pre_hook(look)
+    model(torch.rand(2, 8, device="cuda")).sum().backward()
+    assert seen[0][1:] == ("cuda", "cuda")
+    assert model.weight.grad.device.type == "cuda"
+    assert isinstance(model.weight, DTensor)
+
+
+@simulated
+def test_what_is_asked_of_a_gpu_is_answered(comm_mode, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    cuda = torch.cuda
+    cuda.init()
+    cuda.manual_seed_all(3)
+    assert cuda.is_available()
+    assert cuda.current_device() == 0
+    assert cuda.device_count() == 8
+    assert cuda.get_device_properties(0).total_memory == 80 * 2**30
+    assert cuda.memory_allocated() == cuda.max_memory_reserved() == 0
+    assert cuda.memory_stats()["active_bytes.all.peak"] == 0
+    cuda.reset_peak_memory_stats()
+    cuda.empty_cache()
+    stream, start = cuda.Stream(), cuda.Event(enable_timing=True)
+    with torch.random.fork_rng(devices=[0], device_type="cuda"):
+        cuda.set_rng_state(cuda.get_rng_state())
+    with cuda.stream(stream), cuda.device(0):
+        start.record()
+        torch.rand(2, device="cuda").record_stream(cuda.current_stream())
+    stream.wait_stream(cuda.current_stream())
+    assert start.elapsed_time(cuda.Event()) == 1.0
+    cuda.synchronize()
+    assert torch.get_device_module() is torch.get_device_module("cuda") is cuda
+    if hasattr(torch, "accelerator"):
+        assert torch.accelerator.is_available()
+        assert torch.accelerator.current_accelerator() == torch.device("cuda")
+        torch.accelerator.synchronize()
+    with comm_mode:
+        dist.barrier()
+    given = {(one.how, one.value) for one in comm_mode.recording.answers}
+    assert given == {
+        ("torch.cuda.device_count", "8"),
+        ("torch.cuda.get_device_properties", "H100"),
+        ("torch.cuda.memory_allocated", "0"),
+        ("torch.cuda.max_memory_reserved", "0"),
+        ("torch.cuda.memory_stats", "0"),
+        ("elapsed_time", "1.0"),
+    }
+
+
+@pytest.mark.distributed(world_size=2, simulate="strict")
+def test_a_strict_simulation_knows_no_gpu():
+    assert torch.rand(2, device="cuda").is_cuda
+    with pytest.raises(SimulationError) as refused:
+        torch.cuda.device_count()
+    assert "tests/simulation/test_devices.py:" in str(refused.value)
+    assert "asks for torch.cuda.device_count, which a simulated rank has no GPU" in str(
+        refused.value
+    )
+
+
+@pytest.mark.distributed(world_size=2)
+def test_ranks_that_are_not_simulated_keep_torch_as_it_is():
+    assert not torch.cuda.is_available()
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.rand(2).cuda()
+
+
+def test_everything_is_undone():
+    def holders():
+        places = (torch, torch.cuda, torch.Tensor, torch.accelerator, DeviceMesh, torch.autocast)
+        return [dict(vars(place)) for place in places]
+
+    before = holders()
+    with cuda_on_cpu(answers=True):
+        assert holders() != before
+    assert holders() == before

@@ -1,0 +1,116 @@
+"""``fsdp-comm test`` writes what a person would, and overwrites nothing."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sample_files import TREE, recording
+
+from pytest_fsdp_comm.comm.json import ScriptRun, dump_recordings, join_recordings
+
+SCRIPT = "def main(steps=3): ...\nif __name__ == '__main__':\n    main()\n"
+FUNCTION = '''"""Guards what a training step of train.py sends, and how its model is sharded."""
+
+import pytest
+import train
+
+from pytest_fsdp_comm import record_script
+
+
+@pytest.mark.distributed(world_size={size}, simulate=True, ranks=[0])
+def test_train(comm_mode, fsdp_tree, comm_snapshot):
+    model = record_script(
+        comm_mode,
+        train.main,
+        "--lr",
+        "0.1",
+        step=4,
+    )
+    assert {{"comm": comm_mode, "tree": fsdp_tree(model)}} == comm_snapshot
+'''
+
+
+@pytest.fixture
+def recorded(write):
+    def write_all(script="train.py", *, is_module=False, last=4):
+        run = ScriptRun(
+            script=script,
+            arguments=("--lr", "0.1"),
+            is_module=is_module,
+            first_step=4,
+            last_step=last,
+        )
+        write("step.json", join_recordings({0: dump_recordings([recording(0)])}, run))
+        write("step.tree.comm", TREE)
+
+    return write_all
+
+
+def test_a_script_beside_it_with_a_function_is_imported(recorded, write, fsdp_comm, project):
+    recorded()
+    write("train.py", SCRIPT)
+    done = fsdp_comm("test", "step.json")
+    assert (done.status, done.err) == (0, "")
+    assert done.lines == ["test_train.py: review it and snapshots/test_train, then run pytest"]
+    size = recording(0).world_size
+    assert (project / "test_train.py").read_text() == FUNCTION.format(size=size)
+    names = {file.name for file in (project / "snapshots" / "test_train").iterdir()}
+    assert names == {f"test_train.ws{size}.comm", f"test_train.ws{size}.tree.comm"}
+    again = fsdp_comm("test", "step.json")
+    assert again.status == 2
+    assert again.err.startswith("fsdp-comm: test_train.py exists; -o names another test, or")
+
+
+def test_the_page_shows_what_is_written(write, fsdp_comm, project):
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "record.md").read_text()
+    (shown,) = re.findall(r"(?ms)^```python no-run\n(.*?)^```$", page)
+    run = ScriptRun(
+        script="train.py", arguments=("--lr", "0.1"), is_module=False, first_step=3, last_step=3
+    )
+    ranks = {rank: dump_recordings([own_recording(rank)]) for rank in range(4)}
+    write("step.json", join_recordings(ranks, run))
+    write("step.tree.comm", TREE)
+    write("train.py", SCRIPT)
+    assert fsdp_comm("test", "step.json").status == 0
+    assert (project / "test_train.py").read_text() == shown
+
+
+def own_recording(rank):
+    return replace(recording(rank), world_size=4)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("train.py", "import torch\n", 'str(Path(__file__).parent / "../train.py"),'),
+        ("train.py", SCRIPT, 'str(Path(__file__).parent / "../train.py"),'),
+        ("pkg.train", SCRIPT, '"pkg.train",'),
+    ],
+)
+def test_any_other_script_is_run_by_its_path_or_name(recorded, write, fsdp_comm, case):
+    script, source, line = case
+    is_module = ".py" not in script
+    recorded(script, is_module=is_module)
+    train = write("train.py", source)
+    assert fsdp_comm("test", "step.json", "-o", "tests/test_it.py").status == 0
+    written = (train.parent / "tests" / "test_it.py").read_text()
+    assert line in {one.strip() for one in written.splitlines()}
+    assert ("is_module=True" in written) == is_module
+    compile(written, "test_it.py", "exec")
+
+
+def test_what_is_no_recording_of_a_step_of_a_script_is_refused(recorded, write, fsdp_comm, project):
+    def refused(name="step.json"):
+        done = fsdp_comm("test", name)
+        assert done.status == 2
+        return done.err
+
+    recorded(last=5)
+    assert "step.json: expected a recording of one step of a script, with step.tree" in refused()
+    recorded()
+    assert "train.py cannot be read: " in refused()
+    (project / "step.tree.comm").unlink()
+    assert "expected a recording of one step of a script" in refused()
+    write("own.json", dump_recordings([recording(0)]))
+    assert "own.json: expected a recording of one step of a script" in refused("own.json")
