@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final
@@ -53,11 +54,14 @@ class RecordedScript:
             self._mode, run.first_step, run.last_step, ended=self._ended, progress=self._show
         )
         self._writing: threading.Thread | None = None
+        # By the thread that writes; told by the script's own, or it would cut lines of the script.
+        self._told: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._problem: FsdpCommError | None = None
 
     def has_ended_with(self, optimizer: Any) -> bool:
         """Note a step of an optimizer; whether all steps to record have ended."""
         self._recorder(optimizer)
+        self._tell()
         return self._recorder.is_done
 
     def _ended(self) -> None:
@@ -89,9 +93,9 @@ class RecordedScript:
             said = "; ".join(summary_lines(comm))
             written = [self._out, self._json, *self._write_tree(trees, comm)]
             names = ", ".join(map(show_path, written))
-            self._say(f"{self._run.steps} of {self._run.script}: {said}. Wrote {names}")
+            self._told.put(f"{self._run.steps} of {self._run.script}: {said}. Wrote {names}")
             for note in dict.fromkeys((*comm.notes, *self._recorder.notes)):
-                self._say(f"note: {note}")
+                self._told.put(f"note: {note}")
             gaps = [gap.text for gap in comm.gaps]
             if gaps:
                 text = f"the recording is incomplete: {'; '.join(gaps)}"
@@ -120,13 +124,15 @@ class RecordedScript:
             sys.stderr.write(f"\rfsdp-comm: step {count} of {self._run.last_step}\r")
             sys.stderr.flush()
 
-    def _say(self, text: str) -> None:
-        print(f"fsdp-comm: {text}", file=sys.stderr)  # noqa: T201  # standard output is the script's
+    def _tell(self) -> None:
+        while not self._told.empty():
+            sys.stderr.write(f"fsdp-comm: {self._told.get()}\n")  # standard output is the script's
 
     def finish(self) -> FsdpCommError | None:
         """Wait until all is written; what went wrong, if anything did."""
         if self._writing is not None:
             self._writing.join()
+            self._tell()
         if not self._recorder.is_done:
             self._recorder.close()
             return too_short(self._recorder.count, self._run.last_step)

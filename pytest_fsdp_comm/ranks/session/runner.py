@@ -129,6 +129,8 @@ class RankRunner:
             directory = make_session_directory()
             undo.callback(remove_directory, directory)
             users = SharedDirectory(shared) if shared else None
+            if users is not None:
+                undo.callback(users.leave)
             slots = Slots(
                 shared or directory / "slots",
                 ranks=self._session.config.stash[OPTIONS].rank_slots if is_bounded else None,
@@ -229,8 +231,12 @@ class RankRunner:
     def close(self) -> None:
         """End every process and remove what they shared."""
         was_interrupted = self._session.exitstatus == pytest.ExitCode.INTERRUPTED
-        self._end_ranks(HURRIED_S if was_interrupted else PATIENCE_S, is_reported=False)
-        self._close_base()
+        try:
+            self._end_ranks(HURRIED_S if was_interrupted else PATIENCE_S, is_reported=False)
+        finally:
+            # Also where xdist interrupts a worker whose session has ended; the server cannot do it
+            # while this process still counts as a user of what it would remove.
+            self._close_base()
         self._problems += self._look_for_unended()
         self._write_problems()
         for descriptor in self._terminal:

@@ -140,7 +140,7 @@ def serve(
             remove_directory(directory)
             with contextlib.suppress(OSError):
                 if shared is not None:
-                    SharedDirectory(shared).leave()
+                    SharedDirectory.remove_left(shared)
             os._exit(status)
 
 

@@ -58,9 +58,17 @@ class SharedDirectory:
     def leave(self) -> None:
         """End the use of it, and remove it if nobody else uses it."""
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove_unused(self.path, self._descriptor)
         self.close()
+
+    @staticmethod
+    def remove_left(path: Path) -> None:
+        """Remove a directory whose users were killed; makes none, as this one may be killed too."""
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(path / _USERS, os.O_RDWR | os.O_CLOEXEC)
+            with contextlib.suppress(BlockingIOError):
+                _remove_unused(path, descriptor)
+            os.close(descriptor)
 
     def close(self) -> None:
         """Close a forked child's copy, which would count as a use by its parent."""
@@ -133,6 +141,11 @@ class HeldSlots:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
+
+
+def _remove_unused(path: Path, descriptor: int) -> None:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _opened(file: Path) -> int:

@@ -148,3 +148,40 @@ def test_exit_functions_run_where_they_were_registered_and_fail_nothing(session)
     assert len(re.findall("Exception ignored in atexit callback: <function raise_at", warned)) == 1
     assert "ValueError: raised at exit" in warned
     assert "9 passed, 2 warnings, 5 errors" in session.output
+
+
+def test_what_workers_share_is_left_where_one_is_interrupted_while_it_ends(pytester, monkeypatch):
+    """As xdist does 5 s after a session whose controller has gone."""
+    shared = pytester.mkdir("shared")
+    monkeypatch.setenv("TMPDIR", str(shared))
+    pytester.makeconftest(
+        """
+        from pathlib import Path
+        from pytest_fsdp_comm.ranks.session.runner import RankRunner
+
+        def end_ranks(self, within_s, *, is_reported=True):
+            if not is_reported:
+                raise KeyboardInterrupt
+            ended(self, within_s)
+
+        ended, RankRunner._end_ranks = RankRunner._end_ranks, end_ranks
+
+        def write_left():
+            left = [path.name for path in Path("shared").glob("fsdp-comm-slots-*")]
+            Path("left").write_text(repr(left))
+
+        def pytest_configure(config):
+            if hasattr(config, "workerinput"):
+                config.add_cleanup(write_left)  # after the plugin's own
+        """
+    )
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.distributed(world_size=2)
+        def test_it(dist_info):
+            pass
+        """
+    )
+    pytester.runpytest_subprocess("-n", "1", "-p", "no:cacheprovider")
+    assert (pytester.path / "left").read_text() == "[]"

@@ -187,6 +187,18 @@ def test_the_last_user_of_a_shared_directory_removes_it(tmp_path):
     assert not path.exists()
 
 
+def test_what_killed_users_left_is_removed_and_nothing_made(tmp_path):
+    path = tmp_path / "slots"
+    SharedDirectory.remove_left(path)
+    assert not path.exists()
+    user = SharedDirectory(path)
+    SharedDirectory.remove_left(path)
+    assert path.exists()
+    user.close()  # as the kernel does
+    SharedDirectory.remove_left(path)
+    assert not path.exists()
+
+
 def test_a_killed_user_of_a_shared_directory_keeps_nobody(tmp_path):
     path = tmp_path / "slots"
     user = SharedDirectory(path)
