@@ -1,28 +1,36 @@
 """What ``fsdp-comm record`` adds to the step of a script that it records, and to all others.
 
-    python benchmarks/recorded_script.py [--turns 5] [--layers 32]
+    python benchmarks/recorded_script.py [--turns 10] [--layers 32] [--widths 256 1024]
 
-A script of FSDP2 layers on 4 gloo ranks is run by ``torchrun``, alone and as ``record --go-on``, in
-turn. Rank 0 takes the CPU seconds of each step. Printed are the medians over turns of two ratios to
-the script alone: of the recorded step, and of the median of all later steps.
+A script of FSDP2 layers on 4 gloo ranks is run alone and as ``record --go-on``, in turn, by
+processes that a process with torch forks, as a launcher would start them. Rank 0 takes the CPU
+seconds of each step. Printed are the medians over turns of two ratios to the script alone, of the
+recorded step and of the median of the steps that follow, and what is added once, in milliseconds:
+at the end of the step before (the search for the model), and in the recorded step.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
+import runpy
+import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import torch.distributed  # before the ranks are forked
+import torch.distributed.fsdp  # noqa: F401  # as above
 from figures import keep
 
 RANKS = 4
-STEPS = 60
-RECORD = ("pytest_fsdp_comm", "record", "--go-on")
+STEPS = 16
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+RECORD = ("record", "--go-on")
 RECORDED_LIMIT, OTHERS_LIMIT = 1.3, 1.01
 
 SCRIPT = """
@@ -32,11 +40,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-layers, steps, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+layers, width, steps = map(int, sys.argv[1:4])
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(layers)))
+model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)))
 for layer in model:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
@@ -44,12 +52,12 @@ optimizer = torch.optim.AdamW(model.parameters())
 found = []
 for _ in range(steps):
     started = time.thread_time()
-    model(torch.ones(64, 256)).sum().backward()
+    model(torch.ones(64, width)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     found.append(time.thread_time() - started)
 if dist.get_rank() == 0:
-    with open(out, "w") as file:
+    with open(sys.argv[4], "w") as file:
         json.dump(found, file)
 dist.destroy_process_group()
 """
@@ -60,46 +68,85 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--widths", type=int, nargs="*", default=[256, 1024])
     options = parser.parse_args()
-    recorded, others = [], []
-    for _ in range(options.turns):
-        alone, under = _steps(options.layers), _steps(options.layers, "-m", *RECORD)
-        recorded.append(under[2] / statistics.median(alone[2:]))
+    # Otherwise each gathered parameter is mapped anew: most of the CPU time would be the kernel's.
+    for name in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+        ctypes.CDLL(None).mallopt(name, 2**30)
+    for width in options.widths:
+        _measure(options.layers, width, options.turns)
+
+
+def _measure(layers: int, width: int, turns: int) -> None:
+    recorded, others, before_ms, added_ms, usual_ms = [], [], [], [], []
+    for _ in range(turns):
+        alone, under = _steps(layers, width), _steps(layers, width, *RECORD)
+        usual = statistics.median(alone[2:])
+        recorded.append(under[2] / usual)
         others.append(statistics.median(under[5:]) / statistics.median(alone[5:]))
+        usual_ms.append(1e3 * usual)
+        before_ms.append(1e3 * (under[1] - alone[1]))
+        added_ms.append(1e3 * (under[2] - usual))
+    model = f"{layers} layers of {width} x {width}"
+    print(f"{model}, {RANKS} ranks, a step of {statistics.median(usual_ms):.0f} CPU ms on a rank")
     for name, ratios, most in (
         ("recorded step", recorded, RECORDED_LIMIT),
         ("all others", others, OTHERS_LIMIT),
     ):
-        low, high = min(ratios), max(ratios)
-        print(
-            f"{name:14} {statistics.median(ratios):6.3f} ({low:.3f} to {high:.3f}), "
-            f"may be {most} of the script alone"
-        )
-        keep(f"{RANKS} ranks, {options.layers} layers: {name}", ratios, most=most)
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        print(f"  {name:14} {middle:6.3f} (quartiles {low:.3f} to {high:.3f}), may be {most}")
+        keep(f"{RANKS} ranks, {model}: {name}", ratios, most=most)
+    print(
+        f"  added once: {statistics.median(before_ms):.0f} ms before the recorded step, "
+        f"{statistics.median(added_ms):.0f} ms in it"
+    )
 
 
-def _steps(layers: int, *how: str) -> list[float]:
+def _steps(layers: int, width: int, *how: str) -> list[float]:
     """CPU seconds of each step on rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         script, out = Path(folder) / "train.py", Path(folder) / "seconds.json"
         script.write_text(SCRIPT, encoding="utf-8")
-        launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone")
-        done = subprocess.run(
-            [sys.executable, *launcher, *how, str(script), str(layers), str(STEPS), str(out)],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise SystemExit(f"{how} failed:\n{done.stdout}\n{done.stderr}")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        arguments = [*how, str(script), *map(str, (layers, width, STEPS)), str(out)]
+        pids = [_fork(folder, rank, port, arguments) for rank in range(RANKS)]
+        if any(os.waitpid(pid, 0)[1] for pid in pids):
+            raise SystemExit(f"{arguments} failed:\n{(Path(folder) / 'said').read_text()}")
         if how and not (Path(folder) / "step.comm").exists():
             raise SystemExit("nothing was recorded")
         found: list[float] = json.loads(out.read_text(encoding="utf-8"))
         return found
+
+
+def _fork(folder: str, rank: int, port: int, arguments: list[str]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.chdir(folder)
+        said = os.open("said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(said, stream)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        with contextlib.suppress(SystemExit):
+            if arguments[0] == RECORD[0]:
+                sys.argv = ["fsdp-comm", *arguments]
+                runpy.run_module("pytest_fsdp_comm", run_name="__main__", alter_sys=True)
+            else:
+                sys.argv = arguments
+                runpy.run_path(arguments[0], run_name="__main__")
+        status = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,10 @@ from pytest_fsdp_comm.tree.profile import merge as merge_trees
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pytest_fsdp_comm.comm.events import Recording
     from pytest_fsdp_comm.comm.json import ScriptRun
     from pytest_fsdp_comm.comm.profile import CommProfile
+    from pytest_fsdp_comm.tree.model import ShardTree
 
 _TIMEOUT_S: Final = 60.0
 
@@ -71,16 +73,18 @@ class RecordedScript:
                 "the script trained without a process group in this process, so nothing could be "
                 "sent; start its ranks: fsdp-comm record --nproc 4 train.py"
             )
-        publish(recording, self._files)
-        facts = tree_facts(capture_tree(models)) if models else None
-        self._tree_files.publish(self._rank, json.dumps(to_json(facts)))
-        if self._is_writer:
-            # The script does not wait for it.
-            self._writing = threading.Thread(target=self._write)
-            self._writing.start()
+        tree = capture_tree(models) if models else None
+        # The script does not wait for what follows.
+        self._writing = threading.Thread(target=self._write, args=(recording, tree))
+        self._writing.start()
 
-    def _write(self) -> None:
+    def _write(self, recording: Recording, tree: ShardTree | None) -> None:
         try:
+            publish(recording, self._files)
+            facts = None if tree is None else tree_facts(tree)
+            self._tree_files.publish(self._rank, json.dumps(to_json(facts)))
+            if not self._is_writer:
+                return
             num_ranks = 1 if self._is_fake else self._num_ranks
             texts, trees = (
                 files.collect(num_ranks, timeout_s=_TIMEOUT_S)

@@ -249,9 +249,13 @@ class Sized:
 
 
 def without_tensors(value: Any) -> Any:
-    """An argument with `Sized` in place of each tensor."""
+    """An argument with `Sized` in place of each tensor, and without what torch has boxed."""
     if isinstance(value, torch.Tensor):
         return Sized(value)
+    if isinstance(value, torch.ScriptObject):
+        # Its few bytes are malloc's: kept, they take up the places of what was freed around them,
+        # and a process that gathers 4 MiB eight times a step grew by 45 MiB with each.
+        return reduce_op(value)
     return [*map(without_tensors, value)] if isinstance(value, (list, tuple)) else value
 
 

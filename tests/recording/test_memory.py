@@ -4,6 +4,7 @@ import gc
 import sys
 import tracemalloc
 import weakref
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from allocations import peak_allocated_nbytes
 from models import WIDTH, Model, shard, step
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 fake = pytest.mark.distributed(world_size=4, backend="fake")
@@ -70,6 +72,39 @@ def test_what_was_gathered_is_freed_while_the_recording_goes_on(comm_mode, devic
     # The threads of gloo free a few a little later; each of 16 blocks is gathered twice.
     assert peak_allocated_nbytes(recorded) < 1.5 * unrecorded
     assert comm_mode.counts("all_gather") > 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.distributed(world_size=2, backend="gloo")
+def test_a_process_does_not_grow_with_what_it_sends_while_it_is_recorded(comm_mode, device_mesh):
+    # Small pieces of memory, kept between large ones, make malloc leave the large ones' places.
+    layers = [torch.nn.Linear(1024, 1024) for _ in range(8)]
+    model = torch.nn.Sequential(*layers)
+    for layer in layers:
+        fully_shard(layer, mesh=device_mesh())
+    fully_shard(model, mesh=device_mesh())
+
+    def run():
+        model(torch.ones(2, 1024)).sum().backward()
+        model.zero_grad()
+
+    def resident_mib():
+        fields = dict(
+            line.split(":") for line in Path("/proc/self/status").read_text().splitlines()
+        )
+        return int(fields["VmRSS"].split()[0]) / 1024
+
+    for _ in range(3):
+        run()
+    with comm_mode(model):
+        run()
+        before = resident_mib()
+        for _ in range(10):
+            run()
+        grown = resident_mib() - before
+    assert comm_mode.counts("all_gather") == 11 * 16
+    # 64 MiB were gathered in each step; it grew by 45 MiB a step.
+    assert grown < 200
 
 
 @fake
