@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import queue
+import os
 import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.tree.model import ShardTree
 
 _TIMEOUT_S: Final = 60.0
+_STDERR: Final = 2
 
 
 class RecordedScript:
@@ -56,14 +58,11 @@ class RecordedScript:
             self._mode, run.first_step, run.last_step, ended=self._ended, progress=self._show
         )
         self._writing: threading.Thread | None = None
-        # By the thread that writes; told by the script's own, or it would cut lines of the script.
-        self._told: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._problem: FsdpCommError | None = None
 
     def has_ended_with(self, optimizer: Any) -> bool:
         """Note a step of an optimizer; whether all steps to record have ended."""
         self._recorder(optimizer)
-        self._tell()
         return self._recorder.is_done
 
     def _ended(self) -> None:
@@ -97,9 +96,9 @@ class RecordedScript:
             said = "; ".join(summary_lines(comm))
             written = [self._out, self._json, *self._write_tree(trees, comm)]
             names = ", ".join(map(show_path, written))
-            self._told.put(f"{self._run.steps} of {self._run.script}: {said}. Wrote {names}")
+            self._say(f"{self._run.steps} of {self._run.script}: {said}. Wrote {names}")
             for note in dict.fromkeys((*comm.notes, *self._recorder.notes)):
-                self._told.put(f"note: {note}")
+                self._say(f"note: {note}")
             gaps = [gap.text for gap in comm.gaps]
             if gaps:
                 text = f"the recording is incomplete: {'; '.join(gaps)}"
@@ -128,15 +127,16 @@ class RecordedScript:
             sys.stderr.write(f"\rfsdp-comm: step {count} of {self._run.last_step}\r")
             sys.stderr.flush()
 
-    def _tell(self) -> None:
-        while not self._told.empty():
-            sys.stderr.write(f"fsdp-comm: {self._told.get()}\n")  # standard output is the script's
+    def _say(self, text: str) -> None:
+        # At once: a launcher may end this process. Standard output is the script's, and past
+        # Python's buffer, where the script's thread may have half of a line.
+        with contextlib.suppress(OSError):
+            os.write(_STDERR, f"fsdp-comm: {text}\n".encode(errors="backslashreplace"))
 
     def finish(self) -> FsdpCommError | None:
         """Wait until all is written; what went wrong, if anything did."""
         if self._writing is not None:
             self._writing.join()
-            self._tell()
         if not self._recorder.is_done:
             self._recorder.close()
             return too_short(self._recorder.count, self._run.last_step)
