@@ -5,12 +5,13 @@ from itertools import pairwise
 
 import pytest
 from browser import find_browser, opened_browser
-from report_values import KIB, compared, read, record_step, result, stack
+from report_values import KIB, compared, profile_of, read, record_step, result, stack
 
 from pytest_fsdp_comm.reports.html.pages import render_pages, tree_page
 from pytest_fsdp_comm.reports.html.timeline import timeline_of
 from pytest_fsdp_comm.reports.html.values import Run
 from pytest_fsdp_comm.reports.scaling import Scaling, Size
+from pytest_fsdp_comm.snapshots.comm_text import format_profile
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 
 pytestmark = pytest.mark.skipif(
@@ -117,15 +118,30 @@ def test_pages_fit_any_width_and_are_readable_in_both_themes(browser, pages, nam
         assert poor == []
 
 
-def test_both_sides_of_what_differs_are_on_a_small_screen(browser, pages):
-    browser.show(pages["large"], width=360)
-    places = browser.evaluate(
-        "[...document.querySelectorAll('.sides .was, .sides .now, .cost .n')]"
-        ".map(one => [one.className, one.getBoundingClientRect()]).filter(([_, one]) => one.width)"
-        ".map(([name, one]) => [name, one.left, one.right])"
-    )
-    assert {name for name, _, _ in places} == {"was", "now", "n"}
-    assert [place for place in places if place[1] < 0 or place[2] > 360] == []
+# What is shown of tables, by table, with the edges of its box.
+CELLS = """
+[...document.querySelectorAll('.stacked :is(td, th), .cost .n')].filter(one => one.offsetWidth
+  && !one.closest('thead')).map(one => {
+    const { left, right } = one.getBoundingClientRect();
+    return [one.closest('table').className.split(' ')[0], one.innerText, left, right];
+  })
+"""
+
+
+def test_all_that_tables_tell_is_on_a_small_screen(browser, pages, tmp_path):
+    tree, ranks = tmp_path / "tree.html", tmp_path / "ranks.html"
+    tree.write_text(tree_page(stack(odd=7)), encoding="utf-8")
+    unlike = profile_of(*(record_step(2, extra=rank, rank=rank) for rank in range(4)))
+    differing = replace(compared(record_step(2), record_step(3)), new=format_profile(unlike))
+    (_, page), _ = render_pages(Run(tests=(result(differing),)), read)
+    ranks.write_text(page, encoding="utf-8")
+    cells = []
+    for page in (pages["large"], ranks, tree):
+        browser.show(page, width=360)
+        browser.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+        cells += browser.evaluate(CELLS)
+    assert {name for name, *_ in cells} == {"cost", "sides", "list", "modules", "ranks", "shards"}
+    assert [cell for cell in cells if cell[1] and (cell[2] < 0 or cell[3] > 360)] == []
 
 
 @pytest.fixture
