@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 # imports it, standard output is the script's alone, and an error of the script ends it as without
 # us. What ranks recorded they exchange as files.
 
+_GLOO_ENDS_S: Final = 0.1
+# Its threads drop what was sent in backward, for which they need Python (read in torch 2.13: c10d's
+# AsyncWork has a ThreadLocalState with the context); one that does while Python ends aborts.
 _STEPS: Final = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
 
@@ -159,6 +163,7 @@ class _Hook:
             from pytest_fsdp_comm.recording.steps import leave_group  # noqa: PLC0415  # loads torch
 
             leave_group()
+            time.sleep(_GLOO_ENDS_S)
         if problem is None:
             return status
         # Each rank for itself: one that fails may have the launcher end the others.
