@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 
 _KEY: Final = "BackendSelect"
+_META: Final = torch._C.DispatchKey.Meta
 _TORCH: Final = f"{Path(torch.__file__).parent}/"
 _USED: Final = (
     *("_dispatch_library", "_dispatch_get_all_op_names", "_dispatch_keyset_full_after"),
@@ -361,6 +362,6 @@ def _keys_below() -> Any:
 
 def _is_traced(keys: Any) -> bool:
     # On tensors without memory a call may also be a real one, of a test that has no other tensors.
-    return keys.has(torch._C.DispatchKey.Meta) and (
+    return keys.has(_META) and (
         torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
     )

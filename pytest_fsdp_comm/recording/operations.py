@@ -214,6 +214,14 @@ class Call:
         """The arguments by name, those included that torch leaves out as the default."""
         return {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
 
+    def kept(self, args: Sequence[Any]) -> list[Any]:
+        """Arguments to keep: `Sized` for each tensor, the name of a reduction, and no group."""
+        # The few bytes of what torch has boxed are malloc's: kept, they take up the places of what
+        # was freed around them, and a process that gathers 4 MiB eight times a step grew by 45 MiB
+        # with each. To ask a group for a reduction takes longer than all the rest.
+        at = self._group_at
+        return [None if n == at else _without_tensors(one) for n, one in enumerate(args)]
+
     def group(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
         """The group of a call; None if it has none that is known here."""
         is_placed = self._group_at < len(args)
@@ -248,15 +256,13 @@ class Sized:
         return self.dtype.itemsize
 
 
-def without_tensors(value: Any) -> Any:
+def _without_tensors(value: Any) -> Any:
     """An argument with `Sized` in place of each tensor, and without what torch has boxed."""
     if isinstance(value, torch.Tensor):
         return Sized(value)
     if isinstance(value, torch.ScriptObject):
-        # Its few bytes are malloc's: kept, they take up the places of what was freed around them,
-        # and a process that gathers 4 MiB eight times a step grew by 45 MiB with each.
         return reduce_op(value)
-    return [*map(without_tensors, value)] if isinstance(value, (list, tuple)) else value
+    return [*map(_without_tensors, value)] if isinstance(value, (list, tuple)) else value
 
 
 def shows_async() -> bool:
@@ -266,7 +272,7 @@ def shows_async() -> bool:
 
 
 def tensors_in(value: Any) -> list[Any]:
-    """All tensors of nested lists, or what `without_tensors` has put there, in order."""
+    """All tensors of nested lists, or what `Call.kept` has put there, in order."""
     if isinstance(value, (torch.Tensor, Sized)):
         return [value]
     if isinstance(value, dict):
@@ -351,7 +357,8 @@ def reduce_op(given: Any) -> str | None:
     if isinstance(given, str):  # of a functional collective
         return given.lower()
     # c10d is given a boxed object, whose only method says a number. Some torch does not show it.
-    return _reduce_op_name(given.op()) if hasattr(given, "op") else None
+    number = getattr(given, "op", None)
+    return None if number is None else _reduce_op_name(number())
 
 
 @functools.cache

@@ -58,16 +58,17 @@ class Pending(Generic[Event]):
     parts: tuple[tuple[str, int], ...] = ()
     """Of a collective that sends several tensors, dtype and bytes of each; empty for any other."""
     issued: tuple[Any, ...] | None = None
-    """Of a unit's collective that was not read yet, with `Sized` for each tensor: its `Call`, its
-    arguments, its result, its group, and the call site. None for any other event."""
+    """Of a unit's collective that was not read yet: its `Call`, what is `kept` of its arguments,
+    its group, and the call site. None for any other event."""
 
     def read(self) -> None:
         """Read what was issued, if it was not read yet."""
         if self.issued is None:
             return
-        call, args, result, group, call_site = self.issued
+        call, args, group, call_site = self.issued
         self.issued, bound = None, call.bind(args, {})
-        (message,) = messages(call.operation, group, bound, result)
+        # None of these returns what it received.
+        (message,) = messages(call.operation, group, bound, None)
         self.fields = {"op": call.op, "call_site": call_site, **message}
         self.parts = parts_sent(call.operation, bound)
 

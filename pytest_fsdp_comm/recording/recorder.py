@@ -42,7 +42,6 @@ from pytest_fsdp_comm.recording.operations import (
     shows_async,
     tensors_in,
     timing_category,
-    without_tensors,
 )
 from pytest_fsdp_comm.recording.owners.arithmetic import optimizers
 from pytest_fsdp_comm.recording.owners.attribution import (
@@ -376,18 +375,17 @@ class Recorder:
         if attribution is None or kwargs or not is_units:
             return self._run_unattributed(call, args, kwargs, run)
         index, call_site = next(self._indices), find_call_site()
-        result = self._timed(call.operation.kind, attribution.source, run)
+        started = time.perf_counter()
+        result = run()
+        seconds = time.perf_counter() - started
         group = call.group(args, kwargs)
         key = None if group is None else self._groups.note(group)
-        # Not its work, which holds what it sent and received.
-        received = without_tensors(tensors_in(result))
-        issued = (call, without_tensors(args), received, group, call_site)
+        issued = (call, call.kept(args), group, call_site)
         with self._lock:
             if self._is_recording:
-                self._pending.append(
-                    Pending(Collective, index, attribution, {}, key, issued=issued)
-                )
+                self._pending.append(Pending(Collective, index, attribution, {}, key, (), issued))
                 self._witness.follow()
+                self._add_seconds(timing_category(call.operation.kind, Source.FSDP), seconds)
         self._redistribution_watch.note_collective(None)
         return result
 

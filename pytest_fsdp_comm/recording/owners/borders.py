@@ -40,15 +40,14 @@ def _around_call(original: Any) -> Any:
         if _is_compiling():  # where `_calls` could not take it away
             return original(self, *args, **kwargs)
         compiler = set_compiler(None)
-        recorders = entered()
-        depths = [recorder.enter_module(self) for recorder in recorders]
+        entries = [(one.backward.leave, one.enter_module(self)) for one in entered()]
         set_compiler(compiler)
         try:
             return original(self, *args, **kwargs)
         finally:
             set_compiler(None)
-            for recorder, depth in zip(recorders, depths, strict=True):
-                recorder.backward.leave(depth)
+            for leave, depth in entries:
+                leave(depth)
             set_compiler(compiler)
 
     return call

@@ -98,7 +98,19 @@ class _Watched:
             recorders = entered()
             if len(recorders) != 1 or self._running or not self._is_watched:
                 return self._run(original, *args, **kwargs)
-            return recorders[0].units.run(before, after, original, *args, **kwargs)
+            # As `UnitWatch.run`.
+            watch: UnitWatch = recorders[0].units
+            unit, acting = before(watch, *args, **kwargs), watch.acting
+            if unit is not None:
+                acting.append(unit)
+            try:
+                result = original(*args, **kwargs)
+                if after is not None:
+                    after(watch, unit, *args, **kwargs)
+            finally:
+                if unit is not None:
+                    acting.pop()
+            return result
 
         self._call = call
 
@@ -174,23 +186,26 @@ class UnitWatch:
 
         It is given the unit's modules and bytes, and a reshard's host seconds: 0.0 for an unshard.
         """
-        self._acting: list[ActingUnit] = []
+        self.acting: list[ActingUnit] = []
+        """The units with a method that runs, outermost first."""
         self._on_reshard = on_reshard
         self._groups = groups
         self._prefetches = Prefetches()
         self._memory = GatheredMemory()
         self._unsharded_nbytes: dict[Any, int] = {}
+        # Of each unit of FSDP2 that was gathered, the mesh over which forward leaves it.
+        self._known: dict[Any, Any] = {}
 
     @property
     def innermost(self) -> ActingUnit | None:
         """The unit with a method that this thread runs, and nothing of another one in it."""
-        unit = self._acting[-1] if self._acting else None
+        unit = self.acting[-1] if self.acting else None
         return unit if unit is not None and unit.thread == threading.get_ident() else None
 
     @property
     def owner(self) -> tuple[nn.Module, ...]:
         """The modules of the unit whose parameters are being sent; empty if none is."""
-        for unit in reversed(self._acting):
+        for unit in reversed(self.acting):
             if unit.serves:
                 return unit.modules
         return ()
@@ -198,17 +213,17 @@ class UnitWatch:
     @property
     def issuer(self) -> tuple[nn.Module, ...]:
         """The modules of the unit whose hook runs, which under prefetch is not the owner."""
-        return self._acting[0].modules if self._acting else ()
+        return self.acting[0].modules if self.acting else ()
 
     @property
     def is_in_backward(self) -> bool:
         """Whether a backward hook of a unit runs."""
-        return any(unit.is_in_backward for unit in self._acting)
+        return any(unit.is_in_backward for unit in self.acting)
 
     @property
     def gather(self) -> Gather | None:
         """The gather that is being issued; None if none is."""
-        return self._acting[-1].gather if self._acting else None
+        return self.acting[-1].gather if self.acting else None
 
     def peak_gathered_nbytes(self, modules: Iterable[nn.Module]) -> int:
         """The most bytes of parameters that were gathered at once in the block."""
@@ -232,11 +247,9 @@ class UnitWatch:
         """What a unit of FSDP2 holds beyond its own shard."""
         used = self._used_nbytes(group)
         # Of a unit that never ran, the dtypes are not settled.
-        if used and used == self._nbytes_of(group):
+        if not _may_keep_storage() or (used and used == self._nbytes_of(group)):
             return used
-        if not any(hasattr(param, "keep_unsharded_storage") for param in group.fsdp_params[:1]):
-            return used
-        # By set_keep_unsharded_storage, new in torch 2.15: gathered again, into the same storage.
+        # Gathered again, into the same storage.
         kept = (
             _gathered_nbytes_of_param(param)
             for param in group.fsdp_params
@@ -260,6 +273,7 @@ class UnitWatch:
         self._prefetches = Prefetches()
         self._memory = GatheredMemory()
         self._unsharded_nbytes.clear()
+        self._known.clear()
 
     def run(
         self,
@@ -273,14 +287,14 @@ class UnitWatch:
         __tracebackhide__ = True
         unit = before(self, *args, **kwargs)
         if unit is not None:
-            self._acting.append(unit)
+            self.acting.append(unit)
         try:
             result = call(*args, **kwargs)
             if after is not None:
                 after(self, unit, *args, **kwargs)
         finally:
             if unit is not None:
-                self._acting.pop()
+                self.acting.pop()
         return result
 
     def _before_backward(self, state: Any, *_: Any, **__: Any) -> ActingUnit:
@@ -307,8 +321,11 @@ class UnitWatch:
             self._prefetches.open_slot(state, group.modules)
 
     def _unshard(self, group: Any, *_: Any, **__: Any) -> ActingUnit:
-        self._groups.learn_unit(group)
-        self._memory.learn(group, self._gathered_nbytes)
+        after = group.post_forward_mesh_info  # set_reshard_after_forward() changes it
+        if self._known.get(group, self) is not after:
+            self._known[group] = after
+            self._groups.learn_unit(group)
+            self._memory.learn(group, self._gathered_nbytes)
         gather, pending = self._prefetches.begin(), group._all_gather_result
         return ActingUnit(tuple(group.modules), gather=gather, before=pending)
 
@@ -331,10 +348,11 @@ class UnitWatch:
         self._memory.learn(group, self._gathered_nbytes)
 
     def _freed(self, _: None, group: Any, *__: Any, **___: Any) -> None:
-        self._memory.hold(group, self._gathered_nbytes(group))
+        held = self._gathered_nbytes(group)
+        self._memory.hold(group, held)
         # Its next use may gather nothing: backward does without a unit that it does not need
         # (set_unshard_in_backward).
-        if not self._used_nbytes(group):
+        if not (held and self._used_nbytes(group)):
             self._prefetches.freed(group)
 
     def _reshard(self, group: Any, *_: Any, **__: Any) -> ActingUnit:
@@ -382,7 +400,7 @@ class UnitWatch:
 
     def _unshard_handle(self, _state: Any, handle: Any, *_: Any, **__: Any) -> None:
         # While another unit acts, it prefetches this one.
-        if not self._acting:
+        if not self.acting:
             self._open_slot_of_handle(handle)
 
     def _prefetch_handle(self, _state: Any, handle: Any, *_: Any, **__: Any) -> ActingUnit:
@@ -483,6 +501,12 @@ def _unsharded_nbytes_of_handle(handle: Any, padded: torch.Tensor) -> int:
     """Bytes of a unit's parameters in FSDP1, without padding, in the dtype of what gathers them."""
     numel: int = sum(handle.flat_param._numels)
     return numel * padded.element_size()
+
+
+@functools.cache
+def _may_keep_storage() -> bool:
+    """Whether units may keep storage that they do not use, new in torch 2.15."""
+    return hasattr(sys.modules["torch.distributed.fsdp"].FSDPModule, "set_keep_unsharded_storage")
 
 
 def _gathered_nbytes_of_param(param: Any) -> int:
