@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -45,7 +46,8 @@ _MESHES_OF = frozenset({"__getitem__", "_concatenate"})
 _CHUNKS = "_chunk_with_empty"
 _LEARN = "_propagate_tensor_meta_non_cached"  # read in torch 2.13
 _GATHERS = {"all_gather_object", "gather_object"}
-_OBJECTS = ("_object_to_tensor", "_tensor_to_object")  # read in torch 2.13
+_OBJECTS = ("_object_to_tensor", "_tensor_to_object")  # read in torch 2.13 and 2.15
+_PIPELINES = "torch.distributed.pipelining."
 
 
 @contextlib.contextmanager
@@ -93,6 +95,8 @@ def simulated(
         for name in _OBJECTS:
             real = _on_real(getattr(distributed_c10d, name), tensors.known)
             undo.enter_context(patched(distributed_c10d, name, _of_this_rank(real, groups)))
+        told = _told_of_real(dist.get_backend, groups)
+        undo.enter_context(patched(dist, "get_backend", told))
         undo.enter_context(patched(torch.utils, "swap_tensors", tensors.swap))
         undo.enter_context(tensors)
         yield
@@ -180,7 +184,7 @@ def _on_real(
 
 def _of_this_rank(convert: Callable[..., Any], groups: RealGroups | None) -> Callable[..., Any]:
     @functools.wraps(convert)
-    def run(given: Any, place: Any, group: Any) -> Any:
+    def run(given: Any, place: Any, group: Any, *options: Any) -> Any:  # torch 2.15 has one
         # Asked before they are sent, since those of thousands of ranks take minutes to read.
         is_gathered = sys._getframe(1).f_code.co_name in _GATHERS
         group = group or distributed_c10d.GroupMember.WORLD
@@ -194,9 +198,21 @@ def _of_this_rank(convert: Callable[..., Any], groups: RealGroups | None) -> Cal
                 "to code which the test does not run, have the ranks run by the name of their "
                 "axis, real=, or run the test on real ranks, without simulate="
             )
-        return convert(given, place, group)
+        return convert(given, place, group, *options)
 
     return run
+
+
+def _told_of_real(get_backend: Callable[..., str], groups: RealGroups | None) -> Callable[..., str]:
+    # Since torch 2.15 stages that would tell each other their shapes refuse a fake group at once.
+    @functools.wraps(get_backend)
+    def told(group: Any = None) -> str:
+        asks: str = sys._getframe(1).f_globals.get("__name__", "")
+        if groups is None or group is None or not asks.startswith(_PIPELINES):
+            return get_backend(group)
+        return "gloo" if groups.has(group) else get_backend(group)
+
+    return told
 
 
 class LazyChunks(Sequence[torch.Tensor]):

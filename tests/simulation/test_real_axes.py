@@ -50,6 +50,10 @@ def test_stages_tell_each_other_their_shapes(
 @pytest.mark.distributed(world_size=4096, simulate=True)
 def test_a_pipeline_without_its_other_stages_is_refused_with_the_cure(device_mesh):
     _, step = pipeline("Schedule1F1B", device_mesh(pp=4, dp=-1))
+    if torch.__version__ >= (2, 15):  # torch refuses it before, with a cure of its own
+        with pytest.raises(RuntimeError, match="Provide complete static metadata"):
+            step()
+        return
     with pytest.raises(SimulationError, match=r"real=\{'pp': 4\}") as refused:
         step()
     assert "received whole numbers from a rank that does not run" in str(refused.value)
