@@ -160,38 +160,42 @@ class Shared:
         self.is_there = False
         """Whether the patch is in place."""
 
-    @contextlib.contextmanager
-    def needed(self) -> Iterator[None]:
-        """Have the patch in place while the block runs."""
+    def __enter__(self) -> None:
+        """Have the patch in place from now on."""
         with _lock:
             if not self.is_there:
                 self._undo.enter_context(self._patched())
                 self.is_there = True
             self._num_users += 1
-        try:
-            yield
-        finally:
-            with _lock:
-                self._num_users -= 1
-                if not self._num_users and self._may_end():
-                    self.is_there = False
-                    self._undo.close()
+
+    def __exit__(self, *_: object) -> None:
+        """Take it away, if no other recording needs it."""
+        with _lock:
+            self._num_users -= 1
+            if not self._num_users and self._may_end():
+                self.is_there = False
+                self._undo.close()
 
 
 @contextlib.contextmanager
-def patched(holder: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Have an attribute replaced while the block runs."""
-    found = vars(holder).get(name)
-    setattr(holder, name, replacement)
+def patched(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Have attributes replaced while the block runs: of each its holder, name and replacement."""
+    found = []
     try:
+        for holder, name, replacement in attributes:
+            found.append(vars(holder).get(name))
+            setattr(holder, name, replacement)
         yield
     finally:
-        # Otherwise somebody else has replaced it since, and calls this one.
-        if vars(holder).get(name) is replacement:
-            if found is None:  # inherited
-                delattr(holder, name)
-            else:
-                setattr(holder, name, found)
+        for (holder, name, replacement), before in reversed(
+            [*zip(attributes, found, strict=False)]
+        ):
+            # Otherwise somebody else has replaced it since, and calls this one.
+            if vars(holder).get(name) is replacement:
+                if before is None:  # inherited
+                    delattr(holder, name)
+                else:
+                    setattr(holder, name, before)
 
 
 @Shared
@@ -206,5 +210,5 @@ def noting_threads() -> Iterator[None]:
         vars(thread)[_STARTED_IN] = frozenset(recorder.number for recorder in _recorders)
         original(thread)
 
-    with patched(threading.Thread, "start", start):
+    with patched((threading.Thread, "start", start)):
         yield

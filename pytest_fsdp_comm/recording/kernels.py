@@ -92,10 +92,12 @@ def why_no_kernels() -> str:
 
 def _do_others_wait() -> bool:
     """Whether no other thread of Python can be in an operation of torch. See Note [Kernels]."""
+    own = threading.get_ident()
     for delay_s in _DELAYS_S:
+        if len(sys._current_frames()) == 1:
+            return True
         # With the GIL just taken, no other thread gets it before the kernels are gone.
         time.sleep(delay_s)
-        own = threading.get_ident()
         if all(_waits(frame) for thread, frame in sys._current_frames().items() if thread != own):
             return True
     return False
@@ -140,10 +142,23 @@ def _communicating(*_registered: int) -> Mapping[str, Call]:
     names = [
         name
         for name in torch._C._dispatch_get_all_op_names()
-        if name.partition("::")[0] in NAMESPACES and torch._C._dispatch_dump(name)
+        if name.partition("::")[0] in NAMESPACES and _can_run(torch._C._dispatch_dump(name))
     ]
     calls = {name: _call(_overload(name)) for name in names}
     return {name: call for name, call in calls.items() if call is not None}
+
+
+def _can_run(dump: str) -> bool:
+    """Whether what the dispatcher has of an operation could run on this machine."""
+    # Of symmetric memory's 39 operations, few have a kernel in a build of torch for CPUs, and the
+    # others one for GPUs alone.
+    found = {line.partition(":")[0].partition("[")[0] for line in dump.splitlines()}
+    found -= _NO_KERNELS
+    return bool(found if torch.accelerator.is_available() else found - _OF_ACCELERATORS)
+
+
+_NO_KERNELS: Final = {"", "name", "schema", "debug", "alias analysis kind"}
+_OF_ACCELERATORS: Final = {"CUDA", "XPU", "PrivateUse1", "SparseCUDA", "SparseXPU"}
 
 
 @functools.lru_cache(maxsize=1)
@@ -177,11 +192,11 @@ def _has_kernel(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _registered(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Have kernels in place, by the names of their operations, while the block runs."""
+def _registered(kernels: Sequence[tuple[str, Callable[..., Any]]]) -> Iterator[None]:
+    """Have kernels in place, each with the name of its operation, while the block runs."""
     libraries: dict[str, Any] = {}
     try:
-        for name, kernel in kernels.items():
+        for name, kernel in kernels:
             namespace, _, short = name.partition("::")
             if namespace not in libraries:
                 libraries[namespace] = torch._C._dispatch_library(
@@ -198,16 +213,26 @@ def _registered(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 @contextlib.contextmanager
 def collectives() -> Iterator[None]:
     """Have each collective of the process recorded."""
-    global _before  # as of `_known`: the kernels are the process's
-    calls, _before = communicating(), _registrations()
-    with _registered({name: _collective_kernel(call) for name, call in calls.items()}):
-        _known.update(calls)
+    global _before  # noqa: PLW0603  # as of `_known`: the kernels are the process's
+    _before = _registrations()
+    with _registered(_of_collectives(*_before)):
+        _known.update(communicating())
         yield
     _known.clear()
 
 
+@functools.lru_cache(maxsize=1)
+def _of_collectives(*_registered: int) -> Sequence[tuple[str, Callable[..., Any]]]:
+    return [
+        (name, _collective_kernel(call))
+        for name, call in communicating().items()
+        # Names of earlier torch, each of which calls the operation that is called so now.
+        if call.namespace != "c10d_functional"
+    ]
+
+
 _known: dict[str, Call] = {}
-"""The operations that have kernels now."""
+"""The operations that are seen now."""
 _before: tuple[int, ...] = ()
 """What was registered when they were."""
 
@@ -237,10 +262,14 @@ def _collective_kernel(call: Call) -> Callable[..., Any]:
     @uncompiled
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
+        if _thread.is_inside:
+            return redispatch(keys & below, *args, **kwargs)
         compiler = set_compiler(None)
         try:
             run = functools.partial(redispatch, keys & below, *args, **kwargs)
-            return run() if _is_traced(keys) else _recorded(call, args, kwargs, run)
+            if keys.has(_META) and _is_traced():
+                return run()
+            return _recorded(call, args, kwargs, run)
         finally:
             set_compiler(compiler)
 
@@ -285,7 +314,7 @@ def local_ranks() -> Iterator[None]:
             return run()
         return _recorded(call, args, kwargs or {}, run)
 
-    with patched(module.LocalTensorMode, "__torch_dispatch__", dispatch):
+    with patched((module.LocalTensorMode, "__torch_dispatch__", dispatch)):
         yield
 
 
@@ -293,14 +322,15 @@ def local_ranks() -> Iterator[None]:
 @contextlib.contextmanager
 def value_reads() -> Iterator[None]:
     """Have recordings on the fake group told of each operation that shows values to Python."""
-    with _registered({name: _noting_kernel(name) for name in _reading()}):
+    with _registered(_of_reads()):
         yield
 
 
 @functools.cache
-def _reading() -> frozenset[str]:
+def _of_reads() -> Sequence[tuple[str, Callable[..., Any]]]:
     # Older torch has not all of them.
-    return frozenset(VALUE_READS).intersection(torch._C._dispatch_get_all_op_names())
+    names = frozenset(VALUE_READS).intersection(torch._C._dispatch_get_all_op_names())
+    return [(name, _noting_kernel(name)) for name in names]
 
 
 @_Kernels
@@ -308,11 +338,10 @@ def _reading() -> frozenset[str]:
 def copies() -> Iterator[None]:
     """Have each copy recorded that may cross between host and device."""
     # Every other operation that copies between them calls it.
-    with _registered({COPY: _copy_kernel(_overload(COPY))}):
+    with _registered([(COPY, _copy_kernel(_overload(COPY)))]):
         yield
 
 
-@functools.cache
 def _noting_kernel(name: str) -> Callable[..., Any]:
     func, below = _overload(name), _keys_below()
 
@@ -320,7 +349,7 @@ def _noting_kernel(name: str) -> Callable[..., Any]:
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         compiler = set_compiler(None)
-        is_noted = not (_thread.is_reading or _is_traced(keys))
+        is_noted = not (_thread.is_reading or (keys.has(_META) and _is_traced()))
         try:
             if is_noted:
                 for recorder in entered():
@@ -345,7 +374,7 @@ def _copy_kernel(func: OpOverload) -> Callable[..., Any]:
         try:
             run = functools.partial(func.redispatch, keys & below, *args, **kwargs)
             direction = copy_direction(*args[:2])
-            if direction is not None and not _is_traced(keys):
+            if direction is not None and not (keys.has(_META) and _is_traced()):
                 for recorder in entered():
                     run = functools.partial(recorder.run_copy, direction, args[0], run)
             return run()
@@ -360,8 +389,6 @@ def _keys_below() -> Any:
     return torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
 
 
-def _is_traced(keys: Any) -> bool:
-    # On tensors without memory a call may also be a real one, of a test that has no other tensors.
-    return keys.has(_META) and (
-        torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
-    )
+def _is_traced() -> bool:
+    """Whether a call on tensors without memory is the compiler's, and not a test's real one."""
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None

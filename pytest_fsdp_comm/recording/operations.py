@@ -43,6 +43,8 @@ TIMING_CATEGORIES: Final = ("all_gather", "all_gather_object", "reduce", "reshar
 REDUCING: Final = frozenset({"reduce_scatter", "all_reduce", "reduce"})
 """The kinds that carry gradients, where FSDP or DDP sends them."""
 
+_SENT_BY_UNITS: Final = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast"})
+
 # Not communication of their own: they wait for it, wrap its result, or look things up.
 SILENT: Final = frozenset(
     {
@@ -200,15 +202,31 @@ class Call:
         self.func = func
         self.operation = operation
         self.namespace: str = func.namespace
+        self.may_be_units = self.namespace == "c10d" and operation.kind in _SENT_BY_UNITS
+        """Whether FSDP's units send by it. By a functional collective DTensor does, for them too:
+        FSDP reduces partial gradients of its so."""
         self.op = f"{func.namespace}.{func.overloadpacket.__name__}"
+        self.units_category = timing_category(operation.kind, Source.FSDP)
         arguments = func._schema.arguments
         self._names = [argument.name for argument in arguments]
         named = [name for name in ("process_group", "group_name") if name in self._names]
         self._group = named[0] if named else ""
         self._group_at = self._names.index(self._group) if named else len(self._names)
+        self._places = {name: place for place, name in enumerate(self._names)}
+        # What `kept` has to replace: not a flag, a number or a name.
+        self._changed = [
+            place
+            for place, argument in enumerate(arguments)
+            if argument.type.kind() not in {"BoolType", "IntType", "StringType"}
+        ]
         self._defaults = {
             arg.name: arg.default_value for arg in arguments if arg.has_default_value()
         }
+
+    def argument(self, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+        """An argument by its name; its default if it is not given, and None if it has neither."""
+        place = self._places.get(name, len(args))
+        return args[place] if place < len(args) else kwargs.get(name, self._defaults.get(name))
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name, those included that torch leaves out as the default."""
@@ -219,20 +237,23 @@ class Call:
         # The few bytes of what torch has boxed are malloc's: kept, they take up the places of what
         # was freed around them, and a process that gathers 4 MiB eight times a step grew by 45 MiB
         # with each. To ask a group for a reduction takes longer than all the rest.
-        at = self._group_at
-        return [None if n == at else _without_tensors(one) for n, one in enumerate(args)]
+        kept = [*args]
+        for place in self._changed:
+            if place < len(kept):
+                kept[place] = None if place == self._group_at else without_tensors(kept[place])
+        return kept
 
     def group(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
         """The group of a call; None if it has none that is known here."""
         is_placed = self._group_at < len(args)
         given: Any = args[self._group_at] if is_placed else kwargs.get(self._group)
         group: dist.ProcessGroup | None = given
-        if isinstance(given, str):
+        if isinstance(given, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(given)
+        elif isinstance(given, str):
             # Private, but what torch's own functional collectives call (read in torch 2.6 to 2.13).
             distributed: Any = dist.distributed_c10d
             group = distributed._resolve_process_group(given)
-        elif given is not None and not isinstance(given, dist.ProcessGroup):
-            group = dist.ProcessGroup.unbox(given)
         return group
 
 
@@ -256,13 +277,17 @@ class Sized:
         return self.dtype.itemsize
 
 
-def _without_tensors(value: Any) -> Any:
+def without_tensors(value: Any) -> Any:
     """An argument with `Sized` in place of each tensor, and without what torch has boxed."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
     if isinstance(value, torch.Tensor):
         return Sized(value)
     if isinstance(value, torch.ScriptObject):
         return reduce_op(value)
-    return [*map(_without_tensors, value)] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, dict):
+        return {name: without_tensors(one) for name, one in value.items()}
+    return [*map(without_tensors, value)] if isinstance(value, (list, tuple)) else value
 
 
 def shows_async() -> bool:
@@ -386,6 +411,7 @@ def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum([tensor.numel() * tensor.itemsize for tensor in tensors])
 
 
+@functools.cache
 def timing_category(kind: str, source: Source) -> str | None:
     """Which of `TIMING_CATEGORIES` a collective's seconds belong to; None for none."""
     if kind == "all_gather":

@@ -5,12 +5,13 @@
 # queries it in the block. A mesh that names a group, the root that names modules and the replica
 # that a bucket serves may all show up after their first use, and how far ahead a gather was issued
 # is known once the unit is used. Until then modules are held as such, and a group by its key.
-# What a unit sends is not even read before: of its call the sizes are kept (`Pending.issued`),
-# since what is done between a model's operations takes five times as long as in one go.
+# Most is not even read before: of a call the sizes are kept (`Unread`), since what is done
+# between a model's operations takes five times as long as in one go.
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from pytest_fsdp_comm.comm.events import (
@@ -31,9 +32,12 @@ from pytest_fsdp_comm.recording.operations import (
 from pytest_fsdp_comm.recording.owners.attribution import Attribution
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import torch.distributed as dist
 
     from pytest_fsdp_comm.comm.mesh import MeshAxis
+    from pytest_fsdp_comm.recording.operations import Call
     from pytest_fsdp_comm.recording.owners.attribution import OwnerNames
 
 Event = TypeVar("Event", bound=Collective | Reshard | Redistribution | HostDeviceCopy)
@@ -57,20 +61,6 @@ class Pending(Generic[Event]):
     """The key of a collective's group in `GroupNames`; None if the operation shows none."""
     parts: tuple[tuple[str, int], ...] = ()
     """Of a collective that sends several tensors, dtype and bytes of each; empty for any other."""
-    issued: tuple[Any, ...] | None = None
-    """Of a unit's collective that was not read yet: its `Call`, what is `kept` of its arguments,
-    its group, and the call site. None for any other event."""
-
-    def read(self) -> None:
-        """Read what was issued, if it was not read yet."""
-        if self.issued is None:
-            return
-        call, args, group, call_site = self.issued
-        self.issued, bound = None, call.bind(args, {})
-        # None of these returns what it received.
-        (message,) = messages(call.operation, group, bound, None)
-        self.fields = {"op": call.op, "call_site": call_site, **message}
-        self.parts = parts_sent(call.operation, bound)
 
     def named(self, names: OwnerNames, axes: Mapping[str, MeshAxis]) -> Event:
         """Make the record, with axes by the keys of their groups."""
@@ -79,7 +69,7 @@ class Pending(Generic[Event]):
         gather = own.gather if kind in {"", "all_gather"} else None
         dtype = self.fields.get("dtype", "")
         if gather and gather.dtypes and dtype == "uint8":
-            dtype = joined_dtypes(gather.dtypes)
+            dtype = joined_dtypes(chain(*gather.dtypes))
         owner = names.owner(own)
         axis = None if self.group is None else axes[self.group]
         found = {
@@ -97,6 +87,68 @@ class Pending(Generic[Event]):
             "group_size": 0 if axis is None else axis.size,
         }
         return self.record(**{name: found[name] for name in self.record.__dataclass_fields__})
+
+
+Unread = tuple[Any, ...]
+"""One of the functions below, and what it is given to make a `Pending`."""
+
+
+def read_call(  # noqa: PLR0913, PLR0917  # all that is kept of a call
+    index: int,
+    own: Attribution,
+    key: str | None,
+    call: Call,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    received: Any,
+    group: dist.ProcessGroup | None,
+    call_site: str,
+) -> Pending[Collective]:
+    """Read a call that sends one message, with `Sized` in place of the tensors of its arguments."""
+    bound = call.bind(args, kwargs)
+    (message,) = messages(call.operation, group, bound, received)
+    fields = {"op": call.op, "call_site": call_site, **message}
+    return Pending(Collective, index, own, fields, key, parts_sent(call.operation, bound))
+
+
+def read_batch(  # noqa: PLR0913, PLR0917  # as above
+    indices: Iterator[int],
+    own: Attribution,
+    key: str | None,
+    call: Call,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    group: dist.ProcessGroup | None,
+    call_site: str,
+) -> list[Pending[Collective]]:
+    """Read a call that sends several messages, whose places in the recording `indices` give."""
+    bound = call.bind(args, kwargs)
+    parts = parts_sent(call.operation, bound)
+    sent = messages(call.operation, group, bound, None)
+    return [
+        Pending(
+            Collective, index, own, {"op": call.op, "call_site": call_site, **message}, key, parts
+        )
+        # In this order, so that no place is taken for a message that is not there.
+        for message, index in zip(sent, indices, strict=False)
+    ]
+
+
+def read_reshard(index: int, own: Attribution, action: str, nbytes: int) -> Pending[Reshard]:
+    """Read what a unit has done."""
+    return Pending(Reshard, index, own, {"action": action, "nbytes": nbytes})
+
+
+def read_redistribution(
+    index: int,
+    own: Attribution,
+    start: Callable[[], dict[str, Any]],
+    is_explicit: bool,
+    call_site: str,
+) -> Pending[Redistribution]:
+    """Read a redistribution, of which `start` makes most fields."""
+    fields = {**start(), "is_explicit": is_explicit, "call_site": call_site}
+    return Pending(Redistribution, index, own, fields)
 
 
 def _role(kind: str, dtype: str, attribution: Attribution) -> Role | None:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -19,8 +19,8 @@ class Gather:
     slot: int
     ahead: int | None = None
     """How many slots later its unit was used; None until then."""
-    dtypes: tuple[Any, ...] = ()
-    """What FSDP2 gathers, and sends as uint8 if it has several element types; else empty."""
+    dtypes: list[list[Any]] = field(default_factory=list)
+    """What FSDP2 gathers of each parameter, and sends as uint8 if they differ; else empty."""
 
 
 class Prefetches:

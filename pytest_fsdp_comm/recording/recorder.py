@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import time
 import weakref
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -36,12 +37,12 @@ from pytest_fsdp_comm.recording.mesh_axes import GroupNames, own_world, process_
 from pytest_fsdp_comm.recording.modes import WatchingMode
 from pytest_fsdp_comm.recording.module_trace import ModuleTrace, ModuleTracer, untraced
 from pytest_fsdp_comm.recording.operations import (
+    BATCH,
     TIMING_CATEGORIES,
-    messages,
-    parts_sent,
     shows_async,
     tensors_in,
     timing_category,
+    without_tensors,
 )
 from pytest_fsdp_comm.recording.owners.arithmetic import optimizers
 from pytest_fsdp_comm.recording.owners.attribution import (
@@ -58,7 +59,14 @@ from pytest_fsdp_comm.recording.owners.futures import callbacks
 from pytest_fsdp_comm.recording.owners.module_names import named_modules
 from pytest_fsdp_comm.recording.owners.stack import find_call_site, running_modules, scan_stack
 from pytest_fsdp_comm.recording.owners.tensors import TensorOwners, redistributed
-from pytest_fsdp_comm.recording.pending import Event, Pending
+from pytest_fsdp_comm.recording.pending import (
+    Event,
+    Pending,
+    read_batch,
+    read_call,
+    read_redistribution,
+    read_reshard,
+)
 from pytest_fsdp_comm.recording.redistributions import RedistributionWatch
 from pytest_fsdp_comm.recording.value_dependence import (
     ValueReads,
@@ -78,6 +86,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.operations import Call
     from pytest_fsdp_comm.recording.owners.fsdp import ReshardAction
     from pytest_fsdp_comm.recording.owners.stack import StackScan
+    from pytest_fsdp_comm.recording.pending import Unread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +100,13 @@ class RecordedBlock:
     trace: ModuleTrace
 
 
-_SENT_BY_UNITS: Final = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast"})
-
 _numbers = itertools.count()
 
 
 def _has_any(model: nn.Module, modules: Sequence[nn.Module]) -> bool:
     # The model itself is nearly always the first to run, and its modules are many.
+    if not modules:
+        return False
     return any(module is model for module in modules) or not {
         id(module) for module in model.modules()
     }.isdisjoint(map(id, modules))
@@ -127,13 +136,14 @@ class Recorder:
         self._idle: list[nn.Module] = []
         # An index is taken before the call: what the call itself causes comes after it.
         self._indices = itertools.count()
-        self._pending: list[Pending[Any]] = []
+        self._pending: list[Pending[Any] | Unread] = []
         self._groups = GroupNames()
         self.backward = backward
         self.units = UnitWatch(self._note_reshard, self._groups)
         self._tracer = ModuleTracer(self.backward, self.units) if traces_operations else None
         self._redistribution_watch = RedistributionWatch(self._groups)
-        self._seconds = dict.fromkeys((*TIMING_CATEGORIES, "all"), 0.0)
+        # By category, or None for no category.
+        self._seconds: dict[str | None, float] = dict.fromkeys((*TIMING_CATEGORIES, None), 0.0)
         self._notes: list[str] = []
         self._witness = Witness()
         self.tensors = TensorOwners(self._roots)
@@ -165,7 +175,7 @@ class Recorder:
             )
         with contextlib.ExitStack() as block:
             for patch in self._patches(has_kernels=not problem):
-                block.enter_context(patch.needed())
+                block.enter_context(patch)
             block.enter_context(under_way(self))
             if problem or self._tracer is not None:
                 calls = kernels.communicating().values() if problem else ()
@@ -213,13 +223,14 @@ class Recorder:
         return block
 
     def _all(self, record: type[Event]) -> list[Pending[Event]]:
-        self._read()
-        return [entry for entry in self._pending if entry.record is record]
+        return [entry for entry in self._read() if entry.record is record]
 
-    def _read(self) -> None:
-        for entry in self._pending:
-            if entry.issued is not None:
-                entry.read()
+    def _read(self) -> list[Pending[Any]]:
+        for place, entry in enumerate(self._pending):
+            if isinstance(entry, tuple):
+                read, *kept = entry
+                self._pending[place] = read(*kept)
+        return cast("list[Pending[Any]]", self._pending)
 
     def _named(self) -> RecordedBlock:
         if not self._backend:  # unless the block has made the group
@@ -231,8 +242,7 @@ class Recorder:
         if self._is_recording:  # otherwise its end has
             self.tensors.settle()
         # By index: an event is held when its call returns, after what the call itself caused.
-        self._read()
-        pending = sorted(self._pending, key=attrgetter("index"))
+        pending = sorted(self._read(), key=attrgetter("index"))
         axes = self._groups.axes(entry.group for entry in pending if entry.group is not None)
 
         def named(record: type[Event]) -> tuple[Event, ...]:
@@ -252,7 +262,7 @@ class Recorder:
             reshards=named(Reshard),
             redistributions=named(Redistribution),
             copies=named(HostDeviceCopy),
-            timings=tuple(Timing(category=name, seconds=s) for name, s in self._seconds.items()),
+            timings=self._timings(),
             notes=(
                 *self._notes,
                 *notes,
@@ -271,6 +281,11 @@ class Recorder:
                 self._roots, names.modules
             ),
         )
+
+    def _timings(self) -> tuple[Timing, ...]:
+        seconds = {name: s for name, s in self._seconds.items() if name is not None}
+        seconds["all"] = sum(self._seconds.values())
+        return tuple(Timing(category=name, seconds=s) for name, s in seconds.items())
 
     def _gaps(self, used_groups: Iterable[str]) -> tuple[tuple[Gap, ...], Sequence[str]]:
         """What is known to be missing, and notes; only after the axes were named."""
@@ -369,67 +384,69 @@ class Recorder:
     ) -> Any:
         """Run a collective, and record it."""
         __tracebackhide__ = True
-        attribution = self._attribute_unit()
-        # A functional collective is DTensor's: FSDP reduces partial gradients of its so.
-        is_units = call.namespace == "c10d" and call.operation.kind in _SENT_BY_UNITS
-        if attribution is None or kwargs or not is_units:
-            return self._run_unattributed(call, args, kwargs, run)
+        own = self._attribute_unit() if call.may_be_units and not kwargs else None
+        if own is None:
+            return self._run_other(call, args, kwargs, run)
         index, call_site = next(self._indices), find_call_site()
         started = time.perf_counter()
         result = run()
-        seconds = time.perf_counter() - started
+        self._seconds[call.units_category] += time.perf_counter() - started
         group = call.group(args, kwargs)
         key = None if group is None else self._groups.note(group)
-        issued = (call, call.kept(args), group, call_site)
-        with self._lock:
-            if self._is_recording:
-                self._pending.append(Pending(Collective, index, attribution, {}, key, (), issued))
-                self._witness.follow()
-                self._add_seconds(timing_category(call.operation.kind, Source.FSDP), seconds)
-        self._redistribution_watch.note_collective(None)
+        kept = call.kept(args), kwargs, None
+        self._hold(key, (read_call, index, own, key, call, *kept, group, call_site))
+        self._redistribution_watch.note_other()
         return result
 
-    def _timed(self, kind: str, source: Source, run: Callable[[], Any]) -> Any:
-        __tracebackhide__ = True
-        started = time.perf_counter()
-        try:
-            return run()
-        finally:
-            self._add_seconds(timing_category(kind, source), time.perf_counter() - started)
-
-    def _run_unattributed(
+    def _run_other(
         self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
     ) -> Any:
+        """Run a collective that is not known to be a unit's, and record it."""
         __tracebackhide__ = True
-        operation, bound, scan = call.operation, call.bind(args, kwargs), scan_stack()
-        attribution = self._attribute(scan, call.namespace)
-        attribution = self.tensors.name(scan, operation, bound, attribution)
+        operation, scan = call.operation, self._scan()
+        argument = functools.partial(call.argument, args, kwargs)
+        own, given = self._attribute(scan, call.namespace), redistributed(scan.redistribution)
+        own.carried = self.tensors.carried(scan, operation, argument, own, given)
         index, call_site = next(self._indices), scan.call_site
-        result = self._timed(operation.kind, attribution.source, run)
+        started = time.perf_counter()
+        try:
+            result = run()
+        finally:
+            seconds = time.perf_counter() - started
+            self._seconds[timing_category(operation.kind, own.source)] += seconds
         group = call.group(args, kwargs)
         key = None if group is None else self._groups.note(group)
-        received = result if operation.received == "return" else bound.get(operation.received)
-        self.tensors.follow(operation, attribution, tensors_in(received))
-        parts = parts_sent(operation, bound)
-        with self._lock:
-            if not self._is_recording:  # the block ended while a callback's collective ran
-                return result
-            is_first = True
-            for message in messages(operation, group, bound, result):
-                fields = {"op": call.op, "call_site": call_site, **message}
-                place = index if is_first else next(self._indices)
-                self._pending.append(Pending(Collective, place, attribution, fields, key, parts))
-                is_first = False
-            if group is not None:
-                self._witness.follow()
+        received = result if operation.received == "return" else None
+        if own.carried is not None and own.carried.label is None:
+            into = argument(operation.received) if received is None else received
+            self.tensors.follow(operation, own, tensors_in(into))
         if self.reads is not None and not is_told_of_values() and operation.kind == "all_to_all":
-            self.reads.note_splits(bound, call_site)
-        start = self._redistribution_watch.note_collective(scan.redistribution)
+            self.reads.note_splits(call.bind(args, kwargs), call_site)
+        if operation.kind == BATCH:
+            places = itertools.chain([index], self._indices)
+            self._hold(key, *read_batch(places, own, key, call, args, kwargs, group, call_site))
+        else:
+            kept = call.kept(args), without_tensors(kwargs), without_tensors(received)
+            self._hold(key, (read_call, index, own, key, call, *kept, group, call_site))
+        if scan.redistributing is None:
+            self._redistribution_watch.note_other()
+            return result
+        start = self._redistribution_watch.note_collective(scan.redistributing)
         if start is not None:
-            is_explicit = redistributed(scan.redistribution) is not None
-            fields = {**start, "is_explicit": is_explicit, "call_site": call_site}
-            self._hold(Redistribution, attribution, fields)
+            place, is_explicit = next(self._indices), given is not None
+            self._pending.append((read_redistribution, place, own, start, is_explicit, call_site))
         return result
+
+    def _hold(self, group: str | None, *calls: Pending[Any] | Unread) -> None:
+        with self._lock:
+            if self._is_recording:  # otherwise the block has ended while a callback's call ran
+                self._pending += calls
+                if group is not None:
+                    self._witness.follow()
+
+    def _scan(self) -> StackScan:
+        """Walk up the stack, as far as this thread's borders do not tell what is further out."""
+        return scan_stack(needs_outermost=not self.backward.is_of_this_thread)
 
     def run_copy(
         self, direction: Literal["H2D", "D2H"], copied: torch.Tensor, run: Callable[[], Any]
@@ -440,7 +457,7 @@ class Recorder:
         index = next(self._indices)
         started = time.perf_counter()
         result = run()
-        self._add_seconds(direction, time.perf_counter() - started)
+        self._seconds[direction] += time.perf_counter() - started
         fields = {"direction": direction, "nbytes": copied.nbytes, "call_site": call_site}
         self._pending.append(Pending(HostDeviceCopy, index, attribution, fields))
         return result
@@ -462,16 +479,12 @@ class Recorder:
     def _note_reshard(
         self, action: ReshardAction, modules: tuple[nn.Module, ...], nbytes: int, seconds: float
     ) -> None:
-        issued = self._attribute_unit() or self._attribute(scan_stack())
+        own = self._attribute_unit() or self._attribute(self._scan())
         if action == "reshard":
-            self._add_seconds("resharding", seconds)
-        own = issued
-        if issued.owner is not modules or issued.source is not Source.FSDP:
-            own = replace(issued, owner=modules, source=Source.FSDP)
-        self._hold(Reshard, own, {"action": action, "nbytes": nbytes})
-
-    def _hold(self, record: type[Any], own: Attribution, fields: dict[str, Any]) -> None:
-        self._pending.append(Pending(record, next(self._indices), own, fields))
+            self._seconds["resharding"] += seconds
+        if own.owner is not modules or own.source is not Source.FSDP:
+            own = replace(own, owner=modules, source=Source.FSDP)
+        self._pending.append((read_reshard, next(self._indices), own, action, nbytes))
 
     @contextlib.contextmanager
     def resumed(self, attribution: Attribution) -> Iterator[None]:
@@ -504,11 +517,15 @@ class Recorder:
     def _attribute(self, scan: StackScan, namespace: str = "") -> Attribution:
         inherited: Attribution | None = getattr(self._here, "attribution", None)
         if inherited is not None:
-            return inherited
+            return replace(inherited)
         if self not in entered():
             return attribute_on_thread(scan, namespace)
         attribution = attribute(scan, self.units, self.backward, namespace)
-        self._note_acting(attribution, scan.outermost)
+        if self._idle or not self._has_given_root:
+            outermost = scan.outermost
+            if self.backward.is_of_this_thread:
+                outermost = self.backward.outermost
+            self._note_acting(attribution, outermost)
         return attribution
 
     def _note_acting(self, attribution: Attribution, outermost: nn.Module | None) -> None:
@@ -526,11 +543,6 @@ class Recorder:
             self._roots[:] = [module if id(root) in inside else root for root in self._roots]
             if not any(root is module for root in self._roots):
                 self._roots.append(module)
-
-    def _add_seconds(self, category: str | None, seconds: float) -> None:
-        self._seconds["all"] += seconds
-        if category is not None:
-            self._seconds[category] += seconds
 
     def _note_unseen_groups(self) -> None:
         for group in process_groups():

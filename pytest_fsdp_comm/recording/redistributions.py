@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_fsdp_comm import upstream
@@ -9,7 +10,7 @@ from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.recording.subclasses import nbytes_held
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from collections.abc import Callable, Mapping, Sequence
 
     from pytest_fsdp_comm.recording.mesh_axes import GroupNames
 
@@ -25,12 +26,17 @@ class RedistributionWatch:
         # are alike, but each begins at the same step.
         self._last: tuple[Any, int] | None = None
 
-    def note_collective(self, frame: FrameType | None) -> dict[str, Any] | None:
-        """Return `events.Redistribution`'s fields at its first collective; None at any other."""
-        if frame is None:
-            self._last = None
-            return None
-        found: dict[str, Any] = frame.f_locals
+    def note_other(self) -> None:
+        """A collective was sent that is part of none."""
+        self._last = None
+
+    def note_collective(self, found: Mapping[str, Any]) -> Callable[[], dict[str, Any]] | None:
+        """Note a collective by the locals of the redistribution that it is part of.
+
+        Returns:
+            At its first collective, what makes fields of `events.Redistribution`; None at any
+            other.
+        """
         try:
             # Read in torch 2.6, 2.9, 2.11, 2.13.
             current, target, local = (
@@ -40,13 +46,22 @@ class RedistributionWatch:
             raise upstream.misread_error("torch", "redistribute_local_tensor", missing) from missing
         self._groups.learn_mesh(current.mesh)
         infos = found.get("optimized_transform_infos", found.get("transform_infos", []))
-        step = next((n for n, info in enumerate(infos) if info is found.get("transform_info")), 0)
+        info, step = found.get("transform_info"), 0
+        if len(infos) > 1:
+            step = next((n for n, one in enumerate(infos) if one is info), 0)
         last, self._last = self._last, (infos, step)
         if last is not None and last[0] is infos and step > last[1]:
             return None
-        return {
-            "source_placements": tuple(map(repr, current.placements)),
-            "target_placements": tuple(map(repr, target.placements)),
-            "mesh_axes": tuple(map(printable, current.mesh.mesh_dim_names or ())),
-            "nbytes": nbytes_held(local),
-        }
+        names = current.mesh.mesh_dim_names or ()
+        return partial(_fields, current.placements, target.placements, names, nbytes_held(local))
+
+
+def _fields(
+    source: Sequence[Any], target: Sequence[Any], names: Sequence[str], nbytes: int
+) -> dict[str, Any]:
+    return {
+        "source_placements": tuple(map(repr, source)),
+        "target_placements": tuple(map(repr, target)),
+        "mesh_axes": tuple(map(printable, names)),
+        "nbytes": nbytes,
+    }

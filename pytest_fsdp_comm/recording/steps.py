@@ -71,7 +71,7 @@ class StepRecorder:
         self._num_calls = 0
         self._undo = contextlib.ExitStack()
         scaler = torch.amp.GradScaler
-        self._undo.enter_context(patched(scaler, "step", self._around_scaler(scaler.step)))
+        self._undo.enter_context(patched((scaler, "step", self._around_scaler(scaler.step))))
 
     def __call__(self, optimizer: torch.optim.Optimizer, *, is_skipped: bool = False) -> None:
         """An optimizer has stepped, or a scaler has skipped its step."""
@@ -180,10 +180,9 @@ def _subclasses(kind: type[nn.Module]) -> set[type[nn.Module]]:
 @contextlib.contextmanager
 def keeping_group() -> Iterator[None]:
     """Have a script use the process group that there is, instead of making and destroying one."""
-    with contextlib.ExitStack() as undo:
-        for holder in (dist, distributed_c10d):
-            for name in ("init_process_group", "destroy_process_group"):
-                undo.enter_context(patched(holder, name, lambda *_, **__: None))
+    names = ("init_process_group", "destroy_process_group")
+    holders = (dist, distributed_c10d)
+    with patched(*((where, name, lambda *_, **__: None) for where in holders for name in names)):
         yield
 
 

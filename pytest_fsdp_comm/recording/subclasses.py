@@ -61,7 +61,7 @@ def nbytes_held(tensor: torch.Tensor) -> int:
 
 def tensors_held(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors of a tensor: itself or, of a wrapper, those that it holds."""
-    if not _can_be_taken_apart(type(tensor)):
+    if type(tensor) is torch.Tensor or not _can_be_taken_apart(type(tensor)):
         yield tensor
         return
     wrapper: Any = tensor

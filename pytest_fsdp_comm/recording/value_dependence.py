@@ -162,12 +162,8 @@ def value_methods() -> Iterator[None]:
         # `numpy` compiled by itself calls itself.
         return functools.update_wrapper(uncompiled(wrapped), original)
 
-    with contextlib.ExitStack() as undo:
-        for name in _METHODS:
-            around = wrap(name, getattr(torch.Tensor, name))
-            undo.enter_context(patched(torch.Tensor, name, around))
-        around = wrap("tensor_split", torch.tensor_split)
-        undo.enter_context(patched(torch, "tensor_split", around))
+    places = [*((torch.Tensor, name) for name in _METHODS), (torch, "tensor_split")]
+    with patched(*((where, name, wrap(name, getattr(where, name))) for where, name in places)):
         yield
 
 

@@ -126,9 +126,7 @@ def cuda_on_cpu(*, answers: bool) -> Iterator[None]:
         yield
         return
     _state.answers = answers
-    with contextlib.ExitStack() as undo:
-        for holder, name, replacement in (*_of_tensors(), *_of_meshes(), *_of_amp(), *_of_cuda()):
-            undo.enter_context(patched(holder, name, replacement))
+    with patched(*_of_tensors(), *_of_meshes(), *_of_amp(), *_of_cuda()):
         yield
 
 

@@ -74,30 +74,29 @@ def simulated(
             if real is not None and name in _MESHES_OF:
                 real = _made_once(real)
             if real is not None:
-                undo.enter_context(patched(mesh, name, real))
+                undo.enter_context(patched((mesh, name, real)))
         if hasattr(_fsdp_param, _CHUNKS):  # otherwise only slower
-            undo.enter_context(patched(_fsdp_param, _CHUNKS, LazyChunks))
+            undo.enter_context(patched((_fsdp_param, _CHUNKS, LazyChunks)))
         # DTensor runs operations of whole tensors to learn what they return: on tensors of its own,
         # as without a simulation, so that nothing counts them as this rank's.
         learn = getattr(ShardingPropagator, _LEARN, None)
         if learn is not None:  # otherwise estimates alone are too large
-            undo.enter_context(patched(ShardingPropagator, _LEARN, _on_real(learn)))
-        undo.enter_context(patched(DistributedDataParallel, "__init__", _refuse_ddp))
+            undo.enter_context(patched((ShardingPropagator, _LEARN, _on_real(learn))))
+        undo.enter_context(patched((DistributedDataParallel, "__init__", _refuse_ddp)))
         undo.enter_context(told_of_values())
         undo.enter_context(cuda_on_cpu(answers=answers))
         # What is compiled sends what it sends as it is written, and the compiler's own tensors
         # without memory mix with no others.
         undo.enter_context(torch.compiler.set_stance("force_eager"))
-        for holder, name, replacement in conversions():
-            undo.enter_context(patched(holder, name, replacement))
+        undo.enter_context(patched(*conversions()))
         tensors = _tensors(answers, shares)
         tensors.begin(groups)
         for name in _OBJECTS:
             real = _on_real(getattr(distributed_c10d, name), tensors.known)
-            undo.enter_context(patched(distributed_c10d, name, _of_this_rank(real, groups)))
+            undo.enter_context(patched((distributed_c10d, name, _of_this_rank(real, groups))))
         told = _told_of_real(dist.get_backend, groups)
-        undo.enter_context(patched(dist, "get_backend", told))
-        undo.enter_context(patched(torch.utils, "swap_tensors", tensors.swap))
+        undo.enter_context(patched((dist, "get_backend", told)))
+        undo.enter_context(patched((torch.utils, "swap_tensors", tensors.swap)))
         undo.enter_context(tensors)
         yield
 

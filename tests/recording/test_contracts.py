@@ -87,7 +87,7 @@ def test_a_scaler_steps_by_a_method_of_its_class_that_skips_what_is_not_finite()
         called.append(given)
         return step(own, given, *args, **kwargs)
 
-    with patched(torch.amp.GradScaler, "step", around), optimizer_steps(stepped.append):
+    with patched((torch.amp.GradScaler, "step", around)), optimizer_steps(stepped.append):
         for factor in (1.0, torch.inf):
             scaler.scale((parameter * factor).sum()).backward()
             scaler.step(optimizer)
@@ -131,7 +131,7 @@ def test_optimizers_step_and_zero_gradients_in_a_range_of_the_profiler(monkeypat
     before = record.__enter__, record.__exit__
     recorder = SimpleNamespace(tensors=SimpleNamespace(around=around))
     monkeypatch.setattr(arithmetic, "entered", lambda: (recorder,))
-    with arithmetic.optimizers.needed():
+    with arithmetic.optimizers:
         optimizer.step()
         optimizer.zero_grad()
     assert seen == [optimizer, optimizer]
@@ -170,12 +170,12 @@ def test_a_redistribution_has_the_locals_that_are_read():
 
 
 def test_watched_methods_of_fsdp_are_put_back():
-    with units.needed():
+    with units:
         pass
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     originals = dict(vars(FSDPParamGroup))
-    with units.needed():
+    with units:
         names = {name for name, found in vars(FSDPParamGroup).items() if found != originals[name]}
     # Also those that are wrapped twice.
     assert dict(vars(FSDPParamGroup)) == originals
@@ -242,7 +242,7 @@ def test_a_method_that_moved_is_named(monkeypatch):
 
     original = FSDPParamGroup.unshard
     monkeypatch.delattr(FSDPParamGroup, "reshard")
-    with pytest.raises(UpstreamChangedError) as caught, units.needed():
+    with pytest.raises(UpstreamChangedError) as caught, units:
         pass
     assert f"torch {metadata.version('torch')} no longer has " in str(caught.value)
     assert "FSDPParamGroup.reshard, which" in str(caught.value)

@@ -40,8 +40,7 @@ class Extent(NamedTuple):
 
 def extent_of(tensor: Any) -> Extent | None:
     """Where a plain tensor lies; None for an expanded one, and for one without storage."""
-    # A wrapper that nobody can take apart has none, nor has one of functorch.
-    if tensor.layout is not torch.strided or not torch._C._has_storage(tensor):
+    if not has_bytes(tensor):
         return None
     itemsize, numel = tensor.element_size(), tensor.numel()
     if numel and not tensor.is_contiguous():
@@ -51,6 +50,12 @@ def extent_of(tensor: Any) -> Extent | None:
         numel = 1 + sum((size - 1) * stride for size, stride in pairs)
     start = tensor.storage_offset() * itemsize
     return Extent(tensor.untyped_storage()._cdata, start, start + numel * itemsize)
+
+
+def has_bytes(tensor: Any) -> bool:
+    """Whether a tensor lies in a storage."""
+    # A wrapper that nobody can take apart has none, nor has one of functorch.
+    return tensor.layout is torch.strided and torch._C._has_storage(tensor)
 
 
 def weak_storage(tensor: torch.Tensor) -> Any:
@@ -174,11 +179,11 @@ def optimizers() -> Iterator[None]:
         return result
 
     def end(own: Any, *error: Any) -> Any:
-        if id(own) in running:
+        if running and id(own) in running:
             running.pop(id(own)).__exit__(*error)
         return leave(own, *error)
 
-    with patched(record, "__enter__", begin), patched(record, "__exit__", end):
+    with patched((record, "__enter__", begin), (record, "__exit__", end)):
         yield
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Source
 from pytest_fsdp_comm.recording.owners.ddp import Modules, ReplicaOwners
-from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
+from pytest_fsdp_comm.recording.owners.module_names import ModuleNames, named_modules
 from pytest_fsdp_comm.recording.owners.stack import is_graph, running
 from pytest_fsdp_comm.recording.owners.tensors import Carried, registered_parameters
 from pytest_fsdp_comm.recording.prefetch import Gather
@@ -105,7 +105,7 @@ class OwnerNames:
 # thread numbers its nodes from 0.
 
 
-class _Maker(Enum):
+class Maker(Enum):
     """What made an autograd node, if no known module did."""
 
     NO_MODULE = auto()  # code outside of every module, or a module that no longer exists
@@ -131,7 +131,7 @@ class BackwardMap:
         self._end = 0  # the number after that of the last node whose maker is known
         # Of each run of nodes of one maker, the number after its last node, and the maker.
         self._ends: list[int] = []
-        self._makers: list[weakref.ref[nn.Module] | _Maker] = []
+        self._makers: list[weakref.ref[nn.Module] | Maker] = []
 
     def begin(self, roots: list[nn.Module]) -> None:
         """Begin a block, whose roots may still grow: what made nodes before was not recorded."""
@@ -144,11 +144,16 @@ class BackwardMap:
         self._running, self._methods = running(), []
         self._end = self._next_number()
         self._ends.append(self._end)
-        self._makers.append(_Maker.UNSEEN)
+        self._makers.append(Maker.UNSEEN)
 
     def end(self) -> None:
         """End the block, and let go of its modules."""
         self._roots, self._registering, self._running = [], {}, []
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether the borders are those of the thread that asks."""
+        return self._thread == threading.get_ident()
 
     @property
     def innermost(self) -> nn.Module | None:
@@ -158,7 +163,10 @@ class BackwardMap:
     @property
     def is_in_engine(self) -> bool:
         """Whether Python called the engine further up, on whichever thread."""
-        return any(module is None for module in self._running)
+        for module in self._running:  # noqa: SIM110  # any() takes four times as long
+            if module is None:
+                return True
+        return False
 
     @property
     def outermost(self) -> nn.Module | None:
@@ -169,15 +177,17 @@ class BackwardMap:
         """Note that a module runs from now on, or the engine (None); return what `leave` takes."""
         if self._methods:
             self.leave_failed_methods()
-        self.note_nodes()
+        if self._next_number() > self._end:
+            self.note_nodes()
         depth = len(self._running)
-        if not is_graph(entered):
+        if entered is None or not is_graph(entered):
             self._running.append(entered)
         return depth
 
     def leave(self, depth: int) -> None:
         """Note that what was entered then has returned or failed, and all that it entered."""
-        self.note_nodes()
+        if self._next_number() > self._end:
+            self.note_nodes()
         del self._running[depth:]
         while self._methods and self._methods[-1] >= depth:
             self._methods.pop()
@@ -205,10 +215,11 @@ class BackwardMap:
             return
         if self._methods:
             self.leave_failed_methods()
-        maker: nn.Module | _Maker | None = self._running[-1] if self._running else None
+        maker: nn.Module | Maker | None = self._running[-1] if self._running else None
         if maker is None:
-            maker = self._maker_of_current_node() if self.is_in_backward() else _Maker.NO_MODULE
-        held = maker if isinstance(maker, _Maker) else weakref.ref(maker)
+            is_backward = self.is_in_backward()
+            maker = self.maker_of_current_node()[0] if is_backward else Maker.NO_MODULE
+        held = maker if isinstance(maker, Maker) else weakref.ref(maker)
         self._end = number
         # weakref.ref() of one module is one object.
         if self._makers[-1] is held:
@@ -223,36 +234,33 @@ class BackwardMap:
 
     def module_of_current_node(self) -> nn.Module | None:
         """Find whose forward made the current node, or whose gradient it adds; None if unknown."""
-        maker = self._maker_of_current_node()
-        return None if isinstance(maker, _Maker) else maker
+        maker, _ = self.maker_of_current_node()
+        return None if isinstance(maker, Maker) else maker
 
     def adds_gradient(self) -> bool:
         """Whether the node that runs adds to the gradient of a parameter, so no forward made it."""
         return hasattr(self._current_node(), "variable")
 
-    def is_current_node_unseen(self) -> bool:
-        """Whether the node that runs was made while nothing was recorded."""
-        return self._maker_of_current_node() is _Maker.UNSEEN
-
-    def _maker_of_current_node(self) -> nn.Module | _Maker:
+    def maker_of_current_node(self) -> tuple[nn.Module | Maker, bool]:
+        """Find what made the node that runs, and whether it adds to a parameter's gradient."""
         node = self._current_node()
         if node is None:
-            return _Maker.NO_MODULE
+            return Maker.NO_MODULE, False
         parameter = getattr(node, "variable", None)  # of an AccumulateGrad
         if parameter is not None:
             module = self._module_of_parameter(parameter)
         else:
             run = bisect_right(self._ends, node._sequence_nr())
-            held = self._makers[run] if run < len(self._makers) else _Maker.NO_MODULE
-            if isinstance(held, _Maker):
-                return held
+            held = self._makers[run] if run < len(self._makers) else Maker.NO_MODULE
+            if isinstance(held, Maker):
+                return held, False
             module = held()
         # Never the truth of a module, which is its length, or an error.
-        return _Maker.NO_MODULE if module is None else module
+        return Maker.NO_MODULE if module is None else module, parameter is not None
 
     def _module_of_parameter(self, parameter: torch.Tensor) -> nn.Module | None:
         if id(parameter) not in self._registering:
-            for module in (module for root in self._roots for module in root.modules()):
+            for module in (module for root in self._roots for _, module in named_modules(root)):
                 for own in module.parameters(recurse=False):
                     self._registering.setdefault(id(own), module)
             # So that a foreign parameter costs one search only.
@@ -262,14 +270,15 @@ class BackwardMap:
 
 def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | None:
     """As `attribute`, without a look at the stack; None if that is needed."""
-    acting = units.innermost
-    if acting is None:
+    acting = units.acting[-1] if units.acting else None
+    if acting is None or acting.thread != threading.get_ident():
         return None
     found: Attribution | None = acting.attribution
     if found is not None:
         return found
     backward.leave_failed_methods()
-    owner, innermost = units.owner, backward.innermost
+    owner = acting.modules if acting.serves else units.owner
+    innermost = backward.innermost
     in_backward = units.is_in_backward or backward.is_in_engine
     if not owner or (innermost is None and not in_backward):
         return None
@@ -285,10 +294,24 @@ def attribute(
     scan: StackScan, units: UnitWatch, backward: BackwardMap, namespace: str = ""
 ) -> Attribution:
     """Attribute what happens now; `namespace` is empty for what is no operation."""
-    in_backward = scan.is_in_engine or backward.is_in_backward() or units.is_in_backward
-    running = _running(scan, units, backward, in_backward=in_backward)
+    in_backward = (
+        scan.is_in_engine
+        or backward.is_in_backward()
+        or units.is_in_backward
+        or backward.is_in_engine
+    )
+    running: Modules = () if scan.innermost is None else (scan.innermost,)
+    maker: nn.Module | Maker | None = None
+    adds_gradient = False
+    if in_backward:
+        # FSDP's hooks hang on nodes of other modules, or on none; the unit whose hook runs is
+        # known.
+        running = running or units.issuer
+        if not (running and units.owner):
+            maker, adds_gradient = backward.maker_of_current_node()
+        if not (running or maker is None or isinstance(maker, Maker)):
+            running = (maker,)
     owner, source = units.owner, Source.FSDP
-    adds_gradient = not owner and in_backward and backward.adds_gradient()
     if not owner:
         owner, source = running, _source(scan, namespace, in_backward=in_backward)
     return Attribution(
@@ -296,11 +319,8 @@ def attribute(
         issued_in=running,
         phase=_phase(scan.innermost, in_step=scan.is_in_optimizer, in_backward=in_backward),
         source=source,
-        lacks_forward=in_backward
-        and not running
-        and source is not Source.DDP
-        and backward.is_current_node_unseen(),
-        adds_gradient=adds_gradient,
+        lacks_forward=not running and source is not Source.DDP and maker is Maker.UNSEEN,
+        adds_gradient=adds_gradient and source is not Source.FSDP,
         is_from_hook=scan.is_from_ddp,
         gather=units.gather,
     )
@@ -324,20 +344,6 @@ def _phase(innermost: nn.Module | None, *, in_step: bool, in_backward: bool) -> 
     if in_backward:
         return Phase.BACKWARD if innermost is None else Phase.RECOMPUTE
     return Phase.OUTSIDE if innermost is None else Phase.FORWARD
-
-
-def _running(
-    scan: StackScan, units: UnitWatch, backward: BackwardMap, *, in_backward: bool
-) -> Modules:
-    if scan.innermost is not None:
-        return (scan.innermost,)
-    if not in_backward:
-        return ()
-    # FSDP's hooks hang on nodes of other modules, or on none; the unit whose hook runs is known.
-    if units.issuer:
-        return units.issuer
-    module = backward.module_of_current_node()
-    return () if module is None else (module,)
 
 
 def _source(scan: StackScan, namespace: str, *, in_backward: bool) -> Source:

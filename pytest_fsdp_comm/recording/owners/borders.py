@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _CREATE_GRAPH: Final = 2
 """The place of the argument of a call of the engine, after the outputs."""
 _ENGINE: Final = "_engine_run_backward"
+_HOLDERS: Final = (torch.autograd.graph, torch.autograd)
 _USE: Final = "the recorder relies on to find the module in backward"
 
 
@@ -81,7 +82,7 @@ def _calls() -> Iterator[None]:
         clear()
         register()
 
-    with patched(nn.Module, "__call__", border), patched(handler, "clear", cleared):
+    with patched((nn.Module, "__call__", border), (handler, "clear", cleared)):
         register()
         try:
             yield
@@ -100,18 +101,12 @@ def borders() -> Iterator[None]:
     )
 
     engine = upstream.look_up("torch", "torch.autograd.graph", _ENGINE, _USE)
-    patches = [
-        *(
-            (holder, _ENGINE, _around_engine(engine))
-            for holder in (torch.autograd.graph, torch.autograd)
-        ),
+    engines = ((holder, _ENGINE, _around_engine(engine)) for holder in _HOLDERS)
+    methods = (
         (FSDPState, "_pre_forward", _before_method(FSDPState._pre_forward)),
         (FSDPState, "_post_forward", _after_method(FSDPState._post_forward)),
-    ]
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(_calls())
-        for holder, name, around in patches:
-            undo.enter_context(patched(holder, name, around))
+    )
+    with _calls(), patched(*engines, *methods):
         yield
 
 

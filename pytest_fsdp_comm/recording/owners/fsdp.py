@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -78,100 +77,108 @@ _After = Callable[..., None]
 """Likewise, given that unit first, while it still acts; not called where the method has failed."""
 
 
-class _Watched:
+class _Watched(property):
     """A method of FSDP, or a function, while recordings watch it. See Note [Acting units]."""
 
     def __init__(
         self, original: Callable[..., Any], before: _Before, after: _After | None = None
     ) -> None:
-        functools.update_wrapper(self, original)
+        name = self._name = original.__name__
         self._original = original
-        self._is_watched = True
         self._around = before, after
         # The thread and the group of each call of a group's own method that is under way.
         self._running: set[tuple[int, int]] = set()
+        self.is_watched = False
+        """Whether a recording needs it: somebody may have found it before, and call it after."""
 
-        # Called some fifteen times a unit, nearly always by one recording: a function, since Python
-        # takes three times as long to call an object.
-        def call(*args: Any, **kwargs: Any) -> Any:
+        # Called some fifteen times a unit, nearly always by one recording, so that each step counts
+        # that Python takes to get here.
+        def call(held: Any, /, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
             recorders = entered()
-            if len(recorders) != 1 or self._running or not self._is_watched:
-                return self._run(original, *args, **kwargs)
+            if len(recorders) != 1 or not self.is_watched or name in held.__dict__:
+                return self._run(held, *args, **kwargs)
             # As `UnitWatch.run`.
             watch: UnitWatch = recorders[0].units
-            unit, acting = before(watch, *args, **kwargs), watch.acting
-            if unit is not None:
-                acting.append(unit)
-            try:
-                result = original(*args, **kwargs)
+            unit = before(watch, held, *args, **kwargs)
+            if unit is None:
+                result = original(held, *args, **kwargs)
                 if after is not None:
-                    after(watch, unit, *args, **kwargs)
+                    after(watch, unit, held, *args, **kwargs)
+                return result
+            watch.acting.append(unit)
+            try:
+                result = original(held, *args, **kwargs)
+                if after is not None:
+                    after(watch, unit, held, *args, **kwargs)
             finally:
-                if unit is not None:
-                    acting.pop()
+                watch.acting.pop()
             return result
 
-        self._call = call
-
-    def end(self) -> None:
-        """Watch no longer: somebody else may have found this method, and call it."""
-        self._is_watched = False
+        self.call = functools.update_wrapper(call, original)
+        # What a property does by itself takes a third of what a function of ours would.
+        super().__init__(partial(MethodType, call), self._keep, self._drop)
+        functools.update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        return self._call(*args, **kwargs)
+        return self.call(*args, **kwargs)
 
-    def __get__(self, instance: Any, _owner: Any = None) -> Any:
-        if instance is None:
-            return self
-        own = instance.__dict__.get(self._original.__name__)
-        if own is None:
-            return MethodType(self._call, instance)
-        return partial(self._run_own, own, instance)
+    def _keep(self, held: Any, value: Any) -> None:
+        vars(held)[self._name] = value
 
-    def __set__(self, instance: Any, value: Any) -> None:
-        vars(instance)[self._original.__name__] = value
+    def _drop(self, held: Any) -> None:
+        if vars(held).pop(self._name, self) is self:
+            raise AttributeError(self._name)
 
-    def __delete__(self, instance: Any) -> None:
-        if vars(instance).pop(self._original.__name__, self) is self:
-            raise AttributeError(self._original.__name__)
-
-    def _run_own(self, own: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, held: Any, /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        key = threading.get_ident(), id(instance)
-        self._running.add(key)
+        key = threading.get_ident(), id(held)
+        # What a group has of its own calls this one in turn.
+        if not self.is_watched or key in self._running:
+            return self._original(held, *args, **kwargs)
+        own: Callable[..., Any] | None = vars(held).get(self._name)
+        call = self._original if own is None else partial(_call_own, own)
+        for recorder in entered():
+            call = partial(recorder.units.run, *self._around, call)
+        if own is not None:
+            self._running.add(key)
         try:
-            return self._run(lambda _, *args, **kw: own(*args, **kw), instance, *args, **kwargs)
+            return call(held, *args, **kwargs)
         finally:
             self._running.discard(key)
 
-    def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        # What a group has of its own calls this one in turn.
-        is_inside = call is self._original and (threading.get_ident(), id(args[0])) in self._running
-        if self._is_watched and not is_inside:
-            for recorder in entered():
-                call = partial(recorder.units.run, *self._around, call)
-        return call(*args, **kwargs)
+
+def _call_own(own: Callable[..., Any], _: Any, *args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True
+    return own(*args, **kwargs)
+
+
+# One for each method, however many recordings there are.
+_watched = functools.cache(_Watched)
 
 
 @Shared
 @contextlib.contextmanager
 def units() -> Iterator[None]:
     """Have each recording told what FSDP's units do on its thread, and put FSDP's methods back."""
-    with contextlib.ExitStack() as undo:
-        for holder, name, *around in [*_fsdp2(), *_fsdp1()]:
-            original = vars(holder).get(name)
-            if original is None:
-                module = getattr(holder, "__module__", "")  # a module itself has none
-                moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
-                use = "the recorder relies on to find the owner of a collective"
-                raise upstream.moved_error("torch", moved, use)
-            watched = _Watched(original, *around)
-            undo.callback(watched.end)
-            undo.enter_context(patched(holder, name, watched))
-        yield
+    watched = []
+    for holder, name, *around in [*_fsdp2(), *_fsdp1()]:
+        original = vars(holder).get(name)
+        if original is None:
+            module = getattr(holder, "__module__", "")  # a module itself has none
+            moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
+            use = "the recorder relies on to find the owner of a collective"
+            raise upstream.moved_error("torch", moved, use)
+        watched.append((holder, name, _watched(original, *around)))
+    with patched(*watched):
+        for _, _, method in watched:
+            method.is_watched = True
+        try:
+            yield
+        finally:
+            for _, _, method in watched:
+                method.is_watched = False
 
 
 class UnitWatch:
@@ -197,12 +204,6 @@ class UnitWatch:
         self._known: dict[Any, Any] = {}
 
     @property
-    def innermost(self) -> ActingUnit | None:
-        """The unit with a method that this thread runs, and nothing of another one in it."""
-        unit = self.acting[-1] if self.acting else None
-        return unit if unit is not None and unit.thread == threading.get_ident() else None
-
-    @property
     def owner(self) -> tuple[nn.Module, ...]:
         """The modules of the unit whose parameters are being sent; empty if none is."""
         for unit in reversed(self.acting):
@@ -218,7 +219,10 @@ class UnitWatch:
     @property
     def is_in_backward(self) -> bool:
         """Whether a backward hook of a unit runs."""
-        return any(unit.is_in_backward for unit in self.acting)
+        for unit in self.acting:  # noqa: SIM110  # any() takes four times as long
+            if unit.is_in_backward:
+                return True
+        return False
 
     @property
     def gather(self) -> Gather | None:
@@ -239,9 +243,11 @@ class UnitWatch:
     def _nbytes_of(self, group: Any) -> int:
         """Bytes of a unit of FSDP2 when it is gathered."""
         # Kept, since each change needs it. Dtypes are settled by the time of the first gather.
-        if group not in self._unsharded_nbytes:
-            self._unsharded_nbytes[group] = sum(map(_gathered_nbytes_of_param, group.fsdp_params))
-        return self._unsharded_nbytes[group]
+        found = self._unsharded_nbytes.get(group)
+        if found is None:
+            found = sum(map(_gathered_nbytes_of_param, group.fsdp_params))
+            self._unsharded_nbytes[group] = found
+        return found
 
     def _gathered_nbytes(self, group: Any) -> int:
         """What a unit of FSDP2 holds beyond its own shard."""
@@ -308,7 +314,8 @@ class UnitWatch:
         return self._in_backward(group, serves=True)
 
     def _in_backward(self, group: Any, *, serves: bool) -> ActingUnit:
-        self._groups.learn_mesh(group.mesh_info.mesh)
+        if group not in self._known:
+            self._groups.learn_mesh(group.mesh_info.mesh)
         return ActingUnit(tuple(group.modules), serves=serves, is_in_backward=True)
 
     def _use_in_forward(self, group: Any, *_: Any, **__: Any) -> None:
@@ -320,21 +327,23 @@ class UnitWatch:
         if group._training_state != state:
             self._prefetches.open_slot(state, group.modules)
 
-    def _unshard(self, group: Any, *_: Any, **__: Any) -> ActingUnit:
+    def _unshard(self, group: Any, *_: Any, **__: Any) -> ActingUnit | None:
+        # It is asked for again where its gather was prefetched, which does nothing.
+        if group._all_gather_result is not None:
+            return None
         after = group.post_forward_mesh_info  # set_reshard_after_forward() changes it
         if self._known.get(group, self) is not after:
             self._known[group] = after
             self._groups.learn_unit(group)
             self._memory.learn(group, self._gathered_nbytes)
-        gather, pending = self._prefetches.begin(), group._all_gather_result
-        return ActingUnit(tuple(group.modules), gather=gather, before=pending)
+        return ActingUnit(tuple(group.modules), gather=self._prefetches.begin())
 
-    def _unsharded(self, unit: ActingUnit, group: Any, *_: Any, **__: Any) -> None:
-        result, gather = group._all_gather_result, unit.gather
+    def _unsharded(self, unit: ActingUnit | None, group: Any, *_: Any, **__: Any) -> None:
+        result, gather = group._all_gather_result, None if unit is None else unit.gather
         # Set by a gather that was really issued, and only then.
-        if unit.before is None and result is not None and gather is not None:
+        if unit is not None and result is not None and gather is not None:
             nbytes = self._nbytes_of(group)
-            gather.dtypes = tuple(chain(*result.param_all_gather_input_dtypes))
+            gather.dtypes = result.param_all_gather_input_dtypes
             self._prefetches.issued(group, gather)
             self._memory.hold(group, nbytes)
             self._on_reshard("unshard", unit.modules, nbytes, 0.0)

@@ -44,7 +44,6 @@ def callbacks() -> Iterator[None]:
     future_type = upstream.look_up(
         "torch", "torch._C", "Future", "the recorder relies on to follow callbacks"
     )
-    with contextlib.ExitStack() as undo:
-        for name in ("then", "add_done_callback"):
-            undo.enter_context(patched(future_type, name, wrap(getattr(future_type, name))))
+    names = ("then", "add_done_callback")
+    with patched(*((future_type, name, wrap(getattr(future_type, name))) for name in names)):
         yield

@@ -212,9 +212,9 @@ class StackScan:
     innermost: nn.Module | None = None
     """The module that runs; in backward only one that a recomputation runs. None if none does."""
     outermost: nn.Module | None = None
-    """The outermost module of the whole stack; None if no module runs."""
+    """The outermost module that was passed; None if none was."""
     is_in_engine: bool = False
-    """Python called the autograd engine further up."""
+    """Python called the autograd engine further up, as far as the walk went."""
     is_in_optimizer: bool = False
     """An optimizer's step, or gradient clipping, runs, and not a closure's forward or backward."""
     is_object: bool = False
@@ -227,6 +227,8 @@ class StackScan:
     zero_file: str = ""
     """The name of the file of DeepSpeed's ZeRO that requested it; empty if none did."""
     redistribution: FrameType | None = None
+    redistributing: dict[str, Any] | None = None
+    """The locals of that frame, read once, which takes long."""
     caller: FrameType | None = None
     """The innermost user code; else the innermost library outside of torch."""
 
@@ -265,29 +267,35 @@ class StackScan:
         else:
             self.is_from_dtensor = True
             if kind == "redistribute" and self.redistribution is None:
-                self.redistribution = frame
+                self.redistribution, self.redistributing = frame, frame.f_locals
 
 
-def scan_stack() -> StackScan:
-    """Walk the whole stack once."""
+def scan_stack(*, needs_outermost: bool = True) -> StackScan:
+    """Walk up the stack: all of it, or until only what runs further out remains unknown."""
     scan, known = StackScan(), _kinds.get
     below = sys._getframe(1)
     frame: FrameType | None = below
     entry: FrameType | None = None
+    has_reason = has_user = False
     while frame is not None:
         kind = known(id(frame.f_code)) or _kind_of(frame.f_code)
-        if kind == "module":
+        if kind == "other":
+            scan.is_from_cpp &= entry is not None
+        elif kind == "module":
             scan.pass_module(frame)
+            has_reason = has_reason or scan.innermost is not None
         elif kind == "engine":
             entry = entry or below
-            scan.is_in_engine = True
+            scan.is_in_engine = has_reason = True
         elif kind != "skipped":
-            if entry is None:
-                scan.is_from_cpp = False
-            if kind != "other":
-                scan.pass_code(kind, frame)
+            scan.is_from_cpp &= entry is not None
+            scan.pass_code(kind, frame)
+            has_user = has_user or kind == "user"
+        if has_reason and has_user and not needs_outermost:
+            break
         below, frame = frame, frame.f_back
-    scan.is_from_ddp = scan.is_from_ddp or _is_given_a_bucket(entry or below)
+    if entry is not None or frame is None:
+        scan.is_from_ddp = scan.is_from_ddp or _is_given_a_bucket(entry or below)
     return scan
 
 

@@ -26,6 +26,7 @@ import functools
 import gc
 import sys
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -40,11 +41,13 @@ from pytest_fsdp_comm.recording.owners.arithmetic import (
     Extent,
     Label,
     extent_of,
+    has_bytes,
     sends_what_it_computes,
     sole_parameter,
     weak_storage,
 )
 from pytest_fsdp_comm.recording.owners.fsdp import param_groups
+from pytest_fsdp_comm.recording.owners.module_names import named_modules
 from pytest_fsdp_comm.recording.subclasses import is_dtensor, tensors_held
 
 if TYPE_CHECKING:
@@ -85,16 +88,26 @@ class Carried:
 
 
 class _Held(NamedTuple):
-    """A tensor of the model when the table was made."""
+    """What the model, or an optimizer, held in some storage when the table was made."""
 
-    extent: Extent
-    label: Label
-    now: Callable[[], object]
-    """What holds it, with what is there now."""
+    parameter: torch.Tensor
+    role: Role
+    state: Mapping[Any, Any] | None = None
+    """That of the optimizer, if the role is state."""
+
+    def now(self) -> object:
+        """What is there at this moment."""
+        if self.role is Role.PARAMETERS:
+            return self.parameter
+        return self.parameter.grad if self.state is None else self.state.get(self.parameter)
+
+    @property
+    def label(self) -> Label:
+        """What that is."""
+        return Label(parameter=self.parameter, role=self.role)
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
+class _Result(NamedTuple):
     """What an unnamed collective has received."""
 
     carried: Carried
@@ -118,6 +131,7 @@ class TensorOwners:
         self._roots = roots
         self._current_node: Callable[[], Any] = _look_up("torch._C", "_current_autograd_node")
         self._next_number: Callable[[], int] = _look_up("torch.autograd", "_get_sequence_nr")
+        # By the address of a storage.
         self._table: dict[int, list[_Held]] = {}
         self._parameters: dict[int, torch.Tensor] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -127,9 +141,10 @@ class TensorOwners:
         self._made_for: list[int] = []
         self._made_at = 0
         self._misses = 0
-        self._results: list[_Result] = []
+        # By the address of its storage, which no other one gets meanwhile.
+        self._results: dict[int, list[_Result]] = {}
+        self._num_results, self._limit = 0, _FEW
         self._has_new_results = False
-        self._limit = _FEW
         self._step: Arithmetic | None = None
 
     @contextlib.contextmanager
@@ -149,66 +164,82 @@ class TensorOwners:
         finally:
             self._step = before
 
-    def name(
+    def carried(
         self,
         scan: StackScan,
         operation: Operation,
-        bound: Mapping[str, Any],
-        attribution: Attribution,
-    ) -> Attribution:
-        """Add what a call carries that is about to be made."""
-        if attribution.source in _NAMED_BY_UNITS:
-            return attribution
+        argument: Callable[[str], Any],
+        own: Attribution,
+        given: Any,
+    ) -> Carried | None:
+        """What a call carries that is about to be made; None if it is the units' to say.
+
+        Args:
+            scan: Of the stack.
+            operation: What the call does.
+            argument: Gives an argument of the call by name; None if it has none of the name.
+            own: Of the call.
+            given: The DTensor that the redistribution around it was asked for; None if an operator
+                asked for it, or if there is none.
+        """
+        if own.source in _NAMED_BY_UNITS:
+            return None
         if scan.zero_file:
-            return replace(attribution, carried=Carried(self._of_zero(scan, operation, bound)))
-        frame = scan.redistribution
-        node = self._current_node() if attribution.phase is Phase.BACKWARD else None
-        given = redistributed(frame)
+            return Carried(self._of_zero(scan, operation, argument))
+        node = self._current_node() if own.phase is Phase.BACKWARD else None
         label = _label_of_dtensor(given) if node is None else _label_of_node(node, Role.GRADIENTS)
         # A hook on a parameter may send its gradient, and anything else too.
         if label is None or hasattr(node, "variable"):
-            if operation.kind == "broadcast" and attribution.phase is Phase.OUTSIDE:
+            if operation.kind == "broadcast" and own.phase is Phase.OUTSIDE:
                 given = _loaded()
             if given is not None:
                 sent = given
-            elif frame is not None:
+            elif scan.redistributing is not None:
                 # `redistributions.py` says if it has moved.
-                sent = frame.f_locals.get("local_tensor")
+                sent = scan.redistributing.get("local_tensor")
             else:
-                sent = bound.get(operation.sent or operation.received)
-            label = self._of_tensors([*_plain(sent)], given, attribution) or label
+                sent = argument(operation.sent or operation.received)
+            label = self._of_tensors([*_plain(sent)], given, own) or label
         if operation.kind == "all_gather" and given is None:
             # Its own part may be of one parameter, and the rest of others.
-            label = self._held_in([*_plain(bound.get(operation.received))]) or label
-        return replace(attribution, carried=Carried(label))
+            label = self._held_in([*_plain(argument(operation.received))]) or label
+        return Carried(label)
 
     def follow(self, operation: Operation, own: Attribution, received: Iterable[Any]) -> None:
         """Note the results of a call that `name` found nothing for, outside of forward."""
         # In forward the results are activations, many, and soon gone.
         if own.carried is None or own.carried.label is not None or own.phase in _RUNS_MODULES:
             return
-        if len(self._results) >= self._limit:
-            self._results = [one for one in self._results if not one.is_gone]
-            self._limit = max(_FEW, 2 * len(self._results))
+        if self._num_results >= self._limit:
+            self._keep([one for one in self._followed() if not one.is_gone])
+            self._limit = max(_FEW, 2 * self._num_results)
         for tensor in received:
             extent = extent_of(tensor)
             if extent is not None:
                 reference, version = weak_storage(tensor), _version(tensor)
                 carried = own.carried
-                for at, earlier in enumerate(self._results):
-                    if not _overlap(earlier.extent, extent) or earlier.is_gone:
-                        continue
-                    if earlier.version != version:
+                earlier = self._results.setdefault(extent.storage, [])
+                for at, one in enumerate(earlier):
+                    if one.version != version and _overlap(one.extent, extent):
                         # A bucket: what is in it at the end was not in it each time.
                         carried = Carried()
-                        self._results[at] = replace(earlier, carried=carried)
+                        earlier[at] = one._replace(carried=carried)
                 reduces = operation.kind in REDUCING
                 self._has_new_results = True
-                self._results.append(_Result(carried, reduces, reference, extent, version))
+                earlier.append(_Result(carried, reduces, reference, extent, version))
+                self._num_results += 1
+
+    def _followed(self) -> Iterator[_Result]:
+        return chain(*self._results.values())
+
+    def _keep(self, results: Sequence[_Result]) -> None:
+        self._results, self._num_results = {}, len(results)
+        for one in results:
+            self._results.setdefault(one.extent.storage, []).append(one)
 
     def settle(self) -> None:
         """Find the results that the model holds now."""
-        live = [one for one in self._results if not one.is_gone]
+        live = [one for one in self._followed() if not one.is_gone]
         if live:
             self._make_table()
         for result in live:
@@ -217,7 +248,7 @@ class TensorOwners:
             # written there for another reason.
             if label is not None and result.reduces is (label.role is Role.GRADIENTS):
                 result.carried.label = label
-        self._results = [one for one in live if one.carried.label is None]
+        self._keep([one for one in live if one.carried.label is None])
         self._has_new_results = False
 
     def forget(self) -> None:
@@ -255,14 +286,16 @@ class TensorOwners:
     def _label_of_all(self, extents: Sequence[Extent | None]) -> Label | None:
         return merged([None if one is None else self._label_at(one) for one in extents])
 
-    def _of_zero(self, scan: StackScan, operation: Operation, bound: Mapping[str, Any]) -> Label:
+    def _of_zero(
+        self, scan: StackScan, operation: Operation, argument: Callable[[str], Any]
+    ) -> Label:
         role = Role.GRADIENTS if operation.kind == "reduce_scatter" else None
         if operation.kind == "all_gather" and scan.zero_file == "partition_parameters.py":
             role = Role.PARAMETERS
         elif operation.kind == "all_gather":
             if self._made_for != [*map(id, self._roots)]:
                 self._make_table()
-            held = self._held_in([*_plain(bound.get(operation.received))])
+            held = self._held_in([*_plain(argument(operation.received))])
             role = None if held is None else held.role
         return Label(parameter=None, role=role)
 
@@ -285,16 +318,18 @@ class TensorOwners:
 
     def _held_at(self, extent: Extent, *, whole: bool = True) -> Label | None:
         """What the model holds there; with `whole`, in which all of it lies."""
-        found = [
-            held
-            for held in self._table.get(extent.storage, ())
-            if _overlap(held.extent, extent)
-            and any(extent_of(now) == held.extent for now in _plain(held.now()))
-        ]
-        label = merged([held.label for held in found])
-        is_within = any(
-            held.extent.start <= extent.start and extent.end <= held.extent.end for held in found
-        )
+        known = self._table.get(extent.storage)
+        if known is None:
+            return None
+        found, is_within = [], False
+        for held in known:
+            places = [place for place in map(extent_of, _plain(held.now())) if place is not None]
+            places = [place for place in places if _overlap(place, extent)]
+            if places:
+                found.append(held.label)
+            for place in places:
+                is_within |= place.start <= extent.start and extent.end <= place.end
+        label = merged(found)
         if label is None or is_within or not whole:
             return label
         # Beside what is known there is something else in it.
@@ -306,30 +341,29 @@ class TensorOwners:
             id(parameter): parameter for parameter, _ in registered_parameters(self._roots)
         }
         for parameter in self._parameters.values():
-            self._hold(parameter, Role.PARAMETERS, functools.partial(_itself, parameter))
+            self._hold(_Held(parameter, Role.PARAMETERS))
             if parameter.is_leaf and parameter.grad is not None:
-                self._hold(parameter, Role.GRADIENTS, functools.partial(getattr, parameter, "grad"))
-        for optimizer in self._optimizers:
-            for parameter in optimizer.state:
+                self._hold(_Held(parameter, Role.GRADIENTS))
+        for state in (optimizer.state for optimizer in self._optimizers):
+            for parameter in state:
                 if isinstance(parameter, torch.Tensor):
-                    get = functools.partial(optimizer.state.get, parameter)
-                    self._hold(parameter, Role.STATE, get)
+                    self._hold(_Held(parameter, Role.STATE, state))
         self._made_for = [*map(id, self._roots)]
         self._made_at, self._misses = self._next_number(), 0
 
-    def _hold(self, parameter: torch.Tensor, role: Role, now: Callable[[], object]) -> None:
-        label = Label(parameter=parameter, role=role)
-        for tensor in _plain(now()):
-            extent = extent_of(tensor)
-            if extent is not None:
-                self._table.setdefault(extent.storage, []).append(_Held(extent, label, now))
+    def _hold(self, held: _Held) -> None:
+        for tensor in _plain(held.now()):
+            if has_bytes(tensor):
+                known = self._table.setdefault(tensor.untyped_storage()._cdata, [])
+                if all(one is not held for one in known):  # one may have several tensors there
+                    known.append(held)
 
     def _learn_running(self, modules: Modules) -> None:
         """Look at what the running module has registered since the table was made."""
         for parameter in (own for one in modules for own in _registered(one)):
             if id(parameter) not in self._parameters:
                 self._parameters[id(parameter)] = parameter
-                self._hold(parameter, Role.PARAMETERS, functools.partial(_itself, parameter))
+                self._hold(_Held(parameter, Role.PARAMETERS))
 
     def _learn_optimizers(self, given: Any) -> bool:
         """Find the optimizers once a block, for what is shaped as a parameter is."""
@@ -351,7 +385,7 @@ def registered_parameters(
     roots: Iterable[nn.Module],
 ) -> Iterator[tuple[torch.Tensor, nn.Module]]:
     """Each parameter with each module that registered it, also where FSDP puts another one."""
-    for module in (module for root in roots for module in root.modules()):
+    for module in (module for root in roots for _, module in named_modules(root)):
         for parameter in _registered(module):
             yield parameter, module
         for group in param_groups(module):
@@ -419,7 +453,9 @@ def _registered(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def _plain(value: object) -> Iterator[torch.Tensor]:
     for tensor in tensors_in(value):
-        yield from tensors_held(tensor)
+        # By far the most are DTensors, which take long to say what they hold (torch 2.7 to 2.15).
+        is_quick = is_dtensor(tensor)
+        yield from tensors_held(getattr(tensor, "_local_tensor", tensor) if is_quick else tensor)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -429,10 +465,6 @@ def _version(tensor: torch.Tensor) -> int:
 def _overlap(one: Extent, other: Extent) -> bool:
     is_beside = one.start >= other.end or other.start >= one.end
     return one == other or (one.storage == other.storage and not is_beside)
-
-
-def _itself(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter
 
 
 def _loaded() -> Any:

@@ -125,17 +125,16 @@ def test_a_gather_over_two_axes_is_one_redistribution(comm_mode, device_mesh):
 def test_redistributions_whose_frames_have_one_address_are_two(device_mesh):
     placed = SimpleNamespace(mesh=device_mesh(), placements=(Replicate(),))
     watch = RedistributionWatch(GroupNames())
-    frame = SimpleNamespace()  # of which the second is where the first was
 
     def reach(steps, number):
-        frame.f_locals = {
+        locals_ = {  # of a frame, of which the second is where the first was
             "current_spec": placed,
             "target_spec": placed,
             "local_tensor": torch.ones(1),
             "transform_infos": steps,
             "transform_info": steps[number],
         }
-        return watch.note_collective(frame) is not None
+        return watch.note_collective(locals_) is not None
 
     first, second = [object()], [object(), object()]
     assert reach(first, 0)
