@@ -235,6 +235,50 @@ def test_a_patch_of_the_class_in_the_block_stays_whole(comm_mode, device_mesh, m
     assert len(calls) == 2 * before > 0
 
 
+@contextlib.contextmanager
+def calls_wrapped():
+    """Wrap each call of a module, as a library may, by a closure that tells nothing of it."""
+    original = vars(nn.Module)["__call__"]
+
+    def call(self, *args, **kwargs):
+        return original(self, *args, **kwargs)
+
+    nn.Module.__call__ = call
+    try:
+        yield
+    finally:
+        assert nn.Module.__call__ is call
+        nn.Module.__call__ = original
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+@orders
+def test_calls_that_a_library_wraps_change_no_event(comm_mode, device_mesh, order):
+    alone = siteless(recorded(comm_mode, SHARDED.arrange(device_mesh)))
+    assert told(comm_mode) == SHARDED.all
+    model = SHARDED.arrange(device_mesh)
+    assert siteless(recorded(comm_mode, model, calls_wrapped, order)) == alone
+    assert siteless(recorded(comm_mode, model)) == alone
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_no_class_of_torch_that_modules_use_changes_in_a_block(comm_mode, device_mesh):
+    def seen():
+        held = (FSDPParamGroup, torch.autograd.profiler.record_function)
+        functions = [nn.Module.__call__, *(held[1].__enter__, held[1].__exit__)]
+        codes = [(one.__code__, one.__kwdefaults__) for one in functions]
+        return [dict(vars(kind)) for kind in (*held, nn.Module)], codes
+
+    model = SHARDED.arrange(device_mesh)
+    classes, codes = seen()
+    with comm_mode(model):
+        classes_meanwhile, codes_meanwhile = seen()
+        run(model)
+    assert classes_meanwhile == classes
+    assert all(one != other for one, other in zip(codes, codes_meanwhile, strict=True))
+    assert seen() == (classes, codes)
+
+
 class Passes(TorchDispatchMode):
     """A mode of a user's own."""
 

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_fsdp_comm.comm.events import Role
-from pytest_fsdp_comm.recording.active import Shared, entered, patched
+from pytest_fsdp_comm.recording.active import InPlace, Shared, entered, in_place
 from pytest_fsdp_comm.recording.operations import tensors_in
 from pytest_fsdp_comm.recording.subclasses import Dispatch, Subclasses, is_dtensor
 
@@ -164,27 +164,35 @@ def optimizers() -> Iterator[None]:
     """Have recordings told of each `step` or `zero_grad` of an optimizer."""
     # Both run in a profiler range (read in torch 2.6 to 2.13), which ends after an error too, as
     # the hooks of a step do not. And a global hook would make dynamo compile a step again.
-    record: Any = torch.autograd.profiler.record_function
-    enter, leave = record.__enter__, record.__exit__
+    record = torch.autograd.profiler.record_function
     running: dict[int, contextlib.ExitStack] = {}
 
-    def begin(own: Any) -> Any:
-        result = enter(own)
-        if own.name.startswith("Optimizer."):
-            optimizer = sys._getframe(1).f_locals.get("self")
-            if isinstance(optimizer, torch.optim.Optimizer):
-                around = running[id(own)] = contextlib.ExitStack()
-                for recorder in entered():
-                    around.enter_context(recorder.tensors.around(optimizer))
-        return result
+    def begin(own: Any, optimizer: Any) -> None:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            around = running[id(own)] = contextlib.ExitStack()
+            for recorder in entered():
+                around.enter_context(recorder.tensors.around(optimizer))
 
-    def end(own: Any, *error: Any) -> Any:
-        if running and id(own) in running:
-            running.pop(id(own)).__exit__(*error)
-        return leave(own, *error)
-
-    with patched((record, "__enter__", begin), (record, "__exit__", end)):
+    with in_place(
+        InPlace(record, "__enter__", _enter_range, sys._getframe, begin),
+        InPlace(record, "__exit__", _leave_range, running),
+    ):
         yield
+
+
+def _enter_range(own: Any, *, _fsdp_comm: Any) -> Any:
+    original, getframe, begin = _fsdp_comm
+    result = original(own)
+    if own.name.startswith("Optimizer."):
+        begin(own, getframe(1).f_locals.get("self"))
+    return result
+
+
+def _leave_range(own: Any, *error: Any, _fsdp_comm: Any) -> Any:
+    original, running = _fsdp_comm
+    if running and id(own) in running:
+        running.pop(id(own)).__exit__(*error)
+    return original(own, *error)
 
 
 def sends_what_it_computes(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,11 +1,11 @@
 """Follow which module runs, by a border around each call of one and of the autograd engine."""
 
-# Note [Borders]: global module hooks would switch torch.compile off and leak after an error, so for
-# the time of recordings `nn.Module.__call__` is replaced by a function around it. What the compiler
-# traced with it in place it would trace again without, so while it traces the original is back.
+# Note [Borders]: global module hooks would switch torch.compile off and leak after an error, so
+# while recordings run `nn.Module.__call__` runs code around its own. What the compiler traced then
+# it would trace again later, so while it traces the original is back.
 # Methods other than forward that enter a unit of FSDP2 (register_fsdp_forward_method) call
-# FSDPState's `_pre_forward` and `_post_forward` by name, which all others have captured. Read in
-# torch 2.6 to 2.15.
+# FSDPState's `_pre_forward` and `_post_forward` by name, which all others have captured: these are
+# attributes of the class, and not other code in place. Read in torch 2.6 to 2.15.
 
 from __future__ import annotations
 
@@ -19,7 +19,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.recording.active import Shared, entered, patched, set_compiler, uncompiled
+from pytest_fsdp_comm.recording.active import (
+    InPlace,
+    Shared,
+    entered,
+    in_place,
+    patched,
+    set_compiler,
+    uncompiled,
+)
+from pytest_fsdp_comm.recording.owners.stack import engine_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,44 +43,73 @@ _USE: Final = "the recorder relies on to find the module in backward"
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
-def _around_call(original: Any) -> Any:
-    @uncompiled
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        if _is_compiling():  # where `_calls` could not take it away
-            return original(self, *args, **kwargs)
-        compiler = set_compiler(None)
-        entries = [(one.backward.leave, one.enter_module(self)) for one in entered()]
-        set_compiler(compiler)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            set_compiler(None)
-            for leave, depth in entries:
-                leave(depth)
-            set_compiler(compiler)
+# Each of these runs in place of torch's function. See Note [In place].
 
-    return call
+
+@uncompiled
+def _call(self: nn.Module, *args: Any, _fsdp_comm: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True
+    original, is_compiling, set_compiler, entered = _fsdp_comm
+    if is_compiling():  # where `_calls` could not take it away
+        return original(self, *args, **kwargs)
+    compiler = set_compiler(None)
+    depths = [(one.backward, one.enter_module(self)) for one in entered()]
+    set_compiler(compiler)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        set_compiler(None)
+        for backward, depth in depths:
+            backward.leave(depth)
+        set_compiler(compiler)
+
+
+@uncompiled
+def _run_backward(outputs: Any, *args: Any, _fsdp_comm: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True
+    original, around = _fsdp_comm
+    return around(original, outputs, *args, **kwargs)
+
+
+@uncompiled
+def _within_engine(engine: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True
+    compiler = set_compiler(None)
+    recorders = entered()
+    depths = [recorder.backward.enter(None) for recorder in recorders]
+    makes_nodes = len(args) > _CREATE_GRAPH and args[_CREATE_GRAPH]
+    modes = [_Noting(recorder.backward.note_nodes) for recorder in recorders if makes_nodes]
+    try:
+        with contextlib.ExitStack() as noting:
+            for mode in modes:
+                noting.enter_context(mode)
+            set_compiler(compiler)
+            try:
+                return engine(outputs, *args, **kwargs)
+            finally:
+                set_compiler(None)
+    finally:
+        for recorder, depth in zip(recorders, depths, strict=True):
+            recorder.backward.leave(depth)
+        set_compiler(compiler)
 
 
 @contextlib.contextmanager
 def _calls() -> Iterator[None]:
     """Put a border around calls of modules, but while the compiler traces."""
     handler = upstream.look_up("torch", "torch._dynamo.callback", "callback_handler", _USE)
-    original = vars(nn.Module)["__call__"]
-    border = _around_call(original)
+    call = InPlace(nn.Module, "__call__", _call, _is_compiling, set_compiler, entered)
 
-    def swap(found: Any, other: Any) -> Callable[..., None]:
-        # Its compilation would wait for a lock of torch's that is held while it is called.
-        @uncompiled
-        def swapped(*_: Any) -> None:
-            # Otherwise somebody else has replaced it since.
-            if vars(nn.Module)["__call__"] is found:
-                nn.Module.__call__ = other  # type: ignore[method-assign]  # see Note [Borders]
+    # Otherwise their compilation would wait for a lock of torch's that is held while they are
+    # called.
+    @uncompiled
+    def away(*_: Any) -> None:
+        call.take()
 
-        return swapped
+    @uncompiled
+    def back(*_: Any) -> None:
+        call.put()
 
-    away, back = swap(border, original), swap(original, border)
     clear = handler.clear
 
     def register() -> None:
@@ -82,7 +120,7 @@ def _calls() -> Iterator[None]:
         clear()
         register()
 
-    with patched((nn.Module, "__call__", border), (handler, "clear", cleared)):
+    with in_place(call), patched((handler, "clear", cleared)):
         register()
         try:
             yield
@@ -100,40 +138,14 @@ def borders() -> Iterator[None]:
         FSDPState,
     )
 
-    engine = upstream.look_up("torch", "torch.autograd.graph", _ENGINE, _USE)
-    engines = ((holder, _ENGINE, _around_engine(engine)) for holder in _HOLDERS)
+    engine_code()  # now, while it is that of torch
     methods = (
         (FSDPState, "_pre_forward", _before_method(FSDPState._pre_forward)),
         (FSDPState, "_post_forward", _after_method(FSDPState._post_forward)),
     )
-    with _calls(), patched(*engines, *methods):
+    engines = (InPlace(holder, _ENGINE, _run_backward, _within_engine) for holder in _HOLDERS)
+    with _calls(), in_place(*engines), patched(*methods):
         yield
-
-
-def _around_engine(engine: Any) -> Any:
-    @uncompiled
-    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        compiler = set_compiler(None)
-        recorders = entered()
-        depths = [recorder.backward.enter(None) for recorder in recorders]
-        makes_nodes = len(args) > _CREATE_GRAPH and args[_CREATE_GRAPH]
-        modes = [_Noting(recorder.backward.note_nodes) for recorder in recorders if makes_nodes]
-        try:
-            with contextlib.ExitStack() as noting:
-                for mode in modes:
-                    noting.enter_context(mode)
-                set_compiler(compiler)
-                try:
-                    return engine(outputs, *args, **kwargs)
-                finally:
-                    set_compiler(None)
-        finally:
-            for recorder, depth in zip(recorders, depths, strict=True):
-                recorder.backward.leave(depth)
-            set_compiler(compiler)
-
-    return functools.update_wrapper(run_backward, engine)
 
 
 def _before_method(original: Any) -> Any:

@@ -3,13 +3,13 @@
 # Note [Acting units]
 # torch's profiler labels carry the owner too, but their FQNs are relative to the FSDP root, empty
 # with several roots or none, and absent before lazy initialisation. So the methods that issue
-# collectives are wrapped, for the time of the recording only. Those that run now are a stack: the
+# collectives are watched, for the time of the recording only. Those that run now are a stack: the
 # innermost that serves its own unit owns what is sent, the outermost is where it was issued, and
 # under prefetch the two differ. Names and arguments were read in torch 2.6, 2.9, 2.11 and 2.13;
 # tests/recording/test_contracts.py fails when one moves.
-# A method is wrapped once for all recordings of the process, in whatever order they begin and end,
-# and by a data descriptor, which Python asks before the instance: FSDPMemTracker gives each group a
-# `pre_backward` of its own, which calls the method that it had found and so would pass us by.
+# A method has other code once for all recordings of the process, in whatever order they begin and
+# end. FSDPMemTracker gives each group a `pre_backward` of its own, which calls the method that it
+# had found: that runs this code too.
 
 # Note [Reshard after forward]
 # With reshard_after_forward=<int> a unit is kept over a smaller group between forward and backward:
@@ -26,13 +26,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.recording.active import Shared, entered, patched
+from pytest_fsdp_comm.recording.active import InPlace, Shared, entered, in_place
 from pytest_fsdp_comm.recording.gathered_memory import GatheredMemory
 from pytest_fsdp_comm.recording.prefetch import Gather, Prefetches
 
@@ -77,108 +76,58 @@ _After = Callable[..., None]
 """Likewise, given that unit first, while it still acts; not called where the method has failed."""
 
 
-class _Watched(property):
-    """A method of FSDP, or a function, while recordings watch it. See Note [Acting units]."""
-
-    def __init__(
-        self, original: Callable[..., Any], before: _Before, after: _After | None = None
-    ) -> None:
-        name = self._name = original.__name__
-        self._original = original
-        self._around = before, after
-        # The thread and the group of each call of a group's own method that is under way.
-        self._running: set[tuple[int, int]] = set()
-        self.is_watched = False
-        """Whether a recording needs it: somebody may have found it before, and call it after."""
-
-        # Called some fifteen times a unit, nearly always by one recording, so that each step counts
-        # that Python takes to get here.
-        def call(held: Any, /, *args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
-            recorders = entered()
-            if len(recorders) != 1 or not self.is_watched or name in held.__dict__:
-                return self._run(held, *args, **kwargs)
-            # As `UnitWatch.run`.
-            watch: UnitWatch = recorders[0].units
-            unit = before(watch, held, *args, **kwargs)
-            if unit is None:
-                result = original(held, *args, **kwargs)
-                if after is not None:
-                    after(watch, unit, held, *args, **kwargs)
-                return result
-            watch.acting.append(unit)
-            try:
-                result = original(held, *args, **kwargs)
-                if after is not None:
-                    after(watch, unit, held, *args, **kwargs)
-            finally:
-                watch.acting.pop()
-            return result
-
-        self.call = functools.update_wrapper(call, original)
-        # What a property does by itself takes a third of what a function of ours would.
-        super().__init__(partial(MethodType, call), self._keep, self._drop)
-        functools.update_wrapper(self, original)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        return self.call(*args, **kwargs)
-
-    def _keep(self, held: Any, value: Any) -> None:
-        vars(held)[self._name] = value
-
-    def _drop(self, held: Any) -> None:
-        if vars(held).pop(self._name, self) is self:
-            raise AttributeError(self._name)
-
-    def _run(self, held: Any, /, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        key = threading.get_ident(), id(held)
-        # What a group has of its own calls this one in turn.
-        if not self.is_watched or key in self._running:
-            return self._original(held, *args, **kwargs)
-        own: Callable[..., Any] | None = vars(held).get(self._name)
-        call = self._original if own is None else partial(_call_own, own)
-        for recorder in entered():
-            call = partial(recorder.units.run, *self._around, call)
-        if own is not None:
-            self._running.add(key)
-        try:
-            return call(held, *args, **kwargs)
-        finally:
-            self._running.discard(key)
-
-
-def _call_own(own: Callable[..., Any], _: Any, *args: Any, **kwargs: Any) -> Any:
+# Called some fifteen times a unit, nearly always by one recording, so that each step counts that
+# Python takes to get to the recorder. In place of torch's own code: see Note [In place].
+def _watched(held: Any, *args: Any, _fsdp_comm: Any, **kwargs: Any) -> Any:
     __tracebackhide__ = True
-    return own(*args, **kwargs)
+    original, before, after, entered, run_in_all = _fsdp_comm
+    recorders = entered()
+    if len(recorders) != 1:
+        return run_in_all(recorders, before, after, original, held, *args, **kwargs)
+    # As `UnitWatch.run`.
+    watch = recorders[0].units
+    unit = before(watch, held, *args, **kwargs)
+    if unit is not None:
+        watch.acting.append(unit)
+    try:
+        result = original(held, *args, **kwargs)
+        if after is not None:
+            after(watch, unit, held, *args, **kwargs)
+    finally:
+        if unit is not None:
+            watch.acting.pop()
+    return result
 
 
-# One for each method, however many recordings there are.
-_watched = functools.cache(_Watched)
+def _run_in_all(
+    recorders: Iterable[Any],
+    before: _Before,
+    after: _After | None,
+    call: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    __tracebackhide__ = True
+    for recorder in recorders:
+        call = partial(recorder.units.run, before, after, call)
+    return call(*args, **kwargs)
 
 
 @Shared
 @contextlib.contextmanager
 def units() -> Iterator[None]:
-    """Have each recording told what FSDP's units do on its thread, and put FSDP's methods back."""
+    """Have each recording told what FSDP's units do on its thread."""
     watched = []
-    for holder, name, *around in [*_fsdp2(), *_fsdp1()]:
-        original = vars(holder).get(name)
-        if original is None:
+    for holder, name, before, *after in [*_fsdp2(), *_fsdp1()]:
+        if name not in vars(holder):
             module = getattr(holder, "__module__", "")  # a module itself has none
             moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
             use = "the recorder relies on to find the owner of a collective"
             raise upstream.moved_error("torch", moved, use)
-        watched.append((holder, name, _watched(original, *around)))
-    with patched(*watched):
-        for _, _, method in watched:
-            method.is_watched = True
-        try:
-            yield
-        finally:
-            for _, _, method in watched:
-                method.is_watched = False
+        given = before, *(after or [None]), entered, _run_in_all
+        watched.append(InPlace(holder, name, _watched, *given))
+    with in_place(*watched):
+        yield
 
 
 class UnitWatch:

@@ -181,14 +181,14 @@ def _kind_of(code: CodeType) -> _Code:
 def _look_at(code: CodeType) -> _Code:
     if code is _CALL_MODULE or code is _forward_method_code():
         return "module"
-    if code is _engine_code():
+    if code is engine_code():
         return "engine"
     if code is _STEP or any(code is clipping for clipping in _clipping_codes()):
         return "step"
     if code is _redistribute_code():
         return "redistribute"
     path = code.co_filename
-    kind = "skipped" if any(code is own for own in OWN_CODES.values()) else _kind_of_file(path)
+    kind = "skipped" if any(code is own for _, own in OWN_CODES.values()) else _kind_of_file(path)
     if kind == "requester":
         return _kind_of_requester(code)
     return _MEANT.get(kind, "other")
@@ -365,7 +365,8 @@ _shown = functools.cache(show_path)
 
 
 @functools.cache
-def _engine_code() -> CodeType:
+def engine_code() -> CodeType:
+    """The code of torch's function that calls the autograd engine."""
     return _code("torch.autograd.graph", "_engine_run_backward")
 
 
