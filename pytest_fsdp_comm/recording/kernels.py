@@ -257,7 +257,10 @@ def gaps() -> Iterator[Gap]:
 
 @functools.cache
 def _collective_kernel(call: Call) -> Callable[..., Any]:
-    below, redispatch = _keys_below(), call.func.redispatch
+    below = _keys_below()
+    # What that method calls, each time through another frame (the same in torch 2.7 to 2.15).
+    handle = getattr(call.func, "_handle", None)
+    redispatch = getattr(handle, "redispatch_boxed", call.func.redispatch)
 
     @uncompiled
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:

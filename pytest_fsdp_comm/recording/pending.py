@@ -64,29 +64,24 @@ class Pending(Generic[Event]):
 
     def named(self, names: OwnerNames, axes: Mapping[str, MeshAxis]) -> Event:
         """Make the record, with axes by the keys of their groups."""
-        own, kind = self.attribution, self.fields.get("kind", "")
+        own, record = self.attribution, self.record
+        found = {**self.fields, "index": self.index, "phase": own.phase}
+        found["module" if record is Reshard else "owner"] = names.owner(own)
+        if record is not HostDeviceCopy:
+            found["issued_in"] = names.issued_in(own)
+        kind = found.get("kind", "")
         # Not of what an extension (float8) sends before its gather. A reshard has no kind.
-        gather = own.gather if kind in {"", "all_gather"} else None
-        dtype = self.fields.get("dtype", "")
-        if gather and gather.dtypes and dtype == "uint8":
-            dtype = joined_dtypes(chain(*gather.dtypes))
-        owner = names.owner(own)
-        axis = None if self.group is None else axes[self.group]
-        found = {
-            **self.fields,
-            "index": self.index,
-            "owner": owner,
-            "module": owner,
-            "issued_in": names.issued_in(own),
-            "phase": own.phase,
-            "source": own.source,
-            "role": _role(kind, dtype, own),
-            "ahead": gather and gather.ahead,
-            "dtype": dtype,
-            "axis": "" if axis is None else axis.name,
-            "group_size": 0 if axis is None else axis.size,
-        }
-        return self.record(**{name: found[name] for name in self.record.__dataclass_fields__})
+        gather = own.gather if record is Reshard or kind == "all_gather" else None
+        if record is Reshard or record is Collective:
+            found["ahead"] = gather and gather.ahead
+        if record is Collective:
+            if gather and gather.dtypes and found["dtype"] == "uint8":
+                found["dtype"] = joined_dtypes(chain(*gather.dtypes))
+            axis = None if self.group is None else axes[self.group]
+            found["source"], found["role"] = own.source, _role(kind, found["dtype"], own)
+            found["axis"] = "" if axis is None else axis.name
+            found["group_size"] = 0 if axis is None else axis.size
+        return record(**found)
 
 
 Unread = tuple[Any, ...]

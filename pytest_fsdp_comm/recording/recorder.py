@@ -238,6 +238,7 @@ class Recorder:
         if not self._has_given_root:
             self._learn_roots()
         names = OwnerNames(self._roots, are_parts=self._has_given_root)
+        units = [unit for module in names.modules.modules for unit in param_groups(module)]
         self._groups.learn_parameters(names.modules.modules)
         if self._is_recording:  # otherwise its end has
             self.tensors.settle()
@@ -269,13 +270,13 @@ class Recorder:
                 *(gap.text for gap in gaps),
                 *(f"{one.call_site} was answered {one.value} ({one.how})" for one in answers),
             ),
-            peak_gathered_nbytes=self.units.peak_gathered_nbytes(names.modules.modules),
+            peak_gathered_nbytes=self.units.peak_gathered_nbytes(units, names.modules.modules),
             gaps=gaps,
             answers=answers,
         )
         return RecordedBlock(
             recording=recording,
-            names=self._names_to_query(names, collectives, axes),
+            names=self._names_to_query(names, units, collectives, axes),
             roots=tuple(map(weakref.ref, self._roots)),
             trace=(untraced if self._tracer is None else self._tracer.result)(
                 self._roots, names.modules
@@ -339,10 +340,13 @@ class Recorder:
         return fsdp_root(module)
 
     def _names_to_query(
-        self, names: OwnerNames, recorded: Sequence[Collective], used_groups: Iterable[str]
+        self,
+        names: OwnerNames,
+        units: Sequence[Any],
+        recorded: Sequence[Collective],
+        used_groups: Iterable[str],
     ) -> Names:
         """List the names that queries may use; only after the axes were named: it learns some."""
-        units = [unit for module in names.modules.modules for unit in param_groups(module)]
         if dist.is_initialized():  # the block may have destroyed it
             for unit in units:
                 self._groups.learn_unit(unit)

@@ -178,12 +178,15 @@ class UnitWatch:
         """The gather that is being issued; None if none is."""
         return self.acting[-1].gather if self.acting else None
 
-    def peak_gathered_nbytes(self, modules: Iterable[nn.Module]) -> int:
-        """The most bytes of parameters that were gathered at once in the block."""
+    def peak_gathered_nbytes(self, groups: Iterable[Any], modules: Iterable[nn.Module]) -> int:
+        """The most bytes of parameters that were gathered at once in the block.
+
+        Given are the parameter groups of FSDP2, and all modules.
+        """
         # Units that were gathered all the time, without any change, count too.
+        for group in groups:
+            self._memory.learn(group, self._gathered_nbytes)
         for module in modules:
-            for group in param_groups(module):
-                self._memory.learn(group, self._gathered_nbytes)
             handle = _handle_of(module)
             if handle is not None:
                 self._memory.learn(handle, _gathered_nbytes_of_handle)

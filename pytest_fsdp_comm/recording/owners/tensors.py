@@ -199,10 +199,10 @@ class TensorOwners:
                 sent = scan.redistributing.get("local_tensor")
             else:
                 sent = argument(operation.sent or operation.received)
-            label = self._of_tensors([*_plain(sent)], given, own) or label
+            label = self._of_tensors(_plain(sent), given, own) or label
         if operation.kind == "all_gather" and given is None:
             # Its own part may be of one parameter, and the rest of others.
-            label = self._held_in([*_plain(argument(operation.received))]) or label
+            label = self._held_in(_plain(argument(operation.received))) or label
         return Carried(label)
 
     def follow(self, operation: Operation, own: Attribution, received: Iterable[Any]) -> None:
@@ -295,7 +295,7 @@ class TensorOwners:
         elif operation.kind == "all_gather":
             if self._made_for != [*map(id, self._roots)]:
                 self._make_table()
-            held = self._held_in([*_plain(argument(operation.received))])
+            held = self._held_in(_plain(argument(operation.received)))
             role = None if held is None else held.role
         return Label(parameter=None, role=role)
 
@@ -340,10 +340,11 @@ class TensorOwners:
         self._parameters = {
             id(parameter): parameter for parameter, _ in registered_parameters(self._roots)
         }
+        parameters, gradients = Role.PARAMETERS, Role.GRADIENTS
         for parameter in self._parameters.values():
-            self._hold(_Held(parameter, Role.PARAMETERS))
+            self._hold(_Held(parameter, parameters))
             if parameter.is_leaf and parameter.grad is not None:
-                self._hold(_Held(parameter, Role.GRADIENTS))
+                self._hold(_Held(parameter, gradients))
         for state in (optimizer.state for optimizer in self._optimizers):
             for parameter in state:
                 if isinstance(parameter, torch.Tensor):
@@ -355,7 +356,7 @@ class TensorOwners:
         for tensor in _plain(held.now()):
             if has_bytes(tensor):
                 known = self._table.setdefault(tensor.untyped_storage()._cdata, [])
-                if all(one is not held for one in known):  # one may have several tensors there
+                if not known or known[-1] is not held:  # one may have several tensors there
                     known.append(held)
 
     def _learn_running(self, modules: Modules) -> None:
@@ -451,11 +452,12 @@ def _registered(module: nn.Module) -> Iterator[torch.Tensor]:
             yield parameter
 
 
-def _plain(value: object) -> Iterator[torch.Tensor]:
-    for tensor in tensors_in(value):
-        # By far the most are DTensors, which take long to say what they hold (torch 2.7 to 2.15).
-        is_quick = is_dtensor(tensor)
-        yield from tensors_held(getattr(tensor, "_local_tensor", tensor) if is_quick else tensor)
+def _plain(value: object) -> Sequence[torch.Tensor]:
+    # By far the most are DTensors, which take long to say what they hold (torch 2.7 to 2.15).
+    held = getattr(value, "_local_tensor", value) if is_dtensor(value) else value
+    if type(held) is torch.Tensor:
+        return (held,)
+    return [plain for tensor in tensors_in(held) for plain in tensors_held(tensor)]
 
 
 def _version(tensor: torch.Tensor) -> int:
