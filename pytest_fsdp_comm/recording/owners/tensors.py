@@ -452,10 +452,13 @@ def _registered(module: nn.Module) -> Iterator[torch.Tensor]:
             yield parameter
 
 
+_PLAIN: Final = frozenset({torch.Tensor, nn.Parameter})
+
+
 def _plain(value: object) -> Sequence[torch.Tensor]:
     # By far the most are DTensors, which take long to say what they hold (torch 2.7 to 2.15).
-    held = getattr(value, "_local_tensor", value) if is_dtensor(value) else value
-    if type(held) is torch.Tensor:
+    held: Any = getattr(value, "_local_tensor", value) if is_dtensor(value) else value
+    if type(held) in _PLAIN:
         return (held,)
     return [plain for tensor in tensors_in(held) for plain in tensors_held(tensor)]
 
