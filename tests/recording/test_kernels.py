@@ -85,6 +85,46 @@ def test_every_operation_that_communicates_has_a_kernel_in_a_block_and_none_afte
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")
+def test_operations_that_nothing_here_can_run_have_no_kernel(comm_mode):
+    # Of symmetric memory's 39, most run on GPUs alone.
+    can_run = {
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("symm_mem::")
+        and any(
+            torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+            for key in ("CPU", "Meta", "CompositeExplicitAutograd")
+        )
+    }
+
+    def of_symmetric_memory():
+        return {name for name in registered() if name.startswith("symm_mem::")}
+
+    with comm_mode:
+        assert of_symmetric_memory() <= can_run
+    library = torch.library.Library("symm_mem", "IMPL", "CPU")
+    library.impl("nccl_put", lambda *_: None)
+    try:
+        with comm_mode:
+            assert "symm_mem::nccl_put" in of_symmetric_memory()
+            torch.ops.symm_mem.nccl_put(torch.ones(2), 1)
+    finally:
+        library._destroy()
+    assert [event.kind for event in comm_mode.events] == ["send"]
+    assert not of_symmetric_memory()
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+@pytest.mark.parametrize("grad_mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_an_operation_of_an_earlier_name_is_the_one_that_it_calls(comm_mode, grad_mode):
+    with grad_mode(), comm_mode:
+        torch.ops.c10d_functional.all_reduce(torch.ones(4), "sum", "", [0, 1], 2)
+    (event,) = comm_mode.events
+    assert (event.op, event.axis) == ("_c10d_functional.all_reduce", "world")
+    assert (event.nbytes_sent, event.nbytes_received) == (16, 16)
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
 @pytest.mark.parametrize("in_torch", [False, True])
 def test_kernels_stay_while_another_thread_may_be_about_to_call_one(comm_mode, in_torch):
     # torch 2.13 took them away under its feet: "fallthrough_kernel was executed", or the arguments
