@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
 from pathlib import Path
 from types import FunctionType
@@ -127,27 +126,22 @@ set_compiler: Callable[[Any], Any] = upstream.look_up(  # read in torch 2.6 to 2
 
 _Function = TypeVar("_Function")
 
-OWN_CODES: Final[dict[tuple[int, str], tuple[CodeType, CodeType]]] = {}
-"""By the identity of code of the recorder, which hashes slowly, and a file of torch: what is
-written, and what says that it is of that file."""
-
-
-def _code_of_file(code: CodeType, path: str) -> CodeType:
-    found = OWN_CODES.get((id(code), path))
-    if found is None:
-        found = OWN_CODES[id(code), path] = code, code.replace(co_filename=path)
-    return found[1]
-
-
-# Of no file that is there, so that a traceback does not show a line of it.
-_UNCOMPILED: Final = str(Path(torch.__file__).parent / "nn" / "modules" / "pytest_fsdp_comm.py")
+OWN_CODES: Final[dict[CodeType, CodeType]] = {}
+"""Of functions of the recorder, what is written, and what says that it is torch's."""
 
 
 def uncompiled(function: _Function) -> _Function:
     """Have the compiler pass over a function. See Note [Not compiled]."""
     own: Any = function
-    own.__code__ = _code_of_file(own.__code__, _UNCOMPILED)
+    if own.__code__ not in OWN_CODES:
+        # Of no file that is there, so that a traceback does not show a line of it.
+        path = f"{_TORCH}nn/modules/pytest_fsdp_comm.py"
+        OWN_CODES[own.__code__] = own.__code__.replace(co_filename=path)
+    own.__code__ = OWN_CODES[own.__code__]
     return function
+
+
+_TORCH: Final = f"{Path(torch.__file__).parent}/"
 
 
 class Shared:
@@ -214,8 +208,9 @@ def patched(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
 # kept a method (FSDPMemTracker, a graph) would pass an attribute by. So where torch's function is
 # one of Python without a closure, the function stays and runs other code: that of a function which
 # uses nothing but its arguments, since it runs with torch's globals. What it needs is given as the
-# keyword-only argument `_fsdp_comm`, first of all a function with torch's own code. It says that it
-# is of torch's file, which torch.compile looks for whenever hooks of FSDP are called.
+# keyword-only argument `_fsdp_comm`, first of all a function with torch's own code.
+# What somebody else has put around a function of torch may do anything in its place, so that then
+# the attribute is set, around that too.
 
 
 class InPlace:
@@ -224,49 +219,57 @@ class InPlace:
     def __init__(self, holder: Any, name: str, around: Any, *given: Any) -> None:
         """Prepare to have the function of that name run the code of `around`, with what is given.
 
-        Of a function that others have wrapped by `functools.wraps`, it is the innermost one.
+        Of a function that torch has wrapped by `functools.wraps`, it is the innermost one.
         """
         self._attribute = holder, name
         self._found = vars(holder)[name]
-        self._function: Any = inspect.unwrap(self._found)
-        self._around: Any = around
-        self.is_attribute = bool(getattr(self._function, "__closure__", True))
-        """Whether it cannot have other code, and the attribute is set."""
-        if self.is_attribute:
+        self._function = _function_of_torch(self._found)
+        self._is_attribute = self._function is None
+        if self._is_attribute:
             self._around = _copy(around, {"_fsdp_comm": (self._found, *given)})
             return
+        self._around = around
         self._own = {name: getattr(self._function, name) for name in _OF_CODE}
         original = _copy(self._function, self._own["__kwdefaults__"])
         self._needed = {"_fsdp_comm": (original, *given)}
-        path = self._function.__code__.co_filename
-        self._code = _code_of_file(around.__code__, path)
 
     @property
     def key(self) -> int:
         """Alike for all attributes that have the function, if it can have other code."""
-        return id(self if self.is_attribute else self._function)
+        return id(self if self._is_attribute else self._function)
 
     @uncompiled
     def put(self) -> None:
-        """Have it run the other code from now on."""
-        if self.is_attribute:
-            setattr(*self._attribute, self._around)
-            return
-        # In this order, since another thread may call it meanwhile.
-        self._function.__kwdefaults__ = self._needed
-        self._function.__code__ = self._code
-        self._function.__defaults__ = None
+        """Have it run the other code from now on, where all is as it was found."""
+        holder, name = self._attribute
+        if self._is_attribute:
+            if vars(holder).get(name) is self._found:
+                setattr(holder, name, self._around)
+        elif self._function.__code__ is self._own["__code__"]:
+            # In this order, since another thread may call it meanwhile.
+            self._function.__kwdefaults__ = self._needed
+            self._function.__code__ = self._around.__code__
+            self._function.__defaults__ = None
 
     @uncompiled
     def take(self) -> None:
         """Have it run its own code again, where nobody has put anything else there since."""
-        if self.is_attribute:
-            holder, name = self._attribute
+        holder, name = self._attribute
+        if self._is_attribute:
             if vars(holder).get(name) is self._around:
                 setattr(holder, name, self._found)
-        elif self._function.__code__ is self._code:
+        elif self._function.__code__ is self._around.__code__:
             for name, value in self._own.items():
                 setattr(self._function, name, value)
+
+
+def _function_of_torch(found: Any) -> Any:
+    """The function of torch within what torch has put around it; None if it is of another kind."""
+    while isinstance(found, FunctionType) and found.__code__.co_filename.startswith(_TORCH):
+        if not hasattr(found, "__wrapped__"):
+            return None if found.__closure__ else found
+        found = found.__wrapped__
+    return None
 
 
 _OF_CODE: Final = ("__defaults__", "__code__", "__kwdefaults__")

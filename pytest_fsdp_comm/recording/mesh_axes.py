@@ -45,8 +45,10 @@ class GroupNames:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Forget afterwards what is learned in the block."""
+        """Forget afterwards what is learned in the block, but the groups that there are."""
+        # Another thread may use one for the first time meanwhile.
         before = {name: copy.copy(known) for name, known in vars(self).items()}
+        del before["_groups"]
         try:
             yield
         finally:

@@ -214,6 +214,8 @@ class Call:
         self._group_at = self._names.index(self._group) if named else len(self._names)
         self._places = {name: place for place, name in enumerate(self._names)}
         # What `kept` has to replace: not a flag, a number or a name.
+        ends = {operation.sent, operation.received}
+        self._shows_ranks = bool(operation.root or operation.peer or PER_RANK in ends)
         self._changed = [
             place
             for place, argument in enumerate(arguments)
@@ -243,6 +245,10 @@ class Call:
                 kept[place] = None if place == self._group_at else without_tensors(kept[place])
         return kept
 
+    def member(self, group: dist.ProcessGroup | None) -> Member | None:
+        """What `messages` asks the group of this call; None if it asks nothing."""
+        return None if group is None or not self._shows_ranks else Member(group)
+
     def group(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
         """The group of a call; None if it has none that is known here."""
         is_placed = self._group_at < len(args)
@@ -255,6 +261,24 @@ class Call:
             distributed: Any = dist.distributed_c10d
             group = distributed._resolve_process_group(given)
         return group
+
+
+class Member:
+    """What is kept of a group, until a call is read: a group itself would not end before."""
+
+    __slots__ = ("_rank", "_size")
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Keep how large it is, and this rank's number in it."""
+        self._rank, self._size = group.rank(), group.size()
+
+    def rank(self) -> int:
+        """As of the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """As of the group."""
+        return self._size
 
 
 class Sized:
@@ -308,7 +332,10 @@ def tensors_in(value: Any) -> list[Any]:
 
 
 def messages(
-    operation: Operation, group: dist.ProcessGroup | None, bound: dict[str, Any], result: Any
+    operation: Operation,
+    group: dist.ProcessGroup | Member | None,
+    bound: dict[str, Any],
+    result: Any,
 ) -> list[dict[str, Any]]:
     """List a call's messages as fields of `comm.events.Collective`: one, unless it is a batch."""
     if operation.kind == BATCH:
@@ -347,7 +374,10 @@ def parts_sent(operation: Operation, bound: Mapping[str, Any]) -> tuple[tuple[st
 
 
 def _sent_and_received(
-    operation: Operation, group: dist.ProcessGroup | None, bound: dict[str, Any], result: Any
+    operation: Operation,
+    group: dist.ProcessGroup | Member | None,
+    bound: dict[str, Any],
+    result: Any,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     if operation.sent == "*":
         return tensors_in(bound), []
@@ -362,7 +392,7 @@ def _sent_and_received(
     return sent, received
 
 
-def _rank_in(group: dist.ProcessGroup | None, number: int | None) -> int | None:
+def _rank_in(group: dist.ProcessGroup | Member | None, number: int | None) -> int | None:
     # torch's own functional sends and broadcasts pass the number of the world as it is, which a
     # smaller group may not have.
     if group is None or number is None or not 0 <= number < group.size():
@@ -370,7 +400,7 @@ def _rank_in(group: dist.ProcessGroup | None, number: int | None) -> int | None:
     return number
 
 
-def _peer(group: dist.ProcessGroup | None, number: int | None) -> int | None:
+def _peer(group: dist.ProcessGroup | Member | None, number: int | None) -> int | None:
     rank = _rank_in(group, number)
     return None if group is None or rank is None else (rank - group.rank()) % group.size()
 

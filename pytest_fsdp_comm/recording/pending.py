@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from pytest_fsdp_comm.comm.mesh import MeshAxis
-    from pytest_fsdp_comm.recording.operations import Call
+    from pytest_fsdp_comm.recording.operations import Call, Member
     from pytest_fsdp_comm.recording.owners.attribution import OwnerNames
 
 Event = TypeVar("Event", bound=Collective | Reshard | Redistribution | HostDeviceCopy)
@@ -96,7 +96,7 @@ def read_call(  # noqa: PLR0913, PLR0917  # all that is kept of a call
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     received: Any,
-    group: dist.ProcessGroup | None,
+    group: Member | None,
     call_site: str,
 ) -> Pending[Collective]:
     """Read a call that sends one message, with `Sized` in place of the tensors of its arguments."""

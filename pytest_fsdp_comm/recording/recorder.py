@@ -10,7 +10,7 @@ import time
 import weakref
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -226,11 +226,15 @@ class Recorder:
         return [entry for entry in self._read() if entry.record is record]
 
     def _read(self) -> list[Pending[Any]]:
-        for place, entry in enumerate(self._pending):
-            if isinstance(entry, tuple):
-                read, *kept = entry
-                self._pending[place] = read(*kept)
-        return cast("list[Pending[Any]]", self._pending)
+        # Those up to now: other threads may add some meanwhile.
+        found: list[Pending[Any]] = []
+        for place, entry in enumerate([*self._pending]):
+            one = entry
+            if isinstance(one, tuple):
+                read, *kept = one
+                one = self._pending[place] = read(*kept)
+            found.append(one)
+        return found
 
     def _named(self) -> RecordedBlock:
         if not self._backend:  # unless the block has made the group
@@ -397,8 +401,8 @@ class Recorder:
         self._seconds[call.units_category] += time.perf_counter() - started
         group = call.group(args, kwargs)
         key = None if group is None else self._groups.note(group)
-        kept = call.kept(args), kwargs, None
-        self._hold(key, (read_call, index, own, key, call, *kept, group, call_site))
+        kept = call.kept(args), kwargs, None, call.member(group)
+        self._hold(key, (read_call, index, own, key, call, *kept, call_site))
         self._redistribution_watch.note_other()
         return result
 
@@ -430,15 +434,16 @@ class Recorder:
             places = itertools.chain([index], self._indices)
             self._hold(key, *read_batch(places, own, key, call, args, kwargs, group, call_site))
         else:
-            kept = call.kept(args), without_tensors(kwargs), without_tensors(received)
-            self._hold(key, (read_call, index, own, key, call, *kept, group, call_site))
+            arguments = call.kept(args), without_tensors(kwargs)
+            kept = *arguments, without_tensors(received), call.member(group)
+            self._hold(key, (read_call, index, own, key, call, *kept, call_site))
         if scan.redistributing is None:
             self._redistribution_watch.note_other()
             return result
         start = self._redistribution_watch.note_collective(scan.redistributing)
         if start is not None:
             place, is_explicit = next(self._indices), given is not None
-            self._pending.append((read_redistribution, place, own, start, is_explicit, call_site))
+            self._hold(None, (read_redistribution, place, own, start, is_explicit, call_site))
         return result
 
     def _hold(self, group: str | None, *calls: Pending[Any] | Unread) -> None:
@@ -450,7 +455,9 @@ class Recorder:
 
     def _scan(self) -> StackScan:
         """Walk up the stack, as far as this thread's borders do not tell what is further out."""
-        return scan_stack(needs_outermost=not self.backward.is_of_this_thread)
+        # They do not know a root whose `_call_impl` or `forward` was called by itself.
+        is_known = self._has_given_root and self.backward.is_of_this_thread
+        return scan_stack(needs_outermost=not is_known)
 
     def run_copy(
         self, direction: Literal["H2D", "D2H"], copied: torch.Tensor, run: Callable[[], Any]
@@ -525,11 +532,7 @@ class Recorder:
         if self not in entered():
             return attribute_on_thread(scan, namespace)
         attribution = attribute(scan, self.units, self.backward, namespace)
-        if self._idle or not self._has_given_root:
-            outermost = scan.outermost
-            if self.backward.is_of_this_thread:
-                outermost = self.backward.outermost
-            self._note_acting(attribution, outermost)
+        self._note_acting(attribution, scan.outermost)
         return attribution
 
     def _note_acting(self, attribution: Attribution, outermost: nn.Module | None) -> None:

@@ -5,6 +5,7 @@ with the whole recording without the tool.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -259,6 +260,83 @@ def test_calls_that_a_library_wraps_change_no_event(comm_mode, device_mesh, orde
     model = SHARDED.arrange(device_mesh)
     assert siteless(recorded(comm_mode, model, calls_wrapped, order)) == alone
     assert siteless(recorded(comm_mode, model)) == alone
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_a_root_that_is_called_without_its_call_gives_the_names(comm_mode):
+    class Bypassing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def __call__(self, x):
+            return self._call_impl(x)
+
+        def forward(self, x):
+            y = self.inner(x)
+            dist.all_reduce(y.detach())
+            return y
+
+    with comm_mode:
+        Bypassing()(torch.ones(1, 2))
+    assert [event.owner for event in comm_mode.events] == [""]
+
+
+@contextlib.contextmanager
+def resharded_otherwise():
+    """Have units reshard by code that says that it wraps torch's, and calls what that would."""
+    original = vars(FSDPParamGroup)["reshard"]
+
+    @functools.wraps(original)
+    def reshard(self):
+        if self._reshard_after_forward or self._training_state.name != "FORWARD":
+            self._to_sharded()
+
+    FSDPParamGroup.reshard = reshard
+    try:
+        yield
+    finally:
+        FSDPParamGroup.reshard = original
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_code_that_stands_in_for_a_method_by_its_name_is_watched(comm_mode, device_mesh):
+    model = sharded(device_mesh)
+    alone = siteless(recorded(comm_mode, model))
+    assert len([event for event in alone.reshards if event.action == "reshard"]) > 2
+    assert siteless(recorded(comm_mode, model, resharded_otherwise)) == alone
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_a_patch_in_the_block_outlives_a_compilation(comm_mode, device_mesh, monkeypatch):
+    called, model = [], sharded(device_mesh)
+
+    def wrapped(original):
+        def call(self, *args, **kwargs):
+            called.append(1)
+            return original(self, *args, **kwargs)
+
+        return call
+
+    # With another library's around it, the attribute is what a block sets.
+    monkeypatch.setattr(nn.Module, "__call__", wrapped(nn.Module.__call__))
+    with comm_mode(model):
+        own = wrapped(nn.Module.__call__)
+        monkeypatch.setattr(nn.Module, "__call__", own)
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+        called.clear()
+        forward(model)
+        assert len(called) >= 2 * 3  # twice each unit
+    assert nn.Module.__call__ is own
+
+
+@pytest.mark.distributed(world_size=2, backend="fake")
+def test_a_scripted_module_can_be_called_in_a_block(comm_mode):
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    with comm_mode:
+        scripted(torch.ones(1, 2))
+        dist.all_reduce(torch.ones(2))
+    assert len(comm_mode.events) == 1
 
 
 @pytest.mark.distributed(world_size=2, backend="fake")

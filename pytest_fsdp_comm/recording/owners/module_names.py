@@ -24,7 +24,9 @@ _WRAPPED: Final = re.compile("|".join(WRAPPER_SEGMENTS))
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called, unlike a ModuleList."""
-    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+    # A class of TorchScript does not show its own.
+    own = getattr(type(module), "forward", None)
+    return own is not nn.Module.forward or "forward" in module.__dict__
 
 
 def clean_fqn(name: str) -> str:

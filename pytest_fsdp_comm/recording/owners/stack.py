@@ -188,7 +188,7 @@ def _look_at(code: CodeType) -> _Code:
     if code is _redistribute_code():
         return "redistribute"
     path = code.co_filename
-    kind = "skipped" if any(code is own for _, own in OWN_CODES.values()) else _kind_of_file(path)
+    kind = "skipped" if any(code is own for own in OWN_CODES.values()) else _kind_of_file(path)
     if kind == "requester":
         return _kind_of_requester(code)
     return _MEANT.get(kind, "other")
@@ -349,7 +349,9 @@ def _module_of(frame: FrameType) -> nn.Module | None:
 def is_graph(module: nn.Module | None) -> bool:
     """Whether a module is a graph that the compiler made, or what the compiler calls it by."""
     # Some backends run a graph as it is, and dynamo wraps that of backward (read in torch 2.13).
-    called = None if module is None else module._modules.get("_orig_mod", module)
+    # What TorchScript has in place of a dict has no get().
+    held = {} if module is None else module._modules
+    called = held["_orig_mod"] if "_orig_mod" in held else module  # noqa: SIM401  # as just said
     if not isinstance(called, fx.GraphModule):
         return False
     if isinstance(called, graph_type()):
