@@ -135,13 +135,14 @@ def uncompiled(function: _Function) -> _Function:
     own: Any = function
     if own.__code__ not in OWN_CODES:
         # Of no file that is there, so that a traceback does not show a line of it.
-        path = f"{_TORCH}nn/modules/pytest_fsdp_comm.py"
+        path = f"{TORCH_FILES}nn/modules/pytest_fsdp_comm.py"
         OWN_CODES[own.__code__] = own.__code__.replace(co_filename=path)
     own.__code__ = OWN_CODES[own.__code__]
     return function
 
 
-_TORCH: Final = f"{Path(torch.__file__).parent}/"
+TORCH_FILES: Final = f"{Path(torch.__file__).parent}/"
+"""How the paths of torch's own files begin."""
 
 
 class Shared:
@@ -265,7 +266,7 @@ class InPlace:
 
 def _function_of_torch(found: Any) -> Any:
     """The function of torch within what torch has put around it; None if it is of another kind."""
-    while isinstance(found, FunctionType) and found.__code__.co_filename.startswith(_TORCH):
+    while isinstance(found, FunctionType) and found.__code__.co_filename.startswith(TORCH_FILES):
         if not hasattr(found, "__wrapped__"):
             return None if found.__closure__ else found
         found = found.__wrapped__

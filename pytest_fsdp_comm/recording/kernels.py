@@ -37,6 +37,7 @@ from torch._ops import OpOverload
 
 from pytest_fsdp_comm.comm.events import Gap
 from pytest_fsdp_comm.recording.active import (
+    TORCH_FILES,
     Shared,
     entered,
     patched,
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
 
 _KEY: Final = "BackendSelect"
 _META: Final = torch._C.DispatchKey.Meta
-_TORCH: Final = f"{Path(torch.__file__).parent}/"
 _USED: Final = (
     *("_dispatch_library", "_dispatch_get_all_op_names", "_dispatch_keyset_full_after"),
     *("_dispatch_has_kernel_for_dispatch_key", "_dispatch_dump"),
@@ -118,7 +118,7 @@ def _waits(frame: FrameType | None) -> bool:
         return True
     if not frame.f_code.co_filename.startswith(_WAITING):
         return False
-    while frame is not None and not frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and not frame.f_code.co_filename.startswith(TORCH_FILES):
         frame = frame.f_back
     return frame is None
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.recording.active import OWN_CODES
+from pytest_fsdp_comm.recording.active import OWN_CODES, TORCH_FILES
 from pytest_fsdp_comm.text.paths import show_path
 
 if TYPE_CHECKING:
@@ -34,19 +34,18 @@ _CALL_MODULE: Final = nn.Module._call_impl.__code__
 _STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 """torch's wrapper around every optimizer's step."""
 
-_TORCH: Final = str(Path(torch.__file__).parent) + "/"
-_DDP: Final = _TORCH + "nn/parallel/distributed.py"
+_DDP: Final = TORCH_FILES + "nn/parallel/distributed.py"
 # The recorder, and what torch puts between the dispatcher and Python: a kernel's, or a mode's.
 _PACKAGE: Final = f"{Path(__file__).parents[2]}/"
 _SKIPPED: Final = (
     *(f"{_PACKAGE}{room}/" for room in ("recording", "simulation")),
-    *(_TORCH + path for path in ("_compile.py", "_dynamo/", "utils/_python_dispatch.py")),
+    *(TORCH_FILES + path for path in ("_compile.py", "_dynamo/", "utils/_python_dispatch.py")),
 )
 _USE: Final = "the recorder relies on"
 _STDLIB: Final = sysconfig.get_path("stdlib") + "/"
 _SITE_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
 _THIN: Final = tuple(
-    _TORCH + path
+    TORCH_FILES + path
     for path in (
         *("_tensor.py", "functional.py", "_jit_internal.py", "_ops.py", "overrides.py"),
         *("distributed/tensor/_api.py", "distributed/tensor/_dispatch.py"),
@@ -133,8 +132,10 @@ and a kernel or a mode. ``requester``: of torch, and may be what requested a col
 def _kind_of_file(path: str) -> _File:
     if path.startswith(_SKIPPED):
         return "skipped"
-    if path.startswith(_TORCH):
-        return "requester" if path == _DDP or path.startswith(_TORCH + "distributed") else "torch"
+    if path.startswith(TORCH_FILES):
+        return (
+            "requester" if path == _DDP or path.startswith(TORCH_FILES + "distributed") else "torch"
+        )
     # Packages are below the standard library where there is no virtual environment.
     if any(directory in path for directory in _SITE_PACKAGES):
         return "library"
@@ -197,7 +198,7 @@ def _look_at(code: CodeType) -> _Code:
 def _kind_of_requester(code: CodeType) -> _Code:
     if code.co_filename == _DDP:
         return "ddp"
-    inside = code.co_filename[len(_TORCH) :]
+    inside = code.co_filename[len(TORCH_FILES) :]
     if inside.startswith(("distributed/tensor/", "distributed/_tensor/")):
         return "dtensor"
     if inside == "distributed/distributed_c10d.py" and "object" in code.co_name:

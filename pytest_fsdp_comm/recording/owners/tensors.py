@@ -340,11 +340,10 @@ class TensorOwners:
         self._parameters = {
             id(parameter): parameter for parameter, _ in registered_parameters(self._roots)
         }
-        parameters, gradients = Role.PARAMETERS, Role.GRADIENTS
         for parameter in self._parameters.values():
-            self._hold(_Held(parameter, parameters))
+            self._hold(_Held(parameter, Role.PARAMETERS))
             if parameter.is_leaf and parameter.grad is not None:
-                self._hold(_Held(parameter, gradients))
+                self._hold(_Held(parameter, Role.GRADIENTS))
         for state in (optimizer.state for optimizer in self._optimizers):
             for parameter in state:
                 if isinstance(parameter, torch.Tensor):
