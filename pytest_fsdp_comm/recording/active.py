@@ -52,23 +52,23 @@ _stashed: Callable[[str], tuple[Recorder, ...]] = _tls("_get_obj_in_tls")
 _stash: Callable[[str, tuple[Recorder, ...]], None] = _tls("_stash_obj_in_tls")
 
 
-# As torch's, by thread: asked a thousand times a step, where each call into torch counts.
-_entered: dict[int, tuple[Recorder, ...]] = {}
+ENTERED: Final[dict[int, tuple[Recorder, ...]]] = {}
+"""As torch's, by thread: asked a thousand times a step, where each call counts."""
 
 
 def entered() -> tuple[Recorder, ...]:
     """The recordings that this thread entered, or the one whose backward it runs; oldest first."""
-    found = _entered.get(threading.get_ident())
+    found = ENTERED.get(threading.get_ident())
     if found is not None:
         return found
     return _stashed(_KEY) if _is_stashed(_KEY) else ()
 
 
 def _enter(recorders: tuple[Recorder, ...]) -> None:
-    _entered[threading.get_ident()] = recorders
+    ENTERED[threading.get_ident()] = recorders
     _stash(_KEY, recorders)
     if not recorders:
-        del _entered[threading.get_ident()]
+        del ENTERED[threading.get_ident()]
 
 
 @contextlib.contextmanager
@@ -83,11 +83,11 @@ def under_way(recorder: Recorder) -> Iterator[None]:
     try:
         yield
     finally:
-        left = tuple(other for other in _entered.get(thread, ()) if other is not recorder)
+        left = tuple(other for other in ENTERED.get(thread, ()) if other is not recorder)
         if thread == threading.get_ident():
             _enter(left)
         else:  # a generator may be resumed, and a fixture torn down, elsewhere
-            _entered[thread] = left
+            ENTERED[thread] = left
         with _lock:
             _recorders = tuple(other for other in _recorders if other is not recorder)
 
@@ -97,7 +97,7 @@ def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
 
     See Note [Whose call].
     """
-    if entered():
+    if ENTERED.get(threading.get_ident()) or entered():
         return _recorders, ()
     started_in = getattr(_python_thread(), _STARTED_IN, None)
     if started_in is None:

@@ -56,7 +56,7 @@ from pytest_fsdp_comm.recording.operations import (
 from pytest_fsdp_comm.recording.subclasses import is_dtensor_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import FrameType
 
 
@@ -191,21 +191,32 @@ def _has_kernel(name: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY))
 
 
+_Kernel = tuple[str, "Callable[..., Any]"]
+_ByNamespace = dict[str, list[_Kernel]]
+"""Kernels, each with the name of its operation, by the namespace of that."""
+
+
+def _by_namespace(kernels: Iterable[_Kernel]) -> _ByNamespace:
+    found: _ByNamespace = {}
+    for name, kernel in kernels:
+        namespace, _, short = name.partition("::")
+        found.setdefault(namespace, []).append((short, kernel))
+    return found
+
+
 @contextlib.contextmanager
-def _registered(kernels: Sequence[tuple[str, Callable[..., Any]]]) -> Iterator[None]:
-    """Have kernels in place, each with the name of its operation, while the block runs."""
-    libraries: dict[str, Any] = {}
+def _registered(kernels: _ByNamespace) -> Iterator[None]:
+    """Have kernels in place while the block runs."""
+    libraries: list[Any] = []
     try:
-        for name, kernel in kernels:
-            namespace, _, short = name.partition("::")
-            if namespace not in libraries:
-                libraries[namespace] = torch._C._dispatch_library(
-                    "IMPL", namespace, "", __file__, 1
-                )
-            libraries[namespace].impl(short, _KEY, kernel, True)  # noqa: FBT003  # with the key set
+        for namespace, named in kernels.items():
+            library: Any = torch._C._dispatch_library("IMPL", namespace, "", __file__, 1)
+            libraries.append(library)
+            for name, kernel in named:
+                library.impl(name, _KEY, kernel, True)  # noqa: FBT003  # with the key set
         yield
     finally:
-        for library in libraries.values():
+        for library in libraries:
             library.reset()
 
 
@@ -222,13 +233,13 @@ def collectives() -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=1)
-def _of_collectives(*_registered: int) -> Sequence[tuple[str, Callable[..., Any]]]:
-    return [
+def _of_collectives(*_registered: int) -> _ByNamespace:
+    return _by_namespace(
         (name, _collective_kernel(call))
         for name, call in communicating().items()
         # Names of earlier torch, each of which calls the operation that is called so now.
         if call.namespace != "c10d_functional"
-    ]
+    )
 
 
 _known: dict[str, Call] = {}
@@ -330,10 +341,10 @@ def value_reads() -> Iterator[None]:
 
 
 @functools.cache
-def _of_reads() -> Sequence[tuple[str, Callable[..., Any]]]:
+def _of_reads() -> _ByNamespace:
     # Older torch has not all of them.
     names = frozenset(VALUE_READS).intersection(torch._C._dispatch_get_all_op_names())
-    return [(name, _noting_kernel(name)) for name in names]
+    return _by_namespace((name, _noting_kernel(name)) for name in names)
 
 
 @_Kernels
@@ -341,7 +352,7 @@ def _of_reads() -> Sequence[tuple[str, Callable[..., Any]]]:
 def copies() -> Iterator[None]:
     """Have each copy recorded that may cross between host and device."""
     # Every other operation that copies between them calls it.
-    with _registered([(COPY, _copy_kernel(_overload(COPY)))]):
+    with _registered(_by_namespace([(COPY, _copy_kernel(_overload(COPY)))])):
         yield
 
 

@@ -17,7 +17,12 @@ from torch._ops import OpOverload
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.recording.owners.module_names import clean_fqn, has_forward, named_modules
+from pytest_fsdp_comm.recording.owners.module_names import (
+    clean_fqn,
+    has_class_forward,
+    has_forward,
+    named_modules,
+)
 from pytest_fsdp_comm.recording.owners.stack import innermost_module, running_modules
 from pytest_fsdp_comm.recording.subclasses import is_dtensor
 
@@ -261,12 +266,18 @@ def _key(root: str, path: str) -> str:
 
 def _keys_of(names: ModuleNames) -> Callable[[str], tuple[str, ...]]:
     # Without the modules, which nothing may keep alive. Lazily, as few tests ask.
-    first: dict[int, tuple[str, bool, str, str]] = {}
-    for module, path in zip(names.modules, names.paths, strict=True):
-        first.setdefault(id(module), (names.fqn(module) or "", has_forward(module), *path))
+    callable_classes = {*filter(has_class_forward, set(map(type, names.modules)))}
+    places = [
+        (id(module), type(module) in callable_classes or "forward" in module.__dict__)
+        for module in names.modules
+    ]
+    by_id, paths = names.by_id, names.paths
 
     @functools.cache
     def named() -> tuple[dict[str, str], set[str]]:
+        first: dict[int, tuple[str, bool, str, str]] = {}
+        for (module, is_callable), path in zip(places, paths, strict=True):
+            first.setdefault(module, (by_id[module], is_callable, *path))
         keys = {fqn: _key(*path) for fqn, _, *path in first.values()}
         return keys, {_key(*path) for _, is_callable, *path in first.values() if is_callable}
 

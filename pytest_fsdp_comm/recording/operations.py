@@ -213,9 +213,10 @@ class Call:
         self._group = named[0] if named else ""
         self._group_at = self._names.index(self._group) if named else len(self._names)
         self._places = {name: place for place, name in enumerate(self._names)}
-        # What `kept` has to replace: not a flag, a number or a name.
         ends = {operation.sent, operation.received}
-        self._shows_ranks = bool(operation.root or operation.peer or PER_RANK in ends)
+        self.asks_group = bool(operation.root or operation.peer or PER_RANK in ends)
+        """Whether `messages` asks the group of a call."""
+        # What `kept` has to replace: not a flag, a number or a name.
         self._changed = [
             place
             for place, argument in enumerate(arguments)
@@ -242,12 +243,12 @@ class Call:
         kept = [*args]
         for place in self._changed:
             if place < len(kept):
-                kept[place] = None if place == self._group_at else without_tensors(kept[place])
+                value = kept[place]
+                if isinstance(value, torch.Tensor):
+                    kept[place] = Sized(value)
+                else:
+                    kept[place] = None if place == self._group_at else without_tensors(value)
         return kept
-
-    def member(self, group: dist.ProcessGroup | None) -> Member | None:
-        """What `messages` asks the group of this call; None if it asks nothing."""
-        return None if group is None or not self._shows_ranks else Member(group)
 
     def group(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
         """The group of a call; None if it has none that is known here."""
@@ -284,21 +285,12 @@ class Member:
 class Sized:
     """What is kept of a tensor that was sent, until its call is read."""
 
-    __slots__ = ("_numel", "dtype")
+    __slots__ = ("dtype", "numel")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """Keep its size, and not the tensor."""
         self.dtype = tensor.dtype
-        self._numel = tensor.numel()
-
-    def numel(self) -> int:
-        """As of the tensor."""
-        return self._numel
-
-    @property
-    def itemsize(self) -> int:
-        """As of the tensor."""
-        return self.dtype.itemsize
+        self.numel = tensor.numel()
 
 
 def without_tensors(value: Any) -> Any:
@@ -322,7 +314,7 @@ def shows_async() -> bool:
 
 def tensors_in(value: Any) -> list[Any]:
     """All tensors of nested lists, or what `Call.kept` has put there, in order."""
-    if isinstance(value, (torch.Tensor, Sized)):
+    if isinstance(value, (Sized, torch.Tensor)):
         return [value]
     if isinstance(value, dict):
         value = [*value.values()]
@@ -337,7 +329,10 @@ def messages(
     bound: dict[str, Any],
     result: Any,
 ) -> list[dict[str, Any]]:
-    """List a call's messages as fields of `comm.events.Collective`: one, unless it is a batch."""
+    """List a call's messages as fields of `comm.events.Collective`: one, unless it is a batch.
+
+    Given are its arguments and result with `Sized` in place of tensors.
+    """
     if operation.kind == BATCH:
         batched = zip(bound["op_list"], bound[operation.peer], bound["tensors"], strict=True)
         calls = [(_FUNCTIONAL[name], number, tensor) for name, number, tensor in batched]
@@ -378,7 +373,7 @@ def _sent_and_received(
     group: dist.ProcessGroup | Member | None,
     bound: dict[str, Any],
     result: Any,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+) -> tuple[list[Sized], list[Sized]]:
     if operation.sent == "*":
         return tensors_in(bound), []
     # An empty name is that of no argument.
@@ -421,7 +416,7 @@ def _reduce_op_name(number: int) -> str:
     return str(dist.ReduceOp.RedOpType(number).name).lower()
 
 
-def _dtype(tensors: Sequence[torch.Tensor]) -> str:
+def _dtype(tensors: Sequence[Sized]) -> str:
     if len(tensors) == 1:
         return _dtype_name(tensors[0].dtype)
     return joined_dtypes([tensor.dtype for tensor in tensors])
@@ -437,8 +432,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum([tensor.numel() * tensor.itemsize for tensor in tensors])
+def _nbytes(tensors: Sequence[Sized]) -> int:
+    return sum([tensor.numel * tensor.dtype.itemsize for tensor in tensors])
 
 
 @functools.cache
@@ -462,16 +457,13 @@ def copy_direction(to: torch.Tensor, source: torch.Tensor) -> Literal["H2D", "D2
 
 
 # In torch 2.13 those with the tag data_dependent_output or dynamic_output_shape that are no
-# composites of others, and the ones that make a tensor sparse, which have no such tag though the
-# number of values follows from the values.
+# composites of others. The ones that make a tensor sparse call nonzero.
 VALUE_READS: Final = tuple(
     f"aten::{name}"
     for name in (
         *("_local_scalar_dense", "equal", "index.Tensor", "nonzero", "masked_select", "bincount"),
         *("repeat_interleave.Tensor", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
-        *("unique_dim_consecutive", "_to_sparse", "_to_sparse.sparse_dim", "_to_sparse_csr"),
-        *("_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc", "_to_sparse_semi_structured"),
-        "allclose",
+        *("unique_dim_consecutive", "allclose"),
     )
 )
 """The operations that show values of tensors to Python, or make a shape of them."""

@@ -39,6 +39,7 @@ from pytest_fsdp_comm.recording.module_trace import ModuleTrace, ModuleTracer, u
 from pytest_fsdp_comm.recording.operations import (
     BATCH,
     TIMING_CATEGORIES,
+    Member,
     shows_async,
     tensors_in,
     timing_category,
@@ -57,7 +58,12 @@ from pytest_fsdp_comm.recording.owners.borders import borders
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_groups, units
 from pytest_fsdp_comm.recording.owners.futures import callbacks
 from pytest_fsdp_comm.recording.owners.module_names import named_modules
-from pytest_fsdp_comm.recording.owners.stack import find_call_site, running_modules, scan_stack
+from pytest_fsdp_comm.recording.owners.stack import (
+    call_site_of,
+    find_caller,
+    running_modules,
+    scan_stack,
+)
 from pytest_fsdp_comm.recording.owners.tensors import TensorOwners, redistributed
 from pytest_fsdp_comm.recording.pending import (
     Event,
@@ -132,8 +138,10 @@ class Recorder:
         self._roots: list[nn.Module] = list(models)
         self._earlier_roots = earlier_roots
         self._has_given_root = bool(models)
-        self._lacks_root = not models
-        self._idle: list[nn.Module] = []
+        self.lacks_root = not models
+        """Whether no module is known yet that names are relative to."""
+        self.idle: list[nn.Module] = []
+        """The given models without a module that has run."""
         # An index is taken before the call: what the call itself causes comes after it.
         self._indices = itertools.count()
         self._pending: list[Pending[Any] | Unread] = []
@@ -210,16 +218,16 @@ class Recorder:
         self.tensors.forget()
         self.backward.end()
         self._roots.clear()
-        self._idle.clear()
+        self.idle.clear()
         self._tracer = None
         return block
 
     def so_far(self) -> RecordedBlock:
         """Name what was recorded up to now, and leave the block as it is."""
-        roots, lacks_root = [*self._roots], self._lacks_root
+        roots, lacks_root = [*self._roots], self.lacks_root
         with self._groups.unchanged():
             block = self._named()
-        self._roots[:], self._lacks_root = roots, lacks_root
+        self._roots[:], self.lacks_root = roots, lacks_root
         return block
 
     def _all(self, record: type[Event]) -> list[Pending[Event]]:
@@ -242,7 +250,7 @@ class Recorder:
         if not self._has_given_root:
             self._learn_roots()
         names = OwnerNames(self._roots, are_parts=self._has_given_root)
-        units = [unit for module in names.modules.modules for unit in param_groups(module)]
+        units = [unit for _, unit in param_groups(names.modules.modules)]
         self._groups.learn_parameters(names.modules.modules)
         if self._is_recording:  # otherwise its end has
             self.tensors.settle()
@@ -303,7 +311,7 @@ class Recorder:
     def _idle_gaps(self) -> Iterator[Gap]:
         """The given models that did not run, where modules of others sent something."""
         # Clipping, an optimizer's step or a checkpoint run no module, so they need none that ran.
-        if not self._idle:
+        if not self.idle:
             return
         given = {id(module) for root in self._roots for module in root.modules()}
         foreign = [
@@ -316,7 +324,7 @@ class Recorder:
         # Of a gradient that is added, the module may be unknown.
         found = next(filter(None, foreign), ())
         example = f", such as a {printable(type(found[0]).__name__)}," if found else ""
-        for model in self._idle:
+        for model in self.idle:
             yield Gap(
                 kind="idle_model",
                 text=f"no module of the given {printable(type(model).__name__)} ran, while those "
@@ -324,7 +332,7 @@ class Recorder:
             )
 
     def _note_running(self, modules: Sequence[nn.Module]) -> None:
-        self._idle = [model for model in self._idle if not _has_any(model, modules)]
+        self.idle = [model for model in self.idle if not _has_any(model, modules)]
 
     def _learn_roots(self) -> None:
         """Find the roots of modules whose forward did not run in the block."""
@@ -359,7 +367,7 @@ class Recorder:
         owners |= {event.owner for event in recorded}
         return Names(
             modules=names.modules.children(),
-            owners=frozenset(names.modules.all_fqns()).union(
+            owners=frozenset(names.modules.by_id.values()).union(
                 name for name in owners if name is not None
             ),
             axes=axes.union(event.axis for event in recorded),
@@ -370,20 +378,14 @@ class Recorder:
 
     # Called at borders, on a thread that has entered the recording.
 
-    def enter_module(self, module: nn.Module) -> int:
-        """A module is called; return what `leave` takes."""
-        depth = self.backward.enter(module)
-        if self._lacks_root:
+    def note_module(self, module: nn.Module) -> None:
+        """A module runs that `backward` has just entered."""
+        if self.lacks_root:
             outermost = self.backward.outermost
             if outermost is not None:
                 self._add_root(outermost)
-        if self._idle:
+        if self.idle:
             self._note_running((module,))
-        return depth
-
-    def enter_method(self, module: nn.Module) -> None:
-        """A method other than forward is called that is an entry of a unit."""
-        self.backward.note_method(self.enter_module(module))
 
     # Called by kernels, on any thread.
 
@@ -395,15 +397,16 @@ class Recorder:
         own = self._attribute_unit() if call.may_be_units and not kwargs else None
         if own is None:
             return self._run_other(call, args, kwargs, run)
-        index, call_site = next(self._indices), find_call_site()
+        index, call_site = next(self._indices), call_site_of(find_caller())
         started = time.perf_counter()
         result = run()
         self._seconds[call.units_category] += time.perf_counter() - started
         group = call.group(args, kwargs)
         key = None if group is None else self._groups.note(group)
-        kept = call.kept(args), kwargs, None, call.member(group)
-        self._hold(key, (read_call, index, own, key, call, *kept, call_site))
-        self._redistribution_watch.note_other()
+        kept = call.kept(args), kwargs, None
+        member = Member(group) if group is not None and call.asks_group else None
+        self._hold(key, (read_call, index, own, key, call, *kept, member, call_site))
+        self._redistribution_watch.last = None
         return result
 
     def _run_other(
@@ -430,15 +433,16 @@ class Recorder:
             self.tensors.follow(operation, own, tensors_in(into))
         if self.reads is not None and not is_told_of_values() and operation.kind == "all_to_all":
             self.reads.note_splits(call.bind(args, kwargs), call_site)
+        arguments = call.kept(args), without_tensors(kwargs)
         if operation.kind == BATCH:
             places = itertools.chain([index], self._indices)
-            self._hold(key, *read_batch(places, own, key, call, args, kwargs, group, call_site))
+            self._hold(key, *read_batch(places, own, key, call, *arguments, group, call_site))
         else:
-            arguments = call.kept(args), without_tensors(kwargs)
-            kept = *arguments, without_tensors(received), call.member(group)
-            self._hold(key, (read_call, index, own, key, call, *kept, call_site))
+            kept = *arguments, without_tensors(received)
+            member = Member(group) if group is not None and call.asks_group else None
+            self._hold(key, (read_call, index, own, key, call, *kept, member, call_site))
         if scan.redistributing is None:
-            self._redistribution_watch.note_other()
+            self._redistribution_watch.last = None
             return result
         start = self._redistribution_watch.note_collective(scan.redistributing)
         if start is not None:
@@ -521,7 +525,7 @@ class Recorder:
         if self._num_resumed:
             return None
         found = attribute_unit(self.units, self.backward)
-        if found is not None and (self._idle or not self._has_given_root):
+        if found is not None and (self.idle or not self._has_given_root):
             self._note_acting(found, self.backward.outermost)
         return found
 
@@ -536,7 +540,7 @@ class Recorder:
         return attribution
 
     def _note_acting(self, attribution: Attribution, outermost: nn.Module | None) -> None:
-        if self._idle:
+        if self.idle:
             self._note_running(attribution.acting)
         if not self._has_given_root and outermost is not None:
             self._add_root(outermost)
@@ -545,7 +549,7 @@ class Recorder:
         if not any(module is known for root in self._roots for known in root.modules()):
             # A module that contains an earlier root replaces it.
             inside = {id(child) for child in module.modules()}
-            self._lacks_root = False
+            self.lacks_root = False
             # The same list, since others hold it.
             self._roots[:] = [module if id(root) in inside else root for root in self._roots]
             if not any(root is module for root in self._roots):
@@ -566,14 +570,15 @@ class Recorder:
         self._note_unseen_groups()
         unsharded = []
         for root in self._roots:
-            # The given models without a module that has run.
-            self._idle.append(root)
-            unsharded += [
-                escape(name)
-                for name, module in named_modules(root)
-                for group in param_groups(module)
+            self.idle.append(root)
+            named = named_modules(root)
+            gathered = {
+                id(module)
+                for module, group in param_groups(module for _, module in named)
                 if group.is_unsharded
-            ]
+            }
+            if gathered:
+                unsharded += [escape(name) for name, module in named if id(module) in gathered]
         if unsharded:
             self._notes.append(
                 "already unsharded when the recording began, so their first all-gather is "
@@ -583,7 +588,8 @@ class Recorder:
     def _note_lost_owners(self) -> None:
         self.tensors.settle()
         owns = [entry.attribution for entry in self._all(Collective)]
-        count = sum(own.lacks_forward and own.label is None for own in owns)
+        lost = [own for own in owns if own.lacks_forward]
+        count = sum(own.carried is None or own.carried.label is None for own in lost)
         if count:
             self._notes.append(
                 "collectives of backward whose module is not known, because their forward ran "

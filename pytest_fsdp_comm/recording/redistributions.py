@@ -24,11 +24,8 @@ class RedistributionWatch:
         # The steps of the last collective's redistribution, and which it had reached. Held, and not
         # known by the frame, whose address the next one may have. Torch keeps one list for all that
         # are alike, but each begins at the same step.
-        self._last: tuple[Any, int] | None = None
-
-    def note_other(self) -> None:
-        """A collective was sent that is part of none."""
-        self._last = None
+        self.last: tuple[Any, int] | None = None
+        """None once a collective was sent that is part of none."""
 
     def note_collective(self, found: Mapping[str, Any]) -> Callable[[], dict[str, Any]] | None:
         """Note a collective by the locals of the redistribution that it is part of.
@@ -49,7 +46,7 @@ class RedistributionWatch:
         info, step = found.get("transform_info"), 0
         if len(infos) > 1:
             step = next((n for n, one in enumerate(infos) if one is info), 0)
-        last, self._last = self._last, (infos, step)
+        last, self.last = self.last, (infos, step)
         if last is not None and last[0] is infos and step > last[1]:
             return None
         names = current.mesh.mesh_dim_names or ()

@@ -110,8 +110,24 @@ def split_by_function(x):
     return torch.tensor_split(x, tensor_indices_or_sections=x.long().cumsum(0)[:2])
 
 
-def sparse(x):
+def coo(x):
     return x.to_sparse()
+
+
+def csr(x):
+    return x.reshape(2, 2).to_sparse_csr()
+
+
+def csc(x):
+    return x.reshape(2, 2).to_sparse_csc()
+
+
+def bsr(x):
+    return x.reshape(2, 2).to_sparse_bsr((1, 2))
+
+
+def bsc(x):
+    return x.reshape(2, 2).to_sparse_bsc((1, 2))
 
 
 def split_by_numbers(x):
@@ -160,9 +176,10 @@ def test_what_reads_values_of_a_wrapper_is_named(comm_mode, function, line):
         (counted, "item"),
         (split_by_tensor, "tensor_split"),
         (split_by_function, "tensor_split"),
-        (sparse, "_to_sparse"),
+        *((sparse, "nonzero") for sparse in (coo, csr, csc, bsr, bsc)),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch says that they are in beta state
 def test_what_reads_values_in_forward_is_named_once(comm_mode, function, how):
     model = Forward(function)
     with comm_mode(model):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
+from torch import fx
+
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.comm.events import Phase, Source
 from pytest_fsdp_comm.recording.owners.ddp import Modules, ReplicaOwners
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from pytest_fsdp_comm.recording.owners.arithmetic import Label
     from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
     from pytest_fsdp_comm.recording.owners.stack import StackScan
 
@@ -49,11 +50,6 @@ class Attribution:
     """What it carries, of a collective that no unit sends; None for any other."""
 
     @property
-    def label(self) -> Label | None:
-        """What it is proven to carry; None if nothing does."""
-        return None if self.carried is None else self.carried.label
-
-    @property
     def acting(self) -> Modules:
         """All modules that it belongs to."""
         return (*self.owner, *self.issued_in)
@@ -71,7 +67,7 @@ class OwnerNames:
 
     def owner(self, attribution: Attribution) -> str | None:
         """The FQN of the owner; None if there is none, or it is below no root."""
-        label = attribution.label
+        label = None if attribution.carried is None else attribution.carried.label
         if label is not None:
             return self.modules.joined(self._modules_of(label.parameter))
         if attribution.source is Source.DDP:
@@ -81,7 +77,8 @@ class OwnerNames:
 
     def issued_in(self, attribution: Attribution) -> str | None:
         """The FQN of the module that was running; None as in `owner`."""
-        return self.modules.joined(attribution.issued_in[:1])
+        running = attribution.issued_in
+        return self.modules.by_id.get(id(running[0])) if running else None
 
     def _modules_of(self, parameter: torch.Tensor | None) -> Modules:
         if self._registering is None:
@@ -168,6 +165,15 @@ class BackwardMap:
                 return True
         return False
 
+    def innermost_and_engine(self) -> tuple[nn.Module | None, bool]:
+        """Both of these, where the borders may still have to learn of failed methods."""
+        if self._methods:
+            self.leave_failed_methods()
+        running, is_in_engine = self._running, False
+        for module in running:
+            is_in_engine = is_in_engine or module is None
+        return running[-1] if running else None, is_in_engine
+
     @property
     def outermost(self) -> nn.Module | None:
         """The outermost module that runs; None if none does."""
@@ -177,24 +183,32 @@ class BackwardMap:
         """Note that a module runs from now on, or the engine (None); return what `leave` takes."""
         if self._methods:
             self.leave_failed_methods()
-        if self._next_number() > self._end:
-            self.note_nodes()
-        depth = len(self._running)
-        if entered is None or not is_graph(entered):
-            self._running.append(entered)
+        number = self._next_number()
+        if number > self._end:
+            self.note_nodes(number)
+        running = self._running
+        depth = len(running)
+        # In every call of a module: the look that decides for nearly all is taken here.
+        if (
+            entered is None
+            or not (isinstance(entered, fx.GraphModule) or "_orig_mod" in entered._modules)
+            or not is_graph(entered)
+        ):
+            running.append(entered)
         return depth
 
     def leave(self, depth: int) -> None:
         """Note that what was entered then has returned or failed, and all that it entered."""
-        if self._next_number() > self._end:
-            self.note_nodes()
+        number = self._next_number()
+        if number > self._end:
+            self.note_nodes(number)
         del self._running[depth:]
         while self._methods and self._methods[-1] >= depth:
             self._methods.pop()
 
-    def note_method(self, depth: int) -> None:
-        """Note that what was entered then is a method other than forward."""
-        self._methods.append(depth)
+    def enter_method(self, module: nn.Module) -> None:
+        """As `enter`, of a method other than forward that is an entry of a unit."""
+        self._methods.append(self.enter(module))
 
     def leave_method(self, module: nn.Module) -> None:
         """As `leave`, of a method that was entered last, and is no longer where its call failed."""
@@ -208,9 +222,12 @@ class BackwardMap:
                 return
             del self._running[self._methods.pop() :]
 
-    def note_nodes(self) -> None:
-        """Note the nodes that were made since this was last called, as those of what runs."""
-        number = self._next_number()
+    def note_nodes(self, number: int = 0) -> None:
+        """Note the nodes that were made since this was last called, as those of what runs.
+
+        `number` is that of the next node; 0 to ask for it.
+        """
+        number = number or self._next_number()
         if number <= self._end:
             return
         if self._methods:
@@ -276,10 +293,9 @@ def attribute_unit(units: UnitWatch, backward: BackwardMap) -> Attribution | Non
     found: Attribution | None = acting.attribution
     if found is not None:
         return found
-    backward.leave_failed_methods()
     owner = acting.modules if acting.serves else units.owner
-    innermost = backward.innermost
-    in_backward = units.is_in_backward or backward.is_in_engine
+    innermost, in_engine = backward.innermost_and_engine()
+    in_backward = in_engine or units.is_in_backward
     if not owner or (innermost is None and not in_backward):
         return None
     phase = _phase(innermost, in_step=False, in_backward=in_backward)

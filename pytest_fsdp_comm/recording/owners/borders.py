@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording.active import (
+    ENTERED,
     InPlace,
     Shared,
     entered,
@@ -49,19 +51,26 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 @uncompiled
 def _call(self: nn.Module, *args: Any, _fsdp_comm: Any, **kwargs: Any) -> Any:
     __tracebackhide__ = True
-    original, is_compiling, set_compiler, entered = _fsdp_comm
+    original, is_compiling, set_compiler, find, thread, entered = _fsdp_comm
     if is_compiling():  # where `_calls` could not take it away
         return original(self, *args, **kwargs)
     compiler = set_compiler(None)
-    depths = [(one.backward, one.enter_module(self)) for one in entered()]
-    set_compiler(compiler)
+    depths = []
+    for recorder in find(thread()) or entered():
+        depths.append((recorder.backward, recorder.backward.enter(self)))
+        if recorder.idle or recorder.lacks_root:
+            recorder.note_module(self)
+    if compiler is not None:
+        set_compiler(compiler)
     try:
         return original(self, *args, **kwargs)
     finally:
-        set_compiler(None)
+        if compiler is not None:
+            set_compiler(None)
         for backward, depth in depths:
             backward.leave(depth)
-        set_compiler(compiler)
+        if compiler is not None:
+            set_compiler(compiler)
 
 
 @uncompiled
@@ -98,7 +107,8 @@ def _within_engine(engine: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
 def _calls() -> Iterator[None]:
     """Put a border around calls of modules, but while the compiler traces."""
     handler = upstream.look_up("torch", "torch._dynamo.callback", "callback_handler", _USE)
-    call = InPlace(nn.Module, "__call__", _call, _is_compiling, set_compiler, entered)
+    find = (ENTERED.get, threading.get_ident, entered)
+    call = InPlace(nn.Module, "__call__", _call, _is_compiling, set_compiler, *find)
 
     # Otherwise their compilation would wait for a lock of torch's that is held while they are
     # called.
@@ -154,7 +164,8 @@ def _before_method(original: Any) -> Any:
         __tracebackhide__ = True
         compiler = set_compiler(None)
         for recorder in entered():
-            recorder.enter_method(module)
+            recorder.backward.enter_method(module)
+            recorder.note_module(module)
         set_compiler(compiler)
         return original(state, module, *args, **kwargs)
 

@@ -28,18 +28,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.recording.active import InPlace, Shared, entered, in_place
+from pytest_fsdp_comm.recording.active import ENTERED, InPlace, Shared, entered, in_place
 from pytest_fsdp_comm.recording.gathered_memory import GatheredMemory
 from pytest_fsdp_comm.recording.prefetch import Gather, Prefetches
 
 if TYPE_CHECKING:
     import enum
     from collections.abc import Iterable, Iterator
-
-    import torch
 
     from pytest_fsdp_comm.recording.mesh_axes import GroupNames
 
@@ -69,10 +68,13 @@ class ActingUnit:
     thread: int = field(default_factory=threading.get_ident)
 
 
-_Before = Callable[..., "ActingUnit | None"]
+Arguments = tuple[Any, ...]
+"""What a method of FSDP is given, but for what it is a method of, in the order of the call."""
+
+_Before = Callable[["UnitWatch", Any, Arguments], "ActingUnit | None"]
 """A method of `UnitWatch` that is given what a method of FSDP is, and gives the unit that acts."""
 
-_After = Callable[..., None]
+_After = Callable[["UnitWatch", Any, Any, Arguments], None]
 """Likewise, given that unit first, while it still acts; not called where the method has failed."""
 
 
@@ -80,37 +82,39 @@ _After = Callable[..., None]
 # Python takes to get to the recorder. In place of torch's own code: see Note [In place].
 def _watched(held: Any, *args: Any, _fsdp_comm: Any, **kwargs: Any) -> Any:
     __tracebackhide__ = True
-    original, before, after, entered, run_in_all = _fsdp_comm
-    recorders = entered()
-    if len(recorders) != 1:
-        return run_in_all(recorders, before, after, original, held, *args, **kwargs)
+    original, before, after, find, thread, run_in_all = _fsdp_comm
+    recorders = find(thread())
+    if recorders is None or len(recorders) != 1:
+        return run_in_all(before, after, original, held, args, kwargs)
+    given = (*args, *kwargs.values()) if kwargs else args
     # As `UnitWatch.run`.
     watch = recorders[0].units
-    unit = before(watch, held, *args, **kwargs)
+    unit = before(watch, held, given)
     if unit is not None:
         watch.acting.append(unit)
     try:
         result = original(held, *args, **kwargs)
         if after is not None:
-            after(watch, unit, held, *args, **kwargs)
+            after(watch, unit, held, given)
     finally:
         if unit is not None:
             watch.acting.pop()
     return result
 
 
-def _run_in_all(
-    recorders: Iterable[Any],
+def _run_in_all(  # noqa: PLR0913, PLR0917  # what `_watched` has
     before: _Before,
     after: _After | None,
-    call: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+    original: Callable[..., Any],
+    held: Any,
+    args: Arguments,
+    kwargs: dict[str, Any],
 ) -> Any:
     __tracebackhide__ = True
-    for recorder in recorders:
-        call = partial(recorder.units.run, before, after, call)
-    return call(*args, **kwargs)
+    call, given = partial(original, held, *args, **kwargs), (*args, *kwargs.values())
+    for recorder in entered():
+        call = partial(recorder.units.run, before, after, call, held, given)
+    return call()
 
 
 @Shared
@@ -124,7 +128,7 @@ def units() -> Iterator[None]:
             moved = f"{module}.{holder.__name__}.{name}".lstrip(".")
             use = "the recorder relies on to find the owner of a collective"
             raise upstream.moved_error("torch", moved, use)
-        given = before, *(after or [None]), entered, _run_in_all
+        given = before, *(after or [None]), ENTERED.get, threading.get_ident, _run_in_all
         watched.append(InPlace(holder, name, _watched, *given))
     with in_place(*watched):
         yield
@@ -186,10 +190,8 @@ class UnitWatch:
         # Units that were gathered all the time, without any change, count too.
         for group in groups:
             self._memory.learn(group, self._gathered_nbytes)
-        for module in modules:
-            handle = _handle_of(module)
-            if handle is not None:
-                self._memory.learn(handle, _gathered_nbytes_of_handle)
+        for handle in _handles_of(modules):
+            self._memory.learn(handle, _gathered_nbytes_of_handle)
         return self._memory.peak
 
     def _nbytes_of(self, group: Any) -> int:
@@ -197,24 +199,26 @@ class UnitWatch:
         # Kept, since each change needs it. Dtypes are settled by the time of the first gather.
         found = self._unsharded_nbytes.get(group)
         if found is None:
-            found = sum(map(_gathered_nbytes_of_param, group.fsdp_params))
-            self._unsharded_nbytes[group] = found
+            found = self._unsharded_nbytes[group] = _gathered_nbytes_of(group.fsdp_params)
         return found
 
     def _gathered_nbytes(self, group: Any) -> int:
         """What a unit of FSDP2 holds beyond its own shard."""
         used = self._used_nbytes(group)
+        return used + self._kept_nbytes(group, used) if _may_keep_storage() else used
+
+    def _kept_nbytes(self, group: Any, used: int) -> int:
+        """What of it is there although it is not used."""
         # Of a unit that never ran, the dtypes are not settled.
-        if not _may_keep_storage() or (used and used == self._nbytes_of(group)):
-            return used
+        if used and used == self._nbytes_of(group):
+            return 0
         # Gathered again, into the same storage.
-        kept = (
-            _gathered_nbytes_of_param(param)
+        return _gathered_nbytes_of(
+            param
             for param in group.fsdp_params
             if getattr(param, "keep_unsharded_storage", False)
             and any(tensor.untyped_storage().size() for tensor in param.all_gather_outputs)
         )
-        return used + sum(kept)
 
     def _used_nbytes(self, group: Any) -> int:
         """What of it a use of the unit would not gather."""
@@ -237,32 +241,32 @@ class UnitWatch:
         self,
         before: _Before,
         after: _After | None,
-        call: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
+        call: Callable[[], Any],
+        held: Any,
+        given: Arguments,
     ) -> Any:
         """Run a method of FSDP within what watches it."""
         __tracebackhide__ = True
-        unit = before(self, *args, **kwargs)
+        unit = before(self, held, given)
         if unit is not None:
             self.acting.append(unit)
         try:
-            result = call(*args, **kwargs)
+            result = call()
             if after is not None:
-                after(self, unit, *args, **kwargs)
+                after(self, unit, held, given)
         finally:
             if unit is not None:
                 self.acting.pop()
         return result
 
-    def _before_backward(self, state: Any, *_: Any, **__: Any) -> ActingUnit:
+    def _before_backward(self, state: Any, _: Arguments) -> ActingUnit:
         return ActingUnit(tuple(state._modules), serves=False, is_in_backward=True)
 
-    def _trigger_in_backward(self, group: Any, *_: Any, **__: Any) -> ActingUnit:
+    def _trigger_in_backward(self, group: Any, _: Arguments) -> ActingUnit:
         self._use(_states(_FSDP2_STATES)[1], group)
         return self._in_backward(group, serves=False)
 
-    def _serve_in_backward(self, group: Any, *_: Any, **__: Any) -> ActingUnit:
+    def _serve_in_backward(self, group: Any, _: Arguments) -> ActingUnit:
         return self._in_backward(group, serves=True)
 
     def _in_backward(self, group: Any, *, serves: bool) -> ActingUnit:
@@ -270,7 +274,7 @@ class UnitWatch:
             self._groups.learn_mesh(group.mesh_info.mesh)
         return ActingUnit(tuple(group.modules), serves=serves, is_in_backward=True)
 
-    def _use_in_forward(self, group: Any, *_: Any, **__: Any) -> None:
+    def _use_in_forward(self, group: Any, _: Arguments) -> None:
         self._use(_states(_FSDP2_STATES)[0], group)
 
     def _use(self, state: enum.Enum, group: Any) -> None:
@@ -279,7 +283,7 @@ class UnitWatch:
         if group._training_state != state:
             self._prefetches.open_slot(state, group.modules)
 
-    def _unshard(self, group: Any, *_: Any, **__: Any) -> ActingUnit | None:
+    def _unshard(self, group: Any, _: Arguments) -> ActingUnit | None:
         # It is asked for again where its gather was prefetched, which does nothing.
         if group._all_gather_result is not None:
             return None
@@ -290,81 +294,84 @@ class UnitWatch:
             self._memory.learn(group, self._gathered_nbytes)
         return ActingUnit(tuple(group.modules), gather=self._prefetches.begin())
 
-    def _unsharded(self, unit: ActingUnit | None, group: Any, *_: Any, **__: Any) -> None:
+    def _unsharded(self, unit: ActingUnit | None, group: Any, _: Arguments) -> None:
         result, gather = group._all_gather_result, None if unit is None else unit.gather
         # Set by a gather that was really issued, and only then.
         if unit is not None and result is not None and gather is not None:
             nbytes = self._nbytes_of(group)
-            gather.dtypes = result.param_all_gather_input_dtypes
+            # Otherwise all are what was sent: a list for each parameter less to keep.
+            if result.all_gather_output.dtype is torch.uint8:
+                gather.dtypes = result.param_all_gather_input_dtypes
             self._prefetches.issued(group, gather)
             self._memory.hold(group, nbytes)
             self._on_reshard("unshard", unit.modules, nbytes, 0.0)
 
-    def _wait(self, group: Any, *_: Any, **__: Any) -> None:
+    def _wait(self, group: Any, _: Arguments) -> None:
         # Otherwise user code waits, which is no use of the unit yet.
         if group._training_state in _states(_FSDP2_STATES):
             self._prefetches.used(group)
 
-    def _free(self, group: Any, *_: Any, **__: Any) -> None:
-        self._memory.learn(group, self._gathered_nbytes)
+    def _free(self, group: Any, _: Arguments) -> None:
+        if group not in self._known:  # otherwise its gather has
+            self._memory.learn(group, self._gathered_nbytes)
 
-    def _freed(self, _: None, group: Any, *__: Any, **___: Any) -> None:
-        held = self._gathered_nbytes(group)
-        self._memory.hold(group, held)
+    def _freed(self, _: None, group: Any, __: Arguments) -> None:
+        used = self._used_nbytes(group)
+        kept = self._kept_nbytes(group, used) if _may_keep_storage() else 0
+        self._memory.hold(group, used + kept)
         # Its next use may gather nothing: backward does without a unit that it does not need
         # (set_unshard_in_backward).
-        if not (held and self._used_nbytes(group)):
+        if not used:
             self._prefetches.freed(group)
 
-    def _reshard(self, group: Any, *_: Any, **__: Any) -> ActingUnit:
+    def _reshard(self, group: Any, _: Arguments) -> ActingUnit:
         before = group._sharded_state, time.perf_counter()
         return ActingUnit(tuple(group.modules), before=before)
 
-    def _resharded(self, unit: ActingUnit, group: Any, *_: Any, **__: Any) -> None:
+    def _resharded(self, unit: ActingUnit, group: Any, _: Arguments) -> None:
         state, started = unit.before
         if group._sharded_state != state:
             seconds = time.perf_counter() - started
             self._on_reshard("reshard", unit.modules, self._nbytes_of(group), seconds)
 
-    def _gather_handle(self, handle: Any, *_: Any, **__: Any) -> ActingUnit:
+    def _gather_handle(self, handle: Any, _: Arguments) -> ActingUnit:
         self._memory.learn(handle, lambda _: 0)
         return ActingUnit(_modules_of_handle(handle), gather=self._prefetches.begin())
 
-    def _gathered_handle(
-        self, unit: ActingUnit, handle: Any, unsharded: torch.Tensor, *_: Any, **__: Any
-    ) -> None:
-        nbytes = _unsharded_nbytes_of_handle(handle, unsharded)
+    def _gathered_handle(self, unit: ActingUnit, handle: Any, given: Arguments) -> None:
+        nbytes = _unsharded_nbytes_of_handle(handle, given[0])
         if unit.gather is not None:
             self._prefetches.issued(handle, unit.gather)
         self._memory.hold(handle, nbytes)
         self._on_reshard("unshard", unit.modules, nbytes, 0.0)
 
-    def _reshard_handle(self, handle: Any, free: bool, *_: Any, **__: Any) -> ActingUnit:
+    def _reshard_handle(self, handle: Any, given: Arguments) -> ActingUnit:
         held = _gathered_nbytes_of_handle(handle)
         self._memory.learn(handle, lambda _: held)
-        frees = free and handle.uses_sharded_strategy and not handle.needs_unshard()
+        frees = given[0] and handle.uses_sharded_strategy and not handle.needs_unshard()
         before = frees, held, time.perf_counter()
         return ActingUnit(_modules_of_handle(handle), before=before)
 
-    def _resharded_handle(self, unit: ActingUnit, handle: Any, *_: Any, **__: Any) -> None:
+    def _resharded_handle(self, unit: ActingUnit, handle: Any, _: Arguments) -> None:
         frees, held, started = unit.before
         if frees:
             seconds = time.perf_counter() - started
             self._memory.hold(handle, 0)
             self._on_reshard("reshard", unit.modules, held, seconds)
 
-    def _serve_handle(self, handle: Any, *_: Any, **__: Any) -> ActingUnit:
+    def _serve_handle(self, handle: Any, _: Arguments) -> ActingUnit:
         return ActingUnit(_modules_of_handle(handle))
 
-    def _serve_second(self, _state: Any, handle: Any, *_: Any, **__: Any) -> ActingUnit:
-        return self._serve_handle(handle)
+    def _serve_second(self, _: Any, given: Arguments) -> ActingUnit:
+        return self._serve_handle(given[0], ())
 
-    def _unshard_handle(self, _state: Any, handle: Any, *_: Any, **__: Any) -> None:
+    def _unshard_handle(self, _: Any, given: Arguments) -> None:
         # While another unit acts, it prefetches this one.
         if not self.acting:
-            self._open_slot_of_handle(handle)
+            self._open_slot_of_handle(given[0])
 
-    def _prefetch_handle(self, _state: Any, handle: Any, *_: Any, **__: Any) -> ActingUnit:
+    def _prefetch_handle(self, _: Any, given: Arguments) -> ActingUnit:
+        handle = given[0]
         # Each use of a unit, after it was gathered, also looks for what it should prefetch.
         if self._open_slot_of_handle(handle):
             self._prefetches.used(handle)
@@ -421,11 +428,14 @@ def _fsdp1() -> list[tuple[Any, ...]]:
     ]
 
 
-def param_groups(module: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups of one module; none if it is no unit of its own."""
-    # Of the class: a module that has no such attribute is slow to say so.
-    get_state = getattr(type(module), "_get_fsdp_state", None)
-    return [] if get_state is None else groups_of_state(get_state(module))
+def param_groups(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
+    """FSDP2's parameter groups of the modules that are units of their own, and these modules."""
+    for module in modules:
+        # Of the class: a module that has no such attribute is slow to say so.
+        get_state = getattr(type(module), "_get_fsdp_state", None)
+        if get_state is not None:
+            for group in groups_of_state(get_state(module)):
+                yield module, group
 
 
 def groups_of_state(state: Any) -> list[Any]:
@@ -450,12 +460,12 @@ def fsdp_root(module: nn.Module) -> nn.Module | None:
         raise upstream.misread_error("torch", "FSDPState", problem) from problem
 
 
-def _handle_of(module: nn.Module) -> Any:
-    """The handle of a wrapper of FSDP1; None if it is none, or has no parameters of its own."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not isinstance(module, fsdp.FullyShardedDataParallel):
-        return None
-    return module._handle
+def _handles_of(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """The handles of those that are wrappers of FSDP1 with parameters of their own."""
+    wrapper = sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel
+    for module in modules:
+        if isinstance(module, wrapper) and module._handle is not None:
+            yield module._handle
 
 
 def _unsharded_nbytes_of_handle(handle: Any, padded: torch.Tensor) -> int:
@@ -470,9 +480,12 @@ def _may_keep_storage() -> bool:
     return hasattr(sys.modules["torch.distributed.fsdp"].FSDPModule, "set_keep_unsharded_storage")
 
 
-def _gathered_nbytes_of_param(param: Any) -> int:
-    nbytes: int = param._orig_size.numel() * (param.param_dtype or param.orig_dtype).itemsize
-    return nbytes
+def _gathered_nbytes_of(params: Iterable[Any]) -> int:
+    nbytes = [
+        param._orig_size.numel() * (param.param_dtype or param.orig_dtype).itemsize
+        for param in params
+    ]
+    return sum(nbytes)
 
 
 def _gathered_nbytes_of_handle(handle: Any) -> int:

@@ -24,9 +24,13 @@ _WRAPPED: Final = re.compile("|".join(WRAPPER_SEGMENTS))
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called, unlike a ModuleList."""
+    return has_class_forward(type(module)) or "forward" in module.__dict__
+
+
+def has_class_forward(kind: type[nn.Module]) -> bool:
+    """Whether all modules of a class can be called."""
     # A class of TorchScript does not show its own.
-    own = getattr(type(module), "forward", None)
-    return own is not nn.Module.forward or "forward" in module.__dict__
+    return getattr(kind, "forward", None) is not nn.Module.forward
 
 
 def clean_fqn(name: str) -> str:
@@ -60,7 +64,8 @@ class ModuleNames:
     def __init__(self, roots: Iterable[nn.Module], *, are_parts: bool = False) -> None:
         """Name all modules: those of further roots as ``@2``, those of parts as in their model."""
         # Not by the class of the root, which must not be part of a snapshot.
-        self._names: dict[int, str] = {}
+        self.by_id: dict[int, str] = {}
+        """The name of each module."""
         self._further: list[str] = []
         self.modules: list[nn.Module] = []
         """All of them, each once below each root: to list them takes long."""
@@ -71,40 +76,39 @@ class ModuleNames:
             if prefix:
                 self._further.append(prefix)
             named, kind = named_modules(root), type(root).__name__
-            for (path, module), name in zip(named, _without_ddp(named), strict=True):
-                fqn = clean_fqn(name)
-                if prefix:
-                    fqn = f"{prefix}.{fqn}" if fqn else prefix
-                self._names.setdefault(id(module), fqn)
-                self.modules.append(module)
-                self.paths.append((kind, path))
-
-    def all_fqns(self) -> Iterable[str]:
-        """The name of each module."""
-        return self._names.values()
+            fqns = _without_wrappers(named)
+            if prefix:
+                fqns = [f"{prefix}.{fqn}" if fqn else prefix for fqn in fqns]
+            ids = [id(module) for _, module in named]
+            # A module below two roots keeps the first name.
+            self.by_id = {**dict(zip(ids, fqns, strict=True)), **self.by_id}
+            self.modules += [module for _, module in named]
+            self.paths += [(kind, path) for path, _ in named]
 
     def children(self) -> dict[str, dict[str, str]]:
         """The ways to the modules: FQN -> attribute -> FQN of the child."""
         ways: dict[str, dict[str, str]] = {}
         if self._further:
             ways[""] = {name: name for name in self._further}
+        by_id = self.by_id
         for module in self.modules:
             # Also the second name of a shared module, which named_children() leaves out.
             children = module._modules
             if children:
-                below = {name: self.fqn(child) for name, child in children.items()}
-                known = {name: fqn for name, fqn in below.items() if fqn is not None}
-                ways.setdefault(self._names[id(module)], {}).update(known)
+                known = {
+                    name: by_id[id(child)] for name, child in children.items() if id(child) in by_id
+                }
+                ways.setdefault(by_id[id(module)], {}).update(known)
         return ways
 
     def fqn(self, module: nn.Module | None) -> str | None:
         """The module's name; None for no module, or one that is below no root."""
-        return None if module is None else self._names.get(id(module))
+        return None if module is None else self.by_id.get(id(module))
 
     def joined(self, modules: tuple[nn.Module, ...]) -> str | None:
         """The name of a unit of several modules, joined with ``+``; None if none has one."""
         if len(modules) == 1:
-            return self.fqn(modules[0])
+            return self.by_id.get(id(modules[0]))
         names = [name for name in map(self.fqn, modules) if name is not None]
         # In natural order, since the order in which a user lists them sends the same.
         return "+".join(sorted(names, key=natural_key)) if names else None
@@ -156,13 +160,19 @@ def _common_parameter(parts: Iterable[nn.Module]) -> str | None:
         named = named_modules(part)
         own = {
             f"{fqn}.{name}" if fqn else name
-            for (_, module), fqn in zip(named, map(clean_fqn, _without_ddp(named)), strict=True)
+            for (_, module), fqn in zip(named, _without_wrappers(named), strict=True)
             for name, _ in module.named_parameters(recurse=False)
         }
         if not seen.isdisjoint(own):
             return min(seen & own, key=natural_key)
         seen |= own
     return None
+
+
+def _without_wrappers(named: Sequence[tuple[str, nn.Module]]) -> list[str]:
+    """The names without any segment of a wrapper."""
+    names = _without_ddp(named)
+    return [*map(clean_fqn, names)] if _WRAPPED.search("\n".join(names)) else names
 
 
 def _without_ddp(named: Sequence[tuple[str, nn.Module]]) -> list[str]:

@@ -306,11 +306,14 @@ def find_call_site() -> str:
 
 
 def find_caller() -> FrameType | None:
-    """What `StackScan.caller` is. Keep none: it keeps its tensors alive."""
+    """What `StackScan.caller` is, by a walk up to the innermost user code alone.
+
+    Keep none: it keeps its tensors alive.
+    """
     library, passed, frame = None, _passed, sys._getframe(1).f_back
     while frame is not None:
         if id(frame.f_code) not in passed:
-            kind = _kind_of(frame.f_code)
+            kind = _kinds.get(id(frame.f_code)) or _kind_of(frame.f_code)
             if kind == "user":
                 return frame
             if kind == "library":

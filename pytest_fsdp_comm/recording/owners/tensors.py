@@ -385,16 +385,19 @@ def registered_parameters(
     roots: Iterable[nn.Module],
 ) -> Iterator[tuple[torch.Tensor, nn.Module]]:
     """Each parameter with each module that registered it, also where FSDP puts another one."""
-    for module in (module for root in roots for _, module in named_modules(root)):
-        for parameter in _registered(module):
-            yield parameter, module
-        for group in param_groups(module):
-            for managed in group.fsdp_params:
-                info = managed._module_info
-                for owner in (info.module, *info.shared_modules):
-                    yield managed.sharded_param, owner
-                    if hasattr(managed, "_unsharded_param"):  # not before the first gather
-                        yield managed._unsharded_param, owner
+    modules = [module for root in roots for _, module in named_modules(root)]
+    for module in modules:
+        for parameter in module._parameters.values():
+            # As `_registered`, without a call of it for each of the many modules.
+            if parameter is not None and (type(parameter) in _PLAIN or not is_lazy(parameter)):
+                yield parameter, module
+    for _, group in param_groups(modules):
+        for managed in group.fsdp_params:
+            info = managed._module_info
+            for owner in (info.module, *info.shared_modules):
+                yield managed.sharded_param, owner
+                if hasattr(managed, "_unsharded_param"):  # not before the first gather
+                    yield managed._unsharded_param, owner
 
 
 def merged(labels: Sequence[Label | None]) -> Label | None:
