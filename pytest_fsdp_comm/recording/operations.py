@@ -457,7 +457,8 @@ def copy_direction(to: torch.Tensor, source: torch.Tensor) -> Literal["H2D", "D2
 
 
 # In torch 2.13 those with the tag data_dependent_output or dynamic_output_shape that are no
-# composites of others. The ones that make a tensor sparse call nonzero.
+# composites of others. The ones that make a tensor sparse call
+# nonzero, or masked_select (2.7).
 VALUE_READS: Final = tuple(
     f"aten::{name}"
     for name in (
