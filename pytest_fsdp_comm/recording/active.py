@@ -225,8 +225,9 @@ class InPlace:
         self._attribute = holder, name
         self._found = vars(holder)[name]
         self._function = _function_of_torch(self._found)
-        self._is_attribute = self._function is None
-        if self._is_attribute:
+        self.is_attribute = self._function is None
+        """Whether the attribute is set, and the function runs its own code."""
+        if self.is_attribute:
             self._around = _copy(around, {"_fsdp_comm": (self._found, *given)})
             return
         self._around = around
@@ -237,13 +238,13 @@ class InPlace:
     @property
     def key(self) -> int:
         """Alike for all attributes that have the function, if it can have other code."""
-        return id(self if self._is_attribute else self._function)
+        return id(self if self.is_attribute else self._function)
 
     @uncompiled
     def put(self) -> None:
         """Have it run the other code from now on, where all is as it was found."""
         holder, name = self._attribute
-        if self._is_attribute:
+        if self.is_attribute:
             if vars(holder).get(name) is self._found:
                 setattr(holder, name, self._around)
         elif self._function.__code__ is self._own["__code__"]:
@@ -256,7 +257,7 @@ class InPlace:
     def take(self) -> None:
         """Have it run its own code again, where nobody has put anything else there since."""
         holder, name = self._attribute
-        if self._is_attribute:
+        if self.is_attribute:
             if vars(holder).get(name) is self._around:
                 setattr(holder, name, self._found)
         elif self._function.__code__ is self._around.__code__:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -166,17 +167,20 @@ def optimizers() -> Iterator[None]:
     # the hooks of a step do not. And a global hook would make dynamo compile a step again.
     record = torch.autograd.profiler.record_function
     running: dict[int, contextlib.ExitStack] = {}
+    leave = InPlace(record, "__exit__", _leave_range, running)
+    # Nearly all ranges are FSDP's: how one ends is looked at while an optimizer's is under way.
+    leaving = Shared(functools.partial(in_place, leave))
 
     def begin(own: Any, optimizer: Any) -> None:
         if isinstance(optimizer, torch.optim.Optimizer):
             around = running[id(own)] = contextlib.ExitStack()
+            around.enter_context(leaving)
             for recorder in entered():
                 around.enter_context(recorder.tensors.around(optimizer))
 
-    with in_place(
-        InPlace(record, "__enter__", _enter_range, sys._getframe, begin),
-        InPlace(record, "__exit__", _leave_range, running),
-    ):
+    enter = InPlace(record, "__enter__", _enter_range, sys._getframe, begin)
+    # Python has found `__exit__` before it calls `__enter__`.
+    with in_place(enter), leaving if leave.is_attribute else contextlib.nullcontext():
         yield
 
 

@@ -4,6 +4,8 @@ On gloo ranks. A line is ``phase owner role kind nbytes``, in the order of issue
 module, ``?`` no role.
 """
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -459,6 +461,46 @@ def test_a_step_that_fails_leaves_no_mode(comm_mode, device_mesh):
             optimizer.step()
         assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == inside
     assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == before
+
+
+@pytest.mark.parametrize("name", ["__enter__", "__exit__"])
+def test_what_others_put_around_a_range_hides_no_step(comm_mode, device_mesh, monkeypatch, name):
+    record = torch.autograd.profiler.record_function
+    original = getattr(record, name)
+
+    def around(*given):
+        return original(*given)
+
+    monkeypatch.setattr(record, name, around)
+    model = simple_fsdp(Model(), device_mesh())
+    optimizer = Muon(model.parameters(), nesterov)
+    step(model)
+    before = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    with comm_mode(model):
+        optimizer.step()
+        assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == before
+    sent = f"gradients all_gather {LINEAR_NBYTES // 2}"
+    assert lines(comm_mode) == [f"optimizer {name} {sent}" for name in NAMES]
+
+
+def test_a_block_that_ends_within_a_step_leaves_neither_mode_nor_code(comm_mode, device_mesh):
+    record = torch.autograd.profiler.record_function
+    model = simple_fsdp(Model(), device_mesh())
+    block = contextlib.ExitStack()
+
+    def send(*given):
+        block.close()
+        return plain(*given)
+
+    optimizer = Muon(model.parameters(), send)
+    step(model)
+    before = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    codes = [record.__enter__.__code__, record.__exit__.__code__]
+    block.enter_context(comm_mode(model))
+    optimizer.step()
+    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == before
+    assert [record.__enter__.__code__, record.__exit__.__code__] == codes
+    assert lines(comm_mode) == []
 
 
 # What must not be taken for a parameter's.
