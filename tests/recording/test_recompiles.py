@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 
 import pytest
 import torch
@@ -130,6 +131,9 @@ def three_steps(model, blocks):
 def same_with_and_without(comm_mode, device_mesh, name, backend):
     arrange, expected = CASES[name]
     without = contextlib.nullcontext()
+    gc.collect()
+    # What a collection calls, such as the callback of a weak reference, may be compiled too.
+    gc.disable()
     try:
         three_steps(arrange(device_mesh, backend), [without])  # some is compiled once a process
         alone = three_steps(arrange(device_mesh, backend), [without] * 3)
@@ -143,6 +147,7 @@ def same_with_and_without(comm_mode, device_mesh, name, backend):
             assert three_steps(arrange(device_mesh, backend), blocks) == alone
         assert len(comm_mode.events) == expected, lines(comm_mode)
     finally:
+        gc.enable()
         torch._dynamo.reset()
 
 
