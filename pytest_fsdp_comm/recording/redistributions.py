@@ -36,9 +36,8 @@ class RedistributionWatch:
         """
         try:
             # Read in torch 2.6, 2.9, 2.11, 2.13.
-            current, target, local = (
-                found[name] for name in ("current_spec", "target_spec", "local_tensor")
-            )
+            current, target = found["current_spec"], found["target_spec"]
+            local = found["local_tensor"]
         except KeyError as missing:
             raise upstream.misread_error("torch", "redistribute_local_tensor", missing) from missing
         self._groups.learn_mesh(current.mesh)

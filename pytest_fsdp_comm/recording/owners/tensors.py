@@ -402,6 +402,8 @@ def registered_parameters(
 
 def merged(labels: Sequence[Label | None]) -> Label | None:
     """What all of them are; None if any is unknown, or if there are none."""
+    if len(labels) == 1:
+        return labels[0]
     known = [label for label in labels if label is not None]
     if not known or len(known) < len(labels):
         return None
