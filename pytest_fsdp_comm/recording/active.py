@@ -97,7 +97,7 @@ def whose_call() -> tuple[tuple[Recorder, ...], tuple[Recorder, ...]]:
 
     See Note [Whose call].
     """
-    if ENTERED.get(threading.get_ident()) or entered():
+    if entered():
         return _recorders, ()
     started_in = getattr(_python_thread(), _STARTED_IN, None)
     if started_in is None:

@@ -74,10 +74,9 @@ class GroupNames:
         tensors: Any = sys.modules.get("torch.distributed.tensor")
         if tensors is None:
             return
-        kind, known = tensors.DTensor, self._meshes
         for module in modules:
             for parameter in module._parameters.values():
-                if isinstance(parameter, kind) and id(parameter.device_mesh) not in known:
+                if isinstance(parameter, tensors.DTensor):
                     self.learn_mesh(parameter.device_mesh)
 
     def learn_unit(self, unit: Any) -> None:

@@ -17,12 +17,7 @@ from torch._ops import OpOverload
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.recording.owners.module_names import (
-    clean_fqn,
-    has_class_forward,
-    has_forward,
-    named_modules,
-)
+from pytest_fsdp_comm.recording.owners.module_names import clean_fqn, has_forward, named_modules
 from pytest_fsdp_comm.recording.owners.stack import innermost_module, running_modules
 from pytest_fsdp_comm.recording.subclasses import is_dtensor
 
@@ -266,11 +261,7 @@ def _key(root: str, path: str) -> str:
 
 def _keys_of(names: ModuleNames) -> Callable[[str], tuple[str, ...]]:
     # Without the modules, which nothing may keep alive. Lazily, as few tests ask.
-    callable_classes = {*filter(has_class_forward, set(map(type, names.modules)))}
-    places = [
-        (id(module), type(module) in callable_classes or "forward" in module.__dict__)
-        for module in names.modules
-    ]
+    places = [(id(module), has_forward(module)) for module in names.modules]
     by_id, paths = names.by_id, names.paths
 
     @functools.cache

@@ -213,10 +213,9 @@ class Call:
         self._group = named[0] if named else ""
         self._group_at = self._names.index(self._group) if named else len(self._names)
         self._places = {name: place for place, name in enumerate(self._names)}
-        ends = {operation.sent, operation.received}
-        self.asks_group = bool(operation.root or operation.peer or PER_RANK in ends)
-        """Whether `messages` asks the group of a call."""
         # What `kept` has to replace: not a flag, a number or a name.
+        ends = {operation.sent, operation.received}
+        self._shows_ranks = bool(operation.root or operation.peer or PER_RANK in ends)
         self._changed = [
             place
             for place, argument in enumerate(arguments)
@@ -249,6 +248,10 @@ class Call:
                 else:
                     kept[place] = None if place == self._group_at else without_tensors(value)
         return kept
+
+    def member(self, group: dist.ProcessGroup | None) -> Member | None:
+        """What `messages` asks the group of this call; None if it asks nothing."""
+        return None if group is None or not self._shows_ranks else Member(group)
 
     def group(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
         """The group of a call; None if it has none that is known here."""
@@ -457,8 +460,8 @@ def copy_direction(to: torch.Tensor, source: torch.Tensor) -> Literal["H2D", "D2
 
 
 # In torch 2.13 those with the tag data_dependent_output or dynamic_output_shape that are no
-# composites of others. The ones that make a tensor sparse call
-# nonzero, or masked_select (2.7).
+# composites of others. The ones that make a tensor sparse call nonzero, or
+# masked_select (2.7).
 VALUE_READS: Final = tuple(
     f"aten::{name}"
     for name in (

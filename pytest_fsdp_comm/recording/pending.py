@@ -78,11 +78,9 @@ class Pending(Generic[Event]):
             if gather and gather.dtypes and found["dtype"] == "uint8":
                 found["dtype"] = joined_dtypes(chain(*gather.dtypes))
             found["source"], found["role"] = own.source, _role(kind, found["dtype"], own)
-            if self.group is None:
-                found["axis"], found["group_size"] = "", 0
-            else:
-                axis = axes[self.group]
-                found["axis"], found["group_size"] = axis.name, axis.size
+            axis = None if self.group is None else axes[self.group]
+            found["axis"] = "" if axis is None else axis.name
+            found["group_size"] = 0 if axis is None else axis.size
         return record(**found)
 
 
@@ -149,9 +147,8 @@ def read_redistribution(
 
 
 def _role(kind: str, dtype: str, attribution: Attribution) -> Role | None:
-    label = None if attribution.carried is None else attribution.carried.label
-    if label is not None:
-        return label.role
+    if attribution.label is not None:
+        return attribution.label.role
     if attribution.source is Source.FSDP:
         reduces = kind in REDUCING and attribution.gather is None
         return Role.GRADIENTS if reduces else Role.PARAMETERS

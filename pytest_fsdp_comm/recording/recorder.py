@@ -39,7 +39,6 @@ from pytest_fsdp_comm.recording.module_trace import ModuleTrace, ModuleTracer, u
 from pytest_fsdp_comm.recording.operations import (
     BATCH,
     TIMING_CATEGORIES,
-    Member,
     shows_async,
     tensors_in,
     timing_category,
@@ -58,12 +57,7 @@ from pytest_fsdp_comm.recording.owners.borders import borders
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_groups, units
 from pytest_fsdp_comm.recording.owners.futures import callbacks
 from pytest_fsdp_comm.recording.owners.module_names import named_modules
-from pytest_fsdp_comm.recording.owners.stack import (
-    call_site_of,
-    find_caller,
-    running_modules,
-    scan_stack,
-)
+from pytest_fsdp_comm.recording.owners.stack import find_call_site, running_modules, scan_stack
 from pytest_fsdp_comm.recording.owners.tensors import TensorOwners, redistributed
 from pytest_fsdp_comm.recording.pending import (
     Event,
@@ -397,15 +391,14 @@ class Recorder:
         own = self._attribute_unit() if call.may_be_units and not kwargs else None
         if own is None:
             return self._run_other(call, args, kwargs, run)
-        index, call_site = next(self._indices), call_site_of(find_caller())
+        index, call_site = next(self._indices), find_call_site()
         started = time.perf_counter()
         result = run()
         self._seconds[call.units_category] += time.perf_counter() - started
         group = call.group(args, kwargs)
         key = None if group is None else self._groups.note(group)
-        kept = call.kept(args), kwargs, None
-        member = Member(group) if group is not None and call.asks_group else None
-        self._hold(key, (read_call, index, own, key, call, *kept, member, call_site))
+        kept = call.kept(args), kwargs, None, call.member(group)
+        self._hold(key, (read_call, index, own, key, call, *kept, call_site))
         self._redistribution_watch.last = None
         return result
 
@@ -438,9 +431,8 @@ class Recorder:
             places = itertools.chain([index], self._indices)
             self._hold(key, *read_batch(places, own, key, call, *arguments, group, call_site))
         else:
-            kept = *arguments, without_tensors(received)
-            member = Member(group) if group is not None and call.asks_group else None
-            self._hold(key, (read_call, index, own, key, call, *kept, member, call_site))
+            kept = *arguments, without_tensors(received), call.member(group)
+            self._hold(key, (read_call, index, own, key, call, *kept, call_site))
         if scan.redistributing is None:
             self._redistribution_watch.last = None
             return result
@@ -588,8 +580,7 @@ class Recorder:
     def _note_lost_owners(self) -> None:
         self.tensors.settle()
         owns = [entry.attribution for entry in self._all(Collective)]
-        lost = [own for own in owns if own.lacks_forward]
-        count = sum(own.carried is None or own.carried.label is None for own in lost)
+        count = sum(own.lacks_forward and own.label is None for own in owns)
         if count:
             self._notes.append(
                 "collectives of backward whose module is not known, because their forward ran "

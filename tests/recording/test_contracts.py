@@ -329,7 +329,7 @@ def test_an_unsharded_module_has_no_unit_of_its_own():
 
 
 def test_the_operations_that_read_values_are_those_of_this_torch():
-    found = set()
+    found, sparse = set(), set()
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, short = name.partition("::")
         of = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -339,11 +339,17 @@ def test_the_operations_that_read_values_are_those_of_this_torch():
         reads = tags & {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
         if reads:
             found.add(name)
+        elif short.startswith("_to_sparse"):
+            sparse.add(short)
     # These give Python nothing of what they read, and no shape that is made of it.
     found -= {"aten::linalg_lstsq", "aten::_ctc_loss", "aten::_ctc_loss.Tensor"}
     assert found - {*VALUE_READS} == set()
     # Of which torch 2.7 does not say so.
     assert {*VALUE_READS} - found <= {"aten::_unique"}
+    # Of which test_value_dependence.py shows which of these they call, but for the last, whose
+    # results have the shape that the dense tensor gives them.
+    layouts = ("", ".sparse_dim", "_csr", "_csc", "_bsr", "_bsc", "_semi_structured")
+    assert sparse == {f"_to_sparse{layout}" for layout in layouts}
 
 
 def test_kernels_have_a_key_of_their_own_below_subclasses_on_every_thread():

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from pytest_fsdp_comm.recording.owners.arithmetic import Label
     from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch
     from pytest_fsdp_comm.recording.owners.stack import StackScan
 
@@ -50,6 +51,11 @@ class Attribution:
     """What it carries, of a collective that no unit sends; None for any other."""
 
     @property
+    def label(self) -> Label | None:
+        """What it is proven to carry; None if nothing does."""
+        return None if self.carried is None else self.carried.label
+
+    @property
     def acting(self) -> Modules:
         """All modules that it belongs to."""
         return (*self.owner, *self.issued_in)
@@ -67,7 +73,7 @@ class OwnerNames:
 
     def owner(self, attribution: Attribution) -> str | None:
         """The FQN of the owner; None if there is none, or it is below no root."""
-        label = None if attribution.carried is None else attribution.carried.label
+        label = attribution.label
         if label is not None:
             return self.modules.joined(self._modules_of(label.parameter))
         if attribution.source is Source.DDP:
@@ -78,7 +84,7 @@ class OwnerNames:
     def issued_in(self, attribution: Attribution) -> str | None:
         """The FQN of the module that was running; None as in `owner`."""
         running = attribution.issued_in
-        return self.modules.by_id.get(id(running[0])) if running else None
+        return self.modules.fqn(running[0]) if running else None
 
     def _modules_of(self, parameter: torch.Tensor | None) -> Modules:
         if self._registering is None:
@@ -185,7 +191,7 @@ class BackwardMap:
             self.leave_failed_methods()
         number = self._next_number()
         if number > self._end:
-            self.note_nodes(number)
+            self._note_nodes(number)
         running = self._running
         depth = len(running)
         # In every call of a module: the look that decides for nearly all is taken here.
@@ -201,7 +207,7 @@ class BackwardMap:
         """Note that what was entered then has returned or failed, and all that it entered."""
         number = self._next_number()
         if number > self._end:
-            self.note_nodes(number)
+            self._note_nodes(number)
         del self._running[depth:]
         while self._methods and self._methods[-1] >= depth:
             self._methods.pop()
@@ -222,14 +228,13 @@ class BackwardMap:
                 return
             del self._running[self._methods.pop() :]
 
-    def note_nodes(self, number: int = 0) -> None:
-        """Note the nodes that were made since this was last called, as those of what runs.
+    def note_nodes(self) -> None:
+        """Note the nodes that were made since this was last called, as those of what runs."""
+        number = self._next_number()
+        if number > self._end:
+            self._note_nodes(number)
 
-        `number` is that of the next node; 0 to ask for it.
-        """
-        number = number or self._next_number()
-        if number <= self._end:
-            return
+    def _note_nodes(self, number: int) -> None:
         if self._methods:
             self.leave_failed_methods()
         maker: nn.Module | Maker | None = self._running[-1] if self._running else None

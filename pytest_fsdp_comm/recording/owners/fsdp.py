@@ -205,12 +205,12 @@ class UnitWatch:
     def _gathered_nbytes(self, group: Any) -> int:
         """What a unit of FSDP2 holds beyond its own shard."""
         used = self._used_nbytes(group)
-        return used + self._kept_nbytes(group, used) if _may_keep_storage() else used
+        return used + self._kept_nbytes(group, used)
 
     def _kept_nbytes(self, group: Any, used: int) -> int:
         """What of it is there although it is not used."""
         # Of a unit that never ran, the dtypes are not settled.
-        if used and used == self._nbytes_of(group):
+        if not _may_keep_storage() or (used and used == self._nbytes_of(group)):
             return 0
         # Gathered again, into the same storage.
         return _gathered_nbytes_of(
@@ -317,8 +317,7 @@ class UnitWatch:
 
     def _freed(self, _: None, group: Any, __: Arguments) -> None:
         used = self._used_nbytes(group)
-        kept = self._kept_nbytes(group, used) if _may_keep_storage() else 0
-        self._memory.hold(group, used + kept)
+        self._memory.hold(group, used + self._kept_nbytes(group, used))
         # Its next use may gather nothing: backward does without a unit that it does not need
         # (set_unshard_in_backward).
         if not used:

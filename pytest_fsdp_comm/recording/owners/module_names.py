@@ -24,13 +24,9 @@ _WRAPPED: Final = re.compile("|".join(WRAPPER_SEGMENTS))
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called, unlike a ModuleList."""
-    return has_class_forward(type(module)) or "forward" in module.__dict__
-
-
-def has_class_forward(kind: type[nn.Module]) -> bool:
-    """Whether all modules of a class can be called."""
     # A class of TorchScript does not show its own.
-    return getattr(kind, "forward", None) is not nn.Module.forward
+    own = getattr(type(module), "forward", None)
+    return own is not nn.Module.forward or "forward" in module.__dict__
 
 
 def clean_fqn(name: str) -> str:
@@ -108,7 +104,7 @@ class ModuleNames:
     def joined(self, modules: tuple[nn.Module, ...]) -> str | None:
         """The name of a unit of several modules, joined with ``+``; None if none has one."""
         if len(modules) == 1:
-            return self.by_id.get(id(modules[0]))
+            return self.fqn(modules[0])
         names = [name for name in map(self.fqn, modules) if name is not None]
         # In natural order, since the order in which a user lists them sends the same.
         return "+".join(sorted(names, key=natural_key)) if names else None

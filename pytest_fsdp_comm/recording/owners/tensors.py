@@ -387,10 +387,8 @@ def registered_parameters(
     """Each parameter with each module that registered it, also where FSDP puts another one."""
     modules = [module for root in roots for _, module in named_modules(root)]
     for module in modules:
-        for parameter in module._parameters.values():
-            # As `_registered`, without a call of it for each of the many modules.
-            if parameter is not None and (type(parameter) in _PLAIN or not is_lazy(parameter)):
-                yield parameter, module
+        for parameter in _registered(module):
+            yield parameter, module
     for _, group in param_groups(modules):
         for managed in group.fsdp_params:
             info = managed._module_info
