@@ -1,9 +1,11 @@
 """Each change of the table: recorded, written, read again, and compared.
 
+``python tests/regressions/regenerate.py`` rewrites the expected first lines.
+
 ``FSDP_COMM_TABLE=DIR pytest tests/regressions/test_table.py`` also leaves both sides of each case
 under ``DIR/<case>``: what they communicate in ``old.comm`` and ``new.comm``, how they are sharded
-in ``old.tree.comm`` and ``new.tree.comm``, the recording of the change in ``new.json``, and what is
-known of the case in ``case.json``.
+in ``old.tree.comm`` and ``new.tree.comm``, the recording of the change in ``new.json``, what is
+known of the case in ``case.json``, and the first lines of its failures in ``first_lines.json``.
 """
 
 import json
@@ -42,10 +44,15 @@ def check(comm_mode, name):
         leave(case, texts, new.recording)
     assert bool(compare(old.comm, new.comm).changes) != case.is_silent
     assert compare(new.comm, new.comm).changes == ()
-    for title, before, after in directions(case, old.comm, new.comm):
-        said = told(compare(before, after))[0]
-        assert said == EXPECTED.get(title, said)
-        assert said
+    lines = {
+        title: told(compare(before, after))[0]
+        for title, before, after in directions(case, old.comm, new.comm)
+    }
+    if DIRECTORY and dist.get_rank() == 0:
+        text = json.dumps(lines, ensure_ascii=False)
+        (Path(DIRECTORY) / case.name / "first_lines.json").write_text(text, encoding="utf-8")
+    assert all(lines.values())
+    assert lines == {title: EXPECTED.get(title, line) for title, line in lines.items()}
 
 
 def directions(case, old, new):
