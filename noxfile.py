@@ -60,7 +60,7 @@ def layouts(session: nox.Session) -> None:
 def frameworks(session: nox.Session) -> None:
     """Real frameworks on ranks, and the page about them; needs the extra ``frameworks``."""
     # A test of a framework that is missing is skipped: here all are expected.
-    names = "accelerate, deepspeed, lightning, megatron_fsdp, peft, torchao, trl"
+    names = "accelerate, lightning, megatron_fsdp, peft, torchao, trl"
     session.run("python", "-c", f"import {names}, torchtitan.protocols.train_spec")
     page = "tests/acceptance/test_frameworks_page.py"
     session.run("pytest", "-n", "2", *(session.posargs or ("tests/frameworks", page)))

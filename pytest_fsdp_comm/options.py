@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import math
 import os
 import re
-import shlex
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -19,7 +16,6 @@ from pytest_fsdp_comm.comm.links import Links, parse_links
 from pytest_fsdp_comm.launch_environment import LaunchedRank, read_launched_rank
 from pytest_fsdp_comm.text.paths import anchor_of
 from pytest_fsdp_comm.tree.findings.settings import FindingSettings, parse_settings
-from pytest_fsdp_comm.upstream import look_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -409,65 +405,15 @@ def add_options(parser: pytest.Parser) -> None:
             parser.addini(ini, f"default for {flag}{unit}" if flag else described, type=kind)
 
 
-# Note [Moved root]: pytest chooses its root directory before it knows a plugin's options (8.4 to
-# 9.2). It takes a value that is a word of its own, and exists, for a path of tests, and the ini
-# file of a directory above it for its own.
-
-
 def join_paths(arguments: Iterable[str]) -> list[str]:
     """Write each of our options that takes a path and its value as one word."""
+    # pytest chooses its root directory before it knows a plugin's options: it takes an existing
+    # path that is a word of its own for a path of tests.
     words = iter(arguments)
     return [
         f"{word}={value}" if (value := word in PATH_OPTIONS and next(words, None)) else word
         for word in words
     ]
-
-
-def refuse_moved_root(config: pytest.Config, parser: pytest.Parser) -> None:
-    """Raise a usage error if a path of ours has moved pytest's root (Note [Moved root])."""
-    given = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
-    given += map(str, config.invocation_params.args)
-    # Those have one argument a line. A worker of xdist has the environment, but maybe not the file.
-    files = [Path(word[1:]) for word in given if word.startswith("@")]
-    lines = [file.read_text(encoding="utf-8").splitlines() for file in files if file.is_file()]
-    words = itertools.chain.from_iterable(map(itertools.pairwise, [given, *lines]))
-    separate = [pair for pair in words if pair[0] in PATH_OPTIONS]
-    if not separate:
-        return
-    known = parser.parse_known_args(given)
-    if known.help or known.version:
-        return
-    determine_setup = look_up(
-        "pytest", "_pytest.config.findpaths", "determine_setup", "the check of paths relies on"
-    )
-    overrides = "override_ini" in inspect.signature(determine_setup).parameters  # since 9.0
-
-    def choose_root(paths: list[str]) -> tuple[Path, Path | None]:
-        root, inifile, *_ = determine_setup(
-            inifile=known.inifilename,
-            args=paths,
-            rootdir_cmd_arg=known.rootdir,
-            invocation_dir=config.invocation_params.dir,
-            **({"override_ini": None} if overrides else {}),
-        )
-        return root, inifile
-
-    wanted = choose_root(known.file_or_dir)
-    values = [value for _, value in separate]
-    # What moved it may also be an option of another plugin.
-    if wanted in {choose_root([*known.file_or_dir, *values]), (config.rootpath, config.inipath)}:
-        return
-
-    def describe_root(root: Path, inifile: Path | None) -> str:
-        return f"{root} with {inifile.name}" if inifile else str(root)
-
-    raise pytest.UsageError(
-        f"{shlex.join(itertools.chain(*separate))}: pytest chooses its root directory before it "
-        f"knows a plugin's options, and took {shlex.join(values)} for a place of tests: the root "
-        f"directory became {describe_root(config.rootpath, config.inipath)} instead of "
-        f"{describe_root(*wanted)}; write "
-        f"{' '.join(f'{flag}={shlex.quote(value)}' for flag, value in separate)}"
-    )
 
 
 def read_session_options(config: pytest.Config) -> SessionOptions:

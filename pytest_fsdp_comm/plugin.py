@@ -45,12 +45,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     options.add_options(parser)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser) -> None:
-    """Refuse options that made pytest look for its settings elsewhere."""
-    options.refuse_moved_root(early_config, parser)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker and the fixtures, and parse the options."""
     _check_versions(config)

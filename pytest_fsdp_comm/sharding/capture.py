@@ -24,7 +24,6 @@ from pytest_fsdp_comm.sharding.fsdp2 import fsdp2_meshes, fsdp2_states, read_fsd
 from pytest_fsdp_comm.sharding.mesh import AxisNames
 from pytest_fsdp_comm.sharding.units import hold
 from pytest_fsdp_comm.sharding.walk import visit_modules
-from pytest_fsdp_comm.sharding.zero import is_partitioned, read_partitioned
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, natural_key
 from pytest_fsdp_comm.tree.findings.rules import find
 from pytest_fsdp_comm.tree.findings.settings import FindingSettings
@@ -163,8 +162,6 @@ def _read_loose(tensor: Any, visit: Visit, slot: Slot, axes: AxisNames) -> HeldP
             f"fsdp_tree found a parameter without a shape: {name} of module "
             f"{_path(visit, index)} is still lazy; run the model once before it is sharded"
         )
-    if is_partitioned(tensor):
-        return read_partitioned(tensor, axes)
     placements = read_placements(tensor, axes) if isinstance(tensor, DTensor) else ()
     # FSDP2 marks the tensors that it was given, so a tied one that it left is known again (2.13,
     # not 2.7).

@@ -87,12 +87,12 @@ def hold(
 
 
 @contextlib.contextmanager
-def private_names(what: str, package: str = "torch") -> Iterator[None]:
+def private_names(what: str) -> Iterator[None]:
     """Raise UpstreamChangedError, which names `what`, where an attribute is missing."""
     try:
         yield
     except AttributeError as missing:
-        raise upstream.misread_error(package, f"{what} that fsdp_tree reads", missing) from missing
+        raise upstream.misread_error("torch", f"{what} that fsdp_tree reads", missing) from missing
 
 
 def shown_dtype(dtype: torch.dtype | None) -> str | None:

@@ -17,7 +17,6 @@ NEEDED = {
     "transformers_experts": {"transformers", "accelerate"},
     "trl": {"trl"},
     "megatron": {"megatron_fsdp"},
-    "deepspeed": {"deepspeed"},
     "lightning": {"lightning"},
     "pipelines": set(),
 }

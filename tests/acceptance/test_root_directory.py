@@ -1,11 +1,10 @@
-"""Options that take a path never move pytest's root directory without a word.
+"""Options that take a path leave pytest's root directory alone if they are written with ``=``.
 
-pytest chooses it before it knows a plugin's options: the value of one, as a word of its own, is to
-it a path of tests.
+pytest chooses it before it knows a plugin's options, and mistakes an existing path given as a
+separate argument for a test path.
 """
 
 import os
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -35,9 +34,6 @@ class Recorded:
     def merged_profile(self):
         return sample_profiles.profile({layers})
 """
-STARTED_THREAD = (
-    "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
-)
 RANKS = """
 import pytest
 
@@ -86,102 +82,19 @@ def check_compared_as_here(done, project):
     assert done.returncode == 1
 
 
-def check_refused(done, project, option, path):
-    path = shlex.quote(str(path))
-    assert done.stderr.strip() == (
-        f"ERROR: {option} {path}: pytest chooses its root directory before it knows a plugin's "
-        f"options, and took {path} for a place of tests: the root directory became "
-        f"{project.parents[2]} instead of {project} with pytest.ini; write {option}={path}"
-    )
-    assert done.stdout == ""
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+def test_path_options_with_equals_sign_keep_root(project, tmp_path):
+    """Whether the paths exist or not, and elsewhere than the project."""
+    given = [f"{option}={tmp_path}/{option}" for option in OPTIONS]
+    for _ in ("new", "existing"):
+        check_compared_as_here(run(project, *given), project)
+        for option, left in OPTIONS.items():
+            assert (tmp_path / option / left).exists()
 
 
-@pytest.mark.parametrize("place", ["inside", "outside"])
-@pytest.mark.parametrize("glue", [" ", "="], ids=["space", "equals"])
-@pytest.mark.parametrize(("option", "left"), OPTIONS.items(), ids=OPTIONS)
-def test_a_path_option_never_moves_the_root_directory_unnoticed(project, option, left, glue, place):
-    top = project if place == "inside" else project.parents[2]
-    new, existing = (top / f"of ours{option}{glue.strip()}" / name for name in ("new", "existing"))
-    existing.parent.mkdir()
-    existing.mkdir() if left else existing.touch()
-    for path in (existing, new, new):
-        was_there = path.exists()
-        done = run(project, *([option, path] if glue == " " else [f"{option}={path}"]))
-        if glue == " " and place == "outside" and was_there:
-            check_refused(done, project, option, path)
-        else:
-            check_compared_as_here(done, project)
-            assert (path / left).exists()
-            if option == "--comm-report":
-                # The page says how to repeat the run, by when the directory exists.
-                assert f"{option}={top}" in (path / left).read_text()
-
-
-def test_a_path_is_refused_from_the_environment_and_from_a_file_too(project, tmp_path):
-    path = project.parents[1]
-    (tmp_path / "arguments").write_text(f"--comm-artifacts\n{path}\n")
-    for done in (
-        run(project, PYTEST_ADDOPTS=f"--comm-artifacts {path}"),
-        run(project, f"@{tmp_path / 'arguments'}"),
-    ):
-        assert done.returncode == pytest.ExitCode.USAGE_ERROR
-        assert (
-            f"instead of {project} with pytest.ini; write --comm-artifacts={path}\n" in done.stderr
-        )
-    done = run(project, "--help", "--comm-artifacts", path)
-    assert done.returncode == 0
-    assert "--comm-artifacts=DIR" in done.stdout
-
-
-def test_two_refused_paths_are_both_named_with_the_wrong_ini_file(project, tmp_path):
-    (tmp_path / "tox.ini").write_text("[pytest]\n")
-    (report := tmp_path / "report").mkdir()
-    arguments = ("--comm-summary", "a b.md", "--comm-report", report)
-    assert run(project, "--comm-artifacts=kept", *arguments).stderr.strip() == (
-        f"ERROR: --comm-summary 'a b.md' --comm-report {report}: pytest chooses its root directory "
-        f"before it knows a plugin's options, and took 'a b.md' {report} for a place of tests: the "
-        f"root directory became {tmp_path} with tox.ini instead of {project} with pytest.ini; "
-        f"write --comm-summary='a b.md' --comm-report={report}"
-    )
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        # Wherever else it looks, this decides.
-        ("--comm-report", "{outside}", "-c", "pytest.ini"),
-        # The first path with an ini file above it decides.
-        ("tests", "--comm-report", "{outside}"),
-        ("--comm-report", "{outside}", "tests/test_step.py::test_step"),
-    ],
-)
-def test_a_path_that_moves_nothing_is_accepted(project, tmp_path, arguments):
-    given = [argument.format(outside=tmp_path) for argument in arguments]
-    check_compared_as_here(run(project, *given), project)
-    assert (tmp_path / "index.html").exists()
-
-
-def test_an_ini_file_may_set_a_path_as_a_separate_word(project, tmp_path):
-    ini = (project / "pytest.ini").read_text()
-    option = f"addopts = --comm-artifacts {tmp_path} "
-    (project / "pytest.ini").write_text(ini.replace("addopts = ", option))
-    try:
-        check_compared_as_here(run(project), project)
-    finally:
-        (project / "pytest.ini").write_text(ini)
-    assert (tmp_path / "received").exists()
-
-
-def test_a_root_moved_by_another_plugins_option_is_not_blamed_on_ours(project, tmp_path):
-    plugin = "def pytest_addoption(parser):\n    parser.addoption('--other')\n"
-    (tmp_path / "other.py").write_text(plugin)
-    (tmp_path / "tox.ini").write_text("[pytest]\n")
-    path = f"{tmp_path}:{project / 'src'}:{ROOT / 'tests'}"
-    arguments = ("-p", "other", "--other", tmp_path, "--comm-report", "tests")
-    done = run(project, *arguments, PYTHONPATH=path)
-    assert f"rootdir: {tmp_path}\n" in done.stdout
-    assert done.stderr == ""
+def test_report_repeats_path_options_with_equals_sign(project, tmp_path):
+    """A path that was new when the run began exists when its command is repeated."""
+    check_compared_as_here(run(project, "--comm-report", tmp_path / "new"), project)
+    assert f"--comm-report={tmp_path}" in (tmp_path / "new/index.html").read_text()
 
 
 def test_spawned_ranks_resolve_paths_as_their_session_does(project, tmp_path):

@@ -69,7 +69,7 @@ def test_commands_on_pages_have_options_that_exist(pytestconfig):
 
 
 def test_path_options_on_pages_have_an_equals_sign(pytestconfig):
-    """As words of their own they may move pytest's root directory: test_root_directory.py."""
+    """As separate arguments they may move pytest's root directory."""
     parser = Parser(_ispytest=True)
     add_options(parser)
     group = parser.getgroup("fsdp-comm").options

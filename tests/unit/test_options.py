@@ -1,10 +1,8 @@
 """Marker, command line and ini become one value, or an error that says what to write instead."""
 
-import inspect
 from pathlib import Path
 
 import pytest
-from _pytest.config.findpaths import determine_setup
 
 from pytest_fsdp_comm.launch_environment import LaunchedRank
 from pytest_fsdp_comm.marker import resolve, with_further_ranks, world_sizes
@@ -40,13 +38,6 @@ def problem(*args, **kwargs):
     with pytest.raises(ValueError, match=r".") as caught:
         settle(*args, **kwargs)
     return str(caught.value)
-
-
-def test_pytest_has_the_private_name_that_the_check_of_paths_relies_on():
-    # What it does is seen in acceptance/test_root_directory.py.
-    given = {"inifile", "override_ini", "args", "rootdir_cmd_arg", "invocation_dir"}
-    assert inspect.signature(determine_setup).parameters.keys() <= given
-    assert determine_setup.__module__ == "_pytest.config.findpaths"
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,6 @@ _THIN: Final = tuple(
     )
 )
 """Files of torch that only pass on what their caller requests."""
-# Of DeepSpeed; tests/frameworks/test_deepspeed.py fails when it moves (read in 0.19.8).
-_ZERO: Final = "/deepspeed/runtime/zero/"
 
 
 def innermost_module() -> nn.Module | None:
@@ -225,8 +223,6 @@ class StackScan:
     is_from_ddp: bool = False
     """DDP requested it, or a communication hook that it called."""
     is_from_dtensor: bool = False
-    zero_file: str = ""
-    """The name of the file of DeepSpeed's ZeRO that requested it; empty if none did."""
     redistribution: FrameType | None = None
     redistributing: dict[str, Any] | None = None
     """The locals of that frame, read once, which takes long."""
@@ -253,9 +249,6 @@ class StackScan:
             known = self.caller and _kind_of(self.caller.f_code)
             if known is None or (known == "library" and kind == "user"):
                 self.caller = frame
-            is_reason = self.innermost is None and not self.is_in_engine and not self.zero_file
-            if is_reason and kind == "library" and _ZERO in frame.f_code.co_filename:
-                self.zero_file = Path(frame.f_code.co_filename).name
         # See Note [No hooks].
         elif self.innermost is not None or self.is_in_engine:
             return

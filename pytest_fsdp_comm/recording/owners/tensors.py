@@ -12,8 +12,6 @@
 # - in the step of an optimizer by what it was computed from: see Note [Arithmetic of a step];
 # - in torch's loader of full checkpoints by the tensor that it fills;
 # - by where the result goes, if a model holds it later: the gradients of compiled code.
-# ZeRO sends copies in buckets, from hooks on whichever module comes next: of them only the kind is
-# proven, by the file of DeepSpeed that sends.
 # What may be of several parameters is of none, and what is found nowhere keeps the owner and role
 # of the code that sends it: activations of the module that runs. Copies are not seen, so
 # one that has no graph (a cast under no_grad) is found nowhere. Of what FSDP and DDP send their
@@ -184,8 +182,6 @@ class TensorOwners:
         """
         if own.source in _NAMED_BY_UNITS:
             return None
-        if scan.zero_file:
-            return Carried(self._of_zero(scan, operation, argument))
         node = self._current_node() if own.phase is Phase.BACKWARD else None
         label = _label_of_dtensor(given) if node is None else _label_of_node(node, Role.GRADIENTS)
         # A hook on a parameter may send its gradient, and anything else too.
@@ -285,19 +281,6 @@ class TensorOwners:
 
     def _label_of_all(self, extents: Sequence[Extent | None]) -> Label | None:
         return merged([None if one is None else self._label_at(one) for one in extents])
-
-    def _of_zero(
-        self, scan: StackScan, operation: Operation, argument: Callable[[str], Any]
-    ) -> Label:
-        role = Role.GRADIENTS if operation.kind == "reduce_scatter" else None
-        if operation.kind == "all_gather" and scan.zero_file == "partition_parameters.py":
-            role = Role.PARAMETERS
-        elif operation.kind == "all_gather":
-            if self._made_for != [*map(id, self._roots)]:
-                self._make_table()
-            held = self._held_in(_plain(argument(operation.received)))
-            role = None if held is None else held.role
-        return Label(parameter=None, role=role)
 
     def _held_in(self, received: Sequence[torch.Tensor]) -> Label | None:
         """What the model holds in tensors that are about to be filled."""

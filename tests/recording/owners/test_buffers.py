@@ -1,4 +1,4 @@
-"""Buffers of several parameters, in which hand-written ZeRO and DeepSpeed send."""
+"""Buffers of several parameters, in which hand-written ZeRO sends."""
 
 import pytest
 import torch
