@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 # The versions whose source was read for the private names that are used here.
 VERSIONS_READ: Final = {
-    "hypothesis": "6.170",
     "pytest": "8.4 to 9.2",
     "pytest-rerunfailures": "16.7",
     "syrupy": "7.0",

@@ -5,11 +5,7 @@ import sys
 
 # Plugins that change a run are tested on purpose, in test_other_plugins.py.
 # Neither anyio nor Hypothesis is used there; both take long to import.
-OFF = (
-    *("anyio", "asyncio", "hypothesispytest", "randomly", "rerunfailures", "timeout"),
-    *("allure_pytest", "benchmark", "flaky", "html", "html_fixtures", "metadata"),
-    *("pytest-retry", "pytest_forked", "pytest_jsonreport"),
-)
+OFF = ("anyio", "asyncio", "hypothesispytest", "randomly", "rerunfailures", "timeout")
 
 
 def set_outermost(monkeypatch):

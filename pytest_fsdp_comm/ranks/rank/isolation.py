@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,13 @@ _PARENTS_PLUGINS = (
     "pastebin",
     "dsession",
     "workerinteractor",
-    # These run a test again; in a rank alone it would meet collectives of ranks that do not.
+    # In one rank alone, a second run would meet collectives of ranks that do not run again.
     "rerunfailures",
-    "pytest-retry",
-    "flaky",
     # Runs a test in a process of its own, as each rank is.
     "pytest_forked",
 )
-_PARENTS_CLASSES = ("LogXML", "WorkerInteractor", "DSession", "Reporter", "AllureListener")
+_PARENTS_CLASSES = ("LogXML", "WorkerInteractor", "DSession", "Reporter")
 
-_ALLURE_CLASSES = ("AllureListener", "AllureFileLogger")
 _PARENTS_CAPTURE = pytest.StashKey[object]()
 
 
@@ -85,12 +81,6 @@ def leave_to_parent(config: pytest.Config) -> LogTerminal:
     for plugin in list(manager.get_plugins()):
         if type(plugin).__name__ in _PARENTS_CLASSES:
             manager.unregister(plugin)
-    allure: Any = sys.modules.get("allure_commons")
-    if allure is not None:
-        # Tests call it without pytest, and it writes a file for each call.
-        for plugin in list(allure.plugin_manager.get_plugins()):
-            if type(plugin).__name__ in _ALLURE_CLASSES:
-                allure.plugin_manager.unregister(plugin)
     for name in logging.root.manager.loggerDict:
         # torch logs every c10d call and each step of its compiler at DEBUG there, which floods a
         # failing test's captured log.

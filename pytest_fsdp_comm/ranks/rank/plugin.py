@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import sys
 import time
 from functools import partial
@@ -14,13 +16,7 @@ import pytest
 
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
-from pytest_fsdp_comm.ranks.rank.hypothesis_tests import align_examples
-from pytest_fsdp_comm.ranks.rank.kept_output import (
-    Kept,
-    read_kept,
-    shortened,
-    shortened_texts,
-)
+from pytest_fsdp_comm.ranks.rank.kept_output import read_kept, shortened, shortened_texts
 from pytest_fsdp_comm.ranks.rank.process_group import is_default_group, join_group, real_groups
 from pytest_fsdp_comm.ranks.rank.processes import end_forked_child
 from pytest_fsdp_comm.ranks.rank.random_states import equalize, read_states, restore_states
@@ -183,7 +179,6 @@ class RankPlugin:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Make the process group before the first fixture."""
         __tracebackhide__ = methodcaller("errisinstance", FsdpCommError)
-        _refuse_benchmark(item)
         context = item.config.stash[RANK_CONTEXT]
         if self._group is None:
             self._group = join_group(context)
@@ -193,7 +188,6 @@ class RankPlugin:
                 self._random_states = read_states()
         elif self._random_states is not None:
             restore_states(self._random_states)
-        align_examples(item)
         if context.simulation:
             from pytest_fsdp_comm.recording.value_dependence import answers_of_process  # noqa: PLC0415  # torch only where it is needed
             from pytest_fsdp_comm.simulation.world import simulated  # noqa: PLC0415  # as above
@@ -346,19 +340,6 @@ class RankPlugin:
             )
 
 
-def _refuse_benchmark(item: pytest.Item) -> None:
-    __tracebackhide__ = True
-    session: Any = getattr(item.config, "_benchmarksession", None)
-    if "benchmark" in getattr(item, "fixturenames", ()) and not getattr(session, "disabled", True):
-        raise FsdpCommError(
-            "the fixture benchmark of pytest-benchmark does not work in a distributed test: each "
-            "rank would choose by its own clock how often to call the function, and collectives "
-            "would not meet. Time a fixed number of calls with time.perf_counter(), between "
-            "torch.distributed.barrier() calls; or pass --benchmark-disable, which calls the "
-            "function once"
-        )
-
-
 def _serializable(config: pytest.Config, report: pytest.TestReport) -> dict[str, Any]:
     data: dict[str, Any] = config.hook.pytest_report_to_serializable(config=config, report=report)
     texts = {name: shortened_texts(data[name]) for name in _TEXTS if name in data}
@@ -377,30 +358,35 @@ def _shortened_value(value: object) -> object:
 
 
 class _Log:
+    """A stream's file, and which parts of it a report has not shown yet."""
+
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self._file = path.open("rb", buffering=0)
-        self._nbytes_read = 0
+        self._nbytes_seen = 0
         self.nbytes_reported = 0
         """Up to the last phase that ended."""
         # Of the phase, then of each subtest within the one before.
-        self._outputs = [Kept()]
+        self._parts: list[list[tuple[int, int]]] = [[]]
 
     def begin_subtest(self) -> None:
-        self._outputs[-1] += self._read_new()
-        self._outputs.append(Kept())
+        self._add_new()
+        self._parts.append([])
 
     def end_subtest(self) -> str:
-        return str(self._outputs.pop() + self._read_new())
+        self._add_new()
+        return read_kept(self._file.fileno(), self._parts.pop())
 
     def end_phase(self) -> str:
-        output = sum([*self._outputs, self._read_new()], start=Kept())
-        self._outputs = [Kept()]
-        self.nbytes_reported = self._nbytes_read
-        return str(output)
+        self._add_new()
+        parts, self._parts = [*itertools.chain(*self._parts)], [[]]
+        self.nbytes_reported = self._nbytes_seen
+        return read_kept(self._file.fileno(), parts)
 
-    def _read_new(self) -> Kept:
+    def _add_new(self) -> None:
         with contextlib.suppress(ValueError, OSError, AttributeError):
             getattr(sys, self.name).flush()
-        output, self._nbytes_read = read_kept(self._file.fileno(), self._nbytes_read)
-        return output
+        end = os.fstat(self._file.fileno()).st_size
+        if end > self._nbytes_seen:
+            self._parts[-1].append((self._nbytes_seen, end))
+            self._nbytes_seen = end

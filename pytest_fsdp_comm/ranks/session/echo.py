@@ -36,10 +36,10 @@ class Echo:
         if path.stat().st_size <= offset:
             return
         with path.open("rb") as file:
-            if path.stat().st_size - offset > KEPT_NBYTES:
-                # No limit in all, since what is shown takes no room; only on how fast it comes.
-                output, end = read_kept(file.fileno(), offset)
-                text = str(output)
+            end = path.stat().st_size
+            if end - offset > KEPT_NBYTES:
+                # Shown text takes no room, so that only its speed is limited.
+                text = read_kept(file.fileno(), [(offset, end)])
             else:
                 file.seek(offset)
                 data = file.read()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import re
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.snapshots.failed_comparison import has_headline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     import pytest
 
@@ -48,7 +47,14 @@ def run_with_reruns(
         reports = attempt()
         for report in reports:
             # As if pytest had made it here.
-            drive(plugin.pytest_runtest_makereport(item, stand_in_call(report)), report)
+            error = rebuilt_error(report)
+            excinfo = error and SimpleNamespace(value=error)
+            wrapper = plugin.pytest_runtest_makereport(
+                item, SimpleNamespace(excinfo=excinfo, when=report.when)
+            )
+            next(wrapper)
+            with contextlib.suppress(StopIteration):
+                wrapper.send(report)
         return reports
 
     original = plugin.runtestprotocol
@@ -57,32 +63,6 @@ def run_with_reruns(
         return bool(plugin.pytest_runtest_protocol(item, nextitem))
     finally:
         plugin.runtestprotocol = original
-
-
-def explain_no_rerun(item: pytest.Item) -> str:
-    """Why a plugin did not run a failed test again that it would have; else empty."""
-    manager = item.config.pluginmanager
-    if manager.has_plugin("rerunfailures"):
-        return ""
-    # With --retries, pytest-retry marks every test.
-    is_marked = item.get_closest_marker("flaky") is not None
-    has_runs = hasattr(getattr(item, "obj", None), "_flaky_max_runs")
-    is_flaky = is_marked or has_runs or item.config.getoption("force_flaky", default=False)
-    for name, would in (("pytest-retry", is_marked), ("flaky", is_flaky)):
-        if would and manager.has_plugin(name):
-            return (
-                f"{name} did not run this test again: it would do so within each rank that "
-                "failed, without the others. pytest-rerunfailures runs it again on all ranks: "
-                "install it, and write @pytest.mark.flaky(reruns=2) or --reruns 2"
-            )
-    return ""
-
-
-def drive(wrapper: Generator[None, Any, Any], result: object) -> None:
-    """Run a hook's wrapper around a result."""
-    next(wrapper)
-    with contextlib.suppress(StopIteration):
-        wrapper.send(result)
 
 
 def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
@@ -104,11 +84,3 @@ def rebuilt_error(report: pytest.TestReport) -> BaseException | None:
     members = {"__init__": lambda _: None, "__str__": lambda _: text}
     error: BaseException = type(name, (base,), members)()
     return error
-
-
-def stand_in_call(report: pytest.TestReport) -> Any:
-    """A stand-in for the `pytest.CallInfo` of the phase of a merged report."""
-    error = rebuilt_error(report)
-    text = f"{type(error).__name__}: {error}"
-    excinfo = error and SimpleNamespace(value=error, exconly=partial(str, text))
-    return SimpleNamespace(excinfo=excinfo, when=report.when)

@@ -34,8 +34,7 @@ from pytest_fsdp_comm.ranks.rank.terminal import copied_terminal, kept_foregroun
 from pytest_fsdp_comm.ranks.session.peers import Peers
 from pytest_fsdp_comm.ranks.session.progress import progress_on_terminal
 from pytest_fsdp_comm.ranks.session.properties import merge_user_properties
-from pytest_fsdp_comm.ranks.session.report_plugins import show_report_plugins
-from pytest_fsdp_comm.ranks.session.reruns import explain_no_rerun, run_with_reruns
+from pytest_fsdp_comm.ranks.session.reruns import run_with_reruns
 from pytest_fsdp_comm.ranks.session.supervision import Supervision, UnendedRank
 from pytest_fsdp_comm.ranks.session.verdict import merge_reports
 from pytest_fsdp_comm.ranks.session.warnings import replay_warnings, warn_of_test
@@ -220,10 +219,6 @@ class RankRunner:
             self._problems.append(_describe_vanished(self._vanished, "while this test ran"))
         reports = self._extended(item, results, reports)
         merge_user_properties(reports, results)
-        failed = next((report for report in reports if report.failed), None)
-        if failed is not None and (text := explain_no_rerun(item)):
-            failed.sections.append(("Reruns", text))
-        show_report_plugins(item, reports)
         if item.config.getoption("usepdb", default=False):
             point_to_debugger(reports, results, debugged)
         return reports

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import signal
 import time
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_fsdp_comm.ranks.hangs.process_state import is_alive, silent_activity, start_time
 from pytest_fsdp_comm.ranks.hangs.stacks import read_dump, show_stack
-from pytest_fsdp_comm.ranks.rank.kept_output import MOST_ON_DISK_NBYTES, OutputFile, read_kept
+from pytest_fsdp_comm.ranks.rank.kept_output import read_kept
 from pytest_fsdp_comm.ranks.session.echo import Echo
 from pytest_fsdp_comm.ranks.start.fork_client import ServerDiedError
 from pytest_fsdp_comm.ranks.wire.channel import Channel
@@ -112,13 +113,6 @@ class Supervision:
         self._exited: set[int] = set()
         # The size of each log when a later test of the rank set began.
         self._log_starts: dict[tuple[int, str], int] = {}
-        self._outputs = {
-            (rank, stream): OutputFile(spec.log_path(rank, stream))
-            for rank in spec.ranks
-            for stream in _STREAMS
-        }
-        # When disk was last freed (`time.monotonic`).
-        self._bounded_at = 0.0
         self._echo = Echo(spec)
         self._questions = 0
         self._begin(spec.next_test)
@@ -174,7 +168,6 @@ class Supervision:
                 # Even if a rank has failed, it is the debugger's turn.
                 first_failure = None
                 self._wait(_POLL_S)
-                self._release_output()
                 continue
             has_failed = self._has_failed(has_failed_elsewhere)
             if first_failure is None and has_failed:
@@ -193,8 +186,6 @@ class Supervision:
                 self._stop(Stopped.AT_DEADLINE)
                 break
             self._wait(min(_POLL_S, max(ends_at - now, 0.001)))
-            if self._bound_output():
-                break
         # Once more: a rank may have failed and ended in one turn, and others wait for it. Those
         # that failed say what they called; where ranks were stopped, all have.
         has_failed = self._has_failed(has_failed_elsewhere)
@@ -289,32 +280,6 @@ class Supervision:
         if not events or any(key.fileobj is self.server for key, _ in events):
             self._note_ends()
         self._echo.copy()
-
-    def _bound_output(self) -> bool:
-        """Free disk now and then; whether ranks had to be stopped, for one wrote too fast."""
-        now = time.monotonic()
-        if now < self._bounded_at + _POLL_S:
-            return False
-        self._bounded_at = now
-        sizes = self._release_output().items()
-        fast = [rank for rank, nbytes in sizes if nbytes > MOST_ON_DISK_NBYTES]
-        if not fast:
-            return False
-        self._stop(Stopped.AFTER_FAILURE)
-        for rank in fast:
-            self._results[rank].stopped = Stopped.TOO_MUCH_OUTPUT
-            self._results[rank].ended_at = time.time()
-        return True
-
-    def _release_output(self) -> dict[int, int]:
-        """Free the disk of what is not kept; return each rank's bytes of its largest file."""
-        return {
-            rank: max(
-                self._outputs[rank, stream].release(self._unread_from(rank, stream))
-                for stream in _STREAMS
-            )
-            for rank in self.spec.ranks
-        }
 
     def _unread_from(self, rank: int, stream: str) -> int:
         """From which byte of a log on no report holds what the rank printed."""
@@ -524,8 +489,9 @@ class Supervision:
                     self.spec.log_path(rank, stream).open("rb") as file,
                 ):
                     start = self._unread_from(rank, stream)
-                    if text := str(read_kept(file.fileno(), start)[0]):
-                        result.unreported[stream] = text
+                    end = os.fstat(file.fileno()).st_size
+                    if end > start:
+                        result.unreported[stream] = read_kept(file.fileno(), [(start, end)])
 
 
 def _crash_text(sent: PhaseReport) -> str:

@@ -15,11 +15,9 @@ import pytest
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.ranks.hangs.stacks import shortened_code
 from pytest_fsdp_comm.ranks.hangs.waiting import explain_mismatch, explain_waiting, list_stacks
-from pytest_fsdp_comm.ranks.rank.kept_output import MOST_ON_DISK_NBYTES
 from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
 from pytest_fsdp_comm.ranks.wire.results import RankResult, Stopped
 from pytest_fsdp_comm.ranks.wire.subtest_reports import name_subtest
-from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 
 When = Literal["setup", "call", "teardown"]
@@ -112,7 +110,6 @@ def merge_reports(
             *_deaths(ranks, raised),
             *raised,
             *_timeouts(ranks, timeout_s),
-            *_too_much_output(ranks),
         ],
         key=lambda failure: failure.at,
     )
@@ -299,20 +296,6 @@ def _timeouts(ranks: _Ranks, timeout_s: float) -> Iterable[_Failure]:
     for rank in late:
         when = ranks[rank].unfinished
         yield _Failure(rank=rank, when=when, at=math.inf, text="\n".join(lines))
-
-
-def _too_much_output(ranks: _Ranks) -> Iterable[_Failure]:
-    for rank in _stopped(ranks, Stopped.TOO_MUCH_OUTPUT):
-        when, ended_at = ranks[rank].unfinished, ranks[rank].result.ended_at
-        yield _Failure(
-            rank=rank,
-            when=when,
-            at=ended_at or 0.0,
-            text=f"was ended, since its output during {when} took more than "
-            f"{show_nbytes(MOST_ON_DISK_NBYTES)} on disk.\nOutput that is not kept is freed as the "
-            "test runs, but either the rank prints too fast for that, or the file system of TMPDIR "
-            "cannot free part of a file. Print less, or set TMPDIR to a local disk.",
-        )
 
 
 def _stopped(ranks: _Ranks, why: Stopped) -> list[int]:

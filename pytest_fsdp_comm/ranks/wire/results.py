@@ -17,7 +17,6 @@ class Stopped(StrEnum):
     """Another rank had failed, and the grace period was over."""
     AT_DEADLINE = "at deadline"
     """The test, or what pytest-timeout limits, ran out of time."""
-    TOO_MUCH_OUTPUT = "too much output"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

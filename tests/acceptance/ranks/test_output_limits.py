@@ -1,4 +1,4 @@
-"""Whatever a rank prints, its report, the disk and the time that it takes stay bounded."""
+"""Whatever a rank prints, its report and the time that it takes stay bounded."""
 
 import re
 import signal
@@ -9,28 +9,15 @@ import pytest
 from running import start, wait_for
 
 SOURCE = """
-import logging, os, pathlib, sys, time
+import logging, os, sys, time
 import pytest
-import torch.distributed as dist
-from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
-
-def watch(request, seconds):
-    path = request.config.stash[RANK_CONTEXT].directory / "rank0.stdout"
-    most, until = 0, time.monotonic() + seconds
-    while time.monotonic() < until:
-        most = max(most, path.stat().st_blocks * 512)
-        time.sleep(0.02)
-    return most
 
 @pytest.mark.distributed(world_size=2, timeout_s=4)
-def test_endless(request, dist_info):
+def test_endless(dist_info):
     if dist_info.rank == 1:
-        most = watch(request, 3.5)
-        pathlib.Path("most").write_text(str(most))
         return
     print("the first line")
-    # More than the disk may have of it; then nothing but the time limit ends it.
-    for number in range(1, 700_000):
+    for number in range(1, 100_000):
         print("x" * 1000, number)
     time.sleep(1000)
 
@@ -99,7 +86,7 @@ def story(output, name):
     return re.split(ends, parts[0], flags=re.MULTILINE)[0]
 
 
-def check_endless(pytester, output):
+def check_endless(output):
     endless = story(output, "test_endless")
     assert re.search("ranks? 0(-1)? did not finish within", endless)
     assert "the first line\n" in endless
@@ -111,8 +98,6 @@ def check_endless(pytester, output):
     assert numbers[0] == 1
     # The end is there, too: all but the last line, in which it was ended.
     assert numbers[-1] * 1010 > left_out
-    # The hard limit is 1 GiB.
-    assert int((pytester.path / "most").read_text()) < 512 << 20
 
 
 def test_output_is_kept_up_to_a_limit(pytester):
@@ -123,7 +108,7 @@ def test_output_is_kept_up_to_a_limit(pytester):
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert "INTERNALERROR" not in result.stdout.str()
     output = result.stdout.str()
-    check_endless(pytester, output)
+    check_endless(output)
     times = dict(line.split() for line in (pytester.path / "times").read_text().splitlines())
     assert float(times["test_endless"]) < 4 + 4
 
@@ -159,50 +144,10 @@ def test_endless_output_is_cut_under_s_and_in_spawned_ranks(pytester, arguments,
     arguments = (*PYTEST, *arguments, "-k", "test_endless")
     result = pytester.runpytest_subprocess(*arguments, timeout=100)
     result.assert_outcomes(failed=1, deselected=4)
-    check_endless(pytester, result.stdout.str())
+    check_endless(result.stdout.str())
     if not conftest:
         echoed = result.stdout.str().partition("= FAILURES =")[0]
         assert "[rank 0] the first line\n" in echoed
-
-
-WITHOUT_HOLES = """
-import pytest_fsdp_comm.ranks.rank.kept_output as kept_output
-import pytest_fsdp_comm.ranks.session.supervision as supervisor
-import pytest_fsdp_comm.ranks.session.verdict as verdict
-
-kept_output._FALLOCATE = None
-supervisor.MOST_ON_DISK_NBYTES = verdict.MOST_ON_DISK_NBYTES = 8 << 20
-"""
-
-
-def test_a_disk_that_cannot_be_freed_ends_the_rank(pytester):
-    pytester.makeconftest(WITHOUT_HOLES)
-    pytester.makepyfile(
-        """
-        import time
-        import pytest
-        import torch.distributed as dist
-
-        @pytest.mark.distributed(world_size=2, timeout_s=60)
-        def test_endless(dist_info):
-            while dist_info.rank == 1:
-                print("x" * 1000)
-            dist.barrier()
-
-        @pytest.mark.distributed(world_size=2, timeout_s=60)
-        def test_after():
-            print("x" * 1_000_000)
-            dist.barrier()
-        """
-    )
-    result = pytester.runpytest_subprocess(*PYTEST, timeout=50)
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(
-        [
-            "rank 1 was ended, since its output during call took more than 8.0 MiB on disk.",
-            "rank 0 was still running and was ended at:",
-        ]
-    )
 
 
 LONG_TEXTS = """

@@ -108,13 +108,13 @@ def test_a_terminal_that_moved_is_named(pytester, monkeypatch):
 def test_a_rank_does_not_stop_at_failures_nor_run_a_test_again(pytester):
     config = pytester.parseconfigure("-x", "-p", "no:asyncio")
     assert config.option.maxfail == 1
-    for name in ("pytest-retry", "flaky", "pytest_forked", "rerunfailures"):
+    for name in ("pytest_forked", "rerunfailures"):
         config.pluginmanager.register(object(), f"not-{name}")
         if not config.pluginmanager.has_plugin(name):
             config.pluginmanager.register(object(), name)
     leave_to_parent(config)
     # Alone it would end fixtures that other ranks keep, or meet collectives of none.
     assert config.option.maxfail == 0
-    for name in ("pytest-retry", "flaky", "pytest_forked", "rerunfailures"):
+    for name in ("pytest_forked", "rerunfailures"):
         assert not config.pluginmanager.has_plugin(name)
         assert config.pluginmanager.has_plugin(f"not-{name}")

@@ -5,7 +5,7 @@ import types
 import pytest
 
 from pytest_fsdp_comm.errors import UpstreamChangedError
-from pytest_fsdp_comm.ranks.session.reruns import explain_no_rerun, rebuilt_error, run_with_reruns
+from pytest_fsdp_comm.ranks.session.reruns import rebuilt_error, run_with_reruns
 
 
 def report(message, *, outcome="failed", crashed=True):
@@ -72,25 +72,3 @@ def test_a_moved_name_is_reported():
         run_with_reruns(item, None, list)
     manager.get_plugin = lambda _: None
     assert not run_with_reruns(item, None, list)
-
-
-@pytest.mark.parametrize(
-    ("plugins", "marks", "named"),
-    [
-        ({"pytest-retry"}, ["flaky"], "pytest-retry"),
-        ({"flaky"}, ["flaky"], "flaky"),
-        ({"flaky"}, [], ""),
-        ({"pytest-retry"}, [], ""),
-        ({"pytest-retry", "rerunfailures"}, ["flaky"], ""),
-        (set(), ["flaky"], ""),
-    ],
-)
-def test_a_plugin_that_would_run_a_test_again_in_one_rank_is_named(plugins, marks, named):
-    manager = types.SimpleNamespace(has_plugin=plugins.__contains__)
-    config = types.SimpleNamespace(pluginmanager=manager, getoption=lambda _, default: default)
-    item = types.SimpleNamespace(
-        config=config, get_closest_marker=lambda name: name if name in marks else None
-    )
-    text = explain_no_rerun(item)
-    assert text.partition(" ")[0] == named
-    assert ("pytest-rerunfailures runs it again on all ranks" in text) == bool(named)
