@@ -60,14 +60,12 @@ _ALIASES: Final = {
 }
 
 
-def world_sizes(mark: pytest.Mark, options: SessionOptions) -> tuple[int, ...] | None:
+def world_sizes(mark: pytest.Mark) -> tuple[int, ...] | None:
     """The world sizes to parametrize over; None if the marker has one, or `resolve` refuses it."""
     try:
         given = _parse_arguments(mark)
     except BadValueError:
         return None
-    if options.scaling and given["simulate"]:
-        return options.scaling
     return given["world_size"] if isinstance(given["world_size"], tuple) else None
 
 
@@ -86,7 +84,7 @@ def resolve(
     size = given["world_size"]
     world_size = parametrized or size or options.world_size
     device = given["device"]
-    simulation = _simulation(given["simulate"], math.inf if options.scaling else world_size)
+    simulation = _simulation(given["simulate"], world_size)
     _check_simulation(given, simulation)
     real = _real_axes(given["real"] or {}, world_size) if simulation else ()
     backend = "fake" if simulation else given["backend"] or options.backend
@@ -107,11 +105,7 @@ def resolve(
             "the session's backend is nccl, but no GPU is visible; drop --comm-backend nccl (ini "
             "fsdp_comm_backend) to use gloo, or run on a machine with a GPU for each rank"
         )
-    chosen = given["ranks"]
-    if options.scaling and simulation and chosen and not isinstance(chosen, str):
-        # Those of the test's own world size may not be in a smaller one.
-        chosen = [rank for rank in chosen if type(rank) is not int or rank < world_size] or None
-    ranks = ranks_along(real, _ranks(chosen, world_size, backend))
+    ranks = ranks_along(real, _ranks(given["ranks"], world_size, backend))
     if backend == "fake":
         _check_number(ranks)
     if options.launched is None or options.launched.world_size != world_size:
@@ -160,7 +154,7 @@ def with_further_ranks(
     return replace(settings, ranks=ranks, finds_ranks=False)
 
 
-def _simulation(given: bool | int | str | None, world_size: float) -> Simulation:
+def _simulation(given: bool | int | str | None, world_size: int) -> Simulation:
     if given == "strict":
         return "strict"
     # True is 1.

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 import pytest
 
-from pytest_fsdp_comm.comm.links import Links, parse_links
 from pytest_fsdp_comm.launch_environment import LaunchedRank, read_launched_rank
 from pytest_fsdp_comm.text.paths import anchor_of
 from pytest_fsdp_comm.tree.findings.settings import FindingSettings, parse_settings
@@ -82,14 +81,6 @@ parse_world_size = partial(
     least=1,
     most=MAX_SIMULATED,
 )
-
-
-def parse_scaling(value: str) -> tuple[int, ...]:
-    """Parse world sizes such as ``8,64,512``, at least two, into ascending ones."""
-    sizes = tuple(sorted(set(map(parse_world_size, value.split(",")))))
-    if len(sizes) < 2:  # noqa: PLR2004  # one says nothing of others
-        raise BadValueError(f"expected at least two world sizes such as 8,64,512, got {value!r}")
-    return sizes
 
 
 def parse_timeout_s(value: object) -> float:
@@ -251,14 +242,6 @@ class SessionOptions:
         "write an HTML report of the run to DIR/index.html: what each test sent, gathered and "
         "sharded, and how that differs from its snapshots",
     )
-    scaling: tuple[int, ...] = _setting(
-        "--comm-scaling=SIZES",
-        parse_scaling,
-        "run each simulated test at each of these world sizes instead of its own, such as "
-        "8,64,512, and show how calls, bytes, padding, peak and seconds grow",
-        (),
-        "none",
-    )
     pdb_rank: int | None = _setting(
         "--pdb-rank=N",
         partial(parse_whole_number, expected="a rank, 0 or greater", least=0),
@@ -298,14 +281,6 @@ class SessionOptions:
         "'small_nbytes = 4096'",
         FindingSettings(),
         "those of docs/fsdp-tree.md",
-    )
-    links: Links = _setting(
-        "fsdp_comm_links=LINES",
-        parse_links,
-        "bandwidth and latency of mesh axes, one per line: 'dp: 50 GB/s 10 us', or '*' for all "
-        "others; differences are then estimated in seconds",
-        Links(),
-        "none",
     )
 
 

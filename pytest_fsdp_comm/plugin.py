@@ -60,10 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_fsdp_comm.snapshots import plain_snapshot  # noqa: PLC0415  # imports syrupy
 
         plain_snapshot.refuse_recordings(config)
-    if given.report_dir is not None or given.scaling:
+    if given.report_dir is not None:
         from pytest_fsdp_comm.run_report import session as run_report  # noqa: PLC0415  # on request
 
-        run_report.register(config)
+        run_report.register(config, given.report_dir)
     is_reviewed = given.summary_file or not {"GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"}.isdisjoint(
         os.environ
     )
@@ -123,7 +123,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize over a list of world sizes, as the last part of the test's id."""
     mark = metafunc.definition.get_closest_marker(options.MARKER_NAME)
-    sizes = marker.world_sizes(mark, metafunc.config.stash[options.OPTIONS]) if mark else None
+    sizes = marker.world_sizes(mark) if mark else None
     if sizes:
         metafunc.fixturenames.append(options.WORLD_SIZE_PARAM)
         ids = [f"ws{size}" for size in sizes]

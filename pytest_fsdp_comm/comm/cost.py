@@ -1,13 +1,12 @@
-"""What a change of communication costs a rank: calls, bytes and estimated seconds."""
+"""What a change of communication costs a rank: calls, bytes and peak memory."""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from pytest_fsdp_comm.comm.links import Link, Links
 from pytest_fsdp_comm.comm.profile import ranks_of
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 # whose bytes change most, so that no other hides a difference. Thousands of ranks share a few lists
 # of ranks: those that are in the same lists have the same rows and peaks, and are looked at once.
 # Bytes are message sizes, as `events.Collective.nbytes`. Calls whose
-# size is unknown are counted apart, and left out of bytes and seconds.
+# size is unknown are counted apart, and left out of bytes.
 
 _Value = TypeVar("_Value")
 _What: TypeAlias = tuple[str, str]
@@ -35,17 +34,12 @@ class Volume:
     nbytes: int = 0
     unsized: int = 0
     """How many others."""
-    seconds: float | None = None
-    """Of `count` calls in sequence, as far as link and formula are known; None if none are."""
 
     def __add__(self, other: Volume) -> Volume:
-        """Both together."""
-        known = [volume.seconds for volume in (self, other) if volume.seconds is not None]
         return Volume(
             count=self.count + other.count,
             nbytes=self.nbytes + other.nbytes,
             unsized=self.unsized + other.unsized,
-            seconds=sum(known) if known else None,
         )
 
 
@@ -56,8 +50,6 @@ class PartCost:
     kind: str = ""
     """As `events.Collective.kind`; empty for all kinds."""
     axis: str
-    link: Link | None
-    """How fast the axis is; None if the user does not say."""
     before: Volume
     after: Volume
 
@@ -79,15 +71,14 @@ class Cost:
     @property
     def axes(self) -> tuple[PartCost, ...]:
         """All calls over each axis that either side has, sorted by name."""
-        by_axis = itertools.groupby(self.collectives, key=lambda one: (one.axis, one.link))
+        by_axis = itertools.groupby(self.collectives, key=lambda one: one.axis)
         return tuple(
             PartCost(
                 axis=axis,
-                link=link,
                 before=sum((one.before for one in alike), Volume()),
                 after=sum((one.after for one in alike), Volume()),
             )
-            for (axis, link), alike in ((place, list(group)) for place, group in by_axis)
+            for axis, alike in ((axis, list(group)) for axis, group in by_axis)
         )
 
     @property
@@ -101,32 +92,7 @@ class Cost:
         return sum((axis.after for axis in self.axes), Volume())
 
 
-def estimate_seconds(
-    kind: str, *, count: int, nbytes: int, group_size: int, link: Link
-) -> float | None:
-    """Estimate the seconds of calls with `nbytes` together; None for a kind without a formula."""
-    # The formulas, with their sources, are in docs/cost.md: one call after the other, while nothing
-    # else uses the link. Each has the messages that follow each other (hops), and the bytes that a
-    # rank sends for each byte of a message (share).
-    hops = group_size - 1
-    share = hops / group_size
-    match kind:
-        case "all_gather" | "reduce_scatter" | "all_to_all" | "gather" | "scatter":
-            pass
-        case "all_reduce":
-            hops, share = 2 * hops, 2 * share
-        case "broadcast" | "reduce":
-            share = 1.0 if hops else 0.0
-        case "send" | "recv":
-            hops, share = 1, 1.0
-        case "barrier":
-            hops, share = 2 * hops, 0.0
-        case _:
-            return None
-    return count * hops * link.latency_s + share * nbytes / link.bandwidth
-
-
-def cost_of_change(old: CommProfile, new: CommProfile, links: Links | None = None) -> Cost:
+def cost_of_change(old: CommProfile, new: CommProfile) -> Cost:
     """Compare the sums of both sides on the ranks that both recorded; empty if there are none."""
     alike = _alike_ranks(old, new)
     if not alike:
@@ -144,15 +110,8 @@ def cost_of_change(old: CommProfile, new: CommProfile, links: Links | None = Non
     old_peaks, new_peaks = (_peaks(profile, firsts) for profile in (old, new))
     peaks = {rank: (old_peaks[rank], new_peaks[rank]) for rank in alike}
     peak, peak_ranks = _largest(peaks, alike, lambda pair: (abs(pair[1] - pair[0]), pair[1]))
-    links = links or Links()
     collectives = tuple(
-        PartCost(
-            kind=kind,
-            axis=axis,
-            link=links.of(axis),
-            before=_timed(kind, axis, was, old, links),
-            after=_timed(kind, axis, now, new, links),
-        )
+        PartCost(kind=kind, axis=axis, before=was, after=now)
         for (axis, kind), (was, now) in change.items()
     )
     return Cost(
@@ -221,14 +180,3 @@ def _largest(
     having = [rank for rank, value in values.items() if value == largest]
     ranks = sorted(itertools.chain.from_iterable(alike[rank] for rank in having))
     return largest, () if len(having) == len(values) else tuple(ranks)
-
-
-def _timed(kind: str, axis: str, volume: Volume, profile: CommProfile, links: Links) -> Volume:
-    link = links.of(axis)
-    sizes = [known.size for known in profile.mesh_axes if known.name == axis]
-    if link is None or (volume.count and not sizes):
-        return volume
-    seconds = estimate_seconds(
-        kind, count=volume.count, nbytes=volume.nbytes, group_size=max(sizes, default=1), link=link
-    )
-    return replace(volume, seconds=seconds)

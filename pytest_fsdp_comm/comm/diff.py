@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pytest_fsdp_comm.comm.evidence import Evidence
-    from pytest_fsdp_comm.comm.links import Links
 
 Sites: TypeAlias = Mapping[tuple[str | None, RowKey], tuple[Site, ...]]
 
@@ -120,12 +119,7 @@ def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommPro
     return old, new
 
 
-def compare(
-    old: CommProfile,
-    new: CommProfile,
-    links: Links | None = None,
-    evidence: Evidence | None = None,
-) -> Comparison:
+def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None) -> Comparison:
     """Compare a snapshot with what was recorded, as far as it is comparable."""
     words = {True: "compared", False: "not compared"}
     sizes = words[old.sizes_activations], words[new.sizes_activations]
@@ -135,7 +129,7 @@ def compare(
     rows = tuple(_compare_rows(old.rows, new.rows, sites))
     if not (frames or rows):
         return Comparison(changes=())
-    cost = cost_of_change(old, new, links)
+    cost = cost_of_change(old, new)
     if not rows:
         return Comparison(changes=frames, left=frames, cost=cost)
     explanation = explain(old, new)

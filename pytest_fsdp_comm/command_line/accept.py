@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
 
-    from pytest_fsdp_comm.comm.links import Links
     from pytest_fsdp_comm.snapshots.documents import SnapshotText
 
 Answer = Literal["yes", "no", "all", "quit"]
@@ -79,7 +78,6 @@ def run(options: argparse.Namespace) -> int:
     done = accept(
         Path(options.directory),
         chosen,
-        project.links,
         Printer("auto"),
         anchor=anchor_of(chosen, root),
         ask=(lambda: "all") if options.yes else (lambda: "no") if is_dry else ask_on_terminal,
@@ -104,10 +102,9 @@ class Accepted:
     refused: int
 
 
-def accept(  # noqa: PLR0913  # each a choice of the user's
+def accept(  # each a choice of the user's
     directory: Path,
     snapshot_dir: Path,
-    links: Links,
     printer: Printer,
     *,
     anchor: Path,
@@ -120,7 +117,7 @@ def accept(  # noqa: PLR0913  # each a choice of the user's
     written = skipped = 0
     answer: Answer = "no"
     for changes in groups.values():
-        stories = tell([pair for _, pair in changes], links)
+        stories = tell([pair for _, pair in changes])
         for (target, pair), story in zip(changes, stories, strict=True):
             printer.lines([*story.lines, _effect(target, pair, snapshot_dir)])
         answer = answer if answer == "all" else ask()

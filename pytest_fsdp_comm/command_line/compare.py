@@ -8,11 +8,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
-from pytest_fsdp_comm.comm.links import Links
 from pytest_fsdp_comm.comm.profile import CommProfile, restrict
 from pytest_fsdp_comm.command_line.documents import NOWHERE, describe_problem, read_document
 from pytest_fsdp_comm.command_line.git import Repository, unknown_revision
-from pytest_fsdp_comm.command_line.project import find_project
 from pytest_fsdp_comm.command_line.stories import Pair, cost_table, patch_lines, tell
 from pytest_fsdp_comm.command_line.terminal import DIFFERENT, SAME, Printer, print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
@@ -40,9 +38,8 @@ _HEAD: Final = "HEAD"
 
 def run_diff(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm diff``."""
-    links = find_project(Path.cwd()).links
     pairs, problems = pairs_of([*options.sides, *options.rest])
-    differs = _print_stories(pairs, links, Printer(options.color), with_lines=options.lines)
+    differs = _print_stories(pairs, Printer(options.color), with_lines=options.lines)
     return print_problems(problems) or (DIFFERENT if differs else SAME)
 
 
@@ -181,11 +178,9 @@ def pairs_in_directories(names: Sequence[str]) -> Pairs:
     return _read_all(sorted(found[0] | found[1]), pair_of)
 
 
-def _print_stories(
-    pairs: Sequence[Pair], links: Links, printer: Printer, *, with_lines: bool = False
-) -> bool:
+def _print_stories(pairs: Sequence[Pair], printer: Printer, *, with_lines: bool = False) -> bool:
     """Print what differs; return whether anything that is compared does."""
-    stories = tell(pairs, links)
+    stories = tell(pairs)
     is_first = True
     for pair, story in zip(pairs, stories, strict=True):
         if story.lines:
@@ -202,14 +197,8 @@ def run_git_diff(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm git-diff``, what git starts for a file as ``diff.<driver>.command``."""
     # git gives a path, then file, hash and mode of the old side and of the new one; after a rename
     # the new path and a header; a path alone if it is unmerged. It takes an exit status other than
-    # 0 for the end of its own work, so a file that is no snapshot is shown as lines, and settings
-    # that cannot be read are left out.
+    # 0 for the end of its own work, so a file that is no snapshot is shown as lines.
     printer, arguments = Printer("auto"), options.arguments
-    try:
-        # git starts this at the top, whichever project the file is of.
-        links = find_project(Path(arguments[0]).absolute().parent).links
-    except FsdpCommError:
-        links = Links()
     old_path = arguments[0]
     if len(arguments) < _GIT_ARGUMENTS:
         printer.lines([f"{old_path}: unmerged; resolve the conflict, or take a side"])
@@ -234,5 +223,5 @@ def run_git_diff(options: argparse.Namespace) -> int:
         )
         printer.patch(patch_lines(old, new, old_path, new_path))
     else:
-        _print_stories([pair], links, printer, with_lines=True)
+        _print_stories([pair], printer, with_lines=True)
     return SAME

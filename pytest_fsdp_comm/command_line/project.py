@@ -5,11 +5,10 @@ from __future__ import annotations
 import configparser
 import os
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pytest_fsdp_comm.comm.links import Links, parse_links
 from pytest_fsdp_comm.errors import FsdpCommError
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ class Project:
     root: Path
     snapshot_dir: Path
     """Of ini ``fsdp_comm_snapshot_dir``; absolute."""
-    links: Links = field(default_factory=Links)
-    """Of ini ``fsdp_comm_links``."""
 
 
 # Note [Settings without pytest]: importing pytest takes longer than most commands run, so its rules
@@ -45,20 +42,15 @@ def find_project(start: Path) -> Project:
         for file in map(directory.joinpath, _FILES):
             settings = _read_settings(file) if file.is_file() else None
             if settings is not None:
-                return _project(directory, file, settings)
+                return _project(directory, settings)
     # As pytest, which takes the directory itself if there are no settings above it.
     return Project(root=start, snapshot_dir=start / _DEFAULT)
 
 
-def _project(root: Path, file: Path, settings: Mapping[str, Any]) -> Project:
+def _project(root: Path, settings: Mapping[str, Any]) -> Project:
     given = settings.get("fsdp_comm_snapshot_dir") or _DEFAULT
-    lines = settings.get("fsdp_comm_links") or ()
-    try:
-        links = parse_links(lines.splitlines() if isinstance(lines, str) else map(str, lines))
-    except ValueError as problem:
-        raise FsdpCommError(f"{file}: {problem}") from None
     snapshot_dir = Path(os.path.normpath(root / str(given).strip()))
-    return Project(root=root, snapshot_dir=snapshot_dir, links=links)
+    return Project(root=root, snapshot_dir=snapshot_dir)
 
 
 def _read_settings(file: Path) -> Mapping[str, Any] | None:

@@ -8,7 +8,6 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.command_line.compare import pairs_in_directories, pairs_of
-from pytest_fsdp_comm.command_line.project import find_project
 from pytest_fsdp_comm.command_line.stories import tell, test_of
 from pytest_fsdp_comm.command_line.terminal import print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
@@ -36,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         pairs, problems = pairs_of(arguments)
     tests: dict[object, list[tuple[Pair, Story]]] = {}
-    for pair, story in zip(pairs, tell(pairs, find_project(Path.cwd()).links), strict=True):
+    for pair, story in zip(pairs, tell(pairs), strict=True):
         tests.setdefault(test_of(pair), []).append((pair, story))
     command = shlex.join(["fsdp-comm", "report", *arguments])
     output = Path(options.output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -13,9 +13,8 @@ from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.mesh import show_mesh
 from pytest_fsdp_comm.comm.profile import CommProfile
 from pytest_fsdp_comm.command_line.documents import read_document, read_json
-from pytest_fsdp_comm.command_line.project import find_project
 from pytest_fsdp_comm.command_line.terminal import SAME, Printer
-from pytest_fsdp_comm.reports.cost_lines import show_seconds
+from pytest_fsdp_comm.reports.html.sides import cost_rows
 from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import itemsize, show_nbytes
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Iterator, Sequence
 
-    from pytest_fsdp_comm.comm.links import Links
     from pytest_fsdp_comm.comm.profile import Total
     from pytest_fsdp_comm.snapshots.documents import SnapshotText
     from pytest_fsdp_comm.tree.profile import TreeProfile
 
 _PHASES: Final = tuple(map(str, Phase))
+_LAST: Final = ("bytes in all", "peak gathered")
 _FRAME: Final = ("world_size ", "mesh ", "total ")
 _MADE: Final = re.compile(r" \| (.+?)(?: \(not compared\))?$")
 """What a snapshot was recorded with, in its first line."""
@@ -41,23 +40,39 @@ _AMOUNT: Final = re.compile(r"[0-9.]+( [KMGTP]?i?B)?")
 def run(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm show``."""
     printer = Printer("never")
-    for number, name in enumerate(options.files):
-        path = Path(name)
-        shown = _show_file(path, find_project(path.absolute().parent).links)
-        several = [*([""] if number else []), f"{name}:"] if len(options.files) > 1 else []
-        printer.lines([*several, *shown])
+    texts = {name: read_document(Path(name)) for name in options.files}
+    for number, (name, text) in enumerate(texts.items()):
+        several = [*([""] if number else []), f"{name}:"] if len(texts) > 1 else []
+        printer.lines([*several, *_show_file(Path(name), text)])
+    profiles = [
+        (Path(name).name, text.profile)
+        for name, text in texts.items()
+        if isinstance(text.profile, CommProfile)
+    ]
+    if len(profiles) > 1:
+        printer.lines(["", "side by side, of one rank", *_side_by_side(profiles)])
     return SAME
 
 
-def _show_file(path: Path, links: Links) -> Iterator[str]:
-    text = read_document(path)
+def _side_by_side(profiles: Sequence[tuple[str, CommProfile]]) -> Iterator[str]:
+    """Show calls, bytes and peak of the rank that sends most, with a column for each file."""
+    columns = [
+        {row.label: row.after for row in cost_rows(cost_of_change(profile, profile))}
+        for _, profile in profiles
+    ]
+    labels = sorted(dict.fromkeys(chain(*columns)), key=lambda label: label in _LAST)
+    rows = [(label, *(column.get(label, "-") for column in columns)) for label in labels]
+    return _columns([("", *(name for name, _ in profiles)), *rows])
+
+
+def _show_file(path: Path, text: SnapshotText) -> Iterator[str]:
     if path.suffix == ".json":
         saved = read_json(path, where=str(path))
         if isinstance(saved, ShardTree):
             yield from render_tree(saved).splitlines()
             return
     if isinstance(text.profile, CommProfile):
-        yield from _show_comm(text, text.profile, links)
+        yield from _show_comm(text, text.profile)
     else:
         yield from _show_tree(text, text.profile)
 
@@ -71,7 +86,7 @@ def _head(what: str, text: SnapshotText) -> str:
     return f"{what} of {counted(profile.world_size, 'rank')}{only}{by}"
 
 
-def _show_comm(text: SnapshotText, profile: CommProfile, links: Links) -> Iterator[str]:
+def _show_comm(text: SnapshotText, profile: CommProfile) -> Iterator[str]:
     yield _head("communication", text)
     yield f"mesh: {show_mesh(profile.mesh_axes)}"
     for peak in profile.peaks:
@@ -88,7 +103,7 @@ def _show_comm(text: SnapshotText, profile: CommProfile, links: Links) -> Iterat
         num_ranks = totals[0].num_ranks
         of = "each rank" if num_ranks == 1 else f"{num_ranks} ranks together, which differ"
         yield f"calls and bytes of {of}"
-        yield from _columns(_totals(profile, totals, links))
+        yield from _columns(_totals(totals))
     records = [line for line in text.splitlines() if line.partition(" ")[0] in _PHASES]
     for phase, lines in groupby(records, key=lambda line: line.partition(" ")[0]):
         yield ""
@@ -101,20 +116,13 @@ def _show_comm(text: SnapshotText, profile: CommProfile, links: Links) -> Iterat
         yield f"note: {note}"
 
 
-def _totals(profile: CommProfile, totals: Sequence[Total], links: Links) -> Iterator[Sequence[str]]:
-    axes = {one.axis: one for one in cost_of_change(profile, profile, links).axes}
+def _totals(totals: Sequence[Total]) -> Iterator[Sequence[str]]:
     for axis, group in groupby(totals, key=lambda total: total.axis):
         alike = list(group)
-        cost = axes.get(axis)
-        speed = ""
-        # Ranks that differ have no seconds together.
-        seconds = cost.after.seconds if cost and cost.after.count else None
-        if cost and cost.link and seconds is not None and alike[0].num_ranks == 1:
-            speed = f"about {show_seconds(seconds, 3)} at {cost.link.text}"
         count, nbytes, unsized = (
             sum(getattr(total, name) for total in alike) for name in ("count", "nbytes", "unsized")
         )
-        yield (axis, f"{count}", show_nbytes(nbytes, unsized), speed)
+        yield (axis, f"{count}", show_nbytes(nbytes, unsized))
         for total in alike:
             yield (f"  {total.kind}", f"{total.count}", show_nbytes(total.nbytes, total.unsized))
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_fsdp_comm.comm.evidence import Evidence
-    from pytest_fsdp_comm.comm.links import Links
     from pytest_fsdp_comm.reports.html.sides import CostRow
     from pytest_fsdp_comm.snapshots.documents import Profile
 
@@ -65,7 +64,7 @@ class Story:
     """Whether anything that is compared does."""
 
 
-def tell(pairs: Sequence[Pair], links: Links) -> list[Story]:
+def tell(pairs: Sequence[Pair]) -> list[Story]:
     """Tell how each pair differs; the comm and tree snapshots of one test explain each other."""
     groups: defaultdict[object, list[Pair]] = defaultdict(list)
     for pair in pairs:
@@ -74,7 +73,7 @@ def tell(pairs: Sequence[Pair], links: Links) -> list[Story]:
     for group in groups.values():
         profiles = [(pair.old.profile, pair.new.profile) for pair in group if pair.old and pair.new]
         evidence = evidence_of(profiles)
-        stories |= {id(pair): _tell(pair, links, evidence) for pair in group}
+        stories |= {id(pair): _tell(pair, evidence) for pair in group}
     return [stories[id(pair)] for pair in pairs]
 
 
@@ -104,7 +103,7 @@ def test_of(pair: Pair) -> object:
     return path.parent, read_basename(path.stem) or path.stem.removesuffix(".tree")
 
 
-def _tell(pair: Pair, links: Links, evidence: Evidence | None) -> Story:
+def _tell(pair: Pair, evidence: Evidence | None) -> Story:
     name = pair.new_path
     if pair.old is None or pair.new is None:
         verb = "removed" if pair.new is None else "added"
@@ -119,7 +118,7 @@ def _tell(pair: Pair, links: Links, evidence: Evidence | None) -> Story:
         what = "renamed, nothing else" if pair.is_rename else first_line
         return Story(lines=(f"{head}: {what}",), differs=pair.is_rename)
     difference = explain_profiles(
-        (pair.old.profile, pair.new.profile), where=name, links=links, evidence=evidence
+        (pair.old.profile, pair.new.profile), where=name, evidence=evidence
     )
     explanation = difference.explanation
     body = [line for line in explanation.full[1:] if not line.startswith(CURE)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
@@ -16,14 +15,12 @@ if TYPE_CHECKING:
 
 _WIDTH: Final = 120
 _MAX_RANKS_TEXT: Final = 24
-_TIMES: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
     """State what a change costs, the whole first, then its parts, the largest first."""
     # For example ``+63 % bytes in all_gather[dp] (1.4 -> 2.3 MiB per rank and step), +32 % in all,
-    # peak gathered unchanged`` and ``about 1.2 -> 2.0 ms a step on dp (50 GB/s, 10 us), without
-    # overlap``. No lines if calls, bytes, peak and seconds are unchanged.
+    # peak gathered unchanged``. No lines if calls, bytes and peak are unchanged.
     by_bytes = _changed(cost, lambda volume: volume.nbytes)
     by_count = _changed(cost, lambda volume: volume.count)
     whole: list[str] = []
@@ -37,9 +34,7 @@ def cost_lines(cost: Cost, *, width: int = _WIDTH) -> tuple[str, ...]:
         whole.insert(0, "bytes unchanged")
     whole += _unsized(cost, is_alone=not whole)
     return tuple(
-        line
-        for statements in (whole, _cut(parts, width), *_seconds(cost))
-        for line in _filled(statements, width)
+        line for statements in (whole, _cut(parts, width)) for line in _filled(statements, width)
     )
 
 
@@ -127,54 +122,6 @@ def _unsized(cost: Cost, *, is_alone: bool) -> list[str]:
         return ["calls of unknown size left out"] if now and not is_alone else []
     whose = f" {_whose(cost)}" if is_alone else ""
     return [f"calls of unknown size {was} -> {now}{whose} (left out)"]
-
-
-def _seconds(cost: Cost) -> tuple[list[str], list[str]]:
-    """What to say of all axes, and then of each; nothing if none has a link."""
-    links = {axis.axis: axis.link.text for axis in cost.axes if axis.link}
-    if not links:
-        return [], []
-    changed = [axis for axis in cost.axes if axis.before.seconds != axis.after.seconds]
-    unknown = dict.fromkeys(
-        f"{_what(one)} (no formula)"
-        if one.axis in links
-        else f"{one.axis} (not in fsdp_comm_links)"
-        for one in cost.collectives
-        if one.after.seconds is None
-        and (one.before.count, one.before.nbytes) != (one.after.count, one.after.nbytes)
-    )
-    missing = [f"not estimated: {', '.join(unknown)}"] if unknown else []
-    if not changed:
-        return missing, []
-    if len(changed) > 1:
-        whole = _times(cost, "a step in all")
-        parts = [_times(axis, f"on {axis.axis} ({links[axis.axis]})") for axis in changed]
-    else:
-        whole = _times(changed[0], f"a step on {changed[0].axis} ({links[changed[0].axis]})")
-        parts = []
-    return [f"about {whole}", "without overlap", *missing], parts
-
-
-def _times(one: PartCost | Cost, where: str) -> str:
-    """``1.2 -> 2.0 ms on dp``, ``950 us -> 1.2 ms on dp``, ``9.0 ms on dp as before``."""
-    old, new = one.before.seconds or 0.0, one.after.seconds or 0.0
-    # More digits than three would say more than an estimate knows.
-    for digits in (2, 3):
-        before, after = show_seconds(old, digits), show_seconds(new, digits)
-        if before != after:
-            amount, _, unit = before.partition(" ")
-            is_shared = unit == after.partition(" ")[2] or not old
-            return f"{amount if is_shared else before} -> {after} {where}"
-    return f"{show_seconds(new)} {where} as before"
-
-
-def show_seconds(seconds: float, digits: int = 2) -> str:
-    """Write a time with so many digits: ``1.2 ms``."""
-    unit, scale = next((known for known in _TIMES.items() if seconds >= known[1]), ("us", 1e-6))
-    if not seconds:
-        return f"0 {unit}"
-    amount = seconds / scale
-    return f"{amount:.{max(0, digits - 1 - math.floor(math.log10(amount)))}f} {unit}"
 
 
 def _cut(statements: Sequence[str], width: int) -> list[str]:

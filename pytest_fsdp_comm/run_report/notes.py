@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from pytest_fsdp_comm.comm.padding import padding_nbytes
 from pytest_fsdp_comm.comm.profile import fold
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.options import SETTINGS
@@ -17,7 +16,7 @@ from pytest_fsdp_comm.reports.html.timeline import share_timelines, timeline_of
 from pytest_fsdp_comm.reports.html.values import Compared, Record, TreeView, Verdict
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.explain import explain_result
-from pytest_fsdp_comm.snapshots.extension import CommSnapshot, is_unreviewed_size
+from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.text.paths import show_path
 from pytest_fsdp_comm.tree.model import ShardTree
 
@@ -83,11 +82,7 @@ class Notes:
     def _add(self, compared: Compared, recording: Recording | None) -> None:
         if recording is not None:
             self._recordings.append(recording)
-            compared = replace(
-                compared,
-                timelines=(timeline_of(recording),),
-                padding_nbytes=padding_nbytes(recording),
-            )
+            compared = replace(compared, timelines=(timeline_of(recording),))
         self._compared.append(compared)
 
     def note_tree(self, tree: ShardTree) -> None:
@@ -171,7 +166,7 @@ def _describe_comparison(
     assertion: CommSnapshot, name: str, result: AssertionResult, value: object
 ) -> Compared:
     item = assertion.test_location.item
-    verdict = "uncompared" if is_unreviewed_size(item, result) else _verdict(result)
+    verdict = _verdict(result)
     lines: tuple[str, ...] = ()
     headline = ""
     is_difference = result.recalled_data is not None or result.exception is not None

@@ -18,12 +18,11 @@ from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.reports.ci.origin import Origin, read_origin
 from pytest_fsdp_comm.snapshots.failed_comparison import first_line
 from pytest_fsdp_comm.text.codec import dump_document, load_document
-from pytest_fsdp_comm.text.counts import counted, shorten
+from pytest_fsdp_comm.text.counts import shorten
 from pytest_fsdp_comm.text.paths import shell_word, show_path
 
 if TYPE_CHECKING:
     from pytest_fsdp_comm.reports.html.values import Outcome, Result
-    from pytest_fsdp_comm.reports.scaling import Scaling
     from pytest_fsdp_comm.run_report.notes import Notes
 
 # The attribute of a report by which a worker of xdist gives its controller a test's record.
@@ -36,15 +35,14 @@ _MAX_PROBLEM: Final = 8_000
 _MAX_MESSAGE: Final = 300
 
 
-def register(config: pytest.Config) -> None:
+def register(config: pytest.Config, directory: Path) -> None:
     """Prepare a process of a session that writes a report, or raise a usage error."""
-    directory = config.stash[OPTIONS].report_dir
     if config.option.collectonly:
         return
     launched = config.stash[OPTIONS].launched
     is_worker = hasattr(config, "workerinput")
     is_other = is_spawned_rank() or (launched is not None and not launched.is_leader)
-    if directory is not None and not (is_worker or is_other):
+    if not (is_worker or is_other):
         check_directory(directory)
     # Now that it is known that a report will be made.
     from pytest_fsdp_comm.run_report.notes import SESSION_PLUGIN, Notes  # noqa: PLC0415
@@ -81,8 +79,8 @@ def check_directory(directory: Path) -> None:
 class SessionReport:
     """Registered in the process that reports, and in each worker of xdist."""
 
-    def __init__(self, config: pytest.Config, notes: Notes, directory: Path | None) -> None:
-        """Begin before collection; without a directory, nothing is written."""
+    def __init__(self, config: pytest.Config, notes: Notes, directory: Path) -> None:
+        """Begin before collection."""
         self._config = config
         self._is_worker = hasattr(config, "workerinput")
         self._notes = notes
@@ -91,7 +89,6 @@ class SessionReport:
         self._results: dict[str, Result] = {}
         self._finished: set[str] = set()
         self._other_tests: set[str] = set()
-        self._scalings: tuple[Scaling, ...] = ()
         # Of a session within a test, nothing is known.
         is_own = "PYTEST_CURRENT_TEST" not in os.environ
         self._origin = read_origin(os.environ) if is_own else Origin()
@@ -165,19 +162,12 @@ class SessionReport:
         if self._is_worker or RANK_CONTEXT in self._config.stash:
             return
         from pytest_fsdp_comm.reports.html.values import Run  # noqa: PLC0415  # as above
-        from pytest_fsdp_comm.run_report import scaling  # noqa: PLC0415  # as above
         from pytest_fsdp_comm.run_report.writing import write_report  # noqa: PLC0415  # as above
 
-        options = self._config.stash[OPTIONS]
-        results = tuple(self._results.values())
-        self._scalings = tuple(scaling.scalings_of(results, options.links, options.scaling))
-        if self._directory is None:
-            return
         called = self._config.invocation_params
         run = Run(
-            tests=results,
+            tests=tuple(self._results.values()),
             origin=self._origin,
-            scalings=self._scalings,
             others=len(self._other_tests),
             is_interrupted=exitstatus == pytest.ExitCode.INTERRUPTED
             or bool(session.shouldfail or session.shouldstop),
@@ -193,19 +183,7 @@ class SessionReport:
             self._written = f"report: {shown}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Show how tests scale, if that was asked for, and say where the report is."""
-        asked = self._config.stash[OPTIONS].scaling
-        if asked and not self._is_worker:
-            terminalreporter.write_sep("-", "scaling of what a rank sends and holds in a step")
-            for one in self._scalings:
-                for line in one.lines():
-                    terminalreporter.write_line(line)
-            ends = tuple(f"ws{size}]" for size in asked)
-            on_ranks = [one.nodeid for one in self._results.values() if one.record.backend]
-            others = [nodeid for nodeid in on_ranks if not nodeid.endswith(ends)]
-            if others:
-                tests = counted(len(others), "distributed test")
-                terminalreporter.write_line(f"fsdp-comm: without simulate=, {tests} ran as always")
+        """Say where the report is."""
         if self._written:
             terminalreporter.write_line(f"fsdp-comm: {self._written}")
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.comm.calls import Calls
     from pytest_fsdp_comm.comm.evidence import Evidence
-    from pytest_fsdp_comm.comm.links import Links
     from pytest_fsdp_comm.comm.profile import Row, RowKey
     from pytest_fsdp_comm.snapshots.documents import Profile
 
@@ -45,7 +44,6 @@ def explain_profiles(
     sides: tuple[Profile, Profile],
     *,
     where: str,
-    links: Links,
     evidence: Evidence | None = None,
     accept: str = "",
 ) -> Difference:
@@ -53,7 +51,7 @@ def explain_profiles(
     old, new = sides
     match sides:
         case CommProfile() as old, CommProfile() as new:
-            found = comm_diff.compare(old, new, links, evidence)
+            found = comm_diff.compare(old, new, evidence)
             explanation = render_comparison(found, snapshot=where, accept=accept, notes=new.notes)
             explanation = _with_versions(_within_scope(explanation, old, new), old, new)
             return Difference(

@@ -16,7 +16,6 @@ from syrupy.terminal import disable_color
 from pytest_fsdp_comm.comm.profile import has_further_ranks
 from pytest_fsdp_comm.errors import IncompleteRecordingError, SnapshotFormatError
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
-from pytest_fsdp_comm.options import OPTIONS
 from pytest_fsdp_comm.reports.ci.outcomes import Comparisons
 from pytest_fsdp_comm.reports.explanation import (
     ACCEPT,
@@ -158,7 +157,7 @@ def _explain(
     accept = _accept_command(item, list(results.values()))
     # Trees of the same comparison are evidence for each of these values.
     profiles = [found for _, one in assertion.last_results for found in _compared_profiles(one)]
-    links, evidence = item.config.stash[OPTIONS].links, evidence_of(profiles)
+    evidence = evidence_of(profiles)
     differences = {}
     for name, result in results.items():
         where = show_path(Path(result.snapshot_location), item.config.rootpath)
@@ -174,7 +173,7 @@ def _explain(
             differences[name] = Difference(explanation=explanation, text="no snapshot yet")
         for sides in _compared_profiles(result):
             differences[name] = explain_profiles(
-                sides, where=where, links=links, evidence=evidence, accept=accept
+                sides, where=where, evidence=evidence, accept=accept
             )
     return accept, differences
 

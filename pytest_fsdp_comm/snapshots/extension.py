@@ -365,10 +365,7 @@ class CommSnapshot(SnapshotAssertion):
             observer = item.config.stash.get(OBSERVER, None)
             if observer is not None:
                 observer.note_comparison(self, values)
-            is_same = all(
-                result.success or is_unreviewed_size(item, result)
-                for _, result in self.last_results
-            )
+            is_same = all(result.success for _, result in self.last_results)
             if not is_same:
                 item.stash[UNEXPLAINED] = self
             return is_same
@@ -395,14 +392,6 @@ class CommSnapshot(SnapshotAssertion):
         return f"<CommSnapshot of {self.test_location.testname}>"
 
     __hash__ = None  # type: ignore[assignment]  # as in syrupy: comparing has effects
-
-
-def is_unreviewed_size(item: pytest.Item, result: AssertionResult) -> bool:
-    """Whether ``--comm-scaling`` recorded a size that has no snapshot, which then fails nothing."""
-    settings = item.stash.get(SETTINGS, None)
-    is_scaled = item.config.stash[OPTIONS].scaling and settings and settings.simulation
-    is_missing = result.recalled_data is None and result.exception is None
-    return bool(is_scaled and is_missing and not result.success)
 
 
 def bind_snapshot(

@@ -16,7 +16,6 @@ from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.extension import (
     CommSnapshotExtension,
     bind_extension,
-    is_unreviewed_size,
 )
 from pytest_fsdp_comm.text.paths import show_path
 
@@ -92,8 +91,6 @@ class RankSnapshots:
                 if recall is None or data is None:
                     continue
                 extension, index = recall
-                if extension is CommSnapshotExtension and is_unreviewed_size(item, result):
-                    continue
                 is_bytes = isinstance(data, bytes)
                 made.append(
                     RankAssertion(

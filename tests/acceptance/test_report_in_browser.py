@@ -1,7 +1,6 @@
 """The pages of a report in a browser: layout, contrast, keys, and that nothing is loaded."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from browser import find_browser, opened_browser
@@ -10,7 +9,6 @@ from report_values import KIB, compared, profile_of, read, record_step, result, 
 from pytest_fsdp_comm.reports.html.pages import render_pages, tree_page
 from pytest_fsdp_comm.reports.html.timeline import timeline_of
 from pytest_fsdp_comm.reports.html.values import Run
-from pytest_fsdp_comm.reports.scaling import Scaling, Size
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 
@@ -53,24 +51,6 @@ CONTRAST = """
 """
 
 
-def size_of(ranks, padding):
-    numbers = {"calls": 9, "bytes": 30 * KIB + padding, "bytes without padding": 30 * KIB}
-    numbers |= {"padding": padding, "peak gathered": 8 * KIB, "seconds without overlap": ranks / 4}
-    return Size(world_size=ranks, outcome="none", numbers=numbers)
-
-
-PADDINGS = {8: 0, 64: 0, 512: KIB, 4096: 30 * KIB, 16384: 90 * KIB}
-SCALINGS = (
-    Scaling(
-        test="test_model.py::test_small[" + "very_long_name_" * 20 + "]",
-        sizes=(
-            *(size_of(ranks, padding) for ranks, padding in PADDINGS.items()),
-            Size(world_size=32768, outcome="failed: OutOfMemoryError: " + "x" * 30),
-        ),
-    ),
-)
-
-
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """The index, and pages of a small and a large model."""
@@ -88,10 +68,10 @@ def pages(tmp_path_factory):
     directory = tmp_path_factory.mktemp("report")
     (directory / "tests").mkdir()
     files = {}
-    for path, page in render_pages(Run(tests=results, command="pytest", scalings=SCALINGS), read):
+    for path, page in render_pages(Run(tests=results, command="pytest"), read):
         file = directory / path
         file.write_text(page, encoding="utf-8")
-        names = ("large", "other", "small", "index", "scaling")
+        names = ("large", "other", "small", "index")
         files[next(name for name in names if name in path)] = file
     return files
 
@@ -102,7 +82,7 @@ def browser(tmp_path_factory):
         yield page
 
 
-@pytest.mark.parametrize("name", ["index", "small", "large", "scaling"])
+@pytest.mark.parametrize("name", ["index", "small", "large"])
 def test_pages_fit_any_width_and_are_readable_in_both_themes(browser, pages, name):
     for dark in (False, True):
         browser.show(pages[name], width=360, dark=dark)
@@ -239,46 +219,6 @@ def test_bytes_are_drawn_as_tables_write_them(draw):
         # Without bytes, a call has none or does not tell: the list shows nothing either.
         size = f", {show_nbytes(nbytes)}" if nbytes else ""
         assert said.endswith(f", forward{size}; 0 B gathered")
-
-
-def test_a_scaling_is_drawn_over_the_sizes_that_were_recorded(browser, pages):
-    browser.show(pages["scaling"], width=360)
-    titles = browser.evaluate(
-        "[...document.querySelectorAll('.plots figcaption')].map(one => one.textContent)"
-    )
-    assert titles == [
-        f"{name}, by ranks"
-        for name in ("calls", "bytes", "peak gathered", "seconds without overlap")
-    ]
-    # The lower of two curves first.
-    calls, own, total, *_ = browser.evaluate(
-        "[...document.querySelectorAll('.curve:not(.dots)')]"
-        ".map(one => one.getAttribute('d').match(/[\\d.]+/g).map(Number))"
-    )
-    at, heights = total[::2], [140 - y for y in total[1::2]]
-    # Each size is 8 times the one before, but the last one: the axis is logarithmic.
-    steps = [after - before for before, after in pairwise(at)]
-    assert steps == pytest.approx([steps[0], steps[0], steps[0], steps[0] * 2 / 3], abs=0.1)
-    shares = [(30 + padding / KIB) / 120 for padding in PADDINGS.values()]
-    assert heights == pytest.approx([share * heights[-1] for share in shares], abs=0.1)
-    assert {*own[1::2]} == {total[1]}
-    assert len({*calls[1::2]}) == 1
-    texts = browser.evaluate(
-        "[...document.querySelectorAll('.plots text')].map(one => one.textContent)"
-    )
-    assert {"9", "120.0 KiB", "30.0 KiB", "without padding", "8.0 KiB", "4100 s", "8", "16384"} <= {
-        *texts
-    }
-    # Nothing is cut off, and no label is on another one.
-    clear = """[...document.querySelectorAll('.plots svg')].every(svg => {
-      const outer = svg.getBoundingClientRect();
-      const boxes = [...svg.querySelectorAll('text')].map(one => one.getBoundingClientRect());
-      const beside = (one, other) => one.right <= other.left || other.right <= one.left
-        || one.bottom <= other.top + 2 || other.bottom <= one.top + 2;
-      return boxes.every((one, at) => one.right <= outer.right && one.bottom <= outer.bottom
-        && boxes.every((other, place) => place <= at || beside(one, other)));
-    })"""
-    assert browser.evaluate(clear)
 
 
 def test_a_tree_has_a_bar_for_each_unit(browser, tmp_path):

@@ -1,12 +1,10 @@
-"""What changes of FSDP cost: bytes of recorded steps derived by hand, seconds against torch's."""
+"""What changes of FSDP cost: bytes of recorded steps, derived by hand."""
 
 import pytest
 from models import BLOCK_NBYTES, LINEAR_NBYTES, ROOT_NBYTES, Model, shard, step
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import _collective_utils as torch_costs
 
-from pytest_fsdp_comm.comm.cost import cost_of_change, estimate_seconds
-from pytest_fsdp_comm.comm.links import parse_links
+from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
 
 pytestmark = pytest.mark.distributed(world_size=4, backend="fake", scope="module")
@@ -41,8 +39,7 @@ def test_a_reduction_for_each_micro_batch_costs_as_many_times_its_bytes(record, 
     model = shard(Model(), device_mesh())
     reviewed = record(model, lambda model: train(model, sync_each=False))
     regressed = record(model, lambda model: train(model, sync_each=True))
-    links = parse_links(["dp: 1 MB/s 1 ms"])
-    cost = cost_of_change(reviewed, regressed, links)
+    cost = cost_of_change(reviewed, regressed)
     # In each batch the root is gathered once, 2 blocks twice.
     gathered = 4 * (ROOT_NBYTES + 2 * 2 * BLOCK_NBYTES)
     reduced = ROOT_NBYTES + 2 * BLOCK_NBYTES
@@ -51,10 +48,8 @@ def test_a_reduction_for_each_micro_batch_costs_as_many_times_its_bytes(record, 
         "reduce_scatter[dp]": (reduced, 4 * reduced),
     }
     assert (cost.peak_before, cost.peak_after) == (ROOT_NBYTES + 2 * BLOCK_NBYTES,) * 2
-    # 23 and 32 calls of 3 hops, and 3/4 of 11,776 and 16,384 bytes at a microsecond each.
     assert cost_lines(cost) == (
         "x4.0 bytes in reduce_scatter[dp] (1.5 -> 6.0 KiB per rank and step), +39 % in all",
-        "about 78 -> 108 ms a step on dp (1 MB/s, 1 ms), without overlap",
     )
 
 
@@ -85,7 +80,7 @@ def test_replicas_reduce_a_share_of_each_gradient_over_their_own_axis(record, de
     model = shard(Model(), device_mesh(replicate=2, shard=2))
     reviewed = record(model, lambda model: train(model, sync_each=False))
     regressed = record(model, lambda model: train(model, sync_each=True))
-    cost = cost_of_change(reviewed, regressed, parse_links(["*: 1 MB/s 1 ms"]))
+    cost = cost_of_change(reviewed, regressed)
     units = ROOT_NBYTES + 2 * BLOCK_NBYTES
     gathered = 2 * (units + 2 * BLOCK_NBYTES)
     assert nbytes(cost) == {
@@ -98,10 +93,8 @@ def test_replicas_reduce_a_share_of_each_gradient_over_their_own_axis(record, de
         ("replicate", units // 2),
         ("shard", 0),
     ]
-    # 3 and 6 calls, each of 2 hops; 2 ranks exchange as many bytes as the message has.
     assert cost_lines(cost) == (
         "+100 % bytes in all_reduce[replicate] (768 B -> 1.5 KiB per rank and step), +8.6 % in all",
-        "about 6.8 -> 14 ms a step on replicate (1 MB/s, 1 ms), without overlap",
     )
 
 
@@ -152,28 +145,3 @@ def test_a_llama_sends_what_its_parameters_have(record, device_mesh):
     assert cost_lines(cost)[0].startswith(
         "-45 % bytes in all_gather[dp] (706.2 -> 385.2 KiB per rank and step), -29 % in all"
     )
-
-
-@pytest.mark.parametrize("size", [2, 4, 8, 512])
-@pytest.mark.parametrize(
-    ("kind", "theirs"),
-    [
-        ("all_gather", torch_costs.allgather_cost),
-        ("reduce_scatter", torch_costs.reduce_scatter_cost),
-        ("all_reduce", torch_costs.allreduce_cost),
-    ],
-)
-@pytest.mark.parametrize("megabytes", [0, 1, 1000])
-def test_seconds_are_those_that_dtensor_plans_with(kind, theirs, size, megabytes):
-    """Except for 6.6 us that torch adds to each call, for what its launch costs on a GPU."""
-    topology = torch_costs.MeshTopoInfo(
-        mesh=None, mesh_dim_devices=[size], mesh_dim_bandwidth=[87.7], mesh_dim_latency=[0.6]
-    )
-    ours = estimate_seconds(
-        kind,
-        count=1,
-        nbytes=megabytes * 10**6,
-        group_size=size,
-        link=parse_links(["dp: 87.7 GB/s 0.6 us"]).of("dp"),
-    )
-    assert ours * 1e6 == pytest.approx(theirs(megabytes / 1000, topology, 0) - 6.6)

@@ -81,29 +81,12 @@ def test_the_world_size_is_given_by_position_or_name():
 
 def test_a_list_of_world_sizes_parametrizes_the_test():
     def sizes(*args, **kwargs):
-        return world_sizes(pytest.mark.distributed(*args, **kwargs).mark, session_options())
+        return world_sizes(pytest.mark.distributed(*args, **kwargs).mark)
 
     assert sizes([2, 4]) == (2, 4)
     assert sizes(world_size=(3,)) == (3,)
     assert sizes(4) is None
     assert settle([2, 4], parametrized=4).world_size == 4
-
-
-def test_scaling_simulates_each_size_of_a_test_that_is_simulated_at_all():
-    options = session_options(scaling=(8, 64))
-
-    def sizes(*args, **kwargs):
-        return world_sizes(pytest.mark.distributed(*args, **kwargs).mark, options)
-
-    assert sizes(4) is sizes(4, simulate=False) is None
-    assert sizes([2, 4]) == (2, 4)
-    assert sizes([4, 8192], simulate=64) == sizes(simulate="strict") == (8, 64)
-    settled = settle([4, 8192], simulate=64, ranks=[0, 8, 8191], options=options, parametrized=8)
-    assert (settled.world_size, settled.simulation, settled.ranks) == (8, "answering", (0,))
-    settled = settle(8192, simulate=True, ranks=[63, 8191], options=options, parametrized=64)
-    assert (settled.world_size, settled.ranks) == (64, (63,))
-    settled = settle(8192, simulate=True, ranks=[64, 8191], options=options, parametrized=64)
-    assert settled.ranks == (0,)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
     from pytest_fsdp_comm.reports.html.timeline import Entry
     from pytest_fsdp_comm.reports.html.values import Compared, Result, Run
-    from pytest_fsdp_comm.reports.scaling import Scaling
     from pytest_fsdp_comm.tree.model import ShardTree
     from pytest_fsdp_comm.tree.profile import TreeProfile
 
@@ -71,8 +70,6 @@ _MAX_HEADLINES: Final = 6
 _FILE_PART: Final = re.compile(r"\.ws\d+\.(.+)\.comm$")
 _MADE_WITH: Final = re.compile(r"#[^\n|]*\| ([^\n]*) \(not compared\)")
 _MAX_ROWS: Final = 300
-_SCALING: Final = "scaling.html"
-_MAX_SCALINGS: Final = 100
 # Levels that are indented: so many classes the style sheet has.
 _MAX_DEPTH: Final = 12
 # How lines of an explanation begin that are no changes.
@@ -138,7 +135,7 @@ class _TestRow:
 def render_pages(
     run: Run, read: Callable[[str], CommProfile | TreeProfile]
 ) -> Iterator[tuple[str, str]]:
-    """Yield path and text of each page: the tests one by one, how they scale, then the index."""
+    """Yield path and text of each page: the tests one by one, then the index."""
     rows = []
     for result in run.tests:
         sections = [
@@ -147,19 +144,7 @@ def render_pages(
         row = _test_row(result, sections)
         rows.append(row)
         yield f"tests/{row.page}", _test_page(result, row, sections)
-    if run.scalings:
-        yield f"tests/{_SCALING}", _scaling_page(run.scalings)
     yield "index.html", _index_page(run, sorted(rows, key=lambda row: row.status.rank))
-
-
-def _scaling_page(scalings: Sequence[Scaling]) -> str:
-    kept = scalings[:_MAX_SCALINGS]
-    return _render(
-        "scaling.html.jinja",
-        scalings=kept,
-        left_out=len(scalings) - len(kept),
-        data=_json({"sections": {}, "scalings": [[*map(astuple, one.sizes)] for one in kept]}),
-    )
 
 
 def _index_page(run: Run, rows: Sequence[_TestRow]) -> str:
@@ -168,7 +153,6 @@ def _index_page(run: Run, rows: Sequence[_TestRow]) -> str:
         page = _render(
             "index.html.jinja",
             run=run,
-            scaling=f"tests/{_SCALING}" if run.scalings else "",
             title=_index_title(rows),
             rows=rows[:kept],
             left_out=max(0, len(rows) - kept),

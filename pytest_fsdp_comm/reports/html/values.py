@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 
 from pytest_fsdp_comm.reports.ci.origin import Origin
 from pytest_fsdp_comm.reports.html.timeline import Timeline
-from pytest_fsdp_comm.reports.scaling import Scaling
 from pytest_fsdp_comm.reports.tree_rows import TreeRow, summary_words, tree_rows
 from pytest_fsdp_comm.tree.finding import Finding
 
@@ -68,8 +67,6 @@ class Compared:
     """Of the lowest rank; None for a recording."""
     timelines: tuple[Timeline, ...] = ()
     """By their lowest rank; empty for a tree."""
-    padding_nbytes: int | None = None
-    """As `comm.padding.padding_nbytes`, of the lowest rank; None for a tree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,5 +112,3 @@ class Run:
     made_at: str = ""
     """Date and time, as they are shown."""
     origin: Origin = field(default_factory=Origin)
-    scalings: tuple[Scaling, ...] = ()
-    """Of each value that was simulated at several world sizes."""

@@ -9,7 +9,6 @@ from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.cost import Cost, cost_of_change
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.links import parse_links
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import CommProfile, GatheredPeak, Row, Site, restrict, sort_rows
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
@@ -268,30 +267,26 @@ def test_async_is_compared_only_where_torch_says_it_on_both_sides():
 
 
 def test_what_a_change_costs_comes_first():
-    links = parse_links(["dp: 1 MB/s 1 ms"])
     old, new = profile(*step()), profile(*step(reduces=4))
-    assert compare(old, new, links).cost == cost_of_change(old, new, links)
-    assert compare(old, old, links).cost == Cost()
-    text = rendered(old, new, cost=cost_of_change(old, new, links))
-    # 9 gathers and 5 reductions of 1 KiB, then 20; 3 ms each, and 3/4 of a microsecond a byte.
-    assert text.short[1:3] == (
-        "  x4.0 bytes in reduce_scatter[dp] (5.0 -> 20.0 KiB per rank and step), +107 % in all",
-        "  about 53 -> 109 ms a step on dp (1 MB/s, 1 ms), without overlap",
+    assert compare(old, new).cost == cost_of_change(old, new)
+    assert compare(old, old).cost == Cost()
+    text = rendered(old, new, cost=cost_of_change(old, new))
+    # 9 gathers and 5 reductions of 1 KiB, then 20.
+    assert text.short[1] == (
+        "  x4.0 bytes in reduce_scatter[dp] (5.0 -> 20.0 KiB per rank and step), +107 % in all"
     )
-    assert text.full[1:3] == text.short[1:3]
+    assert text.full[1] == text.short[1]
     assert text.short[-1] == "  accept: pytest --snapshot-update"
 
 
 def test_a_long_command_leaves_less_room_for_costs():
-    links = parse_links(["dp: 1 MB/s 1 ms"])
-    old, new = profile(*step()), profile(*step(reduces=4))
-    comparison = compare(old, new, links)
-    for room, shown in ((50, 2), (400, 1), (480, 0)):
+    comparison = compare(profile(*step()), profile(*step(reduces=4)))
+    for room, shown in ((50, 1), (480, 0)):
         text = render_comparison(comparison, snapshot="s.comm", accept="a" * room)
         assert len([line for line in text.short if " step" in line]) == shown
-        assert len([line for line in text.full if " step" in line]) == 2
+        assert len([line for line in text.full if " step" in line]) == 1
         assert text.short[-1].startswith("  accept: ")
-        assert (text.short == text.full) == (shown == 2)
+        assert (text.short == text.full) == (shown == 1)
 
 
 def test_a_long_text_is_cut_where_pytest_would_cut_it():

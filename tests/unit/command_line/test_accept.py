@@ -4,7 +4,6 @@ import pytest
 import sample_profiles
 from sample_files import TREE
 
-from pytest_fsdp_comm.comm.links import Links
 from pytest_fsdp_comm.command_line import accept as accepting
 from pytest_fsdp_comm.command_line.accept import accept, ask_on_terminal
 from pytest_fsdp_comm.command_line.terminal import Printer
@@ -75,7 +74,6 @@ def test_the_user_decides_once_per_test_about_all_of_its_files(
     done = accept(
         artifacts / "ci",
         artifacts / "snapshots",
-        Links(),
         Printer("never"),
         anchor=artifacts,
         ask=lambda: next(given),

@@ -41,19 +41,27 @@ def test_a_snapshot_shows_sums_by_axis_the_peak_and_the_modules_of_each_phase(wr
     )  # fmt: skip
 
 
-def test_seconds_are_estimated_where_the_project_says_how_fast_axes_are(write, fsdp_comm, project):
-    write("a.ws8.comm", format_profile(sample_profiles.profile()))
-    assert "about" not in fsdp_comm("show", "a.ws8.comm").out
-    (project / "pytest.ini").unlink()
-    links = '[tool.pytest.ini_options]\nfsdp_comm_links = ["dp: 50 GB/s 10 us"]\n'
-    write("pyproject.toml", links)
-    # 11 calls of 3 hops of 10 us, and next to nothing for 102 kB.
-    shown = fsdp_comm("show", "a.ws8.comm").out
-    assert re.search(r"^  dp +11 +100.0 KiB  about 332 us at 50 GB/s, 10 us$", shown, re.MULTILINE)
-    write("pyproject.toml", links.replace("GB/s", "knots"))
-    broken = fsdp_comm("show", "a.ws8.comm")
-    assert broken.status == 2
-    assert "pyproject.toml: fsdp_comm_links, line 1: " in broken.err
+def test_show_several_files_prints_a_table(write, fsdp_comm):
+    for size in (8, 64):
+        profile = sample_profiles.profile(tensor_parallel=size == 64)
+        peaks = (GatheredPeak(nbytes=1024 * size),)
+        write(f"a.ws{size}.comm", format_profile(replace(profile, world_size=size, peaks=peaks)))
+    lines = fsdp_comm("show", "a.ws8.comm", "a.ws64.comm").lines
+    table = lines[lines.index("side by side, of one rank") + 1 :]
+    assert [re.split("  +", line.strip()) for line in table] == [
+        ["a.ws8.comm", "a.ws64.comm"],
+        ["all_gather[dp] calls", "7", "7"],
+        ["reduce_scatter[dp] calls", "4", "4"],
+        ["all_gather[tp] calls", "-", "3"],
+        ["reduce_scatter[tp] calls", "-", "3"],
+        ["bytes on dp", "-", "100.0 KiB"],
+        ["bytes on tp", "-", "6.0 KiB"],
+        ["bytes in all", "100.0 KiB", "106.0 KiB"],
+        ["peak gathered", "8.0 KiB", "64.0 KiB"],
+    ]
+    # Each file is shown as well.
+    assert lines[0] == "a.ws8.comm:"
+    assert "a.ws64.comm:" in lines
 
 
 def test_ranks_that_differ_are_summed_up_and_labelled(write, fsdp_comm):

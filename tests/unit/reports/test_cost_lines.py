@@ -5,15 +5,11 @@ import pytest
 from pytest_fsdp_comm.comm.calls import Calls
 from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.events import Phase
-from pytest_fsdp_comm.comm.links import parse_links
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.comm.profile import CommProfile, GatheredPeak, Row
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
 
 MIB = 1024**2
-# 1 MB/s and 1 ms: a byte takes a microsecond.
-DP_LINK = "dp: 1 MB/s 1 ms"
-TP_LINK = "tp: 10 MB/s 0 us"
 
 
 def gather(*calls, axis="dp", **changes):
@@ -35,31 +31,26 @@ def row(kind, axis, *calls, ranks=(), objects=0):
     return Row(phase=Phase.FORWARD, owner="a", what=kind, axis=axis, calls=tuple(made), ranks=ranks)
 
 
-def lines(before, after, *links, peaks=(0, 0), dp=(4, 4), width=1000, **changes):
+def lines(before, after, *, peaks=(0, 0), width=1000, **changes):
     """The lines of two profiles.
 
     Args:
         before: Rows.
         after: Rows.
-        links: Lines of the ini value.
         peaks: Bytes, or the bytes of each rank.
-        dp: The ranks of axis dp.
         width: As of `cost_lines`.
         changes: Of both profiles.
     """
 
-    def profile(rows, peak, size):
-        axes = (MeshAxis(name="dp", size=size), MeshAxis(name="tp", size=2))
+    def profile(rows, peak):
+        axes = (MeshAxis(name="dp", size=4), MeshAxis(name="tp", size=2))
         by_rank = peak.items() if isinstance(peak, dict) else [((), peak)] if peak else []
         held = tuple(GatheredPeak(nbytes=nbytes, ranks=ranks) for ranks, nbytes in by_rank)
         values = {"world_size": 4, "mesh_axes": axes, **changes}
         return CommProfile(rows=tuple(rows), peaks=held, **values)
 
-    sides = (
-        profile(rows, peak, size)
-        for rows, peak, size in zip((before, after), peaks, dp, strict=True)
-    )
-    return list(cost_lines(cost_of_change(*sides, parse_links(links)), width=width))
+    sides = map(profile, (before, after), peaks)
+    return list(cost_lines(cost_of_change(*sides), width=width))
 
 
 def test_one_kind_is_one_line_with_its_share_of_the_whole():
@@ -259,84 +250,8 @@ def test_where_ranks_differ_it_says_whose_bytes_these_are():
 
 def test_nothing_that_costs_is_no_line():
     same = [gather((1, 8), objects=1), reduce((1, 8))]
-    assert lines(same, same, DP_LINK, TP_LINK, peaks=(MIB, MIB)) == []
+    assert lines(same, same, peaks=(MIB, MIB)) == []
     assert lines([], []) == []
-
-
-def test_seconds_are_estimated_where_links_are_known():
-    # 3 hops of 1 ms for each call, and 3/4 of the bytes.
-    before, after = [gather((1, 4000)), reduce((1, 8))], [gather((2, 4000)), reduce((1, 8))]
-    assert lines(before, after, DP_LINK)[1] == (
-        "about 6.0 -> 12 ms a step on dp (1 MB/s, 1 ms), without overlap"
-    )
-    assert len(lines(before, after)) == len(lines(before, after, "pp: 1 MB/s 1 ms")) == 1
-
-
-def test_seconds_of_several_axes_are_added_up():
-    before = [gather((1, 4000)), reduce((1, 10_000))]
-    after = [gather((2, 4000)), reduce((2, 10_000))]
-    # 2 ranks exchange 2 * 1/2 of the bytes at 10 bytes a microsecond.
-    assert lines(before, after, DP_LINK, TP_LINK)[1:] == [
-        "about 7.0 -> 14 ms a step in all, without overlap",
-        "6.0 -> 12 ms on dp (1 MB/s, 1 ms), 1.0 -> 2.0 ms on tp (10 MB/s, 0 us)",
-    ]
-
-
-def test_seconds_that_hardly_change_are_those_of_before():
-    assert lines([gather((1, 400_000))], [gather((1, 400_004))], DP_LINK)[1] == (
-        "about 303 ms a step on dp (1 MB/s, 1 ms) as before, without overlap"
-    )
-
-
-def test_axes_that_cancel_have_one_time_in_all():
-    before = [gather((1, 4_000)), reduce((1, 60_000))]
-    after = [gather((1, 8_000)), reduce((1, 30_000))]
-    assert lines(before, after, "dp: 1 MB/s 0 us", TP_LINK)[-2:] == [
-        "about 9.0 ms a step in all as before, without overlap",
-        "3.0 -> 6.0 ms on dp (1 MB/s, 0 us), 6.0 -> 3.0 ms on tp (10 MB/s, 0 us)",
-    ]
-
-
-def test_what_is_left_out_of_the_estimate_is_named():
-    odd = "unknown:odd"
-    before = [gather((1, 4000)), reduce((1, 8)), row(odd, "dp", (1, 8))]
-    after = [gather((2, 4000)), reduce((2, 8)), row(odd, "dp", (2, 8))]
-    assert lines(before, after, DP_LINK)[-1] == (
-        "about 6.0 -> 12 ms a step on dp (1 MB/s, 1 ms), without overlap, not estimated: "
-        "unknown:odd[dp] (no formula), tp (not in fsdp_comm_links)"
-    )
-    # What did not change is in no estimate of the change.
-    assert "not estimated" not in lines(before, [after[0], *before[1:]], DP_LINK)[-1]
-    assert lines(before, [before[0], after[1], before[2]], DP_LINK)[1:] == [
-        "not estimated: tp (not in fsdp_comm_links)"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "text"),
-    [
-        (4_000_000, 8_000_000, "3.0 -> 6.0 s"),
-        (4_000_000, 4_040_000, "3.00 -> 3.03 s"),
-        (400, 404, "300 -> 303 us"),
-        (0, 400, "0 -> 300 us"),
-        (0, 4_000, "0 -> 3.0 ms"),
-        (400, 0, "300 -> 0 us"),
-        (1_200, 1_600, "900 us -> 1.2 ms"),
-        (4, 4_000_000, "3.0 us -> 3.0 s"),
-    ],
-)
-def test_seconds_have_the_digits_that_tell_them_apart(old, new, text):
-    before, after = ([gather((1, nbytes))] if nbytes else [] for nbytes in (old, new))
-    assert lines(before, after, "dp: 1 MB/s 0 us")[-1] == (
-        f"about {text} a step on dp (1 MB/s, 0 us), without overlap"
-    )
-
-
-def test_another_size_of_an_axis_costs_seconds_alone():
-    same = [gather((1, 4000))]
-    assert lines(same, same, DP_LINK, dp=(2, 4)) == [
-        "about 3.0 -> 6.0 ms a step on dp (1 MB/s, 1 ms), without overlap"
-    ]
 
 
 def test_lines_are_filled_up_to_their_width():

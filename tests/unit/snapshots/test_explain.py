@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from sample_profiles import profile, twice
 
-from pytest_fsdp_comm.comm.links import Links
 from pytest_fsdp_comm.snapshots.differences import explain_profiles
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.explain import repeated_options
@@ -54,7 +53,7 @@ def test_another_torch_is_named_in_the_first_line(recorded, now, said):
     new = replace(twice(profile()), torch_version=now)
     # The version comes out of the file, whose first line is free otherwise.
     reviewed = SnapshotText(str(old), where="old").profile
-    found = explain_profiles((reviewed, new), where="old.comm", links=Links())
+    found = explain_profiles((reviewed, new), where="old.comm")
     explanation = found.explanation
     assert explanation.short[0] == explanation.full[0] == f"comm_mode differs from old.comm{said}"
     free = str(old).replace(" | torch", " | a note of ours: torch")

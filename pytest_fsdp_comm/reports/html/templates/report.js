@@ -48,61 +48,6 @@
     if (section.timelines.length) begin(document.getElementById(`${id}-time`), section);
   }
 
-  for (const [at, scaling] of (data.scalings ?? []).entries()) {
-    const root = document.getElementById(`s${at}-plots`);
-    const recorded = scaling.filter(([, , numbers]) => "calls" in numbers);
-    const count = (number) => number;
-    const seconds = (number) => `${Number(number.toPrecision(2))} s`;
-    const plots = [[count, "calls"], [bytes, "bytes", "bytes without padding"], [bytes, "peak gathered"], [seconds, "seconds without overlap"]];
-    for (const [show, ...names] of recorded.length > 1 ? plots : []) {
-      const known = names.filter((name) => recorded.every(([, , numbers]) => name in numbers));
-      const lines = known.map((name) => [name, recorded.map(([, , numbers]) => numbers[name])]);
-      if (lines.length) grow(root, show, lines, recorded.map(([size]) => size));
-    }
-  }
-
-  // Numbers over sizes of the group, with each line's name beside its end.
-  function grow(root, show, lines, sizes) {
-    const [left, right, top, bottom] = [16, 214, 12, 140];
-    const [[title]] = lines;
-    const figure = root.appendChild(document.createElement("figure"));
-    figure.appendChild(document.createElement("figcaption")).textContent = `${title}, by ranks`;
-    const svg = shape(figure, 330, 164);
-    svg.setAttribute("preserveAspectRatio", "xMinYMin");
-    svg.setAttribute("role", "img");
-    svg.setAttribute("aria-label", `${title}, by ranks: the numbers are in the table below`);
-    const [low, high] = [Math.log2(sizes[0]), Math.log2(sizes.at(-1))];
-    const most = Math.max(...lines.flatMap(([, numbers]) => numbers)) || 1;
-    const x = (at) => left + ((right - left) * (Math.log2(sizes[at]) - low)) / (high - low || 1);
-    const y = (number) => bottom - ((bottom - top) * number) / most;
-    const write = (name, atX, atY, text) => {
-      const element = svg.appendChild(document.createElementNS(SVG, "text"));
-      element.setAttribute("class", name);
-      element.setAttribute("x", atX);
-      element.setAttribute("y", atY);
-      element.textContent = text;
-    };
-    path(svg, "base", `M${left} ${bottom}H${right}`);
-    let room = bottom - 12;
-    for (const [name, numbers] of [...lines].sort((a, b) => a[1].at(-1) - b[1].at(-1))) {
-      const line = `curve${name === lines[0][0] ? "" : " other"}`;
-      const points = numbers.map((number, at) => `${x(at)} ${y(number)}`);
-      path(svg, line, `M${points.join("L")}`);
-      // Of no length: their round ends are dots.
-      path(svg, `${line} dots`, points.map((point) => `M${point}h0`).join(""));
-      const atY = Math.min(y(numbers.at(-1)) + 4, room);
-      write("last", right + 10, atY, show(numbers.at(-1)));
-      if (lines.length > 1) write("name", right + 10, atY + 13, name.replace("bytes without", "without"));
-      room = atY - 28;
-    }
-    let free = Infinity;
-    for (let at = sizes.length - 1; at >= 0; at -= 1) {
-      if (x(at) > free) continue;
-      write("tick", x(at), bottom + 18, sizes[at]);
-      free = x(at) - 42;
-    }
-  }
-
   function begin(root, section) {
     const figures = [...root.querySelectorAll("figure")];
     const hidden = { axis: new Set(), phase: new Set() };
