@@ -22,8 +22,6 @@ VARIABLES = {
     "process is one rank of every test, and meets the others at that address. Without a launcher, "
     "`RANK` and `WORLD_SIZE` are set in each rank",
     "LOCAL_RANK, LOCAL_WORLD_SIZE": "as above, of the ranks on this machine",
-    "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NTASKS_PER_NODE": "set by `srun`: read in "
-    "place of the above, if `MASTER_ADDR` and `MASTER_PORT` are set too",
     "CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES": "the GPUs that tests may use; set in each rank to "
     "those of its test",
     "OMP_NUM_THREADS": "set to 1 in each rank, unless it is set",

@@ -62,7 +62,7 @@ class Leader(Meeting):
                 f"the store of the launched ranks at {launched.host}:{launched.port} (MASTER_ADDR, "
                 f"MASTER_PORT) cannot be {'reached' if launched.has_store else 'served'}: {error}; "
                 "is the port free and the same for every rank? Without a launcher, unset "
-                f"{launched.variables}"
+                "RANK and WORLD_SIZE"
             ) from None
         has_seed = config.pluginmanager.has_plugin("randomly")
         seed = config.getoption("randomly_seed") if has_seed else None
@@ -163,7 +163,7 @@ class Leader(Meeting):
                     f"{MEET_TIMEOUT_S:g} s{self._which}. According to "
                     f"{self.launched.launcher}, this process is rank 0 of "
                     f"{self.launched.world_size}: has every rank been started, with the same "
-                    f"tests? If there is no launcher, unset {self.launched.variables}"
+                    f"tests? If there is no launcher, unset RANK and WORLD_SIZE"
                 )
             self._look_for_later_sessions(missing)
             if now > explains_at:

@@ -287,12 +287,6 @@ class RankRunner:
             candidate = items[index + 1] if index + 1 < len(items) else None
         return NextTest()
 
-    def _spares(self, nextitem: pytest.Item | None) -> int:
-        """How many ranks the next test starts here, if it does; new processes are not shared."""
-        if nextitem is None or SETTINGS not in nextitem.stash or self._fallback_reason:
-            return 0
-        return 1 if self._peers_of(nextitem).is_launched else len(nextitem.stash[SETTINGS].ranks)
-
     def _run_ranks(self, item: pytest.Item, nextitem: pytest.Item | None) -> dict[int, RankResult]:
         results = self._run_once(item, nextitem)
         further = {rank for result in results.values() for rank in result.further_ranks}
@@ -433,7 +427,6 @@ class RankRunner:
         directory.mkdir()
         config, settings = self._session.config, item.stash[SETTINGS]
         next_test = NextTest() if self._fallback_reason else self._next_test(nextitem, item)
-        spares = self._spares(nextitem) if next_test.is_none else 0
         with self._base.slots.turn(ranks=len(settings.ranks), gpus=gpus_of(settings)) as grant:
             spec = RankSetSpec(
                 item_index=self._indices[item],
@@ -450,7 +443,7 @@ class RankRunner:
                 slots=grant.files,
                 gpus=grant.gpus,
             )
-            connections = self._base.server.fork_ranks(spec, spares=spares)
+            connections = self._base.server.fork_ranks(spec)
         return Supervision(spec, self._base.server, connections)
 
     def _restore_directory(self, base: _Base, item: pytest.Item) -> None:

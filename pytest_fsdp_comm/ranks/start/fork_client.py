@@ -79,10 +79,8 @@ class ForkServer:
         self._status: int | None = None
         self._is_reaped = False
 
-    def fork_ranks(
-        self, spec: RankSetSpec, *, spares: int = 0
-    ) -> dict[int, tuple[socket.socket, socket.socket]]:
-        """Fork a rank set after the end of the last, and processes ahead for the next one.
+    def fork_ranks(self, spec: RankSetSpec) -> dict[int, tuple[socket.socket, socket.socket]]:
+        """Fork a rank set after the end of the last.
 
         Returns the connections to each rank and its watchdog; the caller is to close them.
 
@@ -95,7 +93,7 @@ class ForkServer:
         connections: list[socket.socket] = []
         with contextlib.ExitStack() as unused:
             with self._expecting_answer(_PREPARED_WITHIN_S):
-                self._channel.send(StartSet(spec=spec, spares=spares))
+                self._channel.send(StartSet(spec=spec))
             for _ in range(2 * len(spec.ranks)):
                 try:
                     ours, theirs = socket.socketpair()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from os import getpid
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.ranks.rank.processes import flush_streams, fork_quietly
@@ -30,14 +30,9 @@ from pytest_fsdp_comm.ranks.start.ending import (
     kill_children,
     kill_groups,
 )
-from pytest_fsdp_comm.ranks.start.huge_pages import collapse_memory
 from pytest_fsdp_comm.ranks.start.slots import HeldSlots, SharedDirectory
-from pytest_fsdp_comm.ranks.wire.channel import Channel
 from pytest_fsdp_comm.ranks.wire.directories import remove_directory
 from pytest_fsdp_comm.ranks.wire.messages import (
-    SPARE,
-    SPARES_OWNER,
-    BecomeRank,
     EndSet,
     RankExited,
     ServerFailed,
@@ -50,6 +45,7 @@ from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pytest_fsdp_comm.ranks.wire.channel import Channel
     from pytest_fsdp_comm.ranks.wire.messages import ServerRequest
 
     _Channel: TypeAlias = Channel[ServerRequest]
@@ -68,11 +64,6 @@ if TYPE_CHECKING:
 # lists, as each rank's first one would. While modules are imported, nothing is garbage, and looking
 # for some takes a third of the time.
 
-# Note [Fork ahead]: while a rank set runs, the server forks the processes of the next one, as far
-# as the pytest process knows how many: each waits to read which rank it is. As the server does not
-# change between two forks, they are what they would be if forked later. One that has died meanwhile
-# is replaced by a fork. Those that nobody needed end with the server.
-
 # Imported once here, they cost nothing in a rank: an FSDP2 step in a fresh rank took 1.89 s without
 # and 0.18 s with them (torch 2.13, CPU).
 PRELOADED = (
@@ -85,7 +76,6 @@ PRELOADED = (
 )
 
 _HUNG_UP_POLL_S = 0.05
-_COLLAPSES_AFTER_RANKS = 32  # see Note [Huge pages]
 
 RunRank = Callable[[RankSetSpec, int, tuple[int, int]], NoReturn]
 """What a process does as a rank, given which, and its connection's and watchdog's descriptors."""
@@ -154,11 +144,6 @@ class _RankSet:
     """The process groups of all ranks, in which others may be left."""
 
 
-class _Spare(NamedTuple):
-    pid: int
-    channel: Channel[BecomeRank]
-
-
 class _Server:
     def __init__(
         self,
@@ -176,10 +161,6 @@ class _Server:
         self._adopts = adopts
         self._set: _RankSet | None = None
         self._unended: list[int] = []  # killed in vain, by process id
-        self._spares: list[_Spare] = []
-        self._wanted_spares = 0
-        self._rank_count = 0
-        self._collapsing = collapse_memory()
         self._wakeup, self._write_end = socket.socketpair()
         for end in (self._wakeup, self._write_end):
             end.settimeout(0.0)
@@ -187,11 +168,9 @@ class _Server:
         signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
 
     def run(self) -> None:
-        has_work = True
         while True:
             ends: list[Any] = [self._channel, self._wakeup]
-            readable, _, _ = select.select(ends, [], [], 0.0 if has_work else None)
-            has_work = bool(readable) or (has_work and self._work_ahead())
+            readable, _, _ = select.select(ends, [], [])
             if self._wakeup in readable:
                 self._wakeup.recv(4096)
                 self._reap()
@@ -203,18 +182,7 @@ class _Server:
                 if self._channel.is_closed:
                     return
 
-    def _work_ahead(self) -> bool:
-        """Work for later rank sets, for a moment; return whether there may be more to do."""
-        if len(self._spares) < self._wanted_spares:
-            self._fork_spare()
-            return True
-        is_worth_it = self._rank_count >= _COLLAPSES_AFTER_RANKS
-        return is_worth_it and next(self._collapsing, self) is not self
-
     def kill_all(self) -> None:
-        # Here, to be gone before this process.
-        kill(spare.pid for spare in self._spares)
-        self._spares.clear()
         self._end_set(within_s=PATIENCE_S)
         kill_children(self._unended, within_s=self._patience_s())
 
@@ -226,7 +194,6 @@ class _Server:
         match request:
             case StartSet():
                 self._start_set(request.spec)
-                self._wanted_spares = request.spares
             case EndSet():
                 unended = self._end_set(within_s=request.within_s)
                 self._channel.send(SetEnded(unended=unended))
@@ -234,7 +201,6 @@ class _Server:
     def _start_set(self, spec: RankSetSpec) -> None:
         # Before any fork: a child closes its copies of the slots.
         started = self._set = _RankSet(slots=HeldSlots(spec.slots))
-        self._rank_count += len(spec.ranks)
         for rank in spec.ranks:
             descriptors = self._channel.take_descriptors()
             if descriptors is None:
@@ -245,35 +211,11 @@ class _Server:
 
     def _start_rank(self, spec: RankSetSpec, rank: int, descriptors: tuple[int, int]) -> int:
         try:
-            while self._spares:
-                pid, channel = self._spares.pop(0)
-                with contextlib.closing(channel), contextlib.suppress(OSError):
-                    if not is_gone(pid):
-                        channel.send(BecomeRank(spec=spec, rank=rank))
-                        channel.send_descriptors(descriptors)
-                        return pid
             return self._fork(partial(self._run_rank, spec, rank, descriptors))
         finally:
             # Before the next fork, so that a rank alone has its ends: see Note [Connections].
             for descriptor in descriptors:
                 os.close(descriptor)
-
-    def _fork_spare(self) -> None:
-        ours, theirs = socket.socketpair()
-        channel = Channel(theirs, SPARE)
-
-        def wait() -> NoReturn:
-            ours.close()
-            order = channel.receive()
-            descriptors = channel.take_descriptors()
-            if order is None or descriptors is None:
-                os._exit(0)
-            channel.close()
-            self._run_rank(order.spec, order.rank, descriptors)
-
-        pid = self._fork(wait)
-        theirs.close()
-        self._spares.append(_Spare(pid, Channel(ours, SPARES_OWNER)))
 
     def _fork(self, run: Callable[[], NoReturn]) -> int:
         flush_streams()
@@ -296,8 +238,6 @@ class _Server:
             # The channel closes those of ranks that are yet to be forked.
             for own in (self._channel, self._wakeup, self._write_end):
                 own.close()
-            for spare in self._spares:
-                spare.channel.close()
             if self._set is not None:
                 self._set.slots.close()
             run()
@@ -325,8 +265,7 @@ class _Server:
             # Of ranks that ended too: what a test started must not outlive it.
             kill_groups(ended.groups)
         self._unended += unended.values()
-        spared = [*self._unended, *(spare.pid for spare in self._spares)]
-        self._unended += kill_children(spared, within_s=self._patience_s())
+        self._unended += kill_children(self._unended, within_s=self._patience_s())
         ended.slots.release()
         return unended
 

@@ -140,8 +140,6 @@ class StartSet:
     """Fork a rank set; comes with two descriptors for each rank, as `RunRank` gets them."""
 
     spec: RankSetSpec
-    spares: int = 0
-    """Processes to fork ahead: the ranks of the next set, as far as they are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,17 +150,6 @@ class EndSet:
 
 
 ServerRequest = StartSet | EndSet
-
-# From the fork server to a process that it has forked ahead.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BecomeRank:
-    """What the process is from now on; comes with two descriptors, as `RunRank` gets them."""
-
-    spec: RankSetSpec
-    rank: int
-
 
 # From the fork server to its pytest process.
 
@@ -283,7 +270,5 @@ WATCHDOG: Final[dict[str, type[PositionQuestion]]] = {"PositionQuestion": Positi
 SUPERVISOR: Final[dict[str, type[RankMessage]]] = _by_name(RankMessage)
 FORK_CLIENT: Final[dict[str, type[ServerReply]]] = _by_name(ServerReply)
 FORK_SERVER: Final[dict[str, type[ServerRequest]]] = _by_name(ServerRequest)
-SPARE: Final[dict[str, type[BecomeRank]]] = {"BecomeRank": BecomeRank}
-SPARES_OWNER: Final[dict[str, type[BecomeRank]]] = {}
 
-Message = RankMessage | SupervisorMessage | ServerRequest | ServerReply | BecomeRank
+Message = RankMessage | SupervisorMessage | ServerRequest | ServerReply

@@ -154,9 +154,13 @@ def start_alone(_warm_starter):
 
 @pytest.fixture(scope="module")
 def start_by_variables(start_alone):
-    def start_by_variables(path, *arguments, rank="RANK", size="WORLD_SIZE", seeds=(), **variables):
-        variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), size: "2"}
-        own = [{rank: str(number)} for number in (0, 1)]
+    def start_by_variables(path, *arguments, seeds=(), **variables):
+        variables |= {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": "2",
+        }
+        own = [{"RANK": str(number)} for number in (0, 1)]
         for of_one, seed in zip(own, seeds, strict=False):
             of_one["PYTEST_ADDOPTS"] = f"--randomly-seed={seed}"
         return [start_alone(path, *arguments, **variables | of_one) for of_one in own]
@@ -418,13 +422,12 @@ def test_torchrun_writes_the_same_snapshots_as_forked_ranks(forked, tmp_path):
     assert snapshots(path) == snapshots(forked)
 
 
-def test_slurm_ranks_report_a_changed_snapshot_once(forked, start_by_variables, tmp_path):
+def test_launched_ranks_report_a_changed_snapshot_once(forked, start_by_variables, tmp_path):
     path = copied(forked, tmp_path / "project")
     file = path / "test_it.py"
     file.write_text(file.read_text().replace("for layer in model:", "for layer in model[:1]:"))
-    names = {"rank": "SLURM_PROCID", "size": "SLURM_NTASKS"}
-    leader, follower = map(end, start_by_variables(path, **names))
-    assert "rank 0 of 2 started by SLURM_PROCID and SLURM_NTASKS" in leader.out
+    leader, follower = map(end, start_by_variables(path))
+    assert "rank 0 of 2 started by RANK and WORLD_SIZE" in leader.out
     assert "comm_mode differs from snapshots/test_it/test_step.ws2.comm" in leader.out
     assert (leader.status, follower) == (1, Ended(1, "", ""))
     assert snapshots(path) == snapshots(forked)
@@ -670,17 +673,6 @@ def test_launched_ranks_run_where_forking_is_unsafe(start_by_variables, tmp_path
     assert set(snapshots(path)) == {"test_it/test_step.ws2.comm", "test_it/test_step.ws2.tree.comm"}
 
 
-OPEN_MPI = {"rank": "OMPI_COMM_WORLD_RANK", "size": "OMPI_COMM_WORLD_SIZE"}
-
-
-def test_processes_of_mpirun_are_the_ranks_of_one_session(start_by_variables, tmp_path):
-    path = project(tmp_path, STEP.format(marker="", marker_name=""))
-    leader, follower = map(end, start_by_variables(path, "--snapshot-update", **OPEN_MPI))
-    assert "rank 0 of 2 started by OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE" in leader.out
-    assert "2 snapshots generated." in leader.out
-    assert (leader.status, follower) == (0, Ended(0, "", ""))
-
-
 @pytest.mark.parametrize("arguments", [(), ("-n", "1"), ("--collect-only",), ("-k", "plain")])
 def test_processes_that_cannot_meet_write_nothing(start_alone, tmp_path, arguments):
     path = project(
@@ -689,7 +681,7 @@ def test_processes_that_cannot_meet_write_nothing(start_alone, tmp_path, argumen
         "@pytest.mark.distributed(3)\ndef test_other(): open('ran', 'w').close()",
         "def test_plain(): pass",
     )
-    variables = {OPEN_MPI["rank"]: "0", OPEN_MPI["size"]: "2"}
+    variables = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     ended = end(start_alone(path, *arguments, "--snapshot-update", **variables))
     assert not (path / "snapshots").exists()
     assert not (path / "ran").exists()
@@ -697,45 +689,10 @@ def test_processes_that_cannot_meet_write_nothing(start_alone, tmp_path, argumen
         assert ended.status in {pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERRUPTED}
         shown = ended.out if arguments else ended.err
         assert "process 0 of 2 that a launcher started" in shown
-        assert "mpirun -np 2 -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500" in shown
+        assert "sh -c 'RANK=$OMPI_COMM_WORLD_RANK" in shown
     else:
         # Nothing of this plugin's is run: as without it.
         assert (ended.status, ended.err) == (0, "")
-
-
-@pytest.mark.parametrize("flavour", ["openmpi", "mpich"])
-@pytest.mark.parametrize("has_address", [True, False])
-def test_mpirun_starts_one_session_or_none(tmp_path, flavour, has_address):
-    program = shutil.which(f"mpirun.{flavour}")
-    if program is None:
-        pytest.skip(f"needs mpirun.{flavour}")
-    path = project(tmp_path, STEP.format(marker="", marker_name=""))
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())} if has_address else {}
-    options = [
-        word
-        for name, text in address.items()
-        for word in (("-x", f"{name}={text}") if flavour == "openmpi" else ("-genv", name, text))
-    ]
-    command = [
-        program,
-        "-np",
-        "2",
-        *options,
-        running.PYTHON,
-        *PYTEST,
-        "--snapshot-update",
-        "--color=no",
-    ]
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    ended = end(start(path, command, **root))
-    if has_address:
-        assert ended.status == 0
-        assert ended.out.count("1 passed") == ended.out.count("snapshots generated.") == 1
-        assert len(snapshots(path)) == 2
-    else:
-        assert ended.status == pytest.ExitCode.USAGE_ERROR
-        assert "of 2 that a launcher started" in ended.err
-        assert not (path / "snapshots").exists()
 
 
 @pytest.mark.parametrize(

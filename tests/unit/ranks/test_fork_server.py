@@ -1,7 +1,6 @@
-"""What the fork server prepares for the next rank set while one runs."""
+"""The fork server, its directory and the connections of its ranks."""
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -9,13 +8,12 @@ import stat
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.options import DistributedSettings
-from pytest_fsdp_comm.ranks.start import fork_client, huge_pages
+from pytest_fsdp_comm.ranks.start import fork_client
 from pytest_fsdp_comm.ranks.wire.rank_set import RankSetSpec
 
 RANKS = 2
@@ -44,7 +42,7 @@ def server(tmp_path, monkeypatch):
 def start(server, tmp_path):
     connections = contextlib.ExitStack()
 
-    def start_set(name, spares, size=RANKS):
+    def start_set(name, size=RANKS):
         directory = tmp_path / name
         directory.mkdir()
         spec = RankSetSpec(
@@ -62,7 +60,7 @@ def start(server, tmp_path):
             basetemp=directory,
             echoes=(),
         )
-        started = server.fork_ranks(spec, spares=spares)
+        started = server.fork_ranks(spec)
         for pair in started.values():
             for connection in pair:
                 connections.enter_context(connection)
@@ -90,10 +88,6 @@ def children(server):
     return {int(pid) for pid in path.read_text().split()}
 
 
-def ranks(server):
-    return set(server.pids.values())
-
-
 def is_gone(pid):
     try:
         os.kill(pid, 0)
@@ -103,40 +97,6 @@ def is_gone(pid):
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-@linux
-def test_processes_forked_ahead_become_the_next_ranks(server, start):
-    start("first", spares=RANKS)
-    eventually(lambda: len(children(server)) == 2 * RANKS)
-    ahead = children(server) - ranks(server)
-    # The end of a set leaves them alone.
-    assert server.end_ranks(10) == {}
-    eventually(lambda: children(server) == ahead)
-    start("second", spares=1)
-    assert ranks(server) == ahead
-    # Where one more is needed than was expected, or one has died, others are forked.
-    eventually(lambda: len(children(server)) == RANKS + 1)
-    (spare,) = children(server) - ranks(server)
-    assert server.end_ranks(10) == {}
-    start("third", spares=1)
-    assert spare in ranks(server)
-    eventually(lambda: len(children(server)) == RANKS + 1)
-    (dead,) = children(server) - ranks(server)
-    os.kill(dead, signal.SIGKILL)
-    eventually(lambda: " Z " in Path(f"/proc/{dead}/stat").read_text())
-    assert server.end_ranks(10) == {}
-    start("fourth", spares=0)
-    assert children(server) == ranks(server)
-    assert dead not in ranks(server)
-
-
-@linux
-def test_none_is_forked_ahead_where_no_test_is_known_to_follow(server, start):
-    start("first", spares=0)
-    assert server.end_ranks(10) == {}
-    start("second", spares=0)
-    assert children(server) == ranks(server)
 
 
 @linux
@@ -192,62 +152,31 @@ def test_wherever_its_end_is_interrupted_no_directory_is_left(is_killed, tmp_pat
 
 @linux
 def test_connections_of_a_rank_end_with_it_while_others_live(server, start):
-    for name in ("forked", "forked ahead"):
-        connections = start(name, spares=RANKS)
-        eventually(lambda: len(children(server)) == 2 * RANKS)
-        os.kill(server.pids[0], signal.SIGKILL)
-        for connection in connections[0]:
-            connection.settimeout(30)
-            assert connection.recv(1) == b""
-        for connection in connections[1]:
-            connection.settimeout(0.0)
-            with pytest.raises(BlockingIOError):
-                connection.recv(1)
-        assert server.end_ranks(10) == {}
+    connections = start("forked")
+    os.kill(server.pids[0], signal.SIGKILL)
+    for connection in connections[0]:
+        connection.settimeout(30)
+        assert connection.recv(1) == b""
+    for connection in connections[1]:
+        connection.settimeout(0.0)
+        with pytest.raises(BlockingIOError):
+            connection.recv(1)
+    assert server.end_ranks(10) == {}
 
 
 @linux
 def test_the_pytest_process_has_two_open_files_for_each_rank(server, start, few_descriptors):
     few_descriptors(2 * 64 + 10, server._pid)
-    connections = start("many", spares=0, size=64)
+    connections = start("many", size=64)
     assert len(connections) == 64
     for pair in connections.values():
         for connection in pair:
             connection.close()
     assert server.end_ranks(10) == {}
     with pytest.raises(OSError, match="Too many open files"):
-        start("too many", spares=0, size=80)
+        start("too many", size=80)
     # Of which no connection is taken for one of the next ranks.
-    (connection, _), _ = start("few", spares=0).values()
+    (connection, _), _ = start("few").values()
     os.kill(server.pids[0], signal.SIGKILL)
     connection.settimeout(30)
     assert connection.recv(1) == b""
-
-
-def test_memory_is_moved_step_by_step_and_keeps_what_it_holds():
-    held = [bytes([number % 256]) * 4096 for number in range(2048)]
-    advised = sum(1 for _ in huge_pages.collapse_memory())
-    assert advised > 0
-    assert held == [bytes([number % 256]) * 4096 for number in range(2048)]
-
-
-@linux
-def test_whole_huge_pages_of_private_memory_are_moved(monkeypatch):
-    asked = []
-
-    class Advise:
-        def __call__(self, address, nbytes, advice):
-            asked.append((address, nbytes, advice))
-
-    monkeypatch.setattr(huge_pages.ctypes, "CDLL", lambda _: SimpleNamespace(madvise=Advise()))
-    held = (ctypes.c_char * (16 << 20))()
-    assert len(list(huge_pages.collapse_memory())) == len(asked)
-    # MADV_COLLAPSE is 25 in linux/mman.h.
-    assert {(address % (2 << 20), *rest) for address, *rest in asked} == {(0, 2 << 20, 25)}
-    first = ctypes.addressof(held)
-    assert sum(first <= address < first + (14 << 20) for address, _, _ in asked) == 7
-
-
-def test_without_linux_nothing_is_moved(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert list(huge_pages.collapse_memory()) == []

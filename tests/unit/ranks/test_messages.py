@@ -54,7 +54,6 @@ ROLES = {
     "fork client": (messages.FORK_CLIENT, messages.ServerReply),
     "fork server": (messages.FORK_SERVER, messages.ServerRequest),
     # Of one message, which a union cannot have.
-    "spare": (messages.SPARE, messages.BecomeRank | None),
 }
 ON_THE_STORE = typing.get_args(messages.StoreMessage)
 
