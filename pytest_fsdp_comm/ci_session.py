@@ -19,7 +19,7 @@ from pytest_fsdp_comm.reports.ci.outcomes import (
     UnusedFile,
 )
 from pytest_fsdp_comm.snapshots.failed_comparison import comparisons_of, first_line
-from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

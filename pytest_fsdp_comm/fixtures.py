@@ -12,7 +12,6 @@ import pytest
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.options import OBSERVER, OPTIONS
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
-from pytest_fsdp_comm.text.suggestions import NamedAttributes, shows_usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,10 +38,8 @@ def imported_by(items: Iterable[pytest.Item]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistInfo(NamedAttributes):
+class DistInfo:
     """Where in its process group a test runs."""
-
-    _called = "dist_info"
 
     rank: int
     """This rank, from 0."""
@@ -63,7 +60,6 @@ class MakeDeviceMesh:
         """Keep where the test runs."""
         self._dist_info = dist_info
 
-    @shows_usage("device_mesh", usage="device_mesh(dp=2, tp=-1)")
     def __call__(self, **axes: int) -> DeviceMesh:
         """Make a mesh of all ranks with named axes, e.g. ``device_mesh(dp=2, tp=2)``.
 

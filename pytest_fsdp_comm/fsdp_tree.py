@@ -15,12 +15,10 @@ from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles, list_states
 from pytest_fsdp_comm.sharding.expected_units import WrapExpectation, expect_units
 from pytest_fsdp_comm.snapshots.tree_text import format_profile
-from pytest_fsdp_comm.text.suggestions import NamedAttributes, shows_usage
-from pytest_fsdp_comm.tree.facts import tree_facts
+from pytest_fsdp_comm.tree.finding import FindingSettings
 from pytest_fsdp_comm.tree.findings.rules import compares_ranks, find_between_ranks
-from pytest_fsdp_comm.tree.findings.settings import FindingSettings
 from pytest_fsdp_comm.tree.model import ShardTree, dump_tree
-from pytest_fsdp_comm.tree.profile import TreeProfile, ranks_of_stages
+from pytest_fsdp_comm.tree.profile import TreeProfile, ranks_of_stages, tree_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,10 +26,8 @@ if TYPE_CHECKING:
     from torch import nn  # noqa: TID251  # for the type only
 
 
-class TreeFactory(NamedAttributes):
+class TreeFactory:
     """Makes the sharded tree of a model."""
-
-    _called = "fsdp_tree"
 
     def __init__(
         self,
@@ -51,7 +47,6 @@ class TreeFactory(NamedAttributes):
         """Short, since pytest shows it beside every failure of a test that has the fixture."""
         return "<TreeFactory>"
 
-    @shows_usage("fsdp_tree")
     def __call__(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
         """How the model is sharded now. Neither runs the model nor sends anything.
 
@@ -69,7 +64,6 @@ class TreeFactory(NamedAttributes):
             self._note(tree)
         return tree
 
-    @shows_usage("fsdp_tree.of_all_ranks")
     def of_all_ranks(self, model: nn.Module | Sequence[nn.Module]) -> ShardTree:
         """As a plain call, with a finding if the ranks' trees differ. Every rank must call it.
 
@@ -99,7 +93,6 @@ class TreeFactory(NamedAttributes):
         ]
         return replace(tree, findings=(*found, *tree.findings))
 
-    @shows_usage("fsdp_tree.expect")
     def expect(self, model: nn.Module | Sequence[nn.Module], policy: Any) -> WrapExpectation:
         """Compare the model's units with those that an auto-wrap policy would make.
 
@@ -112,7 +105,6 @@ class TreeFactory(NamedAttributes):
         """
         return expect_units(model, policy)
 
-    @shows_usage("fsdp_tree.show")
     def show(self, tree: ShardTree, file: TextIO | None = None) -> None:
         """Print a tree in columns, coloured on a terminal only.
 
@@ -130,7 +122,6 @@ class TreeFactory(NamedAttributes):
         color = target.isatty() and not os.environ.get("NO_COLOR")
         target.write(render_tree(tree, color=color) + "\n")
 
-    @shows_usage("fsdp_tree.save")
     def save(self, tree: ShardTree, path: str | os.PathLike[str]) -> None:
         """Write a tree to a file: as a page to look at, or as JSON for other tools.
 
@@ -160,7 +151,6 @@ class TreeFactory(NamedAttributes):
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
 
-    @shows_usage("fsdp_tree.states")
     def states(self, model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
         """All FSDP states below the model, of FSDP1 and FSDP2, each once.
 
@@ -172,7 +162,6 @@ class TreeFactory(NamedAttributes):
         """
         return list_states(model)
 
-    @shows_usage("fsdp_tree.handles")
     def handles(self, model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
         """All flat-parameter handles (FSDP1) and parameter groups (FSDP2) below the model.
 

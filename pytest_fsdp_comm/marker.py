@@ -38,7 +38,7 @@ from pytest_fsdp_comm.options import (
     show_problems,
 )
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.text.suggestions import closest, did_you_mean
+from pytest_fsdp_comm.text.words import closest, did_you_mean
 
 # What an argument of the marker may be, by name; `ranks` depend on the others.
 _PARSERS: Final[dict[str, Callable[[Any], Any]]] = {

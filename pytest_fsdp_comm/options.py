@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 import pytest
 
 from pytest_fsdp_comm.launch_environment import LaunchedRank, read_launched_rank
-from pytest_fsdp_comm.text.paths import anchor_of
-from pytest_fsdp_comm.tree.findings.settings import FindingSettings, parse_settings
+from pytest_fsdp_comm.text.words import anchor_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    from pytest_fsdp_comm.tree.finding import FindingSettings  # noqa: TC004  # costs 6 ms
 
 Backend = Literal["gloo", "nccl", "fake"]
 Scope = Literal["test", "module"]
@@ -154,6 +155,12 @@ def _parse_artifacts_dir(directory: Path) -> Path:
     return directory
 
 
+def _parse_findings(lines: Sequence[str]) -> FindingSettings:
+    from pytest_fsdp_comm.tree.findings.rules import parse_settings  # noqa: PLC0415  # few sessions need them
+
+    return parse_settings(lines)
+
+
 class Setting(NamedTuple):
     """How users set a field of `SessionOptions`."""
 
@@ -274,12 +281,12 @@ class SessionOptions:
         "directory of the communication snapshots, relative to the root directory",
         Path("snapshots"),
     )
-    findings: FindingSettings = _setting(
+    findings: FindingSettings | None = _setting(
         "fsdp_comm_findings=LINES",
-        parse_settings,
+        _parse_findings,
         "levels and thresholds of fsdp_tree's findings, one per line: 'split-tie = off', "
         "'small_nbytes = 4096'",
-        FindingSettings(),
+        None,
         "those of docs/fsdp-tree.md",
     )
 

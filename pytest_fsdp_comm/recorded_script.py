@@ -21,8 +21,8 @@ from pytest_fsdp_comm.recording.steps import StepRecorder, check_steps
 from pytest_fsdp_comm.sharding.capture import capture_tree
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.text.codec import from_json, to_json
-from pytest_fsdp_comm.text.paths import show_path
-from pytest_fsdp_comm.tree.facts import TreeFacts, tree_facts
+from pytest_fsdp_comm.text.words import show_path
+from pytest_fsdp_comm.tree.profile import TreeFacts, tree_facts
 from pytest_fsdp_comm.tree.profile import merge as merge_trees
 
 if TYPE_CHECKING:

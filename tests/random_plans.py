@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_fsdp_comm.sharding.capture import capture_tree
 from pytest_fsdp_comm.text.codec import to_json
-from pytest_fsdp_comm.tree.facts import tree_facts
+from pytest_fsdp_comm.tree.profile import tree_facts
 
 TIMES = int(os.environ.get("RANDOM_PLANS_TIMES", "1"))
 EXAMPLES = {2: 15 * TIMES, 4: 15 * TIMES, 8: 4 * TIMES}

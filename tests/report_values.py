@@ -9,8 +9,8 @@ from pytest_fsdp_comm.reports.html.timeline import timeline_of
 from pytest_fsdp_comm.reports.html.values import Compared, Record, Result
 from pytest_fsdp_comm.snapshots.comm_text import format_profile
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
-from pytest_fsdp_comm.tree.layout import AxisPlacement
 from pytest_fsdp_comm.tree.model import (
+    AxisPlacement,
     ModuleNode,
     ParameterNode,
     Precision,

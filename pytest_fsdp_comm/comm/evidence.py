@@ -18,7 +18,7 @@ class Evidence:
     thawed: frozenset[str] = frozenset()
     """Those of which some parameters are trainable now that were frozen."""
     policies: Mapping[str, str]
-    """As `tree.facts.policy_change` words it, of those with another policy after forward."""
+    """As `tree.profile.policy_change` words it, of those with another policy after forward."""
     new_roots: frozenset[str] = frozenset()
     is_other_dtype: bool = False
     is_other_policy: bool = False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, SupportsIndex
 from pytest_fsdp_comm.comm.events import COLLECTIVE_KINDS, ROOT_FQN, Collective, Phase
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.text.fqn import NO_MODULE, escape, fold_fqns, matcher
-from pytest_fsdp_comm.text.suggestions import closest, did_you_mean
+from pytest_fsdp_comm.text.words import closest, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -26,9 +26,8 @@ from pytest_fsdp_comm.snapshots.names import (
     read_basename,
 )
 from pytest_fsdp_comm.snapshots.sources import read_module
-from pytest_fsdp_comm.text.counts import counted
-from pytest_fsdp_comm.text.paths import anchor_of, show_path
 from pytest_fsdp_comm.text.rank_lists import name_ranks
+from pytest_fsdp_comm.text.words import anchor_of, counted, show_path
 
 if TYPE_CHECKING:
     import argparse

@@ -20,8 +20,7 @@ from pytest_fsdp_comm.snapshots.audit import (
     snapshot_files,
 )
 from pytest_fsdp_comm.text.codec import from_json
-from pytest_fsdp_comm.text.counts import counted
-from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.text.words import counted, show_path
 
 if TYPE_CHECKING:
     import argparse

@@ -16,7 +16,7 @@ from pytest_fsdp_comm.reports.html.values import Compared, Record, Result, Run
 from pytest_fsdp_comm.run_report.writing import write_report
 from pytest_fsdp_comm.snapshots.artifacts import EXPECTED, RECEIVED
 from pytest_fsdp_comm.snapshots.differences import kind_of
-from pytest_fsdp_comm.text.counts import counted
+from pytest_fsdp_comm.text.words import counted
 
 if TYPE_CHECKING:
     import argparse

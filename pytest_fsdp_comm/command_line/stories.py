@@ -17,8 +17,8 @@ from pytest_fsdp_comm.reports.html.sides import cost_rows
 from pytest_fsdp_comm.snapshots.differences import evidence_of, explain_profiles
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.names import read_basename
-from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
+from pytest_fsdp_comm.text.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -13,7 +13,7 @@ from pytest_fsdp_comm.command_line.project import find_project
 from pytest_fsdp_comm.command_line.terminal import SAME
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.names import SUFFIX, basename, written_module
-from pytest_fsdp_comm.text.paths import anchor_of, show_path
+from pytest_fsdp_comm.text.words import anchor_of, show_path
 
 if TYPE_CHECKING:
     import argparse

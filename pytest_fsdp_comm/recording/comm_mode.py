@@ -28,9 +28,8 @@ from pytest_fsdp_comm.recording.owners.attribution import BackwardMap
 from pytest_fsdp_comm.recording.owners.module_names import parts_of
 from pytest_fsdp_comm.recording.rank_files import RankFiles
 from pytest_fsdp_comm.recording.recorder import Recorder
-from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
-from pytest_fsdp_comm.text.suggestions import NamedAttributes, shows_usage
+from pytest_fsdp_comm.text.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from pytest_fsdp_comm.recording.recorder import RecordedBlock
 
 
-class CommMode(CommDebugAnswers, NamedAttributes):
+class CommMode(CommDebugAnswers):
     """Record the communication of a block of code.
 
     ``with comm_mode(model):`` names modules relative to ``model``; bare ``with comm_mode:`` names
@@ -55,8 +54,6 @@ class CommMode(CommDebugAnswers, NamedAttributes):
     root. What other threads send is recorded without an owner. The result stays after the block;
     entering again starts over.
     """
-
-    _called = "comm_mode"
 
     def __init__(
         self,
@@ -89,7 +86,6 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         self._backward: BackwardMap | None = None
         self._roots: tuple[weakref.ref[nn.Module], ...] = ()
 
-    @shows_usage("comm_mode")
     def __call__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -320,7 +316,6 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         profiles = gather_alike(self._gather, "comm_mode", nameless)
         return merge(profiles, ranks=self._ranks or self.profile.recorded_ranks)
 
-    @shows_usage("comm_mode.save")
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what all ranks recorded in the last block to one file. Every rank must call it.
 
@@ -352,7 +347,6 @@ class CommMode(CommDebugAnswers, NamedAttributes):
             Path(name).write_text(write(recordings), encoding="utf-8")
 
     @contextlib.contextmanager
-    @shows_usage("comm_mode.saving")
     def saving(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -397,7 +391,6 @@ class CommMode(CommDebugAnswers, NamedAttributes):
                     arguments = (files, Path(path), self.recording.world_size, timeout_s)
                     threading.Thread(target=_write_of_ranks, args=arguments).start()
 
-    @shows_usage("comm_mode.counts")
     def counts(
         self,
         kind: str | None = None,
@@ -426,7 +419,6 @@ class CommMode(CommDebugAnswers, NamedAttributes):
         question = Question(kind=kind, phase=phase, owner=owner, axis=axis)
         return self._answer("counts", question, len)
 
-    @shows_usage("comm_mode.nbytes")
     def nbytes(
         self,
         kind: str | None = None,

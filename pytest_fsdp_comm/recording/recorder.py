@@ -75,8 +75,8 @@ from pytest_fsdp_comm.recording.value_dependence import (
     value_methods,
 )
 from pytest_fsdp_comm.recording.witness import Witness
-from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.fqn import escape
+from pytest_fsdp_comm.text.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.errors import RecordingError
-from pytest_fsdp_comm.text.counts import counted
+from pytest_fsdp_comm.text.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from pytest_fsdp_comm.errors import RecordingError, UnseenCollectivesWarning, printable
 from pytest_fsdp_comm.recording.active import patched
 from pytest_fsdp_comm.recording.script import ScriptEnded, optimizer_steps, run_script, too_short
-from pytest_fsdp_comm.text.counts import counted
+from pytest_fsdp_comm.text.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

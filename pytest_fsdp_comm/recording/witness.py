@@ -19,8 +19,8 @@ import torch
 from pytest_fsdp_comm.comm.events import Gap
 from pytest_fsdp_comm.recording.flight_recorder import issued_after, mark
 from pytest_fsdp_comm.recording.operations import UNKNOWN
-from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
+from pytest_fsdp_comm.text.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -8,7 +8,7 @@ from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.text.counts import shorten
+from pytest_fsdp_comm.text.words import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -17,7 +17,7 @@ from pytest_fsdp_comm.reports.html.values import Compared, Record, TreeView, Ver
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.explain import explain_result
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
-from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.text.words import show_path
 from pytest_fsdp_comm.tree.model import ShardTree
 
 if TYPE_CHECKING:

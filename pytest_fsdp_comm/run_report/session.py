@@ -18,8 +18,7 @@ from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.reports.ci.origin import Origin, read_origin
 from pytest_fsdp_comm.snapshots.failed_comparison import first_line
 from pytest_fsdp_comm.text.codec import dump_document, load_document
-from pytest_fsdp_comm.text.counts import shorten
-from pytest_fsdp_comm.text.paths import shell_word, show_path
+from pytest_fsdp_comm.text.words import shell_word, shorten, show_path
 
 if TYPE_CHECKING:
     from pytest_fsdp_comm.reports.html.values import Outcome, Result

@@ -17,16 +17,13 @@ from torch.nn.parameter import UninitializedParameter
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.recording.mesh_axes import own_world
 from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
-from pytest_fsdp_comm.sharding.ddp import read_ddp
-from pytest_fsdp_comm.sharding.dtensor import dtensor_meshes, read_placements
-from pytest_fsdp_comm.sharding.fsdp1 import fsdp1_states, read_fsdp1
 from pytest_fsdp_comm.sharding.fsdp2 import fsdp2_meshes, fsdp2_states, read_fsdp2
-from pytest_fsdp_comm.sharding.mesh import AxisNames
-from pytest_fsdp_comm.sharding.units import hold
+from pytest_fsdp_comm.sharding.units import AxisNames, dtensor_meshes, hold, read_placements
 from pytest_fsdp_comm.sharding.walk import visit_modules
+from pytest_fsdp_comm.sharding.wrappers import fsdp1_states, read_ddp, read_fsdp1
 from pytest_fsdp_comm.text.fqn import ROOT_TEXT, natural_key
+from pytest_fsdp_comm.tree.finding import FindingSettings
 from pytest_fsdp_comm.tree.findings.rules import find
-from pytest_fsdp_comm.tree.findings.settings import FindingSettings
 from pytest_fsdp_comm.tree.model import ParameterNode, ShardTree
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from pytest_fsdp_comm.recording.operations import joined_dtypes
 from pytest_fsdp_comm.recording.owners.fsdp import groups_of_state
-from pytest_fsdp_comm.sharding.dtensor import read_placements
 from pytest_fsdp_comm.sharding.units import (
     UNGATHERED,
     ReadUnit,
     hold,
     private_names,
+    read_placements,
     shown_dtype,
 )
 from pytest_fsdp_comm.tree.model import Precision
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from pytest_fsdp_comm.sharding.mesh import AxisNames
-    from pytest_fsdp_comm.sharding.units import HeldParameter
+    from pytest_fsdp_comm.sharding.units import AxisNames, HeldParameter
     from pytest_fsdp_comm.sharding.walk import Visit
     from pytest_fsdp_comm.tree.model import ShardUnit, UnitKind
 

@@ -1,24 +1,124 @@
-"""What the readers of FSDP2, FSDP1 and DDP hand over: units and the parameters that they hold."""
+"""What the readers of FSDP2, FSDP1 and DDP share: names of axes, placements, units, parameters."""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import (
+    # Private: FSDP over a dimension that tensor parallelism splits too (same in torch 2.7, 2.13 and
+    # 2.15).
+    _StridedShard,
+)
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.sharding.dtensor import local_tensor
+from pytest_fsdp_comm.comm.mesh import MeshAxis, axis_of, merge_axes
+from pytest_fsdp_comm.errors import printable
+from pytest_fsdp_comm.recording.mesh_axes import GroupNames
 from pytest_fsdp_comm.sharding.walk import Slot
-from pytest_fsdp_comm.tree.model import ParameterNode, Precision, ShardUnit
+from pytest_fsdp_comm.tree.model import AxisPlacement, ParameterNode, Precision, ShardUnit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
 
-    from pytest_fsdp_comm.tree.layout import AxisPlacement
+    from pytest_fsdp_comm.sharding.walk import Visit
+
+
+class AxisNames:
+    """Name the axes of all meshes of one tree, and remember which were used."""
+
+    def __init__(self, meshes: Iterable[DeviceMesh]) -> None:
+        """Learn all axis names first, so that no name depends on the order of their use."""
+        self._groups = GroupNames()
+        self._used: set[MeshAxis] = set()
+        for mesh in meshes:
+            # torch 2.7 answers so for the groups of a mesh that outlived its process group; named
+            # axes need no groups.
+            with contextlib.suppress(TypeError):
+                self._groups.learn_mesh(mesh)
+
+    @property
+    def used(self) -> tuple[MeshAxis, ...]:
+        """The axes that were used, sorted by name."""
+        return merge_axes(self._used)
+
+    def of_mesh(self, mesh: DeviceMesh, dim: int) -> MeshAxis:
+        """The axis that a dimension of a mesh is."""
+        if not mesh.mesh_dim_names:
+            return self.of_group(mesh.get_group(dim))
+        axis = axis_of(printable(mesh.mesh_dim_names[dim]), _ranks_along(mesh, dim))
+        self._used.add(axis)
+        return axis
+
+    def of_group(self, group: dist.ProcessGroup) -> MeshAxis:
+        """The axis that a process group is."""
+        axis = self._groups.axis(self._groups.note(group))
+        self._used.add(axis)
+        return axis
+
+
+def _ranks_along(mesh: DeviceMesh, dim: int) -> Sequence[int]:
+    # RuntimeError: this rank is outside the mesh. The others: the mesh outlived its groups.
+    with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
+        return dist.get_process_group_ranks(mesh.get_group(dim))
+    # Groups keep their ranks in ascending order, whatever the order in the mesh.
+    return sorted(mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))[0].tolist())
+
+
+def replicate(axis: MeshAxis) -> AxisPlacement:
+    """Every rank along the axis keeps the same."""
+    return AxisPlacement(axis=axis.name, size=axis.size, kind="replicate", text="Replicate()")
+
+
+def dtensor_meshes(visit: Visit) -> Iterator[DeviceMesh]:
+    """The meshes of all parameters that are DTensors."""
+    for _, module in visit.layers():
+        own: Iterable[Any] = module._parameters.values()  # parameters() enters children
+        for parameter in own:
+            if isinstance(parameter, DTensor):
+                yield parameter.device_mesh
+
+
+def _local_tensor(tensor: DTensor) -> torch.Tensor:
+    """What this rank keeps of a DTensor."""
+    # The public to_local() dispatches a view, which a recorder that is running would see. Private,
+    # the same in torch 2.7, 2.13 and 2.15.
+    return tensor._local_tensor
+
+
+def read_placements(tensor: DTensor, axes: AxisNames) -> tuple[AxisPlacement, ...]:
+    """What each axis of a DTensor's mesh does to it."""
+    mesh = tensor.device_mesh
+    return tuple(
+        _axis_placement(placement, axes.of_mesh(mesh, dim), tensor.ndim)
+        for dim, placement in enumerate(tensor.placements)
+    )
+
+
+def _axis_placement(placement: Placement, axis: MeshAxis, ndim: int) -> AxisPlacement:
+    # Written out by hand: torch's own texts differ between versions ("Shard(dim=0)", "S(0)").
+    kind: Literal["shard", "strided_shard", "partial", "other"]
+    dim = None
+    if isinstance(placement, _StridedShard):  # first: a subclass of Shard in torch 2.7
+        kind, dim = "strided_shard", placement.dim % ndim
+        text = f"StridedShard({dim},{placement.split_factor})"
+    elif isinstance(placement, Shard):
+        kind, dim = "shard", placement.dim % ndim
+        text = f"Shard({dim})"
+    elif isinstance(placement, Replicate):
+        return replicate(axis)
+    elif isinstance(placement, Partial):
+        kind, text = "partial", f"Partial({placement.reduce_op})"
+    else:
+        kind, text = "other", f"{printable(type(placement).__name__)}()"
+    return AxisPlacement(axis=axis.name, size=axis.size, kind=kind, dim=dim, text=text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +170,7 @@ def hold(
     origin: object = None,
 ) -> HeldParameter:
     """Describe a parameter that is a plain tensor or a DTensor."""
-    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    local = _local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     node = ParameterNode(
         module=0,
         name="",

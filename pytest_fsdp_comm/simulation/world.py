@@ -9,25 +9,27 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 
 from pytest_fsdp_comm.recording.active import patched
 from pytest_fsdp_comm.recording.owners.stack import asks_for_user, find_call_site
 from pytest_fsdp_comm.recording.value_dependence import told_of_values
-from pytest_fsdp_comm.simulation.conversions import conversions
 from pytest_fsdp_comm.simulation.devices import cuda_on_cpu
 from pytest_fsdp_comm.simulation.values import (
     SimulatedTensors,
@@ -37,7 +39,7 @@ from pytest_fsdp_comm.simulation.values import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from pytest_fsdp_comm.errors import FsdpCommError
     from pytest_fsdp_comm.simulation.groups import RealGroups
@@ -48,6 +50,7 @@ _LEARN = "_propagate_tensor_meta_non_cached"  # read in torch 2.13
 _GATHERS = {"all_gather_object", "gather_object"}
 _OBJECTS = ("_object_to_tensor", "_tensor_to_object")  # read in torch 2.13 and 2.15
 _PIPELINES = "torch.distributed.pipelining."
+_COPY: Final[Callable[..., Any]] = torch.Tensor.__deepcopy__
 
 
 @contextlib.contextmanager
@@ -88,7 +91,7 @@ def simulated(
         # What is compiled sends what it sends as it is written, and the compiler's own tensors
         # without memory mix with no others.
         undo.enter_context(torch.compiler.set_stance("force_eager"))
-        undo.enter_context(patched(*conversions()))
+        undo.enter_context(patched(*_conversions()))
         tensors = _tensors(answers, shares)
         tensors.begin(groups)
         for name in _OBJECTS:
@@ -233,3 +236,78 @@ class LazyChunks(Sequence[torch.Tensor]):
         if whole and start >= whole:
             return self[0].new_empty(0)
         return self._tensor.narrow(self._dim, start, min(self._length, whole - start))
+
+
+def _conversions() -> Iterator[tuple[Any, str, Any]]:
+    """What Python makes of a simulated tensor: a copy, a text, an array, a file."""
+    # torch refuses some of it in words that name no cure, and takes memory for granted in the rest.
+    # Read in torch 2.13.
+    yield torch.Tensor, "__deepcopy__", _copied_as_it_is(_COPY)
+    yield FakeTensor, "__deepcopy__", _copied
+    yield FakeTensor, "__format__", _formatted
+    yield FakeTensor, "__reduce_ex__", _refuse
+    yield FakeTensor, "data_ptr", _refuse
+    yield FakeTensor, "numpy", _array
+    yield DataLoader, "__iter__", _in_this_process(DataLoader.__iter__)
+
+
+def _copied_as_it_is(copied: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(copied)
+    def run(own: torch.Tensor, memo: dict[int, Any]) -> Any:
+        # With memory, as what the mesh of a DTensor's state is made of.
+        with unset_fake_temporarily() if type(own) is torch.Tensor else contextlib.nullcontext():
+            return copied(own, memo)
+
+    return run
+
+
+def _copied(own: FakeTensor, memo: dict[int, Any]) -> Any:
+    if not own.is_leaf:
+        return _COPY(own, memo)  # which refuses
+    with torch.no_grad():
+        made = own.clone()
+    if isinstance(own, nn.Parameter):
+        made = nn.Parameter(made, own.requires_grad)
+    else:
+        made.requires_grad_(own.requires_grad)
+    memo[id(own)] = made
+    made.grad = copy.deepcopy(own.grad, memo)
+    return made
+
+
+def _formatted(own: FakeTensor, spec: str) -> str:
+    return format(own.detach().item() if own.dim() == 0 and spec else str(own), spec)
+
+
+def _array(own: FakeTensor, *, force: bool = False) -> Any:
+    del force
+    values = values_of(own.detach())
+    if isinstance(values, FakeTensor):
+        filler = values.flatten()[0].item() if values.numel() else 0  # answered, or refused
+        with unset_fake_temporarily():
+            values = torch.full(own.shape, filler, dtype=own.dtype, device="cpu")
+    with unset_fake_temporarily():
+        return values.numpy()
+
+
+def _refuse(*_: Any) -> Any:
+    raise SimulationError(
+        f"{find_call_site()} reads the memory of a tensor, as what writes a checkpoint does, and a "
+        "simulated one has none: leave that to code which the test does not run, or run the test "
+        "on real ranks, without simulate="
+    )
+
+
+def _in_this_process(iterate: Callable[..., Any]) -> Callable[..., Any]:
+    # A worker would have to send tensors through shared memory.
+    @functools.wraps(iterate)
+    def run(loader: DataLoader[Any]) -> Any:
+        settings = vars(loader)
+        kept = {name: settings[name] for name in ("num_workers", "timeout")}
+        settings.update(num_workers=0, timeout=0)
+        try:
+            return iterate(loader)
+        finally:
+            settings.update(kept)
+
+    return run

@@ -13,7 +13,7 @@ from pytest_fsdp_comm.snapshots.files import read_snapshot
 from pytest_fsdp_comm.snapshots.lines import OldFormatError
 from pytest_fsdp_comm.snapshots.names import SUFFIX, named_module, read_basename
 from pytest_fsdp_comm.snapshots.unused import CollectedModule
-from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,8 +17,7 @@ from pytest_fsdp_comm.snapshots.evidence import tree_evidence
 from pytest_fsdp_comm.text.fqn import name_owners
 from pytest_fsdp_comm.tree import diff as tree_diff
 from pytest_fsdp_comm.tree.diff import TreeChange
-from pytest_fsdp_comm.tree.facts import TreeFacts
-from pytest_fsdp_comm.tree.profile import TreeProfile
+from pytest_fsdp_comm.tree.profile import TreeFacts, TreeProfile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

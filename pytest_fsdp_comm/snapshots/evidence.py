@@ -6,12 +6,12 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from pytest_fsdp_comm.comm.evidence import Evidence
-from pytest_fsdp_comm.tree.facts import policy_change
+from pytest_fsdp_comm.tree.profile import policy_change
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts
+    from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts
 
 
 def tree_evidence(old: TreeFacts, new: TreeFacts) -> Evidence:

@@ -37,7 +37,7 @@ from pytest_fsdp_comm.snapshots.differences import (
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.failed_comparison import FAILED_COMPARISON, UNEXPLAINED
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
-from pytest_fsdp_comm.text.paths import shell_word, show_path
+from pytest_fsdp_comm.text.words import shell_word, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -25,12 +25,10 @@ from pytest_fsdp_comm.snapshots.failed_comparison import COMPARED, UNEXPLAINED
 from pytest_fsdp_comm.snapshots.files import read_snapshot, write_atomically
 from pytest_fsdp_comm.snapshots.lines import REMEDY, OldFormatError
 from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, written_module
-from pytest_fsdp_comm.text.paths import show_path
 from pytest_fsdp_comm.text.rank_lists import name_ranks
-from pytest_fsdp_comm.text.suggestions import closest, did_you_mean, shows_usage
-from pytest_fsdp_comm.tree.facts import tree_facts
+from pytest_fsdp_comm.text.words import closest, did_you_mean, show_path
 from pytest_fsdp_comm.tree.model import ShardTree
-from pytest_fsdp_comm.tree.profile import TreeProfile, merge
+from pytest_fsdp_comm.tree.profile import TreeProfile, merge, tree_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -292,7 +290,6 @@ class CommSnapshot(SnapshotAssertion):
         self._index: str | int = 0
         super().__post_init__()
 
-    @shows_usage("comm_snapshot", usage='comm_snapshot(name="second", allow_empty=True)')
     def __call__(
         self,
         *,

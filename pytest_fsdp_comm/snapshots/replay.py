@@ -17,7 +17,7 @@ from pytest_fsdp_comm.snapshots.extension import (
     CommSnapshotExtension,
     bind_extension,
 )
-from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Final, TypeGuard
 from urllib.parse import unquote
 
-from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

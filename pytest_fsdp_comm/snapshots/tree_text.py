@@ -21,9 +21,8 @@ from pytest_fsdp_comm.snapshots.records import (
 )
 from pytest_fsdp_comm.text.fqn import escape, unescape
 from pytest_fsdp_comm.text.rank_lists import ranks_or_empty_if_all, write_ranks
-from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
 from pytest_fsdp_comm.tree.model import Precision, UnitKind
-from pytest_fsdp_comm.tree.profile import TreeProfile
+from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile, UnitFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -32,8 +32,7 @@ from pytest_fsdp_comm.snapshots.unused import (
     stamp_of,
 )
 from pytest_fsdp_comm.text.codec import from_json, to_json
-from pytest_fsdp_comm.text.counts import counted
-from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.text.words import counted, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence

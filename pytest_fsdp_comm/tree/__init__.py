@@ -1,4 +1,1 @@
-"""How a model is sharded: units and parameters, as values that compare and can be written.
-
-`model.ShardTree`s come in; facts, differences and findings go out.
-"""
+"""How a model is sharded, as values: facts, differences and findings."""

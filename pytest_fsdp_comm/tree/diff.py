@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from pytest_fsdp_comm.comm.mesh import merge_axes, show_mesh
 from pytest_fsdp_comm.text.fqn import expand, fold_fqns, natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
-from pytest_fsdp_comm.tree.facts import policy_change
+from pytest_fsdp_comm.tree.profile import policy_change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
-    from pytest_fsdp_comm.tree.profile import TreeProfile
+    from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, TreeProfile, UnitFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

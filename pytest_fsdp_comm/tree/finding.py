@@ -1,15 +1,17 @@
-"""What is wrong with the wrapping of a model, as values and as text."""
+"""Findings about the wrapping of a model, as values and as text, and which a project wants."""
 
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from pytest_fsdp_comm.text.fqn import fold_fqns
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 
 Level = Literal["error", "warning"]
+RuleLevel = Literal["error", "warning", "off"]
 
 # What 80 columns leave of a line in the report of a failed test method.
 _WIDTH: Final = 66
@@ -94,3 +96,33 @@ def _wrap(text: str, *, indent: str) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """From which size on something is a finding."""
+
+    small_nbytes: int = 1 << 20
+    """What a collective costs, in bytes: its latency times the bandwidth of the link.
+
+    A unit that gathers less, and less than a sixteenth of the largest unit, is too small; a change
+    that adds collectives pays if it saves more bytes than this for each. 1 MiB by our choice, not
+    by a measurement: 20 us at 50 GB/s. Measure with nccl-tests on your machines, and set it.
+    """
+    large_nbytes: int = 4 << 30
+    """A larger unit is too large: 4 GiB by our choice, as prefetching holds two units at once."""
+    replicated_nbytes: int = 16 << 20
+    """A parameter that every rank holds whole is large from here on."""
+    padding_share: float = 0.1
+    """Padding of more than this share of a unit's all-gather is a finding."""
+    padding_nbytes: int = 64 << 10
+    """Padding of fewer bytes is none, whatever its share: 64 KiB by our choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindingSettings:
+    """What counts as a finding."""
+
+    levels: Mapping[str, RuleLevel] = field(default_factory=dict)
+    """Code -> level, where that is not the rule's own."""
+    thresholds: Thresholds = field(default_factory=Thresholds)

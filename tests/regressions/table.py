@@ -22,8 +22,7 @@ from pytest_fsdp_comm.fsdp_tree import TreeFactory
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
 from pytest_fsdp_comm.snapshots import comm_text, tree_text
-from pytest_fsdp_comm.tree.facts import tree_facts
-from pytest_fsdp_comm.tree.profile import merge
+from pytest_fsdp_comm.tree.profile import merge, tree_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -29,8 +29,8 @@ from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.recording.comm_mode import CommMode
 from pytest_fsdp_comm.recording.owners.module_names import ModuleNames
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_handles
-from pytest_fsdp_comm.tree.facts import tree_facts
 from pytest_fsdp_comm.tree.model import Precision, dump_tree, load_tree
+from pytest_fsdp_comm.tree.profile import tree_facts
 
 
 @contextlib.contextmanager

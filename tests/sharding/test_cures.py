@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm.sharding.capture import capture_tree
-from pytest_fsdp_comm.tree.findings.settings import FindingSettings, Thresholds
+from pytest_fsdp_comm.tree.finding import FindingSettings, Thresholds
 
 CPU = torch.device("cpu")
 ws2 = pytest.mark.distributed(world_size=2)

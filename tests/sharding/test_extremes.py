@@ -11,7 +11,7 @@ from torch import nn
 
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_states
-from pytest_fsdp_comm.tree.facts import tree_facts
+from pytest_fsdp_comm.tree.profile import tree_facts
 
 COUNT = 30_000
 

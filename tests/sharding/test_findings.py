@@ -23,8 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm.errors import RecordingError
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
+from pytest_fsdp_comm.tree.finding import FindingSettings, Thresholds
 from pytest_fsdp_comm.tree.findings.rules import RULES
-from pytest_fsdp_comm.tree.findings.settings import FindingSettings, Thresholds
 
 CPU = torch.device("cpu")
 

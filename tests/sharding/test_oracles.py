@@ -14,7 +14,7 @@ from torch.distributed.fsdp import _wrap_utils, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pytest_fsdp_comm.sharding.capture import capture_tree, list_states
-from pytest_fsdp_comm.tree.findings.settings import FindingSettings, Thresholds
+from pytest_fsdp_comm.tree.finding import FindingSettings, Thresholds
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,9 +13,8 @@ from pytest_fsdp_comm import RecordingError
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
 from pytest_fsdp_comm.sharding.capture import capture_tree
 from pytest_fsdp_comm.snapshots.tree_text import format_profile
-from pytest_fsdp_comm.tree.facts import tree_facts
 from pytest_fsdp_comm.tree.model import dump_tree, load_tree
-from pytest_fsdp_comm.tree.profile import fold, merge, ranks_of_stages
+from pytest_fsdp_comm.tree.profile import fold, merge, ranks_of_stages, tree_facts
 
 
 class Stage(nn.Module):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

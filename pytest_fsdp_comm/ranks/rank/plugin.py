@@ -29,8 +29,8 @@ from pytest_fsdp_comm.ranks.wire.messages import (
 )
 from pytest_fsdp_comm.ranks.wire.results import PhaseReport, WarningSeen
 from pytest_fsdp_comm.ranks.wire.subtest_reports import capture_subtests, is_subtest
-from pytest_fsdp_comm.text.paths import show_path
 from pytest_fsdp_comm.text.rank_lists import name_ranks
+from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
     import warnings

@@ -23,7 +23,7 @@ from torch import fx, nn
 
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.recording.active import OWN_CODES, TORCH_FILES
-from pytest_fsdp_comm.text.paths import show_path
+from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.text.counts import cut
+from pytest_fsdp_comm.text.words import cut
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.text.counts import counted, cut, shorten
+from pytest_fsdp_comm.text.words import counted, cut, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

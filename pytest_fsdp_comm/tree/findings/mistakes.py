@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from pytest_fsdp_comm.text.fqn import escape
 from pytest_fsdp_comm.text.nbytes import show_nbytes
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_ranks
-from pytest_fsdp_comm.tree.findings.rule import Case, rule
-from pytest_fsdp_comm.tree.findings.wrapping import GATHERING
+from pytest_fsdp_comm.tree.findings.wrapping import GATHERING, Case, rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
+from pytest_fsdp_comm.tree.finding import Finding, FindingSettings, RuleLevel, Thresholds
 from pytest_fsdp_comm.tree.findings import mistakes, waste
-from pytest_fsdp_comm.tree.findings.rule import Rule
-from pytest_fsdp_comm.tree.findings.wrapping import Wrapping
+from pytest_fsdp_comm.tree.findings.wrapping import Rule, Wrapping
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-    from pytest_fsdp_comm.tree.finding import Finding
-    from pytest_fsdp_comm.tree.findings.settings import FindingSettings
     from pytest_fsdp_comm.tree.model import ShardTree
 
 # First what makes training wrong, then what costs more than it needs; in order of declaration.
@@ -49,3 +48,42 @@ def compares_ranks(settings: FindingSettings) -> bool:
 def _apply(rule: Rule, subject: object, settings: FindingSettings) -> tuple[Finding, ...]:
     level = settings.levels.get(rule.code, rule.level)
     return () if level == "off" else tuple(rule.findings(subject, level))
+
+
+def parse_settings(lines: Iterable[str]) -> FindingSettings:
+    """Read the lines of ini ``fsdp_comm_findings``; ValueError says what is allowed."""
+    # A line sets the level of a code, or of `all`, or a threshold; later lines win.
+    codes = [rule.code for rule in RULES]
+    levels: dict[str, RuleLevel] = {}
+    thresholds: dict[str, Any] = {entry.name: entry.default for entry in fields(Thresholds)}
+    for line in filter(None, map(str.strip, lines)):
+        name, equals, value = (word.strip() for word in line.partition("="))
+        if equals and name in thresholds:
+            thresholds[name] = _threshold(name, value)
+        elif equals and name in (*codes, "all"):
+            if value not in get_args(RuleLevel):
+                raise ValueError(
+                    f"fsdp_comm_findings: {name}: expected one of {', '.join(get_args(RuleLevel))},"
+                    f" got {value!r}"
+                )
+            chosen = codes if name == "all" else [name]
+            levels.update(dict.fromkeys(chosen, cast("RuleLevel", value)))
+        else:
+            raise ValueError(
+                f"fsdp_comm_findings: cannot read {line!r}; expected '<code> = error|warning|off' "
+                f"with a code of {', '.join(codes)}, or all; or a threshold of "
+                f"{', '.join(thresholds)}, such as small_nbytes = 4096"
+            )
+    return FindingSettings(levels=levels, thresholds=Thresholds(**thresholds))
+
+
+def _threshold(name: str, value: str) -> int | float:
+    is_share = name == "padding_share"
+    try:
+        number = float(value) if is_share else int(value)
+    except ValueError:
+        number = -1
+    if number < 0:
+        kind = "a share such as 0.1" if is_share else "a whole number of bytes"
+        raise ValueError(f"fsdp_comm_findings: {name}: expected {kind}, got {value!r}")
+    return number

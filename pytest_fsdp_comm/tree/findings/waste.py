@@ -6,15 +6,16 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_comm.text.counts import counted
 from pytest_fsdp_comm.text.nbytes import show_nbytes
-from pytest_fsdp_comm.tree.findings.rule import Case, rule
+from pytest_fsdp_comm.text.words import counted
 from pytest_fsdp_comm.tree.findings.wrapping import (
+    Case,
     gathered_itemsize,
     gathers,
     is_negligible,
     reduced_nbytes,
     reductions,
+    rule,
 )
 
 if TYPE_CHECKING:

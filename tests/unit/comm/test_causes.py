@@ -27,8 +27,8 @@ from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.reports.headline import headline_of_steps
 from pytest_fsdp_comm.snapshots.evidence import tree_evidence
-from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
 from pytest_fsdp_comm.tree.model import Precision
+from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, UnitFacts
 
 UNITS = ("", *(f"layers.{number}" for number in range(3)))
 

@@ -15,8 +15,8 @@ from pytest_fsdp_comm.reports.html.pages import tree_page
 from pytest_fsdp_comm.reports.tree_rows import policy_words, tree_rows
 from pytest_fsdp_comm.reports.tree_terminal import render_tree
 from pytest_fsdp_comm.tree.finding import Finding
-from pytest_fsdp_comm.tree.layout import FlatRange
 from pytest_fsdp_comm.tree.model import (
+    FlatRange,
     ModuleNode,
     Precision,
     dump_tree,

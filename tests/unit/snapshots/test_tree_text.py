@@ -11,10 +11,15 @@ from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.errors import SnapshotFormatError
 from pytest_fsdp_comm.snapshots.tree_text import format_profile
 from pytest_fsdp_comm.tree.diff import TreeChange, compare, compare_trees
-from pytest_fsdp_comm.tree.facts import tree_facts
-from pytest_fsdp_comm.tree.layout import AxisPlacement
-from pytest_fsdp_comm.tree.model import ModuleNode, ParameterNode, Precision, ShardTree, ShardUnit
-from pytest_fsdp_comm.tree.profile import TreeProfile, fold, merge
+from pytest_fsdp_comm.tree.model import (
+    AxisPlacement,
+    ModuleNode,
+    ParameterNode,
+    Precision,
+    ShardTree,
+    ShardUnit,
+)
+from pytest_fsdp_comm.tree.profile import TreeProfile, fold, merge, tree_facts
 
 AXES = (
     MeshAxis(name="dp", size=2, dims=((2, 2),)),

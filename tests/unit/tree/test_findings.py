@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from pytest_fsdp_comm.tree.findings.rules import RULES
-from pytest_fsdp_comm.tree.findings.settings import FindingSettings, parse_settings
+from pytest_fsdp_comm.tree.finding import FindingSettings
+from pytest_fsdp_comm.tree.findings.rules import RULES, parse_settings
 
 
 def test_nothing_said_is_the_default():

@@ -5,8 +5,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from pytest_fsdp_comm.fsdp_tree import TreeFactory
-from pytest_fsdp_comm.tree.findings.rules import RULES
-from pytest_fsdp_comm.tree.findings.settings import Thresholds, parse_settings
+from pytest_fsdp_comm.tree.finding import Thresholds
+from pytest_fsdp_comm.tree.findings.rules import RULES, parse_settings
 from pytest_fsdp_comm.tree.model import ShardTree
 
 PAGE = (Path(__file__).parents[3] / "docs" / "fsdp-tree.md").read_text(encoding="utf-8")

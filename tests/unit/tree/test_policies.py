@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_fsdp_comm.text.nbytes import itemsize
-from pytest_fsdp_comm.tree.facts import UnitFacts, policy_change
+from pytest_fsdp_comm.tree.profile import UnitFacts, policy_change
 
 
 def unit(policy, kind="fsdp1", **changes):

@@ -6,8 +6,7 @@ import pytest
 
 from pytest_fsdp_comm.comm.mesh import MeshAxis
 from pytest_fsdp_comm.tree.diff import compare
-from pytest_fsdp_comm.tree.facts import ParameterFacts, TreeFacts, UnitFacts
-from pytest_fsdp_comm.tree.profile import merge
+from pytest_fsdp_comm.tree.profile import ParameterFacts, TreeFacts, UnitFacts, merge
 
 MESH = (MeshAxis(name="dp", size=2, dims=((2, 1),)),)
 

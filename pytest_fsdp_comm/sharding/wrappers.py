@@ -1,4 +1,4 @@
-"""Read FSDP1's units (``FullyShardedDataParallel``) from their flat parameters."""
+"""Read units that wrap modules: ``FullyShardedDataParallel``, and DDP with its ``replicate``."""
 
 # Note [Private names of FSDP1]
 # Run with torch 2.7.1, 2.13.0 and 2.15.0; tests/sharding/test_fsdp1.py fails when one moves.
@@ -17,17 +17,26 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from pytest_fsdp_comm.errors import printable
-from pytest_fsdp_comm.sharding.mesh import replicate
-from pytest_fsdp_comm.sharding.units import HeldParameter, ReadUnit, private_names, shown_dtype
-from pytest_fsdp_comm.tree.layout import FlatRange
-from pytest_fsdp_comm.tree.model import ParameterNode, Precision, ShardUnit
+from pytest_fsdp_comm.recording.owners.ddp import replicated_over
+from pytest_fsdp_comm.sharding.units import (
+    UNGATHERED,
+    HeldParameter,
+    ReadUnit,
+    hold,
+    private_names,
+    replicate,
+    shown_dtype,
+)
+from pytest_fsdp_comm.tree.model import FlatRange, ParameterNode, Precision, ShardUnit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_fsdp_comm.sharding.mesh import AxisNames
-    from pytest_fsdp_comm.sharding.walk import Visit
-    from pytest_fsdp_comm.tree.layout import AxisPlacement
+    from torch import nn
+
+    from pytest_fsdp_comm.sharding.units import AxisNames
+    from pytest_fsdp_comm.sharding.walk import Slot, Visit
+    from pytest_fsdp_comm.tree.model import AxisPlacement
 
 _RESHARDING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
@@ -168,3 +177,35 @@ def _starts(flat: Any) -> list[int]:
     # The last one is the end.
     padded = zip(starts, flat._is_padding_mask, strict=False)
     return [start for start, is_padding in padded if not is_padding]
+
+
+def read_ddp(visit: Visit, axes: AxisNames, taken: set[Slot]) -> Iterator[ReadUnit]:
+    """Read the units, in registration order; other units manage the `taken` parameters."""
+    for index, layer in visit.layers():
+        group = replicated_over(layer)
+        if group is not None:
+            axis = axes.of_group(group)
+            ignored: set[str] = getattr(layer, "parameters_to_ignore", set())
+            held = tuple(_read_replicated(index, visit, axis, taken, ignored))
+            kept = sum(entry.node.local_numel * entry.node.itemsize for entry in held)
+            unit = replace(UNGATHERED, modules=(index,), replicate_axis=axis, nbytes_kept=kept)
+            yield ReadUnit(unit=unit, held=held, state=layer)
+
+
+def _read_replicated(
+    top: int, visit: Visit, axis: Any, taken: set[Slot], ignored: set[str]
+) -> Iterator[HeldParameter]:
+    base = {top: ""}
+    found: dict[int, tuple[nn.Parameter, list[Slot]]] = {}
+    # Parents come before their children, so one pass sees the whole subtree.
+    for index, node in enumerate(visit.nodes[top:], start=top):
+        if index != top:
+            if node.parent not in base or node.alias_of is not None:
+                continue
+            base[index] = f"{base[node.parent]}{node.name}."
+        for name, parameter in visit.modules[index]._parameters.items():
+            slot = (index, name)
+            if parameter is not None and slot not in taken and base[index] + name not in ignored:
+                found.setdefault(id(parameter), (parameter, []))[1].append(slot)
+    for parameter, slots in found.values():
+        yield hold(parameter, (replicate(axis),), slots=tuple(slots))
