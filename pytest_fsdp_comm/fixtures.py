@@ -183,7 +183,10 @@ def comm_snapshot(request: pytest.FixtureRequest, snapshot: SnapshotAssertion) -
     from pytest_fsdp_comm.snapshots.extension import bind_snapshot  # noqa: PLC0415  # on first use only
 
     context = _context(request)
-    return bind_snapshot(snapshot, request.node, context.exchange if context else None)
+    if context is None:
+        return bind_snapshot(snapshot, request.node, None)
+    explains = context.rank == context.ranks[0]
+    return bind_snapshot(snapshot, request.node, context.exchange, explains=explains)
 
 
 def _context(request: pytest.FixtureRequest) -> RankContext | None:

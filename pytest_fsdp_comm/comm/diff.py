@@ -20,10 +20,8 @@ from pytest_fsdp_comm.comm.profile import (
     Site,
     Subject,
     alike_but,
-    restrict,
+    comparable,
     step_order,
-    without_activation_sizes,
-    without_async,
 )
 from pytest_fsdp_comm.text.fqn import natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
@@ -100,23 +98,6 @@ def _is_counterpart(step: Step) -> bool:
     if not isinstance(step, Replaced) or step.kind != "redistributed":
         return False
     return any(key.phase is Phase.BACKWARD for rows in step.rows.values() for key in rows)
-
-
-# Note [Comparable]: where the snapshot has all ranks, but only some were recorded now (the fake
-# backend), only these are compared. Where torch said on one side only which calls are asynchronous,
-# none are compared for that. Where sizes of activations are compared on one side only, that is a
-# change, and no size of any is another.
-
-
-def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommProfile]:
-    """Both sides as far as they are compared; see Note [Comparable]."""
-    if new.recorded_ranks and not old.recorded_ranks:
-        old = restrict(old, new.recorded_ranks)
-    if old.shows_async != new.shows_async:
-        old, new = without_async(old), without_async(new)
-    if old.sizes_activations != new.sizes_activations:
-        old, new = without_activation_sizes(old), without_activation_sizes(new)
-    return old, new
 
 
 def compare(old: CommProfile, new: CommProfile, evidence: Evidence | None = None) -> Comparison:

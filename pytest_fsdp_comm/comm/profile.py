@@ -416,6 +416,23 @@ def without_activation_sizes(profile: CommProfile) -> CommProfile:
     return replace(profile, rows=sort_rows(rows), sizes_activations=False)
 
 
+# Note [Comparable]: where the snapshot has all ranks, but only some were recorded now (the fake
+# backend), only these are compared. Where torch said on one side only which calls are asynchronous,
+# none are compared for that. Where sizes of activations are compared on one side only, that is a
+# change, and no size of any is another.
+
+
+def comparable(old: CommProfile, new: CommProfile) -> tuple[CommProfile, CommProfile]:
+    """Reduce a snapshot and a recording to what both have; see Note [Comparable]."""
+    if new.recorded_ranks and not old.recorded_ranks:
+        old = restrict(old, new.recorded_ranks)
+    if old.shows_async != new.shows_async:
+        old, new = without_async(old), without_async(new)
+    if old.sizes_activations != new.sizes_activations:
+        old, new = without_activation_sizes(old), without_activation_sizes(new)
+    return old, new
+
+
 def alike_but(calls: Iterable[Calls], **changes: Any) -> tuple[Calls, ...]:
     """Calls with something changed; those that it makes alike become one."""
     counts: Counter[Calls] = Counter()

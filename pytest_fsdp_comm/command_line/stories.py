@@ -9,8 +9,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, cast
 
 from pytest_fsdp_comm.comm.cost import cost_of_change
-from pytest_fsdp_comm.comm.diff import comparable
-from pytest_fsdp_comm.comm.profile import CommProfile
+from pytest_fsdp_comm.comm.profile import CommProfile, comparable
 from pytest_fsdp_comm.command_line.documents import NOWHERE
 from pytest_fsdp_comm.reports.explanation import CURE
 from pytest_fsdp_comm.reports.html.sides import cost_rows

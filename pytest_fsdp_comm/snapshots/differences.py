@@ -52,20 +52,33 @@ def explain_profiles(
         case CommProfile() as old, CommProfile() as new:
             found = comm_diff.compare(old, new, evidence)
             explanation = render_comparison(found, snapshot=where, accept=accept, notes=new.notes)
-            explanation = _with_versions(_within_scope(explanation, old, new), old, new)
             return Difference(
-                explanation=explanation, changes=found.changes, text=headline_of_steps(found)
+                explanation=_within_scope(explanation, old, new),
+                changes=found.changes,
+                text=headline_of_steps(found),
             )
         case TreeProfile() as old, TreeProfile() as new:
             changes = tree_diff.compare(old, new)
             explanation = render_tree_changes(changes, snapshot=where, accept=accept)
-            return Difference(explanation=_with_versions(explanation, old, new), changes=changes)
+            return Difference(explanation=_within_scope(explanation, old, new), changes=changes)
     compared = "comm_mode" if isinstance(new, CommProfile) else "fsdp_tree"
     text = f"a snapshot of kind {kind_of(old)!r}, not {kind_of(new)!r}"
     cure = [f"{ACCEPT}{accept}"] if accept else []
     lines = (f"{compared} differs from {where}", f"  {text}", *cure)
     explanation = FailureText(short=lines, full=lines, compared=compared, snapshot=where)
     return Difference(explanation=explanation, text=text)
+
+
+def head_of(sides: tuple[Profile, Profile], *, where: str) -> FailureText:
+    """The first line of what `explain_profiles` says, and how to compare as the file was written.
+
+    Ranks that do not explain raise it, so that their failures are known to be the same.
+    """
+    old, new = sides
+    compared = "comm_mode" if isinstance(new, CommProfile) else "fsdp_tree"
+    lines = (f"{compared} differs from {where}",)
+    head = FailureText(short=lines, full=lines, compared=compared, snapshot=where)
+    return _within_scope(head, old, new)
 
 
 def kind_of(profile: Profile) -> Literal["comm", "tree"]:
@@ -118,16 +131,19 @@ def _compared(row: Row) -> tuple[str | None, RowKey, tuple[int, ...], tuple[Call
     return row.owner, row.key, row.ranks, row.calls
 
 
-def _with_versions(explanation: FailureText, old: Profile, new: Profile) -> FailureText:
-    """Say in the first line if another torch recorded the snapshot."""
-    was, now = (one.torch_version.partition("+")[0] for one in (old, new))
-    if not was or not now or was == now:
+def _within_scope(explanation: FailureText, was: Profile, now: Profile) -> FailureText:
+    """Say in the first line what limits the comparison: another torch, sizes left out."""
+    if kind_of(was) != kind_of(now):
         return explanation
-    return explanation.within(f"recorded with torch {was}, this is {now}")
+    if isinstance(was, CommProfile) and isinstance(now, CommProfile):
+        explanation = _within_sizes(explanation, was, now)
+    old, new = (one.torch_version.partition("+")[0] for one in (was, now))
+    if not old or not new or old == new:
+        return explanation
+    return explanation.within(f"recorded with torch {old}, this is {new}")
 
 
-def _within_scope(explanation: FailureText, was: CommProfile, now: CommProfile) -> FailureText:
-    """Say in the first line where sizes of activations are not compared."""
+def _within_sizes(explanation: FailureText, was: CommProfile, now: CommProfile) -> FailureText:
     option = "activation_nbytes=False"
     if was.sizes_activations and now.sizes_activations:
         return explanation

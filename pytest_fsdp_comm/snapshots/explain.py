@@ -32,6 +32,7 @@ from pytest_fsdp_comm.snapshots.differences import (
     call_sites,
     evidence_of,
     explain_profiles,
+    head_of,
     headline_of_values,
 )
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
@@ -99,7 +100,7 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
         del item.stash[UNEXPLAINED]
     accept, differences = _explain(assertion, results)
     for name, result in results.items():
-        if result.exception is None:
+        if result.exception is None and assertion.explains:
             _keep(assertion.extension, result, differences[name].explanation)
     failures = [
         Failure(
@@ -118,7 +119,7 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
         below="\n".join(shown.below),
         comparisons=Comparisons(
             files=(),
-            headline=headline_of_values(differences),
+            headline=headline_of_values(differences) if assertion.explains else "",
             story=tuple(line for line in everything.lines if not line.startswith(ACCEPT)),
             told=tuple(line for one in failures for line in one.explanation.told),
             cost=tuple(line.strip() for one in failures for line in one.explanation.cost),
@@ -149,15 +150,27 @@ def explain_result(
     return explanation.full, "\n".join(explanation.told) or headline_of_values(differences)
 
 
+def _difference(
+    assertion: CommSnapshot, name: str, sides: tuple[Profile, Profile], where: str, accept: str
+) -> Difference:
+    """Why a value of the last comparison differs; found once, and by one rank."""
+    if not assertion.explains:
+        return Difference(explanation=head_of(sides, where=where))
+    if name not in assertion.differences:
+        # Trees of the same comparison are evidence for each of these values.
+        trees = [found for _, one in assertion.last_results for found in _compared_profiles(one)]
+        assertion.differences[name] = explain_profiles(
+            sides, where=where, evidence=evidence_of(trees), accept=accept
+        )
+    return assertion.differences[name]
+
+
 def _explain(
     assertion: CommSnapshot, results: Mapping[str, AssertionResult]
 ) -> tuple[str, dict[str, Difference]]:
     """The command that accepts these values of the last comparison; how they differ, by name."""
     item = assertion.test_location.item
     accept = _accept_command(item, list(results.values()))
-    # Trees of the same comparison are evidence for each of these values.
-    profiles = [found for _, one in assertion.last_results for found in _compared_profiles(one)]
-    evidence = evidence_of(profiles)
     differences = {}
     for name, result in results.items():
         where = show_path(Path(result.snapshot_location), item.config.rootpath)
@@ -172,9 +185,7 @@ def _explain(
             explanation = FailureText(short=lines, full=lines)
             differences[name] = Difference(explanation=explanation, text="no snapshot yet")
         for sides in _compared_profiles(result):
-            differences[name] = explain_profiles(
-                sides, where=where, evidence=evidence, accept=accept
-            )
+            differences[name] = _difference(assertion, name, sides, where, accept)
     return accept, differences
 
 

@@ -20,7 +20,7 @@ from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS
 from pytest_fsdp_comm.snapshots.artifacts import Artifacts
 from pytest_fsdp_comm.snapshots.completeness import check_completeness
-from pytest_fsdp_comm.snapshots.documents import SnapshotText
+from pytest_fsdp_comm.snapshots.documents import SnapshotText, body, differs
 from pytest_fsdp_comm.snapshots.failed_comparison import COMPARED, UNEXPLAINED
 from pytest_fsdp_comm.snapshots.files import read_snapshot, write_atomically
 from pytest_fsdp_comm.snapshots.lines import REMEDY, OldFormatError
@@ -28,7 +28,7 @@ from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, written_mod
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import closest, did_you_mean, show_path
 from pytest_fsdp_comm.tree.model import ShardTree
-from pytest_fsdp_comm.tree.profile import TreeProfile, merge, tree_facts
+from pytest_fsdp_comm.tree.profile import merge, tree_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from syrupy.assertion import AssertionResult
     from syrupy.location import PyTestLocation
 
+    from pytest_fsdp_comm.snapshots.differences import Difference
     from pytest_fsdp_comm.snapshots.documents import Profile
 
     # Exchanges text among the ranks of a test.
@@ -98,7 +99,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
                 f"{str(problem).removesuffix(REMEDY)}It is too large for a snapshot: compare "
                 "a part of the model, or fewer ranks"
             ) from None
-        if self._updates and _body(self._updated.setdefault(data.location, text)) != _body(text):
+        if self._updates and body(self._updated.setdefault(data.location, text)) != body(text):
             raise FsdpCommError(
                 f"{self._shown(data.location)} is compared twice in this test with different "
                 "recordings, and an update cannot write both; give each its own name: "
@@ -139,8 +140,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def matches(self, *, serialized_data: Any, snapshot_data: Any) -> bool:
         """Compare what counts; exactly when updating, so that an update also refreshes a file."""
         old: SnapshotText = snapshot_data
-        # The first line names versions: a change of it alone is no difference.
-        if _body(serialized_data) == _body(old):
+        if body(serialized_data) == body(old):
             return True
         # Whatever follows, a file that is broken is neither overwritten nor compared.
         reviewed = old.profile
@@ -149,11 +149,11 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         if self._updates and not is_partial:
             return False
         # What was replayed is plain text (see Note [Replay]).
-        if not isinstance(serialized_data, SnapshotText):
-            serialized_data = SnapshotText(serialized_data, where=_RECORDING)
-        new = serialized_data.profile
-        is_same = not _differ(reviewed, new)
-        if self._updates and not is_same and has_further_ranks(reviewed, new):
+        new = serialized_data
+        if not isinstance(new, SnapshotText):
+            new = SnapshotText(new, where=_RECORDING)
+        is_same = not differs(old, new)
+        if self._updates and not is_same and has_further_ranks(reviewed, new.profile):
             whole = name_ranks(reviewed.recorded_ranks) if reviewed.recorded_ranks else "all ranks"
             raise FsdpCommError(
                 f"{old.lines.where} was recorded on {whole} and differs from what this update "
@@ -237,20 +237,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
 
     def diff_lines(self, serialized_data: Any, snapshot_data: Any) -> Iterator[str]:
         """The lines that differ, below the explanation; the first line is not compared."""
-        yield from super().diff_lines(_body(serialized_data), _body(snapshot_data))
-
-
-def _differ(old: Profile, new: Profile) -> bool:
-    # Imported where texts differ: these are a third of all that this package imports.
-    from pytest_fsdp_comm.comm import diff as comm_diff  # noqa: PLC0415  # see above
-    from pytest_fsdp_comm.tree import diff as tree_diff  # noqa: PLC0415  # see above
-
-    match old, new:
-        case CommProfile(), CommProfile():
-            return bool(comm_diff.compare(old, new).changes)
-        case TreeProfile(), TreeProfile():
-            return bool(tree_diff.compare(old, new))
-    return True
+        yield from super().diff_lines(body(serialized_data), body(snapshot_data))
 
 
 def _are_named(value: object) -> TypeGuard[Mapping[str, object]]:
@@ -267,10 +254,6 @@ def _shown_type(value: object) -> str:
     return "an empty dict" if not value else f"a dict with the keys {list(value)!r:.80}"
 
 
-def _body(text: str) -> str:
-    return text.partition("\n")[2]
-
-
 def bind_extension(item: pytest.Item, gather: Gather | None = None) -> type[CommSnapshotExtension]:
     """What an assertion makes its extension from; without `gather`, for one process."""
     # syrupy calls it without arguments when the assertion first needs the extension; all that it
@@ -285,6 +268,10 @@ class CommSnapshot(SnapshotAssertion):
         """Begin with the first comparison."""
         self.last_results: tuple[tuple[str, AssertionResult], ...] = ()
         """What came of the last comparison, by the values' names; ``""`` for one without."""
+        self.explains = True
+        """Whether this rank says why a comparison failed; the others only that it did."""
+        self.differences: dict[str, Difference] = {}
+        """Why values of the last comparison differ, by name, once that was asked."""
         self._comparisons = 0
         self._changes = _Comparison()
         self._index: str | int = 0
@@ -354,6 +341,7 @@ class CommSnapshot(SnapshotAssertion):
         """
         # `serialize` refuses an empty dict, and one whose keys cannot be names.
         values: Mapping[str, object] = other if _are_named(other) else {"": other}
+        self.differences = {}
         try:
             self.last_results = tuple(
                 (key, self._compare(key, value)) for key, value in values.items()
@@ -392,13 +380,15 @@ class CommSnapshot(SnapshotAssertion):
 
 
 def bind_snapshot(
-    snapshot: SnapshotAssertion, item: pytest.Item, gather: Gather | None
+    snapshot: SnapshotAssertion, item: pytest.Item, gather: Gather | None, *, explains: bool = True
 ) -> CommSnapshot:
     """Make an assertion for ``comm_mode`` and ``fsdp_tree(model)``, with syrupy's options."""
-    return CommSnapshot(
+    assertion = CommSnapshot(
         session=snapshot.session,
         extension_class=bind_extension(item, gather),
         test_location=snapshot.test_location,
         update_snapshots=snapshot.update_snapshots,
         update_new_snapshots_only=snapshot.update_new_snapshots_only,
     )
+    assertion.explains = explains
+    return assertion

@@ -31,6 +31,9 @@ COMPARED: Final = pytest.StashKey[dict[str, None]]()
 # pytest sends attributes along from ranks and workers.
 _HEADLINE: Final = "comm_headline"
 
+# The attribute of a failed comparison's report with what all ranks say of it, though one explains.
+DIFFERS: Final = "comm_differs"
+
 
 # The attribute of a report that has what the test compared: `Comparisons` as JSON.
 _COMPARISONS: Final = "comm_comparisons"
@@ -65,8 +68,9 @@ def add_to_report(item: pytest.Item, report: pytest.TestReport) -> None:
     leads = bool(failed.lines) or crash.message.removeprefix("AssertionError: ").startswith(
         "assert "
     )
+    vars(report)[DIFFERS] = failed.first_line if leads else crash.message.partition("\n")[0]
     vars(report)[_HEADLINE] = failed.comparisons.headline if leads else ""
-    if leads:
+    if leads and failed.comparisons.headline:
         crash.message = failed.comparisons.headline
     below = "\n".join((*failed.lines, *filter(None, [failed.below])))
     if below:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from pytest_fsdp_comm.comm.mesh import merge_axes, show_mesh
 from pytest_fsdp_comm.text.fqn import expand, fold_fqns, natural_key
 from pytest_fsdp_comm.text.rank_lists import name_ranks, write_ranks
-from pytest_fsdp_comm.tree.profile import policy_change
+from pytest_fsdp_comm.tree.profile import comparable, policy_change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -45,10 +45,8 @@ _Fact = TypeVar("_Fact")
 
 def compare(old: TreeProfile, new: TreeProfile) -> tuple[TreeChange, ...]:
     """Compare a snapshot with what was captured; empty if nothing differs."""
-    # Where the snapshot has all ranks, but only some were recorded now (the fake backend), only
-    # these are compared. Where ranks differ among themselves, each change says which ranks have it.
-    if new.recorded_ranks and not old.recorded_ranks:
-        old = old.restricted(new.recorded_ranks)
+    # Where ranks differ among themselves, each change says which ranks have it.
+    old = comparable(old, new)
     changes: list[TreeChange] = []
     if old.recorded_ranks != new.recorded_ranks:
         ranks = [write_ranks(at.recorded_ranks) or "all" for at in (old, new)]

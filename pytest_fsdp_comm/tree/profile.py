@@ -174,6 +174,12 @@ class TreeProfile:
         )
 
 
+def comparable(old: TreeProfile, new: TreeProfile) -> TreeProfile:
+    """Reduce a snapshot of all ranks to those that were recorded now (the fake backend)."""
+    is_part = new.recorded_ranks and not old.recorded_ranks
+    return old.restricted(new.recorded_ranks) if is_part else old
+
+
 def fold(tree: ShardTree) -> TreeProfile:
     """Select from one rank's tree what is compared."""
     return merge(

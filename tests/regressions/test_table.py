@@ -20,6 +20,7 @@ from regressions.table import both_sides, record, told, write
 
 from pytest_fsdp_comm.comm.diff import compare
 from pytest_fsdp_comm.comm.json import dump_recordings
+from pytest_fsdp_comm.snapshots.documents import SnapshotText, differs
 
 DIRECTORY = os.environ.get("FSDP_COMM_TABLE")
 CASES = TABLE.cases
@@ -43,6 +44,10 @@ def check(comm_mode, name):
     if DIRECTORY and dist.get_rank() == 0:
         leave(case, texts, new.recording)
     assert bool(compare(old.comm, new.comm).changes) != case.is_silent
+    old_text, new_text = (
+        SnapshotText(texts[name], where=name) for name in ("old.comm", "new.comm")
+    )
+    assert differs(old_text, new_text) != case.is_silent
     assert compare(new.comm, new.comm).changes == ()
     lines = {
         title: told(compare(before, after))[0]

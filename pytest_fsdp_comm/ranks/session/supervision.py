@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 # Once a rank has failed, the others fail within a second of it (their connections close) or hang.
 GRACE_S = 1.0
+# After a comparison that failed on all ranks, the one that explains it takes longer.
+_EXPLAINING_S = 20.0
 _POLL_S = 0.05
 _DUMP_S = 1.0
 # A thread of the rank answers as soon as it gets the GIL, and a processor: ranks may share few.
@@ -173,7 +175,9 @@ class Supervision:
             if first_failure is None and has_failed:
                 first_failure = now
                 self._note_survivors()
-            if first_failure is not None and now > first_failure + GRACE_S:
+            is_odd = any(result.has_failed_alone for result in results)
+            grace_s = GRACE_S if is_odd else _EXPLAINING_S
+            if first_failure is not None and now > first_failure + grace_s:
                 self._stop(Stopped.AFTER_FAILURE)
                 break
             after_s = now - started_at
@@ -265,8 +269,9 @@ class Supervision:
 
     def _has_failed(self, elsewhere: Callable[[bool], bool]) -> bool:
         """Whether a rank has failed, here or elsewhere; tells `elsewhere` of those here."""
-        has_failed = any(result.has_failed for result in self._results.values())
-        return elsewhere(has_failed) or has_failed
+        results = self._results.values()
+        is_odd = any(result.has_failed_alone for result in results)
+        return elsewhere(is_odd) or any(result.has_failed for result in results)
 
     def _running_timers(self) -> list[TimerSet]:
         return [timer for rank, timer in self._timers.items() if not self._results[rank].is_over]

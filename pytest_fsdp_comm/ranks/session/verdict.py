@@ -18,6 +18,7 @@ from pytest_fsdp_comm.ranks.hangs.waiting import explain_mismatch, explain_waiti
 from pytest_fsdp_comm.ranks.wire.positions import Activity, Position
 from pytest_fsdp_comm.ranks.wire.results import RankResult, Stopped
 from pytest_fsdp_comm.ranks.wire.subtest_reports import name_subtest
+from pytest_fsdp_comm.snapshots.failed_comparison import DIFFERS, has_headline
 from pytest_fsdp_comm.text.rank_lists import fold_equal, name_equal, name_ranks
 
 When = Literal["setup", "call", "teardown"]
@@ -113,6 +114,7 @@ def merge_reports(
         ],
         key=lambda failure: failure.at,
     )
+    failures = _explained_first(failures)
     # Before any report gets the sections of all ranks: a phase that a rank did not end shows those
     # of the phase before.
     sections = {when: _sections(ranks, when) for when in _PHASES}
@@ -198,6 +200,7 @@ def _merged_subtest(
         [_raised(rank, when, one) for rank, (when, one) in on_ranks.items() if one.failed],
         key=lambda failure: failure.at,
     )
+    failures = _explained_first(failures)
     sections = _folded(
         {rank: report.sections for rank, report in reports.items()},
         several=len(on_ranks) + len(may_have_begun) > 1,
@@ -226,10 +229,20 @@ def _merged_subtest(
 def _raised(rank: int, when: When, report: pytest.TestReport) -> _Failure:
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
-        text = f"{crash.message.splitlines()[0]} ({crash.path}:{crash.lineno})"
+        # Of a comparison, one rank's message has the explanation.
+        what = getattr(report, DIFFERS, "") or crash.message.splitlines()[0]
+        text = f"{what} ({crash.path}:{crash.lineno})"
     else:
         text = (str(report.longrepr).strip().splitlines() or ["failed"])[-1]
     return _Failure(rank=rank, when=when, at=report.stop, report=report, text=text)
+
+
+def _explained_first(failures: Sequence[_Failure]) -> list[_Failure]:
+    """Of those that failed like the first, put the one that explains why to the front."""
+    return sorted(
+        failures,
+        key=lambda one: one.text != failures[0].text or not has_headline(one.report),
+    )
 
 
 def _deaths(ranks: _Ranks, raised: Sequence[_Failure]) -> Iterable[_Failure]:

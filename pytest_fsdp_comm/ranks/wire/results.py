@@ -37,6 +37,11 @@ class PhaseReport:
         """Whether the phase or subtest failed."""
         return bool(self.report["outcome"] == "failed")
 
+    @property
+    def differs_from_snapshot(self) -> bool:
+        """Whether it failed by a comparison, which the other ranks make and fail as well."""
+        return "comm_differs" in self.report
+
     def shifted(self, offset_s: float) -> PhaseReport:
         """With every time moved onto another process's clock."""
         times = {
@@ -113,6 +118,12 @@ class RankResult:
     def has_failed(self) -> bool:
         """Whether the other ranks need not wait for this one any more."""
         return self.has_failed_phase or self.has_died
+
+    @property
+    def has_failed_alone(self) -> bool:
+        """Whether it failed, and not just by a comparison that all ranks make."""
+        failed = (report for report in self.reports if report.has_failed and not report.is_subtest)
+        return self.has_died or not all(report.differs_from_snapshot for report in failed)
 
     def shifted(self, offset_s: float) -> RankResult:
         """With every time moved onto another process's clock."""

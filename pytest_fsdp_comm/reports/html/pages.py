@@ -13,8 +13,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.comm.cost import cost_of_change
-from pytest_fsdp_comm.comm.diff import comparable
-from pytest_fsdp_comm.comm.profile import CommProfile
+from pytest_fsdp_comm.comm.profile import CommProfile, comparable
 from pytest_fsdp_comm.errors import FsdpCommError, printable
 from pytest_fsdp_comm.reports.explanation import ACCEPT, CURE, LIKELY, READ, RECORD
 from pytest_fsdp_comm.reports.html.modules import module_table

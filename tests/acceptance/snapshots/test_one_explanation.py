@@ -1,0 +1,61 @@
+"""A failed comparison on 4 ranks is explained once, by one of them."""
+
+import pytest
+
+# Slow, so that the rank that explains is the last by more than the grace of other failures.
+CONFTEST = """
+import os
+import time
+from pathlib import Path
+from pytest_fsdp_comm.comm import diff
+
+EXPLAIN = diff.explain
+
+def counting(old, new):
+    with Path(__file__).with_name("calls.txt").open("a") as file:
+        file.write(f"{os.getpid()}\\n")
+    time.sleep(SECONDS)
+    return EXPLAIN(old, new)
+
+diff.explain = counting
+"""
+SOURCE = """
+import pytest
+import torch
+import torch.distributed as dist
+
+COUNT = 1
+
+@pytest.mark.distributed(world_size=4)
+@pytest.mark.parametrize("number", range(2))
+def test_step(comm_mode, comm_snapshot, number):
+    with comm_mode:
+        for _ in range(COUNT):
+            dist.all_reduce(torch.ones(2))
+    assert comm_mode == comm_snapshot
+"""
+
+
+@pytest.fixture
+def changed(pytester):
+    file = pytester.makepyfile(test_it=SOURCE)
+    pytester.runpytest_subprocess("--snapshot-update").assert_outcomes(passed=2)
+    pytester.makeconftest(CONFTEST.replace("SECONDS", "3"))
+    file.write_text(SOURCE.replace("COUNT = 1", "COUNT = 4"))
+    return pytester
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("-n", "2"), ("--assert=plain",), ("--comm-report=report",)],
+    ids=["forked", "xdist", "plain", "report"],
+)
+def test_one_rank_explains_once(changed, arguments):
+    result = changed.runpytest_subprocess(*arguments)
+    result.assert_outcomes(failed=2)
+    text = result.stdout.str()
+    assert len((changed.path / "calls.txt").read_text().split()) == 2
+    assert text.count("(no-module) outside: all_reduce[world] 1 -> 4 (+3)") == 2
+    # No rank is odd.
+    assert "still running" not in text
+    assert "ranks 0" not in text
