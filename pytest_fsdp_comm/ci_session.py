@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from pytest_fsdp_comm.options import MARKER_NAME, OPTIONS
-from pytest_fsdp_comm.reports.ci.origin import Origin, read_origin
 from pytest_fsdp_comm.reports.ci.outcomes import (
     Comparisons,
     FailedTest,
+    Origin,
     Outcomes,
     Place,
-    UnusedFile,
+    read_origin,
 )
 from pytest_fsdp_comm.snapshots.failed_comparison import comparisons_of, first_line
 from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from pytest_fsdp_comm.snapshots.unused_session import UnusedSnapshots
 
@@ -31,8 +31,6 @@ _BREAK: Final = "\n\n"
 _TO_ITS_END: Final = frozenset(
     {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED}
 )
-_ANNOTATES_TOO: Final = "github_actions_annotate_failures"
-"""Part of the name of a plugin that annotates every failure, with the same headline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +59,10 @@ def read_review(config: pytest.Config, environment: Mapping[str, str]) -> Review
     if not (summary or step or annotates):
         return None
     origin = read_origin(environment) if is_own else Origin()
-    plugins = config.pluginmanager.list_name_plugin()
-    has_other = any(_ANNOTATES_TOO in (name or "") for name, _ in plugins)
     return Review(
         step_summary=Path(step) if step else None,
         summary=summary,
-        annotates=annotates and not has_other,
+        annotates=annotates,
         top=Path(origin.top or config.rootpath),
         source=origin.source,
     )
@@ -104,6 +100,7 @@ class CiSession:
                 nodeid=report.nodeid,
                 reason=differing.headline or first_line(report) or "failed",
                 place=self._place_of(report),
+                sent=tuple(self._sent(differing)),
                 comparisons=differing,
             )
 
@@ -112,15 +109,15 @@ class CiSession:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the summaries, once."""
         self._outcomes = outcomes = self._read_outcomes(session, exitstatus)
-        from pytest_fsdp_comm.reports.ci import markdown  # noqa: PLC0415  # in CI only
+        from pytest_fsdp_comm.reports.ci import review as texts  # noqa: PLC0415  # in CI only
 
         review = self._review
         try:
             if review.step_summary is not None and outcomes.has_news:
                 # What earlier sessions of the step wrote counts, too.
                 held = review.step_summary.stat().st_size if review.step_summary.exists() else 0
-                room = markdown.MAX_NBYTES - held - len(_BREAK)
-                text = markdown.render_summary(outcomes, review.source, room=room)
+                room = texts.MAX_NBYTES - held - len(_BREAK)
+                text = texts.render_summary(outcomes, review.source, room=room)
                 with review.step_summary.open("ab") as file:
                     file.write((_BREAK * bool(held and text) + text).encode("utf-8", "replace"))
         except OSError as problem:
@@ -128,7 +125,7 @@ class CiSession:
         try:
             if review.summary is not None:
                 review.summary.parent.mkdir(parents=True, exist_ok=True)
-                text = markdown.render_summary(outcomes, review.source)
+                text = texts.render_summary(outcomes, review.source)
                 review.summary.write_bytes(text.encode("utf-8", "replace"))
         except OSError as problem:
             self._note_problem("--comm-summary", problem)
@@ -144,7 +141,7 @@ class CiSession:
         for problem in self._problems:
             terminalreporter.write_line(problem, red=True)
         if self._review.annotates and self._outcomes is not None:
-            from pytest_fsdp_comm.reports.ci.annotations import annotate  # noqa: PLC0415  # as above
+            from pytest_fsdp_comm.reports.ci.review import annotate  # noqa: PLC0415  # as above
 
             terminalreporter.ensure_newline()
             for line in annotate(self._outcomes):
@@ -160,18 +157,19 @@ class CiSession:
             compared_tests=len(self._compared),
             compared_files=len({file for files in self._compared.values() for file in files}),
             failed=tuple(self._failed.values()),
-            unused=tuple(
-                UnusedFile(
-                    shown=show_path(one.path, self._config.rootpath),
-                    reason=one.reason,
-                    place=self._place(one.path, 1),
-                )
-                for one in found
-            ),
+            unused=tuple((show_path(one.path, self._config.rootpath), one.reason) for one in found),
             are_removed=unused is not None and unused.are_removed,
-            fails_for_unused=unused is not None and unused.is_failure,
             ended_early=f"The session ended early ({why}): not all tests ran." if why else "",
         )
+
+    def _sent(self, comparisons: Comparisons) -> Iterator[tuple[Place, str]]:
+        # Call sites are relative to the directory that pytest was started in.
+        start = self._config.invocation_params.dir
+        for site, text in comparisons.sent:
+            path, _, line = site.rpartition(":")
+            place = self._place(start / path, int(line))
+            if place is not None:
+                yield place, text
 
     def _place_of(self, report: pytest.TestReport) -> Place | None:
         """Where the assertion is that failed, or else the test."""

@@ -11,7 +11,7 @@ from pytest_fsdp_comm.command_line.compare import pairs_in_directories, pairs_of
 from pytest_fsdp_comm.command_line.stories import tell, test_of
 from pytest_fsdp_comm.command_line.terminal import print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.reports.ci.origin import read_origin
+from pytest_fsdp_comm.reports.ci.outcomes import read_origin
 from pytest_fsdp_comm.reports.html.values import Compared, Record, Result, Run
 from pytest_fsdp_comm.run_report.writing import write_report
 from pytest_fsdp_comm.snapshots.artifacts import EXPECTED, RECEIVED

@@ -9,13 +9,13 @@ from pytest_fsdp_comm.comm.events import Phase
 from pytest_fsdp_comm.comm.explanation.steps import Replaced
 from pytest_fsdp_comm.reports.cost_lines import cost_lines
 from pytest_fsdp_comm.reports.explanation import LIKELY, FailureText, fit_changes, fits
-from pytest_fsdp_comm.reports.headline import weight
+from pytest_fsdp_comm.reports.headline import headline, weight
 from pytest_fsdp_comm.text.fqn import fold_fqns, name_owners
 from pytest_fsdp_comm.text.nbytes import show_nbytes, show_nbytes_change
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pytest_fsdp_comm.comm.calls import Calls
     from pytest_fsdp_comm.comm.diff import Change, Comparison, Sites
@@ -32,7 +32,11 @@ def render_comparison(
 ) -> FailureText:
     """Explain a failed comparison, the most important line first; `accept` may be empty."""
     head = [f"comm_mode differs from {snapshot}"]
-    told = [f"  {step.line}{_site_of(step, comparison.sites)}" for step in comparison.steps]
+    sites = [_site_of(step, comparison.sites) for step in comparison.steps]
+    told = [
+        f"  {step.line}, at {site}" if site else f"  {step.line}"
+        for step, site in zip(comparison.steps, sites, strict=True)
+    ]
     cost = [f"  {line}" for line in cost_lines(comparison.cost)]
     # The lines about the cost say it better.
     told_twice = "memory" if any("peak gathered" in line for line in cost) else ""
@@ -61,14 +65,34 @@ def render_comparison(
         (step.line, *(cause.text for cause in comparison.causes if step in cause.steps))
         for step in comparison.steps
     ]
+    lines_of_steps = tuple(map("; likely: ".join, steps))
     return FailureText(
         short=short,
         full=tuple(full),
         compared="comm_mode",
         snapshot=snapshot,
         cost=tuple(cost[:shown]),
-        told=tuple(map("; likely: ".join, steps)),
+        told=lines_of_steps,
+        sent=tuple(_sent(comparison, sites, lines_of_steps)),
     )
+
+
+def _sent(
+    comparison: Comparison, sites: Sequence[str], lines: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield each change with the line that sends; without any, the first place that differs."""
+    found = [(site, line) for site, line in zip(sites, lines, strict=True) if site]
+    found += [
+        (change.sites[0].call_site, _change_line(change))
+        for change in comparison.left
+        if change.sites and change.sites[0].call_site and change.phase is not Phase.BACKWARD
+    ]
+    if not found:
+        places = (site.call_site for change in comparison.changes for site in change.sites)
+        first = next(filter(None, places), "")
+        text = next(iter(lines), "") or headline(comparison.changes)
+        found = [(first, text)] if first else []
+    yield from found
 
 
 def _site_of(step: Step, sites: Sites) -> str:
@@ -81,7 +105,7 @@ def _site_of(step: Step, sites: Sites) -> str:
                 continue
             found = sites.get((owner, key), ())
             if found and found[0].call_site:
-                return f", at {found[0].call_site}"
+                return found[0].call_site
     return ""
 
 

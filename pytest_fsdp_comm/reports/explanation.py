@@ -55,6 +55,8 @@ class FailureText:
     """The lines of `short` that say what the changes cost."""
     told: tuple[str, ...] = ()
     """Each change of the whole in one line with its probable cause, those of regressions first."""
+    sent: tuple[tuple[str, str], ...] = ()
+    """Each change whose call site is known, as ``path:line`` and the text of the change."""
     scope: str = ""
     """What the first line says of the whole, such as what is not compared; empty for most."""
 

@@ -15,7 +15,7 @@ from pytest_fsdp_comm.launch_environment import is_spawned_rank
 from pytest_fsdp_comm.marker import may_record, uses_plugin
 from pytest_fsdp_comm.options import OBSERVER, OPTIONS, join_paths
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
-from pytest_fsdp_comm.reports.ci.origin import Origin, read_origin
+from pytest_fsdp_comm.reports.ci.outcomes import Origin, read_origin
 from pytest_fsdp_comm.snapshots.failed_comparison import first_line
 from pytest_fsdp_comm.text.codec import dump_document, load_document
 from pytest_fsdp_comm.text.words import shell_word, shorten, show_path

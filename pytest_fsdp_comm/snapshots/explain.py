@@ -122,6 +122,7 @@ def explain_comparison(left: object, right: object) -> list[str] | None:
             headline=headline_of_values(differences) if assertion.explains else "",
             story=tuple(line for line in everything.lines if not line.startswith(ACCEPT)),
             told=tuple(line for one in failures for line in one.explanation.told),
+            sent=tuple(change for one in failures for change in one.explanation.sent),
             cost=tuple(line.strip() for one in failures for line in one.explanation.cost),
             # Where there is no snapshot yet, the story has the command.
             accept="" if any(line.startswith(RECORD) for line in everything.lines) else accept,

@@ -18,13 +18,13 @@ GITHUB = {
 }
 
 
-def config(*, summary=None, plugins=()):
-    manager = SimpleNamespace(
-        list_name_plugin=lambda: [(name, None) for name in (*plugins, None)],
-        get_plugin=lambda _: None,
+def config(*, summary=None):
+    return SimpleNamespace(
+        pluginmanager=SimpleNamespace(get_plugin=lambda _: None),
+        stash={OPTIONS: SimpleNamespace(summary_file=summary)},
+        rootpath=Path("/checkout/sub"),
+        invocation_params=SimpleNamespace(dir=Path("/checkout/sub")),
     )
-    stash = {OPTIONS: SimpleNamespace(summary_file=summary)}
-    return SimpleNamespace(pluginmanager=manager, stash=stash, rootpath=Path("/checkout/sub"))
 
 
 def test_nothing_is_reported_outside_of_ci_and_without_the_option():
@@ -42,11 +42,6 @@ def test_github_and_a_file_are_configured_independently():
     review = read_review(config(summary=Path("s.md")), {"PYTEST_CURRENT_TEST": "x"})
     assert (review.step_summary, review.summary) == (None, Path("s.md"))
     assert (review.annotates, review.top, review.source) == (False, Path("/checkout/sub"), "")
-
-
-def test_failures_are_annotated_once():
-    other = "pytest_github_actions_annotate_failures"
-    assert not read_review(config(plugins=[other]), GITHUB).annotates
 
 
 def report(when="call", outcome="failed", *, headline=None, keywords=("distributed",), path=None):
@@ -99,6 +94,15 @@ def test_a_failure_outside_of_the_checkout_is_placed_at_its_test():
     assert failed.place.path == "sub/t.py"
     (failed,) = told(report()).failed
     assert (failed.place.path, failed.place.line) == ("sub/t.py", 7)
+
+
+def test_sending_lines_outside_the_checkout_are_dropped():
+    sites = ("src/train.py:7", "/checkout/lib.py:8", "/usr/lib/x.py:9", "../../x.py:1")
+    differing = report(headline="a: +1")
+    differing.comm_comparisons["sent"] = [[site, "a: +1"] for site in sites]
+    (failed,) = told(differing).failed
+    found = [(place.path, place.line, text) for place, text in failed.sent]
+    assert found == [("sub/src/train.py", 7, "a: +1"), ("lib.py", 8, "a: +1")]
 
 
 def test_an_early_end_of_the_session_is_explained():

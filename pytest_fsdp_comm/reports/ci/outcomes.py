@@ -1,8 +1,13 @@
-"""What a session did with snapshots, test by test."""
+"""What a session did with snapshots, test by test, and which commit it ran on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +24,8 @@ class Comparisons:
     """Each change of the whole in a line, regressions first; empty if only modules changed."""
     cost: tuple[str, ...] = ()
     """What the difference costs, the whole first; empty if that is unchanged or not known."""
+    sent: tuple[tuple[str, str], ...] = ()
+    """Each change whose call site is known, as ``path:line`` and the text of the change."""
     accept: str = ""
     """The command that accepts the difference; empty if none does."""
 
@@ -42,33 +49,24 @@ class FailedTest:
     """In one line: the headline, or the first line of the error."""
     place: Place | None
     """Where it failed; None if that is outside of the checkout."""
+    sent: tuple[tuple[Place, str], ...] = ()
+    """The changes of `comparisons.sent` whose lines are in the checkout."""
     comparisons: Comparisons = Comparisons()
     """Empty if it failed before it compared anything, or for another reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnusedFile:
-    """A snapshot file that no test needs."""
-
-    shown: str
-    """As the user would type it."""
-    reason: str
-    place: Place | None
-    """None if it is outside of the checkout."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """What a summary and annotations say about a session."""
+    """All that is reported of a session."""
 
     compared_tests: int
     """How many tests compared something and passed, or failed by it."""
     compared_files: int
     failed: tuple[FailedTest, ...] = ()
     """In the order in which they were reported."""
-    unused: tuple[UnusedFile, ...] = ()
+    unused: tuple[tuple[str, str], ...] = ()
+    """Snapshot files that no test needs: each path as the user would type it, and the reason."""
     are_removed: bool = False
-    fails_for_unused: bool = False
     ended_early: str = ""
     """Why not all tests ran; empty if all did."""
 
@@ -76,3 +74,47 @@ class Outcomes:
     def has_news(self) -> bool:
         """Whether there is anything to say."""
         return bool(self.compared_tests or self.failed or self.unused)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What is not known is empty."""
+
+    commit: str = ""
+    branch: str = ""
+    address: str = ""
+    """Of the repository's pages."""
+    top: str = ""
+    """Directory of the checkout."""
+
+    @property
+    def commit_address(self) -> str:
+        """Where the commit is shown."""
+        return f"{self.address}/commit/{quote(self.commit)}" if self.address else ""
+
+    @property
+    def source(self) -> str:
+        """Where the commit's files are shown: a path follows."""
+        return f"{self.address}/blob/{quote(self.commit)}" if self.address else ""
+
+    def line_address(self, path: str, line: int) -> str:
+        """Where a line of a file is shown, whose path is relative to the top of the checkout."""
+        return f"{self.source}/{quote(path)}#L{line}" if self.source else ""
+
+
+def read_origin(environment: Mapping[str, str]) -> Origin:
+    """Read what GitHub, or GitLab, sets."""
+
+    def first(*names: str) -> str:
+        return next((environment[name] for name in names if environment.get(name)), "")
+
+    server, repository = first("GITHUB_SERVER_URL"), first("GITHUB_REPOSITORY")
+    project, commit = first("CI_PROJECT_URL"), first("GITHUB_SHA", "CI_COMMIT_SHA")
+    address = f"{server}/{repository}" if server and repository else project and f"{project}/-"
+    return Origin(
+        commit=commit,
+        branch=first("GITHUB_HEAD_REF", "GITHUB_REF_NAME", "CI_COMMIT_REF_NAME"),
+        # Anything else would be a link that runs.
+        address=address if commit and address.startswith(("https://", "http://")) else "",
+        top=first("GITHUB_WORKSPACE", "CI_PROJECT_DIR"),
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
-from pytest_fsdp_comm.reports.ci.origin import Origin
+from pytest_fsdp_comm.reports.ci.outcomes import Origin
 from pytest_fsdp_comm.reports.html.timeline import Timeline
 from pytest_fsdp_comm.reports.tree_rows import TreeRow, summary_words, tree_rows
 from pytest_fsdp_comm.tree.finding import Finding

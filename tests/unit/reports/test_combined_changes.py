@@ -7,8 +7,8 @@ import pytest
 from sample_profiles import in_bfloat16, profile, reduced_often
 
 from pytest_fsdp_comm.comm.diff import compare
-from pytest_fsdp_comm.reports.ci.markdown import render_summary
 from pytest_fsdp_comm.reports.ci.outcomes import Comparisons, FailedTest, Outcomes
+from pytest_fsdp_comm.reports.ci.review import render_summary
 from pytest_fsdp_comm.reports.comm_changes import render_comparison
 from pytest_fsdp_comm.reports.explanation import (
     Failure,

@@ -10,7 +10,7 @@ from report_values import KIB, compared, profile_of, read, record_step, result
 
 from pytest_fsdp_comm.comm.cost import cost_of_change
 from pytest_fsdp_comm.comm.events import Source
-from pytest_fsdp_comm.reports.ci.origin import Origin
+from pytest_fsdp_comm.reports.ci.outcomes import Origin
 from pytest_fsdp_comm.reports.html import pages
 from pytest_fsdp_comm.reports.html.modules import module_table
 from pytest_fsdp_comm.reports.html.pages import MAX_PAGE, page_name, render_pages, status_of

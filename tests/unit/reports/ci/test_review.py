@@ -1,18 +1,13 @@
-"""Summaries of sessions: what they say, that no name is markup, and that they are bounded."""
+"""Summaries and annotations: what they say, that no name is markup, and that they are bounded."""
 
+import dataclasses
 import html
 import re
 
 from markdown_it import MarkdownIt
 
-from pytest_fsdp_comm.reports.ci.markdown import fenced, plain, render_summary
-from pytest_fsdp_comm.reports.ci.outcomes import (
-    Comparisons,
-    FailedTest,
-    Outcomes,
-    Place,
-    UnusedFile,
-)
+from pytest_fsdp_comm.reports.ci.outcomes import Comparisons, FailedTest, Outcomes, Place
+from pytest_fsdp_comm.reports.ci.review import annotate, fenced, plain, render_summary
 
 HOSTILE = "tests/a b.py::test_x[`|<b>_*~#@me [x](y) \\ &amp; ![](z) :tada: \x1b[31m\n|]"
 SOURCE = "https://github.com/o/r/blob/abc123"
@@ -80,7 +75,7 @@ def test_a_failed_test_gets_a_row_with_change_and_cost_and_its_story():
 
 def test_other_failures_unused_files_and_an_early_end_are_reported():
     other = FailedTest(nodeid="t.py::test_y", reason="rank 1 died", place=None)
-    unused = UnusedFile(shown="snapshots/a_b.comm", reason="its test no longer exists", place=None)
+    unused = ("snapshots/a_b.comm", "its test no longer exists")
     text = render_summary(
         outcomes(failed(), other, unused=(unused,), ended_early="The session ended early (-x)."),
         SOURCE,
@@ -131,3 +126,41 @@ def test_a_summary_stays_below_its_limit_and_counts_what_it_drops():
     # The largest that there may be.
     many = [failed(f"t.py::test_{number}[{'|' * 900}]") for number in range(3_000)]
     assert len(render_summary(outcomes(*many), SOURCE).encode()) < 2**20
+
+
+def sent(*causes, name="test_x"):
+    """A failed test with causes, each sent by a line of train.py."""
+    places = ((Place(path="src/a,b/train.py", line=line), text) for line, text in causes)
+    return dataclasses.replace(failed(f"tests/test_a.py::{name}"), sent=tuple(places))
+
+
+def test_annotate_cause_of_tests_is_at_its_line():
+    both = (7, "a: +1, 100 %"), (9, "b: gone")
+    found = annotate(outcomes(sent(*both), sent(both[0], name="test_y[1]")))
+    accept = 'accept: pytest --snapshot-update "tests/test_a.py::test_x"'
+    assert found == [
+        "::error file=src/a%2Cb/train.py,line=7,title=a%3A +1%2C 100 %25::a: +1, 100 %25%0A"
+        f"fails tests/test_a.py::test_x and 1 more test%0A{accept}",
+        "::error file=src/a%2Cb/train.py,line=9,title=b%3A gone::b: gone%0A"
+        f"fails tests/test_a.py::test_x%0A{accept}",
+    ]
+    # Without a known line, the log and the summary have it.
+    assert annotate(outcomes(failed())) == []
+
+
+def test_annotate_eleven_causes_counts_the_rest():
+    ten = annotate(outcomes(*[sent((line, "a")) for line in range(1, 11)]))
+    assert len(ten) == 10
+    assert not any("more in the log" in one for one in ten)
+    many = annotate(outcomes(*[sent((line, "a")) for line in range(1, 26)]))
+    assert len(many) == 10
+    assert many[-1] == (
+        "::error title=communication::16 more in the log and in the summary of the step"
+    )
+
+
+def test_annotate_hostile_text_stays_in_one_line():
+    (line,) = annotate(outcomes(sent((1, "::error::x\n\x1b[31m" + "y" * 9_000))))
+    assert line.isprintable()
+    assert len(line) < 4_400
+    assert line.endswith(" more characters")

@@ -1,8 +1,9 @@
-"""A session as Markdown, for the step summary of GitHub and for a file."""
+"""A session as reviewers read it: a summary in Markdown, and annotations of GitHub."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
@@ -12,7 +13,7 @@ from pytest_fsdp_comm.text.words import counted, cut, shorten
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Outcomes
+    from pytest_fsdp_comm.reports.ci.outcomes import FailedTest, Outcomes, Place
 
 # The longest summary. GitHub drops all of one beyond 1 MiB in a step.
 MAX_NBYTES: Final = 900_000
@@ -20,6 +21,10 @@ MAX_NBYTES: Final = 900_000
 _MAX_CELL: Final = 400
 _MAX_STORY: Final = 20_000
 _MAX_UNUSED: Final = 50
+# GitHub shows 10 annotations of a step: the last one says how many there are besides.
+_MAX_ANNOTATIONS: Final = 9
+_MAX_MESSAGE: Final = 4_000
+_MAX_TITLE: Final = 200
 # Links, mentions, numbers of issues, emoji and mathematics are GitHub's; in a word, "_" is none.
 _MARKUP: Final = re.compile(
     r"[`|<>&*\[\]\\~@#$]|:(?=[\w+-]+:)|(?<![^\W_])_|_(?![^\W_])|(?<=http):|(?<=https):|(?<=www)\."
@@ -119,8 +124,8 @@ def _story(test: FailedTest) -> str:
 def _unused(outcomes: Outcomes) -> str:
     what = "deleted" if outcomes.are_removed else "unused"
     listed = [
-        f"- <code>{_cell(one.shown)}</code>: {_cell(one.reason)}\n"
-        for one in outcomes.unused[:_MAX_UNUSED]
+        f"- <code>{_cell(shown)}</code>: {_cell(reason)}\n"
+        for shown, reason in outcomes.unused[:_MAX_UNUSED]
     ]
     more = len(outcomes.unused) - len(listed)
     listed += [f"- {more} more\n"] if more > 0 else []
@@ -143,3 +148,35 @@ def fenced(text: str) -> str:
     longest = max(map(len, re.findall(r"`+", shown)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{shown}\n{fence}"
+
+
+def annotate(outcomes: Outcomes) -> list[str]:
+    """Annotate each cause once, at the line that sends, in GitHub's workflow commands."""
+    causes: defaultdict[tuple[Place, str], list[FailedTest]] = defaultdict(list)
+    for test in outcomes.failed:
+        for cause in test.sent:
+            causes[cause].append(test)
+    commands = [_annotation(place, text, tests) for (place, text), tests in causes.items()]
+    more = len(commands) - _MAX_ANNOTATIONS
+    if more <= 1:
+        return commands
+    rest = f"::error title=communication::{more} more in the log and in the summary of the step"
+    return [*commands[:_MAX_ANNOTATIONS], rest]
+
+
+def _annotation(place: Place, text: str, tests: Sequence[FailedTest]) -> str:
+    first, more = tests[0], len(tests) - 1
+    where = f"{first.nodeid} and {counted(more, 'more test')}" if more else first.nodeid
+    accept = [f"accept: {first.comparisons.accept}"] if first.comparisons.accept else []
+    message = cut("\n".join((text, f"fails {where}", *accept)), _MAX_MESSAGE)
+    title = _property(shorten(text, _MAX_TITLE))
+    at = f"file={_property(place.path)},line={place.line}"
+    return f"::error {at},title={title}::{_data(message)}"
+
+
+def _data(text: str) -> str:
+    return printable(text, "\n").replace("%", "%25").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

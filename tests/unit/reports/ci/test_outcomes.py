@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_fsdp_comm.reports.ci.origin import Origin, read_origin
+from pytest_fsdp_comm.reports.ci.outcomes import Origin, read_origin
 
 GITHUB = {
     "GITHUB_SERVER_URL": "https://github.com",
