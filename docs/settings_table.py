@@ -87,17 +87,12 @@ def _syrupy() -> Iterator[tuple[str, str, str]]:
 
 
 def _settings() -> Iterator[tuple[list[str], str, str]]:
-    arguments = dict(options.MARKER_ARGUMENTS)
-    for setting in sorted(options.DECLARED.values(), key=lambda setting: not setting.flag):
-        names = [f"`{setting.flag}={setting.metavar}`"] if setting.flag else []
-        names += [f"ini `{setting.ini}`"] if setting.ini else []
-        argument = setting.ini.removeprefix("fsdp_comm_")
-        if setting.flag and arguments.pop(argument, None):
-            names.append(f"marker `{argument}`")
-        yield names, setting.default_text, setting.text
-    for argument, text in arguments.items():
-        meaning, _, default = text.removesuffix(")").partition(" (default: ")
-        yield [f"marker `{argument}`"], default, meaning
+    for setting in sorted(options.DECLARED, key=lambda one: (not one.flag, not one.ini)):
+        names = [f"`{setting.flag}`"] if setting.flag else []
+        names += [f"ini `{setting.ini_name}`"] if setting.ini else []
+        names += [f"marker `{setting.name}`"] if setting.argument else []
+        meaning, _, default = setting.argument.removesuffix(")").partition(" (default: ")
+        yield names, setting.shown_default or default, setting.text or meaning
 
 
 def _variables() -> Iterator[tuple[list[str], str, str]]:

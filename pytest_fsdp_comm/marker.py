@@ -6,8 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import pytest
 
@@ -21,18 +20,10 @@ from pytest_fsdp_comm.options import (
     WORLD_SIZE_PARAM,
     Backend,
     BadValueError,
-    Device,
     DistributedSettings,
     RealAxis,
-    Scope,
     SessionOptions,
     Simulation,
-    parse_backend,
-    parse_choice,
-    parse_real,
-    parse_simulate,
-    parse_splits,
-    parse_timeout_s,
     parse_world_size,
     ranks_along,
     show_problems,
@@ -40,17 +31,6 @@ from pytest_fsdp_comm.options import (
 from pytest_fsdp_comm.text.rank_lists import name_ranks
 from pytest_fsdp_comm.text.words import closest, did_you_mean
 
-# What an argument of the marker may be, by name; `ranks` depend on the others.
-_PARSERS: Final[dict[str, Callable[[Any], Any]]] = {
-    "world_size": parse_world_size,
-    "backend": parse_backend,
-    "simulate": parse_simulate,
-    "simulation_splits": parse_splits,
-    "real": parse_real,
-    "scope": partial(parse_choice, allowed=get_args(Scope)),
-    "timeout_s": parse_timeout_s,
-    "device": partial(parse_choice, allowed=get_args(Device)),
-}
 # What other tools call the arguments.
 _ALIASES: Final = {
     "nprocs": "world_size",
@@ -238,7 +218,7 @@ def _parse(name: str, given: Any) -> Any:
     try:
         if name == "world_size" and isinstance(given, (list, tuple)):
             return _parse_world_sizes(given)
-        return _PARSERS[name](given) if name in _PARSERS else given
+        return MARKER_ARGUMENTS[name].parse(given)
     except BadValueError as problem:
         raise BadValueError(f"{name}: {problem}") from None
 

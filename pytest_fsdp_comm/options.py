@@ -1,11 +1,11 @@
-"""Command line, ini and marker: each setting declared once, parsed once into frozen values."""
+"""Command line, ini and marker in one table: each setting is declared once, and parsed once."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
@@ -31,24 +31,6 @@ MARKER_SIGNATURE: Final = (
     "distributed(world_size=None, *, backend=None, simulate=False, simulation_splits=None, "
     "real=None, ranks=None, scope='test', timeout_s=None, device=None)"
 )
-MARKER_ARGUMENTS: Final = {
-    "world_size": "how many ranks: a whole number, or a list to parametrize over",
-    "backend": "'gloo', 'nccl', or 'fake', which simulates ranks in one process",
-    "simulate": "True: tensors without memory, on the fake group; a whole number: with that many "
-    "ranks or more; 'strict': as True, with no answer for values that nobody knows",
-    "simulation_splits": "where scores that nobody knows choose experts: 'even', or each expert's "
-    "share as a list, such as [4, 2, 1, 1] (default: reading such a choice is an error)",
-    "real": "axes of a simulation whose coordinates all run, a process for each: {'pp': 4} if "
-    "outermost in the mesh, else with the stride, {'ep': (8, 1)}",
-    "ranks": "with 'fake' or simulated, which ranks run, such as [0, 511], or 'all'; 'distinct': "
-    "one for each local shape, if simulated (default: 'distinct', else 0)",
-    "scope": "'test' starts ranks for each test, 'module' keeps them for the next test of the "
-    "module with equal settings (default: 'test')",
-    "timeout_s": "seconds after which ranks that still run are shown and ended",
-    "device": "'cpu' or 'cuda', where dist_info.device and device_mesh are (default: cuda with "
-    "nccl, else cpu)",
-}
-"""What each argument does; those without a default here have that of `SessionOptions`."""
 # Name of the fixture that carries a parametrized world size.
 WORLD_SIZE_PARAM: Final = "_fsdp_comm_world_size"
 
@@ -141,9 +123,6 @@ def parse_real(value: object) -> dict[str, tuple[int, ...]]:
     return found
 
 
-parse_backend = partial(parse_choice, allowed=get_args(Backend))
-
-
 def _parse_artifacts_dir(directory: Path) -> Path:
     """Refuse a directory that cannot be made, before what differs would be lost for it."""
     found = next(path for path in (directory, *directory.parents) if path.exists())
@@ -161,144 +140,203 @@ def _parse_findings(lines: Sequence[str]) -> FindingSettings:
     return parse_settings(lines)
 
 
-class Setting(NamedTuple):
-    """How users set a field of `SessionOptions`."""
-
-    flag: str
-    """The option of the command line, which wins over the ini value; empty if there is none."""
-    metavar: str
-    """How the option calls its value; ``DIR`` and ``FILE`` are paths."""
-    ini: str
-    """The name in the ini file; empty if there is none."""
-    has_lines: bool
-    """Whether the ini value is a list of lines."""
-    parse: Callable[[Any], Any]
-    """Makes the value of a text, lines, or an absolute path; raises ValueError."""
-    text: str
-    """What it does, for ``--help`` and docs/reference/options.md."""
-    default_text: str
-    """Empty if the default is not worth a word."""
-
-
-# Note [Declared once]: a field of `SessionOptions` that users can set carries a `Setting`. From
-# `DECLARED` come the options and ini values that pytest knows, the parsing of what is given, and
-# the table in docs/reference/options.md, so that a setting is declared in one place.
-
-
-def _setting(
-    spelled: str,
-    parse: Callable[[Any], Any],
-    text: str,
-    default: Any = None,
-    default_text: str = "",
-) -> Any:
-    """Declare a field that users spell ``--flag=METAVAR``, ``ini_name``, ``ini_name=LINES``."""
-    spellings = {
-        name[:2] == "--": (name, value) for name, value in re.findall(r"([\w-]+)=?(\S*)", spelled)
-    }
-    flag, metavar = spellings.get(True, ("", ""))
-    ini, kind = spellings.get(False, ("", ""))
-    if default is not None and not default_text:
-        default_text = f"{default:.0f}" if isinstance(default, float) else str(default)
-    setting = Setting(flag, metavar, ini, kind == "LINES", parse, text, default_text)
-    return field(default=default, metadata={"setting": setting})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """What command line and ini set, before any marker is looked at."""
+    """What command line and ini set, before any marker is looked at: see `DECLARED`."""
 
     snapshot_anchor: Path
     """What `snapshot_dir` mirrors, absolute: pytest's root, or above it if projects share one."""
     launched: LaunchedRank | None = None
     """This process's rank, if torchrun or the like started it; None if it starts ranks itself."""
-    world_size: int = _setting(
-        "--world-size=N fsdp_comm_world_size",
+    world_size: int = 2
+    backend: Backend | None = None
+    timeout_s: float = 120.0
+    rank_slots: int | None = None
+    artifacts_dir: Path | None = None
+    report_dir: Path | None = None
+    pdb_rank: int | None = None
+    summary_file: Path | None = None
+    progress_s: float = 30.0
+    unseen: UnseenLevel = "error"
+    snapshot_dir: Path = Path("snapshots")
+    findings: FindingSettings | None = None
+
+
+_DEFAULTS: Final = {entry.name: entry.default for entry in fields(SessionOptions)}
+
+
+class Setting(NamedTuple):
+    """A field of `SessionOptions`, an argument of the marker, or both."""
+
+    name: str
+    """Of the field and of the argument; the ini value is ``fsdp_comm_`` and this name."""
+    parse: Callable[[Any], Any]
+    """Makes the value of a text, lines, an absolute path or an argument; raises ValueError."""
+    text: str = ""
+    """What option and ini value do, for ``--help`` and docs/reference/options.md."""
+    default: str = ""
+    """How the default is shown where `SessionOptions` has None."""
+    flag: str = ""
+    """The option, which wins over the ini value, with what it calls its value; maybe empty."""
+    ini: Literal["", "string", "linelist"] = ""
+    """The type of the ini value; empty if there is none."""
+    argument: str = ""
+    """What the marker's argument does; empty if there is none."""
+
+    @property
+    def ini_name(self) -> str:
+        return f"fsdp_comm_{self.name}" if self.ini else ""
+
+    @property
+    def option(self) -> str:
+        """``--comm-report`` of ``--comm-report=DIR``."""
+        return self.flag.partition("=")[0]
+
+    @property
+    def is_path(self) -> bool:
+        return self.flag.endswith(("=DIR", "=FILE"))
+
+    @property
+    def shown_default(self) -> str:
+        """Empty if the default is not worth a word."""
+        value = _DEFAULTS.get(self.name)
+        return self.default or ("" if value is None else f"{value}".removesuffix(".0"))
+
+
+# From this table come the options, ini values and arguments that pytest knows, the parsing of what
+# is given, and docs/reference/options.md. The marker lists its arguments in this order.
+DECLARED: Final = (
+    Setting(
+        "world_size",
         parse_world_size,
         "ranks for distributed tests whose marker names no world size",
-        2,
-    )
-    backend: Backend | None = _setting(
-        "--comm-backend=NAME fsdp_comm_backend",
-        parse_backend,
+        flag="--world-size=N",
+        ini="string",
+        argument="how many ranks: a whole number, or a list to parametrize over",
+    ),
+    Setting(
+        "backend",
+        partial(parse_choice, allowed=get_args(Backend)),
         "backend for tests whose marker names none: gloo, nccl or fake (simulated in one process)",
-        default_text="nccl with enough GPUs, else gloo",
-    )
-    timeout_s: float = _setting(
-        "--comm-timeout=SECONDS fsdp_comm_timeout_s",
+        "nccl with enough GPUs, else gloo",
+        flag="--comm-backend=NAME",
+        ini="string",
+        argument="'gloo', 'nccl', or 'fake', which simulates ranks in one process",
+    ),
+    Setting(
+        "simulate",
+        parse_simulate,
+        argument="True: tensors without memory, on the fake group; a whole number: with that many "
+        "ranks or more; 'strict': as True, with no answer for values that nobody knows",
+    ),
+    Setting(
+        "simulation_splits",
+        parse_splits,
+        argument="where scores that nobody knows choose experts: 'even', or each expert's "
+        "share as a list, such as [4, 2, 1, 1] (default: reading such a choice is an error)",
+    ),
+    Setting(
+        "real",
+        parse_real,
+        argument="axes of a simulation whose coordinates all run, a process for each: {'pp': 4} if "
+        "outermost in the mesh, else with the stride, {'ep': (8, 1)}",
+    ),
+    Setting(
+        "ranks",
+        lambda given: given,  # which ranks there are depends on the other arguments
+        argument="with 'fake' or simulated, which ranks run, such as [0, 511], or 'all'; "
+        "'distinct': one for each local shape, if simulated (default: 'distinct', else 0)",
+    ),
+    Setting(
+        "scope",
+        partial(parse_choice, allowed=get_args(Scope)),
+        argument="'test' starts ranks for each test, 'module' keeps them for the next test of the "
+        "module with equal settings (default: 'test')",
+    ),
+    Setting(
+        "timeout_s",
         parse_timeout_s,
         "deadline of a distributed test whose marker names none",
-        120.0,
-    )
-    rank_slots: int | None = _setting(
-        "--rank-slots=N fsdp_comm_rank_slots",
+        flag="--comm-timeout=SECONDS",
+        ini="string",
+        argument="seconds after which ranks that still run are shown and ended",
+    ),
+    Setting(
+        "device",
+        partial(parse_choice, allowed=get_args(Device)),
+        argument="'cpu' or 'cuda', where dist_info.device and device_mesh are (default: cuda with "
+        "nccl, else cpu)",
+    ),
+    Setting(
+        "rank_slots",
         partial(parse_whole_number, expected="a whole number of ranks, at least 1", least=1),
         "run at most N ranks at once across all xdist workers: a test waits until there is room "
         "for its ranks",
-        default_text="no limit",
-    )
-    artifacts_dir: Path | None = _setting(
-        "--comm-artifacts=DIR",
+        "no limit",
+        flag="--rank-slots=N",
+        ini="string",
+    ),
+    Setting(
+        "artifacts_dir",
         _parse_artifacts_dir,
         "keep what failed comparisons received and expected, and their stories, in DIR; `fsdp-comm "
         "accept DIR` accepts them",
-    )
-    report_dir: Path | None = _setting(
-        "--comm-report=DIR",
+        flag="--comm-artifacts=DIR",
+    ),
+    Setting(
+        "report_dir",
         Path,
         "write an HTML report of the run to DIR/index.html: what each test sent, gathered and "
         "sharded, and how that differs from its snapshots",
-    )
-    pdb_rank: int | None = _setting(
-        "--pdb-rank=N",
+        flag="--comm-report=DIR",
+    ),
+    Setting(
+        "pdb_rank",
         partial(parse_whole_number, expected="a rank, 0 or greater", least=0),
         "the rank in which --pdb, --trace and breakpoint() debug a distributed test",
-        default_text="the lowest that runs",
-    )
-    summary_file: Path | None = _setting(
-        "--comm-summary=FILE",
+        "the lowest that runs",
+        flag="--pdb-rank=N",
+    ),
+    Setting(
+        "summary_file",
         Path,
         "write what differs from the snapshots, and what that costs, to FILE as Markdown (on "
         "GitHub, the summary of the step has it without this option)",
-    )
-    progress_s: float = _setting(
-        "fsdp_comm_progress_s",
+        flag="--comm-summary=FILE",
+    ),
+    Setting(
+        "progress_s",
         parse_timeout_s,
         "report on the terminal where the ranks of a test are if it still runs after this many "
         "seconds, and again each time the elapsed time has doubled",
-        30.0,
-    )
-    unseen: UnseenLevel = _setting(
-        "fsdp_comm_unseen",
+        ini="string",
+    ),
+    Setting(
+        "unseen",
         partial(parse_choice, allowed=get_args(UnseenLevel)),
         "error: a recording that lacks something which was sent is compared with no snapshot; "
         "warn: it is, with a warning",
-        "error",
-    )
-    snapshot_dir: Path = _setting(
-        "fsdp_comm_snapshot_dir",
+        ini="string",
+    ),
+    Setting(
+        "snapshot_dir",
         Path,
         "directory of the communication snapshots, relative to the root directory",
-        Path("snapshots"),
-    )
-    findings: FindingSettings | None = _setting(
-        "fsdp_comm_findings=LINES",
+        ini="string",
+    ),
+    Setting(
+        "findings",
         _parse_findings,
         "levels and thresholds of fsdp_tree's findings, one per line: 'split-tie = off', "
         "'small_nbytes = 4096'",
-        None,
         "those of docs/fsdp-tree.md",
-    )
-
-
-# How users set each field; docs/settings_table.py writes them as a table.
-DECLARED: Final[dict[str, Setting]] = {
-    entry.name: entry.metadata["setting"] for entry in fields(SessionOptions) if entry.metadata
-}
-# The command line options that take a path.
-PATH_OPTIONS: Final = tuple(
-    setting.flag for setting in DECLARED.values() if setting.metavar in {"DIR", "FILE"}
+        ini="linelist",
+    ),
 )
+# The marker's arguments by name, in the order of its signature.
+MARKER_ARGUMENTS: Final = {setting.name: setting for setting in DECLARED if setting.argument}
+# The command line options that take a path.
+PATH_OPTIONS: Final = tuple(setting.option for setting in DECLARED if setting.is_path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,17 +412,18 @@ def show_problems(problems: Sequence[str]) -> str:
 def add_options(parser: pytest.Parser) -> None:
     """Register the command line options and ini values."""
     group = parser.getgroup("fsdp-comm", "communication regression tests (pytest-fsdp-comm)")
-    for flag, metavar, ini, has_lines, _, text, default in DECLARED.values():
+    for setting in DECLARED:
+        flag, ini, default = setting.option, setting.ini_name, setting.shown_default
         known = [f"ini: {ini}"] if flag and ini else []
         known += [f"default: {default}"] if default else []
-        described = f"{text} ({'; '.join(known)})" if known else text
+        described = f"{setting.text} ({'; '.join(known)})" if known else setting.text
         if flag:
             # No default here: it would hide the ini value.
-            group.addoption(flag, metavar=metavar, help=described)
-        if ini:
-            kind: Literal["linelist", "string"] = "linelist" if has_lines else "string"
-            unit = ", in seconds" if metavar == "SECONDS" else ""
-            parser.addini(ini, f"default for {flag}{unit}" if flag else described, type=kind)
+            group.addoption(flag, metavar=setting.flag.partition("=")[2], help=described)
+        if setting.ini:
+            unit = ", in seconds" if flag and setting.name.endswith("_s") else ""
+            text = f"default for {flag}{unit}" if flag else described
+            parser.addini(ini, text, type=setting.ini)
 
 
 def join_paths(arguments: Iterable[str]) -> list[str]:
@@ -410,10 +449,10 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
             return None
 
     values: dict[str, Any] = {}
-    for name, setting in DECLARED.items():
+    for setting in DECLARED:
         where, given = _given(config, setting)
         if given is not None:
-            values[name] = attempt(where, setting.parse, given)
+            values[setting.name] = attempt(where, setting.parse, given)
     launched = attempt("", _read_launch, config)
     if launched and config.getoption("--world-size") is None:
         # The ini value is the project's default; what was launched is what this run wants.
@@ -421,7 +460,8 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
     if values.get("pdb_rank") is not None and config.getoption("dist", "no") != "no":
         # As xdist words it for --pdb.
         problems.append("--pdb-rank is incompatible with distributing tests; try using -n0 or -nno")
-    directory = attempt("", _read_snapshot_dir, config)
+    given = values.get("snapshot_dir", _DEFAULTS["snapshot_dir"])
+    directory = attempt("ini fsdp_comm_snapshot_dir: ", partial(_snapshot_dir, config), given)
     if problems:
         raise pytest.UsageError(show_problems(problems))
     values |= {"snapshot_dir": directory, "launched": launched}
@@ -430,15 +470,15 @@ def read_session_options(config: pytest.Config) -> SessionOptions:
 
 def _given(config: pytest.Config, setting: Setting) -> tuple[str, Any]:
     """Find where a setting is given, to begin an error with, and its text; None if nowhere."""
-    given = config.getoption(setting.flag) if setting.flag else None
-    if setting.flag in PATH_OPTIONS:
+    given = config.getoption(setting.option) if setting.flag else None
+    if setting.is_path:
         # Relative to where the user typed it, as with --junitxml.
         given = config.invocation_params.dir / given if given else None
     if given is not None or not setting.ini:
-        return f"{setting.flag}: ", given
+        return f"{setting.option}: ", given
     # What parses lines says itself which is wrong.
-    where = "ini " if setting.has_lines else f"ini {setting.ini}: "
-    return where, config.getini(setting.ini) or None
+    where = "ini " if setting.ini == "linelist" else f"ini {setting.ini_name}: "
+    return where, config.getini(setting.ini_name) or None
 
 
 def _read_launch(config: pytest.Config) -> LaunchedRank | None:
@@ -453,15 +493,14 @@ def _read_launch(config: pytest.Config) -> LaunchedRank | None:
     return launched
 
 
-def _read_snapshot_dir(config: pytest.Config) -> Path:
+def _snapshot_dir(config: pytest.Config, given: Path) -> Path:
     # Without "..", by which two names of one directory would differ; a link's is its target's.
-    given = Path(config.getini("fsdp_comm_snapshot_dir") or "snapshots")
     root = config.rootpath.resolve() if ".." in given.parts else config.rootpath
     directory = Path(os.path.normpath(root / given))
     foreign = getattr(config.option, "snapshot_dirname", "")
     if foreign in directory.parts:
         raise pytest.UsageError(
-            f"ini fsdp_comm_snapshot_dir: {foreign!r} is where syrupy keeps the files of plain "
+            f"{foreign!r} is where syrupy keeps the files of plain "
             "`snapshot` assertions and deletes files that it does not know; choose another "
             "directory, e.g. 'snapshots'"
         )

@@ -49,7 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marker and the fixtures, and parse the options."""
     _check_versions(config)
     config.pluginmanager.register(fixtures, "fsdp-comm-fixtures")
-    arguments = "".join(f"\n    {name}: {text}" for name, text in options.MARKER_ARGUMENTS.items())
+    arguments = "".join(
+        f"\n    {setting.name}: {setting.argument}" for setting in options.MARKER_ARGUMENTS.values()
+    )
     config.addinivalue_line(
         "markers",
         f"{options.MARKER_SIGNATURE}: run the test on several ranks, each a process.{arguments}",
