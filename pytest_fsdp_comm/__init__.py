@@ -94,35 +94,28 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Answer": "comm.events",
-    "Collective": "comm.events",
-    "CommMode": "recording.comm_mode",
-    "CommProfile": "comm.profile",
-    "CommSnapshot": "snapshots.extension",
-    "DistInfo": "fixtures",
-    "Gap": "comm.events",
-    "HostDeviceCopy": "comm.events",
-    "MakeDeviceMesh": "fixtures",
-    "MeshAxis": "comm.mesh",
-    "Phase": "comm.events",
-    "Recording": "comm.events",
-    "Redistribution": "comm.events",
-    "Reshard": "comm.events",
-    "ShardTree": "tree.model",
-    "Source": "comm.events",
-    "Timing": "comm.events",
-    "TreeFactory": "fsdp_tree",
-    "record_script": "recording.steps",
+    name: module
+    for module, names in {
+        "comm.events": "Answer Collective Gap HostDeviceCopy Phase Recording Redistribution Reshard "
+        "Source Timing",
+        "comm.mesh": "MeshAxis",
+        "comm.profile": "CommProfile",
+        "fixtures": "DistInfo MakeDeviceMesh",
+        "fsdp_tree": "TreeFactory",
+        "recording.comm_mode": "CommMode",
+        "recording.steps": "record_script",
+        "snapshots.extension": "CommSnapshot",
+        "tree.model": "ShardTree",
+    }.items()
+    for name in names.split()
 }
 
 
 def __dir__() -> list[str]:
-    """The public names, also those that are not loaded yet."""
     return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name on first use."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)

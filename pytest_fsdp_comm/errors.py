@@ -32,7 +32,6 @@ class FsdpCommError(Exception):
     """Base of every error that this plugin raises on purpose."""
 
     def __init__(self, text: str = "") -> None:
-        """Say what is wrong, in one or more lines."""
         super().__init__(printable(text, "\n"))
 
 

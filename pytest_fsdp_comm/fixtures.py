@@ -57,7 +57,6 @@ class MakeDeviceMesh:
     """Makes meshes of the ranks of one test: the value of the fixture ``device_mesh``."""
 
     def __init__(self, dist_info: DistInfo) -> None:
-        """Keep where the test runs."""
         self._dist_info = dist_info
 
     def __call__(self, **axes: int) -> DeviceMesh:
@@ -93,7 +92,6 @@ class MakeDeviceMesh:
 
 @pytest.fixture
 def _fsdp_comm_world_size(request: pytest.FixtureRequest) -> int:
-    """The world size of a test whose marker lists several."""
     size: int = request.param
     return size
 

@@ -266,7 +266,6 @@ def refuse(session: pytest.Session, items: list[pytest.Item], text: str) -> None
 
 
 def _check_room(world_size: int, backend: Backend, num_running: int, slots: int | None) -> None:
-    """Refuse more ranks than this machine, or the session, starts."""
     if backend != "fake" and world_size > MAX_PROCESSES:
         raise BadValueError(
             f"world_size: {world_size} ranks are too many processes for one machine (at most "

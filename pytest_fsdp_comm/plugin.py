@@ -217,7 +217,6 @@ class _Protocol:
     def pytest_runtest_protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> bool | None:
-        """Run a distributed test on its ranks instead of here."""
         if options.SETTINGS not in item.stash or RANK_CONTEXT in item.config.stash:
             return None
         if not self._ranks.can_run(item):

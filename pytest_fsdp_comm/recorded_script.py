@@ -41,7 +41,6 @@ class RecordedScript:
     """Has steps of this process recorded; one rank writes what all ranks recorded."""
 
     def __init__(self, run: ScriptRun, out: Path) -> None:
-        """Prepare to write beside `out`; RecordingError for steps that cannot be recorded."""
         check_steps(run.first_step, run.last_step)
         self._run, self._out = run, out
         self._json, self._tree = out.with_suffix(".json"), out.with_suffix(".tree.comm")

@@ -98,7 +98,6 @@ def list_handles(model: nn.Module | Sequence[nn.Module]) -> tuple[Any, ...]:
 def _collect_parameters(
     visit: Visit, units: Sequence[ReadUnit], axes: AxisNames
 ) -> tuple[tuple[ParameterNode, ...], dict[Slot, int]]:
-    """List each original parameter once, and which slot holds which."""
     holder = {
         slot: (number, held)
         for number, read in enumerate(units)
@@ -152,7 +151,6 @@ def _slots(
 
 
 def _read_loose(tensor: Any, visit: Visit, slot: Slot, axes: AxisNames) -> HeldParameter:
-    """Read a parameter that no unit manages."""
     if isinstance(tensor, UninitializedParameter):
         index, name = slot
         raise RecordingError(
@@ -177,7 +175,6 @@ def _in_natural_order(slots: list[Slot], visit: Visit) -> list[Slot]:
 
 
 def _settle_units(units: Sequence[ReadUnit], by_slot: dict[Slot, int]) -> Iterator[ShardUnit]:
-    """Replace torch's objects by indices."""
     numbers: dict[int, list[int]] = {}
     for number, unit in enumerate(units):
         numbers.setdefault(id(unit.state), []).append(number)

@@ -32,25 +32,20 @@ class WrapExpectation:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Expected, but no unit."""
         return tuple(fqn for fqn in self.expected if fqn not in set(self.wrapped))
 
     @property
     def unexpected(self) -> tuple[str, ...]:
-        """A unit, but not expected."""
         return tuple(fqn for fqn in self.wrapped if fqn not in set(self.expected))
 
     @property
     def is_met(self) -> bool:
-        """Whether exactly the expected modules are units."""
         return not self.missing and not self.unexpected
 
     def __bool__(self) -> bool:
-        """As `is_met`, for ``assert fsdp_tree.expect(model, policy)``."""
         return self.is_met
 
     def __str__(self) -> str:
-        """What is missing and what is too much, siblings folded."""
         parts = [
             f"{len(fqns)} {what}: {', '.join(fold_fqns(fqns))}"
             for what, fqns in (

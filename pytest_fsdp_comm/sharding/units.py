@@ -46,11 +46,9 @@ class AxisNames:
 
     @property
     def used(self) -> tuple[MeshAxis, ...]:
-        """The axes that were used, sorted by name."""
         return merge_axes(self._used)
 
     def of_mesh(self, mesh: DeviceMesh, dim: int) -> MeshAxis:
-        """The axis that a dimension of a mesh is."""
         if not mesh.mesh_dim_names:
             return self.of_group(mesh.get_group(dim))
         axis = axis_of(printable(mesh.mesh_dim_names[dim]), _ranks_along(mesh, dim))
@@ -58,7 +56,6 @@ class AxisNames:
         return axis
 
     def of_group(self, group: dist.ProcessGroup) -> MeshAxis:
-        """The axis that a process group is."""
         axis = self._groups.axis(self._groups.note(group))
         self._used.add(axis)
         return axis
@@ -87,7 +84,6 @@ def dtensor_meshes(visit: Visit) -> Iterator[DeviceMesh]:
 
 
 def _local_tensor(tensor: DTensor) -> torch.Tensor:
-    """What this rank keeps of a DTensor."""
     # The public to_local() dispatches a view, which a recorder that is running would see. Private,
     # the same in torch 2.7, 2.13 and 2.15.
     return tensor._local_tensor

@@ -51,7 +51,6 @@ class Visit:
         )
 
     def ancestors(self, index: int) -> Iterator[int]:
-        """The indices of the modules above one, nearest first."""
         parent = self.nodes[index].parent
         while parent is not None:
             yield parent

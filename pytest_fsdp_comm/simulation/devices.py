@@ -70,7 +70,6 @@ class _Idle:
     """A stream, an event, or a block that selects a stream or a device: nothing waits."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Take what torch's take."""
         self.device = _current()
 
     def __enter__(self) -> Self:
@@ -80,11 +79,9 @@ class _Idle:
         pass
 
     def query(self) -> bool:
-        """It is done."""
         return True
 
     def record_event(self, event: _Idle | None = None) -> _Idle:
-        """Give the event."""
         return event or _Idle()
 
     def elapsed_time(self, _: _Idle) -> float:
@@ -105,7 +102,6 @@ class _State:
     has_mesh = False
 
     def answer(self, value: Any, how: str) -> Any:
-        """Answer for a GPU that nobody has, or refuse."""
         if not self.answers:
             raise SimulationError(
                 f"{find_call_site()} asks for {how}, which a simulated rank has no GPU to know: "

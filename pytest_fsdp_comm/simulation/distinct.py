@@ -25,14 +25,12 @@ class DistinctRanks:
     """Collects a rank for each local shape that this one does not have."""
 
     def __init__(self) -> None:
-        """Begin with no parameter."""
         self.further: set[int] = set()
         """The other ranks."""
         self._seen: set[Any] = set()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """See each parameter that a module gets while the block runs."""
         hook = register_module_parameter_registration_hook(self._note)
         try:
             yield

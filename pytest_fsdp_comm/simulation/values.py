@@ -138,7 +138,6 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation without its numbers, and with those that are known."""
         # Half of all operations of a step ask for a device, and an eighth is DTensor's to run.
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
@@ -153,7 +152,6 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     def _placed(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run an operation, and mark what it makes of marked memory."""
         place = kwargs.get("device")
         if place is not None and place.type == "cuda" and not torch.cuda.is_available():
             kwargs = {**kwargs, "device": CPU}
@@ -192,7 +190,6 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
     def _follow(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Know what an operation on unknown values leaves."""
         if func.namespace in NAMESPACES:
             self._communicate(func, args, kwargs, result)
         elif _writes(func):
@@ -210,7 +207,6 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torc
         kwargs: Mapping[str, Any],
         given: Sequence[torch.Tensor],
     ) -> Any:
-        """Run what depends on values, which are known."""
         if any(map(_is_mirrored, given)):
             self._answer_mirrored(func, args)
         found = func(*_values(args), **_values(kwargs))
@@ -422,7 +418,6 @@ def _made(result: Any) -> list[FakeTensor]:
 
 
 def _has_numbers(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors hold whole numbers or truths; False for none."""
     dtype = tensors[0].dtype if tensors else torch.float32
     return not (dtype.is_floating_point or dtype.is_complex)
 
@@ -501,7 +496,6 @@ def _is_mirrored(tensor: torch.Tensor) -> bool:
 
 
 def _write(own: Any, value: torch.Tensor | None, *, is_mirrored: bool = False) -> None:
-    """Have a simulated tensor hold other values, or unknown ones."""
     if not isinstance(own, FakeTensor):
         return
     # torch's own note of a value, which it drops where a schema tells of writes

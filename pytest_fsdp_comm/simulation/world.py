@@ -221,16 +221,13 @@ class LazyChunks(Sequence[torch.Tensor]):
     """As ``_chunk_with_empty`` of FSDP2: the chunks of a tensor, each made when it is looked at."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
-        """Cut into `num_chunks` along `dim`, of which the last ones may be shorter, or empty."""
         self._tensor, self._num, self._dim = tensor, num_chunks, dim
         self._length = -(-tensor.size(dim) // num_chunks)
 
     def __len__(self) -> int:
-        """As many as asked for."""
         return self._num
 
     def __getitem__(self, index: Any) -> Any:
-        """One chunk."""
         number = range(self._num)[index]
         start, whole = number * self._length, self._tensor.size(self._dim)
         if whole and start >= whole:

@@ -35,7 +35,7 @@ class CodecError(FsdpCommError):
     """A JSON value is not what its reader expects; the text says where."""
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: Any) -> Any:  # noqa: PLR0911  # a case for each type
     """Turn a value into what `json` can write."""
     # An object of a class that `from_json` does not know becomes its repr, and so does a number
     # that JSON has not: what a plugin hangs onto a report must not cost the whole report.
@@ -44,9 +44,25 @@ def to_json(value: Any) -> Any:
         return value
     if (names := _field_names(cast("Hashable", cls))) is not None:
         return {name: to_json(getattr(value, name)) for name in names}
-    for classes, write in _WRITERS:
-        if isinstance(value, classes):
-            return write(value)
+    match value:
+        case Enum():
+            return to_json(value.value)
+        case tuple() | list() | set() | frozenset():
+            return [to_json(entry) for entry in value]
+        case Mapping():
+            return {
+                key if isinstance(key, str) else str(to_json(key)): to_json(entry)
+                for key, entry in value.items()
+            }
+        # Also subclasses of what JSON has, such as numpy's float64.
+        case str() | PurePath():
+            return str(value)
+        case int():
+            return int(value)
+        case float() if math.isfinite(value):
+            return float(value)
+        case float():
+            return repr(float(value))
     return repr(value)
 
 
@@ -105,61 +121,38 @@ def _field_names(cls: Hashable) -> tuple[str, ...] | None:
     return tuple(entry.name for entry in fields(cls)) if is_dataclass(cls) else None
 
 
-_WRITERS: Final[tuple[tuple[Any, Callable[[Any], Any]], ...]] = (
-    (Enum, lambda value: to_json(value.value)),
-    ((tuple, list, set, frozenset), lambda value: [to_json(entry) for entry in value]),
-    (Mapping, lambda value: {_key(key): to_json(entry) for key, entry in value.items()}),
-    # Also subclasses of what JSON has, such as numpy's float64.
-    ((str, PurePath), str),
-    (int, int),
-    (float, lambda value: float(value) if math.isfinite(value) else repr(float(value))),
-)
-
-
-def _key(key: Any) -> str:
-    return key if isinstance(key, str) else str(to_json(key))
-
-
 # Note [Readers]: what reads a value of an annotation is put together once for each annotation, of
 # what reads its parts: resolving the names in a dataclass's annotations costs more than reading
 # one, and ranks send many messages.
 
 
 @cache
-def _reader(kind: Any) -> _Reader:
+def _reader(kind: Any) -> _Reader:  # noqa: PLR0911  # a case for each type
     """What reads values of an annotation: called with the data and what to call it in an error."""
     arguments = typing.get_args(kind)
-    reader: _Reader
     match typing.get_origin(kind) or kind:
         case typing.Any:
-            reader = _same
+            return lambda data, _: data
         case typing.Literal:
-            reader = partial(_read_choice, {value: value for value in arguments})
+            return partial(_read_choice, {value: value for value in arguments})
         case typing.Union | types.UnionType:
             readers = [_reader(one) for one in arguments if one is not types.NoneType]
-            reader = partial(_read_union, readers, len(readers) < len(arguments))
+            return partial(_read_union, readers, len(readers) < len(arguments))
         case builtins.tuple:
             readers = [_reader(one) for one in arguments if one is not Ellipsis]
-            reader = partial(_read_tuple, readers, Ellipsis in arguments)
+            return partial(_read_tuple, readers, Ellipsis in arguments)
         case builtins.dict | collections.abc.Mapping:
             # JSON has texts as keys only.
             read_key = _read_whole_number if arguments[0] is int else _reader(arguments[0])
-            reader = partial(_read_mapping, read_key, _reader(arguments[1]))
+            return partial(_read_mapping, read_key, _reader(arguments[1]))
         case type() as cls if is_dataclass(cls):
-            reader = partial(_read_dataclass, cls)
+            return partial(_read_dataclass, cls)
         case type() as cls if issubclass(cls, Enum):
-            reader = partial(_read_choice, {member.value: member for member in cls})
-        case type() as cls if issubclass(cls, PurePath):
-            reader = partial(_read_path, cls)
-        case type() as cls if cls in _PLAIN or cls is float:
-            reader = partial(_read_plain, cls)
+            return partial(_read_choice, {member.value: member for member in cls})
+        case type() as cls if cls in _PLAIN or issubclass(cls, (float, PurePath)):
+            return partial(_read_plain, cls)
         case _:
             raise TypeError(f"{kind!r} has no JSON form")
-    return reader
-
-
-def _same(data: Any, _: str) -> Any:
-    return data
 
 
 def _read_plain(cls: Any, data: Any, where: str) -> Any:
@@ -167,18 +160,14 @@ def _read_plain(cls: Any, data: Any, where: str) -> Any:
         return data
     if cls is float and (type(data) is int or data in ("inf", "-inf", "nan")):
         return float(data)
-    raise _unexpected(where, cls.__name__, data)
+    if issubclass(cls, PurePath) and type(data) is str:
+        return cls(data)
+    raise _unexpected(where, "a path" if issubclass(cls, PurePath) else cls.__name__, data)
 
 
 def _read_whole_number(key: str, where: str) -> int:
     is_number = key.removeprefix("-").isdecimal()
     return cast("int", _read_plain(int, int(key) if is_number else key, where))
-
-
-def _read_path(cls: type[PurePath], data: Any, where: str) -> PurePath:
-    if type(data) is not str:
-        raise _unexpected(where, "a path", data)
-    return cls(data)
 
 
 def _read_choice(choices: Mapping[Any, Any], data: Any, where: str) -> Any:
@@ -220,7 +209,6 @@ def _read_mapping(read_key: _Reader, read_value: _Reader, data: Any, where: str)
 
 @cache
 def _readers_of_fields(cls: Any) -> tuple[dict[str, _Reader], set[str]]:
-    """What reads each field of a dataclass, and the fields that have no default."""
     kinds = typing.get_type_hints(cls)
     needed = {
         entry.name

@@ -30,7 +30,6 @@ class TreeChange:
     """The probable cause; empty if the pattern fits none."""
 
     def __str__(self) -> str:
-        """Write the change in one line, with its probable cause."""
         cause = f" (likely: {self.likely})" if self.likely else ""
         return f"{self.subject}: {self.what}{cause}"
 

@@ -55,7 +55,6 @@ class Finding:
         return ", ".join(fold_fqns(self.fqns))
 
     def __str__(self) -> str:
-        """Level, code, cost and modules; below them reason and cure, in lines of 66 characters."""
         cost = f" ({self.cost})" if self.cost else ""
         title = f"{self.level} {self.code}{cost}: {self.where}"
         below = (self.reason, f"cure: {self.cure}")
@@ -83,7 +82,6 @@ class Findings(tuple[Finding, ...]):
         return f"{text[:-1]}>"
 
     def __str__(self) -> str:
-        """All findings, a few lines each; empty if there are none."""
         return "\n".join(map(str, self))
 
 

@@ -48,7 +48,6 @@ class AxisPlacement:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank along the axis keeps only a shard."""
         return self.kind in {"shard", "strided_shard", "flat_shard"}
 
 
@@ -117,12 +116,10 @@ class ParameterNode:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameter."""
         return self.numel * self.itemsize
 
     @property
@@ -222,7 +219,6 @@ class ShardTree:
     """What a reader must know of the circumstances, e.g. that the model is on the meta device."""
 
     def __post_init__(self) -> None:
-        """Make `findings` a `Findings`."""
         object.__setattr__(self, "findings", Findings(self.findings))
 
     @property

@@ -153,7 +153,6 @@ class TreeProfile:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the default group."""
         return next(iter(self.trees.values())).world_size
 
     def restricted(self, ranks: Sequence[int]) -> TreeProfile:
@@ -205,7 +204,6 @@ def merge(
 
 
 def _distinct(trees: Mapping[int, TreeFacts]) -> dict[int, TreeFacts]:
-    """Each object once, by its id."""
     return {id(facts): facts for facts in trees.values()}
 
 

@@ -53,12 +53,10 @@ class Wrapping:
 
     @cached_property
     def units_of(self) -> dict[int, tuple[ShardUnit, ...]]:
-        """As `ShardTree.units_of`."""
         return self.tree.units_of()
 
     @cached_property
     def largest_gather(self) -> int:
-        """Bytes of the largest all-gather; 0 without units."""
         return max((unit.nbytes_gathered for unit in self.tree.units), default=0)
 
     @cached_property
@@ -95,22 +93,18 @@ class Wrapping:
                 yield index, unit
 
     def parameters(self, unit: ShardUnit) -> list[ParameterNode]:
-        """The parameters of a unit, in the order of the collective."""
         return [self.tree.parameters[index] for index in unit.parameters]
 
     def is_trainable(self, unit: ShardUnit) -> bool:
-        """Whether any parameter of a unit is."""
         return any(parameter.trainable for parameter in self.parameters(unit))
 
     def around(self, module: int) -> Iterator[int]:
-        """Yield a module and those that enclose it, nearest first."""
         at: int | None = module
         while at is not None:
             yield at
             at = self.tree.modules[at].parent
 
     def above(self, unit: ShardUnit) -> Iterator[int]:
-        """Yield the modules that enclose a unit's first, nearest first."""
         return islice(self.around(unit.modules[0]), 1, None)
 
     def enclosing_unit(self, unit: ShardUnit) -> ShardUnit | None:
