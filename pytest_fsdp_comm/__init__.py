@@ -96,8 +96,8 @@ __all__ = [
 _LAZY = {
     name: module
     for module, names in {
-        "comm.events": "Answer Collective Gap HostDeviceCopy Phase Recording Redistribution Reshard "
-        "Source Timing",
+        "comm.events": "Answer Collective Gap HostDeviceCopy Phase Recording Redistribution "
+        "Reshard Source Timing",
         "comm.mesh": "MeshAxis",
         "comm.profile": "CommProfile",
         "fixtures": "DistInfo MakeDeviceMesh",

@@ -6,11 +6,9 @@ import pytest
 import tiny_llama
 import torch
 from derived import fsdp_lines
-from frameworks.accelerated import accelerate, forget, plugin, use_fsdp
-from frameworks.changes import observed, told_of
+from frameworks.accelerated import accelerate, plugin, use_fsdp
 from oracle import owned_lines, witnessed_twice
 from tiny_llama import FLOAT, PARAMETERS
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 pytestmark = pytest.mark.distributed(world_size=4)
 UNITS = tiny_llama.units()
@@ -64,33 +62,3 @@ def test_without_the_distributed_type_accelerate_takes_ddp_and_the_recording_sho
     assert {event.source.value for event in comm_mode.events} == {"ddp"}
     assert comm_mode.nbytes("all_reduce", phase="backward") == sum(UNITS.values())
     assert [unit.kind for unit in fsdp_tree(model).units] == ["ddp"]
-
-
-def test_of_its_plugin_and_its_loop_what_sends_otherwise_is_told(comm_mode):
-    def of(**changed):
-        forget()
-        return observed(comm_mode, *prepared(batches=2, **changed))
-
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    reviewed = of(mixed_precision_policy=half)
-    assert not told_of(reviewed, of(mixed_precision_policy=half, lr=0.5))
-    assert told_of(reviewed, of())[0] == (
-        "parameters[world], gradients[world] bfloat16 -> float32, x2 bytes"
-    )
-    each = of(mixed_precision_policy=half, accumulates=False)
-    assert told_of(reviewed, each)[0] == (
-        "gradients of lm_head+model.norm, model.embed_tokens, model.layers.{0..1} reduced 1 -> 2 "
-        "times (reduce_scatter), gathers as before"
-    )
-    # The embedding of 16 KiB and two layers of 80.25, for two micro-batches.
-    kept = of(mixed_precision_policy=half, reshard_after_forward=False)
-    assert told_of(reviewed, kept)[0] == (
-        "model.embed_tokens, model.layers.{0..1} kept gathered after forward, not gathered in "
-        "backward: 6 calls, 353.0 KiB in all less"
-    )
-    # Attention and the layers' norms fall to the root.
-    parts = of(mixed_precision_policy=half, transformer_cls_names_to_wrap=["LlamaMLP"])
-    assert told_of(reviewed, parts)[0] == (
-        "other units, with as many bytes together: model.layers.{0..1} -> (root), "
-        "model.layers.{0..1}.mlp"
-    )

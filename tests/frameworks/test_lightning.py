@@ -164,35 +164,3 @@ def test_innocent_changes_are_not_told(comm_mode):
     reviewed = trained(comm_mode)
     torch.manual_seed(1)
     assert not told_of(reviewed, trained(comm_mode, lr=0.5, trainer={"log_every_n_steps": 1}))
-
-
-CHANGES = {
-    "units that stay gathered": (
-        {},
-        {"reshard_after_forward": False},
-        "model.layers.{0..1} kept gathered after forward, not gathered in backward: 2 calls, "
-        "1.0 KiB in all less",
-    ),
-    "no plan": (
-        {"data": 2, "tensor": 2},
-        {"data": 2, "tensor": 2, "plan": []},
-        "nothing is sent over tensor_parallel any more",
-    ),
-    "accumulation": (
-        {},
-        {"trainer": {"accumulate_grad_batches": 2}},
-        "all counts of forward and backward x2",
-    ),
-    "clipping": (
-        {},
-        {"trainer": {"gradient_clip_val": 1.0}},
-        "optimizer came, forward as before: 1 call of 24 B",
-    ),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_told_in_a_true_first_line(comm_mode, change):
-    reviewed, changed, first = CHANGES[change]
-    old, new = trained(comm_mode, **reviewed), trained(comm_mode, **changed)
-    assert told_of(old, new)[0] == first

@@ -164,16 +164,3 @@ def test_of_its_arguments_what_sends_otherwise_is_told(comm_mode, tmp_path):
     assert told_of(reviewed, of(fsdp=None))[0].startswith(
         "lm_head+model.norm, model.embed_tokens, model.layers.{0..1} no longer gathered nor reduced"
     )
-
-
-def test_of_a_plan_what_sends_otherwise_is_told(comm_mode, tmp_path):
-    def of(sizes, **changed):
-        return trained(comm_mode, by_plan(tmp_path, sizes=sizes, **changed))
-
-    reviewed = of({"fsdp_size": 4})
-    assert not told_of(reviewed, of({"fsdp_size": 4}, learning_rate=0.5, seed=7))
-    replicated = told_of(reviewed, of({"fsdp_size": 2, "dp_replicate_size": 2}))
-    assert replicated[0] == (
-        "gradients of lm_head+model.norm, model.embed_tokens, model.layers.{0..1} reduced by "
-        "all_reduce[dp_replicate] too now, all else as before"
-    )

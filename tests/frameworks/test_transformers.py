@@ -232,25 +232,6 @@ def test_of_a_tensor_parallel_plan_what_sends_otherwise_is_told(comm_mode):
     ]
 
 
-def test_of_an_fsdp_plan_what_sends_otherwise_is_told(comm_mode):
-    def of(**changed):
-        return seen(
-            comm_mode, sharded(**({"fsdp_size": 4, "fsdp_mixed_precision": True} | changed))
-        )
-
-    reviewed = of()
-    assert not told_of(reviewed, of(seed=7))
-    lost = of(fsdp_mixed_precision=False)
-    assert told_of(reviewed, lost)[0] == "parameters[fsdp] bfloat16 -> float32, x2 bytes"
-    # With more than norm and head kept, transformers no longer makes these two one unit.
-    kept = of(fsdp_plan={"model.layers.*": "keep_full_weight"})
-    assert told_of(reviewed, kept)[:2] == [
-        "other units, with as many bytes together: lm_head+model.norm -> lm_head, model.norm",
-        "model.layers.{0..1} kept gathered after forward, not gathered in backward: "
-        "2 calls, 160.5 KiB in all less",
-    ]
-
-
 def test_of_expert_parallelism_what_sends_otherwise_is_told(comm_mode):
     def of(**changed):
         return seen(comm_mode, mixture(**({"fsdp_size": 4, "ep_size": 2} | changed)))

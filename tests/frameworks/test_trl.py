@@ -94,32 +94,6 @@ def test_lora_gathers_the_head_by_hand(comm_mode, tmp_path):
     assert (by_hand.source.value, by_hand.role) == ("dtensor", "parameters")
 
 
-def test_of_its_arguments_what_sends_otherwise_is_told(comm_mode, tmp_path):
-    def of(**changed):
-        return trained(comm_mode, fine_tuning(tmp_path, **changed))
-
-    reviewed = of()
-    innocent = {
-        "other numbers": {"learning_rate": 0.5, "seed": 7},
-        "a shorter text": {"text": "7 9"},
-        "another loss": {"loss_type": "dft"},
-        "several texts in a row": {"packing": True, "max_length": 16},
-    }
-    for name, changed in innocent.items():
-        assert not told_of(reviewed, of(**changed)), name
-    kept = of(config={"reshard_after_forward": False})
-    assert told_of(reviewed, kept)[0] == (
-        "model.embed_tokens, model.layers.{0..1} kept gathered after forward, not gathered in "
-        "backward: 3 calls, 353.0 KiB in all less"
-    )
-    # The model runs once more for the metrics, without a backward.
-    smoothed = told_of(reviewed, of(label_smoothing_factor=0.1))
-    assert smoothed[0] == (
-        "counts of forward x2, of backward x1; lm_head+model.norm kept, and gathered as before"
-    )
-    assert smoothed[-1] == "likely: forwards without a backward, such as an evaluation"
-
-
 def test_of_lora_what_sends_otherwise_is_told(comm_mode, tmp_path):
     def of(**changed):
         return trained(comm_mode, fine_tuning(tmp_path, lora=lora(**changed)))

@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import math
 
 import pytest
 import torch
@@ -281,28 +280,6 @@ def test_partial_and_unknown_placements_survive_the_snapshot():
     assert parse_tree(format_tree(tree)) == tree_facts(tree)
 
 
-def test_parameters_on_three_axes_have_three_placements():
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "shard", "tp"))
-    model = Block(8, 16, bias=True)
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["replica", "shard"])
-    tree = capture_tree(model)
-    assert [(axis.name, axis.size) for axis in tree.mesh_axes] == [
-        ("replica", 2),
-        ("shard", 2),
-        ("tp", 2),
-    ]
-    assert placements(tree, "up.weight") == [
-        ("replica", "Replicate()"),
-        ("shard", "StridedShard(0,2)"),
-        ("tp", "Shard(0)"),
-    ]
-    assert parameter(tree, "up.weight").local_numels == (16 * 8 // 4,) * 8
-    assert parameter(tree, "down.bias").local_numels == (4,) * 8
-
-
 @st.composite
 def plans(draw):
     """A model of nested modules, and which of them become units."""
@@ -491,15 +468,6 @@ def test_moving_to_another_dtype_after_sharding_is_seen():
     assert parameter(capture_tree(model), "layers.0.up.weight").dtype == "bfloat16"
 
 
-def test_an_unsharded_model_is_reported_as_such():
-    tree = capture_tree(TokenModel())
-    assert not tree.is_sharded
-    assert not tree.units
-    assert sum(math.prod(entry.shape) for entry in tree.parameters) == sum(
-        tensor.numel() for tensor in TokenModel().parameters()
-    )
-
-
 def test_order_of_construction_and_class_names_do_not_show():
     class Renamed(TokenModel):
         pass
@@ -533,15 +501,3 @@ def test_a_module_at_two_places_is_listed_once():
     assert "    again[Block] FULLY SHARDED\n" in str(tree)
     assert "        layers.0[Block] is again\n" in str(tree)
     assert len(tree.parameters) == 10
-
-
-def test_every_parameter_is_there_with_its_global_shape():
-    model = sharded(TokenModel(tied=True))
-    tree = capture_tree(model)
-    listed = {}
-    for index, (fqn, entry) in enumerate(tree.named_parameters()):
-        for name in (fqn, *tree.tied_fqns(index)):
-            listed[name] = entry.shape
-    state = {fqn: tuple(tensor.shape) for fqn, tensor in model.state_dict().items()}
-    assert listed == state
-    assert all(isinstance(tensor, DTensor) for tensor in model.state_dict().values())

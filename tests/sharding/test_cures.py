@@ -202,15 +202,6 @@ def test_lora_on_a_llama_has_no_finding():
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_a_frozen_embedding_on_its_own_is_one_whose_cure_earns_none():
-    model = fsdp2(LoraLlama(3), ("embed_tokens", *PER_LAYER))
-    (finding,) = capture_tree(model).findings
-    assert (finding.code, finding.fqns) == ("frozen-gathered-in-backward", ("embed_tokens",))
-    model.embed_tokens.set_unshard_in_backward(False)
-    assert not capture_tree(model).findings
-
-
-@pytest.mark.usefixtures("four_ranks")
 def test_adapters_in_units_of_their_own_are_one_finding_whose_cure_earns_none():
     (finding,) = capture_tree(fsdp2(LoraLlama(3), (*ADAPTERS, *PER_LAYER))).findings
     assert (finding.code, finding.count) == ("unit-too-small", len(ADAPTERS))
@@ -221,23 +212,6 @@ def test_adapters_in_units_of_their_own_are_one_finding_whose_cure_earns_none():
     )
     assert "a step has at least 2 collectives fewer and no more bytes" in finding.reason
     assert not capture_tree(fsdp2(LoraLlama(3), PER_LAYER)).findings
-
-
-@pytest.mark.usefixtures("four_ranks")
-def test_lora_under_fsdp1_is_a_finding_whose_cure_earns_none():
-    def build(*names):
-        model = LoraLlama(1, 1024, 4096, device="cpu", dtype=torch.float32)
-        return capture_tree(fsdp1(model, (*names, "layers.0")))
-
-    (finding,) = build().findings
-    assert (finding.code, finding.fqns) == ("mixed-frozen", ("layers.0",))
-    # Four square matrices, three of the MLP, two norms.
-    assert finding.nbytes == 4 * (4 * 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024)
-    # 4 adapters gather twice and reduce; before, there was one reduction.
-    assert "a step has 11 more collectives" in finding.reason
-    assert finding.cure == "give its 4 trainable modules units of their own"
-    # As peft's own policy wraps them.
-    assert not build(*ADAPTERS[:4]).findings
 
 
 # Plans at random: following one cure after the other ends, and none earns another finding.

@@ -243,57 +243,37 @@ def test_the_private_names_are_where_they_were_read():
     assert hasattr(walk.replicate, "state")
     contract = importlib.import_module("torch.distributed._composable.contract")
     assert callable(contract._get_registry)
-    model = wrapped(use_orig_params=True)
-    for name in ("_handle", "_is_root", "_device_mesh", "process_group", "sharding_strategy"):
-        assert hasattr(model, name), name
-    for name in (
-        "flat_param",
-        "uses_sharded_strategy",
-        "_fwd_bwd_param_dtype",
-        "_orig_param_dtype",
-    ):
-        assert hasattr(model._handle, name), name
-    for name in (
-        "_param_infos",
-        "_shared_param_infos",
-        "_shapes",
-        "_numels",
-        "_numels_with_padding",
-        "_is_padding_mask",
-        "_shard_param_infos",
-        "_sharded_size",
-        "_params",
-        "_is_flat_param",
-    ):
-        assert hasattr(model._handle.flat_param, name), name
-    block = fully_shard(Block())
-    state = block._get_fsdp_state()
-    for name in (
-        "_modules",
-        "_is_root",
-        "_states_to_forward_prefetch",
-        "_states_to_backward_prefetch",
-    ):
-        assert hasattr(state, name), name
+    wrapper, block = wrapped(use_orig_params=True), fully_shard(Block())
     (group,) = list_handles(block)
-    for name in (
-        "fsdp_params",
-        "mesh_info",
-        "post_forward_mesh_info",
-        "offload_policy",
-        "unshard_in_backward",
-    ):
-        assert hasattr(group, name), name
+    param = group.fsdp_params[0]
+    read = (
+        (wrapper, "_handle _is_root _device_mesh process_group sharding_strategy"),
+        (
+            wrapper._handle,
+            "flat_param uses_sharded_strategy _fwd_bwd_param_dtype _orig_param_dtype",
+        ),
+        (
+            wrapper._handle.flat_param,
+            "_param_infos _shared_param_infos _shapes _numels _numels_with_padding "
+            "_is_padding_mask _shard_param_infos _sharded_size _params _is_flat_param",
+        ),
+        (
+            block._get_fsdp_state(),
+            "_modules _is_root _states_to_forward_prefetch _states_to_backward_prefetch",
+        ),
+        (
+            group,
+            "fsdp_params mesh_info post_forward_mesh_info offload_policy unshard_in_backward",
+        ),
+        (
+            param,
+            "_module_info sharded_param sharded_state _orig_size padded_sharded_param_size",
+        ),
+    )
+    missing = [name for own, names in read for name in names.split() if not hasattr(own, name)]
+    assert missing == []
     # On the group until torch 2.14, on each parameter since.
-    assert hasattr(group, "mp_policy") or hasattr(group.fsdp_params[0], "mp_policy")
-    for name in (
-        "_module_info",
-        "sharded_param",
-        "sharded_state",
-        "_orig_size",
-        "padded_sharded_param_size",
-    ):
-        assert hasattr(group.fsdp_params[0], name), name
+    assert hasattr(group, "mp_policy") or hasattr(param, "mp_policy")
 
 
 @pytest.mark.upstream
