@@ -43,12 +43,12 @@ VARIABLES = {
 
 NO_EFFECT = "no effect"
 SYRUPY = {
-    "--snapshot-update": "records, and deletes "
-    "[unused files](../updating.md#what-an-update-removes)",
-    "--snapshot-update-new-only": "records what has no file yet, and deletes none",
+    "--snapshot-update": "records tests that pass, and lists "
+    "[unused files](../updating.md#unused-files)",
+    "--snapshot-update-new-only": "records what has no file yet",
     "--snapshot-warn-unused": "lists unused files, which then fail no run",
-    "--snapshot-disable-unused": "does not look for unused files, so that an update deletes none",
-    "--snapshot-no-cleanup": "an update lists unused files, and deletes none",
+    "--snapshot-disable-unused": "does not look for unused files",
+    "--snapshot-no-cleanup": f"{NO_EFFECT}: no file is ever deleted",
     "--snapshot-details": "an update names the files that it writes; unused files are always named",
     "--snapshot-default-extension": NO_EFFECT,
     "--snapshot-no-colors": f"{NO_EFFECT}: see pytest's `--color`",

@@ -24,7 +24,7 @@ from pytest_fsdp_comm.text.words import show_path
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pytest_fsdp_comm.snapshots.unused_session import UnusedSnapshots
+    from pytest_fsdp_comm.snapshots.unused import UnusedSnapshots
 
 # Between the summaries of two sessions.
 _BREAK: Final = "\n\n"
@@ -158,7 +158,6 @@ class CiSession:
             compared_files=len({file for files in self._compared.values() for file in files}),
             failed=tuple(self._failed.values()),
             unused=tuple((show_path(one.path, self._config.rootpath), one.reason) for one in found),
-            are_removed=unused is not None and unused.are_removed,
             ended_early=f"The session ended early ({why}): not all tests ran." if why else "",
         )
 

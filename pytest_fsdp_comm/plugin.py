@@ -17,7 +17,7 @@ from pytest_fsdp_comm.errors import UpstreamChangedError
 from pytest_fsdp_comm.launch_environment import explain_separate_processes, is_spawned_rank
 from pytest_fsdp_comm.ranks.rank.context import RANK_CONTEXT
 from pytest_fsdp_comm.ranks.rank.gpus import usable_gpu_count
-from pytest_fsdp_comm.snapshots import failed_comparison, unused_session
+from pytest_fsdp_comm.snapshots import failed_comparison, unused
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     given = config.stash[options.OPTIONS] = options.read_session_options(config)
     if config.pluginmanager.has_plugin("syrupy"):
-        config.pluginmanager.register(unused_session.UnusedSnapshots(config), "fsdp-comm-unused")
+        config.pluginmanager.register(unused.UnusedSnapshots(config), "fsdp-comm-unused")
         from pytest_fsdp_comm.snapshots import plain_snapshot  # noqa: PLC0415  # imports syrupy
 
         plain_snapshot.refuse_recordings(config)

@@ -10,8 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_fsdp_comm.comm.json import join_recordings, load_recordings
-from pytest_fsdp_comm.command_line.documents import merge_recordings
-from pytest_fsdp_comm.command_line.stories import summary_lines
+from pytest_fsdp_comm.command_line.documents import merge_recordings, summary_lines
 from pytest_fsdp_comm.errors import FsdpCommError, IncompleteRecordingError
 from pytest_fsdp_comm.recording.comm_mode import CommMode, publish
 from pytest_fsdp_comm.recording.mesh_axes import own_world

@@ -1,5 +1,5 @@
-"""The program ``fsdp-comm``: shows, compares, accepts and audits snapshots, outside of any test.
+"""The program ``fsdp-comm``: shows, compares and accepts snapshots, outside of any test.
 
-Files, revisions of git and answers on a terminal come in; text and exit statuses go out. It imports
-the pure rooms, and of `snapshots` what imports no pytest: git starts the program for every file.
+It imports the pure rooms, and of `snapshots` only modules that do not import pytest: git starts the
+program for every file.
 """

@@ -21,13 +21,10 @@ if TYPE_CHECKING:
 # costs 7 ms, click 29 and typer 75 (CPU, Python 3.11), and nothing here needs either of them.
 
 _DIFF = """\
-tell how snapshots differ: what a change costs, what changed and why
+explain how snapshots differ: what a change costs, what changed and why
 
-  fsdp-comm diff                     the last commit and the files on disk
-  fsdp-comm diff main                a revision and the files on disk
-  fsdp-comm diff main..HEAD [PATH]   two revisions; main...HEAD from where they parted
-  fsdp-comm diff HEAD~1 HEAD [PATH]  the same
-  fsdp-comm diff OLD NEW             two snapshots, recordings (.json) or directories
+Compares two snapshots, two recordings (.json), or two directories of snapshots. For revisions, use
+git diff A..B -- snapshots with the driver that docs/command-line.md describes.
 
 exit status: 0 if nothing that is compared differs, 1 if something does, 2 for errors
 """
@@ -41,13 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs_script = given[:1] == ["record"]
     for stream in (sys.stdout, sys.stderr) if not runs_script else ():
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]  # a text stream
-    # argparse drops a "--", which tells paths from revisions, and pytest's options from ours.
-    end = (
-        given.index("--")
-        if given[:1] in (["diff"], ["report"], ["audit"]) and "--" in given
-        else len(given)
-    )
-    options = _parser().parse_args(given[:end], argparse.Namespace(rest=given[end:]))
+    options = _parser().parse_args(given)
     # A command's file imports what the command needs, and no other is imported.
     module, _, name = options.run.partition(":")
     try:
@@ -88,12 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("files", nargs="+", metavar="FILE", help=".comm, or .json as tests save it")
 
     diff = command(
-        "compare:run_diff",
+        "diff:run_diff",
         "diff",
-        "tell how snapshots, recordings or revisions of git differ",
+        "explain how two snapshots or recordings differ",
         description=_DIFF,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="fsdp-comm diff [-h] [--lines] [--color WHEN] [OLD NEW | REVISION... [--] [PATH...]]",
     )
     diff.add_argument("--lines", action="store_true", help="also print the lines that differ")
     diff.add_argument(
@@ -103,17 +93,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="WHEN",
         help="auto, always, never",
     )
-    diff.add_argument("sides", nargs="*", help=argparse.SUPPRESS)
+    diff.add_argument("old", metavar="OLD")
+    diff.add_argument("new", metavar="NEW")
 
     accept = command(
         "accept",
         "accept",
-        "take over what CI received (pytest --comm-artifacts), after showing each change",
-        description="Shows for each test what CI received instead of its snapshots, and asks. The "
-        "exit status is 1 if something is left as it is or refused, and 2 for errors.",
+        "copy what CI received (pytest --comm-artifacts) over the snapshots",
+        description="Copies the received snapshots, and prints what changed. The exit status is 2 "
+        "if a file is refused: one that is behind a link, is outside of the snapshot directory, or "
+        "cannot be read.",
     )
     accept.add_argument("directory", metavar="DIR", help="the artifacts, unpacked")
-    accept.add_argument("--yes", action="store_true", help="accept all, without a question")
     accept.add_argument(
         "--snapshots",
         metavar="DIR",
@@ -121,37 +112,18 @@ def _parser() -> argparse.ArgumentParser:
         "working directory)",
     )
 
-    audit = command(
-        "audit",
-        "audit",
-        "find snapshot files that are broken, of an old format, or of no test",
-        description="Has pytest collect the tests, runs none, and checks every snapshot file. The "
-        "exit status is 1 if a file has a fault, and 2 if pytest cannot collect.",
-    )
-    audit.add_argument(
-        "--world-size",
-        dest="sizes",
-        action="append",
-        default=[],
-        metavar="N",
-        help="a default world size that tests run with; may be given several times",
-    )
-    audit.add_argument(
-        "arguments", nargs="*", metavar="PATH", help="what pytest collects (default: all tests)"
-    )
-
     report = command(
+        "report:run_report",
         "report",
-        "report",
-        "make HTML pages of what CI received, or of what diff tells",
+        "make HTML pages of what CI received, or of what diff prints",
         description="Takes what pytest --comm-artifacts=DIR left, or what diff takes, and writes "
         "index.html with a page for each test.",
     )
-    report.add_argument("sides", nargs="*", metavar="DIR | OLD NEW | REVISION")
+    report.add_argument("sides", nargs="+", metavar="DIR | OLD NEW")
     report.add_argument("-o", "--output", metavar="DIR", default="comm-report")
 
     trace = command(
-        "trace",
+        "report:run_trace",
         "trace",
         "make a trace of recordings that Perfetto opens",
         description="Reads what comm_mode.save(...json) wrote. A trace shows the order in which "
@@ -191,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     test.add_argument("-o", "--output", metavar="FILE", help="default: test_SCRIPT.py, here")
 
     git_diff = command(
-        "compare:run_git_diff",
+        "diff:run_git_diff",
         "git-diff",
         "what git runs as diff.<driver>.command",
         description="See docs/command-line.md for the lines that tell git of it.",

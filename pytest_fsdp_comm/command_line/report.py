@@ -1,4 +1,4 @@
-"""``fsdp-comm report``: the stories of ``diff``, or of what CI received, as pages of HTML."""
+"""``fsdp-comm report`` and ``trace``: pages of HTML, and files for Perfetto."""
 
 from __future__ import annotations
 
@@ -7,37 +7,44 @@ import shlex
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from pytest_fsdp_comm.command_line.compare import pairs_in_directories, pairs_of
-from pytest_fsdp_comm.command_line.stories import tell, test_of
-from pytest_fsdp_comm.command_line.terminal import print_problems
+from pytest_fsdp_comm.command_line.diff import pairs_in_directories, pairs_of, tell, test_of
+from pytest_fsdp_comm.command_line.documents import read_json, sort_ranks
+from pytest_fsdp_comm.command_line.terminal import SAME, print_problems
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.reports.ci.outcomes import read_origin
 from pytest_fsdp_comm.reports.html.values import Compared, Record, Result, Run
+from pytest_fsdp_comm.reports.trace import dump_trace
 from pytest_fsdp_comm.run_report.writing import write_report
-from pytest_fsdp_comm.snapshots.artifacts import EXPECTED, RECEIVED
 from pytest_fsdp_comm.snapshots.differences import kind_of
+from pytest_fsdp_comm.snapshots.files import EXPECTED, RECEIVED
 from pytest_fsdp_comm.text.words import counted
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from pytest_fsdp_comm.command_line.stories import Pair, Story
+    from pytest_fsdp_comm.comm.events import Recording
+    from pytest_fsdp_comm.command_line.diff import Pair, Story
 
 
-def run(options: argparse.Namespace) -> int:
+def run_report(options: argparse.Namespace) -> int:
     """Run ``fsdp-comm report``."""
-    arguments = [*options.sides, *options.rest]
-    if len(arguments) == 1 and Path(arguments[0], RECEIVED).is_dir():
-        # A first recording has nothing that it was compared with.
-        sides = [os.path.join(arguments[0], side) for side in (EXPECTED, RECEIVED)]  # noqa: PTH118  # shown as given
-        pairs, problems = pairs_in_directories(sides)
-    else:
-        pairs, problems = pairs_of(arguments)
+    match options.sides:
+        case [directory] if Path(directory, RECEIVED).is_dir():
+            # A first recording has nothing that it was compared with.
+            sides = [os.path.join(directory, side) for side in (EXPECTED, RECEIVED)]  # noqa: PTH118  # shown as given
+            pairs, problems = pairs_in_directories(*sides)
+        case [old, new]:
+            pairs, problems = pairs_of(old, new)
+        case _:
+            raise FsdpCommError(
+                f"{' '.join(options.sides)}: expected the directory that pytest "
+                "--comm-artifacts=DIR left, or two files or directories"
+            )
     tests: dict[object, list[tuple[Pair, Story]]] = {}
     for pair, story in zip(pairs, tell(pairs), strict=True):
         tests.setdefault(test_of(pair), []).append((pair, story))
-    command = shlex.join(["fsdp-comm", "report", *arguments])
+    command = shlex.join(["fsdp-comm", "report", *options.sides])
     output = Path(options.output)
     try:
         origin = read_origin(os.environ)
@@ -74,3 +81,22 @@ def _compared(pair: Pair, story: Story) -> Compared:
         lines=story.lines,
         headline=story.lines[1].strip() if len(story.lines) > 1 else "",
     )
+
+
+def run_trace(options: argparse.Namespace) -> int:
+    """Run ``fsdp-comm trace``."""
+    recordings: list[Recording] = []
+    for name in options.files:
+        saved = read_json(Path(name), where=name)
+        if not isinstance(saved, list):
+            raise FsdpCommError(f"{name}: expected a recording, got a tree")
+        recordings += saved
+    recordings = sort_ranks(recordings, where=", ".join(options.files))
+    first = Path(options.files[0])
+    output = Path(options.output) if options.output else first.with_suffix(".trace.json")
+    try:
+        output.write_text(dump_trace(recordings), encoding="utf-8")
+    except OSError as problem:
+        raise FsdpCommError(f"cannot write {output} ({problem.strerror or problem})") from None
+    print(f"{output}: open it at https://ui.perfetto.dev")  # noqa: T201  # a program's output
+    return SAME

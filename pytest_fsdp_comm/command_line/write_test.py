@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pytest_fsdp_comm.comm.json import load_run
-from pytest_fsdp_comm.command_line.documents import read_document, read_json
-from pytest_fsdp_comm.command_line.project import find_project
+from pytest_fsdp_comm.command_line.documents import find_project, read_document, read_json
 from pytest_fsdp_comm.command_line.terminal import SAME
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.names import SUFFIX, basename, written_module

@@ -124,11 +124,8 @@ class Notes:
 
     # In the pytest process.
 
-    def merge(
-        self, item: pytest.Item, payloads: Mapping[int, Record], *, has_failed: bool
-    ) -> list[str]:
+    def merge(self, item: pytest.Item, payloads: Mapping[int, Record], **_: bool) -> list[str]:
         """Keep what the ranks of a test sent, until it is reported."""
-        del has_failed
         settings = item.stash[SETTINGS]
         self._records[item.nodeid] = Record(
             world_size=settings.world_size,

@@ -38,6 +38,7 @@ from pytest_fsdp_comm.snapshots.differences import (
 from pytest_fsdp_comm.snapshots.extension import CommSnapshot
 from pytest_fsdp_comm.snapshots.failed_comparison import FAILED_COMPARISON, UNEXPLAINED
 from pytest_fsdp_comm.snapshots.names import SUFFIX, read_basename, written_test
+from pytest_fsdp_comm.snapshots.unused import describe_neighbour
 from pytest_fsdp_comm.text.words import shell_word, show_path
 
 if TYPE_CHECKING:
@@ -181,7 +182,11 @@ def _explain(
             text = describe_problem(result.exception, where=where)
             differences[name] = Difference(explanation=explanation, text=text)
         elif result.recalled_data is None:
+            path = Path(result.snapshot_location)
             lines = (f"there is no snapshot {where} yet",)
+            text = str(result.asserted_data)
+            if assertion.explains and (neighbour := describe_neighbour(item, path, text)):
+                lines += (f"  {neighbour}",)
             lines += (f"{RECORD}{accept}", READ) if accept else ()
             explanation = FailureText(short=lines, full=lines)
             differences[name] = Difference(explanation=explanation, text="no snapshot yet")

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeGuard, cast
 
+import pytest
 from syrupy.assertion import SnapshotAssertion
-from syrupy.data import SnapshotCollection, SnapshotCollections
+from syrupy.data import SnapshotCollections
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
 from pytest_fsdp_comm.comm.profile import CommProfile, has_further_ranks, without_activation_sizes
@@ -18,11 +19,10 @@ from pytest_fsdp_comm.errors import EmptyRecordingError, FsdpCommError, Snapshot
 from pytest_fsdp_comm.gathering import gather_alike
 from pytest_fsdp_comm.marker import snapshot_test_name, snapshot_variant
 from pytest_fsdp_comm.options import OBSERVER, OPTIONS, SETTINGS
-from pytest_fsdp_comm.snapshots.artifacts import Artifacts
 from pytest_fsdp_comm.snapshots.completeness import check_completeness
 from pytest_fsdp_comm.snapshots.documents import SnapshotText, body, differs
 from pytest_fsdp_comm.snapshots.failed_comparison import COMPARED, UNEXPLAINED
-from pytest_fsdp_comm.snapshots.files import read_snapshot, write_atomically
+from pytest_fsdp_comm.snapshots.files import Artifacts, read_snapshot
 from pytest_fsdp_comm.snapshots.lines import REMEDY, OldFormatError
 from pytest_fsdp_comm.snapshots.names import PART, SUFFIX, basename, written_module
 from pytest_fsdp_comm.text.rank_lists import name_ranks
@@ -33,7 +33,6 @@ from pytest_fsdp_comm.tree.profile import merge, tree_facts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import pytest
     from syrupy.assertion import AssertionResult
     from syrupy.location import PyTestLocation
 
@@ -45,6 +44,9 @@ if TYPE_CHECKING:
 
 # The arguments that syrupy's ``snapshot`` takes.
 _PLAIN_ARGUMENTS: Final = frozenset(inspect.signature(SnapshotAssertion.__call__).parameters)
+
+UNWRITTEN: Final = pytest.StashKey["dict[str, AssertionResult]"]()
+"""In a test's stash: the comparisons whose files an update writes, by path."""
 
 # What errors call a text that was just written.
 _RECORDING: Final = "the recording"
@@ -181,18 +183,11 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
         return show_path(Path(location), self._rootdir)
 
     @classmethod
-    def write_snapshot_collection(
-        cls, *, snapshot_collection: SnapshotCollection, name_order: Any = None
-    ) -> None:
-        """Write a file all at once: an interrupted update leaves the old one whole."""
-        del name_order
-        path = Path(snapshot_collection.location)
-        for snapshot in snapshot_collection:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, str(snapshot.data))
+    def write_snapshot_collection(cls, **_: Any) -> None:
+        """Write nothing: `replay.settle_updates` does, once the test has passed."""
 
     def delete_snapshots(self, *, snapshot_location: str, snapshot_names: set[str]) -> None:
-        """Fail: `unused` decides which files go."""
+        """Fail: nothing deletes snapshots."""
         raise AssertionError(snapshot_location, snapshot_names)
 
     # Where files are.
@@ -224,7 +219,7 @@ class CommSnapshotExtension(SingleFileSnapshotExtension):
     def discover_snapshots(
         self, *, test_location: PyTestLocation, ignore_extensions: list[str] | None = None
     ) -> SnapshotCollections:
-        """Find none: syrupy must not count them as unused, which `unused_session` decides."""
+        """Find none: syrupy must not count them as unused, which `unused` decides."""
         del test_location, ignore_extensions
         return SnapshotCollections()
 
@@ -367,6 +362,7 @@ class CommSnapshot(SnapshotAssertion):
         item = self.test_location.item
         item.stash.setdefault(COMPARED, {})[show_path(location, item.config.rootpath)] = None
         result = self.executions[self.num_executions - 1]
+        note_update(item, result)
         artifacts = self.extension.artifacts(location)
         if result.success and artifacts is not None:
             artifacts.forget()
@@ -377,6 +373,12 @@ class CommSnapshot(SnapshotAssertion):
         return f"<CommSnapshot of {self.test_location.testname}>"
 
     __hash__ = None  # type: ignore[assignment]  # as in syrupy: comparing has effects
+
+
+def note_update(item: pytest.Item, result: AssertionResult) -> None:
+    """Note what an update is to write for a test, once it has passed."""
+    if result.created or result.updated:
+        item.stash.setdefault(UNWRITTEN, {})[result.snapshot_location] = result
 
 
 def bind_snapshot(

@@ -1,18 +1,19 @@
-"""Snapshot files on disk: read and checked, written whole or not at all."""
+"""Snapshot files on disk, and what ``--comm-artifacts`` keeps of failed comparisons."""
 
 from __future__ import annotations
 
 import os
 import stat
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
 
 from pytest_fsdp_comm.errors import SnapshotFormatError
 from pytest_fsdp_comm.snapshots.documents import SnapshotText
 from pytest_fsdp_comm.snapshots.lines import MAX_BYTES, line_error, too_large
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Sequence
 
 _FILE_TYPES: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
     (stat.S_ISDIR, "a directory"),
@@ -115,3 +116,54 @@ def _name(descriptor: int, path: Path) -> None:
         os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=here)
     finally:
         os.close(here)
+
+
+# Note [Kept files]: each directory is laid out like that of the snapshots.
+#
+#     received/tests/test_step/test_step.ws4.comm   what was recorded
+#     expected/tests/test_step/test_step.ws4.comm   what it was compared with; none for a new file
+#     stories/tests/test_step/test_step.ws4.txt     how they differ, and the code that sends
+#
+# The received file is written last: where it is, the others are complete.
+RECEIVED: Final = "received"
+EXPECTED: Final = "expected"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifacts:
+    """The files that are kept of one comparison (see Note [Kept files])."""
+
+    received: Path
+    expected: Path
+    story: Path
+
+    @classmethod
+    def of(cls, directory: Path, snapshot: Path) -> Self:
+        """Where they are, for a snapshot's path relative to the directory of all snapshots."""
+        return cls(
+            received=directory / RECEIVED / snapshot,
+            expected=directory / EXPECTED / snapshot,
+            story=directory / "stories" / snapshot.with_suffix(".txt"),
+        )
+
+    def keep(self, *, received: str, expected: str | None, story: Sequence[str]) -> None:
+        """Replace an earlier run's, or raise OSError; `expected` is None for a new snapshot."""
+        text = "\n".join(story) + "\n"
+        contents = ((self.story, text), (self.expected, expected), (self.received, received))
+        for path, content in contents:
+            if content is None:
+                path.unlink(missing_ok=True)
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # All ranks of a test do this at once, with the same content.
+            unfinished = path.with_name(f".{path.name[:200]}.{os.getpid()}")
+            try:
+                unfinished.write_text(content, encoding="utf-8", newline="\n")
+                unfinished.replace(path)
+            finally:
+                unfinished.unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """Remove those of an earlier run, which would bring its state back."""
+        for path in (self.received, self.expected, self.story):
+            path.unlink(missing_ok=True)

@@ -14,15 +14,19 @@ from syrupy.location import PyTestLocation
 from pytest_fsdp_comm import upstream
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.snapshots.extension import (
+    UNWRITTEN,
     CommSnapshotExtension,
     bind_extension,
+    note_update,
 )
+from pytest_fsdp_comm.snapshots.files import write_atomically
 from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     import pytest
+    from syrupy.assertion import AssertionResult
     from syrupy.extensions.base import AbstractSyrupyExtension
 
 # Note [Replay]: syrupy decides in one process what is written, counted and removed. So in a rank
@@ -67,7 +71,8 @@ class RankSnapshots:
         self._recalls: dict[tuple[str, str], tuple[type, int | str]] = {}
 
     def enter_rank(self, config: pytest.Config) -> None:
-        """Make syrupy's session in a rank read-only, and note what it recalls."""
+        """Make the session in a rank read-only, and note what syrupy recalls."""
+        config.pluginmanager.unregister(name="fsdp-comm-unused")
         session = _session(config)
         recall = session.recall_snapshot
 
@@ -107,17 +112,20 @@ class RankSnapshots:
         return RankAssertions(assertions=tuple(made))
 
     def merge(
-        self, item: pytest.Item, payloads: Mapping[int, RankAssertions], *, has_failed: bool
+        self,
+        item: pytest.Item,
+        payloads: Mapping[int, RankAssertions],
+        *,
+        has_failed: bool,
+        has_passed: bool,
     ) -> list[str]:
         """Assert again what the lowest rank did; return why it fails, unless the ranks failed."""
-        if not payloads:
+        # Nothing is updated that does not belong to a test that passed on all ranks.
+        if not payloads or (item.config.option.update_snapshots and not has_passed):
             return []
-        problems = []
-        for made in payloads[min(payloads)].assertions:
-            failure = _assert_again(item, made)
-            if failure and not has_failed:
-                problems.append(failure)
-        return problems
+        failures = [_assert_again(item, made) for made in payloads[min(payloads)].assertions]
+        problems = [] if has_failed else [failure for failure in failures if failure]
+        return problems + settle_updates(item, has_passed=has_passed and not problems)
 
 
 def compared_files(config: pytest.Config) -> list[str]:
@@ -129,6 +137,26 @@ def compared_files(config: pytest.Config) -> list[str]:
             for result in assertion.executions.values()
         }
     )
+
+
+def settle_updates(item: pytest.Item, *, has_passed: bool) -> list[str]:
+    """Write what a test recorded if it has passed; return why something cannot be written."""
+    problems = []
+    for location, result in item.stash.get(UNWRITTEN, {}).items():
+        if has_passed:
+            path = Path(location)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, str(result.asserted_data))
+            except OSError as error:
+                result.exception = error
+                problems.append(_describe_error(result, item.config))
+            else:
+                continue
+        # So that syrupy does not count it among the files that it wrote.
+        result.created = result.updated = result.success = False
+    item.stash[UNWRITTEN] = {}
+    return problems
 
 
 def keep_plain_snapshots(config: pytest.Config, nodeids: Collection[str]) -> None:
@@ -164,18 +192,25 @@ def _assert_again(item: pytest.Item, made: RankAssertion) -> str:
         if not hasattr(assertion, "_executions"):
             raise upstream.moved_error("syrupy", "SnapshotAssertion._executions", _USE)
         assertion._executions = made.index
-    if assertion == (base64.b64decode(made.data) if made.is_bytes else made.data):
-        return ""
+    is_same = assertion == (base64.b64decode(made.data) if made.is_bytes else made.data)
     result = assertion.executions[assertion.num_executions - 1]
+    if isinstance(assertion.extension, CommSnapshotExtension):
+        note_update(item, result)
+    if is_same:
+        return ""
     if result.exception is not None:
-        from pytest_fsdp_comm.snapshots.explain import describe_error  # noqa: PLC0415  # on failure only
-
-        return describe_error(result, config.rootpath)
+        return _describe_error(result, config)
     where = show_path(Path(result.snapshot_location), config.rootpath)
     return (
         f"a comparison with {where} failed and the test went on: it was caught, or its result not "
         "asserted (or the file changed while the test ran)"
     )
+
+
+def _describe_error(result: AssertionResult, config: pytest.Config) -> str:
+    from pytest_fsdp_comm.snapshots.explain import describe_error  # noqa: PLC0415  # on failure only
+
+    return describe_error(result, config.rootpath)
 
 
 def _extension_class(item: pytest.Item, made: RankAssertion) -> type[AbstractSyrupyExtension]:

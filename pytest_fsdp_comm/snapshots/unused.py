@@ -1,169 +1,390 @@
-"""The one rule of removal: which snapshot files tests no longer need."""
+"""Snapshot files that no test compares: listed after a run, and offered where one is missing."""
 
 from __future__ import annotations
 
 import os
-import stat
+import re
+import shlex
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote
 
-from pytest_fsdp_comm.snapshots.names import SUFFIX, function_of, module_exists, read_basename
+import pytest
+
+from pytest_fsdp_comm.marker import may_record, snapshot_test_name, snapshot_variant
+from pytest_fsdp_comm.options import OPTIONS
+from pytest_fsdp_comm.snapshots.names import (
+    SUFFIX,
+    function_of,
+    module_exists,
+    named_module,
+    read_basename,
+    written_module,
+    written_test,
+)
+from pytest_fsdp_comm.text.codec import from_json, to_json
+from pytest_fsdp_comm.text.words import counted, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Generator, Iterable, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
+    from xdist.workermanage import WorkerController
 
-# Note [Rule of removal]: a file is unused if
-# - its test was selected, passed, and did not compare it, or
-# - its test no longer exists, its module was collected whole (nothing of it was deselected) by a
-#   run that named no single tests, and tests of this world size were collected, or
-# - its module no longer exists, and the run was full: it selected nothing, and its directories hold
-#   the place of every module that has snapshots.
-# Everything else stays: all files of a session that did not come to its end, what is not as it was
-# when the session began, what a link leads to, and what belongs to a module whose source changed
-# since it was collected. Where that source may define the test in a branch that this run did not
-# take, the file stays too, and is named (see Note [Doubt]).
+# Note [Unused files]: a file in the directory of a module that this run collected whole is unused
+# if no test compared it, and
+# - its test passed, or
+# - no test has its name, and all tests of the same function passed, at this world size too.
+# So a test that failed or was skipped keeps its files, and so does a test that ran at other world
+# sizes only. The files of a module that no longer exists are unused if the run was given a
+# directory above it. A run that selects tests, or ends early, reports nothing.
+# Nothing is ever deleted: syrupy does not see these files (`discover_snapshots` finds none).
 
-Stamp: TypeAlias = tuple[int, ...]
-"""Equal for a file that nobody wrote or replaced in between; empty if there is none."""
+# Ini values that choose what is collected; given on the command line, for this run only.
+_NARROWING_SETTINGS: Final = frozenset(
+    {"python_files", "python_classes", "python_functions", "testpaths", "norecursedirs"}
+)
+# By their names in `config.option`; -x and --maxfail only end a run.
+_SELECTING_OPTIONS: Final = (
+    *("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise"),
+    *("collectonly", "setuponly", "setupplan"),
+)
+_HEADER: Final = b"# pytest-fsdp-comm "
+# A comparison imports this module, which takes longer than a short session.
+_EXTENSION: Final = "pytest_fsdp_comm.snapshots.extension"
+# The name under which an xdist worker hands its controller a `_Session` as JSON.
+_OUTPUT: Final = "fsdp_comm_collected"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedTest:
-    """A test that was collected, selected or not."""
+    """A test that was collected."""
 
     name: str
     """As `names.written_test` writes it."""
     variant: str
-    """E.g. ``ws4``; empty if it was deselected, so that its world size is not known."""
+    """E.g. ``ws4``."""
     nodeid: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectedModule:
-    """What was collected of a test module that has snapshots."""
-
-    path: Path
-    stamp: Stamp
-    """Of its source, before it was imported."""
-    tests: tuple[CollectedTest, ...]
-    """All of its tests, selected or not."""
-    is_whole: bool
-    """Whether every test that there is was collected and selected."""
-    doubts: Mapping[str, str]
-    """What may define tests that were not collected, by test; empty where the source does."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class UnusedSnapshot:
-    """A file that no test needs."""
+    """A file that no test compared."""
 
     path: Path
     reason: str
-    doubt: str = ""
-    """What may still define its test, for which it stays; empty if nothing can."""
 
 
-def stamp_of(file: Path | os.DirEntry[str]) -> Stamp:
-    """What a regular file is now."""
-    try:
-        status = file.stat()
-    except OSError:
-        return ()
-    is_file = stat.S_ISREG(status.st_mode)
-    return (status.st_ino, status.st_ctime_ns, status.st_size) if is_file else ()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Session:
+    """What one process collected, and what it compared."""
+
+    modules: Mapping[str, tuple[CollectedTest, ...]] = field(default_factory=dict)
+    """The tests of each whole module, by the directory of its snapshots."""
+    ours: tuple[str, ...] = ()
+    """Node ids of the selected tests that run on ranks, record or show a tree."""
+    compared: tuple[str, ...] = ()
+    """Paths of the snapshot files that its assertions compared or wrote."""
 
 
-def find_removable(root: Path) -> dict[Path, Stamp]:
-    """The snapshot files that may be removed, as they are now: those with one name."""
-    # A link in the directory, or to it, may give another module the same file. The directory itself
-    # may be a link.
-    found: dict[Path, Stamp] = {}
-    linked: set[str] = set()
-    pending = [str(root)]
-    while pending:
-        try:
-            entries = [*os.scandir(pending.pop())]
-        except OSError:
-            continue
-        for entry in entries:
-            if entry.is_symlink():
-                linked.add(os.path.realpath(entry.path))
-            elif entry.is_dir():
-                pending.append(entry.path)
-            elif entry.name.endswith(SUFFIX) and (stamp := stamp_of(entry)):
-                found[Path(entry.path)] = stamp
-    if linked:
-        for path in [*found]:
-            real = Path(os.path.realpath(path))
-            if not linked.isdisjoint(map(str, (real, *real.parents))):
-                del found[path]
-    return found
+class UnusedSnapshots:
+    """Registered once in each pytest process."""
 
+    def __init__(self, config: pytest.Config) -> None:
+        self.found: Sequence[UnusedSnapshot] = ()
+        """The unused files, known from the end of the session on."""
+        self._config = config
+        self._options = config.stash[OPTIONS]
+        # Whether a module was collected without an error.
+        self._modules: dict[Path, bool] = {}
+        self._all_items: frozenset[pytest.Item] = frozenset()
+        self._collected = _Session()
+        self._called: set[str] = set()
+        self._unpassed: set[str] = set()
+        self._started_workers = 0
+        self._of_workers: list[_Session] = []
 
-def find_unused(
-    root: Path,
-    modules: Mapping[str, CollectedModule],
-    passed: AbstractSet[str],
-    *,
-    removable: Iterable[Path],
-    full_anchor: Path | None,
-) -> list[UnusedSnapshot]:
-    """Apply the rule to the removable files, which no test compared or wrote, in order of paths.
+    @property
+    def is_failure(self) -> bool:
+        """Whether unused files fail a session, as syrupy has it."""
+        option = self._config.option
+        return bool(self.found) and not (option.update_snapshots or option.warn_unused_snapshots)
 
-    `modules` are by the directory of their snapshots, relative to `root`; `passed` has the node ids
-    of tests that ran to their end; `full_anchor`, whose tree `root` mirrors, is None if not full.
-    """
-    found: list[UnusedSnapshot] = []
-    variants = {test.variant for module in modules.values() for test in module.tests}
-    for path in sorted(removable):
-        place = path.parent.relative_to(root)
-        module, named = modules.get(str(place)), read_basename(path.stem)
-        reason: str | None = None
-        doubt = ""
-        if named is None:
-            continue
-        if module is None:
-            if full_anchor is not None and not module_exists(place, full_anchor):
+    # Collection.
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        """Note which modules are collected, and whether that failed or was skipped."""
+        report = yield
+        module = collector.getparent(pytest.Module)
+        # Doctests have no snapshots.
+        if module is not None and type(module).__name__ != "DoctestModule":
+            self._modules[module.path] = self._modules.get(module.path, True) and report.passed
+        return report
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None]:
+        """Note all tests before any are deselected."""
+        self._all_items = frozenset(items)
+        return (yield)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Sum up, once it is known which tests are selected."""
+        ours = tuple(item.nodeid for item in session.items if may_record(item))
+        modules: dict[str, tuple[CollectedTest, ...]] = {}
+        if not selects_tests(self._config):
+            deselected = {item.path for item in self._all_items.difference(session.items)}
+            tests: dict[Path, list[CollectedTest]] = {}
+            for item in session.items:
+                tests.setdefault(item.path, []).append(
+                    CollectedTest(
+                        name=written_test(snapshot_test_name(item)),
+                        variant=snapshot_variant(item),
+                        nodeid=item.nodeid,
+                    )
+                )
+            modules = {
+                str(written_module(path, self._options.snapshot_anchor)): (*tests.get(path, ()),)
+                for path, is_whole in self._modules.items()
+                # Where a module has no test left, nothing shows whether it had deselected ones.
+                if is_whole and path not in deselected and (path in tests or not deselected)
+            }
+        self._collected = _Session(modules=modules, ours=ours)
+        # Collected nodes are many.
+        self._all_items = frozenset()
+
+    # The run.
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note which tests passed; in xdist's controller, too."""
+        if report.when == "setup":
+            # Another attempt at the same test counts by itself.
+            self._called.discard(report.nodeid)
+            self._unpassed.discard(report.nodeid)
+        # A skipped subtest, say, may be the one that compares.
+        if not report.passed:
+            self._unpassed.add(report.nodeid)
+        elif report.when == "call":
+            self._called.add(report.nodeid)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Write the updates of a test without ranks that has passed; an error fails it."""
+        report = yield
+        if report.when == "teardown" and _EXTENSION in sys.modules:
+            from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # few sessions need it
+
+            is_known = item.nodeid in self._called and item.nodeid not in self._unpassed
+            problems = replay.settle_updates(item, has_passed=is_known and report.passed)
+            if problems:
+                report.outcome = "failed"
+                report.longrepr = "\n\n".join(problems)
+        return report
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: WorkerController) -> None:
+        """Count xdist's workers: if one dies, nobody knows what it compared."""
+        del node
+        self._started_workers += 1
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: WorkerController, error: object) -> None:
+        """Read what a worker collected and compared."""
+        del error
+        data = getattr(node, "workeroutput", {}).get(_OUTPUT)
+        if data is not None:
+            self._of_workers.append(from_json(_Session, data))
+
+    # The end.
+
+    # Before syrupy's own hook, which writes, and removes what plain assertions did not ask for.
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(
+        self, session: pytest.Session, exitstatus: int
+    ) -> Generator[None, None, None]:
+        """Find unused files, which fail a session that passed."""
+        if self._options.launched and not self._options.launched.is_leader:
+            return (yield)
+        passed = self._called - self._unpassed
+        compared: Sequence[str] = ()
+        if _EXTENSION in sys.modules:
+            from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # few sessions need it
+
+            compared = replay.compared_files(self._config)
+        if hasattr(self._config, "workeroutput"):
+            own = _Session(
+                modules=self._collected.modules,
+                ours=self._collected.ours,
+                compared=tuple(compared),
+            )
+            self._config.workeroutput[_OUTPUT] = to_json(own)
+            return (yield)
+        # Each worker of xdist collected the same, and compared what it ran.
+        collected = self._of_workers[0] if self._of_workers else self._collected
+        has_lost = len(self._of_workers) < self._started_workers
+        kept = [nodeid for nodeid in collected.ours if has_lost or nodeid not in passed]
+        if kept:
+            from pytest_fsdp_comm.snapshots import replay  # noqa: PLC0415  # few sessions need it
+
+            replay.keep_plain_snapshots(self._config, kept)
+        has_ended = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} and not (
+            session.shouldstop or session.shouldfail or has_lost
+        )
+        if has_ended and not self._config.option.disable_unused_snapshots:
+            used = {*compared, *(path for one in self._of_workers for path in one.compared)}
+            self.found = [*self._find(collected.modules, passed, used)]
+        if self.is_failure:
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+        return (yield)
+
+    def _find(
+        self,
+        modules: Mapping[str, Sequence[CollectedTest]],
+        passed: AbstractSet[str],
+        used: AbstractSet[str],
+    ) -> Iterator[UnusedSnapshot]:
+        """Apply Note [Unused files]."""
+        root, anchor = self._options.snapshot_dir, self._options.snapshot_anchor
+        given = [Path(self._config.invocation_params.dir, str(arg)) for arg in self._config.args]
+        directories = [path for path in given if path.is_dir()]
+        for path in _snapshot_files(root):
+            place, named = path.parent.relative_to(root), read_basename(path.stem)
+            if named is None or str(path) in used:
+                continue
+            reason = ""
+            if str(place) in modules:
+                reason = _reason(*named, modules[str(place)], passed)
+            elif not module_exists(place, anchor) and any(
+                map((anchor / place).is_relative_to, directories)
+            ):
                 reason = f"{place}.py no longer exists"
-        # What ran says nothing about a source that was replaced meanwhile.
-        elif module.stamp == stamp_of(module.path):
-            name, variant = named
-            reason = _reason(name, variant, module, passed, is_run=variant in variants)
-            doubt = module.doubts.get(name, "")
-        if reason is not None:
-            found.append(UnusedSnapshot(path=path, reason=reason, doubt=doubt))
-    return found
+            if reason and modules and _is_ours(path):
+                yield UnusedSnapshot(path=path, reason=reason)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Name every unused file, and print the command that removes them."""
+        if not self.found:
+            return
+        write = terminalreporter.write_line
+        terminalreporter.write_sep("-", "unused communication snapshots")
+        write(f"{counted(len(self.found), 'snapshot file')} that no test compared:", yellow=True)
+        for one in self.found:
+            write(f"  {show_path(one.path, self._config.rootpath)}: {one.reason}")
+        write(f"If they are not needed: {self.command}")
+
+    @property
+    def command(self) -> str:
+        """The command of git that removes the unused files, from where pytest was started."""
+        paths = [_from(self._config, one.path) for one in self.found]
+        # To git, the brackets of parameters match other names too.
+        literal = "--literal-pathspecs " if re.search(r"[*?\[\\]", "".join(paths)) else ""
+        return f"git {literal}rm {shlex.join(paths)}"
+
+
+def selects_tests(config: pytest.Config) -> bool:
+    """Whether the command line leaves out tests, or runs none."""
+    option = config.option
+    settings = {setting.partition("=")[0] for setting in option.override_ini or ()}
+    names_tests = any("::" in str(argument) for argument in config.args)
+    selects = any(getattr(option, name, None) for name in _SELECTING_OPTIONS)
+    return names_tests or selects or bool(settings & _NARROWING_SETTINGS)
 
 
 def _reason(
-    name: str, variant: str, module: CollectedModule, passed: AbstractSet[str], *, is_run: bool
-) -> str | None:
-    """Why a file of a module is unused; None if it is not."""
-    alike = [test for test in module.tests if test.name == name]
-    if any(test.variant == variant and test.nodeid in passed for test in alike):
-        return "its test passed without comparing it"
-    # A test that an option or a hook leaves out still exists.
-    if alike or not module.is_whole or not is_run or module.doubts.get(name) == "":
-        return None
-    siblings = [test for test in module.tests if function_of(test.name) == function_of(name)]
-    # A test that is skipped for want of parameters, say, has not lost those that it had.
-    if not all(test.nodeid in passed for test in siblings):
-        return None
-    return f"its test no longer {'has these parameters' if siblings else 'exists'}"
+    name: str, variant: str, tests: Sequence[CollectedTest], passed: AbstractSet[str]
+) -> str:
+    """Why a file of a module that no test compared is unused; empty if it may be needed."""
+    alike = [test for test in tests if test.name == name]
+    if alike:
+        is_passed = any(test.variant == variant and test.nodeid in passed for test in alike)
+        return "its test passed without comparing it" if is_passed else ""
+    siblings = [test for test in tests if function_of(test.name) == function_of(name)]
+    if not siblings:
+        return "its test no longer exists"
+    # Without any parameters, say, a test is skipped.
+    is_run = variant in {test.variant for test in siblings}
+    all_passed = all(test.nodeid in passed for test in siblings)
+    return "its test no longer has these parameters" if is_run and all_passed else ""
 
 
-def remove(root: Path, paths: Iterable[Path]) -> None:
-    """Delete snapshot files below `root`, and the directories that this leaves empty."""
-    for path in paths:
-        path.unlink(missing_ok=True)
-        for parent in path.parents:
-            if parent == root:
-                break
-            try:
-                parent.rmdir()
-            except OSError:  # not empty
-                break
+def _snapshot_files(root: Path, pattern: str = f"*{SUFFIX}") -> Iterable[Path]:
+    return sorted(path for path in root.rglob(pattern) if path.is_file())
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_HEADER)) == _HEADER
+    except OSError:
+        return False
+
+
+def _from(config: pytest.Config, path: Path) -> str:
+    """A path as the user types it where pytest was started."""
+    return os.path.relpath(path, config.invocation_params.dir)
+
+
+# Beside a snapshot that is missing.
+
+
+def describe_neighbour(item: pytest.Item, missing: Path, text: str) -> str:
+    """Name what may be the snapshot that is missing, recorded as `text`; empty if nothing is."""
+    root = item.config.stash[OPTIONS].snapshot_dir
+    named = read_basename(missing.stem)
+    if named is None:
+        return ""
+    name, variant = named
+    index = missing.stem.removeprefix(f"{name}.{variant}")
+    gone: list[Path] = []
+    for path in _snapshot_files(root):
+        other = read_basename(path.stem)
+        if other is None or path.stem != f"{other[0]}.{other[1]}{index}":
+            continue
+        if path.parent == missing.parent and other[0] == name:
+            size = counted(int(other[1].removeprefix("ws")), "rank")
+            return f"there is one for {size}: {_from(item.config, path)}"
+        if other[1] == variant and _is_gone(item, path, other[0]):
+            gone.append(path)
+
+    def move(path: Path) -> str:
+        return shlex.join(["git", "mv", *(_from(item.config, one) for one in (path, missing))])
+
+    same = [path for path in gone if _body(path) == text.partition("\n")[2]]
+    if same:
+        # That of a test of this name, or of this module, if there are several.
+        old = min(same, key=lambda path: (path.name != missing.name, path.parent != missing.parent))
+        return f"the same, of a test that is gone: {move(old)}"
+    similar = [path for path in gone if missing.name == path.name or missing.parent == path.parent]
+    return f"was the test renamed? {move(similar[0])}" if len(similar) == 1 else ""
+
+
+def _is_gone(item: pytest.Item, path: Path, test: str) -> bool:
+    """Whether the test of a file does not exist any more, as far as that is known."""
+    options = item.config.stash[OPTIONS]
+    place = path.parent.relative_to(options.snapshot_dir)
+    module = named_module(place, options.snapshot_anchor)
+    if module is None or not module_exists(place, options.snapshot_anchor):
+        return module is not None
+    if module == item.path and not selects_tests(item.config):
+        names = {snapshot_test_name(one) for one in item.session.items if one.path == module}
+        return test not in map(written_test, names)
+    function = unquote(function_of(test)).rpartition(".")[2]
+    try:
+        return "~" not in function and function not in module.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _body(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").partition("\n")[2]
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -239,7 +239,7 @@ def test_the_composite_action_runs_in_a_sub_folder_and_keeps_differences_to_acce
     assert len(list(Path(differences, "received").rglob("*.comm"))) == 1
     assert (top / SUMMARY).read_text().startswith(f"{before}\n\n### Communication: ")
     accepted = subprocess.run(
-        [sys.executable, "-m", "pytest_fsdp_comm", "accept", differences, "--yes"],
+        [sys.executable, "-m", "pytest_fsdp_comm", "accept", differences],
         cwd=project,
         capture_output=True,
         text=True,

@@ -75,10 +75,9 @@ class SuitePropertiesOfRanks:
         return SuiteProperties(recorded=texts)
 
     def merge(
-        self, item: pytest.Item, payloads: Mapping[int, SuiteProperties], *, has_failed: bool
+        self, item: pytest.Item, payloads: Mapping[int, SuiteProperties], **_: bool
     ) -> list[str]:
         """Record each once; there are never problems."""
-        del has_failed
         # A fixture of the session runs in the ranks of each test.
         known = _recorded(item.config)
         for found in merged_properties({rank: sent.recorded for rank, sent in payloads.items()}):

@@ -485,6 +485,7 @@ class RankRunner:
             report.failed or (report.skipped and hasattr(report, "wasxfail")) for report in reports
         )
         problems, self._problems = self._problems, []
+        has_passed = not problems and all(report.passed for report in reports)
         for index, extension in enumerate(self._extensions):
             known = {extension.payload_type.__name__: extension.payload_type}
             payloads = {
@@ -492,7 +493,9 @@ class RankRunner:
                 for rank, result in results.items()
                 if result.payloads is not None
             }
-            problems += extension.merge(item, payloads, has_failed=has_failed)
+            problems += extension.merge(
+                item, payloads, has_failed=has_failed, has_passed=has_passed
+            )
         if problems:
             text = "\n\n".join(problems)
             failed = next((report for report in reports if report.failed), None)

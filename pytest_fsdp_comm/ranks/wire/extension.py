@@ -26,9 +26,15 @@ class RankExtension(Protocol[_Payload]):
         """Run in the rank, after the test's protocol."""
 
     def merge(
-        self, item: pytest.Item, payloads: Mapping[int, _Payload], *, has_failed: bool
+        self,
+        item: pytest.Item,
+        payloads: Mapping[int, _Payload],
+        *,
+        has_failed: bool,
+        has_passed: bool,
     ) -> list[str]:
         """Run in the pytest process, once per test; any problem that it returns fails the test.
 
-        A rank that died is missing in `payloads`; `has_failed` is whether a rank failed the test.
+        A rank that died is missing in `payloads`; `has_failed` is whether a rank failed the test,
+        `has_passed` whether it passed on all: it may also be skipped.
         """

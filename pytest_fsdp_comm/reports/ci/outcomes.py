@@ -65,8 +65,7 @@ class Outcomes:
     failed: tuple[FailedTest, ...] = ()
     """In the order in which they were reported."""
     unused: tuple[tuple[str, str], ...] = ()
-    """Snapshot files that no test needs: each path as the user would type it, and the reason."""
-    are_removed: bool = False
+    """Snapshot files that no test compared: each path as the user would type it, and the reason."""
     ended_early: str = ""
     """Why not all tests ran; empty if all did."""
 

@@ -122,14 +122,14 @@ def _story(test: FailedTest) -> str:
 
 
 def _unused(outcomes: Outcomes) -> str:
-    what = "deleted" if outcomes.are_removed else "unused"
     listed = [
         f"- <code>{_cell(shown)}</code>: {_cell(reason)}\n"
         for shown, reason in outcomes.unused[:_MAX_UNUSED]
     ]
     more = len(outcomes.unused) - len(listed)
     listed += [f"- {more} more\n"] if more > 0 else []
-    return f"{counted(len(outcomes.unused), 'snapshot file')} {what}:\n\n{''.join(listed)}\n"
+    files = counted(len(outcomes.unused), "snapshot file")
+    return f"{files} unused; the log has the command that removes them:\n\n{''.join(listed)}\n"
 
 
 def _cell(text: str) -> str:

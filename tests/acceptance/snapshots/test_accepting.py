@@ -265,7 +265,7 @@ def test_one_assertion_reports_and_keeps_all_its_comparisons(changed):
     )
     assert re.search(r"(?s)sent by:\n.*all_gather\[dp\] of \{0\.\.1\} at training\.py:\d+\n", story)
     accepted = subprocess.run(
-        [sys.executable, "-m", "pytest_fsdp_comm", "accept", "kept", "--yes"],
+        [sys.executable, "-m", "pytest_fsdp_comm", "accept", "kept"],
         cwd=changed.path,
         capture_output=True,
         text=True,

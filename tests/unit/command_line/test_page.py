@@ -19,11 +19,10 @@ def commands(monkeypatch):
     calls = []
     for name in (
         "command_line.show.run",
-        "command_line.compare.run_diff",
+        "command_line.diff.run_diff",
         "command_line.accept.run",
-        "command_line.audit.run",
-        "command_line.report.run",
-        "command_line.trace.run",
+        "command_line.report.run_report",
+        "command_line.report.run_trace",
         "command_line.write_test.run",
         "record.run",
     ):
@@ -45,7 +44,6 @@ def test_every_command_has_its_place_on_the_page(capsys):
         "show",
         "diff",
         "accept",
-        "audit",
         "report",
         "trace",
         "record",

@@ -4,7 +4,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from pytest_fsdp_comm.snapshots.artifacts import Artifacts
+from pytest_fsdp_comm.snapshots.files import Artifacts
 
 PLACE = Path("tests/test_a/test_x[é].ws2.tree.comm")
 

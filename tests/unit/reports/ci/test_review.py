@@ -84,10 +84,8 @@ def test_other_failures_unused_files_and_an_early_end_are_reported():
     assert "snapshots in 1 test, 1 test failed for another reason" in said
     assert "The session ended early (-x)." in said
     assert "t.py::test_y rank 1 died" in said
-    assert "1 snapshot file unused: snapshots/a_b.comm : its test no longer exists" in said
-    assert "1 snapshot file deleted:" in shown(
-        render_summary(outcomes(unused=(unused,), are_removed=True), SOURCE)
-    )
+    assert "1 snapshot file unused" in said
+    assert "snapshots/a_b.comm : its test no longer exists" in said
 
 
 def test_names_are_never_rendered_as_markup():

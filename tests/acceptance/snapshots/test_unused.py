@@ -1,0 +1,604 @@
+"""Which snapshot files a run lists as unused, what it offers for a missing one, what it writes."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+import running
+
+CONFTEST = """
+import pytest
+from pytest_fsdp_comm.comm.events import Phase
+from pytest_fsdp_comm.comm.mesh import MeshAxis
+from pytest_fsdp_comm.comm.calls import Calls
+from pytest_fsdp_comm.comm.profile import CommProfile, Row
+
+class Recorded:
+    # As comm_mode, without ranks and torch: what is listed depends on neither.
+    def merged_profile(self):
+        row = Row(
+            phase=Phase.FORWARD, owner="a", what="all_gather", axis="dp",
+            calls=(Calls(count=1, nbytes=4),),
+        )
+        axis = MeshAxis(name="dp", size=2, dims=((2, 1),))
+        return CommProfile(world_size=2, mesh_axes=(axis,), rows=(row,), backend="gloo")
+
+@pytest.fixture
+def recorded():
+    return Recorded()
+"""
+MODULE_A = """
+import pytest
+
+def test_one(recorded, comm_snapshot):
+    assert recorded == comm_snapshot
+    assert recorded == comm_snapshot(name="second")
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_sizes(recorded, comm_snapshot, size):
+    assert recorded == comm_snapshot
+
+class TestLlama:
+    def test_step(self, recorded, comm_snapshot):
+        assert recorded == comm_snapshot
+
+    class TestInner:
+        def test_step(self, recorded, comm_snapshot):
+            assert recorded == comm_snapshot
+
+def test_plain():
+    pass
+"""
+MODULE_B = """
+def test_one(recorded, comm_snapshot):
+    assert recorded == comm_snapshot
+
+def test_two(recorded, comm_snapshot):
+    assert recorded == comm_snapshot
+"""
+A = "tests/test_a"
+SUB = "tests/sub/test_a"
+ONE = {"test_one.ws1", "test_one.ws1.second"}
+SIZES = {"test_sizes[small].ws1", "test_sizes[large].ws1"}
+CLASSES = {"TestLlama.test_step.ws1", "TestLlama.TestInner.test_step.ws1"}
+ALL = {
+    *(f"{A}/{name}" for name in ONE | SIZES | CLASSES),
+    *(f"{SUB}/{name}.ws1" for name in ("test_one", "test_two")),
+    *(f"tests/sub/test_b/{name}.ws1" for name in ("test_one", "test_two")),
+}
+
+
+# Whatever else is installed takes longer to import than a case takes to run.
+PLUGINS = ("syrupy", "pytest_fsdp_comm.plugin", "xdist")
+PYTEST = ["-m", "pytest", *(f"-p{name}" for name in PLUGINS)]
+
+
+class Project:
+    def __init__(self, path):
+        self.path = path
+
+    def write(self, name, text):
+        file = self.path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def edit(self, name, old, new):
+        text = (self.path / name).read_text()
+        assert old in text
+        self.write(name, text.replace(old, new))
+
+    def run(self, *arguments, cwd="."):
+        return subprocess.run(
+            [running.PYTHON, *PYTEST, *arguments],
+            cwd=self.path / cwd,
+            env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    def files(self):
+        root = self.path / "snapshots"
+        return {str(file.relative_to(root).with_suffix("")) for file in root.rglob("*.comm")}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    project = Project(tmp_path_factory.mktemp("recorded"))
+    project.write("pytest.ini", "[pytest]\nmarkers = slow\naddopts = --import-mode=importlib\n")
+    project.write("tests/conftest.py", CONFTEST)
+    project.write("tests/test_a.py", MODULE_A)
+    project.write("tests/sub/test_a.py", MODULE_B)
+    project.write("tests/sub/test_b.py", MODULE_B)
+    result = project.run("--snapshot-update")
+    assert result.returncode == 0, result.stdout
+    assert project.files() == ALL
+    return project
+
+
+@pytest.fixture
+def project(recorded, tmp_path):
+    shutil.copytree(recorded.path, tmp_path / "project", symlinks=True)
+    return Project(tmp_path / "project")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One line of the table."""
+
+    args: str = ""
+    edit: tuple = ()
+    """(file, old, new), or several."""
+    unused: frozenset | set = frozenset()
+    """The files that are listed."""
+    exit: int | None = None
+    """None for 1 if files are listed, and 0 otherwise."""
+    cwd: str = "."
+    then: str = ""
+    """Arguments of a run before, to fill caches."""
+
+
+TEST_A, SUB_A, SUB_B = "tests/test_a.py", "tests/sub/test_a.py", "tests/sub/test_b.py"
+ONE_STARTS = "def test_one(recorded, comm_snapshot):"
+SECOND = 'assert recorded == comm_snapshot(name="second")'
+
+
+def first_line(text):
+    """As the first line of the first test of the second module."""
+    return (SUB_A, ONE_STARTS, f"{ONE_STARTS}\n    {text}")
+
+
+def before_second(text):
+    """Between the two comparisons of a test."""
+    return (TEST_A, SECOND, f"{text}\n    {SECOND}")
+
+
+FAIL_B = (SUB_B, "    assert", "    assert False\n    assert")
+NO_ONE = (TEST_A, "def test_one(", "def _one(")
+NO_B_TWO = (SUB_B, "def test_two(", "def _two(")
+UNNAMED = (TEST_A, f"    {SECOND}\n", "")
+NO_TESTS = (SUB_B, "def test_", "def _")
+SYNTAX_ERROR = (SUB_B, "def test_two(", "def test_two(]")
+NO_LARGE = (TEST_A, ', "large"', "")
+CRASH = first_line("import os; os._exit(1)")
+ONE_UNUSED = {f"{A}/{name}" for name in ONE}
+SECOND_UNUSED = {f"{A}/test_one.ws1.second"}
+B = {"tests/sub/test_b/test_one.ws1", "tests/sub/test_b/test_two.ws1"}
+B_TWO = {"tests/sub/test_b/test_two.ws1"}
+
+CASES = {
+    "all": Case(),
+    # A selection lists nothing.
+    "node id": Case(args=f"{TEST_A}::test_plain", edit=NO_ONE),
+    "node id beside a module": Case(args=f"{TEST_A} {SUB_B}::test_one", edit=NO_ONE),
+    "node id from a sub-folder": Case(args="test_b.py::test_one", cwd="tests/sub", edit=NO_B_TWO),
+    "-k": Case(args="-k test_", edit=NO_ONE),
+    "-m": Case(args="-m 'not slow'", edit=NO_ONE),
+    "--deselect": Case(args=f"--deselect {TEST_A}::test_plain", edit=NO_ONE),
+    "--ignore": Case(args="--ignore tests/sub", edit=NO_ONE),
+    "--lf": Case(args="--lf", edit=NO_ONE),
+    "--lf after a failure": Case(then="tests", args="--lf", edit=(FAIL_B, NO_ONE), exit=1),
+    "--sw after a failure": Case(then="tests --sw", args="--sw", edit=(FAIL_B, NO_ONE), exit=2),
+    "-n 2, node id": Case(args=f"-n 2 {TEST_A}::test_plain", edit=NO_ONE),
+    "--pyargs": Case(args="--pyargs tests.sub.test_b::test_one", edit=NO_B_TWO),
+    "ini value": Case(args="-o python_functions=test_plain", edit=NO_ONE),
+    # So does a run without tests.
+    "--collect-only": Case(args="--collect-only", edit=NO_ONE),
+    "--co": Case(args="--co", edit=NO_ONE),
+    "--setup-plan": Case(args="--setup-plan", edit=NO_ONE),
+    "--setup-only": Case(args="--setup-only", edit=NO_ONE),
+    # So does a run that ends early.
+    "-x": Case(args="-x", edit=(first_line("assert False"), NO_ONE), exit=1),
+    "--maxfail=1 -n 2": Case(
+        args="--maxfail=1 -n 2", edit=(first_line("assert False"), NO_ONE), exit=2
+    ),
+    "pytest.exit": Case(edit=(first_line("import pytest; pytest.exit()"), NO_ONE), exit=2),
+    "a worker crashes": Case(args="-n 2", edit=(CRASH, NO_ONE), exit=1),
+    "syntax error": Case(edit=(SYNTAX_ERROR, NO_ONE), exit=2),
+    # A test that did not pass keeps its files.
+    "failure": Case(edit=before_second("assert False"), exit=1),
+    "failure, -n 2": Case(args="-n 2", edit=before_second("assert False"), exit=1),
+    "failure, --ff": Case(then="tests", args="--ff", edit=FAIL_B, exit=1),
+    "set-up error": Case(edit=(SUB_B, "def test_two(", "def test_two(missing, "), exit=1),
+    "skip": Case(edit=(TEST_A, "@pytest.mark.slow", "@pytest.mark.skip")),
+    "skip inside": Case(edit=before_second("pytest.skip()")),
+    "module skipped": Case(edit=(TEST_A, "\n\ndef", "\npytest.skip(allow_module_level=True)\ndef")),
+    "xfail": Case(edit=(TEST_A, "@pytest.mark.slow", "@pytest.mark.xfail(run=False)")),
+    "xfail inside": Case(edit=before_second("pytest.xfail()")),
+    "no parameters": Case(edit=(TEST_A, '["small", "large"]', "[]")),
+    "syntax error, going on": Case(
+        args="--continue-on-collection-errors", edit=SYNTAX_ERROR, exit=1
+    ),
+    # Whole modules list what no test compared.
+    "test gone": Case(edit=NO_ONE, unused=ONE_UNUSED),
+    "test gone, module": Case(args=TEST_A, edit=NO_ONE, unused=ONE_UNUSED),
+    "test gone, folder": Case(args="tests/sub", edit=NO_B_TWO, unused=B_TWO),
+    "test gone, another folder": Case(args="tests/sub", edit=NO_ONE),
+    "test gone, from a sub-folder": Case(cwd="tests/sub", edit=NO_B_TWO, unused=B_TWO),
+    "test gone, -n 2": Case(args="-n 2", edit=NO_ONE, unused=ONE_UNUSED),
+    "test gone, another fails": Case(edit=(NO_ONE, FAIL_B), exit=1, unused=ONE_UNUSED),
+    "class gone": Case(
+        edit=(TEST_A, "class TestLlama", "class Llama"),
+        unused={f"{A}/{name}" for name in CLASSES},
+    ),
+    "parameter gone": Case(edit=NO_LARGE, unused={f"{A}/test_sizes[large].ws1"}),
+    "all tests of a module gone": Case(edit=NO_TESTS, unused=B),
+    "comparison gone": Case(edit=UNNAMED, unused=SECOND_UNUSED),
+    "comparison gone, -n 2": Case(args="-n 2", edit=UNNAMED, unused=SECOND_UNUSED),
+    # syrupy's flags.
+    "warn": Case(args="--snapshot-warn-unused", edit=NO_ONE, unused=ONE_UNUSED, exit=0),
+    "disabled": Case(args="--snapshot-disable-unused", edit=NO_ONE),
+    "update": Case(args="--snapshot-update", edit=(NO_ONE, UNNAMED), unused=ONE_UNUSED, exit=0),
+    "update, -n 2": Case(args="--snapshot-update -n 2", edit=NO_ONE, unused=ONE_UNUSED, exit=0),
+    "new only": Case(args="--snapshot-update-new-only", edit=NO_ONE, unused=ONE_UNUSED),
+}
+
+
+def prepare(project, case):
+    edits = case.edit if case.edit and isinstance(case.edit[0], tuple) else (case.edit,)
+    for edit in filter(None, edits):
+        project.edit(*edit)
+    if case.then:
+        project.run(*case.then.split())
+
+
+def listed(result):
+    """The files in the list, without their directory and suffix."""
+    return set(re.findall(r"^  snapshots/(.*)\.comm: ", result.stdout, re.MULTILINE))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_unused_files_are_listed_and_never_deleted(project, case):
+    prepare(project, case)
+    result = project.run(*shlex.split(case.args), cwd=case.cwd)
+    expected = bool(case.unused) if case.exit is None else case.exit
+    assert result.returncode == expected, result.stdout + result.stderr
+    assert listed(result) == case.unused, result.stdout
+    assert "INTERNALERROR" not in result.stdout
+    assert ("git " in result.stdout) == bool(case.unused)
+    assert project.files() == ALL
+
+
+@pytest.mark.parametrize("cwd", [".", "tests/sub"])
+def test_unused_command_removes_what_is_listed(project, cwd):
+    project.write("tests/test_c[x]y.py", MODULE_B)
+    project.write("tests/test_cxy.py", MODULE_B)
+    project.run("--snapshot-update")
+    every = project.files()
+    assert len(every) == len(ALL) + 4
+    project.edit("tests/test_c[x]y.py", "def test_two(", "def _two(")
+    author = ("-c", "user.name=a", "-c", "user.email=a@b.example")
+    for arguments in (("init", "-q"), ("add", "."), (*author, "commit", "-qm", "all")):
+        subprocess.run(["git", *arguments], cwd=project.path, check=True)  # noqa: S607  # users' git
+    result = project.run("../" * cwd.count("/") + "../tests" if cwd != "." else "tests", cwd=cwd)
+    command = re.search(r"^If they are not needed: (git .*)$", result.stdout, re.MULTILINE)
+    assert command, result.stdout
+    subprocess.run(command[1], shell=True, cwd=project.path / cwd, check=True)  # noqa: S602  # as pasted
+    assert every - project.files() == {"tests/test_c[x]y/test_two.ws1"}
+
+
+GONE = {
+    "all": ("", ".", B),
+    "a directory": ("tests", ".", B),
+    "-n 2": ("-n 2", ".", B),
+    "the directory below": ("", "tests/sub", B),
+    "another module": (TEST_A, ".", set()),
+    "a selection": ("-k test_", ".", set()),
+    "-x": ("-x --maxfail=1", ".", B),
+}
+
+
+@pytest.mark.parametrize(("args", "cwd", "unused"), GONE.values(), ids=list(GONE))
+def test_unused_files_of_a_deleted_module_are_listed(project, args, cwd, unused):
+    (project.path / SUB_B).unlink()
+    result = project.run("--snapshot-update", *shlex.split(args), cwd=cwd)
+    assert result.returncode == 0, result.stdout
+    assert listed(result) == unused
+    assert ("tests/sub/test_b.py no longer exists" in result.stdout) == bool(unused)
+    assert project.files() == ALL
+
+
+@pytest.mark.parametrize("how", ["another kind", "not collected"])
+def test_unused_ignores_modules_that_exist(project, how):
+    if how == "another kind":
+        (project.path / SUB_B).rename(project.path / "tests/sub/test_b.ipynb")
+    else:
+        project.write("tests/conftest.py", CONFTEST + "\ncollect_ignore = ['sub/test_b.py']\n")
+    assert project.run().returncode == 0
+
+
+def test_unused_ignores_other_world_sizes(tmp_path):
+    project = Project(tmp_path)
+    project.write("conftest.py", CONFTEST + TP_SIZES)
+    project.write(
+        "test_n.py",
+        "import pytest\n@pytest.mark.distributed\n"
+        "def test_t(tp, recorded, comm_snapshot):\n    assert recorded == comm_snapshot\n",
+    )
+    for size in ("3", "2"):
+        result = project.run("--snapshot-update", "--world-size", size)
+        assert result.returncode == 0, result.stdout
+    assert len(project.files()) == 3 + 2
+    assert project.run("--world-size", "2").returncode == 0
+
+
+TP_SIZES = """
+def pytest_generate_tests(metafunc):
+    if "tp" in metafunc.fixturenames:
+        ranks = int(metafunc.config.getoption("--world-size"))
+        metafunc.parametrize("tp", [size for size in (1, 2, 3) if size <= ranks])
+"""
+
+
+def test_unused_ignores_foreign_files(project):
+    for name in ("README.txt", "notes.comm", "test_gone.comm", "todo.ws1.comm"):
+        project.write(f"snapshots/tests/test_a/{name}", "mine")
+    project.write("snapshots/notes/todo.ws1.comm", "mine")
+    result = project.run("--snapshot-update")
+    assert (result.returncode, listed(result)) == (0, set()), result.stdout
+    assert len(project.files()) == len(ALL) + 4
+
+
+# What once deleted files that were needed.
+
+SAME_EVERYWHERE = """
+def pytest_configure():
+    import os, pathlib
+    def fail(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(args[0]))
+    os.rmdir = os.unlink = os.remove = pathlib.Path.unlink = pathlib.Path.rmdir = fail
+"""
+
+
+@pytest.mark.parametrize("machine", ["a computed name", "an early return"])
+def test_update_keeps_files_of_another_machine(tmp_path, monkeypatch, machine):
+    project = Project(tmp_path)
+    project.write("conftest.py", CONFTEST)
+    project.write(
+        "test_m.py",
+        "import os\nDEV = os.environ['DEV']\ndef test_one(recorded, comm_snapshot):\n"
+        + (
+            "    assert recorded == comm_snapshot(name=DEV)\n"
+            if machine == "a computed name"
+            else "    if DEV == 'cpu': return\n    assert recorded == comm_snapshot\n"
+        ),
+    )
+    monkeypatch.setenv("DEV", "cuda")
+    assert project.run("--snapshot-update").returncode == 0
+    before = project.files()
+    monkeypatch.setenv("DEV", "cpu")
+    result = project.run("--snapshot-update")
+    assert result.returncode == 0
+    assert "its test passed without comparing it" in result.stdout
+    assert before <= project.files()
+
+
+def test_update_without_assertions_keeps_files(project, monkeypatch):
+    # An assert in a module that pytest does not rewrite compares nothing.
+    project.write("pytest.ini", "[pytest]\nmarkers = slow\npythonpath = .\n")
+    project.write("helper.py", "def check(one, other):\n    assert one == other\n")
+    project.edit(SUB_B, "\ndef test_one", "import helper\n\ndef test_one")
+    project.edit(SUB_B, "assert recorded == comm_snapshot", "helper.check(recorded, comm_snapshot)")
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+    assert project.run("--snapshot-update", SUB_B).returncode == 0
+    assert project.files() == ALL
+
+
+def test_update_with_setup_plan_keeps_files(project):
+    project.edit(*NO_ONE)
+    assert project.run("--snapshot-update", "--setup-plan").returncode == 0
+    assert project.files() == ALL
+
+
+def test_unused_needs_no_right_to_delete(project):
+    project.write("tests/conftest.py", CONFTEST + SAME_EVERYWHERE)
+    project.edit(*NO_ONE)
+    result = project.run("--snapshot-update", "-p", "no:cacheprovider")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert listed(result) == ONE_UNUSED
+    assert "Traceback" not in result.stdout
+
+
+@pytest.mark.parametrize("leave", ["pytest.skip('')", "pytest.xfail('')"])
+def test_unused_ignores_an_unfinished_subtest(tmp_path, leave):
+    pytest.importorskip("_pytest.subtests")
+    project = Project(tmp_path)
+    project.write("conftest.py", CONFTEST)
+    source = (
+        "import pytest\n\ndef test_a(subtests, recorded, comm_snapshot):\n"
+        "    for i in range(3):\n        with subtests.test(i=i):\n"
+        "            if i == 1: LEAVE\n"
+        "            assert recorded == comm_snapshot(name=f's{i}')\n"
+    )
+    project.write("test_s.py", source.replace("LEAVE", "pass"))
+    assert project.run("--snapshot-update").returncode == 0
+    project.write("test_s.py", source.replace("LEAVE", leave))
+    assert project.run().returncode == 0
+
+
+# Beside a snapshot that is missing.
+
+
+def missing(result):
+    """The hints beside missing snapshots, by their names."""
+    said = r"there is no snapshot snapshots/(\S+)\.comm yet\n(?:E +(?! *record)(.*)\n)?"
+    return dict(re.findall(said, result.stdout))
+
+
+RENAMED = {
+    "selected test": (f"{A}/test_one", f"{A}/test_new"),
+    "method": (f"{A}/TestLlama.test_step", f"{A}/TestLlama.test_new"),
+    "parameter": (f"{A}/test_sizes[large]", f"{A}/test_sizes[big]"),
+    "module": ("tests/sub/test_b/test_two", "tests/sub/test_c/test_two"),
+}
+
+
+@pytest.mark.parametrize("change", ["", "regression"])
+@pytest.mark.parametrize(("old", "new"), RENAMED.values(), ids=list(RENAMED))
+def test_missing_snapshot_names_the_renamed_file(project, old, new, change):
+    if change:
+        project.edit("tests/conftest.py", "nbytes=4", "nbytes=8")
+    arguments = ()
+    if "test_b" in old:
+        (project.path / SUB_B).rename(project.path / "tests/sub/test_c.py")
+    elif "large" in old:
+        project.edit(TEST_A, '"large"', '"big"')
+    elif "test_one" in old:
+        project.edit(TEST_A, "def test_one(", "def test_new(")
+        arguments = (f"{TEST_A}::test_new",)
+    else:
+        project.edit(
+            TEST_A, "class TestLlama:\n    def test_step", "class TestLlama:\n    def test_new"
+        )
+    result = project.run(*arguments)
+    move = shlex.join(["git", "mv", f"snapshots/{old}.ws1.comm", f"snapshots/{new}.ws1.comm"])
+    lead = "was the test renamed?" if change else "the same, of a test that is gone:"
+    assert missing(result)[f"{new}.ws1"] == f"{lead} {move}"
+
+
+def test_missing_snapshot_without_a_renamed_one(project):
+    project.edit(TEST_A, "def test_plain():", ONE_STARTS.replace("one", "new") + "\n    " + SECOND)
+    assert missing(project.run()) == {f"{A}/test_new.ws1.second": ""}
+
+
+def test_missing_snapshot_names_other_world_sizes(tmp_path):
+    project = Project(tmp_path)
+    project.write("conftest.py", CONFTEST)
+    source = "import pytest\n@pytest.mark.distributed(world_size=2)\n"
+    source += "def test_t(recorded, comm_snapshot):\n    assert recorded == comm_snapshot\n"
+    project.write("test_n.py", source)
+    assert project.run("--snapshot-update").returncode == 0
+    project.write("test_n.py", source.replace("=2", "=3"))
+    hint = "there is one for 2 ranks: snapshots/test_n/test_t.ws2.comm"
+    assert missing(project.run()) == {"test_n/test_t.ws3": hint}
+
+
+# What an update writes.
+
+RANKS = "@pytest.mark.distributed(world_size=2)\n"
+LEAVES = {
+    "fails": "    assert False\n",
+    "skips": "    import pytest; pytest.skip()\n",
+    "xfails": "    import pytest; pytest.xfail()\n",
+    "loses a rank": "    import os; os.environ.get('RANK') == '1' and os._exit(1)\n",
+    "fails on a rank": "    import os; assert os.environ.get('RANK') != '1'\n",
+    "passes": "",
+}
+
+
+@pytest.mark.parametrize(
+    "ranks", ["", "@pytest.mark.distributed(world_size=2)\n"], ids=["one", "ranks"]
+)
+@pytest.mark.parametrize("leave", LEAVES.values(), ids=list(LEAVES))
+def test_update_writes_only_for_tests_that_passed(tmp_path, leave, ranks):
+    if not ranks and "RANK" in leave:
+        pytest.skip("needs ranks")
+    project = Project(tmp_path)
+    project.write("conftest.py", CONFTEST)
+    source = f"import pytest\n{ranks}def test_t(recorded, comm_snapshot):\n"
+    source += "    assert recorded == comm_snapshot\n"
+    project.write("test_n.py", source)
+    assert project.run("--snapshot-update").returncode == 0
+    (file,) = (tmp_path / "snapshots/test_n").iterdir()
+    before = file.read_text()
+    project.edit("conftest.py", "nbytes=4", "nbytes=8")
+    project.write("test_n.py", f"{source}    assert recorded == comm_snapshot(name='new')\n{leave}")
+    result = project.run("--snapshot-update")
+    written = not leave
+    assert (file.read_text() != before) == written, result.stdout
+    assert (len(project.files()) == 2) == written
+    assert ("snapshot updated" in result.stdout) == written
+    assert ("snapshot generated" in result.stdout) == written
+
+
+def test_update_does_not_write_if_the_teardown_fails(tmp_path):
+    project = Project(tmp_path)
+    fixture = "\n@pytest.fixture\ndef failing():\n    yield\n    assert False\n"
+    project.write("conftest.py", CONFTEST + fixture)
+    source = "def test_t(failing, recorded, comm_snapshot):\n    assert recorded == comm_snapshot\n"
+    project.write("test_n.py", source)
+    assert project.run("--snapshot-update").returncode == 1
+    assert project.files() == set()
+
+
+# Where files are.
+
+
+def test_projects_that_share_a_directory_above_keep_each_other_s_files(tmp_path):
+    for name in ("one", "two"):
+        project = Project(tmp_path / name)
+        project.write("pytest.ini", "[pytest]\nfsdp_comm_snapshot_dir = ../reviewed\n")
+        project.write("tests/conftest.py", CONFTEST)
+        project.write("tests/test_a.py", MODULE_B)
+        assert project.run("--snapshot-update").returncode == 0
+    reviewed = tmp_path / "reviewed"
+    files = sorted(str(file.relative_to(reviewed)) for file in reviewed.rglob("*.comm"))
+    assert files == [
+        "one/tests/test_a/test_one.ws1.comm",
+        "one/tests/test_a/test_two.ws1.comm",
+        "two/tests/test_a/test_one.ws1.comm",
+        "two/tests/test_a/test_two.ws1.comm",
+    ]
+    assert Project(tmp_path / "one").run("--snapshot-update").returncode == 0
+    assert len(list(reviewed.rglob("*.comm"))) == 4
+
+
+def test_two_modules_of_one_name_outside_the_root_directory_do_not_share_a_file(tmp_path):
+    project = Project(tmp_path)
+    project.write("elsewhere/pytest.ini", "[pytest]\naddopts = --import-mode=importlib\n")
+    for name in ("one", "two"):
+        project.write(f"{name}/conftest.py", CONFTEST)
+        project.write(f"{name}/test_a.py", MODULE_B)
+    arguments = ("-c", "elsewhere/pytest.ini", "one", "two")
+    result = project.run("--snapshot-update", *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    root = tmp_path / "elsewhere" / "snapshots"
+    assert sorted(str(file.relative_to(root)) for file in root.rglob("*.comm")) == [
+        f"%2E%2E/{module}/test_a/{test}.ws1.comm"
+        for module in ("one", "two")
+        for test in ("test_one", "test_two")
+    ]
+    assert project.run(*arguments).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["serial", "xdist"])
+def test_unused_is_silent_after_an_interrupt(project, arguments):
+    project.edit(*NO_B_TWO)
+    project.edit(TEST_A, "    pass", "    import time; open('at', 'w'); time.sleep(30)")
+    process = subprocess.Popen(
+        [sys.executable, *PYTEST, "--snapshot-update", *arguments],
+        cwd=project.path,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    deadline = time.monotonic() + 60
+    while not (project.path / "at").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == pytest.ExitCode.INTERRUPTED, output
+    assert "KeyboardInterrupt" in output
+    assert "unused communication" not in output
+    assert project.files() == ALL
+
+
+def test_syrupy_s_own_directory_is_refused(project):
+    project.write("pytest.ini", "[pytest]\nfsdp_comm_snapshot_dir = tests/__snapshots__\n")
+    result = project.run("--snapshot-update")
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert (
+        "ini fsdp_comm_snapshot_dir: '__snapshots__' is where syrupy keeps the files of plain "
+        "`snapshot` assertions and deletes files that it does not know; choose another "
+        "directory, e.g. 'snapshots'" in result.stderr
+    )
