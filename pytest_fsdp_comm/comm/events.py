@@ -41,8 +41,6 @@ class Role(StrEnum):
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
     """Of parameters, on their way to the optimizer or through it."""
-    STATE = "state"
-    """What an optimizer keeps of a parameter, such as momentum."""
     ACTIVATIONS = "activations"
     """What a module's forward computes, and its gradients: their sizes follow the batch."""
     UNUSED_PARAMETERS = "unused parameters"

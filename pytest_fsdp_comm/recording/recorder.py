@@ -33,6 +33,7 @@ from pytest_fsdp_comm.comm.questions import Names
 from pytest_fsdp_comm.errors import printable
 from pytest_fsdp_comm.recording import kernels
 from pytest_fsdp_comm.recording.active import entered, noting_threads, under_way
+from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.recording.mesh_axes import GroupNames, own_world, process_groups
 from pytest_fsdp_comm.recording.modes import WatchingMode
 from pytest_fsdp_comm.recording.module_trace import ModuleTrace, ModuleTracer, untraced
@@ -57,7 +58,7 @@ from pytest_fsdp_comm.recording.owners.borders import borders
 from pytest_fsdp_comm.recording.owners.fsdp import UnitWatch, fsdp_root, param_groups, units
 from pytest_fsdp_comm.recording.owners.futures import callbacks
 from pytest_fsdp_comm.recording.owners.module_names import named_modules
-from pytest_fsdp_comm.recording.owners.stack import find_call_site, running_modules, scan_stack
+from pytest_fsdp_comm.recording.owners.stack import running_modules, scan_stack
 from pytest_fsdp_comm.recording.owners.tensors import TensorOwners, redistributed
 from pytest_fsdp_comm.recording.pending import (
     Event,

@@ -10,19 +10,27 @@ import ast
 import contextlib
 import functools
 import linecache
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from pytest_fsdp_comm.comm.events import Answer, Gap
 from pytest_fsdp_comm.recording.active import Shared, entered, patched, uncompiled
+from pytest_fsdp_comm.recording.frames import (
+    call_site_of,
+    find_caller,
+    outwards,
+    torch_files,
+    whose,
+)
 from pytest_fsdp_comm.recording.operations import tensors_in
-from pytest_fsdp_comm.recording.owners.stack import call_site_of, find_caller, requesting_frame
 from pytest_fsdp_comm.recording.pending import IN_MODULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-    from types import CodeType
+    from types import CodeType, FrameType
 
     from pytest_fsdp_comm.comm.events import Phase
 
@@ -51,7 +59,7 @@ class ValueReads:
 
     def note(self, how: str) -> None:
         """Note how values are read, if user code does it in forward or backward."""
-        frame = requesting_frame()
+        frame = _requesting_frame()
         if frame is None or _only_checks(frame.f_code, frame.f_lasti):
             return
         phase, call_site = self._attribute()
@@ -165,6 +173,39 @@ def value_methods() -> Iterator[None]:
     places = [*((torch.Tensor, name) for name in _METHODS), (torch, "tensor_split")]
     with patched(*((where, name, wrap(name, getattr(where, name))) for where, name in places)):
         yield
+
+
+def _requesting_frame() -> FrameType | None:
+    """The innermost frame that requested the operation which runs; None if it is no user's."""
+    for frame in outwards(sys._getframe(1)):
+        requests = _requests(frame.f_code.co_filename)
+        if requests is not None:
+            return frame if requests else None
+    return None
+
+
+@functools.cache
+def _requests(path: str) -> bool | None:
+    """Whether code of a file acts for a user; None if it passes on what its caller requests."""
+    owner = whose(path)
+    if owner == "torch":
+        return None if path.startswith(_PASSES_ON) else False
+    if owner == "library":
+        # transformers' own code outside of its models looks at masks and positions.
+        return None if "/numpy/" in path else Path(path).parent.name != "transformers"
+    return True if owner == "user" else None
+
+
+_PASSES_ON: Final = tuple(
+    torch_files() + path
+    for path in (
+        *("_tensor.py", "functional.py", "_jit_internal.py", "_ops.py", "overrides.py"),
+        *("distributed/tensor/_api.py", "distributed/tensor/_dispatch.py"),
+        *("distributed/_functional_collectives.py", "_compile.py", "_dynamo/"),
+        "utils/_python_dispatch.py",
+    )
+)
+"""Files of torch that only pass on what their caller requests."""
 
 
 def _splits_by_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -27,7 +27,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.tensor import DTensor
 
 from pytest_fsdp_comm.recording.active import patched
-from pytest_fsdp_comm.recording.owners.stack import asks_for_user, find_call_site
+from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
 from pytest_fsdp_comm.recording.value_dependence import note_answer
 from pytest_fsdp_comm.simulation.values import CPU, SimulationError, mark, mark_of
 
@@ -162,7 +162,7 @@ def _moved(own: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _moves(frame: FrameType) -> bool:
     """Whether to the CPU is a move: torch's own code takes it for where it is already."""
-    return asks_for_user(frame) or frame.f_code.co_filename in {
+    return is_outside_torch(frame) or frame.f_code.co_filename in {
         __file__,
         nn.modules.module.__file__,
     }
@@ -183,13 +183,13 @@ def _of_tensors() -> Iterator[tuple[Any, str, Any]]:
 
     def device_read_by(true: Callable[[torch.Tensor], torch.device]) -> property:
         def read(own: torch.Tensor) -> torch.device:
-            found = mark_of(own) if asks_for_user(sys._getframe(1)) else None
+            found = mark_of(own) if is_outside_torch(sys._getframe(1)) else None
             return _place(found) or true(own)
 
         return property(read)
 
     def is_cuda(own: torch.Tensor) -> bool:
-        return asks_for_user(sys._getframe(1)) and mark_of(own) is not None
+        return is_outside_torch(sys._getframe(1)) and mark_of(own) is not None
 
     tensor = torch.Tensor
     yield tensor, "to", _moved
@@ -213,7 +213,7 @@ def _of_meshes() -> Iterator[tuple[Any, str, Any]]:
 
     # An attribute before torch 2.10, a property of `_device_type` since.
     def read(own: DeviceMesh) -> str:
-        is_asked = _state.has_mesh and asks_for_user(sys._getframe(1))
+        is_asked = _state.has_mesh and is_outside_torch(sys._getframe(1))
         found = vars(own).get("device_type") or own._device_type
         return "cuda" if is_asked and found == "cpu" else found
 
@@ -311,6 +311,6 @@ def _of_cuda() -> Iterator[tuple[Any, str, Any]]:
 def _to_users(answer: Callable[..., Any], true: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(true)
     def ask(*args: Any, **kwargs: Any) -> Any:
-        return (answer if asks_for_user(sys._getframe(1)) else true)(*args, **kwargs)
+        return (answer if is_outside_torch(sys._getframe(1)) else true)(*args, **kwargs)
 
     return ask

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_fsdp_comm.errors import FsdpCommError
-from pytest_fsdp_comm.recording.owners.stack import find_call_site
+from pytest_fsdp_comm.recording.frames import find_call_site
 from pytest_fsdp_comm.simulation.mirror import parts_for_each, reduction
 
 if TYPE_CHECKING:

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_map_only
 
 from pytest_fsdp_comm.errors import FsdpCommError
 from pytest_fsdp_comm.recording.active import set_compiler, uncompiled
+from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
 from pytest_fsdp_comm.recording.operations import (
     NAMESPACES,
     UNKNOWN,
@@ -44,7 +45,7 @@ from pytest_fsdp_comm.recording.operations import (
     look_up,
     tensors_in,
 )
-from pytest_fsdp_comm.recording.owners.stack import asks_for_user, find_call_site, running
+from pytest_fsdp_comm.recording.owners.stack import running
 from pytest_fsdp_comm.recording.value_dependence import note_answer
 from pytest_fsdp_comm.simulation.mirror import mirrored
 
@@ -435,7 +436,7 @@ def _loads_data(func: Any, args: Sequence[Any]) -> bool:
     if name not in _DRAWS or (name == "empty" and args[0]):
         return False
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not asks_for_user(frame):
+    while frame is not None and not is_outside_torch(frame):
         if frame.f_code.co_filename.startswith(_LOADER):
             return True
         frame = frame.f_back

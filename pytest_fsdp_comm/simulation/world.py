@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from pytest_fsdp_comm.recording.active import patched
-from pytest_fsdp_comm.recording.owners.stack import asks_for_user, find_call_site
+from pytest_fsdp_comm.recording.frames import find_call_site, is_outside_torch
 from pytest_fsdp_comm.recording.value_dependence import told_of_values
 from pytest_fsdp_comm.simulation.devices import cuda_on_cpu
 from pytest_fsdp_comm.simulation.values import (
@@ -110,7 +110,7 @@ def of_user(error: FsdpCommError) -> FsdpCommError:
         return error
     found, kept = error.__traceback__, []
     while found is not None:
-        kept += [found] * asks_for_user(found.tb_frame)
+        kept += [found] * is_outside_torch(found.tb_frame)
         found = found.tb_next
     shown = None
     for one in reversed(kept):

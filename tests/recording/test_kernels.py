@@ -413,6 +413,25 @@ def test_a_library_that_registered_before_is_called_or_refused_by_name(comm_mode
 
 
 @gloo_and_fake(2)
+def test_a_library_between_two_blocks_is_called_by_name(comm_mode):
+    with comm_mode:
+        sent(1)
+    with Foreign() as foreign:
+        with comm_mode:
+            sent(2)
+            dist.barrier()
+        assert foreign.called == 1
+        assert [event.kind for event in comm_mode.events] == ["all_reduce", "barrier"]
+        assert comm_mode.recording.gaps == ()
+        (note,) = comm_mode.recording.notes
+        assert note.startswith("another library has registered a kernel for c10d::allreduce_")
+    with comm_mode:
+        sent(3)
+    assert sizes(comm_mode) == [3]
+    assert comm_mode.recording.notes == ()
+
+
+@gloo_and_fake(2)
 def test_a_library_that_registers_in_the_block_hides_nothing_silently(comm_mode):
     with comm_mode:
         sent(1)

@@ -341,8 +341,6 @@ class Dtype(_Scaled):
             return own * is_own + "MixedPrecisionPolicy, or the model's own dtype"
         if Role.GRADIENTS in self.roles:
             return "reduce_dtype of MixedPrecisionPolicy, or a communication hook"
-        if Role.STATE in self.roles:
-            return "the element type of the optimizer's state"
         return "the model's own dtype, or autocast"
 
     @property

@@ -192,18 +192,18 @@ def _module(frames: Sequence[FrameType]) -> str:
     """The FQN of the module that runs in forward, or of the FSDP unit that acts in backward."""
     if "torch" not in sys.modules:
         return ""
-    from torch import nn  # noqa: PLC0415  # not before the test does
+    from pytest_fsdp_comm.recording.owners.stack import called_module  # noqa: PLC0415  # loads torch
 
-    called: list[nn.Module] = []
+    called: list[Any] = []
     for frame in frames:
         self: Any = frame.f_locals.get("self")
         # Set from torch 2.6 to 2.15 once the unit has run.
         unit = getattr(self, "_module_fqn", None) if type(self).__name__ == "FSDPParamGroup" else ""
         if isinstance(unit, str) and unit and not called:
             return unit
-        # As recording.owners.stack, whose contract test covers it.
-        if isinstance(self, nn.Module) and frame.f_code is nn.Module._call_impl.__code__:
-            called.append(self)
+        module = called_module(frame)
+        if module is not None:
+            called.append(module)
     if not called:
         return ""
     innermost, outermost = called[0], called[-1]

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import itertools
 import linecache
-import os
 import re
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from pytest_fsdp_comm.recording.frames import PACKAGE, whose
 from pytest_fsdp_comm.text.words import show_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
 _PAUSE_S = 0.005
 _SETTLED = 10
 _FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
-# Frames of what runs the test explain nothing about it. This plugin's own are found by `_OWN`.
+# Frames of what runs the test explain nothing about it.
 _RUNNERS = re.compile(r"/(_pytest|pytest|pluggy|xdist|execnet)[/.]|/bin/[^/]+$|runpy(\.py|>)$")
-# Wherever the package is installed, or cloned.
-_OWN = f"{Path(__file__).parents[2]}{os.sep}"
 # What a rank runs its tests from: the frames around it are those of whoever has started pytest.
-_ENTRY = f"{_OWN}ranks{os.sep}rank{os.sep}main.py"
+_ENTRY = f"{PACKAGE}ranks/rank/main.py"
 _HAS_FRAME = re.compile(r"^  File .*\n", re.MULTILINE)
-_LIBRARY = re.compile(r"/(site-packages|dist-packages|lib/python\d\.\d+)/")
 _LONGEST_CODE = 60
 # Of a recursion, the innermost frames and where it began.
 _INNERMOST_FRAMES: Final = 4
@@ -46,8 +43,7 @@ class StackFrame:
     @property
     def is_users(self) -> bool:
         """Whether it is the user's code, neither installed nor part of what runs the test."""
-        path = self.path
-        return not (is_library(path) or is_runner(path) or path.startswith("<"))
+        return whose(self.path) == "user" and not is_runner(self.path)
 
     @property
     def site(self) -> str:
@@ -57,12 +53,7 @@ class StackFrame:
 
 def is_runner(path: str) -> bool:
     """Whether a file belongs to what runs the test: pytest, its plugins, or this one."""
-    return path.startswith(_OWN) or _RUNNERS.search(path) is not None
-
-
-def is_library(path: str) -> bool:
-    """Whether a file is installed, and not the user's."""
-    return _LIBRARY.search(path) is not None
+    return whose(path) == "ours" or _RUNNERS.search(path) is not None
 
 
 def of_test(frames: Iterable[StackFrame]) -> list[StackFrame]:
@@ -97,7 +88,9 @@ def show_stack(frames: Sequence[StackFrame]) -> tuple[str, ...]:
     called = [
         frame
         for frame in frames[: frames.index(users[0])]
-        if is_library(frame.path) and not is_runner(frame.path)
+        if whose(frame.path) != "user"
+        and not is_runner(frame.path)
+        and not frame.path.startswith("<")
     ]
     shown += [f"inside {frame.name} ({frame.path}:{frame.line})" for frame in called[:1]]
     return tuple(shown)

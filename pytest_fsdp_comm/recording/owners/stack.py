@@ -11,9 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import sysconfig
 from dataclasses import dataclass
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -22,8 +20,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from pytest_fsdp_comm import upstream
-from pytest_fsdp_comm.recording.active import OWN_CODES, TORCH_FILES
-from pytest_fsdp_comm.text.words import show_path
+from pytest_fsdp_comm.recording.frames import Whose, call_site_of, outwards, torch_files, whose
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,45 +31,22 @@ _CALL_MODULE: Final = nn.Module._call_impl.__code__
 _STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 """torch's wrapper around every optimizer's step."""
 
-_DDP: Final = TORCH_FILES + "nn/parallel/distributed.py"
-# The recorder, and what torch puts between the dispatcher and Python: a kernel's, or a mode's.
-_PACKAGE: Final = f"{Path(__file__).parents[2]}/"
-_SKIPPED: Final = (
-    *(f"{_PACKAGE}{room}/" for room in ("recording", "simulation")),
-    *(TORCH_FILES + path for path in ("_compile.py", "_dynamo/", "utils/_python_dispatch.py")),
+_DDP: Final = torch_files() + "nn/parallel/distributed.py"
+# What torch puts between the dispatcher and a kernel or a mode.
+_BELOW_DISPATCHER: Final = tuple(
+    torch_files() + path for path in ("_compile.py", "_dynamo/", "utils/_python_dispatch.py")
 )
 _USE: Final = "the recorder relies on"
-_STDLIB: Final = sysconfig.get_path("stdlib") + "/"
-_SITE_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
-_THIN: Final = tuple(
-    TORCH_FILES + path
-    for path in (
-        *("_tensor.py", "functional.py", "_jit_internal.py", "_ops.py", "overrides.py"),
-        *("distributed/tensor/_api.py", "distributed/tensor/_dispatch.py"),
-        "distributed/_functional_collectives.py",
-    )
-)
-"""Files of torch that only pass on what their caller requests."""
+
+
+def called_module(frame: FrameType) -> nn.Module | None:
+    """The module that a frame calls; None if it calls none, or a graph of the compiler."""
+    return _module_of(frame) if _meaning_of(frame.f_code) == "module" else None
 
 
 def innermost_module() -> nn.Module | None:
     """The innermost module on the stack that runs, or is run again; None in backward itself."""
-    for frame in _outwards(sys._getframe(1)):
-        kind = _kind_of(frame.f_code)
-        if kind == "module":
-            module = _module_of(frame)
-            if module is not None:
-                return module
-        elif kind == "engine":
-            return None
-    return None
-
-
-# traceback.walk_stack() would look up the line of each frame, which is slow.
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return next(_running(sys._getframe(1)), None)
 
 
 def running_modules() -> list[nn.Module]:
@@ -82,62 +56,14 @@ def running_modules() -> list[nn.Module]:
 
 def running() -> list[nn.Module | None]:
     """What is under way on the stack, outermost first: modules, and None for the engine."""
-    found: list[nn.Module | None] = []
-    for frame in _outwards(sys._getframe(1)):
-        kind = _kind_of(frame.f_code)
-        module = _module_of(frame) if kind == "module" else None
-        if module is not None or kind == "engine":
-            found.append(module)
-    return found[::-1]
+    return [*_running(sys._getframe(1))][::-1]
 
 
-def requesting_frame() -> FrameType | None:
-    """The innermost frame that requested the operation which runs; None if it is no user's."""
-    for frame in _outwards(sys._getframe(1)):
-        is_own = _kind_of(frame.f_code) == "skipped"
-        requests = None if is_own else _requests(frame.f_code.co_filename)
-        if requests is not None:
-            return frame if requests else None
-    return None
-
-
-def asks_for_user(frame: FrameType) -> bool:
-    """Whether a frame is code of a user or of a library, neither torch's nor this package's."""
-    path = frame.f_code.co_filename
-    return _kind_of_file(path) in {"user", "library"} and not path.startswith(_PACKAGE)
-
-
-@functools.cache
-def _requests(path: str) -> bool | None:
-    """Whether code of a file acts for a user; None if it passes on what its caller requests."""
-    kind = _kind_of_file(path)
-    if kind == "library" and "/numpy/" in path:
-        return None
-    if kind == "library":
-        # transformers' own code outside of its models looks at masks and positions.
-        return Path(path).parent.name != "transformers"
-    if kind in {"torch", "requester"}:
-        return None if path.startswith(_THIN) else False
-    return True if kind == "user" else None
-
-
-_File = Literal["skipped", "torch", "requester", "stdlib", "library", "user"]
-"""Whose code a file is. ``skipped``: the recorder's own, or what torch runs between its dispatcher
-and a kernel or a mode. ``requester``: of torch, and may be what requested a collective."""
-
-
-@functools.cache
-def _kind_of_file(path: str) -> _File:
-    if path.startswith(_SKIPPED):
-        return "skipped"
-    if path.startswith(TORCH_FILES):
-        return (
-            "requester" if path == _DDP or path.startswith(TORCH_FILES + "distributed") else "torch"
-        )
-    # Packages are below the standard library where there is no virtual environment.
-    if any(directory in path for directory in _SITE_PACKAGES):
-        return "library"
-    return "stdlib" if path.startswith((_STDLIB, "<")) else "user"
+def _running(innermost: FrameType) -> Iterator[nn.Module | None]:
+    for frame in outwards(innermost):
+        module = called_module(frame)
+        if module is not None or _meaning_of(frame.f_code) == "engine":
+            yield module
 
 
 _Code = Literal[
@@ -157,24 +83,25 @@ _Code = Literal[
 own, or what torch runs between dispatcher and kernel."""
 
 
-_MEANT: Final[dict[_File, _Code]] = {"skipped": "skipped", "user": "user", "library": "library"}
+_MEANINGS: Final[dict[Whose, _Code]] = {
+    "user": "user",
+    "library": "library",
+    "stdlib": "other",
+    "ours": "skipped",
+}
 
 # By identity, since code hashes slowly; kept, so that its identity stays its own. A stack of a
 # hundred frames is looked at for every collective, so each costs one look-up.
-_kinds: dict[int, _Code] = {}
+_meanings: dict[int, _Code] = {}
 _codes: list[CodeType] = []
-_passed: set[int] = set()
-"""The codes among them that are neither a user's nor a library's."""
 
 
-def _kind_of(code: CodeType) -> _Code:
-    kind = _kinds.get(id(code))
-    if kind is None:
+def _meaning_of(code: CodeType) -> _Code:
+    meaning = _meanings.get(id(code))
+    if meaning is None:
         _codes.append(code)
-        kind = _kinds[id(code)] = _look_at(code)
-        if kind not in {"user", "library"}:
-            _passed.add(id(code))
-    return kind
+        meaning = _meanings[id(code)] = _look_at(code)
+    return meaning
 
 
 def _look_at(code: CodeType) -> _Code:
@@ -186,17 +113,16 @@ def _look_at(code: CodeType) -> _Code:
         return "step"
     if code is _redistribute_code():
         return "redistribute"
-    path = code.co_filename
-    kind = "skipped" if any(code is own for own in OWN_CODES.values()) else _kind_of_file(path)
-    if kind == "requester":
-        return _kind_of_requester(code)
-    return _MEANT.get(kind, "other")
+    owner = whose(code.co_filename)
+    return _meaning_in_torch(code) if owner == "torch" else _MEANINGS[owner]
 
 
-def _kind_of_requester(code: CodeType) -> _Code:
+def _meaning_in_torch(code: CodeType) -> _Code:
+    if code.co_filename.startswith(_BELOW_DISPATCHER):
+        return "skipped"
     if code.co_filename == _DDP:
         return "ddp"
-    inside = code.co_filename[len(TORCH_FILES) :]
+    inside = code.co_filename[len(torch_files()) :]
     if inside.startswith(("distributed/tensor/", "distributed/_tensor/")):
         return "dtensor"
     if inside == "distributed/distributed_c10d.py" and "object" in code.co_name:
@@ -246,7 +172,7 @@ class StackScan:
     def pass_code(self, kind: _Code, frame: FrameType) -> None:
         """Note any other code that means something."""
         if kind in {"user", "library"}:
-            known = self.caller and _kind_of(self.caller.f_code)
+            known = self.caller and _meaning_of(self.caller.f_code)
             if known is None or (known == "library" and kind == "user"):
                 self.caller = frame
         # See Note [No hooks].
@@ -266,13 +192,13 @@ class StackScan:
 
 def scan_stack(*, needs_outermost: bool = True) -> StackScan:
     """Walk up the stack: all of it, or until only what runs further out remains unknown."""
-    scan, known = StackScan(), _kinds.get
+    scan, known = StackScan(), _meanings.get
     below = sys._getframe(1)
     frame: FrameType | None = below
     entry: FrameType | None = None
     has_reason = has_user = False
     while frame is not None:
-        kind = known(id(frame.f_code)) or _kind_of(frame.f_code)
+        kind = known(id(frame.f_code)) or _meaning_of(frame.f_code)
         if kind == "other":
             scan.is_from_cpp &= entry is not None
         elif kind == "module":
@@ -293,42 +219,6 @@ def scan_stack(*, needs_outermost: bool = True) -> StackScan:
     if entry is not None or frame is None:
         scan.is_from_ddp = scan.is_from_ddp or _is_given_a_bucket(entry or below)
     return scan
-
-
-def find_call_site() -> str:
-    """What `StackScan.call_site` says, by a walk up to the innermost user code alone."""
-    return call_site_of(find_caller())
-
-
-def find_caller() -> FrameType | None:
-    """What `StackScan.caller` is, by a walk up to the innermost user code alone.
-
-    Keep none: it keeps its tensors alive.
-    """
-    library, passed, frame = None, _passed, sys._getframe(1).f_back
-    while frame is not None:
-        if id(frame.f_code) not in passed:
-            kind = _kinds.get(id(frame.f_code)) or _kind_of(frame.f_code)
-            if kind == "user":
-                return frame
-            if kind == "library":
-                library = library or frame
-        frame = frame.f_back
-    return library
-
-
-# For every collective the same few places.
-_call_sites: dict[tuple[int, int], str] = {}
-
-
-def call_site_of(frame: FrameType | None) -> str:
-    """``path:line``; empty for None."""
-    if frame is None:
-        return ""
-    place = id(frame.f_code), frame.f_lasti
-    if place not in _call_sites:
-        _call_sites[place] = f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
-    return _call_sites[place]
 
 
 def _is_given_a_bucket(entry: FrameType) -> bool:
@@ -362,10 +252,6 @@ def is_graph(module: nn.Module | None) -> bool:
     # what backward is given (read in torch 2.13).
     inputs = called.graph.find_nodes(op="placeholder")
     return any(str(node.target).startswith("tangents_") for node in inputs)
-
-
-# For every collective the same few files.
-_shown = functools.cache(show_path)
 
 
 @functools.cache

@@ -110,16 +110,6 @@ def test_a_tree_that_does_not_fit_leaves_the_readings_of_the_profile(change, new
     assert text.startswith(beginning)
 
 
-def test_state_in_another_element_type_is_told_as_the_optimizers():
-    old = profile(extra=([row(Phase.OPTIMIZER, "layers.0", "all_gather", NBYTES, "state")],))
-    comparison = compare(old, in_dtype(old, "bfloat16", roles=("state",)))
-    (step,) = comparison.explanation.steps
-    assert step.line == "state[dp] float32 -> bfloat16, x1/2 bytes"
-    assert [cause.text for cause in comparison.causes] == [
-        "the element type of the optimizer's state"
-    ]
-
-
 @pytest.mark.parametrize("into", [True, False])
 def test_weights_in_8_bits_may_be_gathered_by_their_own_way(into):
     sides = [profile(), in_dtype(profile(), "float8_e4m3fn", roles=("parameters",))]

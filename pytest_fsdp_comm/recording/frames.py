@@ -1,0 +1,115 @@
+"""Say whose code a frame runs, and find the user's line that caused a call.
+
+The one classifier of stack frames, for recordings, simulated ranks and the hang report. It reads
+only paths and imports neither torch nor pytest.
+
+- `whose(path)`: "user", "library", "torch", "stdlib" or "ours".
+- `is_outside_torch(frame)`: whether a user or a library asks, and not torch or this package.
+- `find_caller()`, `find_call_site()`: the innermost user code on this thread's stack.
+- `outwards(frame)`: a frame and its callers.
+
+Which module runs is the matter of `owners.stack`: `running_modules`, `called_module`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from pytest_fsdp_comm.text.words import show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import CodeType, FrameType
+
+Whose = Literal["user", "library", "torch", "stdlib", "ours"]
+
+PACKAGE: Final = f"{Path(__file__).parents[1]}/"
+_STDLIB: Final = sysconfig.get_path("stdlib") + "/"
+_SITE_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
+
+
+@functools.cache
+def torch_files() -> str:
+    """The prefix of the paths of torch's own files."""
+    spec = importlib.util.find_spec("torch")  # does not import it
+    return f"{Path(spec.origin).parent}/" if spec and spec.origin else "\0"
+
+
+@functools.cache
+def whose(path: str) -> Whose:
+    """Whose code a source file holds."""
+    if path.startswith(PACKAGE):
+        return "ours"
+    if path.startswith(torch_files()):
+        return "torch"
+    # Without a virtual environment, packages are installed below the standard library.
+    if any(directory in path for directory in _SITE_PACKAGES):
+        return "library"
+    return "stdlib" if path.startswith((_STDLIB, "<")) else "user"
+
+
+def is_outside_torch(frame: FrameType) -> bool:
+    """Whether a frame runs code of a user or of a library other than torch."""
+    return whose(frame.f_code.co_filename) in {"user", "library"}
+
+
+# traceback.walk_stack() looks up the line of each frame, which is slow.
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and its callers, innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def find_caller() -> FrameType | None:
+    """Return the innermost frame of user code, or else of a library; None if there is neither.
+
+    Do not keep it: a frame keeps its tensors alive.
+    """
+    library, frame = None, sys._getframe(1).f_back
+    while frame is not None:
+        # By identity, since code objects hash slowly, and this runs for every collective.
+        owner = _known.get(id(frame.f_code)) or _whose_code(frame.f_code)
+        if owner == "user":
+            return frame
+        if owner == "library":
+            library = library or frame
+        frame = frame.f_back
+    return library
+
+
+_known: dict[int, Whose] = {}
+_codes: list[CodeType] = []
+"""The code objects of `_known`, kept so that no other one gets their identity."""
+
+
+def _whose_code(code: CodeType) -> Whose:
+    _codes.append(code)
+    owner = _known[id(code)] = whose(code.co_filename)
+    return owner
+
+
+def find_call_site() -> str:
+    """Return ``path:line`` of `find_caller`; empty if there is none."""
+    return call_site_of(find_caller())
+
+
+def call_site_of(frame: FrameType | None) -> str:
+    """Write a frame as ``path:line``; empty for None."""
+    if frame is None:
+        return ""
+    place = id(frame.f_code), frame.f_lasti
+    if place not in _call_sites:
+        _codes.append(frame.f_code)
+        _call_sites[place] = f"{_show_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return _call_sites[place]
+
+
+# A training step sends from the same few places and files each time.
+_call_sites: dict[tuple[int, int], str] = {}
+_show_path = functools.cache(show_path)
